@@ -41,6 +41,10 @@ _OF_TEXT = ("type", "format", "pattern", "minLength", "maxLength", "enum", "cons
 _COUNTS = frozenset(
     ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 )
+# Keywords with a value of their own, in which tools of all kinds deviate from JSON Schema.
+_LEAVES = frozenset(
+    ("type", "required", "enum", "pattern", "multipleOf", "$id", *_BOUNDS, *_COUNTS)
+)
 # Keywords that llguidance lacks, by the type of the values that they constrain.
 _OF_TYPE = {
     "uniqueItems": "array",
@@ -134,6 +138,11 @@ def _binding(schema: Mapping[str, Any]) -> dict[str, Any]:
     for key in _COUNTS & kept.keys():
         if isinstance(kept[key], float) and kept[key].is_integer():
             kept[key] = int(kept[key])
+    for key, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(kept.get(key), bool):  # draft 4: says of the other bound that it is exclusive
+            exclusive = kept.pop(key)
+            if exclusive and bound in kept:
+                kept[key] = kept.pop(bound)
     if "unevaluatedProperties" in kept and not _IN_PLACE & kept.keys():
         kept.setdefault("additionalProperties", kept.pop("unevaluatedProperties"))
     if "unevaluatedItems" in kept and not (_IN_PLACE | {"contains"}) & kept.keys():
@@ -289,13 +298,13 @@ def _drop_keywords(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], wh
     documents = {_document(root, inner.get("$id")) for inner in inners} - {""}
     anchors = [inner.get("$anchor") for inner in inners]
     for inner in inners:
-        for key in ("pattern", "multipleOf", "$id"):
-            if key in inner and why({key: inner[key]}):
-                del inner[key]
         if "type" in inner:
             _rename_types(inner)
-        for key in _BOUNDS:
-            if key in inner and why({"type": "number", key: inner[key]}):
+        for key in _LEAVES & inner.keys():
+            wrong = why(
+                {"type": "number", key: inner[key]} if key in _BOUNDS else {key: inner[key]}
+            )
+            if wrong and not wrong.startswith("Unsatisfiable"):
                 del inner[key]
         reference = inner.get("$ref")
         if isinstance(reference, str):
@@ -308,6 +317,8 @@ def _drop_keywords(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], wh
         patterns = inner.get("patternProperties")
         if isinstance(patterns, Mapping):
             _drop_patterns(inner, patterns, why)
+    for _, inner in _dangling(root):
+        del inner["$ref"]
     if why(root).startswith("circular"):  # caused by references with sibling keywords
         for inner in inners:
             if "$ref" in inner:
@@ -339,10 +350,24 @@ def _has_known_types(schema: Mapping[str, Any]) -> bool:
     return all(isinstance(one, str) and one in _TYPES for one in listed)
 
 
-def _is_dangling(reference: Any, root: Mapping[str, Any]) -> bool:
-    """Return whether a reference into the schema itself has no target."""
-    within = isinstance(reference, str) and reference.startswith("#/")
-    return within and _target(reference, root) is None
+def _dangling(root: Any) -> list[tuple[str, Any]]:
+    """Return the subschemas, with their paths, whose reference into their own document has no
+    target. A subschema with `$id` is a document of its own."""
+    documents = {"": root}
+    found = []
+    for path, inner in _subschemas(root):
+        if isinstance(own := inner.get("$id"), str) and own[:1] != "#":
+            documents[path] = inner
+        nearest = max((one for one in documents if _is_within(path, one)), key=len)
+        reference = inner.get("$ref")
+        is_pointer = isinstance(reference, str) and reference.startswith("#/")
+        if is_pointer and _target(reference, documents[nearest]) is None:
+            found.append((path, inner))
+    return found
+
+
+def _is_within(path: str, outer: str) -> bool:
+    return path.startswith(outer) and path[len(outer) : len(outer) + 1] in ("", ".", "[")
 
 
 def _document(root: Mapping[str, Any], reference: Any) -> str:
@@ -404,12 +429,11 @@ def fault(schema: Any, why: Why) -> tuple[str, str]:
         for name in names if isinstance(names, Mapping) else ():
             if wrong := why(_with_patterns([name])):
                 return f"{path}.patternProperties{_step(name)}", wrong
-    has_documents = any("$id" in inner for path, inner in inners if path)
     for path, inner in inners:
         if not _has_known_types(inner):
             return f"{path}.type", ""
-        if not has_documents and _is_dangling(inner.get("$ref"), schema):
-            return f"{path}.$ref", ""
+    for path, _ in _dangling(schema):
+        return f"{path}.$ref", ""
     return "", ""
 
 

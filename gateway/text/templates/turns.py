@@ -51,7 +51,7 @@ def text_of(message: Message) -> str:
 
 def alternatives(first: Conversation) -> list[list[Conversation]]:
     """Return equivalent conversations to try if a template refuses the first one. They are grouped
-    by number of changes, fewest first; at most 15 in total."""
+    by number of changes, fewest first; at most 23 in total."""
     groups: list[list[Conversation]] = []
     made = [first]
     changes = [change for change in _CHANGES if change(first) != first]
@@ -59,6 +59,8 @@ def alternatives(first: Conversation) -> list[list[Conversation]]:
         group = []
         for chosen in combinations(changes, count):
             if sum(change in _ORDERS for change in chosen) > 1:
+                continue
+            if _dicts_of_any in chosen and _whole_tools not in chosen:
                 continue
             conversation = first
             for change in chosen:
@@ -245,6 +247,34 @@ def _whole_tools(given: Conversation) -> Conversation:
     return given._replace(tools=[_whole_tool(tool) for tool in given.tools])
 
 
+def _dicts_of_any(given: Conversation) -> Conversation:
+    """Say of the objects in the schemas of the tools that other properties may be anything, for
+    templates that always read that. Without a type: such templates write "Any" for null."""
+    if given.tools is None:
+        return given
+    tools = []
+    for tool in given.tools:
+        function = dict(tool["function"])
+        if isinstance(parameters := function.get("parameters"), Mapping):
+            function["parameters"] = _with_dicts_of_any(parameters)
+        tools.append({**tool, "function": function})
+    return given._replace(tools=tools)
+
+
+def _with_dicts_of_any(schema: Message) -> dict[str, Any]:
+    made = dict(schema)
+    if isinstance(made.get("items"), Mapping):
+        made["items"] = _with_dicts_of_any(made["items"])
+    if isinstance(properties := made.get("properties"), Mapping):
+        made["properties"] = {
+            name: _with_dicts_of_any(one) if isinstance(one, Mapping) else one
+            for name, one in properties.items()
+        }
+    if made.get("type") == "object":
+        made.setdefault("additionalProperties", {"type": None})
+    return made
+
+
 def _whole_tool(tool: Message) -> dict[str, Any]:
     function = dict(tool["function"])
     function["description"] = function.get("description") or ""
@@ -258,8 +288,7 @@ def _whole_schema(schema: Message) -> dict[str, Any]:
 
 
 def _whole_value(schema: Message) -> dict[str, Any]:
-    """Return a schema without nulls and with single types and items. Nested objects without
-    `additionalProperties` get one that allows strings."""
+    """Return a schema without nulls and with single types and items."""
     whole = {
         key: value for key, value in schema.items() if value is not None or key in _MAY_BE_NULL
     }
@@ -281,8 +310,6 @@ def _whole_property(schema: Any) -> dict[str, Any]:
     more: dict[str, Any] = {"description": ""}
     if not _has_type(whole):
         more["type"] = "string"
-    elif whole.get("type") == "object":
-        more["additionalProperties"] = {"type": "string"}
     return {**more, **whole}
 
 
@@ -294,6 +321,7 @@ _MAY_BE_NULL = ("default", "const")
 _ORDERS = (_system_first, _rules_joined, _alternating)  # at most one is applied
 _CHANGES: tuple[Callable[[Conversation], Conversation], ...] = (
     _whole_tools,
+    _dicts_of_any,
     _one_thought,
     *_ORDERS,
 )

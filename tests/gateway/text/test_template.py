@@ -604,7 +604,9 @@ def test_schemas_that_a_template_cannot_write(
     template = ChatTemplate(source, tokenizer)
     for schema, expected in (
         ({"type": ["string", "null"], "description": "d"}, "x: string d;"),
-        ({"type": "object", "properties": {"y": {"type": "integer"}}}, "x: dict of string ;"),
+        ({"type": "object", "properties": {"y": {"type": "integer"}}}, "x: dict of any ;"),
+        ({"type": "array", "items": {"type": "object"}}, "x: list of dict of any ;"),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, "x: dict of integer ;"),
         ({"type": "array", "items": {"type": ["integer", "null"]}}, "x: list of integer ;"),
         ({"type": "array", "items": [{"type": "string"}]}, "x: list of  ;"),
         ({"type": "string", "description": None, "default": None}, "x: string ;"),
