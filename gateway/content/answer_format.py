@@ -4,7 +4,7 @@ The parser families come from the model's chat template or the gateway's setting
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from pdserve.gateway.text.parsing.family import (
     ContentParser,
     ReasoningFamily,
     ToolFamily,
+    in_form_only,
 )
 from pdserve.gateway.text.parsing.stream import CallStream
 from pdserve.gateway.text.reasoning import reasoning_family
@@ -135,6 +136,8 @@ def answer_format(
     """
     tools, reasoning = families
     called = use.tools if use is not None and _may_call(use) else ()
+    if tools is not None and called and _is_bound(use, tools, prompt_end):
+        tools = in_form_only(tools)
     return AnswerFormat(
         tools if called else None,
         reasoning,
@@ -215,10 +218,9 @@ def _beside_calls(
 def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
     """Return the structure that holds an answer to the required calls, None if the model may write
     anything. Raises TextError for a model whose calls are not parsed."""
-    required = use.choice == "required"
-    if not _may_call(use) or not (required or use.only or any(t.strict for t in use.tools)):
+    if not _may_call(use) or not _is_constrained(use):
         return None
-    param = "tool_choice" if required or use.only else "tools"
+    param = "tool_choice" if use.choice == "required" or use.only else "tools"
     if family is None:
         raise TextError(f"{param}: calls of tools are not read here (--tool-parser)", param)
     return Structure("structural_tag", _tags(family, use), param)
@@ -228,11 +230,13 @@ def _tags(family: ToolFamily, use: ToolUse) -> dict[str, Any]:
     """Return the value of a structural tag whose tags are the calls of the tools."""
     required = use.choice == "required"
     tools = [tool for tool in use.tools if not use.only or tool.name in use.only]
-    given = [
-        dict(tool.parameters or ANY_OBJECT) if required or tool.strict else ANY_OBJECT
-        for tool in tools
-    ]
-    schemas = without_annotations(given, MAX_STRUCTURE_VALUES)
+    schemas = without_annotations(
+        [
+            _object_schema(tool.parameters) if required or tool.strict else ANY_OBJECT
+            for tool in tools
+        ],
+        MAX_STRUCTURE_VALUES,
+    )
     structures = [
         {
             "begin": family.form.begin.replace("NAME", tool.name),
@@ -240,6 +244,7 @@ def _tags(family: ToolFamily, use: ToolUse) -> dict[str, Any]:
             "end": family.form.end,
             "lenient": not tool.strict,
             **({"param": tool.param} if tool.param else {}),
+            **({"path": tool.place, "is_hidden": True} if tool.place else {}),
         }
         for tool, schema in zip(tools, schemas, strict=True)
     ]
@@ -251,6 +256,12 @@ def _tags(family: ToolFamily, use: ToolUse) -> dict[str, Any]:
     }
 
 
+def _object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the schema of a call's arguments, which are always an object."""
+    schema = dict(parameters or {})
+    return schema if "$ref" in schema else {**schema, **ANY_OBJECT}
+
+
 def new_call_id(length: int = 0) -> str:
     """Return a call id in OpenAI's form, or of `length` letters and digits."""
     return secrets.token_hex(length)[:length] if length else f"call_{secrets.token_hex(12)}"
@@ -258,6 +269,19 @@ def new_call_id(length: int = 0) -> str:
 
 def _may_call(use: ToolUse | None) -> bool:
     return use is not None and bool(use.tools) and use.choice != "none"
+
+
+def _is_constrained(use: ToolUse) -> bool:
+    """Return whether a grammar holds the calls to a form."""
+    return use.choice == "required" or bool(use.only) or any(tool.strict for tool in use.tools)
+
+
+def _is_bound(use: ToolUse | None, tools: ToolFamily, prompt_end: str) -> bool:
+    """Return whether only calls in the grammar's form may be read from free text. A prompt that
+    ends with the trigger has begun a call, which the grammar does not see."""
+    if use is None or use.choice != "auto" or tools.whole is not None:
+        return False
+    return _is_constrained(use) and not prompt_end.endswith(tools.form.trigger)
 
 
 def _thinks_first(reasoning: ReasoningFamily, text: str, continues: bool) -> bool:

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -17,7 +18,7 @@ from pdserve.engine.api.sampling_bounds import (
     MAX_GRAMMAR_BYTES,
     MAX_STRUCTURE_VALUES,
 )
-from pdserve.gateway.grammars.schemas import enforceable, fault, where, without_faults
+from pdserve.gateway.grammars.schemas import enforceable, fault, without_faults
 from pdserve.gateway.grammars.sources import (
     ModelTokens,
     is_lenient,
@@ -30,14 +31,7 @@ from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.special import SpecialTokens
 from pdserve.gateway.text.tokenizer import Tokenizer
 
-_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
 _REGEX = re.compile(r"^\s*error: (.*)", re.MULTILINE)
-# Errors of llguidance by their prefix: the keywords that cause them, and a clearer message.
-_FAULTS = (
-    ("oneOf", ("oneOf",), "it can be enforced only for schemas that exclude each other"),
-    ("min/maxProperties", ("minProperties", "maxProperties"), ""),
-    ("patternProperty", ("patternProperties",), ""),
-)
 
 
 class GrammarCompiler:
@@ -107,9 +101,9 @@ class GrammarCompiler:
         schema = enforceable(schema, MAX_STRUCTURE_VALUES)
         return without_faults(schema, self._why, lenient=lenient)
 
-    def _why(self, schema: Mapping[str, Any]) -> str:
-        """Return why a schema alone cannot be compiled, even leniently; empty if it can."""
-        guided = {**schema, "x-guidance": {"lenient": True}}
+    def _why(self, schema: Mapping[str, Any], lenient: bool = True) -> str:
+        """Return why a schema alone cannot be compiled; empty if it can."""
+        guided = {**schema, "x-guidance": {"lenient": lenient}}
         return self._wrong(json.dumps({"grammars": [{"json_schema": guided}]}))
 
     def _wrong(self, text: str) -> str:
@@ -126,6 +120,7 @@ class GrammarCompiler:
     def _error(self, structure: Structure, wrong: str) -> TextError:
         """Return the error with the path of the faulty part of the schema."""
         param, path, schema = structure.param, structure.path or structure.param, None
+        lenient, is_hidden = structure.lenient, False
         if structure.kind == "json_schema":
             schema = structure.value
         elif structure.kind == "structural_tag":
@@ -133,27 +128,17 @@ class GrammarCompiler:
                 its = self._wrong(tag_source(tag, structure))
                 if its:
                     wrong, schema, param = its, tag["schema"], tag.get("param", param)
-                    path = tag.get("path", param)
+                    path, is_hidden = tag.get("path", param), tag.get("is_hidden", False)
+                    lenient = is_lenient(tag, structure)
                     break
             else:
                 other = other_form(structure)
                 its = self._wrong(source(other, self._tokens)) if other else ""
                 if other is not None and its:
                     return self._error(other, its)
-        at, why = self._fault(schema, wrong)
-        return TextError(f"{path}{at}: {why}", param)
-
-    def _fault(self, schema: Any, wrong: str) -> tuple[str, str]:
-        """Return the path of the fault in a schema, empty if unknown, and the reason."""
         schema = enforceable(schema, MAX_STRUCTURE_VALUES)
-        if found := _UNIMPLEMENTED.search(wrong):
-            return where(schema, json.loads(found[1])[0]), "this keyword cannot be enforced"
-        for beginning, keywords, why in _FAULTS:
-            if wrong.startswith(beginning):
-                at = next((at for keyword in keywords if (at := where(schema, keyword))), "")
-                return at, why or wrong
-        at, why = fault(schema, self._why)
-        return at, why or wrong
+        at, reason = fault(schema, partial(self._why, lenient=lenient))
+        return TextError(f"{path}{'' if is_hidden else at}: {reason or wrong}", param)
 
 
 def _plain(message: str) -> str:

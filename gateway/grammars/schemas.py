@@ -59,8 +59,16 @@ _IN_PLACE = frozenset(
     ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 )
 _PLAIN_NAME = re.compile(r"[\w$-]+")
+MAX_FLOATS = (3.4028234663852886e38, float_info.max)  # as bounds: the type has 32 or 64 bits
 MAX_REFS = 8  # length of a chain of references
 MAX_DIGITS = 8  # of an index in a reference
+
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
+# Reasons of llguidance by their beginning, in clearer words.
+_REASONS = (
+    ("Unimplemented keys", "this keyword cannot be enforced"),
+    ("oneOf", "it can be enforced only for schemas that exclude each other"),
+)
 
 Why = Callable[[Mapping[str, Any]], str]  # why a schema cannot be compiled; empty: it can
 
@@ -90,9 +98,27 @@ def enforceable(schema: Any, most: int) -> Any:
     if copy is schema or not isinstance(copy, dict):
         return copy
     for _, inner in list(_subschemas(copy)):
+        if "propertyNames" in inner:
+            _name_properties(inner, _resolved(inner["propertyNames"], copy))
         if "anyOf" not in inner and _are_apart(inner.get("oneOf"), copy):
             inner["anyOf"] = inner.pop("oneOf")
     return copy
+
+
+def _name_properties(schema: dict[str, Any], names: Any) -> None:
+    """Drop `propertyNames` if `names`, its schema, allows all; write a list of names as properties,
+    if the schema has none."""
+    if _is_any_text(names):
+        del schema["propertyNames"]
+        return
+    allowed = names.get("enum") if isinstance(names, Mapping) else None
+    is_list = isinstance(allowed, list) and _is_any_text({**names, "enum": None})
+    if not is_list or {"properties", "patternProperties", "$ref"} & schema.keys():
+        return
+    value = schema.pop("additionalProperties", True)
+    del schema["propertyNames"]
+    schema["properties"] = {name: value for name in allowed if isinstance(name, str)}
+    schema["additionalProperties"] = False
 
 
 def without_annotations(schemas: Sequence[Any], most: int) -> list[Any]:
@@ -146,7 +172,8 @@ def _binding(schema: Mapping[str, Any]) -> dict[str, Any]:
     if "unevaluatedProperties" in kept and not _IN_PLACE & kept.keys():
         kept.setdefault("additionalProperties", kept.pop("unevaluatedProperties"))
     if "unevaluatedItems" in kept and not (_IN_PLACE | {"contains"}) & kept.keys():
-        kept.setdefault("items", kept.pop("unevaluatedItems"))
+        rest = "additionalItems" if isinstance(kept.get("items"), list) else "items"
+        kept.setdefault(rest, kept.pop("unevaluatedItems"))
     for key in [key for key in kept if _binds_nothing(key, kept)]:
         del kept[key]
     return kept
@@ -159,9 +186,9 @@ def _binds_nothing(key: str, schema: Mapping[str, Any]) -> bool:
         return True
     match key:
         case "minimum" | "exclusiveMinimum":
-            return isinstance(value, float) and value <= -float_info.max
+            return isinstance(value, float) and -value in MAX_FLOATS
         case "maximum" | "exclusiveMaximum":
-            return isinstance(value, float) and value >= float_info.max
+            return isinstance(value, float) and value in MAX_FLOATS
         case "format":
             return not (isinstance(value, str) and value in FORMATS)
         case "uniqueItems":
@@ -197,10 +224,13 @@ def _is_any_text(schema: Any) -> bool:
     """Return whether every string obviously matches a schema."""
     if not isinstance(schema, Mapping):
         return False
-    types = schema.get("type")
-    rest = {key: value for key, value in schema.items() if key not in ("type", *_ANNOTATIONS)}
+    types = schema.get("type", "string")
+    annotations = ("type", "format", *_ANNOTATIONS)
+    rest = {key: value for key, value in schema.items() if key not in annotations}
     if rest.get("minLength") == 0:
         del rest["minLength"]
+    if rest.get("enum", 0) is None:
+        del rest["enum"]
     return not rest and (types == "string" or (isinstance(types, list) and "string" in types))
 
 
@@ -295,6 +325,8 @@ def without_faults(schema: Any, why: Why, *, lenient: bool) -> Any:
 
 def _drop_keywords(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], why: Why) -> None:
     """Drop keywords that cannot be compiled from the schemas within `root`."""
+    for inner in inners:
+        _drop_shapes(inner)
     documents = {_document(root, inner.get("$id")) for inner in inners} - {""}
     anchors = [inner.get("$anchor") for inner in inners]
     for inner in inners:
@@ -326,6 +358,23 @@ def _drop_keywords(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], wh
                     del inner[key]
 
 
+def _drop_shapes(schema: dict[str, Any]) -> None:
+    """Drop keywords whose value is no schema, list of schemas or object of schemas as it should be,
+    e.g. PHP's `properties: []`."""
+    for key in schema.keys() & {*_ONE, *_SEVERAL, *_NAMED}:
+        value = schema[key]
+        if key in _NAMED and isinstance(value, Mapping):
+            schema[key] = {name: one if _is_schema(one) else {} for name, one in value.items()}
+        elif key in _SEVERAL and isinstance(value, list):
+            schema[key] = [one if _is_schema(one) else {} for one in value]
+        elif not (key in _ONE and _is_schema(value)):
+            del schema[key]
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, bool | Mapping)
+
+
 def _rename_types(schema: dict[str, Any]) -> None:
     """Rename types of other languages to JSON Schema's; drop `type` if one means any value."""
     listed = isinstance(schema["type"], list)
@@ -342,12 +391,6 @@ def _type_name(name: Any) -> Any:
     if not isinstance(lower, str):
         return name
     return _OTHER_TYPES.get(lower, lower if lower in _TYPES else name)
-
-
-def _has_known_types(schema: Mapping[str, Any]) -> bool:
-    types = schema.get("type", "object")
-    listed = types if isinstance(types, list) else [types]
-    return all(isinstance(one, str) and one in _TYPES for one in listed)
 
 
 def _dangling(root: Any) -> list[tuple[str, Any]]:
@@ -414,36 +457,60 @@ def _with_patterns(names: Iterable[str]) -> dict[str, Any]:
 
 
 def fault(schema: Any, why: Why) -> tuple[str, str]:
-    """Return the path of a schema's fault and the reason; "", "" if none is found.
-
-    Looks first for a regular expression or divisor that cannot be compiled, then, without a reason,
-    for an unknown type or a reference without target.
-    """
-    inners = list(_subschemas(schema))
-    for path, inner in inners:
-        if "pattern" in inner and (wrong := why({"pattern": inner["pattern"]})):
-            return f"{path}.pattern", wrong
-        if "multipleOf" in inner and (wrong := why({"multipleOf": inner["multipleOf"]})):
-            return f"{path}.multipleOf", wrong
-        names = inner.get("patternProperties")
-        for name in names if isinstance(names, Mapping) else ():
-            if wrong := why(_with_patterns([name])):
-                return f"{path}.patternProperties{_step(name)}", wrong
-    for path, inner in inners:
-        if not _has_known_types(inner):
-            return f"{path}.type", ""
+    """Return the path of the innermost part of a schema that cannot be compiled, and the reason.
+    Both are empty if no part is at fault."""
     for path, _ in _dangling(schema):
-        return f"{path}.$ref", ""
-    return "", ""
+        return f"{path}.$ref", "the target of the reference does not exist"
+    root = schema
+    path, reason = "", why(schema) if isinstance(schema, Mapping) else ""
+    descends = bool(reason)
+    while descends:
+        descends = False
+        for step, part in _parts(schema):
+            wrong = why({**_definitions(root), **part}) if isinstance(part, Mapping) else ""
+            # A reference to another place than a definition has no target in the part alone.
+            if wrong and not wrong.startswith("Pointer"):
+                path, schema, reason, descends = path + step, part, wrong, True
+                break
+    if not reason:
+        return "", ""
+    keyword = _keyword_at_fault(schema, reason, why)
+    for beginning, better in _REASONS:
+        if reason.startswith(beginning):
+            reason = better
+    return path + keyword, reason
 
 
-def where(schema: Any, keyword: str, value: Any = None) -> str:
-    """Return the path of the first such keyword (with `value`, unless None); empty if none exists.
-    Example: ".properties.a.not"."""
-    for path, inner in _subschemas(schema):
-        if keyword in inner and value in (None, inner[keyword]):
-            return f"{path}.{keyword}"
+def _keyword_at_fault(schema: Mapping[str, Any], reason: str, why: Why) -> str:
+    """Return the path within a schema of the keyword without which it compiles; empty if it takes
+    more than one."""
+    patterns = schema.get("patternProperties")
+    for name in patterns if isinstance(patterns, Mapping) else ():
+        if why(_with_patterns([name])):
+            return f".patternProperties{_step(name)}"
+    unimplemented = _UNIMPLEMENTED.search(reason)
+    if unimplemented:
+        return f".{json.loads(unimplemented[1])[0]}"
+    for keyword in sorted(schema, key=lambda key: (key == "type", key in _NAMED)):
+        if not why({key: value for key, value in schema.items() if key != keyword}):
+            return f".{keyword}"
     return ""
+
+
+def _definitions(root: Any) -> dict[str, Any]:
+    return {key: root[key] for key in ("$defs", "definitions") if key in root}
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the direct subschemas, definitions first, with their paths from the schema."""
+    for key in sorted(schema, key=lambda key: key not in ("$defs", "definitions")):
+        value, at = schema[key], f".{key}"
+        if key in _NAMED and isinstance(value, Mapping):
+            yield from ((at + _step(name), one) for name, one in value.items())
+        elif key in _SEVERAL and isinstance(value, list):
+            yield from ((f"{at}[{index}]", one) for index, one in enumerate(value))
+        elif key in _ONE:
+            yield at, value
 
 
 def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
@@ -454,16 +521,7 @@ def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
         if not isinstance(schema, Mapping):
             continue
         yield path, schema
-        inner: list[tuple[str, Any]] = []
-        for key, value in schema.items():
-            at = f"{path}.{key}"
-            if key in _NAMED and isinstance(value, Mapping):
-                inner += [(at + _step(name), one) for name, one in value.items()]
-            elif key in _SEVERAL and isinstance(value, list):
-                inner += [(f"{at}[{index}]", one) for index, one in enumerate(value)]
-            elif key in _ONE:
-                inner.append((at, value))
-        todo += reversed(inner)
+        todo += reversed([(path + step, part) for step, part in _parts(schema)])
 
 
 def _step(name: str) -> str:

@@ -33,6 +33,7 @@ MAX_SCHEMA_CHARS = 1 << 16
 MAX_TOOLS_VALUES = 1 << 16  # of the schemas of a request's tools
 MAX_TOOLS_CHARS = 1 << 20  # of their schemas and descriptions
 MAX_LOGGED_NAMES = 20  # unknown fields named in the log
+OBJECT_TYPES = ("object", "dict", "any")  # also as Python and Gemini clients write it
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 """Values that ask for nothing, unless a field has others."""
 
@@ -59,7 +60,9 @@ Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 
 def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
     """Check a tool's schema. Takes less than a millisecond, however large it is."""
-    if schema.get("type", "object") != "object":
+    types = schema.get("type")
+    names = types if isinstance(types, list) else [types]
+    if not any(name is None or str(name).lower() in OBJECT_TYPES for name in names):
         raise ValueError("must be the JSON schema of an object")
     _schema_size(schema)
     return schema

@@ -30,14 +30,21 @@ class CustomFormat(StrictModel):
     definition: str = Field("", max_length=1 << 15)
 
 
-def custom_tool(name: str, description: str, form: CustomFormat | None, param: str = "") -> Tool:
-    """Return the function that the model is offered. `param`: the request's field with `form`."""
+def custom_tool(
+    name: str,
+    description: str,
+    form: CustomFormat | None,
+    param: str = "",
+    definition: str = "definition",
+) -> Tool:
+    """Return the function that the model is offered. `param`: the request's field with `form`,
+    which has its grammar in the field `definition`."""
     value: dict[str, Any] = {"type": "string"}
-    strict = False
+    strict, place = False, ""
     if form is not None and form.type == "grammar":
         if form.syntax == "regex":
             value["pattern"] = f"^(?:{form.definition})$"
-            strict = True
+            strict, place = True, f"{param}.{definition}"
         else:
             description = f"{description}\n\nThe input matches this Lark grammar:\n"
             description = (description + form.definition).strip()
@@ -47,7 +54,7 @@ def custom_tool(name: str, description: str, form: CustomFormat | None, param: s
         "required": [INPUT],
         "additionalProperties": False,
     }
-    return Tool(name, description, parameters, strict, param)
+    return Tool(name, description, parameters, strict, param, place)
 
 
 def custom_arguments(text: str) -> str:

@@ -23,8 +23,9 @@ class Structure:
     of GBNF, as llama.cpp and XGrammar read it; structural_tag, free text with tags: {"structures":
     [{"begin", "schema", "end"}], "triggers": [texts], "required": bool, "stop_after_first": bool},
     where `required` allows only tags, at least one, white space between them, and a few characters
-    behind. A structure there may have a "param" or a "path" and be "lenient" itself. With "or", the
-    fields of another structure, the text may match that one instead of having tags.
+    behind. A structure there may have a "param" or a "path" and be "lenient" itself; if it
+    "is_hidden", the client did not write its schema, so errors name no path within it. With "or",
+    the fields of another structure, the text may match that one instead of having tags.
 
     `path`: of the schema in the request, if that is not `param`.
 

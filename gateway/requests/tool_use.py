@@ -14,6 +14,7 @@ class Tool:
     parameters: Mapping[str, Any] | None = None  # JSON schema of its arguments; None: an object
     strict: bool = False  # force arguments to match the schema
     param: str = ""  # the request's field that `parameters` come from; empty: none
+    place: str = ""  # what to name for a fault in `parameters` that the client did not write
 
     def as_template(self) -> dict[str, Any]:
         """Return the tool as chat templates expect it."""

@@ -72,7 +72,8 @@ class ToolBody(Body):
             if custom is None:
                 raise refuse(f"{at}.custom", f"{at}.custom is required")
             param = f"{at}.custom.format"
-            return custom_tool(custom.name, custom.description or "", custom.format, param)
+            description = custom.description or ""
+            return custom_tool(custom.name, description, custom.format, param, "grammar.definition")
         function = self.function
         if function is None:
             raise refuse(f"{at}.function", f"{at}.function is required")

@@ -352,6 +352,23 @@ def json_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
         yield from json_call(reader, schemas)
 
 
+def in_form_only(family: ToolFamily) -> ToolFamily:
+    """Return the family reading only calls in the form of its grammar, which holds no other call to
+    a schema."""
+    form = family.form
+    before, after = form.begin.removeprefix(form.trigger).split("NAME")
+
+    def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+        if before:
+            yield from reader.expect(before)
+        name, _ = yield from reader.until(after, most=MAX_NAME_CHARS)
+        yield from json_arguments(reader, schemas, name)
+        if form.end:
+            yield from reader.closes(form.end)
+
+    return replace(family, openers=(form.trigger,), bare="", read=read)
+
+
 def object_pieces(members: Pieces[None]) -> Pieces[None]:
     """Yield an object's text from pieces of its members, which include the commas."""
     begun = False

@@ -91,6 +91,7 @@ def test_what_describes_a_schema_is_no_part_of_a_structure() -> None:
     size = {"type": "integer", "minimum": 7}
     assert tools[7].parameters is not None
     assert structure.value["structures"][7]["schema"] == {
+        "type": "object",
         "properties": {
             "description": {"type": "string"},
             "default": {"items": size},
@@ -266,7 +267,9 @@ def test_beside_tools_a_structure_leaves_room_for_calls(subtests: pytest.Subtest
             text = '{"city": "<tool_call>"}'
             options = {"continues": False, "inline": False, "structured": True}
             form = answer_format((family, None), use, "", **options)
-            for answer in (text, TOOL_ANSWERS[name].call):
+            begin = family.form.begin.replace("NAME", tool.name)
+            held = f'{begin}{{"city": "Paris"}}{family.form.end}'
+            for answer in (text, held if tool.strict else TOOL_ANSWERS[name].call):
                 for pieces in ([answer], answer):
                     parser = form.parser()
                     assert parser is not None
@@ -283,6 +286,68 @@ def test_beside_tools_a_structure_leaves_room_for_calls(subtests: pytest.Subtest
                 assert json.loads(random_answer)
             else:
                 assert random_answer.startswith(family.form.trigger)
+
+
+def read_calls(form: AnswerFormat, text: str) -> list[Any]:
+    parser = form.parser()
+    assert parser is not None
+    return calls_of(parser.push(text) + parser.finish())
+
+
+def test_a_call_of_a_strict_tool_is_held_to_its_schema_in_every_form(
+    subtests: pytest.Subtests,
+) -> None:
+    """What the grammar lets through and the parser reads as a call has valid arguments."""
+    use = ToolUse([STRICT, CLOCK])
+    others = (
+        '{"name": "get_weather", "arguments": {"city": 7}}',
+        '{"name":"get_weather","parameters":{"city":7}}',
+        '{"type": "function", "name": "get_weather", "parameters": {"city": 7}}',
+        "[get_weather(city=7)]",
+        '<tools>{"name": "get_weather", "arguments": {"city": 7}}</tools>',
+        '<tool_call>[{"name": "get_weather", "arguments": {"city": 7}}]</tool_call>',
+        '<function=get_weather>{"city": 7}</function>',
+        "<function=get_weather><parameter=town>7</parameter></function>",
+        "<|python_tag|>get_weather.call(city=7)",
+        '<|tool_call|>[{"name": "get_weather", "arguments": {"city": 7}}]<|/tool_call|>',
+    )
+    for name in NAMES:
+        family = tool_family(name)
+        if family.whole is not None:
+            continue
+        form = answer_format((family, None), use, "", continues=False, inline=False)
+        source = compiler().compile(tool_structure(family, use))
+        wrong = [TOOL_ANSWERS[name].calls.replace("Paris", "7").replace('"7"', "7"), *others]
+        for text in [*wrong, *(f"so, {text}" for text in wrong)]:
+            with subtests.test(name=name, text=text):
+                walk = Walk(source)
+                if walk.take(text) and walk.may_end:
+                    for call in read_calls(form, text):
+                        assert isinstance(json.loads(call.arguments).get("city", ""), str)
+        begin = family.form.begin.replace("NAME", "get_weather")
+        right = f'{begin}{{"city": "Rome"}}{family.form.end}'
+        for text in (right, f"so, {right}", f"{right}{right}"):
+            with subtests.test(name=name, text=text):
+                walk = Walk(source)
+                assert walk.take(text)
+                assert walk.may_end
+                calls = read_calls(form, text)
+                assert [json.loads(call.arguments) for call in calls] == (
+                    [{"city": "Rome"}] * text.count("Rome")
+                )
+
+
+def test_arguments_are_an_object(subtests: pytest.Subtests) -> None:
+    one = {"properties": {"a": {"type": "string"}}, "required": ["a"]}
+    for schema in (one, {"anyOf": [one]}, {**one, "type": "OBJECT"}, {**one, "type": None}):
+        for tool in (Tool("f", "", schema), Tool("f", "", schema, strict=True)):
+            with subtests.test(schema=schema, strict=tool.strict):
+                structure = tool_structure(HERMES, ToolUse([tool], "required"))
+                source = compiler().compile(structure)
+                begin = '<tool_call>\n{"name": "f", "arguments": '
+                for value in ("7", "[1]", '"x"', "null"):
+                    assert not Walk(source).take(begin + value)
+                assert Walk(source).take(begin + '{"a": "x"')
 
 
 @pytest.mark.parametrize("kind", ["json_object", "structural_tag"])

@@ -104,6 +104,17 @@ NOT_ENFORCED = [
     ({"properties": {"email": {"pattern": r"^(?!\.)[a-z]+$"}}}, ".properties.email.pattern"),
     ({"items": {"patternProperties": {"(?<=a)b": {}}}}, '.items.patternProperties["(?<=a)b"]'),
     ({"properties": {"n": {"multipleOf": 1e-30}}}, ".properties.n.multipleOf"),
+    ({"properties": {"a": {"oneOf": [{"const": 1}, {"type": "null"}]}, "b": {"oneOf": [
+        {"type": "integer"}, {"type": "number"}]}}}, ".properties.b.oneOf"),
+    ({"properties": {"a": {"minProperties": 1}, "b": {"properties": {"c": {}, "d": {}},
+      "minProperties": 1}}}, ".properties.b.minProperties"),
+    ({"items": {"minimum": "1"}}, ".items.minimum"), ({"items": {"enum": "a"}}, ".items.enum"),
+    ({"items": {"minLength": "1"}}, ".items.minLength"),
+    ({"items": {"required": True}}, ".items.required"),
+    ({"properties": {"a": {"$ref": "http://x.y/z"}}}, ".properties.a.$ref"),
+    ({"properties": {"a": {"$ref": "#b"}}}, ".properties.a.$ref"),
+    ({"properties": {"a": None}}, ".properties"),
+    ({"properties": {"a": {"items": "string"}}}, ".properties.a.items"),
 ]  # fmt: skip
 
 
@@ -184,6 +195,9 @@ LENIENT = [
                     {"$id": "z", "$ref": "#/properties/a"}, {"required": True}, {"enum": "x"},
                     {"minLength": "3"}, {"minimum": "1"}, {"type": 7})),
     ({"type": "array", "items": {"type": "strin"}, "maxItems": 1}, ["[1]"], ["[1, 2]"]),
+    ({"type": "object", "properties": {"a": {"type": "object", "properties": []}, "b": None,
+      "c": {"type": "array", "items": "string", "maxItems": 1}}, "anyOf": {}},
+     ['{"a": {"x": 1}, "b": 2, "c": [3]}'], ['{"a": 1}', '{"c": [1, 2]}']),
 ]  # fmt: skip
 
 
@@ -231,6 +245,16 @@ NOTHING_MORE = [
     ({"type": "string", "uniqueItems": True, "propertyNames": {"pattern": "a"}}, ['"x"'], ["1"]),
     ({"type": "array", "prefixItems": [{"type": "null"}], "additionalItems": False,
       "unevaluatedItems": False}, ["[null]"], ["[1]", "[null, 1]"]),
+    ({"type": "array", "items": [{"type": "null"}], "unevaluatedItems": False}, ["[null]"],
+     ["[1]", "[null, 1]"]),
+    *(({"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"},
+        "$defs": {"s": {"type": "string"}}}, ['{"a": 1}'], ['{"a": "b"}'])
+      for names in ({"format": "uuid"}, {"type": "string", "format": "date"},
+                    {"$ref": "#/$defs/s"})),
+    *(({"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"},
+        "$defs": {"e": {"enum": ["a", "b"], "type": "string"}}}, ['{"a": 1, "b": 2}', '{"b": 1}'],
+       ['{"c": 1}', '{"a": "b"}'])
+      for names in ({"enum": ["a", "b"]}, {"$ref": "#/$defs/e"})),
     ({"properties": {"a": {"type": "null"}}, "type": "object",
       "unevaluatedProperties": {"not": {}}}, ['{"a": null}'], ['{"b": 1}']),
     ({"type": "object", "properties": {"a": {"not": {}}, "b": {"anyOf": [
@@ -249,6 +273,8 @@ NOTHING_MORE = [
      ['{"kind": "cow"}']),
     ({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
      ["7"], ["null"]),  # zod's z.float64()
+    ({"type": "number", "minimum": -3.4028234663852886e38, "maximum": 3.4028234663852886e38},
+     ["7"], ["null"]),  # zod's z.float32()
     ({"$defs": {"C[x]": CAT, "Dog": DOG}, "oneOf": [
         {"type": "null"}, {"$ref": "#/$defs/C%5Bx%5D"}, {"$ref": "#/$defs/Dog"},
         {"type": "integer"}]},
