@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("gateway", "services", "engine", "kernels")
 SAMPLING_BOUNDS = "pdserve.engine.api.sampling_bounds"  # imports nothing: the one table of them
+GRAMMAR_TOKENIZER = "pdserve.engine.api.grammar_tokenizer"  # imports llguidance alone
 ROUTER_MAY = (
     SAMPLING_BOUNDS,
     "pdserve.engine.handoff.protocol.machine",
@@ -68,7 +69,13 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("fastapi",),
     ),
     "gateway": (
-        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway", SAMPLING_BOUNDS),
+        (
+            "pdserve.protos",
+            "pdserve.services.host",
+            "pdserve.gateway",
+            SAMPLING_BOUNDS,
+            GRAMMAR_TOKENIZER,
+        ),
         ("torch",),
     ),
     "gateway/http": (  # the shell of every dialect, so it knows none

@@ -10,9 +10,10 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits
 from tokenizers import AddedToken
 
+from pdserve.engine.api.grammar_tokenizer import make_tokenizer
 from pdserve.engine.api.sampling_bounds import (
     GRAMMAR_LIMITS,
     MAX_GRAMMAR_BYTES,
@@ -40,7 +41,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises ValueError if llguidance does not support the vocabulary."""
         card = tokenizer.card
-        self._words = _words(tokenizer)
+        self._words = make_tokenizer(tokenizer.file, card.vocab_size, card.eos_ids)
         # llguidance also treats some tokens as special that tokenizer.json does not flag.
         special = {
             token: added
@@ -152,17 +153,3 @@ def _plain(message: str) -> str:
 
 def _flagged(added: AddedToken, lstrip: bool = False, rstrip: bool = False) -> AddedToken:
     return AddedToken(added.content, lstrip=lstrip, rstrip=rstrip, special=True)
-
-
-def _words(tokenizer: Tokenizer) -> LLTokenizer:
-    """Return the tokens as a worker uses them. Raises ValueError for an unsupported vocabulary."""
-    card = tokenizer.card
-    if not card.eos_ids:
-        raise ValueError("the model has no token that ends a text")
-    text, eos = tokenizer.file.decode(), list(card.eos_ids)
-    try:
-        return LLTokenizer(text, n_vocab=card.vocab_size, eos_token=eos)
-    except ValueError as error:
-        if "too small" not in str(error):
-            raise
-        return LLTokenizer(text, eos_token=eos)  # the tokenizer has more ids than the model

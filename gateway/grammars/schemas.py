@@ -112,8 +112,9 @@ def _name_properties(schema: dict[str, Any], names: Any) -> None:
         del schema["propertyNames"]
         return
     allowed = names.get("enum") if isinstance(names, Mapping) else None
-    is_list = isinstance(allowed, list) and _is_any_text({**names, "enum": None})
-    if not is_list or {"properties", "patternProperties", "$ref"} & schema.keys():
+    if not isinstance(allowed, list) or not _is_any_text({**names, "enum": None}):
+        return
+    if {"properties", "patternProperties", "$ref"} & schema.keys():
         return
     value = schema.pop("additionalProperties", True)
     del schema["propertyNames"]

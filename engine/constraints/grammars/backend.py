@@ -12,10 +12,10 @@ from concurrent.futures import Future
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from pdserve.engine.api.grammar_tokenizer import make_tokenizer
 from pdserve.engine.constraints.grammars.compiled import (
     CompiledGrammar,
     GrammarError,
-    make_tokenizer,
 )
 from pdserve.engine.constraints.grammars.sandbox import CompileSandbox
 from pdserve.engine.constraints.grammars.thread_pool import FairThreadPool

@@ -3,11 +3,10 @@
 A matcher has one user at a time; any thread may use it.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits
 
 from pdserve.engine.api.sampling_bounds import GRAMMAR_LIMITS
 from pdserve.engine.constraints.bitmask import Bitmask
@@ -25,22 +24,6 @@ class GrammarError(Exception):
     def param(self) -> str:
         """Request field at fault; empty for an internal error."""
         return "" if self.is_internal else "grammar"
-
-
-def make_tokenizer(tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> Any:
-    """Make the tokenizer that grammars are compiled for. Raises ValueError if it cannot be used.
-
-    Takes about 10 us per token of the vocabulary, during which no other thread runs Python.
-    """
-    if not eos_ids:
-        raise ValueError("the model has no eos token")
-    text, eos = tokenizer_json.decode(), list(eos_ids)
-    try:
-        return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
-    except ValueError as error:
-        if "too small" not in str(error):
-            raise
-        return LLTokenizer(text, eos_token=eos)  # the tokenizer has more ids than the model
 
 
 class CompiledGrammar:

@@ -19,10 +19,10 @@ import struct
 import threading
 import time
 
+from pdserve.engine.api.grammar_tokenizer import make_tokenizer
 from pdserve.engine.constraints.grammars.compiled import (
     CompiledGrammar,
     GrammarError,
-    make_tokenizer,
 )
 
 STDIN, STDOUT = 0, 1

@@ -9,8 +9,8 @@ import numpy as np
 from fakes.router import served, tokenizer_json
 from llguidance import LLMatcher, LLParserLimits
 
+from pdserve.engine.api.grammar_tokenizer import make_tokenizer
 from pdserve.engine.api.sampling_bounds import GRAMMAR_LIMITS
-from pdserve.engine.constraints.grammars.compiled import make_tokenizer
 from pdserve.gateway.grammars.compiler import GrammarCompiler
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.vocabulary import TextCard
