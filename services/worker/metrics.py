@@ -51,8 +51,8 @@ class WorkerMetrics:
         refused = CounterMetricFamily(
             "pdserve_refused_frames", "Frames and messages not taken, by reason", labels=("reason",)
         )
-        for one in load.refused_frames:
-            refused.add_metric((one.reason,), one.count)
+        for frames in load.refused_frames:
+            refused.add_metric((frames.reason,), frames.count)
         yield refused
         for name, text, value in (
             ("pdserve_promised_tokens", "Tokens promised to hand-offs", load.promised_tokens),
@@ -101,6 +101,6 @@ class WorkerMetrics:
             ("pdserve_transfer_refused", "Frames or connections refused", "refused"),
         ):
             counter = CounterMetricFamily(name, text, labels=("transport",))
-            for one in load.transports:
-                counter.add_metric((one.transport,), getattr(one, field))
+            for transport in load.transports:
+                counter.add_metric((transport.transport,), getattr(transport, field))
             yield counter

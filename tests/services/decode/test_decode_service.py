@@ -177,7 +177,7 @@ def test_nothing_to_send_is_local_whatever_was_asked(
 ) -> None:
     async def test(pair: Pair) -> None:
         one = pair.admit([5], remote=True)
-        monkeypatch.setattr("pdserve.services.decode.convert.SCORES_A_PART", 12)
+        monkeypatch.setattr("pdserve.services.decode.convert.SCORES_PER_MESSAGE", 12)
         scored = pair.admit(prompt(30), remote=True, params={"prompt_logprobs": 2})
         for attempt in (one, scored):
             finished = await pair.decode.wait("finished", attempt)
