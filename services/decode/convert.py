@@ -24,7 +24,7 @@ _FINISH = {
     FinishReason.ABORTED: pb.ABORTED,
 }
 _FINISH_BACK = {wire: reason for reason, wire in _FINISH.items()}
-SCORES_PER_MESSAGE = 512  # per message; each has at most 20 candidates of about 8 bytes
+SCORES_PER_MESSAGE = 512  # each has at most 20 candidates of about 8 bytes
 
 
 def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:

@@ -55,7 +55,7 @@ class BlockAudit:
         if discrepancy:
             self.errors += 1
             if discrepancy != self._last:
-                log.error("the counts of KV blocks do not add up: %s", discrepancy)
+                log.error("KV blocks do not add up: %s", discrepancy)
         self._last = discrepancy
         return self.errors
 

@@ -65,7 +65,7 @@ class OutgoingMigrations:
         target_attempt = self._sent.pop(attempt, None)
         if target_attempt is not None:
             del self._sources[target_attempt]
-            self._sender.cancel(target_attempt, "migration cancelled")
+            self._sender.cancel(target_attempt, "the request stays at the source")
         self.num_stayed += 1
         self._engine.unhold(attempt.hex())
         return True

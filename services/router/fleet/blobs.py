@@ -35,11 +35,11 @@ class FleetBlobs:
 
     def _holders(self, digest: str) -> list[tuple[str, Role]]:
         """Return the workers whose card names the digest."""
-        found = []
+        holders = []
         for worker in self._fleet.workers.values():
             card = worker.hello.card
             names = (card.tokenizer_digest, card.template_digest, card.generation_config_digest)
             if digest in names:
                 role = Role.DECODE if worker.hello.role == DECODE else Role.PREFILL
-                found.append((worker.hello.address, role))
-        return found
+                holders.append((worker.hello.address, role))
+        return holders

@@ -62,7 +62,7 @@ class Beginning:
             finished.inexact |= first.inexact
             return
         self.token.complete(finished.phases, attempt)
-        known = self.expected if self.hit is None else self.hit
-        if num_attempts > 1 and known is not None:
+        cached = self.expected if self.hit is None else self.hit
+        if num_attempts > 1 and cached is not None:
             # Blocks that an earlier attempt left in a cache were computed for this request.
-            finished.cached_tokens = min(finished.cached_tokens, known)
+            finished.cached_tokens = min(finished.cached_tokens, cached)

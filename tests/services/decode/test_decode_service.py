@@ -414,7 +414,7 @@ def test_a_frozen_engine_is_not_serving(
         attempt = pair.admit(prompt(30), remote=False)
         await asyncio.to_thread(gate.entered.wait, LIMIT_S)
         await until(pair, serving.NOT_SERVING)
-        (record,) = [r for r in caplog.records if "engine frozen" in r.getMessage()]
+        (record,) = [r for r in caplog.records if "engine is frozen" in r.getMessage()]
         assert "in forward" in record.getMessage(), "the stack of the engine's thread"
         gate.opened.set()
         await until(pair, serving.SERVING)

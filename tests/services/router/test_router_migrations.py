@@ -15,7 +15,7 @@ from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.services.router.placement.rebalance import (
-    MIN_LEFT,
+    MIN_REMAINING,
     MIN_WINDOWS,
     WINDOW_S,
     Pressure,
@@ -295,8 +295,8 @@ def test_a_worker_that_preempts_gives_to_one_that_has_room_and_does_not(
 
 def test_what_is_soon_over_or_dear_to_copy_stays() -> None:
     asked = [
-        Running(1, 100, MIN_LEFT - 1),
-        Running(2, 100, MIN_LEFT),
+        Running(1, 100, MIN_REMAINING - 1),
+        Running(2, 100, MIN_REMAINING),
         Running(3, 100, None),
         Running(4, 64 * 40, 40),
         Running(5, 64 * 40 + 1, 40),
@@ -310,7 +310,7 @@ async def test_a_worker_that_preempts_gives_a_request_away(
     from pdserve.protos import fleet_pb2
 
     monkeypatch.setattr("pdserve.services.router.placement.rebalance.WINDOW_S", 0.1)
-    monkeypatch.setattr("pdserve.services.router.placement.rebalance.MIN_LEFT", 1)
+    monkeypatch.setattr("pdserve.services.router.placement.rebalance.MIN_REMAINING", 1)
     await drained.begin()
     counts = itertools.count(1)
 
@@ -331,13 +331,13 @@ def test_migrations_count_among_what_changes_its_worker() -> None:
     for request in asked:
         budget.runs(request)
     budget.migration_begun(asked[0])
-    assert budget.room
+    assert budget.has_room
     budget.recompute_begun(asked[1])
-    assert not budget.room
+    assert not budget.has_room
     budget.runs(asked[0])
-    assert not budget.room, "its tokens come from the source"
+    assert not budget.has_room, "its tokens come from the source"
     budget.migration_over(asked[0])
-    assert budget.room
+    assert budget.has_room
 
 
 def test_the_first_attempt_says_how_a_request_began() -> None:
