@@ -227,8 +227,8 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
                     served.computed = now
             case PromptScored(_, logprobs):
                 served.transcript.take(event)
-                for scored in to_prompt_logprobs(served.name, served.attempt, logprobs):
-                    served.session.outbox.put(wire.DecodeEvent(prompt_logprobs=scored))
+                for part in to_prompt_logprobs(served.name, served.attempt, logprobs):
+                    served.session.outbox.put(wire.DecodeEvent(prompt_logprobs=part))
             case Pooled():
                 served.first_token = now
                 served.transcript.take(event)

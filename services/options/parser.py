@@ -69,7 +69,7 @@ def parse(
     description: str,
     sections: Sequence[Section],
     positionals: Sequence[Positional],
-    words: Sequence[str],
+    arguments: Sequence[str],
 ) -> Words:
     """Split a command line. Prints help and exits for --help. Raises OptionError."""
     parser = _Parser(
@@ -108,8 +108,8 @@ def parse(
             if option.name not in seen:
                 seen.add(option.name)
                 _add(group, option)
-    check_flags(prog, words, parser.flags)
-    values = vars(parser.parse_args(list(words)))
+    check_flags(prog, arguments, parser.flags)
+    values = vars(parser.parse_args(list(arguments)))
     return Words(
         flags={name: values[name] for name in seen if name in values},
         positionals={p.name: values[p.name] for p in positionals if values[p.name] is not None},
@@ -117,16 +117,17 @@ def parse(
     )
 
 
-def check_flags(prog: str, words: Sequence[str], flags: Collection[str]) -> None:
+def check_flags(prog: str, arguments: Sequence[str], flags: Collection[str]) -> None:
     """Raise OptionError for the first unknown word that looks like a flag; suggest a similar flag.
 
     A flag's value that looks like a known flag passes; argparse reports the error.
     """
-    for word in words:
-        name = word.partition("=")[0]
-        if word == "--":
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if argument == "--":
             return
-        is_flag = word.startswith("-") and word.lstrip("-")[:1].isalpha() and " " not in name
+        stripped = argument.lstrip("-")
+        is_flag = argument.startswith("-") and stripped[:1].isalpha() and " " not in name
         if not is_flag or name in flags:
             continue
         candidates = [*flags, *aliases_of(flags)]

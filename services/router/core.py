@@ -91,9 +91,9 @@ class RouterCore:
         now = self._loop.time()
         while True:
             await asyncio.sleep(TICK_S)
-            ticked, now = now, self._loop.time()
-            if now - ticked >= STALL_S:
-                self.fleet.excuse(now - ticked, now)
+            last_tick, now = now, self._loop.time()
+            if now - last_tick >= STALL_S:
+                self.fleet.excuse(now - last_tick, now)
             was_isolated = self.fleet.isolated
             self._lose(self.fleet.tick(now))
             self._forget_leaving()

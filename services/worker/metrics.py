@@ -83,7 +83,11 @@ class WorkerMetrics:
                 "Requests that waited for others' KV in vain",
                 load.placed_again,
             ),
-            ("pdserve_recomputed_tokens", "Generated tokens computed again", load.recomputed_tokens),
+            (
+                "pdserve_recomputed_tokens",
+                "Generated tokens computed again",
+                load.recomputed_tokens,
+            ),
             ("pdserve_moved_requests", "Requests moved to another worker", load.moved_away),
             ("pdserve_stayed_requests", "Requests whose move failed", load.stayed),
             (

@@ -150,8 +150,8 @@ def decode_costs(
 def prefill_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
     """Return a prefill worker's cost: its queue and the rest of this prompt. `credit`: its cache
     counts."""
-    new = missing_tokens(prompt, worker) if credit else prompt.num_tokens
-    return waiting_tokens(worker) + WORK_RATIO * new
+    missing = missing_tokens(prompt, worker) if credit else prompt.num_tokens
+    return waiting_tokens(worker) + WORK_RATIO * missing
 
 
 def queue_cost(worker: WorkerFacts) -> int:

@@ -281,8 +281,8 @@ class _Step:
         elif state.stage is Stage.SEEKING:
             self.seek(event.decode)
         elif attempt is None:
-            waited = state.queue_deadline is not None and now >= state.queue_deadline
-            if waited and not state.begun:
+            queue_expired = state.queue_deadline is not None and now >= state.queue_deadline
+            if queue_expired and not state.begun:
                 self.fail(FailureReason.QUEUE_TIMEOUT)
         elif state.stage is Stage.PREFILLING and attempt.prefill_unaware and attempt.ticket:
             self.seek_prefill(event.prefill)

@@ -121,10 +121,10 @@ def _held(
     if not held.complete:
         return _stays(migration, "token ids are missing")
     attempt = Attempt(held.target_attempt, migration.target, command_sent=now, migrates=True)
-    open_it = do.OpenAttempt(attempt.id, attempt.decode, migrates=True)
+    open_attempt = do.OpenAttempt(attempt.id, attempt.decode, migrates=True)
     admit = do.SendAdmit(attempt.id, source.decode, 0)
     migration = replace(migration, step=MigrationStep.ADMITTING, attempt=attempt)
-    return MigrationResult(migration, actions=(open_it, admit))
+    return MigrationResult(migration, actions=(open_attempt, admit))
 
 
 def _worker_lost(migration: Migration, source: Attempt, event: on.WorkerLost) -> MigrationResult:
@@ -135,8 +135,8 @@ def _worker_lost(migration: Migration, source: Attempt, event: on.WorkerLost) ->
         if sending and not dead:
             return MigrationResult(replace(migration, target_lost=True))
         if migration.attempt is not None:
-            over = replace(migration.attempt, decode_over=True)
-            migration = replace(migration, attempt=over)
+            ended = replace(migration.attempt, decode_over=True)
+            migration = replace(migration, attempt=ended)
         return _stays(migration, "target lost")
     if event.worker == source.decode:
         if not sending:

@@ -98,8 +98,8 @@ class Placer:
         """Return whether no request that waits for a turn at the same workers comes before it."""
         model, tokenizer = request.pool
         for pool in self.waiting.pools:
-            same = pool[0] == model and ("" in (pool[1], tokenizer) or pool[1] == tokenizer)
-            head = self.waiting.head(pool) if same else None
+            same_pool = pool[0] == model and ("" in (pool[1], tokenizer) or pool[1] == tokenizer)
+            head = self.waiting.head(pool) if same_pool else None
             if head is None or head is request:
                 continue
             if head.tenant != request.tenant or head.rank < request.rank:
@@ -301,17 +301,17 @@ class Placer:
     def without_worker(self, now: float) -> list[RoutedRequest]:
         """Return the waiting requests without a suitable worker that stays with this router. In a
         sharded fleet a restarted worker may join other routers."""
-        stays: dict[tuple[tuple[str, str], KvIdentity | None, int], bool] = {}
+        has_worker: dict[tuple[tuple[str, str], KvIdentity | None, int], bool] = {}
         for request in self.waiting:
             key = request.pool, request.origin, request.min_protocol
-            if key not in stays:
-                stays[key] = any(
+            if key not in has_worker:
+                has_worker[key] = any(
                     w.stays and w.connected and not w.frozen
                     for w in self._compatible_workers(request)
                 )
-        alone = [r for r in self.waiting if not stays[r.pool, r.origin, r.min_protocol]]
+        affected = [r for r in self.waiting if not has_worker[r.pool, r.origin, r.min_protocol]]
         self._without_worker = {
-            request: self._without_worker.get(request, now) for request in alone
+            request: self._without_worker.get(request, now) for request in affected
         }
         return [
             r

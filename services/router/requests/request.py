@@ -516,7 +516,7 @@ class RoutedRequest:
         fresh.epoch = self.state.epoch
         pooled = isinstance(fresh, pb.Embedding)
         if not assignment.adopted and (pooled or fresh.position == 0):
-            first = self.beginning.token.came(assignment.id, assignment.began, now)
+            first = self.beginning.token.record(assignment.id, assignment.began, now)
             if first:
                 self._effects.waited(self, assignment.began - self.arrived)
             if first and self.span.recorded:

@@ -45,7 +45,11 @@ def test_an_incompatible_pair_is_never_proposed(
     assert len(world.commands("admit")) == 3
     assert world.dispatcher.placer.compatibility.incompatible == {what: 3}
     assert world.dispatcher.placer.reasons == {"no compatible prefill worker": 3}
-    logged = [r.getMessage() for r in caplog.records if "cannot use KV of prefill worker" in r.getMessage()]
+    logged = [
+        r.getMessage()
+        for r in caplog.records
+        if "cannot use KV of prefill worker" in r.getMessage()
+    ]
     assert len(logged) == 1, "once for each pair"
     assert logged[0].endswith(text)
     good = world.join(PREFILL)

@@ -343,8 +343,8 @@ def test_migrations_count_among_what_changes_its_worker() -> None:
 def test_the_first_attempt_says_how_a_request_began() -> None:
     """By the clock: asked at 10, an Admit at 10.5, the first token at 13.5, then two moves."""
     beginning = Beginning(FirstToken(10.0))
-    beginning.token.came(b"one", 10.5, 13.5)
-    beginning.token.came(b"two", 14.0, 15.0)
+    beginning.token.record(b"one", 10.5, 13.5)
+    beginning.token.record(b"two", 14.0, 15.0)
     first = pb.Finished(cached_tokens=3, phases=pb.Phases(queue_s=1.0, prefill_s=2.0))
     beginning.moved(first, 1, b"one")
     again = pb.Finished(cached_tokens=50, remote=True, phases=pb.Phases(queue_s=9.0))
@@ -357,7 +357,7 @@ def test_the_first_attempt_says_how_a_request_began() -> None:
 
 def test_of_a_lost_attempt_only_the_time_to_its_first_token_is_known() -> None:
     beginning = Beginning(FirstToken(10.0))
-    beginning.token.came(b"one", 10.5, 13.5)
+    beginning.token.record(b"one", 10.5, 13.5)
     last = pb.Finished(phases=pb.Phases(queue_s=7.0, prefill_s=8.0, first_token_s=1.0))
     beginning.complete(last, 2, b"two")
     assert last.phases == pb.Phases(queue_s=0.5, route_s=0.5, prefill_s=3.0)
@@ -365,7 +365,7 @@ def test_of_a_lost_attempt_only_the_time_to_its_first_token_is_known() -> None:
 
 def test_tries_that_were_lost_before_the_first_token_count_as_queueing() -> None:
     beginning = Beginning(FirstToken(10.0))
-    beginning.token.came(b"two", 14.0, 15.0)
+    beginning.token.record(b"two", 14.0, 15.0)
     last = pb.Finished(phases=pb.Phases(queue_s=0.25, prefill_s=0.5, first_token_s=0.25))
     beginning.complete(last, 2, b"two")
     assert last.phases == pb.Phases(queue_s=4.25, route_s=4.0, prefill_s=0.5, first_token_s=0.25)
