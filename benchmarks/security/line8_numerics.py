@@ -24,7 +24,7 @@ from pdserve.protos import router_pb2, router_pb2_grpc
 
 STREAMS, TOKENS, AT_ONCE_S = 24, 1200, 5.0
 MODEL = "SmolLM2-135M-Instruct"
-REASON = "no worker is left with the weights that began this answer"
+REASON = "no worker is available with the weights that began this answer"
 
 
 class System:

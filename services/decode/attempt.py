@@ -143,12 +143,14 @@ class ServedAttempt:
     def log_line(self, finished: pb.Finished) -> str:
         """Sizes and phases as text."""
         phases = finished.phases
-        where = f"remote prefill by {finished.transport}" if finished.remote else "local prefill"
+        prefill = (
+            f"remote prefill over {finished.transport}" if finished.remote else "local prefill"
+        )
         if finished.inexact:
-            where += " of another KV identity"
+            prefill += " with another KV identity"
         return (
             f"{len(self.request.prompt_ids)} + {self.num_generated} tokens, "
-            f"{finished.cached_tokens} cached, {where}: queue {phases.queue_s:.3f} s, "
+            f"{finished.cached_tokens} cached, {prefill}: queue {phases.queue_s:.3f} s, "
             f"prefill {phases.prefill_s:.3f} s, transfer {phases.transfer_s:.3f} s, "
             f"first token {phases.first_token_s:.3f} s"
         )

@@ -24,7 +24,7 @@ _FINISH = {
     FinishReason.ABORTED: pb.ABORTED,
 }
 _FINISH_BACK = {wire: reason for reason, wire in _FINISH.items()}
-SCORES_A_PART = 512  # per message; each has at most 20 candidates of about 8 bytes
+SCORES_PER_MESSAGE = 512  # each has at most 20 candidates of about 8 bytes
 
 
 def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
@@ -32,7 +32,8 @@ def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
     `choices` has neither no state nor one per choice; the engine checks ranges."""
     params = to_params(start.params)
     if len(start.choices) not in (0, params.n) or params.n > MAX_CHOICES:
-        raise ServiceError(pb.INVALID_ARGUMENT, "one choice state per choice is needed", "n")
+        text = f"n must be at most {MAX_CHOICES}, and choices must be empty or have n entries"
+        raise ServiceError(pb.INVALID_ARGUMENT, text, "n")
     choices = tuple(_choice(choice) for choice in start.choices)
     return Request(
         key,
@@ -49,23 +50,23 @@ def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
 
 def to_params(params: pb.SamplingParams) -> SamplingParams:
     """Convert params by field name; absent fields take SamplingParams' defaults."""
-    given: dict[str, Any] = {field.name: value for field, value in params.ListFields()}
+    arguments: dict[str, Any] = {field.name: value for field, value in params.ListFields()}
     if params.logit_bias:
-        given["logit_bias"] = dict(params.logit_bias)
+        arguments["logit_bias"] = dict(params.logit_bias)
     for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
-        if name in given:
-            given[name] = tuple(given[name])
+        if name in arguments:
+            arguments[name] = tuple(arguments[name])
     if params.bad_words:
-        given["bad_words"] = tuple(tuple(word.ids) for word in params.bad_words)
+        arguments["bad_words"] = tuple(tuple(word.ids) for word in params.bad_words)
     if params.HasField("grammar"):
         grammar = params.grammar
-        given["grammar"] = Grammar(grammar.source, tuple(grammar.begins_after))
+        arguments["grammar"] = Grammar(grammar.source, tuple(grammar.begins_after))
     if params.HasField("thinking"):
         budget = params.thinking
-        given["thinking"] = ThinkingBudget(
+        arguments["thinking"] = ThinkingBudget(
             budget.max_tokens, tuple(budget.end_ids), tuple(budget.start_ids)
         )
-    return SamplingParams(**given)
+    return SamplingParams(**arguments)
 
 
 def to_tokens(request: str, attempt: bytes, epoch: int, event: NewTokens) -> pb.Tokens:
@@ -85,12 +86,14 @@ def to_prompt_logprobs(
     request: str, attempt: bytes, logprobs: Sequence[TokenLogprob]
 ) -> Iterator[pb.PromptLogprobs]:
     """The log-probabilities of prompt tokens 1.., in parts."""
-    for start in range(0, len(logprobs), SCORES_A_PART):
+    for start in range(0, len(logprobs), SCORES_PER_MESSAGE):
         yield pb.PromptLogprobs(
             request=request,
             attempt=attempt,
             position=start + 1,
-            logprobs=[to_logprob(logprob) for logprob in logprobs[start : start + SCORES_A_PART]],
+            logprobs=[
+                to_logprob(logprob) for logprob in logprobs[start : start + SCORES_PER_MESSAGE]
+            ],
         )
 
 

@@ -85,17 +85,18 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         runtime, start = self._runtime, admit.start
         try:
             if runtime is None or self._draining:
-                raise ServiceError(pb.UNAVAILABLE, "this worker takes no new work")
+                raise ServiceError(pb.UNAVAILABLE, "the worker does not accept new work")
             if len(admit.attempt) != ID_BYTES or admit.attempt in self._served:
-                raise ServiceError(pb.INVALID_ARGUMENT, "not a new attempt id", "attempt")
+                text = f"the attempt id must be new and have {ID_BYTES} bytes"
+                raise ServiceError(pb.INVALID_ARGUMENT, text, "attempt")
             request = to_request(admit.attempt.hex(), start, prompt_ids)
         except ServiceError as error:
             self.refuse(session, admit, error)
             return
         nothing_to_send = len(prefix_ids(request)) < 2 or request.needs_whole_prompt
         remote = bool(admit.prefill_boot) and not nothing_to_send
-        own = runtime.engine.kv_identity.digest
-        leads = not remote or admit.prefill_identity in (b"", own)
+        local_identity = runtime.engine.kv_identity.digest
+        leads = not remote or admit.prefill_identity in (b"", local_identity)
         sharing = SharingPolicy(admit.min_shared_tokens, not remote, leads)
         now = time.monotonic()
         served = ServedAttempt(
@@ -162,7 +163,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             self._runtime.park(served.attempt, parked)
 
     def give_up(self, served: ServedAttempt) -> None:
-        self._forget(served, "given up")
+        self._forget(served, "abandoned")
         if self._runtime is not None:
             self._runtime.cancel(served.attempt)
 
@@ -198,16 +199,16 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         hand-off. It has held no blocks."""
         served = self._served.get(attempt)
         if served is not None:
-            again = wire.PlaceAgain(attempt=attempt, tokens=tokens, reason=reason)
-            self._end(served, wire.DecodeEvent(place_again=again))
+            place_again = wire.PlaceAgain(attempt=attempt, tokens=tokens, reason=reason)
+            self._end(served, wire.DecodeEvent(place_again=place_again))
 
     def on_lost(self, attempt: bytes, reason: str) -> None:
         served = self._served.get(attempt)
         if served is None:
             return
-        log.info("hand-off lost: %s", reason, extra={"request": served.name})
-        lost = wire.HandoffLost(attempt=attempt, reason=reason)
-        self._end(served, wire.DecodeEvent(handoff_lost=lost))
+        log.info("the KV hand-off was lost: %s", reason, extra={"request": served.name})
+        handoff_lost = wire.HandoffLost(attempt=attempt, reason=reason)
+        self._end(served, wire.DecodeEvent(handoff_lost=handoff_lost))
 
     # ---
 
@@ -226,8 +227,8 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
                     served.computed = now
             case PromptScored(_, logprobs):
                 served.transcript.take(event)
-                for scored in to_prompt_logprobs(served.name, served.attempt, logprobs):
-                    served.session.outbox.put(wire.DecodeEvent(prompt_logprobs=scored))
+                for part in to_prompt_logprobs(served.name, served.attempt, logprobs):
+                    served.session.outbox.put(wire.DecodeEvent(prompt_logprobs=part))
             case Pooled():
                 served.first_token = now
                 served.transcript.take(event)
@@ -243,8 +244,9 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             case RequestFailed(_, message, param) if param:
                 self._fail(served, ServiceError(pb.INVALID_ARGUMENT, message, param))
             case RequestFailed(_, message):
-                log.error("the engine gave up: %s", message, extra={"request": served.name})
-                self._fail(served, ServiceError(pb.INTERNAL, "the model failed on this request"))
+                log.error("the engine failed: %s", message, extra={"request": served.name})
+                text = "the model failed while it processed the request"
+                self._fail(served, ServiceError(pb.INTERNAL, text))
 
     def _admitted(self, served: ServedAttempt, future: "Future[Any]") -> None:
         """Handle the engine's response to an Admit."""
@@ -259,7 +261,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             self._fail(served, service_error(error))
             return
         except CancelledError:
-            self._fail(served, ServiceError(pb.UNAVAILABLE, "this worker stops"))
+            self._fail(served, ServiceError(pb.UNAVAILABLE, "the worker is stopping"))
             return
         if admission is None:
             self._busy(served)
@@ -296,7 +298,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             )
 
     def _deadline(self, served: ServedAttempt) -> None:
-        self._cut(served, pb.DEADLINE_EXCEEDED, "the request ran longer than its timeout allows")
+        self._abort(served, pb.DEADLINE_EXCEEDED, "the request ran longer than its timeout")
 
     def _queue_timeout(self, served: ServedAttempt) -> None:
         if served.scheduled or self._runtime is None:
@@ -312,9 +314,13 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         when_done(self._runtime.is_waiting(served.attempt), answered)
 
     def _queued_too_long(self, served: ServedAttempt) -> None:
-        self._cut(served, pb.QUEUE_TIMEOUT, "the request waited too long for its turn")
+        self._abort(
+            served,
+            pb.QUEUE_TIMEOUT,
+            "the request waited in the queue longer than its queue timeout",
+        )
 
-    def _cut(self, served: ServedAttempt, code: pb.ErrorCode, message: str) -> None:
+    def _abort(self, served: ServedAttempt, code: pb.ErrorCode, message: str) -> None:
         if self._served.get(served.attempt) is served and self._runtime is not None:
             self._fail(served, ServiceError(code, message, retry_after_s=1.0))
             self._runtime.cancel(served.attempt)
@@ -329,8 +335,8 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         if kind in DECLINED:
             served.span.event(name)
         self._forget(served, "" if kind in ("finished", *DECLINED) else name)
-        awaited = served.admitted and kind in ("finished", "failed")
-        self.leases.ended(served, event if awaited else None)
+        must_deliver = served.admitted and kind in ("finished", "failed")
+        self.leases.ended(served, event if must_deliver else None)
         served.session.outbox.put(event)
 
     def _forget(self, served: ServedAttempt, error: str) -> None:

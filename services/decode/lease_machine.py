@@ -112,8 +112,8 @@ def step(lease: Lease, event: Event, now: float) -> tuple[Lease, Actions]:
     expired: Actions = ()
     if now >= lease.until and not lease.final:
         lease, expired = _expire(lease)
-    after, actions = _step(lease, event, now)
-    return after, expired + actions
+    next_lease, actions = _step(lease, event, now)
+    return next_lease, expired + actions
 
 
 def _step(lease: Lease, event: Event, now: float) -> tuple[Lease, Actions]:
@@ -127,18 +127,18 @@ def _step(lease: Lease, event: Event, now: float) -> tuple[Lease, Actions]:
         case Resumed(epoch), LeasePhase.OWNED:
             return replace(lease, epoch=epoch), (LeaseAction.HAND_OVER,)
         case Resumed(epoch), LeasePhase.PARKED:
-            adopted = (LeaseAction.HAND_OVER, LeaseAction.UNPARK, LeaseAction.COUNT_ADOPTED)
-            return Lease(epoch), adopted
+            adopt = (LeaseAction.HAND_OVER, LeaseAction.UNPARK, LeaseAction.COUNT_ADOPTED)
+            return Lease(epoch), adopt
         case Resumed(epoch), LeasePhase.KEPT:
-            again = (LeaseAction.HAND_OVER, LeaseAction.COUNT_ADOPTED)
-            return Lease(epoch, LeasePhase.KEPT, now + PARK_S), again
+            repeat = (LeaseAction.HAND_OVER, LeaseAction.COUNT_ADOPTED)
+            return Lease(epoch, LeasePhase.KEPT, now + PARK_S), repeat
         case SessionLost(epoch), LeasePhase.OWNED if epoch == lease.epoch:
             return Lease(epoch, LeasePhase.PARKED, now + PARK_S), (LeaseAction.PARK,)
         case SessionLost(epoch), LeasePhase.KEPT if epoch == lease.epoch:
             return replace(lease, until=now + PARK_S), ()
         case BlocksEvicted(), LeasePhase.OWNED:  # it was parked when the engine chose it
-            lost = (LeaseAction.COUNT_EVICTED, LeaseAction.SEND_GONE, LeaseAction.FORGET)
-            return _over(lease, LeasePhase.GIVEN_UP), lost
+            evict = (LeaseAction.COUNT_EVICTED, LeaseAction.SEND_GONE, LeaseAction.FORGET)
+            return _over(lease, LeasePhase.GIVEN_UP), evict
         case BlocksEvicted(), LeasePhase.PARKED:
             return _over(lease, LeasePhase.GIVEN_UP), (
                 LeaseAction.COUNT_EVICTED,
@@ -156,8 +156,8 @@ def _step(lease: Lease, event: Event, now: float) -> tuple[Lease, Actions]:
 
 def _expire(lease: Lease) -> tuple[Lease, Actions]:
     if lease.phase is LeasePhase.PARKED:
-        gone = (LeaseAction.GIVE_UP, LeaseAction.COUNT_EXPIRED, LeaseAction.FORGET)
-        return _over(lease, LeasePhase.GIVEN_UP), gone
+        give_up = (LeaseAction.GIVE_UP, LeaseAction.COUNT_EXPIRED, LeaseAction.FORGET)
+        return _over(lease, LeasePhase.GIVEN_UP), give_up
     return _over(lease, LeasePhase.ENDED), (LeaseAction.FORGET,)
 
 

@@ -126,16 +126,16 @@ class Leases:
         self,
         served: ServedAttempt,
         event: Event,
-        resuming: DecodeSession | None = None,
+        new_session: DecodeSession | None = None,
         counts: Sequence[int] = (),
     ) -> None:
-        before = served.lease
-        served.lease, actions = step(before, event, time.monotonic())
+        old_lease = served.lease
+        served.lease, actions = step(old_lease, event, time.monotonic())
         self.figures.parked += served.lease.phase is LeasePhase.PARKED
-        self.figures.parked -= before.phase is LeasePhase.PARKED
+        self.figures.parked -= old_lease.phase is LeasePhase.PARKED
         for action in actions:
-            self._act(served, action, resuming, counts)
-        if served.lease.until != before.until and served.lease.until != float("inf"):
+            self._act(served, action, new_session, counts)
+        if served.lease.until != old_lease.until and served.lease.until != float("inf"):
             wait_s = served.lease.until - time.monotonic() + TICK_SLACK_S
             asyncio.get_running_loop().call_later(wait_s, self._advance, served, LeaseTick())
 
@@ -143,21 +143,24 @@ class Leases:
         self,
         served: ServedAttempt,
         action: LeaseAction,
-        resuming: DecodeSession | None,
+        new_session: DecodeSession | None,
         counts: Sequence[int],
     ) -> None:
         match action:
             case LeaseAction.PARK:
-                log.info("the router's session is lost: parked", extra={"request": served.name})
+                text = "the router's session was lost; the request is parked"
+                log.info(text, extra={"request": served.name})
                 self._control.park(served, True)
             case LeaseAction.UNPARK:
                 self._control.park(served, False)
             case LeaseAction.HAND_OVER:
-                assert resuming is not None  # the session that sent Resume
-                log.info("handed over to another router's session", extra={"request": served.name})
-                self._hand_over(served, resuming, counts)
+                assert new_session is not None  # the session that sent Resume
+                text = "another router session took over the request"
+                log.info(text, extra={"request": served.name})
+                self._hand_over(served, new_session, counts)
             case LeaseAction.GIVE_UP:
-                log.info("no router came for it: given up", extra={"request": served.name})
+                text = "no router resumed the request in time; it is aborted"
+                log.info(text, extra={"request": served.name})
                 self._control.give_up(served)
             case LeaseAction.FORGET:
                 if served.resume is not None:
@@ -166,7 +169,7 @@ class Leases:
                 if self._kept.pop(served.attempt, None) is not None:
                     self._kept_weight -= served.transcript.weight
             case LeaseAction.SEND_GONE:
-                (resuming or served.session).outbox.put(_gone(served.attempt))
+                (new_session or served.session).outbox.put(_gone(served.attempt))
             case LeaseAction.COUNT_STALE:
                 self.figures.stale += 1
             case LeaseAction.COUNT_ADOPTED:
@@ -189,9 +192,9 @@ class Leases:
         for event in _repeated(served, counts):
             session.outbox.put(event)
         if served.last is not None:
-            again = wire.DecodeEvent()
-            again.CopyFrom(served.last)
-            session.outbox.put(again)
+            last_event = wire.DecodeEvent()
+            last_event.CopyFrom(served.last)
+            session.outbox.put(last_event)
 
 
 def _repeated(served: ServedAttempt, counts: Sequence[int]) -> Iterator[wire.DecodeEvent]:

@@ -169,12 +169,12 @@ class DecodeRuntime(WorkerRuntime):
 
         def cancel(engine: Engine) -> None:
             self.migrations.stay(attempt)
-            known = self.single_flight.cancel(attempt, choices)
+            was_waiting = self.single_flight.cancel(attempt, choices)
             if choices:
-                known |= self.receiver.cancel_choices(attempt, choices)
+                was_waiting |= self.receiver.cancel_choices(attempt, choices)
             else:
-                known |= self.receiver.cancel(attempt, "cancelled")
-            if not known:
+                was_waiting |= self.receiver.cancel(attempt, "cancelled")
+            if not was_waiting:
                 engine.abort(attempt.hex(), choices)
             self._changed = True
 
@@ -185,8 +185,8 @@ class DecodeRuntime(WorkerRuntime):
 
         def park(engine: Engine) -> None:
             self.migrations.stay(attempt)
-            known = self.single_flight.park(attempt, parked)
-            if not known and not self.receiver.park(attempt, parked):
+            is_follower = self.single_flight.park(attempt, parked)
+            if not is_follower and not self.receiver.park(attempt, parked):
                 (engine.park if parked else engine.unpark)(attempt.hex())
             self._changed = True
 

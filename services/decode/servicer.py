@@ -52,9 +52,9 @@ class DecodeService(DecodeServicer):
                 case "hello":
                     session.outbox.reads_rows = command.hello.reads_rows
                     self._core.greet(session, command.hello)
-                    log.debug("session of router %s", command.hello.router_boot.hex())
+                    log.debug("router %s opened a session", command.hello.router_boot.hex())
                 case _:
-                    log.warning("an empty or unknown command was ignored")
+                    log.warning("ignored an empty or unknown command")
 
     def _admit(self, session: DecodeSession, admit: Admit, ids: IdsCollector) -> None:
         start = admit.start

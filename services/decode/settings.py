@@ -10,5 +10,7 @@ from pdserve.services.worker.settings import WorkerSettings
 class DecodeSettings(WorkerSettings):
     """Where a decode worker listens, which routers it joins, and how KV reaches it."""
 
-    data_bind: str = option("127.0.0.1:0", "host:port of the hand-off listener")
-    data_advertise: str = option("", "host:port under which prefill reaches it; empty: as bound")
+    data_bind: str = option("127.0.0.1:0", "host:port on which the worker receives KV hand-offs")
+    data_advertise: str = option(
+        "", "host:port at which prefill workers reach --data-bind; empty: the bound address"
+    )

@@ -22,12 +22,12 @@ class Transcript:
     def __init__(self, request: Request) -> None:
         self._key = request.key
         self._scored = request.params.logprobs is not None
-        num = len(request.choices) or request.params.n
-        given = [list(choice.generated_ids) for choice in request.choices]
-        self._ids: list[list[int]] = given or [[] for _ in range(num)]
+        num_choices = len(request.choices) or request.params.n
+        initial_ids = [list(choice.generated_ids) for choice in request.choices]
+        self._ids: list[list[int]] = initial_ids or [[] for _ in range(num_choices)]
         self._base = [len(ids) for ids in self._ids]  # ids that other attempts generated
-        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(num)]
-        self._ends: list[FinishReason | None] = [None] * num
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(num_choices)]
+        self._ends: list[FinishReason | None] = [None] * num_choices
         self._prompt: PromptScored | Pooled | None = None  # output for the prompt
         self._prompt_len = len(request.prompt_ids)
 
@@ -71,14 +71,16 @@ class Transcript:
 
     def _choice_since(self, choice: int, count: int) -> Iterator[NewTokens]:
         ids, base, end = self._ids[choice], self._base[choice], self._ends[choice]
-        most = MAX_LOGPROBS if self._scored else MAX_IDS
-        at = min(count, len(ids))
-        while at < len(ids):
-            to = min(len(ids), at + most)
-            logprobs = self._logprobs[choice][max(0, at - base) : max(0, to - base)]
-            finish = end if to == len(ids) else None
-            yield NewTokens(self._key, choice, at, tuple(ids[at:to]), tuple(logprobs), finish)
-            at = to
+        max_ids = MAX_LOGPROBS if self._scored else MAX_IDS
+        start = min(count, len(ids))
+        while start < len(ids):
+            stop = min(len(ids), start + max_ids)
+            logprobs = self._logprobs[choice][max(0, start - base) : max(0, stop - base)]
+            finish = end if stop == len(ids) else None
+            yield NewTokens(
+                self._key, choice, start, tuple(ids[start:stop]), tuple(logprobs), finish
+            )
+            start = stop
         if end is not None and count >= len(ids):
             yield NewTokens(self._key, choice, len(ids), (), (), end)
 

@@ -27,50 +27,50 @@ def aliases_of(flags: Collection[str]) -> Collection[str]:
     return ALIASES if {"--model", "--kv-dtype"} <= set(flags) else ()
 
 
-def translate(command: str, flags: Collection[str], words: Sequence[str]) -> list[str]:
-    """Replace the aliases in `words` by flags of the command, which has `flags`.
+def translate(command: str, flags: Collection[str], arguments: Sequence[str]) -> list[str]:
+    """Replace the aliases in `arguments` by flags of the command, which has `flags`.
 
     Raises OptionError for an alias that has no equivalent here; the message names the nearest one.
     """
     if not aliases_of(flags):
-        return list(words)
-    read = list(_read(words))
-    given = {name: value for name, value in read if name in ALIASES}
-    if given.keys() & {"--w", "--m"} == {"--w", "--m"}:
-        raise OptionError("--w and --m both name a model: give one")
-    if "--m" in given and "--f" in given:  # --f is a file in the repository --m
-        read = [(name, value) for name, value in read if name != "--f"]
-        read[read.index(("--m", given["--m"]))] = ("--m", f"{given['--m']}:{given['--f']}")
-    elif "--w" in given and "--f" in given:
-        raise OptionError("--w and --f both name a model: give one")
-    out: list[str] = []
-    for name, value in read:
+        return list(arguments)
+    pairs = list(_read(arguments))
+    aliases = {name: value for name, value in pairs if name in ALIASES}
+    if aliases.keys() & {"--w", "--m"} == {"--w", "--m"}:
+        raise OptionError("--w and --m both name a model: use only one of them")
+    if "--m" in aliases and "--f" in aliases:  # --f is a file in the repository --m
+        pairs = [(name, value) for name, value in pairs if name != "--f"]
+        pairs[pairs.index(("--m", aliases["--m"]))] = ("--m", f"{aliases['--m']}:{aliases['--f']}")
+    elif "--w" in aliases and "--f" in aliases:
+        raise OptionError("--w and --f both name a model: use only one of them")
+    translated: list[str] = []
+    for name, value in pairs:
         if name in SAME and SAME[name] in flags:
-            out += [SAME[name], value]
+            translated += [SAME[name], value]
         elif name in MEANINGS:
-            out += MEANINGS[name](command, value)
+            translated += MEANINGS[name](command, value)
         elif name in SAME:
-            raise OptionError(f"{name}: `pdserve {command}` has no {SAME[name]}")
+            raise OptionError(f"{name}: `pdserve {command}` has no option {SAME[name]}")
         else:
-            out.append(value)
-    return out
+            translated.append(value)
+    return translated
 
 
-def _read(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _read(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (alias, its value) or ("", word), in order."""
-    rest = iter(words)
-    for word in rest:
-        name, equals, value = word.partition("=")
+    remaining = iter(arguments)
+    for argument in remaining:
+        name, equals, value = argument.partition("=")
         if name in WITH_VALUE:
             if not equals:
-                value = next(rest, "")
+                value = next(remaining, "")
             if not value or value.startswith("--"):
-                raise OptionError(f"{name}: it needs a value")
+                raise OptionError(f"{name}: a value is required")
             yield name, value
-        elif word in BARE:
-            yield word, ""
+        elif argument in BARE:
+            yield argument, ""
         else:
-            yield "", word
+            yield "", argument
 
 
 def _device(command: str, value: str) -> list[str]:
@@ -78,16 +78,18 @@ def _device(command: str, value: str) -> list[str]:
         return ["--device", "cpu" if value == "cpu" else "cuda"]
     if value.isdecimal():
         raise OptionError(
-            f"--d {value}: choose that GPU with CUDA_VISIBLE_DEVICES={value} and --d 0"
+            f"--d {value}: to use this GPU, set CUDA_VISIBLE_DEVICES={value} and use --d 0"
         )
     raise OptionError(
-        f"--d {value}: a worker runs on one device, cpu or 0; for several GPUs start a worker on "
-        "each (CUDA_VISIBLE_DEVICES=1 pdserve decode --d 0 ...)"
+        f"--d {value}: a worker runs on one device, cpu or 0; for several GPUs, start one worker "
+        "on each (CUDA_VISIBLE_DEVICES=1 pdserve decode --d 0 ...)"
     )
 
 
 def _fp8_kvcache(command: str, value: str) -> list[str]:
-    raise OptionError("--fp8-kvcache: there is no fp8 KV cache; the nearest is --kv-dtype int8")
+    raise OptionError(
+        "--fp8-kvcache: an fp8 KV cache is not supported; the closest option is --kv-dtype int8"
+    )
 
 
 def _pd_role(name: str, role: str) -> Callable[[str, str], list[str]]:
@@ -96,27 +98,27 @@ def _pd_role(name: str, role: str) -> Callable[[str, str], list[str]]:
             return []
         if command == "up":
             raise OptionError(
-                f"{name}: `pdserve up` starts both sides; one alone is "
-                f"`pdserve {role} --routers HOST:PORT`"
+                f"{name}: `pdserve up` starts prefill and decode workers; to start only one kind, "
+                f"use `pdserve {role} --routers HOST:PORT`"
             )
-        raise OptionError(f"{name}: this is `pdserve {command}`; use `pdserve {role}`")
+        raise OptionError(f"{name}: not an option of `pdserve {command}`; use `pdserve {role}`")
 
     return meaning
 
 
 def _pd_url(command: str, value: str) -> list[str]:
-    scheme, found, address = value.partition("://")
+    scheme, separator, address = value.partition("://")
     if command == "up":
         raise OptionError(
-            "--pd-url: `pdserve up` connects its workers itself; `pdserve prefill` and "
-            "`pdserve decode` take the router's address with it"
+            "--pd-url: `pdserve up` connects its workers itself; use this option with "
+            "`pdserve prefill` and `pdserve decode`, for the router's address"
         )
-    if not found:
+    if not separator:
         address = value
     elif scheme not in ("tcp", "http"):
         raise OptionError(
-            f"--pd-url {value}: name the router as tcp://host:port; on one machine KV goes through "
-            "shared memory without a URL (--kv-transport shm)"
+            f"--pd-url {value}: write the router's address as tcp://host:port; on one machine, KV "
+            "moves through shared memory without a URL (--kv-transport shm)"
         )
     return ["--routers", address.rstrip("/")]
 

@@ -72,7 +72,7 @@ class Option:
     def check(self, value: Any, source: str) -> Any:
         """Return the value if it is within its bounds and choices. Raises OptionError."""
         if self.choices and value not in self.choices:
-            raise self.wrong(source, f"{value!r} is none of {', '.join(self.choices)}")
+            raise self.wrong(source, f"{value!r} is not one of {', '.join(self.choices)}")
         if self.min is not None and not value >= self.min:
             raise self.wrong(source, f"{value:g} is below {self.min:g}")
         if self.max is not None and not value <= self.max:
@@ -84,7 +84,7 @@ class Option:
     def wrong(self, source: str, reason: str) -> OptionError:
         origin = "" if source == self.flag else f" (from {source})"
         return OptionError(
-            f"{self.flag}{origin}: {'its value is refused' if self.secret else reason}"
+            f"{self.flag}{origin}: {'the value is invalid' if self.secret else reason}"
         )
 
 
@@ -108,10 +108,10 @@ def options_of(cls: type, skip: Sequence[str] = ()) -> list[Option]:
 
     A field without help is not an option: code sets its value.
     """
-    hints, known = get_type_hints(cls), [f for f in fields(cls) if "help" in f.metadata]
+    hints, option_fields = get_type_hints(cls), [f for f in fields(cls) if "help" in f.metadata]
     shared = {f.name for f in fields(HostSettings)}
-    known.sort(key=lambda f: f.name in shared)
-    return [_option(f, hints[f.name]) for f in known if f.name not in skip]
+    option_fields.sort(key=lambda f: f.name in shared)
+    return [_option(f, hints[f.name]) for f in option_fields if f.name not in skip]
 
 
 def _option(item: "Field[Any]", hint: Any) -> Option:

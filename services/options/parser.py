@@ -69,7 +69,7 @@ def parse(
     description: str,
     sections: Sequence[Section],
     positionals: Sequence[Positional],
-    words: Sequence[str],
+    arguments: Sequence[str],
 ) -> Words:
     """Split a command line. Prints help and exits for --help. Raises OptionError."""
     parser = _Parser(
@@ -87,7 +87,7 @@ def parse(
         ),
         epilog="Every option is also an environment variable (--kv-dtype: PDSERVE_KV_DTYPE, lists "
         "separated by commas) and a key of the --config file (kv_dtype). "
-        "Flags win over the environment, the environment over the file."
+        "Flags override the environment, and the environment overrides the file."
         if sections
         else None,
     )
@@ -98,7 +98,7 @@ def parse(
             nargs="+" if positional.repeated else None if positional.required else "?",
         )
     general = parser.add_argument_group("general")
-    general.add_argument("-h", "--help", action="help", help="show this text")
+    general.add_argument("-h", "--help", action="help", help="show this help")
     if sections:
         general.add_argument("--config", metavar="FILE", help="YAML file of options")
     seen: set[str] = set()
@@ -108,33 +108,35 @@ def parse(
             if option.name not in seen:
                 seen.add(option.name)
                 _add(group, option)
-    check_flags(prog, words, parser.flags)
-    found = vars(parser.parse_args(list(words)))
+    check_flags(prog, arguments, parser.flags)
+    values = vars(parser.parse_args(list(arguments)))
     return Words(
-        flags={name: found[name] for name in seen if name in found},
-        positionals={p.name: found[p.name] for p in positionals if found[p.name] is not None},
-        config=found.get("config"),
+        flags={name: values[name] for name in seen if name in values},
+        positionals={p.name: values[p.name] for p in positionals if values[p.name] is not None},
+        config=values.get("config"),
     )
 
 
-def check_flags(prog: str, words: Sequence[str], flags: Collection[str]) -> None:
+def check_flags(prog: str, arguments: Sequence[str], flags: Collection[str]) -> None:
     """Raise OptionError for the first unknown word that looks like a flag; suggest a similar flag.
 
     A flag's value that looks like a known flag passes; argparse reports the error.
     """
-    for word in words:
-        name = word.partition("=")[0]
-        if word == "--":
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if argument == "--":
             return
-        looks_so = word.startswith("-") and word.lstrip("-")[:1].isalpha() and " " not in name
-        if not looks_so or name in flags:
+        stripped = argument.lstrip("-")
+        is_flag = argument.startswith("-") and stripped[:1].isalpha() and " " not in name
+        if not is_flag or name in flags:
             continue
-        known = [*flags, *aliases_of(flags)]
-        names = {flag.lstrip("-"): flag for flag in known}  # dashes must not count as similarity
-        close = get_close_matches(name.lstrip("-"), names, n=1)
+        candidates = [*flags, *aliases_of(flags)]
+        # Dashes must not count as similarity.
+        names = {flag.lstrip("-"): flag for flag in candidates}
+        matches = get_close_matches(name.lstrip("-"), names, n=1)
         hint = f"; `{prog} --help` lists the options"
-        if close:
-            hint = f" (did you mean {names[close[0]]}?)"
+        if matches:
+            hint = f" (did you mean {names[matches[0]]}?)"
         raise OptionError(f"option {name} is unknown{hint}")
 
 
@@ -176,11 +178,11 @@ def _help(option: Option) -> str:
     if option.repeated:
         notes.append("repeatable")
     if option.kind is bool:
-        word = "on" if option.default else "off"
+        state = "on" if option.default else "off"
         notes.append(
-            f"default: {word}; --no-{option.flag[2:]} turns it off"
+            f"default: {state}; --no-{option.flag[2:]} turns it off"
             if option.default
-            else f"default: {word}"
+            else f"default: {state}"
         )
     elif option.default not in ("", ()):
         notes.append(f"default: {option.default}")

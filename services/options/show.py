@@ -16,11 +16,11 @@ def render(settings: Settings) -> str:
     """Return one line per option: `key: value  # source`."""
     pairs = []
     for option in settings.options():
-        found = settings.values[option.name]
-        if option.secret and found.value:
-            pairs.append((f"# {option.name}: {MASK}", found.source))
+        resolved = settings.values[option.name]
+        if option.secret and resolved.value:
+            pairs.append((f"# {option.name}: {MASK}", resolved.source))
         else:
-            pairs.append((f"{option.name}: {_yaml(found.value)}", found.source))
+            pairs.append((f"{option.name}: {_yaml(resolved.value)}", resolved.source))
     width = min(max(len(text) for text, _ in pairs), 48)
     return "\n".join(f"{text:{width}}  # {source}" for text, source in pairs) + "\n"
 

@@ -43,13 +43,13 @@ class Settings:
         An option without a given value takes the group's default, because groups that share an
         option may have different defaults. Raises OptionError if the class rejects the values.
         """
-        chosen = {
-            o.field: self.values[o.name].value
-            for o in self._groups[cls]
-            if self.values[o.name].given
+        field_values = {
+            option.field: self.values[option.name].value
+            for option in self._groups[cls]
+            if self.values[option.name].given
         }
         try:
-            return cls(**{**chosen, **fixed})
+            return cls(**{**field_values, **fixed})
         except ValueError as error:
             raise OptionError(str(error)) from None
 
@@ -64,31 +64,33 @@ class Settings:
 
 def resolve(
     groups: Mapping[type, Sequence[Option]],
-    known: Collection[str],
+    known_names: Collection[str],
     flags: Mapping[str, str | list[str]],
     environ: Mapping[str, str],
     config: Path | None,
 ) -> Settings:
     """Merge all sources into the options of `groups`.
 
-    `known` holds the option names of all commands, `flags` the raw words by option name. An empty
-    environment variable counts as unset. Raises OptionError.
+    `known_names` holds the option names of all commands, `flags` the raw values by option name. An
+    empty environment variable counts as unset. Raises OptionError.
     """
     path = config or (Path(environ[CONFIG_ENV]) if environ.get(CONFIG_ENV) else None)
-    env = _known_env(environ, known)
-    file = _read_file(path, known) if path else {}
+    env = _known_env(environ, known_names)
+    file = _read_file(path, known_names) if path else {}
     values: dict[str, Value] = {}
     for option in Settings(groups, values).options():
         name = option.name
         if name in flags:
-            values[name] = Value(_words(option, flags[name], option.flag), f"flag {option.flag}")
+            values[name] = Value(
+                _parse_value(option, flags[name], option.flag), f"flag {option.flag}"
+            )
         elif name in env:
-            words: str | list[str] = (
-                [w.strip() for w in env[name].split(",") if w.strip()]
+            raw_value: str | list[str] = (
+                [item.strip() for item in env[name].split(",") if item.strip()]
                 if option.repeated
                 else env[name]
             )
-            values[name] = Value(_words(option, words, option.env), option.env)
+            values[name] = Value(_parse_value(option, raw_value, option.env), option.env)
         elif name in file:
             values[name] = Value(option.accept(file[name], str(path)), str(path))
         else:
@@ -96,26 +98,28 @@ def resolve(
     return Settings(groups, values)
 
 
-def _words(option: Option, words: str | list[str], source: str) -> Any:
-    if isinstance(words, list):
-        return tuple(option.parse(word, source) for word in words)
-    return option.parse(words, source)
+def _parse_value(option: Option, raw_value: str | list[str], source: str) -> Any:
+    if isinstance(raw_value, list):
+        return tuple(option.parse(item, source) for item in raw_value)
+    return option.parse(raw_value, source)
 
 
-def _known_env(environ: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _known_env(environ: Mapping[str, str], known_names: Collection[str]) -> dict[str, str]:
+    values: dict[str, str] = {}
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX) or variable == CONFIG_ENV:
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
-        if name not in known or variable != variable.upper():
-            raise OptionError(f"environment variable {variable} is unknown" + _hint(name, known))
+        if name not in known_names or variable != variable.upper():
+            raise OptionError(
+                f"environment variable {variable} is unknown" + _hint(name, known_names)
+            )
         if text:
-            found[name] = text
-    return found
+            values[name] = text
+    return values
 
 
-def _read_file(path: Path, known: Collection[str]) -> dict[str, Any]:
+def _read_file(path: Path, known_names: Collection[str]) -> dict[str, Any]:
     import yaml  # the import takes 20 ms, and few commands read a file
 
     try:
@@ -133,11 +137,11 @@ def _read_file(path: Path, known: Collection[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise OptionError(f"--config: {path} must map option names to values")
     for name in content:
-        if name not in known:
-            raise OptionError(f"{path}: option {name!r} is unknown" + _hint(str(name), known))
+        if name not in known_names:
+            raise OptionError(f"{path}: option {name!r} is unknown" + _hint(str(name), known_names))
     return content
 
 
-def _hint(name: str, known: Collection[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+def _hint(name: str, known_names: Collection[str]) -> str:
+    matches = get_close_matches(name, known_names, n=1)
+    return f" (did you mean {matches[0]}?)" if matches else ""

@@ -78,12 +78,12 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
     def start(self, session: PrefillSession, start: wire.PrefillStart, ids: Sequence[int]) -> None:
         """Start an attempt; sends PrefillAccepted, Busy or PrefillFailed, or the last event of an
         attempt that has ended."""
-        if self._again(session, start):
+        if self._answer_repeat(session, start):
             return
         try:
             runtime = self._runtime
             if runtime is None or self._draining:
-                raise ServiceError(pb.UNAVAILABLE, "this worker takes no new work")
+                raise ServiceError(pb.UNAVAILABLE, "the worker does not accept new work")
             ticket = self._ticket(start, runtime)
         except ServiceError as error:
             self.refuse(session, start.attempt, error)
@@ -130,7 +130,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         self._remember(sent.attempt, event, "" if handed_back else sent.reason)
         sending.owner.outbox.put(event)
 
-    def _again(self, session: PrefillSession, start: wire.PrefillStart) -> bool:
+    def _answer_repeat(self, session: PrefillSession, start: wire.PrefillStart) -> bool:
         """Whether the attempt has ended, or runs under this ticket; a running one sends its events
         to this session from now on."""
         ended = self._ended.get(start.attempt)
@@ -153,22 +153,24 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
             self._ended.popitem(last=False)
 
     def _ticket(self, start: wire.PrefillStart, runtime: PrefillRuntime) -> Ticket:
-        given = start.ticket
+        wire_ticket = start.ticket
         for name, value, size in (
             ("attempt", start.attempt, ID_BYTES),
-            ("ticket.id", given.id, ID_BYTES),
-            ("ticket.secret", given.secret, SECRET_BYTES),
-            ("ticket.decode_boot", given.decode_boot, ID_BYTES),
+            ("ticket.id", wire_ticket.id, ID_BYTES),
+            ("ticket.secret", wire_ticket.secret, SECRET_BYTES),
+            ("ticket.decode_boot", wire_ticket.decode_boot, ID_BYTES),
         ):
             if len(value) != size:
                 raise ServiceError(pb.INVALID_ARGUMENT, f"{name} must have {size} bytes", name)
         if start.attempt in self._sending:
-            raise ServiceError(pb.INVALID_ARGUMENT, "not a new attempt id", "attempt")
-        theirs = KvIdentity.of(start.kv_identity)
-        other = refusal(runtime.engine.kv_identity, theirs, runtime.mixing)
-        if other is not None:
-            raise ServiceError(pb.INVALID_ARGUMENT, other.text, "kv_identity")
-        return Ticket(given.id, given.secret, start.attempt, runtime.boot, given.decode_boot)
+            raise ServiceError(pb.INVALID_ARGUMENT, "the attempt id is already in use", "attempt")
+        receiver_identity = KvIdentity.of(start.kv_identity)
+        difference = refusal(runtime.engine.kv_identity, receiver_identity, runtime.mixing)
+        if difference is not None:
+            raise ServiceError(pb.INVALID_ARGUMENT, difference.text, "kv_identity")
+        return Ticket(
+            wire_ticket.id, wire_ticket.secret, start.attempt, runtime.boot, wire_ticket.decode_boot
+        )
 
     def _started(self, attempt: bytes, future: "Future[Any]") -> None:
         sending = self._sending.get(attempt)
@@ -184,7 +186,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
             error = str(failure)
             event = _failed(attempt, service_error(failure))
         except CancelledError:
-            error = "this worker stops"
+            error = "the worker is stopping"
             event = _failed(attempt, ServiceError(pb.UNAVAILABLE, error))
         else:
             accepted = wire.PrefillAccepted(attempt=attempt)
@@ -215,7 +217,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
 
 def _end_of(sent: Sent) -> wire.PrefillEvent:
     if sent.reason:
-        error = ServiceError(pb.UNAVAILABLE, f"hand-off lost: {sent.reason}")
+        error = ServiceError(pb.UNAVAILABLE, f"the KV hand-off was lost: {sent.reason}")
         return _failed(sent.attempt, error, handed_back=sent.reason == HANDED_BACK)
     done = wire.PrefillDone(
         attempt=sent.attempt,

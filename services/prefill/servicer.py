@@ -41,9 +41,9 @@ class PrefillService(PrefillServicer):
                     self._core.cancel(session, command.cancel.attempt)
                 case "hello":
                     self._core.greet(session, command.hello)
-                    log.debug("session of router %s", command.hello.router_boot.hex())
+                    log.debug("router %s opened a session", command.hello.router_boot.hex())
                 case _:
-                    log.warning("an empty or unknown command was ignored")
+                    log.warning("ignored an empty or unknown command")
 
     def _start(self, session: PrefillSession, start: PrefillStart, ids: IdsCollector) -> None:
         try:

@@ -24,12 +24,12 @@ from pdserve.services.router.fleet.prefix_index import CAPACITY
 from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.requests.effects import Client
-from pdserve.services.router.requests.placer import AskedPrompt, PickedHost
+from pdserve.services.router.requests.placer import PickedHost, PickQuery
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-STOOD_S = 0.5  # gap between two ticks from which the router itself stood still
+STALL_S = 0.5  # gap between two ticks from which the router itself stood still
 
 
 class RouterCore:
@@ -91,12 +91,12 @@ class RouterCore:
         now = self._loop.time()
         while True:
             await asyncio.sleep(TICK_S)
-            ticked, now = now, self._loop.time()
-            if now - ticked >= STOOD_S:
-                self.fleet.excuse(now - ticked, now)
+            last_tick, now = now, self._loop.time()
+            if now - last_tick >= STALL_S:
+                self.fleet.excuse(now - last_tick, now)
             was_isolated = self.fleet.isolated
             self._lose(self.fleet.tick(now))
-            self._let_go()
+            self._forget_leaving()
             self.num_isolations += self.fleet.isolated and not was_isolated
             self.dispatcher.tick(now)
             if self.draining and not self.dispatcher.num_attended:
@@ -106,18 +106,18 @@ class RouterCore:
         for worker in dead:
             if not worker.leaving:
                 log.warning("worker %s is dead", worker.hello.address)
-            self.deaths[_who(worker.hello)] += worker.stays
+            self.deaths[_model_and_role(worker.hello)] += worker.stays
             self.worker_sessions.close(worker)
             self.dispatcher.disconnected(worker, died=worker.stays, now=self._loop.time())
 
-    def _let_go(self) -> None:
+    def _forget_leaving(self) -> None:
         """Forget the workers that leave this router and run none of its requests any more; `report`
         then ends their leases."""
         leaving = self.fleet.leaving()
         used = self.dispatcher.workers_in_use() if leaving else ()
         for worker in leaving:
             if worker not in used:
-                log.info("worker %s has left for other routers", worker.hello.address)
+                log.info("worker %s has left this router for others", worker.hello.address)
                 self._lose(self.fleet.lost(worker))
 
     # --- join streams
@@ -129,7 +129,7 @@ class RouterCore:
         self._lose(dead)
         self.worker_sessions.open(worker)
         self.dispatcher.joined(worker)
-        model, role = _who(hello)
+        model, role = _model_and_role(hello)
         self.deaths[model, role] += 0  # so that the Prometheus counter starts at zero
         log.info("%s worker %s joined, model %s", role, hello.address, model)
         return worker
@@ -155,11 +155,12 @@ class RouterCore:
             self._beat(worker, report.heartbeat, now)
         elif kind == "prefixes":
             if not worker.prefixes.apply(report.prefixes):
-                log.warning("worker %s: its cache is told anew", worker.hello.address)
+                text = "worker %s must join again: prefix cache events are missing"
+                log.warning(text, worker.hello.address)
                 return False
         elif kind == "goodbye":
-            what = "leaves this router" if report.goodbye.leaves else "drains"
-            log.info("worker %s %s: %s", worker.hello.address, what, report.goodbye.reason)
+            action = "is leaving this router" if report.goodbye.leaves else "is draining"
+            log.info("worker %s %s: %s", worker.hello.address, action, report.goodbye.reason)
             self.fleet.goodbye(worker, report.goodbye.leaves)
         return True
 
@@ -170,7 +171,7 @@ class RouterCore:
             log.warning("the engine of worker %s is frozen", worker.hello.address)
             self.dispatcher.frozen(worker, now)
         else:
-            log.warning("the engine of worker %s moves again", worker.hello.address)
+            log.warning("the engine of worker %s makes progress again", worker.hello.address)
             self.dispatcher.tick(now)
 
     def left(self, worker: Worker, lease: int) -> None:
@@ -218,9 +219,9 @@ class RouterCore:
         """Note that a gateway's session ended."""
         self.dispatcher.client_gone(client, self._loop.time())
 
-    def pick(self, asked: AskedPrompt) -> list[PickedHost]:
+    def pick(self, query: PickQuery) -> list[PickedHost]:
         """Pick hosts for an endpoint picker (requests/placer.py)."""
-        return self.dispatcher.placer.pick(asked, self._loop.time())
+        return self.dispatcher.placer.pick(query, self._loop.time())
 
     def decodes_at(self, hosts: Collection[str]) -> bool:
         """Return whether a decode worker of any model is at one of the hosts."""
@@ -262,6 +263,6 @@ class RouterCore:
         )
 
 
-def _who(hello: fleet_pb2.WorkerHello) -> tuple[str, str]:
+def _model_and_role(hello: fleet_pb2.WorkerHello) -> tuple[str, str]:
     """Return model and role of a worker."""
     return hello.card.name, fleet_pb2.Role.Name(hello.role).lower()

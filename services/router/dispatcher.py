@@ -84,7 +84,11 @@ class Dispatcher:
     def workers_in_use(self) -> set[Worker]:
         """Return the workers of open attempts."""
         assignments = (request.assignment_of(id_) for id_, request in self._by_attempt.items())
-        pairs = ((one.decode, one.prefill) for one in assignments if one is not None)
+        pairs = (
+            (assignment.decode, assignment.prefill)
+            for assignment in assignments
+            if assignment is not None
+        )
         return {worker for pair in pairs for worker in pair if worker is not None}
 
     @property
@@ -120,21 +124,21 @@ class Dispatcher:
         """Take a request; an error in it reaches the client as its Failed."""
         start = progress.start
         key = (client.key, start.request)
-        old, asked = self._requests.get(key), None
-        if old is not None:
-            if start.epoch <= old.state.epoch:
+        predecessor, inherited_attempt = self._requests.get(key), None
+        if predecessor is not None:
+            if start.epoch <= predecessor.state.epoch:
                 self.num_stale += 1
                 return
-            asked = old.reissue(progress, now)
-            self._forget(old)
+            inherited_attempt = predecessor.reissue(progress, now)
+            self._forget(predecessor)
         self._recently_finished.restore(key, start)
         self._num_submitted += 1
         span = self._tracer.begin("route", TraceContext(start.trace_parent, start.trace_state), now)
         request = RoutedRequest(self, progress, client, self._num_submitted, now, span)
         self._requests[key] = request
-        if old is not None and asked is not None:
-            request.succeed(old, asked)
-            self._by_attempt[asked.id] = request
+        if predecessor is not None and inherited_attempt is not None:
+            request.succeed(predecessor, inherited_attempt)
+            self._by_attempt[inherited_attempt.id] = request
             return
         error = self._refusal(request, now)
         if error is not None:
@@ -151,25 +155,29 @@ class Dispatcher:
         # A request that was taken once is taken again.
         resumed = request.progress.start.HasField("placement") or request.progress.begun
         if self.fleet.isolated and not resumed:
-            text = "the router hears too few of its workers"
+            text = "the router has lost contact with too many workers"
             return ServiceError(pb.UNAVAILABLE, text, "", 1.0)
-        room = self.placer.waiting.has_room(request.tenant)
-        full = not room and not self.placer.can_begin(request, now)
+        may_wait = self.placer.waiting.has_room(request.tenant)
+        full = not may_wait and not self.placer.can_begin(request, now)
         if full and not resumed:
             return ServiceError(pb.OVERLOADED, "too many requests are waiting", "", 1.0)
-        young = now - self._started < YOUNG_S  # workers may still be joining
-        known = request.model in self._models or (young and (resumed or not self._models))
+        recently_started = now - self._started < YOUNG_S  # workers may still be joining
+        is_served = request.model in self._models or (
+            recently_started and (resumed or not self._models)
+        )
         start = request.progress.start
-        placed = start.HasField("placement") and not young and self.fleet.sharded
-        if placed and self.fleet.get(start.placement.decode_boot) is None:
+        checks_placement = (
+            start.HasField("placement") and not recently_started and self.fleet.sharded
+        )
+        if checks_placement and self.fleet.get(start.placement.decode_boot) is None:
             return FailureReason.NO_WORKER_HERE  # another router may have its worker
-        if not known and not self._models:
+        if not is_served and not self._models:
             return ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
-        if not known:
+        if not is_served:
             text = f"model {quoted(request.model)} is not served"
             return ServiceError(pb.MODEL_NOT_FOUND, text, "model")
         if not resumed and self.placer.is_unread(request):
-            text = "the model has another tokenizer since the prompt was read; ask again"
+            text = "the model's tokenizer changed after the prompt was read; send the request again"
             return ServiceError(pb.UNAVAILABLE, text, "", 1.0)
         if request.progress.complete:
             return ServiceError(pb.INVALID_ARGUMENT, "every choice has already ended", "choices")
@@ -177,11 +185,11 @@ class Dispatcher:
 
     def cancel(self, client: Client, request: str, choices: tuple[int, ...], now: float) -> None:
         """Carry out a client's Cancel; one of an unknown request is stale."""
-        found = self._requests.get((client.key, request))
-        if found is None:
+        routed_request = self._requests.get((client.key, request))
+        if routed_request is None:
             self.num_stale += 1
         else:
-            found.cancel(choices, now)
+            routed_request.cancel(choices, now)
             self.placer.pump(now)
 
     def client_gone(self, client: Client, now: float) -> None:
@@ -218,15 +226,15 @@ class Dispatcher:
         self._send(worker, command)
 
     def opened(
-        self, request: RoutedRequest, attempt: Assignment, how: do.OpenAttempt, now: float
+        self, request: RoutedRequest, attempt: Assignment, action: do.OpenAttempt, now: float
     ) -> None:
         self._by_attempt[attempt.id] = request
         if attempt.adopted:  # no new work, and its beginning is in the event log
             return
         num_attempts = request.state.num_attempts
         self.event_log.route(attempt.id, num_attempts, request.ordinal)
-        self.placer.opened(attempt, how, now)
-        self.num_retries += num_attempts > 1 and not how.migrates
+        self.placer.opened(attempt, action, now)
+        self.num_retries += num_attempts > 1 and not action.migrates
 
     def answered(self, attempt: Assignment) -> None:
         self.placer.answered(attempt)
@@ -249,8 +257,8 @@ class Dispatcher:
         self.prefills["remote" if remote else "local"] += 1
 
     def waited(self, request: RoutedRequest, seconds: float) -> None:
-        seen = self.queue_waits.setdefault(request.model, Observations(QUEUE_WAITS_S))
-        seen.observe(seconds)
+        observations = self.queue_waits.setdefault(request.model, Observations(QUEUE_WAITS_S))
+        observations.observe(seconds)
 
     def migration_begun(self, request: RoutedRequest) -> None:
         self.migrations.begun(request)
@@ -301,7 +309,7 @@ class Dispatcher:
         self.num_frozen += 1
         self._lost(worker, "frozen", True, now)
 
-    def _lost(self, worker: Worker, how: str, crashed: bool, now: float) -> None:
+    def _lost(self, worker: Worker, reason: str, crashed: bool, now: float) -> None:
         forgotten = self.fleet.get(worker.boot) is not worker
         if forgotten and worker.hello.role == DECODE:
             self.placer.worker_forgotten(worker, now)
@@ -310,7 +318,7 @@ class Dispatcher:
                 # In a sharded fleet the successor of a crashed worker may join other routers.
                 expected_back = worker.stays and not worker.hello.join_routers
                 self._models.left(worker.model, expected_back, now)
-        event = on.WorkerLost(worker.boot, f"{worker.hello.address} {how}", crashed, forgotten)
+        event = on.WorkerLost(worker.boot, f"{worker.hello.address} {reason}", crashed, forgotten)
         for request in dict.fromkeys(self._by_attempt.values()):
             request.step(event, now)
         self.placer.pump(now)
@@ -375,15 +383,15 @@ class Dispatcher:
         for request in list(self._requests.values()):
             request.tick(now)
         for request in self.placer.overdue(now):
-            what = "weights that began this answer"
+            requirement = "weights that began this answer"
             if not request.state.begun:
-                what = "tokenizer of its prompt"
+                requirement = "tokenizer that the prompt was read with"
                 if request.min_protocol and not self.placer.is_unread(request):
-                    what = "release that its parameters need"
-            text = f"no worker is left with the {what}"
+                    requirement = "release that the parameters require"
+            text = f"no worker is available with the {requirement}"
             error = ServiceError(pb.UNAVAILABLE, text, "", 1.0)
             request.step(on.RequestRefused(error), now)
-        for request in self.placer.left_alone(now) if self.fleet.sharded else ():
+        for request in self.placer.without_worker(now) if self.fleet.sharded else ():
             request.step(on.RequestRefused(FailureReason.NO_WORKER_HERE), now)
         self.migrations.tick(self._requests.values(), now)
         self.placer.pump(now)

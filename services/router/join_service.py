@@ -23,17 +23,19 @@ ROLES = {fleet_pb2.PREFILL: Role.PREFILL, fleet_pb2.DECODE: Role.DECODE}
 
 def check_hello(hello: fleet_pb2.WorkerHello) -> None:
     """Raise ServiceError(INVALID_ARGUMENT) if the router cannot use the worker."""
-    wrong = ""
+    invalid_field = ""
     if hello.role not in ROLES:
-        wrong = "role"
+        invalid_field = "role"
     elif len(hello.boot) != BOOT_BYTES:
-        wrong = "boot"
+        invalid_field = "boot"
     elif not hello.address.rpartition(":")[2].isdigit():
-        wrong = "address"
+        invalid_field = "address"
     elif not hello.card.name or not _has_layout(hello.card):
-        wrong = "card"
-    if wrong:
-        raise ServiceError(common_pb2.INVALID_ARGUMENT, f"hello: bad {wrong}", wrong)
+        invalid_field = "card"
+    if invalid_field:
+        raise ServiceError(
+            common_pb2.INVALID_ARGUMENT, f"hello: {invalid_field} is invalid", invalid_field
+        )
 
 
 def _has_layout(card: common_pb2.ModelCard) -> bool:
@@ -63,7 +65,7 @@ class JoinService(FleetServicer):
             self._versions.check(hello.protocol, f"worker {hello.address}")
             check_hello(hello)
             if not self._access.may_be(context, ROLES[hello.role]):
-                text = "hello: the certificate is of another role"
+                text = "hello: the certificate belongs to another role"
                 raise ServiceError(common_pb2.PERMISSION_DENIED, text, "role")
         except ServiceError as error:
             await abort(context, error)
@@ -72,14 +74,14 @@ class JoinService(FleetServicer):
         try:
             welcome = fleet_pb2.Welcome(router_boot=self._core.boot, protocol=PROTOCOL_VERSION)
             yield fleet_pb2.JoinReply(welcome=welcome)
-            echoed = 0.0
+            last_echo = 0.0
             async for report in request_iterator:
                 if not self._core.report(worker, report, lease):
                     return
                 now = time.monotonic()
-                beats = report.HasField("heartbeat") or report.HasField("load_beat")
-                if beats and now - echoed >= HEARTBEAT_ECHO_S:
-                    echoed = now
+                has_heartbeat = report.HasField("heartbeat") or report.HasField("load_beat")
+                if has_heartbeat and now - last_echo >= HEARTBEAT_ECHO_S:
+                    last_echo = now
                     yield fleet_pb2.JoinReply(echo=fleet_pb2.HeartbeatEcho())
         finally:
             self._core.left(worker, lease)

@@ -136,8 +136,8 @@ def _serve_metrics(router: RouterProcess, settings: RouterSettings) -> "MetricsP
     from pdserve.services.host.metrics.process_metrics import MetricsPort
     from pdserve.services.router.metrics import RouterMetrics
 
-    figures = RouterMetrics(router.core)
-    return MetricsPort(settings, settings.bind, settings.tls_cert, figures)
+    collector = RouterMetrics(router.core)
+    return MetricsPort(settings, settings.bind, settings.tls_cert, collector)
 
 
 def run(settings: RouterSettings, report: Report = silent) -> int:

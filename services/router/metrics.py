@@ -30,98 +30,108 @@ class RouterMetrics:
         )
         yield GaugeMetricFamily(
             "pdserve_router_isolated",
-            "1 while the router hears too few of its workers and takes nothing new",
+            "1 while the router has lost contact with most of its workers and refuses requests",
             value=self._core.fleet.isolated,
         )
         yield CounterMetricFamily(
             "pdserve_router_isolations",
-            "Times that the router began to hear too few of its workers",
+            "Times that the router lost contact with most of its workers",
             value=self._core.num_isolations,
         )
         deaths = CounterMetricFamily(
             "pdserve_router_worker_deaths",
-            "Workers that went without a goodbye",
+            "Workers that disappeared without a goodbye",
             labels=("model_name", "role"),
         )
-        for who, count in list(self._core.deaths.items()):
-            deaths.add_metric(who, count)
+        for labels, count in list(self._core.deaths.items()):
+            deaths.add_metric(labels, count)
         yield deaths
         yield by_label(
             "pdserve_router_ended", "Requests by outcome", "outcome", dispatcher.outcomes
         )
         yield by_label(
-            "pdserve_router_decisions", "Decisions by reason", "reason", dispatcher.placer.reasons
+            "pdserve_router_decisions",
+            "Placement decisions by reason",
+            "reason",
+            dispatcher.placer.reasons,
         )
-        yield by_label("pdserve_router_prefills", "Prompts by where", "where", dispatcher.prefills)
+        yield by_label(
+            "pdserve_router_prefills",
+            "Prompts by the place of their prefill",
+            "where",
+            dispatcher.prefills,
+        )
         compatibility = dispatcher.placer.compatibility
         yield by_label(
             "pdserve_router_incompatible",
-            "Pairs that a decision left out, by what differs",
+            "Worker pairs excluded from a decision, by difference",
             "difference",
             compatibility.incompatible,
         )
         yield by_label(
             "pdserve_router_inexact",
-            "Resumes and hand-offs between KV identities",
+            "Resumes and hand-offs between different KV identities",
             "what",
             compatibility.inexact,
         )
         yield CounterMetricFamily(
-            "pdserve_router_retries", "Second and later tries", value=dispatcher.num_retries
+            "pdserve_router_retries", "Second and later attempts", value=dispatcher.num_retries
         )
         yield CounterMetricFamily(
             "pdserve_router_frozen", "Engines found frozen", value=dispatcher.num_frozen
         )
         yield CounterMetricFamily(
             "pdserve_router_adopted",
-            "Attempts that went on where another session left them",
+            "Attempts resumed after their session was lost",
             value=dispatcher.num_adopted,
         )
         yield GaugeMetricFamily(
             "pdserve_router_migrating",
-            "Running requests that are being computed again",
+            "Running requests that are being recomputed",
             value=dispatcher.placer.budget.num_under_way,
         )
         migrations = dispatcher.migrations
         for name, text, value in (
             ("begun", "Moves of running requests to another decode worker", migrations.num_begun),
-            ("done", "Moves of requests that went on there", migrations.num_done),
+            ("done", "Completed moves", migrations.num_done),
             ("bytes", "KV payload that moves sent", migrations.num_bytes),
-            ("tokens", "Tokens moved, whose KV was not computed again", migrations.num_tokens),
+            ("tokens", "Tokens whose KV moved instead of being recomputed", migrations.num_tokens),
         ):
             yield CounterMetricFamily(f"pdserve_router_moves_{name}", text, value=value)
         yield by_label(
             "pdserve_router_moves_failed",
-            "Failed moves, by how far",
+            "Failed moves, by the step that they reached",
             "step",
             migrations.failed,
         )
         yield GaugeMetricFamily(
-            "pdserve_router_moving", "Moves under way", value=migrations.num_under_way
+            "pdserve_router_moving", "Moves in progress", value=migrations.num_under_way
         )
         yield CounterMetricFamily(
-            "pdserve_router_stale", "Messages that named nothing", value=dispatcher.num_stale
+            "pdserve_router_stale",
+            "Messages about unknown or ended attempts",
+            value=dispatcher.num_stale,
         )
 
         prefixes = self._core.fleet.prefixes
         yield GaugeMetricFamily(
             "pdserve_router_prefix_blocks",
-            "Different KV blocks of workers' prefix caches that this router knows",
+            "Distinct KV blocks of workers' prefix caches that the router tracks",
             value=len(prefixes),
         )
         yield GaugeMetricFamily(
             "pdserve_router_prefix_sampled_share",
-            "Share of blocks that it keeps, halved whenever --prefix-index-hashes are too few",
+            "Share of blocks that the router tracks; halved when --prefix-index-hashes is too low",
             value=prefixes.sampled_share,
         )
         yield CounterMetricFamily(
             "pdserve_router_prefix_left_out",
-            "Workers of a block that are not known, since too many sets of workers share blocks",
+            "Workers of a block not recorded because too many sets of workers share blocks",
             value=prefixes.num_left_out,
         )
         yield CounterMetricFamily(
             "pdserve_router_prefix_gaps",
-            "Breaks in what a worker told of its cache, after which it is told anew",
+            "Gaps in workers' prefix cache events; after each, the worker sends its state again",
             value=prefixes.num_gaps,
         )
 
@@ -129,12 +139,12 @@ class RouterMetrics:
         """Workers as this router hears them: all, or with --join-routers those that joined it."""
         states = GaugeMetricFamily(
             "pdserve_router_workers",
-            "Workers that joined this router, by role and state; without --join-routers all join",
+            "Workers that joined this router, by role and state; without --join-routers, all do",
             labels=("model_name", "role", "state"),
         )
         silent = GaugeMetricFamily(
             "pdserve_worker_silent_seconds",
-            "Seconds since the router last heard it",
+            "Seconds since the worker's last message",
             labels=("model_name", "worker", "role", "state"),
         )
         counts = {(model, "decode", "live"): 0 for model in self._core.dispatcher.models}
@@ -153,47 +163,48 @@ class RouterMetrics:
         """Waiting requests, and the figures for autoscalers."""
         dispatcher, model_name = self._core.dispatcher, ("model_name",)
         queued = GaugeMetricFamily(
-            "pdserve_router_queued", "Requests without a worker", labels=model_name
+            "pdserve_router_queued", "Requests that wait for a worker", labels=model_name
         )
         waits = HistogramMetricFamily(
             "pdserve_router_queue_seconds",
-            "From a request's arrival to its first try, or to its queue timeout without one",
+            "Time from a request's arrival to its first attempt or its queue timeout",
             labels=model_name,
         )
         backlog = GaugeMetricFamily(
             "pdserve_prefill_backlog_seconds",
-            "Prompt tokens in the queues of prefill workers, by the sum of the live ones' rates. "
-            "Every router that knows them says the same: take the max",
+            "Prompt tokens in the queues of prefill workers, divided by the sum of the live "
+            "workers' rates. All routers of these workers report the same: take the max",
             labels=model_name,
         )
         own_backlog = GaugeMetricFamily(
             "pdserve_router_prefill_wait_seconds",
-            "Prompt tokens that wait in this router for prefill, by the same rates: take the sum",
+            "Prompt tokens that wait in this router for prefill, divided by the same rates: take "
+            "the sum",
             labels=model_name,
         )
         used = GaugeMetricFamily(
             "pdserve_decode_kv_used_ratio",
-            "KV tokens of the live decode workers in use or promised; 1 is all. Every router "
-            "counts its own workers: take the max",
+            "Share of the live decode workers' KV tokens that are in use or promised. Every router "
+            "counts the workers that joined it: take the max",
             labels=model_name,
         )
         waiting = list(dispatcher.placer.waiting)
         workers = list(self._core.fleet.workers.values())
         for model in dispatcher.models:
-            mine = [request for request in waiting if request.model == model]
+            model_requests = [request for request in waiting if request.model == model]
             of_role: dict[int, list[Worker]] = {PREFILL: [], DECODE: []}
             for worker in workers:
                 if worker.model == model:
                     of_role[worker.hello.role].append(worker)
-            tokens = sum(map(dispatcher.placer.remote_tokens, mine))
-            queued.add_metric((model,), len(mine))
-            if (waits_s := prefill_backlog(of_role[PREFILL], tokens)) is not None:
-                backlog.add_metric((model,), waits_s.workers_s)
-                own_backlog.add_metric((model,), waits_s.router_s)
+            tokens = sum(map(dispatcher.placer.remote_tokens, model_requests))
+            queued.add_metric((model,), len(model_requests))
+            if (wait := prefill_backlog(of_role[PREFILL], tokens)) is not None:
+                backlog.add_metric((model,), wait.workers_s)
+                own_backlog.add_metric((model,), wait.router_s)
             if (ratio := decode_kv_used_ratio(of_role[DECODE])) is not None:
                 used.add_metric((model,), ratio)
-        for model, seen in list(dispatcher.queue_waits.items()):
-            waits.add_metric((model,), seen.buckets(), seen.total)
+        for model, observations in list(dispatcher.queue_waits.items()):
+            waits.add_metric((model,), observations.buckets(), observations.total)
         yield from (queued, waits, backlog, own_backlog, used)
 
 

@@ -31,10 +31,10 @@ def prefill_backlog(prefills: Iterable[Worker], queued_tokens: int) -> Backlog |
 
 def decode_kv_used_ratio(decodes: Iterable[Worker]) -> float | None:
     """Return the part of all KV tokens that requests hold or are promised; None without any KV."""
-    taken = total = 0
+    used_tokens = total_tokens = 0
     for worker in decodes:
         if worker.state is State.LIVE:
             load, size = worker.load, worker.kind.layout.block_size
-            taken += (load.blocks_used + load.blocks_reserved) * size + load.promised_tokens
-            total += load.blocks_total * size
-    return taken / total if total else None
+            used_tokens += (load.blocks_used + load.blocks_reserved) * size + load.promised_tokens
+            total_tokens += load.blocks_total * size
+    return used_tokens / total_tokens if total_tokens else None

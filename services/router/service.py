@@ -29,7 +29,7 @@ from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.host.tenants.rate_limits import RateLimits
 from pdserve.services.host.tracing import NO_TRACER, Tracer, context_of
 from pdserve.services.router.core import RouterCore
-from pdserve.services.router.requests.placer import AskedPrompt
+from pdserve.services.router.requests.placer import PickQuery
 from pdserve.services.router.settings import RouterSettings
 
 MAX_ID_LEN = 256
@@ -82,7 +82,8 @@ class RouterService(RouterServicer):
     ) -> AsyncIterator[rpc.RouterMessage]:
         first = await anext(request_iterator, rpc.GatewayMessage())
         if not first.hello.boot:
-            await abort(context, ServiceError(pb.INVALID_ARGUMENT, "no hello", "hello"))
+            text = "the first message must be a hello with a boot id"
+            await abort(context, ServiceError(pb.INVALID_ARGUMENT, text, "hello"))
         if self._core.draining:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the router is shutting down"))
         try:
@@ -131,7 +132,8 @@ class RouterService(RouterServicer):
             try:
                 ids = collector.take(start.request, start.prompt_ids)
                 if not 0 < len(start.request) <= MAX_ID_LEN:
-                    raise ServiceError(pb.INVALID_ARGUMENT, "bad request id", "request")
+                    text = f"the request id must have 1 to {MAX_ID_LEN} characters"
+                    raise ServiceError(pb.INVALID_ARGUMENT, text, "request")
                 self._core.submit(RequestProgress(start, ids), session)
             except ServiceError as error:
                 refuse(session, start, error)
@@ -210,16 +212,16 @@ class RouterService(RouterServicer):
     def _start_of(self, request: rpc.GenerateRequest, tenant: Tenant) -> pb.Start:
         """Build the Start. Raises ServiceError if the timeout is longer than the router's own, or
         the prompt longer than the model's context."""
-        most_ms = int(self._settings.request_timeout_s * 1000)
-        if request.timeout_ms > most_ms:
-            text = f"timeout_ms is {request.timeout_ms}, at most {most_ms}"
+        max_timeout_ms = int(self._settings.request_timeout_s * 1000)
+        if request.timeout_ms > max_timeout_ms:
+            text = f"timeout_ms is {request.timeout_ms}, but must be at most {max_timeout_ms}"
             raise ServiceError(pb.INVALID_ARGUMENT, text, "timeout_ms")
         cards = {card.name: card for card in self._core.models()}
         model = request.model or _only(cards)
         num_tokens = len(request.prompt_ids)
         if model in cards and num_tokens > cards[model].context_len:
-            most = cards[model].context_len
-            text = context_exceeded(most, num_tokens, request.params.max_tokens, "prompt")
+            context_len = cards[model].context_len
+            text = context_exceeded(context_len, num_tokens, request.params.max_tokens, "prompt")
             raise ServiceError(pb.CONTEXT_LENGTH_EXCEEDED, text, "prompt_ids")
         seed = request.seed if request.HasField("seed") else int.from_bytes(os.urandom(8))
         return pb.Start(
@@ -229,7 +231,7 @@ class RouterService(RouterServicer):
             tenant=tenant.id,
             params=request.params,
             seed=seed,
-            remaining_ms=request.timeout_ms or most_ms,
+            remaining_ms=request.timeout_ms or max_timeout_ms,
             queue_remaining_ms=int(self._settings.queue_timeout_s * 1000),
         )
 
@@ -247,28 +249,34 @@ class RouterService(RouterServicer):
         if self._core.draining:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the router is shutting down"))
         if not request.prompt_ids:
-            await abort(context, ServiceError(pb.INVALID_ARGUMENT, "no prompt", "prompt_ids"))
+            await abort(
+                context,
+                ServiceError(pb.INVALID_ARGUMENT, "prompt_ids must not be empty", "prompt_ids"),
+            )
         if self._core.refuses((request.model, request.tokenizer), request.tenant):
             return rpc.PickReply(overloaded=True)
         hosts, ids = frozenset(request.hosts), list(request.prompt_ids)
-        salt, tokenizer = request.cache_salt, request.tokenizer
-        asked = AskedPrompt(request.model, ids, salt, tokenizer, hosts)
-        found = [
+        cache_salt, tokenizer = request.cache_salt, request.tokenizer
+        query = PickQuery(request.model, ids, cache_salt, tokenizer, hosts)
+        picked_workers = [
             rpc.PickedWorker(host=host, cached_tokens=cached)
-            for host, cached in self._core.pick(asked)
+            for host, cached in self._core.pick(query)
         ]
-        return rpc.PickReply(workers=found, elsewhere=not (found or self._core.decodes_at(hosts)))
+        return rpc.PickReply(
+            workers=picked_workers, elsewhere=not (picked_workers or self._core.decodes_at(hosts))
+        )
 
     async def _authorize(self, context: Context) -> Tenant:
         """Return the tenant of the caller's key. Gateways, which check keys themselves, need
         none."""
         if self._access.may_be(context, Role.GATEWAY):
             return EVERYBODY
-        given = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "")
-        may_ask = self._keys.required or self._access.separates_clients
-        tenant = self._keys.tenant(str(given)) if may_ask else None
+        authorization = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "")
+        accepts_clients = self._keys.required or self._access.separates_clients
+        tenant = self._keys.tenant(str(authorization)) if accepts_clients else None
         if tenant is None:
-            await abort(context, ServiceError(pb.UNAUTHENTICATED, "missing or wrong key"))
+            text = "the API key is missing or invalid"
+            await abort(context, ServiceError(pb.UNAUTHENTICATED, text))
         return tenant
 
 
@@ -277,7 +285,7 @@ def _only(models: Collection[str]) -> str:
     if not models:
         raise ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
     if len(models) > 1:
-        text = f"name one of the models: {', '.join(models)}"
+        text = f"model must be one of: {', '.join(models)}"
         raise ServiceError(pb.INVALID_ARGUMENT, text, "model")
     return next(iter(models))
 

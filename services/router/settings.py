@@ -9,58 +9,68 @@ from pdserve.services.host.options import BackendSettings, PublicSettings, optio
 class RouterSettings(PublicSettings, BackendSettings):
     """Where it listens, when it separates prefill from decode, and its limits."""
 
-    bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free one")
+    bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free port")
     client_bind: str = option(
         "",
-        "host:port where Generate and ListModels are served to callers from outside the cluster; "
-        "empty: at --bind, which with certificates is for the cluster alone",
+        "host:port that serves Generate and ListModels to callers outside the cluster; empty: "
+        "--bind serves them, which with certificates accepts only processes of the cluster",
     )
     remote_prefill: str = option(
         "auto",
-        "prompts that a prefill worker computes; auto: from the threshold on, and shorter ones "
-        "that would hold up decode's streams for longer than a hand-off does",
+        "which prompts a prefill worker computes; auto: those from --remote-prefill-threshold on, "
+        "and shorter ones that would delay decode's streams longer than a hand-off does",
         choices=("auto", "always", "never"),
     )
     remote_prefill_threshold: int = option(
-        512, "prompt tokens not cached at decode from which auto goes remote in any case", min=1
+        512, "uncached prompt tokens from which --remote-prefill auto always goes remote", min=1
     )
     allow_mixed_weights: bool = option(
-        False, "pair and resume across formats of the same model too; marked inexact"
+        False,
+        "pair workers and resume requests across weight formats of the same model; answers are "
+        "marked inexact",
     )
     allow_mixed_numerics: bool = option(
-        False, "pair across numerics ids of the same weights too; marked inexact"
+        False,
+        "pair workers across numerics ids of the same weights; answers are marked inexact",
     )
     exact_only: bool = option(
         False,
-        "end a stream with an error, instead of going on with it inexactly, when no worker of its "
-        "numerics id is left",
+        "end a stream with an error instead of continuing it inexactly when no worker of its "
+        "numerics id remains",
     )
     max_queued: int = option(
-        512, "requests waiting in the router for a worker; more are refused", min=0
+        512, "requests that may wait in the router for a worker; more are refused", min=0
     )
     prefix_index_hashes: int = option(
         4 << 20,
-        "different KV blocks in the workers' prefix caches that the router knows, of all workers "
-        "together, at 20 to 30 bytes each; those beyond are not known",
+        "distinct KV blocks of all workers' prefix caches that the router tracks, at 20 to 30 "
+        "bytes each; it ignores further blocks",
         min=0,
         max=1 << 28,
     )
     queue_timeout_s: float = option(
-        60.0, "longest wait of a Generate for its first step", min=0.001, max=86400
+        60.0, "seconds that a Generate call may wait for its first step", min=0.001, max=86400
     )
     request_timeout_s: float = option(
-        600.0, "longest run of a Generate, which may name a shorter one", min=0.001, max=86400
+        600.0,
+        "seconds that a Generate call may run; a call may set a shorter timeout",
+        min=0.001,
+        max=86400,
     )
     max_generate_bytes: int = option(
-        128 << 20, "bytes of all open calls of Generate; more are refused", min=1024
+        128 << 20, "bytes of all open Generate requests; more are refused", min=1024
     )
     max_buffer_bytes: int = option(
-        1 << 20, "unread bytes of an answer of Generate that are kept", min=1024
+        1 << 20, "bytes of a Generate answer that the router buffers for its client", min=1024
     )
     stall_timeout_s: float = option(
-        30.0, "seconds a client of Generate may stop reading before it is cancelled", min=0.001
+        30.0,
+        "seconds that a client of Generate may stop reading before its call is cancelled",
+        min=0.001,
     )
 
     def __post_init__(self) -> None:
         if (self.tls_cert or self.tls_key) and not self.client_bind:
-            raise ValueError("a router serves --tls-cert and --tls-key at --client-bind only")
+            raise ValueError(
+                "a router uses --tls-cert and --tls-key only with --client-bind; set it too"
+            )

@@ -76,7 +76,7 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         """Serve one Session call: `read` carries out the router's commands. Yields event
         batches."""
         if self._runtime is None:
-            await abort(context, ServiceError(pb.UNAVAILABLE, "the model is loading"))
+            await abort(context, ServiceError(pb.UNAVAILABLE, "the model is still loading"))
         session = RouterSession(self._new_outbox(), context.peer())
         self._sessions.add(session)
         reader = asyncio.create_task(read(session))
@@ -116,13 +116,13 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
                     await self._session_closed.wait()
 
 
-def when_done(future: "Future[Any]", then: Callable[["Future[Any]"], None]) -> None:
+def when_done(future: "Future[Any]", callback: Callable[["Future[Any]"], None]) -> None:
     """Call then(future) on the loop, in the order in which the engine thread answers."""
     loop = asyncio.get_running_loop()
 
     def done(future: "Future[Any]") -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(then, future)
+            loop.call_soon_threadsafe(callback, future)
 
     future.add_done_callback(done)
 

@@ -53,7 +53,7 @@ class _Lease:
         self._owner = owner
         self.address = address
         self._access = access
-        self._to_say = WorkerReports(owner.heartbeat)
+        self._pending_reports = WorkerReports(owner.heartbeat)
         self._wake = threading.Event()
         self._closed = False
         self._call: grpc.Call | None = None
@@ -64,33 +64,35 @@ class _Lease:
         self._thread = threading.Thread(target=self._run, name=f"join {address}", daemon=True)
 
     def start(self, prefixes: list[pb.PrefixEvents], load: pb.Load | None) -> None:
-        self._to_say.add_prefixes(prefixes)
+        self._pending_reports.add_prefixes(prefixes)
         if load is not None:
-            self._to_say.add_load(load)
-        self._to_say.wall_offset = time.time() - time.monotonic()
+            self._pending_reports.add_load(load)
+        self._pending_reports.wall_offset = time.time() - time.monotonic()
         self._thread.start()
 
     def alive(self) -> bool:
         return self._thread.is_alive()
 
     def load(self, load: pb.Load) -> None:
-        self._to_say.add_load(load)
+        self._pending_reports.add_load(load)
         self._wake.set()
 
     def prefixes(self, events: list[pb.PrefixEvents]) -> None:
-        self._to_say.add_prefixes(events)
+        self._pending_reports.add_prefixes(events)
         self._wake.set()
 
     def goodbye(self, reason: str) -> None:
-        self._to_say.add_goodbye(pb.Goodbye(reason=reason))
+        self._pending_reports.add_goodbye(pb.Goodbye(reason=reason))
         self._wake.set()
 
     def leave(self) -> None:
         """Have the router end the lease once none of its requests runs here."""
         if self._protocol >= LEAVES_SINCE and not self.leaving:
-            log.info("leaving router %s: others come before it", self.address)
+            log.info("leaving router %s: other routers rank before it now", self.address)
             self.leaving = True
-            self._to_say.add_goodbye(pb.Goodbye(reason="joined others", leaves=True))
+            self._pending_reports.add_goodbye(
+                pb.Goodbye(reason="it joined other routers", leaves=True)
+            )
             self._wake.set()
 
     def close(self) -> None:
@@ -114,8 +116,8 @@ class _Lease:
             if now - self._heard > SILENT_S and self._call is not None:
                 self._call.cancel()
                 return
-            yield from self._to_say.due(now)
-            self._wake.wait(max(0.0, self._to_say.next_due() - time.monotonic()))
+            yield from self._pending_reports.due(now)
+            self._wake.wait(max(0.0, self._pending_reports.next_due() - time.monotonic()))
 
     def _run(self) -> None:
         try:
@@ -148,8 +150,8 @@ class _Lease:
     def _welcomed(self, welcome: pb.Welcome) -> None:
         """Note the router's welcome. Raises ServiceError if its version is too old or too new."""
         check_version(welcome.protocol, "worker", f"router {self.address}")
-        self._to_say.reads_beats = welcome.protocol >= BEATS_SINCE
-        log.info("joined router %s, protocol version %d", self.address, welcome.protocol)
+        self._pending_reports.reads_beats = welcome.protocol >= BEATS_SINCE
+        log.info("joined router %s with protocol version %d", self.address, welcome.protocol)
         self._protocol, self.welcomed = welcome.protocol, time.monotonic()
         self._owner.note(self.address, "")
 
@@ -183,10 +185,10 @@ class Membership:
         self._sequence = 0
         self._load: pb.Load | None = None
         self._goodbye: str | None = None
-        self._troubles: dict[str, str] = {}  # why a router is not joined, by address
+        self._problems: dict[str, str] = {}  # the reason why a router is not joined, by address
         # Routers of another version: time of the next try, and the pause after it.
         self._refused: dict[str, tuple[float, float]] = {}
-        self._missed: dict[str, float] = {}  # since when a wanted router is not joined
+        self._missed: dict[str, float] = {}  # since when a target router is not joined
         self._stop = threading.Event()
         self._changed = threading.Event()
         self._discovery = Discovery("--routers", routers, self._changed.set, ready_only=False)
@@ -223,12 +225,12 @@ class Membership:
 
     def _events(self, added: Sequence[bytes], removed: Sequence[bytes]) -> list[pb.PrefixEvents]:
         events = []
-        for at in range(0, len(added), HASHES_PER_EVENT):
-            part = added[at : at + HASHES_PER_EVENT]
+        for start in range(0, len(added), HASHES_PER_EVENT):
+            part = added[start : start + HASHES_PER_EVENT]
             events.append(pb.PrefixEvents(sequence=self._sequence, added=part))
             self._sequence += len(part)
-        for at in range(0, len(removed), HASHES_PER_EVENT):
-            part = removed[at : at + HASHES_PER_EVENT]
+        for start in range(0, len(removed), HASHES_PER_EVENT):
+            part = removed[start : start + HASHES_PER_EVENT]
             events.append(pb.PrefixEvents(sequence=self._sequence, removed=part))
             self._sequence += len(part)
         return events
@@ -258,17 +260,17 @@ class Membership:
         if self._thread.is_alive():
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if not all(ended):
-            log.warning("%d routers are left without an end of their streams", ended.count(False))
+            log.warning("the streams to %d routers did not end in time", ended.count(False))
 
-    def note(self, address: str, trouble: str) -> None:
+    def note(self, address: str, problem: str) -> None:
         """Log why a router is not joined, once per reason; empty: it is joined."""
         with self._lock:
-            before = self._troubles.get(address, "")
-            self._troubles[address] = trouble
-            if not trouble:
+            previous = self._problems.get(address, "")
+            self._problems[address] = problem
+            if not problem:
                 self._refused.pop(address, None)
-        if trouble not in ("", before):
-            log.warning("not joined to router %s: %s; trying again", address, trouble)
+        if problem not in ("", previous):
+            log.warning("cannot join router %s: %s; retrying", address, problem)
 
     def refused(self, address: str) -> None:
         """Delay the next try at a router whose version is too far from this worker's."""
@@ -282,54 +284,57 @@ class Membership:
 
     def _resolve_forever(self) -> None:
         while not self._stop.is_set():
-            addresses = {address for found in self._discovery.look().values() for address in found}
+            addresses = {
+                address for resolved in self._discovery.look().values() for address in resolved
+            }
             with self._lock:
                 if self._stop.is_set():
                     return
-                self._leases = {a: x for a, x in self._leases.items() if x.alive()}
-                gone = (self._refused.keys() | self._troubles.keys()) - addresses
+                self._leases = {a: lease for a, lease in self._leases.items() if lease.alive()}
+                gone = (self._refused.keys() | self._problems.keys()) - addresses
                 for address in gone - self._leases.keys():
                     self._refused.pop(address, None)
-                    self._troubles.pop(address, None)
+                    self._problems.pop(address, None)
                 now = time.monotonic()
-                wanted = self._wanted(addresses, now)
-                late = {a for a, (again, _) in self._refused.items() if now < again}
-                for address in sorted(wanted - self._leases.keys() - late):
+                targets = self._target_routers(addresses, now)
+                delayed = {a for a, (retry_at, _) in self._refused.items() if now < retry_at}
+                for address in sorted(targets - self._leases.keys() - delayed):
                     self._leases[address] = self._new_lease(address)
-                self._leave_others(wanted, now)
+                self._leave_others(targets, now)
             self._changed.wait(RESOLVE_S)
             self._changed.clear()
             self._stop.wait(REJOIN_S)
 
-    def _wanted(self, addresses: set[str], now: float) -> set[str]:
+    def _target_routers(self, addresses: set[str], now: float) -> set[str]:
         """Return which of all routers are to be joined."""
-        num = self.hello.join_routers
-        if not num:
+        num_routers = self.hello.join_routers
+        if not num_routers:
             return addresses
 
         def counts(address: str) -> bool:
-            lacks = address in self._refused or now - self._missed.get(address, now) >= ABSENT_S
-            return address in joined or not lacks
+            absent = address in self._refused or now - self._missed.get(address, now) >= ABSENT_S
+            return address in joined or not absent
 
         joined = {a for a, lease in self._leases.items() if lease.welcomed and not lease.leaving}
         order = rendezvous_order(self.hello.boot, addresses)
-        wanted = set(first_that_count(order, num, counts))
-        self._missed = {a: self._missed.get(a, now) for a in wanted - joined}
-        return wanted
+        targets = set(first_that_count(order, num_routers, counts))
+        self._missed = {a: self._missed.get(a, now) for a in targets - joined}
+        return targets
 
-    def _leave_others(self, wanted: set[str], now: float) -> None:
-        """Leave the routers that are no longer wanted, once enough of the wanted ones have welcomed
-        the worker. A router that is wanted again is joined again, which ends the goodbye there."""
-        num = self.hello.join_routers
-        if not num or self._goodbye is not None:
+    def _leave_others(self, targets: set[str], now: float) -> None:
+        """Leave the routers that are no longer targets, once enough of the targets have welcomed
+        the worker. A router that becomes a target again is joined again, which ends the goodbye
+        there."""
+        num_routers = self.hello.join_routers
+        if not num_routers or self._goodbye is not None:
             return
-        for address in wanted & self._leases.keys():
+        for address in targets & self._leases.keys():
             if self._leases[address].leaving:
                 self._leases[address].close()
         joined = {a: lease.welcomed for a, lease in self._leases.items() if lease.welcomed}
-        since = [welcomed for address, welcomed in joined.items() if address in wanted]
-        if len(since) >= num and now - max(since) >= SETTLED_S:
-            for address in joined.keys() - wanted:
+        welcome_times = [welcomed for address, welcomed in joined.items() if address in targets]
+        if len(welcome_times) >= num_routers and now - max(welcome_times) >= SETTLED_S:
+            for address in joined.keys() - targets:
                 self._leases[address].leave()
 
     def _new_lease(self, address: str) -> _Lease:
@@ -337,10 +342,10 @@ class Membership:
         # The state so far gets sequence numbers that end just before the next change.
         hashes = list(self._hashes)
         state = []
-        for at in range(0, max(1, len(hashes)), HASHES_PER_EVENT):
-            part = hashes[at : at + HASHES_PER_EVENT]
-            sequence = self._sequence - len(hashes) + at
-            state.append(pb.PrefixEvents(sequence=sequence, reset=at == 0, added=part))
+        for start in range(0, max(1, len(hashes)), HASHES_PER_EVENT):
+            part = hashes[start : start + HASHES_PER_EVENT]
+            sequence = self._sequence - len(hashes) + start
+            state.append(pb.PrefixEvents(sequence=sequence, reset=start == 0, added=part))
         if self._goodbye is not None:
             lease.goodbye(self._goodbye)
         lease.start(state, self._load)

@@ -24,7 +24,7 @@ class WorkerMetrics:
         yield from engine_metrics(("model_name",), [((self._model,), self._hello, load)])
         blocks = GaugeMetricFamily(
             "pdserve_kv_blocks",
-            "KV blocks by state; held and parked are used ones",
+            "KV blocks by state; held and parked blocks also count as used",
             labels=("worker", "state"),
         )
         for state in BLOCK_STATES:
@@ -32,12 +32,12 @@ class WorkerMetrics:
         yield blocks
         yield CounterMetricFamily(
             "pdserve_reserved_idle_block_seconds",
-            "Block-seconds between reservation and frame",
+            "Block-seconds between the reservation of a block and the arrival of its KV",
             value=load.reserved_idle_block_s,
         )
         yield CounterMetricFamily(
             "pdserve_kv_accounting_errors",
-            "Looks at which free + used + cached + reserved was not all blocks",
+            "Checks that found free + used + cached + reserved different from all blocks",
             value=load.accounting_errors,
         )
         oldest = GaugeMetricFamily(
@@ -49,15 +49,15 @@ class WorkerMetrics:
             oldest.add_metric((self._worker, state), age_s)
         yield oldest
         refused = CounterMetricFamily(
-            "pdserve_refused_frames", "Frames and messages not taken, by reason", labels=("reason",)
+            "pdserve_refused_frames", "Frames and messages refused, by reason", labels=("reason",)
         )
-        for one in load.refused_frames:
-            refused.add_metric((one.reason,), one.count)
+        for frames in load.refused_frames:
+            refused.add_metric((frames.reason,), frames.count)
         yield refused
         for name, text, value in (
             ("pdserve_promised_tokens", "Tokens promised to hand-offs", load.promised_tokens),
-            ("pdserve_parked_requests", "Requests of lost router sessions", load.parked),
-            ("pdserve_following_requests", "Requests that wait for KV of another", load.following),
+            ("pdserve_parked_requests", "Requests parked after a lost session", load.parked),
+            ("pdserve_following_requests", "Requests waiting for others' KV", load.following),
         ):
             gauge = GaugeMetricFamily(name, text, labels=("model_name",))
             gauge.add_metric((self._model,), value)
@@ -65,22 +65,34 @@ class WorkerMetrics:
         for name, text, value in (
             ("vllm:prompt_tokens", "Prompt tokens computed", load.prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated", load.generation_tokens),
-            ("pdserve_stale_messages", "Messages of ended attempts", load.stale_messages),
-            ("pdserve_inexact_handoffs", "Hand-offs of another KV identity", load.inexact_handoffs),
-            ("pdserve_adopted_requests", "Parked requests taken over", load.adopted),
+            ("pdserve_stale_messages", "Messages about ended attempts", load.stale_messages),
+            (
+                "pdserve_inexact_handoffs",
+                "Hand-offs between different KV identities",
+                load.inexact_handoffs,
+            ),
+            ("pdserve_adopted_requests", "Parked requests that a router resumed", load.adopted),
             (
                 "pdserve_park_expired_requests",
-                "Parked ones that nobody took",
+                "Parked requests aborted because no router resumed them",
                 load.park_expired,
             ),
-            ("pdserve_attached_requests", "Requests that waited for KV of another", load.attached),
-            ("pdserve_placed_again_requests", "Requests that waited in vain", load.placed_again),
-            ("pdserve_recomputed_tokens", "Generated ones computed again", load.recomputed_tokens),
+            ("pdserve_attached_requests", "Requests that used others' KV", load.attached),
+            (
+                "pdserve_placed_again_requests",
+                "Requests that waited for others' KV in vain",
+                load.placed_again,
+            ),
+            (
+                "pdserve_recomputed_tokens",
+                "Generated tokens computed again",
+                load.recomputed_tokens,
+            ),
             ("pdserve_moved_requests", "Requests moved to another worker", load.moved_away),
             ("pdserve_stayed_requests", "Requests whose move failed", load.stayed),
             (
                 "pdserve_park_evicted_requests",
-                "Parked ones that made room",
+                "Parked requests aborted to free their blocks",
                 load.park_evicted,
             ),
         ):
@@ -95,12 +107,12 @@ class WorkerMetrics:
             ("pdserve_transfer_frames", "KV frames moved", "frames"),
             (
                 "pdserve_transfer_seconds",
-                "Seconds spent on KV payload, checks too",
+                "Seconds spent on KV payload, including checks",
                 "seconds",
             ),
             ("pdserve_transfer_refused", "Frames or connections refused", "refused"),
         ):
             counter = CounterMetricFamily(name, text, labels=("transport",))
-            for one in load.transports:
-                counter.add_metric((one.transport,), getattr(one, field))
+            for transport in load.transports:
+                counter.add_metric((transport.transport,), getattr(transport, field))
             yield counter

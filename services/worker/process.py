@@ -125,7 +125,7 @@ class WorkerProcess:
             await asyncio.to_thread(self._loading.join, CLOSE_S)
             if self._loading.is_alive():
                 self.hung = True
-                log.critical("the loading thread does not end; the process ends without it")
+                log.critical("the loading thread did not end in time; the process exits without it")
         if self.runtime is not None:
             if self.runtime.thread.lost:
                 self.hung = True  # every call that would free device memory fails
@@ -140,20 +140,21 @@ class WorkerProcess:
                 await asyncio.to_thread(runtime.close)
         except TimeoutError:
             self.hung = True
-            log.critical("the engine's thread does not end; it is at\n%s", runtime.thread.stack())
+            text = "the engine thread did not end in time; its stack:\n%s"
+            log.critical(text, runtime.thread.stack())
 
     def _build(self, loop: asyncio.AbstractEventLoop) -> None:
         """Load the model, on the loading thread."""
         reported: tuple[str, int] | None = None
 
-        def progress(what: str, fraction: float) -> None:
+        def progress(phase: str, fraction: float) -> None:
             """Report whole percents: a model has hundreds of tensors."""
             nonlocal reported
             if self._stopped:
                 raise LoadingStopped
-            if (what, int(100 * fraction)) != reported:
-                reported = what, int(100 * fraction)
-                self._report("loading", {"what": what, "fraction": fraction})
+            if (phase, int(100 * fraction)) != reported:
+                reported = phase, int(100 * fraction)
+                self._report("loading", {"what": phase, "fraction": fraction})
 
         try:
             runtime = self._role.build(self.boot, progress)
@@ -162,7 +163,7 @@ class WorkerProcess:
             pass
         except BaseException as error:  # a panic of a Rust library is not an Exception
             if not isinstance(error, Exception):
-                error = LoadingPanicked(f"loading ended with {type(error).__name__}: {error}")
+                error = LoadingPanicked(f"loading failed with {type(error).__name__}: {error}")
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._failed, error)
 
@@ -238,8 +239,8 @@ class WorkerProcess:
             async with asyncio.timeout(ALONE_S):
                 await in_fleet.wait()
         except TimeoutError:
-            routers = ", ".join(self._settings.routers) or "none is given"
-            text = "loaded, but no router (%s) has opened a session to %s yet: not ready"
+            routers = ", ".join(self._settings.routers) or "none configured"
+            text = "not ready: the model is loaded, but no router (%s) has connected to %s yet"
             log.warning(text, routers, self.address)
             await in_fleet.wait()
         self._report("ready", dict(runtime.figures))
@@ -265,18 +266,18 @@ class WorkerProcess:
         """Watch the engine's counter, since a call into a frozen engine would not return. Raises
         DeviceLost once the device is lost."""
         loop = asyncio.get_running_loop()
-        seen, serving = StallDetector(), True
+        detector, serving = StallDetector(), True
         while True:
             await asyncio.sleep(LOOK_S)
             if thread.lost:
                 raise DeviceLost(thread.lost)
-            frozen = seen.look(thread.liveness, thread.busy, loop.time())
+            frozen = detector.look(thread.liveness, thread.busy, loop.time())
             if frozen == serving:
                 serving = not frozen
                 if frozen:
-                    log.error("engine frozen; its thread is at\n%s", thread.stack())
+                    log.error("the engine is frozen; the stack of its thread:\n%s", thread.stack())
                 else:
-                    log.error("engine moves again")
+                    log.error("the engine makes progress again")
                 self.host.set_serving(serving and not self._draining)
 
 

@@ -100,7 +100,7 @@ class WorkerReports:
         return load
 
 
-def load_interval_s(said: pb.Load, load: pb.Load) -> float:
-    """Return how long after `said` the next load may go out."""
-    steady = all(getattr(said, name) == getattr(load, name) for name in LOAD_FIELDS)
+def load_interval_s(last_load: pb.Load, load: pb.Load) -> float:
+    """Return how long after `last_load` the next load may go out."""
+    steady = all(getattr(last_load, name) == getattr(load, name) for name in LOAD_FIELDS)
     return STEADY_INTERVAL_S if steady else LOAD_INTERVAL_S

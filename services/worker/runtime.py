@@ -205,10 +205,10 @@ def load_of(
     """Convert an engine's figures to a Load. `figures` and `refusals` (of connections) are by
     transport; `stale` counts messages of ended attempts."""
     blocks = stats.blocks
-    none = TransportFigures()
+    empty = TransportFigures()
     transports = []
     for name in sorted({*figures, *refusals}):
-        figure = figures.get(name, none)
+        figure = figures.get(name, empty)
         transports.append(
             pb.TransportCounters(
                 transport=name,
@@ -253,8 +253,8 @@ def shm_folder(configured: str) -> str:
     folder = Path(tempfile.gettempdir()) / f"pdserve-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return ""
-    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    return str(folder) if mine and not found.st_mode & 0o077 else ""
+    is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return str(folder) if is_own_folder and not status.st_mode & 0o077 else ""

@@ -14,32 +14,44 @@ CLOSE_S = 10.0  # for the engine's thread to end, and the hand-offs
 class WorkerSettings(BackendSettings):
     """Where a worker listens, which routers it joins, and how it moves KV."""
 
-    bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free one")
-    advertise: str = option("", "host:port under which others reach it; empty: as bound")
+    bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free port")
+    advertise: str = option(
+        "", "host:port at which other processes reach the worker; empty: the bound address"
+    )
     routers: tuple[str, ...] = option(
         (),
-        "host:port of routers to join, names are resolved anew; or kubernetes:///SERVICE:PORT "
-        "(docs/discovery.md)",
+        "host:port of routers to join; names are resolved again every second; or "
+        "kubernetes:///SERVICE:PORT (docs/discovery.md)",
     )
     join_routers: int = option(
         0,
-        "join so many routers, the first by rendezvous hash (docs/scale.md); 0: all",
+        "number of routers to join, chosen by rendezvous hash (docs/scale.md); 0: all",
         min=0,
         max=1024,
     )
-    threads: int = option(0, "compute threads; 0: one per core it may run on", min=0, max=1024)
+    threads: int = option(
+        0, "compute threads; 0: one per core that the process may use", min=0, max=1024
+    )
     kv_transport: str = option(
         "auto",
-        "how KV moves; auto: cuda_ipc on one GPU, shm on one host, else tcp",
+        "transport for KV; auto: cuda_ipc on one GPU, shm on one host, else tcp",
         choices=("auto", "tcp", "shm", "cuda_ipc"),
     )
-    shm_dir: str = option("", "folder of the unix sockets of shm; empty: a private temporary one")
-    encrypt_kv: bool = option(False, "seal KV on its way with AES-GCM; prefill and decode alike")
+    shm_dir: str = option(
+        "", "folder for the unix sockets of the shm transport; empty: a private temporary folder"
+    )
+    encrypt_kv: bool = option(
+        False, "encrypt KV in transfer with AES-GCM; set it on prefill and decode workers alike"
+    )
     allow_mixed_weights: bool = option(
-        False, "take KV of another format of the same model; marked inexact"
+        False,
+        "accept KV from workers with another weight format of the same model; answers are marked "
+        "inexact",
     )
     allow_mixed_numerics: bool = option(
-        False, "take KV of another numerics id of the same weights; marked inexact"
+        False,
+        "accept KV from workers with another numerics id of the same weights; answers are marked "
+        "inexact",
     )
 
     def __post_init__(self) -> None:

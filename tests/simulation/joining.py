@@ -26,9 +26,9 @@ class LoopLease(_Lease):
     network: Network
 
     def start(self, prefixes: list[pb.PrefixEvents], load: pb.Load | None) -> None:
-        self._to_say.add_prefixes(prefixes)
+        self._pending_reports.add_prefixes(prefixes)
         if load is not None:
-            self._to_say.add_load(load)
+            self._pending_reports.add_load(load)
         self._changed = asyncio.Event()
         self._heard = here().time()
         self._over = False
@@ -72,7 +72,7 @@ class LoopLease(_Lease):
             async for reply in call:
                 self._heard = here().time()
                 if reply.HasField("welcome"):
-                    self._to_say.reads_beats = reply.welcome.protocol >= BEATS_SINCE
+                    self._pending_reports.reads_beats = reply.welcome.protocol >= BEATS_SINCE
         except grpc.aio.AioRpcError:
             pass
         self._changed.set()
@@ -83,9 +83,9 @@ class LoopLease(_Lease):
             now = here().time()
             if now - self._heard > SILENT_S:
                 return
-            for report in self._to_say.due(now):
+            for report in self._pending_reports.due(now):
                 await call.write(report)
-            timer = here().call_at(self._to_say.next_due(), self._changed.set)
+            timer = here().call_at(self._pending_reports.next_due(), self._changed.set)
             await self._changed.wait()
             timer.cancel()
 

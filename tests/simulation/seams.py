@@ -247,7 +247,7 @@ class Errors(logging.Handler):
             self._into.append(f"{record.name}: {text}")
 
 
-NOT_FINDINGS = ("engine frozen", "engine moves again")
+NOT_FINDINGS = ("engine is frozen", "engine makes progress again")
 
 
 @contextmanager

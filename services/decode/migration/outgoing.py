@@ -62,10 +62,10 @@ class OutgoingMigrations:
         """Let a held request continue here; False if it was not held."""
         if self._held.pop(attempt, None) is None:
             return False
-        to = self._sent.pop(attempt, None)
-        if to is not None:
-            del self._sources[to]
-            self._sender.cancel(to, "it stays")
+        target_attempt = self._sent.pop(attempt, None)
+        if target_attempt is not None:
+            del self._sources[target_attempt]
+            self._sender.cancel(target_attempt, "the request stays at the source")
         self.num_stayed += 1
         self._engine.unhold(attempt.hex())
         return True

@@ -39,7 +39,7 @@ class MigrationSource:
         Stayed."""
         served = self._of(session, attempt)
         if served is None or self._runtime is None:
-            session.outbox.put(_stayed(attempt, "it does not run here"))
+            session.outbox.put(_stayed(attempt, "the attempt does not run on this worker"))
             return
 
         def answered(future: "Future[Any]") -> None:
@@ -47,7 +47,7 @@ class MigrationSource:
             if self._served.get(attempt) is not served:
                 return  # it has ended meanwhile
             if held is None:
-                session.outbox.put(_stayed(attempt, "it cannot move now"))
+                session.outbox.put(_stayed(attempt, "the request cannot move now"))
                 return
             so_far = served.finished(held.cached_tokens)
             held_event = wire.Held(attempt=attempt, tokens=held.num_tokens, so_far=so_far)
@@ -57,21 +57,28 @@ class MigrationSource:
 
     def move(self, session: DecodeSession, move: wire.Move) -> None:
         """Send an attempt's KV; sends Moved or Stayed when the hand-off is over."""
-        runtime, given = self._runtime, move.ticket
-        sizes = (len(move.to), len(given.id), len(given.decode_boot), len(given.secret))
+        runtime, wire_ticket = self._runtime, move.ticket
+        sizes = (
+            len(move.to),
+            len(wire_ticket.id),
+            len(wire_ticket.decode_boot),
+            len(wire_ticket.secret),
+        )
         if sizes != (ID_BYTES, ID_BYTES, ID_BYTES, SECRET_BYTES):
-            session.outbox.put(_stayed(move.attempt, "not a ticket"))
+            session.outbox.put(_stayed(move.attempt, "the ticket is malformed"))
             return
         if runtime is None or self._of(session, move.attempt) is None:
-            session.outbox.put(_stayed(move.attempt, "it does not run here"))
+            session.outbox.put(_stayed(move.attempt, "the attempt does not run on this worker"))
             return
 
         def answered(future: "Future[Any]") -> None:
             if not future.cancelled() and not future.result():
-                session.outbox.put(_stayed(move.attempt, "it is not held"))
+                session.outbox.put(_stayed(move.attempt, "the request is not held"))
 
-        ticket = Ticket(given.id, given.secret, move.to, runtime.boot, given.decode_boot)
-        address, receiver = given.data_address, move.kv_identity.digest
+        ticket = Ticket(
+            wire_ticket.id, wire_ticket.secret, move.to, runtime.boot, wire_ticket.decode_boot
+        )
+        address, receiver = wire_ticket.data_address, move.kv_identity.digest
         when_done(runtime.move(move.attempt, ticket, address, receiver), answered)
 
     def stay(self, session: DecodeSession, attempt: bytes) -> None:
@@ -85,11 +92,12 @@ class MigrationSource:
         if served is None:
             return
         if sent.reason:
-            log.info("the move failed: %s", sent.reason, extra={"request": served.name})
+            log.info("the migration failed: %s", sent.reason, extra={"request": served.name})
             served.session.outbox.put(_stayed(attempt, sent.reason))
             return
         self._moved(served)
-        log.info("moved: %.1f MB", sent.num_bytes / 1e6, extra={"request": served.name})
+        text = "the request moved to another decode worker with %.1f MB of KV"
+        log.info(text, sent.num_bytes / 1e6, extra={"request": served.name})
         moved = wire.Moved(attempt=attempt, to=sent.attempt, sent_bytes=sent.num_bytes)
         served.session.outbox.put(wire.DecodeEvent(moved=moved))
 

@@ -25,8 +25,8 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.handoff.recorder.event_log import EventLog
 from pdserve.services.decode.single_flight.promised_prefixes import PromisedPrefixes, SharedBlocks
 
-LOST = "the KV that it waited for is lost"
-TAIL = "the rest of its prompt is worth a hand-off"
+LOST = "the KV that the request waited for was lost"
+TAIL = "the rest of the prompt is worth a hand-off"
 
 
 @dataclass(slots=True)
@@ -89,12 +89,12 @@ class SingleFlight:
     def follows(self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy) -> bool:
         """Let the request wait for another's KV if that is worth it; return whether it waits.
         Raises what Engine.submit raises."""
-        shared = self._worth(request, chain, sharing)
+        shared = self._shared_blocks(request, chain, sharing)
         if shared is None:
             return False
         self._engine.limits.check(request)
         if len(self._waiting) >= self._engine.limits.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests follow others")
+            raise QueueFull(f"{len(self._waiting)} requests already wait for the KV of others")
         self._waiting[request.key] = _Waiting(request, chain, sharing)
         self._prefixes.follow(request.key, chain, shared, request.priority)
         attempt, leader = bytes.fromhex(request.key), bytes.fromhex(shared.leader)
@@ -175,32 +175,35 @@ class SingleFlight:
             for key in ended.lost:
                 self._give_back(key, LOST)
 
-    def _worth(
+    def _shared_blocks(
         self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy
     ) -> SharedBlocks | None:
         """The blocks to wait for; None if waiting is not worth it. Waiting must save as many tokens
         as a hand-off must, and at least half of the missing ones."""
         if not sharing.min_tokens or request.needs_whole_prompt:
             return None
-        found = self._engine.num_found(chain)
-        shared = self._prefixes.find(chain, found, request.priority)
+        num_cached = self._engine.num_found(chain)
+        shared = self._prefixes.find(chain, num_cached, request.priority)
         if shared is None:
             return None
-        needed = len(prefix_ids(request)) - 1
-        there = min(needed, found * self._size)
-        saved = min(needed, shared.blocks * self._size) - there
-        enough = saved >= self._least(sharing) and 2 * saved >= needed - there
+        prompt_tokens = len(prefix_ids(request)) - 1
+        cached_tokens = min(prompt_tokens, num_cached * self._size)
+        saved_tokens = min(prompt_tokens, shared.blocks * self._size) - cached_tokens
+        enough = (
+            saved_tokens >= self._min_tokens(sharing)
+            and 2 * saved_tokens >= prompt_tokens - cached_tokens
+        )
         return shared if enough else None
 
-    def _least(self, sharing: SharingPolicy) -> int:
+    def _min_tokens(self, sharing: SharingPolicy) -> int:
         """The minimum of tokens worth a wait or a hand-off: at least a block."""
         return max(sharing.min_tokens, self._size)
 
     def _attach(self, key: str) -> None:
         """Submit a follower like any request whose prefix is cached, or have it placed again."""
         waiting = self._waiting[key]
-        left = len(prefix_ids(waiting.request)) - 1 - self._num_found(waiting)
-        if left >= self._least(waiting.sharing) and not waiting.sharing.local:
+        remaining = len(prefix_ids(waiting.request)) - 1 - self._num_cached(waiting)
+        if remaining >= self._min_tokens(waiting.sharing) and not waiting.sharing.local:
             self._give_back(key, TAIL)
             return
         try:
@@ -217,13 +220,13 @@ class SingleFlight:
         self._attached(bytes.fromhex(key))
 
     def _give_back(self, key: str, reason: str) -> None:
-        tokens = self._num_found(self._waiting[key])
+        tokens = self._num_cached(self._waiting[key])
         self._prefixes.over(key)
         self._leave(key, reason)
         self.figures.placed_again += 1
         self._place_again(bytes.fromhex(key), tokens, reason)
 
-    def _num_found(self, waiting: _Waiting) -> int:
+    def _num_cached(self, waiting: _Waiting) -> int:
         return self._engine.num_found(waiting.chain) * self._size
 
     def _leave(self, key: str, reason: str) -> None:

@@ -40,7 +40,7 @@ class _Leader:
 
 @dataclass(eq=False, slots=True)
 class _Follower:
-    own: _Leader  # the follower's own promise
+    promise: _Leader  # of the follower itself, for the blocks beyond the shared ones
     leader: _Leader
     until: int  # number of the leader's blocks to wait for
 
@@ -84,19 +84,21 @@ class PromisedPrefixes:
         """Whether `take` may return something."""
         return self._changed and bool(self._followers)
 
-    def find(self, chain: Sequence[bytes], found: int, priority: int = 0) -> SharedBlocks | None:
+    def find(
+        self, chain: Sequence[bytes], num_cached: int, priority: int = 0
+    ) -> SharedBlocks | None:
         """The longest prefix of a chain that is on its way; None if it is no longer than the first
-        `found` blocks, which are cached. Leaders with a higher priority value than `priority` are
-        excluded, since other requests may overtake them for long."""
+        `num_cached` blocks, which are cached. Leaders with a higher priority value than `priority`
+        are excluded, since other requests may overtake them for long."""
         best: SharedBlocks | None = None
-        for at in range(found, len(chain)):
-            promisers = self._promised.get(chain[at], ())
-            able = (it for it in promisers if not it.stuck and it.priority <= priority)
-            leader = next(able, None)
+        for index in range(num_cached, len(chain)):
+            promisers = self._promised.get(chain[index], ())
+            candidates = (p for p in promisers if not p.stuck and p.priority <= priority)
+            leader = next(candidates, None)
             if leader is None:
                 break
-            if leader.arrived <= at:
-                best = SharedBlocks(leader.key, at + 1)
+            if leader.arrived <= index:
+                best = SharedBlocks(leader.key, index + 1)
         return best
 
     def lead(self, key: str, chain: Sequence[bytes], in_engine: bool, priority: int = 0) -> None:
@@ -163,12 +165,12 @@ class PromisedPrefixes:
         ended = EndedWaits()
         self._changed = False
         for key, follower in list(self._followers.items()):
-            leader, own = follower.leader, follower.own
+            leader, promise = follower.leader, follower.promise
             missing = follower.until - leader.arrived
-            stranded = leader.over or (leader.stuck and not own.parked)
+            stranded = leader.over or (leader.stuck and not promise.parked)
             if missing <= 0 or (stranded and missing == 1):
                 del self._followers[key]
-                own.in_engine = True
+                promise.in_engine = True
                 ended.ready.append(key)
             elif stranded:
                 self.over(key)

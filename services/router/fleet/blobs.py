@@ -30,16 +30,16 @@ class FleetBlobs:
                 async with self._access.open_channel(address, role) as channel:
                     return await read_blob(channel, digest)
             except (ServiceError, OSError) as error:
-                log.warning("blob %s from %s: %s", digest, address, error)
+                log.warning("cannot read blob %s from worker %s: %s", digest, address, error)
         return None
 
     def _holders(self, digest: str) -> list[tuple[str, Role]]:
         """Return the workers whose card names the digest."""
-        found = []
+        holders = []
         for worker in self._fleet.workers.values():
             card = worker.hello.card
             names = (card.tokenizer_digest, card.template_digest, card.generation_config_digest)
             if digest in names:
                 role = Role.DECODE if worker.hello.role == DECODE else Role.PREFILL
-                found.append((worker.hello.address, role))
-        return found
+                holders.append((worker.hello.address, role))
+        return holders

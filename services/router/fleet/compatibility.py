@@ -42,8 +42,8 @@ class KvCompatibility:
             return workers
         admitted = [w for w in workers if refusal(origin, w.identity, self._mixing) is None]
         exact = [w for w in admitted if refusal(origin, w.identity, NO_MIXING) is None]
-        stay = [w for w in exact if w.stays and not w.frozen]
-        return exact if stay else admitted
+        staying = [w for w in exact if w.stays and not w.frozen]
+        return exact if staying else admitted
 
     def withdrawn(self, origin: KvIdentity | None, now: float) -> bool:
         """Return whether all workers with these weights have left in order and none is expected
@@ -73,7 +73,7 @@ class KvCompatibility:
             if pair not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(pair)
                 log.warning(
-                    "decode %s is not paired with prefill %s: %s",
+                    "decode worker %s cannot use KV of prefill worker %s: %s",
                     decode.hex()[:8],
                     prefill.hex()[:8],
                     difference.text,
@@ -85,7 +85,7 @@ class KvCompatibility:
             return False
         self.inexact["resume"] += 1
         log.warning(
-            "resumed on another KV identity: %s",
+            "the request resumed on a worker with another KV identity: %s",
             "; ".join(d.text for d in differences(origin, identity)),
             extra={"request": request},
         )

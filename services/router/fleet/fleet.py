@@ -148,13 +148,13 @@ class Worker:
 
     def forget_old_commands(self, now: float) -> None:
         """Forget the commands that no load has named in time; the oldest come first."""
-        before = len(self.unreported)
+        num_before = len(self.unreported)
         while self.unreported:
             attempt, (_, sent) = next(iter(self.unreported.items()))
             if now - sent < UNREPORTED_S:
                 break
             self._forget(attempt)
-        if len(self.unreported) < before:
+        if len(self.unreported) < num_before:
             self._update_facts()
 
     def report(self, load: pb.Load) -> None:
@@ -202,7 +202,7 @@ class Fleet:
         self.sharded = False  # some decode workers join only some routers, or the last ones did
         self._leases = 0
         self._next_look = 0.0  # no worker is silent for too long before this time
-        self._some_leave = False
+        self._has_leaving = False
 
     def get(self, boot: bytes) -> Worker | None:
         return self.workers.get(boot)
@@ -214,24 +214,24 @@ class Fleet:
     def join(self, hello: pb.WorkerHello, now: float) -> tuple[Worker, list[Worker]]:
         """Take a new join stream. Returns its worker and the workers that it ends."""
         self._leases += 1
-        same_place = [
+        replaced = [
             w
             for w in self.workers.values()
             if w.hello.address == hello.address and w.boot != hello.boot
         ]
-        for worker in same_place:
+        for worker in replaced:
             self._forget(worker)
-        known = self.workers.get(hello.boot)
-        if known is None:
-            known = Worker(hello, self._leases, now, now, self.prefixes.open(hello.boot))
-            self.workers[hello.boot] = known
-            self._sort()
+        member = self.workers.get(hello.boot)
+        if member is None:
+            member = Worker(hello, self._leases, now, now, self.prefixes.open(hello.boot))
+            self.workers[hello.boot] = member
+            self._group()
         else:
-            known.lease = self._leases
-            known.leaving = False
-            known.heard = known.witnessed = now
-            known.set_state()
-        return known, same_place
+            member.lease = self._leases
+            member.leaving = False
+            member.heard = member.witnessed = now
+            member.set_state()
+        return member, replaced
 
     def heard(self, worker: Worker, now: float) -> None:
         """Note a report on the worker's join stream."""
@@ -241,10 +241,10 @@ class Fleet:
 
     def beat(self, worker: Worker, heartbeat: pb.Heartbeat, now: float) -> bool:
         """Take its engine's counter. Returns whether `frozen` changed."""
-        was = worker.frozen
+        was_frozen = worker.frozen
         worker.frozen = worker.engine.look(heartbeat.step, heartbeat.busy, now)
         worker.set_state()
-        return worker.frozen is not was
+        return worker.frozen is not was_frozen
 
     def witnessed(self, worker: Worker, now: float) -> None:
         """Note a byte on another stream: the worker may be suspect, but it is not dead."""
@@ -253,7 +253,7 @@ class Fleet:
     def goodbye(self, worker: Worker, leaves: bool = False) -> None:
         """Note that the worker drains, or leaves this router alone."""
         if leaves:
-            worker.leaving = self._some_leave = True
+            worker.leaving = self._has_leaving = True
         else:
             worker.said_goodbye = True
         if worker.state in (State.LIVE, State.LEAVING):
@@ -279,10 +279,10 @@ class Fleet:
 
     def _forget(self, worker: Worker) -> None:
         del self.workers[worker.boot]
-        self._sort()
+        self._group()
         worker.prefixes.close()
 
-    def _sort(self) -> None:
+    def _group(self) -> None:
         self._of = {}
         for worker in self.workers.values():
             self._of.setdefault((worker.role, worker.model), []).append(worker)
@@ -311,7 +311,7 @@ class Fleet:
             if worker.state is State.SUSPECT:
                 suspects.append(worker)
         if suspects or self.isolated_since is not None:
-            self._look_at_itself(suspects, now)
+            self._check_isolation(suspects, now)
         else:
             heard = min((worker.heard for worker in self.workers.values()), default=now)
             self._next_look = heard + SILENCE_S
@@ -325,7 +325,7 @@ class Fleet:
         ]
         return [dead for worker in overdue for dead in self.lost(worker)]
 
-    def _look_at_itself(self, suspects: list[Worker], now: float) -> None:
+    def _check_isolation(self, suspects: list[Worker], now: float) -> None:
         """Note since when more than half of the workers are suspect. When that ends, the remaining
         suspects get their full time again, because their messages may still arrive."""
         staying = [w for w in self.workers.values() if w.was_connected and w.stays]
@@ -345,9 +345,9 @@ class Fleet:
 
     def leaving(self) -> list[Worker]:
         """Return the workers that leave this router."""
-        found = [w for w in self.workers.values() if w.leaving] if self._some_leave else []
-        self._some_leave = bool(found)
-        return found
+        leaving = [w for w in self.workers.values() if w.leaving] if self._has_leaving else []
+        self._has_leaving = bool(leaving)
+        return leaving
 
     def _suspect(self, worker: Worker, now: float) -> None:
         self._next_look = now

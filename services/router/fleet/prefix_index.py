@@ -40,7 +40,7 @@ class PrefixIndex:
         self._buckets = [b""] * (capacity // ENTRIES + 1)
         self._sets = _WorkerSets()
         self._boots: dict[int, bytes] = {}  # of the present workers, by their bits
-        self._taken = 0  # the bits in `_boots`
+        self._used_bits = 0  # the bits in `_boots`
         self._num_entries = 0
         self._num_dead = 0  # entries whose workers are all forgotten
         self._sample_mask = 0  # these bits are zero in the last byte of each hash looked up
@@ -65,15 +65,15 @@ class PrefixIndex:
 
     def open(self, boot: bytes) -> "WorkerPrefixes":
         """Return the part of a worker that has just joined; `close` it when the worker is gone."""
-        bit = ~self._taken & (self._taken + 1)
-        self._taken |= bit
+        bit = ~self._used_bits & (self._used_bits + 1)
+        self._used_bits |= bit
         self._boots[bit] = boot
         return WorkerPrefixes(self, bit)
 
     def close(self, bit: int) -> None:
         """Forget a worker."""
         self.forget(bit)
-        self._taken &= ~bit
+        self._used_bits &= ~bit
         del self._boots[bit]
 
     def add(self, bit: int, hashes: Iterable[bytes]) -> int:
@@ -84,15 +84,15 @@ class PrefixIndex:
                 self._sweep()
             if chain[-1] & self._sample_mask:
                 continue
-            number, at, bucket = self._find(chain)
-            if at >= 0:
-                held = self._sets.workers[number]
-                if not self._sets.has_room(held | bit):
+            number, position, bucket = self._find(chain)
+            if position >= 0:
+                holders = self._sets.workers[number]
+                if not self._sets.has_room(holders | bit):
                     self.num_left_out += 1
                     continue
-                self._num_dead -= not held
-                num_new += not held & bit
-                self._put(number, at, bucket, self._sets.move(number, held | bit))
+                self._num_dead -= not holders
+                num_new += not holders & bit
+                self._set_number(number, position, bucket, self._sets.move(number, holders | bit))
             elif self._make_room(chain):
                 self._num_entries += 1
                 num_new += 1
@@ -104,19 +104,19 @@ class PrefixIndex:
         """Remove blocks of a worker. Returns how many of them were known for it."""
         num_removed = 0
         for chain in hashes:
-            number, at, bucket = self._find(chain)
-            held = self._sets.workers[number] if at >= 0 else 0
-            if not held & bit:
+            number, position, bucket = self._find(chain)
+            holders = self._sets.workers[number] if position >= 0 else 0
+            if not holders & bit:
                 continue
             num_removed += 1
-            left = held & ~bit
-            if left and not self._sets.has_room(left):
-                self.num_left_out += left.bit_count() - 1
-                left &= -left  # keep one of them
-            if left:
-                self._put(number, at, bucket, self._sets.move(number, left))
+            remaining = holders & ~bit
+            if remaining and not self._sets.has_room(remaining):
+                self.num_left_out += remaining.bit_count() - 1
+                remaining &= -remaining  # keep one of them
+            if remaining:
+                self._set_number(number, position, bucket, self._sets.move(number, remaining))
             else:
-                self._cut(number, at, bucket)
+                self._remove_entry(number, position, bucket)
         return num_removed
 
     def forget(self, bit: int) -> None:
@@ -128,53 +128,55 @@ class PrefixIndex:
     def num_cached(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
         """Return how many leading blocks of a prompt are cached, by boot id of each worker with
         any."""
-        found: dict[bytes, int] = {}
-        having, num_known = self._taken, 0
+        num_blocks: dict[bytes, int] = {}
+        holders, num_known = self._used_bits, 0
         for num, chain in enumerate(hashes, 1):
             if chain[-1] & self._sample_mask:
                 continue
-            still = having & self._holders(chain)
-            if num_known and still != having:
-                self._note(having & ~still, num_known, found)
-            having, num_known = still, num
-            if not having:
+            remaining = holders & self._holders(chain)
+            if num_known and remaining != holders:
+                self._record(holders & ~remaining, num_known, num_blocks)
+            holders, num_known = remaining, num
+            if not holders:
                 break
         if num_known:
-            self._note(having, num_known, found)
-        return found
+            self._record(holders, num_known, num_blocks)
+        return num_blocks
 
-    def _note(self, workers: int, num_blocks: int, found: dict[bytes, int]) -> None:
+    def _record(self, workers: int, num_blocks: int, result: dict[bytes, int]) -> None:
         """Enter this number of blocks for each of the workers."""
         while workers:
             bit = workers & -workers
-            found[self._boots[bit]] = num_blocks
+            result[self._boots[bit]] = num_blocks
             workers ^= bit
 
     def _holders(self, chain: bytes) -> int:
-        number, at, _ = self._find(chain)
-        return self._sets.workers[number] if at >= 0 else 0
+        number, position, _ = self._find(chain)
+        return self._sets.workers[number] if position >= 0 else 0
 
     def _find(self, chain: bytes) -> tuple[int, int, int]:
         """Return the set of a block's workers, the position of its entry in the bucket (-1:
         absent), and the bucket."""
-        where = hash(chain) % len(self._buckets)  # seeded per process: clients cannot target one
-        bucket, kept = self._buckets[where], chain[KEPT_BYTES:]
-        at = bucket.find(kept)
-        while at > 0 and at % _ENTRY:  # a match across two entries
-            at = bucket.find(kept, at + 1)
-        number = _SET.unpack_from(bucket, at + KEPT_BYTES)[0] if at >= 0 else 0
-        return number, at, where
+        bucket = hash(chain) % len(self._buckets)  # seeded per process: clients cannot target one
+        entries, half_hash = self._buckets[bucket], chain[KEPT_BYTES:]
+        position = entries.find(half_hash)
+        while position > 0 and position % _ENTRY:  # a match across two entries
+            position = entries.find(half_hash, position + 1)
+        number = _SET.unpack_from(entries, position + KEPT_BYTES)[0] if position >= 0 else 0
+        return number, position, bucket
 
-    def _put(self, old: int, at: int, where: int, new: int) -> None:
-        if new != old:
-            bucket, at = self._buckets[where], at + KEPT_BYTES
-            self._buckets[where] = bucket[:at] + _SET.pack(new) + bucket[at + _SET.size :]
+    def _set_number(self, old_number: int, position: int, bucket: int, new_number: int) -> None:
+        if new_number != old_number:
+            entries, position = self._buckets[bucket], position + KEPT_BYTES
+            self._buckets[bucket] = (
+                entries[:position] + _SET.pack(new_number) + entries[position + _SET.size :]
+            )
 
-    def _cut(self, number: int, at: int, where: int) -> None:
+    def _remove_entry(self, number: int, position: int, bucket: int) -> None:
         self._sets.leave(number)
         self._num_entries -= 1
-        bucket = self._buckets[where]
-        self._buckets[where] = bucket[:at] + bucket[at + _ENTRY :]
+        entries = self._buckets[bucket]
+        self._buckets[bucket] = entries[:position] + entries[position + _ENTRY :]
 
     @property
     def _out_of_date(self) -> bool:
@@ -197,17 +199,17 @@ class PrefixIndex:
     def _sweep(self) -> None:
         """Clean the next bucket: cut entries without workers or outside the sample, and name each
         set by one number."""
-        where = self._next_swept
-        self._next_swept = (where + 1) % len(self._buckets)
+        bucket = self._next_swept
+        self._next_swept = (bucket + 1) % len(self._buckets)
         self._num_to_thin = max(0, self._num_to_thin - 1)
-        entries = list(_LAST_AND_SET.iter_unpack(self._buckets[where]))
-        for at, (last, number) in reversed(list(enumerate(entries))):
-            held = self._sets.workers[number]
-            if not held or last & self._sample_mask:
-                self._num_dead -= not held
-                self._cut(number, at * _ENTRY, where)
+        entries = list(_LAST_AND_SET.iter_unpack(self._buckets[bucket]))
+        for index, (last, number) in reversed(list(enumerate(entries))):
+            holders = self._sets.workers[number]
+            if not holders or last & self._sample_mask:
+                self._num_dead -= not holders
+                self._remove_entry(number, index * _ENTRY, bucket)
             elif number in self._sets.stale:
-                self._put(number, at * _ENTRY, where, self._sets.rename(number))
+                self._set_number(number, index * _ENTRY, bucket, self._sets.rename(number))
 
 
 class WorkerPrefixes:
@@ -286,19 +288,19 @@ class _WorkerSets:
         """Move an entry to another set. Returns that set's number."""
         if self.workers[number] == workers:
             return number
-        new = self.enter(workers)
+        new_number = self.enter(workers)
         self.leave(number)
-        return new
+        return new_number
 
     def rename(self, number: int) -> int:
         """Move an entry to the number that new entries of its set use. Returns that number."""
-        new = self._numbers.setdefault(self.workers[number], number)
-        if new == number:
+        new_number = self._numbers.setdefault(self.workers[number], number)
+        if new_number == number:
             self.stale.discard(number)
         else:
-            self._num_entries[new] += 1
+            self._num_entries[new_number] += 1
             self.leave(number)
-        return new
+        return new_number
 
     def forget(self, bit: int) -> int:
         """Take a worker out of every set. Returns how many entries thereby refer to an empty
@@ -309,9 +311,9 @@ class _WorkerSets:
                 self.workers[number] = workers & ~bit
                 num_dead += self._num_entries[number] if workers == bit else 0
         # Of sets that are now equal, one gets the new entries.
-        used = [number for number, count in enumerate(self._num_entries) if count]
-        self._numbers = {self.workers[n]: n for n in used if self.workers[n]}
-        self.stale = {n for n in used if self._numbers.get(self.workers[n]) != n}
+        used_numbers = [number for number, count in enumerate(self._num_entries) if count]
+        self._numbers = {self.workers[n]: n for n in used_numbers if self.workers[n]}
+        self.stale = {n for n in used_numbers if self._numbers.get(self.workers[n]) != n}
         return num_dead
 
     def _new(self, workers: int) -> int:
@@ -324,5 +326,5 @@ class _WorkerSets:
         return len(self.workers) - 1
 
 
-def _hashes(said: Iterable[bytes]) -> list[bytes]:
-    return [chain for chain in said if len(chain) == HASH_BYTES]
+def _hashes(received: Iterable[bytes]) -> list[bytes]:
+    return [chain for chain in received if len(chain) == HASH_BYTES]

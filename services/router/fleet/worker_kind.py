@@ -20,19 +20,26 @@ class WorkerKind:
 
 
 def mismatch(prefill: WorkerKind, decode: WorkerKind, mixing: Mixing) -> Difference | None:
-    """Return why KV of one kind cannot become KV of the other, in decode's words, or None."""
+    """Return why KV of one kind cannot become KV of the other, or None."""
     if prefill.wire_version != decode.wire_version:
-        text = f"wire version {decode.wire_version} here, {prefill.wire_version} there"
+        text = f"wire version {decode.wire_version} at decode, {prefill.wire_version} at prefill"
         return Difference("wire version", text)
-    ours, theirs = decode.transports, prefill.transports
-    if not ours or (theirs is not ours and set(theirs).isdisjoint(ours)):
-        here, there = (" ".join(transports) or "none" for transports in (ours, theirs))
-        return Difference("transport", f"transports {here} here, {there} there")
+    decode_transports, prefill_transports = decode.transports, prefill.transports
+    if not decode_transports or (
+        prefill_transports is not decode_transports
+        and set(prefill_transports).isdisjoint(decode_transports)
+    ):
+        decode_text, prefill_text = (
+            " ".join(transports) or "none" for transports in (decode_transports, prefill_transports)
+        )
+        text = f"transports {decode_text} at decode, {prefill_text} at prefill"
+        return Difference("transport", text)
     if prefill.encrypts != decode.encrypts:
-        here, there = ("encrypted" if kind.encrypts else "not" for kind in (decode, prefill))
-        return Difference("encryption", f"KV encryption: {here} here, {there} there")
-    other = refusal(decode.identity, prefill.identity, mixing)
+        decode_text, prefill_text = ("on" if k.encrypts else "off" for k in (decode, prefill))
+        text = f"KV encryption {decode_text} at decode, {prefill_text} at prefill"
+        return Difference("encryption", text)
+    identity_difference = refusal(decode.identity, prefill.identity, mixing)
     same_layout = decode.layout is prefill.layout or decode.layout == prefill.layout
-    if other is None and not same_layout:
+    if identity_difference is None and not same_layout:
         return Difference("layout", spec_difference(decode.layout, prefill.layout))
-    return other
+    return identity_difference

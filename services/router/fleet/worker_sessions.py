@@ -31,7 +31,7 @@ PROBE_S = 0.5
 RETRY_S = 0.1  # doubled with every session that breaks soon after its start
 MAX_RETRY_S = 2.0
 SOON_S = 1.0
-MAX_OWED = 1024  # cancels; workers end the attempts of dropped ones by themselves
+MAX_PENDING_CANCELS = 1024  # cancels; workers end the attempts of dropped ones by themselves
 Command = wire.DecodeCommand | wire.PrefillCommand
 Event = wire.DecodeEvent | wire.PrefillEvent
 
@@ -80,41 +80,43 @@ class WorkerSession:
         )
         self._listener = listener
         self._outbox: Outbox[wire.DecodeCommand | wire.PrefillCommand] | None = None
-        self._owed: deque[Command] = deque(maxlen=MAX_OWED)  # cancels to send in the next session
+        self._pending_cancels: deque[Command] = deque(
+            maxlen=MAX_PENDING_CANCELS
+        )  # cancels to send in the next session
         self._unsettled = False  # a session broke and `broken` has not been called
 
     def send(self, command: Command) -> None:
         if self._outbox is not None:
             self._outbox.put(command)
         elif command.HasField("cancel") and not command.cancel.choices:
-            self._owed.append(command)
+            self._pending_cancels.append(command)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         retry_s = RETRY_S
         refusal = ""  # last logged: a worker of another version repeats it each time
         while True:
-            began = loop.time()
+            session_start = loop.time()
             try:
                 await self._session()
             except (grpc.aio.AioRpcError, OSError) as error:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
                 refused = is_refusal(error)
                 if not refused or reason != refusal:
-                    log.warning("session with %s: %s", self._address, reason)
+                    log.warning("the session with worker %s failed: %s", self._address, reason)
                 refusal = str(reason) if refused else ""
             except Exception:
-                log.exception("the session with %s failed; it is opened anew", self._address)
-            found = await probe(self._address)
-            if found is ProbeResult.REFUSED:
+                log.exception("the session with worker %s failed; reopening it", self._address)
+            probe_result = await probe(self._address)
+            if probe_result is ProbeResult.REFUSED:
                 # Called from outside this task, because the listener cancels it.
                 loop.call_soon(self._listener.refused, self._worker)
                 return
-            if found is ProbeResult.OPEN:
+            if probe_result is ProbeResult.OPEN:
                 self._settle()
             await asyncio.sleep(retry_s)
-            soon = loop.time() - began < SOON_S + retry_s
-            retry_s = min(MAX_RETRY_S, 2 * retry_s) if soon else RETRY_S
+            broke_soon = loop.time() - session_start < SOON_S + retry_s
+            retry_s = min(MAX_RETRY_S, 2 * retry_s) if broke_soon else RETRY_S
 
     def _settle(self) -> None:
         """Report a broken session once the worker answers; the fleet judges a silent one."""
@@ -135,17 +137,17 @@ class WorkerSession:
                 await call.write(wire.PrefillCommand(hello=self._hello))
             self._settle()
             outbox = self._outbox = Outbox[wire.DecodeCommand | wire.PrefillCommand]()
-            while self._owed:
-                outbox.put(self._owed.popleft())
+            while self._pending_cancels:
+                outbox.put(self._pending_cancels.popleft())
             self._unsettled = True
             writer = asyncio.create_task(_write(call.write, outbox))
-            log.info("session with %s is up", self._address)
+            log.info("the session with worker %s is open", self._address)
             self._listener.up(self._worker)
             try:
                 rows = RowReader()
                 async for message in call:
                     for event in message.events:
-                        self._say(event, rows)
+                        self._deliver(event, rows)
             finally:
                 self._outbox = None
                 self._listener.down(self._worker)
@@ -154,7 +156,7 @@ class WorkerSession:
                 with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
                     await writer
 
-    def _say(self, event: Event, rows: RowReader) -> None:
+    def _deliver(self, event: Event, rows: RowReader) -> None:
         """Pass an event to the listener; `rows` reads the rows of this session."""
         if isinstance(event, wire.DecodeEvent) and event.HasField("rows"):
             self._listener.rows(self._worker, rows.read(event.rows))

@@ -50,7 +50,7 @@ class FactsOfWorkers:
     def of_all(self, workers: Iterable[Worker]) -> list[WorkerFacts]:
         """Return the facts of each worker, in their order. A worker that has nothing of the prompt
         yields the facts object that it keeps."""
-        found = []
+        all_facts = []
         kind: WorkerKind | None = None
         for worker in workers:
             if worker.kind is not kind:
@@ -61,8 +61,8 @@ class FactsOfWorkers:
             facts = worker.facts
             if worker.boot in tokens:
                 facts = facts.of_prompt(*tokens[worker.boot])
-            found.append(facts)
-        return found
+            all_facts.append(facts)
+        return all_facts
 
     def chain(self, worker: Worker) -> list[bytes]:
         """Return the chain hashes of the prompt's full blocks, as that worker computes them."""
@@ -70,40 +70,40 @@ class FactsOfWorkers:
 
     def _of_kind(self, kind: WorkerKind) -> _KnownBlocks:
         digest, size = kind.identity.digest, kind.layout.block_size
-        known = self._known.get((digest, size))
-        if known is None:
+        blocks = self._known.get((digest, size))
+        if blocks is None:
             chain = chain_hashes(self._ids, size, cache_seed(digest, self._salt)) if size else []
-            known = self._known[digest, size] = _KnownBlocks(chain, self._tokens(chain, size))
-        return known
+            blocks = self._known[digest, size] = _KnownBlocks(chain, self._tokens(chain, size))
+        return blocks
 
     def _tokens(self, chain: list[bytes], size: int) -> dict[bytes, tuple[int, int]]:
         """Return cached and promised tokens, by boot id of each worker that has or verified any of
         these blocks."""
         cached, promised = self._index.num_cached(chain), self._promised.num_promised(chain)
-        found = {boot: (num * size, promised.get(boot, 0) * size) for boot, num in cached.items()}
+        result = {boot: (num * size, promised.get(boot, 0) * size) for boot, num in cached.items()}
         for boot, num in promised.items():
-            found.setdefault(boot, (0, num * size))
+            result.setdefault(boot, (0, num * size))
         for boot, tokens in self._verified.items():
-            known = found.get(boot, (0, 0))
-            found[boot] = max(known[0], tokens), known[1]
-        return found
+            previous = result.get(boot, (0, 0))
+            result[boot] = max(previous[0], tokens), previous[1]
+        return result
 
 
 def destination(
     ids: Sequence[int],
-    here: WorkerFacts,
+    source: WorkerFacts,
     workers: Iterable[WorkerFacts],
     mixing: Mixing,
     rng: Random,
 ) -> bytes | None:
     """Return the boot id of the cheapest other decode worker that has room for a running request's
-    KV and can take it from its worker `here`, or None. `ids`: as in FactsOfWorkers."""
-    fit = [
+    KV and can take it from its worker `source`, or None. `ids`: as in FactsOfWorkers."""
+    candidates = [
         other
         for other in workers
-        if other.boot != here.boot
+        if other.boot != source.boot
         and other.free_tokens >= len(ids)
-        and mismatch(here.kind, other.kind, mixing) is None
+        and mismatch(source.kind, other.kind, mixing) is None
     ]
-    at = pick_decode(PromptFacts(len(ids) - 1), fit, rng)
-    return None if at is None else fit[at].boot
+    index = pick_decode(PromptFacts(len(ids) - 1), candidates, rng)
+    return None if index is None else candidates[index].boot

@@ -32,7 +32,7 @@ class PickedPrompt:
     key: PromptKey
     boot: bytes
     num_tokens: int  # tokens that the worker will compute
-    at: float
+    picked_at: float
 
 
 class PickedPrompts:
@@ -86,7 +86,7 @@ class PickedPrompts:
         many."""
         while self._open:
             oldest = next(iter(self._open.values()))
-            if now - oldest.at < PICKED_S and len(self._open) < MAX_PICKS:
+            if now - oldest.picked_at < PICKED_S and len(self._open) < MAX_PICKS:
                 return
             self._forget(oldest)
 

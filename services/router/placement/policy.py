@@ -101,10 +101,10 @@ def decide(
         w if w.promised_tokens <= w.cached_tokens else with_awaited(prompt, w, rules)
         for w in decodes
     ]
-    at = pick_decode(prompt, sharing, rng)
-    if at is None:
+    index = pick_decode(prompt, sharing, rng)
+    if index is None:
         return None
-    decode, picked = decodes[at], sharing[at]
+    decode, picked = decodes[index], sharing[index]
     missing = missing_tokens(prompt, decode)
     # A request that shares another's KV gets a prefill worker too, in case the sharing fails.
     prefill, reason, refused = pick_prefill(prompt, decode, missing, prefills, rules, rng)
@@ -133,23 +133,25 @@ def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> in
     return worker.cached_tokens + (shared if waits else 0)
 
 
-def decode_costs(prompt: PromptFacts, workers: Sequence[WorkerFacts], most: float) -> list[int]:
+def decode_costs(
+    prompt: PromptFacts, workers: Sequence[WorkerFacts], max_requests: float
+) -> list[int]:
     """Return the cost of a prompt at each decode worker. The cache of a worker with more than
-    `most` requests does not count."""
+    `max_requests` requests does not count."""
     # Inlines queue_cost and missing_tokens, since it runs for each worker and request.
-    whole = WORK_RATIO * prompt.num_tokens
-    costs = [w.waiting_tokens + ROW_TOKENS * w.requests + whole for w in workers]
-    for at, w in enumerate(workers):
-        if w.cached_tokens and w.requests <= most:
-            costs[at] -= WORK_RATIO * min(w.cached_tokens, prompt.num_tokens)
+    full_cost = WORK_RATIO * prompt.num_tokens
+    costs = [w.waiting_tokens + ROW_TOKENS * w.requests + full_cost for w in workers]
+    for index, w in enumerate(workers):
+        if w.cached_tokens and w.requests <= max_requests:
+            costs[index] -= WORK_RATIO * min(w.cached_tokens, prompt.num_tokens)
     return costs
 
 
 def prefill_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
     """Return a prefill worker's cost: its queue and the rest of this prompt. `credit`: its cache
     counts."""
-    new = missing_tokens(prompt, worker) if credit else prompt.num_tokens
-    return waiting_tokens(worker) + WORK_RATIO * new
+    missing = missing_tokens(prompt, worker) if credit else prompt.num_tokens
+    return waiting_tokens(worker) + WORK_RATIO * missing
 
 
 def queue_cost(worker: WorkerFacts) -> int:
@@ -176,9 +178,9 @@ def local_cost(missing: int, decode: WorkerFacts) -> int:
 def remote_cost(prompt: PromptFacts, prefill: WorkerFacts, decode: WorkerFacts) -> int:
     """Return the cost if that prefill worker computes the prompt: its queue, bounded since the
     shortest prompt comes first, and the hand-off, which the streams of decode wait for."""
-    own = missing_tokens(prompt, prefill)
-    queue = min(prefill.waiting_tokens, CHUNK_TOKENS + prefill.requests * own)
-    return queue + own + HANDOFF_TOKENS * (1 + decode.requests)
+    new_tokens = missing_tokens(prompt, prefill)
+    queue = min(prefill.waiting_tokens, CHUNK_TOKENS + prefill.requests * new_tokens)
+    return queue + new_tokens + HANDOFF_TOKENS * (1 + decode.requests)
 
 
 def pays(
@@ -213,33 +215,35 @@ def pick_prefill(
     if not prompt.may_go_remote:
         return None, "prompt logprobs", ()
     short = rules.remote_prefill == "auto" and missing < rules.threshold
-    worth = [w for w in workers if pays(prompt, missing, w, decode, rules)] if short else workers
-    if short and not worth:
+    candidates = (
+        [w for w in workers if pays(prompt, missing, w, decode, rules)] if short else workers
+    )
+    if short and not candidates:
         return None, "short prompt", ()
     if prompt.prefill_failures >= rules.max_prefill_failures:
         return None, "prefill failed too often", ()
-    fit: list[WorkerFacts] = []
-    differ: list[Refused] = []
-    for worker in worth:
+    compatible: list[WorkerFacts] = []
+    incompatible: list[Refused] = []
+    for worker in candidates:
         reason = mismatch(worker.kind, decode.kind, rules.mixing)
         if reason is not None:
-            differ.append((worker.boot, reason))
+            incompatible.append((worker.boot, reason))
         elif worker.boot not in prompt.failed_prefills:
-            fit.append(worker)
-    refused = tuple(differ)
-    if not fit:
-        none_goes = 0 < len(refused) == len(worth)
-        return None, "no compatible prefill worker" if none_goes else "no prefill worker", refused
+            compatible.append(worker)
+    refused = tuple(incompatible)
+    if not compatible:
+        all_refused = 0 < len(refused) == len(candidates)
+        return None, "no compatible prefill worker" if all_refused else "no prefill worker", refused
     if prompt.prefill_failures:
-        bound = AGAIN_RATIO * prompt.num_tokens
-        fit = [w for w in fit if computed_again(prompt, w, missing) <= bound]
-        if not fit:
+        max_recomputed = AGAIN_RATIO * prompt.num_tokens
+        compatible = [w for w in compatible if computed_again(prompt, w, missing) <= max_recomputed]
+        if not compatible:
             return None, "decode goes on", refused
-    most = max_balanced_requests(fit)
-    costs = [prefill_cost(prompt, w, w.requests <= most) for w in fit]
-    at = power_of_two(fit, costs, waiting_tokens, rng)
-    assert at is not None  # `fit` is not empty
-    return fit[at], "remote prefill", refused
+    max_requests = max_balanced_requests(compatible)
+    costs = [prefill_cost(prompt, w, w.requests <= max_requests) for w in compatible]
+    index = power_of_two(compatible, costs, waiting_tokens, rng)
+    assert index is not None  # `compatible` is not empty
+    return compatible[index], "remote prefill", refused
 
 
 def max_balanced_requests(workers: Collection[WorkerFacts]) -> float:
@@ -255,25 +259,25 @@ def max_balanced_requests(workers: Collection[WorkerFacts]) -> float:
 def power_of_two(
     workers: Sequence[WorkerFacts],
     costs: Sequence[int],
-    before: Callable[[WorkerFacts], int],
+    queue_of: Callable[[WorkerFacts], int],
     rng: Random,
 ) -> int | None:
     """Return the position of the less loaded of two workers drawn among those as good as the best
-    (Mitzenmacher, 2001); None without workers. `before`: the queued part of a cost."""
+    (Mitzenmacher, 2001); None without workers. `queue_of`: the queued part of a cost."""
     if not workers:
         return None
-    least = min(costs)
-    best = workers[costs.index(least)]
-    bound = least + spread(before(best))
-    near = [
-        at
-        for at, cost in enumerate(costs)
-        if cost <= bound and (cost == least or workers[at].cached_tokens >= best.cached_tokens)
+    min_cost = min(costs)
+    best = workers[costs.index(min_cost)]
+    max_cost = min_cost + spread(queue_of(best))
+    near_best = [
+        i
+        for i, cost in enumerate(costs)
+        if cost <= max_cost and (cost == min_cost or workers[i].cached_tokens >= best.cached_tokens)
     ]
-    drawn = rng.sample(near, min(2, len(near)))
-    return min(drawn, key=lambda at: (workers[at].requests, costs[at]))
+    sampled = rng.sample(near_best, min(2, len(near_best)))
+    return min(sampled, key=lambda i: (workers[i].requests, costs[i]))
 
 
-def spread(before: int) -> float:
+def spread(queue: int) -> float:
     """Return how much longer than at the best worker the queue before a request may be."""
-    return max(SPREAD_RATIO * before, SPREAD_TOKENS)
+    return max(SPREAD_RATIO * queue, SPREAD_TOKENS)

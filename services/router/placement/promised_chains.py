@@ -47,9 +47,9 @@ class PromisedChains:
     def num_promised(self, chain: Sequence[bytes]) -> dict[bytes, int]:
         """Return the number of leading blocks of a chain that are promised, by boot id of each
         worker with any."""
-        found = {}
+        num_blocks = {}
         for boot in self._boots.get(chain[0], ()) if chain else ():
             counts = self._counts[boot]
             # A link is promised with all links before it, so the promised ones come first.
-            found[boot] = bisect_left(chain, True, key=lambda link: link not in counts)
-        return found
+            num_blocks[boot] = bisect_left(chain, True, key=lambda link: link not in counts)
+        return num_blocks

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 WINDOW_S = 1.0
 MIN_WINDOWS = 2  # in a row with preemptions, for each request that a worker sends away
-MIN_LEFT = 32  # tokens that a request may still generate; with fewer it is soon over
+MIN_REMAINING = 32  # tokens that a request may still generate; with fewer it is soon over
 COPIED_PER_TOKEN = 64  # tokens whose KV is copied in about one decode step
 
 
@@ -21,24 +21,26 @@ class Running:
 
     ordinal: int  # order of arrival; unique
     num_tokens: int  # tokens whose KV would move
-    left: int | None  # tokens that it may still generate; None: as many as fit
+    remaining: int | None  # tokens that it may still generate; None: as many as fit
 
 
 def drain_order(running: Iterable[Running]) -> list[Running]:
     """Sort the most urgent first: what may run longest is least likely to end in time by itself."""
-    return sorted(running, key=lambda r: (r.left is not None, -(r.left or 0), r.ordinal))
+    return sorted(running, key=lambda r: (r.remaining is not None, -(r.remaining or 0), r.ordinal))
 
 
 def pays(request: Running) -> bool:
     """Return whether the rest of the request takes longer than its migration."""
-    left = request.left
-    return left is None or (left >= MIN_LEFT and left * COPIED_PER_TOKEN >= request.num_tokens)
+    remaining = request.remaining
+    return remaining is None or (
+        remaining >= MIN_REMAINING and remaining * COPIED_PER_TOKEN >= request.num_tokens
+    )
 
 
 def relief_order(running: Iterable[Running]) -> list[Running]:
     """Sort by what a worker that lacks blocks sends away first: most blocks, then youngest."""
-    worth = [r for r in running if pays(r)]
-    return sorted(worth, key=lambda r: (-r.num_tokens, -r.ordinal))
+    worthwhile = [r for r in running if pays(r)]
+    return sorted(worthwhile, key=lambda r: (-r.num_tokens, -r.ordinal))
 
 
 class Pressure:

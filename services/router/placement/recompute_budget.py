@@ -26,7 +26,7 @@ class RecomputeBudget(Generic[RequestT]):
         return len(self._recomputed)
 
     @property
-    def room(self) -> bool:
+    def has_room(self) -> bool:
         """Whether one more may begin."""
         under_way = len(self._recomputed) + len(self._migrating)
         return under_way < max(1, int(SHARE * len(self._running)))

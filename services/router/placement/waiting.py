@@ -45,9 +45,9 @@ _Line = tuple[WaitReason, tuple[str, str], bytes]  # reason, pool and tenant
 class WaitingQueue(Generic[R]):
     """One line for each reason, pool and tenant. A request is in at most one line."""
 
-    def __init__(self, most: int = sys.maxsize) -> None:
-        """`most`: bound on waiting requests, of which `has_room` gives each tenant its share."""
-        self._share = FairShare(most)
+    def __init__(self, max_waiting: int = sys.maxsize) -> None:
+        """`max_waiting`: bound on waiting requests; `has_room` gives each tenant a share of it."""
+        self._share = FairShare(max_waiting)
         # Non-empty heaps; the line whose turn is next comes first.
         self._lines: dict[_Line, list[_Entry[R]]] = {}
         self._since: dict[R, tuple[WaitReason, float]] = {}
@@ -64,29 +64,33 @@ class WaitingQueue(Generic[R]):
 
     def num(self, reason: WaitReason) -> int:
         """Return how many requests wait for that reason."""
-        return sum(len(line) for (why, *_), line in self._lines.items() if why is reason)
+        return sum(
+            len(line) for (line_reason, *_), line in self._lines.items() if line_reason is reason
+        )
 
     @property
     def pools(self) -> list[tuple[str, str]]:
         """Pools in which a request waits for its turn."""
-        return list(dict.fromkeys(p for why, p, _ in self._lines if why is WaitReason.TURN))
+        return list(
+            dict.fromkeys(pool for reason, pool, _ in self._lines if reason is WaitReason.TURN)
+        )
 
     def head(self, pool: tuple[str, str]) -> R | None:
         """Return the request of the pool whose turn is next."""
-        for (why, of, _), line in self._lines.items():
-            if why is WaitReason.TURN and of == pool:
+        for (reason, line_pool, _), line in self._lines.items():
+            if reason is WaitReason.TURN and line_pool == pool:
                 return line[0][1]
         return None
 
     def of(self, reason: WaitReason) -> list[R]:
         """Return all that wait for that reason: tenants in turn, each tenant's lowest rank
         first."""
-        of_tenants: dict[bytes, list[_Entry[R]]] = {}
-        for (why, _, tenant), line in self._lines.items():
-            if why is reason:
-                of_tenants.setdefault(tenant, []).extend(line)
+        entries_by_tenant: dict[bytes, list[_Entry[R]]] = {}
+        for (line_reason, _, tenant), line in self._lines.items():
+            if line_reason is reason:
+                entries_by_tenant.setdefault(tenant, []).extend(line)
         queue: FairQueue[R] = FairQueue()
-        for tenant, entries in of_tenants.items():
+        for tenant, entries in entries_by_tenant.items():
             for _, request in sorted(entries):
                 queue.push(tenant, request)
         return [queue.pop() for _ in range(len(queue))]
@@ -105,11 +109,11 @@ class WaitingQueue(Generic[R]):
 
     def remove(self, request: R) -> None:
         """Remove a request, whose tenant has had its turn; no effect if it does not wait."""
-        found = self._since.pop(request, None)
-        if found is None:
+        removed = self._since.pop(request, None)
+        if removed is None:
             return
         self._share.give_back(request.tenant)
-        key = found[0], request.pool, request.tenant
+        key = removed[0], request.pool, request.tenant
         line = self._lines.pop(key)
         entry = (request.rank, request)
         if line[0] == entry:

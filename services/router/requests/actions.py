@@ -135,10 +135,10 @@ class CountPrefill:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncePlacement:
-    """Send the client the placement of the request. `anew`: whether the placement has changed."""
+    """Send the client the placement of the request. `changed`: it differs from the last one."""
 
     attempt: bytes
-    anew: bool = True
+    changed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

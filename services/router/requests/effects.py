@@ -67,7 +67,9 @@ class Effects(Protocol[RequestT]):
     def send(self, worker: Worker, command: Command) -> None:
         """Send a command; dropped if the session is down."""
 
-    def opened(self, request: RequestT, attempt: Assignment, how: OpenAttempt, now: float) -> None:
+    def opened(
+        self, request: RequestT, attempt: Assignment, action: OpenAttempt, now: float
+    ) -> None:
         """Route messages of this attempt to the request."""
 
     def answered(self, attempt: Assignment) -> None:

@@ -92,7 +92,7 @@ class WorkerLost:
     flight. `forgotten`: the fleet no longer has it."""
 
     worker: bytes
-    how: str
+    reason: str
     crashed: bool
     forgotten: bool
 

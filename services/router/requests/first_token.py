@@ -17,14 +17,14 @@ class FirstToken:
         self._arrived = arrived
         self._attempt = b""  # the one that gave the first token
         self._began = 0.0  # when its Admit was sent
-        self._came = 0.0
+        self._received = 0.0
 
-    def came(self, attempt: bytes, began: float, now: float) -> bool:
+    def record(self, attempt: bytes, began: float, now: float) -> bool:
         """Note that tokens of an attempt came. Returns whether they are the first; only those
         count."""
         if self._attempt:
             return False
-        self._attempt, self._began, self._came = attempt, began, now
+        self._attempt, self._began, self._received = attempt, began, now
         return True
 
     def complete(self, phases: pb.Phases, attempt: bytes) -> None:
@@ -33,7 +33,7 @@ class FirstToken:
         if not self._attempt:
             return
         if self._attempt != attempt:
-            phases.CopyFrom(pb.Phases(prefill_s=self._came - self._began))
+            phases.CopyFrom(pb.Phases(prefill_s=self._received - self._began))
         phases.route_s = self._began - self._arrived
         phases.queue_s += phases.route_s
 
@@ -62,7 +62,7 @@ class Beginning:
             finished.inexact |= first.inexact
             return
         self.token.complete(finished.phases, attempt)
-        known = self.expected if self.hit is None else self.hit
-        if num_attempts > 1 and known is not None:
+        cached = self.expected if self.hit is None else self.hit
+        if num_attempts > 1 and cached is not None:
             # Blocks that an earlier attempt left in a cache were computed for this request.
-            finished.cached_tokens = min(finished.cached_tokens, known)
+            finished.cached_tokens = min(finished.cached_tokens, cached)

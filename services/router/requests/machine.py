@@ -62,38 +62,38 @@ def step(
     """Return the next state and the actions to carry out. Total: accepts any event in any state."""
     if state.stage is Stage.ENDED:
         return state, ()
-    it = _Step(state, now)
+    transition = _Step(state, now)
     match event:
         case on.Submitted():
-            it.submitted(event)
+            transition.submitted(event)
         case on.AttemptBegun():
-            it.begin(event)
+            transition.begin(event)
         case on.Queued():
-            it.set(refused=frozenset())
+            transition.set(refused=frozenset())
         case on.Reissued():
-            it.reissued(event.same_progress)
+            transition.reissued(event.same_progress)
         case on.RequestCancelled():
-            it.fail(FailureReason.CANCELLED)
+            transition.fail(FailureReason.CANCELLED)
         case on.ChoicesCancelled():
-            it.cancel_choices(event)
+            transition.cancel_choices(event)
         case on.ClientLeft():
-            it.set(orphan_since=now if state.orphan_since is None else state.orphan_since)
+            transition.set(orphan_since=now if state.orphan_since is None else state.orphan_since)
         case on.RequestRefused():
-            it.fail(event.error)
+            transition.fail(event.error)
         case on.TimePassed():
-            it.tick(event)
+            transition.tick(event)
         case on.WorkerLost():
-            it.step_migration(event)
-            it.worker_lost(event)
+            transition.step_migration(event)
+            transition.worker_lost(event)
         case on.MigrationBegun():
-            it.migrate(event.target)
+            transition.migrate(event.target)
         case on.PrefillStarted() | on.PrefillSent() | on.PrefillEnded():
             if state.attempt is not None and state.attempt.id == event.attempt:
-                it.of_prefill(event)
+                transition.of_prefill(event)
         case _:
-            if not it.take_for_migration(event):
-                it.of_decode(event)
-    return it.state, tuple(it.actions)
+            if not transition.take_for_migration(event):
+                transition.of_decode(event)
+    return transition.state, tuple(transition.actions)
 
 
 class _Step:
@@ -163,7 +163,7 @@ class _Step:
         self.set(stage=Stage.RUNNING)
 
     def start_prefill(self, prefill: bytes) -> None:
-        self.set_attempt(prefill=prefill, asked=self.now, unheard=False)
+        self.set_attempt(prefill=prefill, command_sent=self.now, unheard=False)
         assert self.state.attempt is not None
         self.act(do.SendPrefillStart(self.state.attempt.id, prefill))
 
@@ -216,7 +216,7 @@ class _Step:
         self.set(stage=Stage.QUEUED, attempt=None)
         if attempt is not None:
             self.closed(attempt, lost)
-            self.drop_migration("its source is over")
+            self.drop_migration("the attempt at the source ended")
 
     def closed(self, attempt: Attempt, lost: str) -> None:
         if not attempt.answered:
@@ -253,11 +253,11 @@ class _Step:
         finds it by its placement. If decode has yet to answer the Admit and the successor holds the
         same ids, the attempt is handed over, with the pending answer."""
         attempt = self.state.attempt
-        asking = self.state.stage is Stage.ADMITTING
-        if attempt is not None and asking and same_progress:
+        admitting = self.state.stage is Stage.ADMITTING
+        if attempt is not None and admitting and same_progress:
             self.set(attempt=None)
             self.act(do.HandOver(attempt.id))
-        elif attempt is not None and not asking:
+        elif attempt is not None and not admitting:
             self.act(do.LeaveToSuccessor())
         else:
             self.cancel_attempt()
@@ -281,12 +281,12 @@ class _Step:
         elif state.stage is Stage.SEEKING:
             self.seek(event.decode)
         elif attempt is None:
-            waited = state.queue_deadline is not None and now >= state.queue_deadline
-            if waited and not state.begun:
+            queue_expired = state.queue_deadline is not None and now >= state.queue_deadline
+            if queue_expired and not state.begun:
                 self.fail(FailureReason.QUEUE_TIMEOUT)
         elif state.stage is Stage.PREFILLING and attempt.prefill_unaware and attempt.ticket:
             self.seek_prefill(event.prefill)
-        elif now - attempt.asked >= ANSWER_S:
+        elif now - attempt.command_sent >= ANSWER_S:
             self.no_answer(attempt)
         self.step_migration(event)
         self.sender_tick()
@@ -296,9 +296,9 @@ class _Step:
             self.cancel_attempt()
             self.busy()
         elif self.state.stage is Stage.RESUMING:
-            self.retry("no answer")
+            self.retry("decode did not answer")
         elif self.state.stage is Stage.PREFILLING and not attempt.prefill_started:
-            self.prefill_lost("no answer")
+            self.prefill_lost("no answer in time")
 
     # --- lost sessions and resumed attempts
 
@@ -307,19 +307,19 @@ class _Step:
         if attempt is None or (not event.crashed and self.seek_again(attempt, event.worker)):
             return
         if attempt.decode == event.worker:
-            asking = self.state.stage in (Stage.ADMITTING, Stage.RESUMING)
-            unknown = asking and (attempt.adopted or not attempt.answered)
+            awaiting_answer = self.state.stage in (Stage.ADMITTING, Stage.RESUMING)
+            unknown = awaiting_answer and (attempt.adopted or not attempt.answered)
             if event.crashed and attempt.computing and not unknown:
                 self.set(crash_count=self.state.crash_count + 1)
-            self.retry(f"decode {event.how}")
+            self.retry(f"decode {event.reason}")
         elif attempt.prefill == event.worker:
-            self.prefill_lost(event.how)
+            self.prefill_lost(event.reason)
 
     def seek_again(self, attempt: Attempt, worker: bytes) -> bool:
         """Seek the attempt again after the session with a live worker was lost. Returns False if it
         cannot go on. Decode keeps what it has admitted, and prefill goes on without a session."""
         if attempt.decode == worker and self.state.stage is not Stage.ADMITTING:
-            self.set(stage=Stage.SEEKING, sought=self.now)
+            self.set(stage=Stage.SEEKING, seek_start=self.now)
             return self.state.num_sessions + 1 < MAX_SESSIONS
         if attempt.prefill == worker and attempt.ticket:
             self.set_attempt(unheard=True)
@@ -335,7 +335,7 @@ class _Step:
                 attempt = Attempt(
                     state.placed_attempt,
                     state.placed_decode,
-                    asked=self.now,
+                    command_sent=self.now,
                     answered=True,
                     adopted=True,
                 )
@@ -343,11 +343,11 @@ class _Step:
                 self.act(do.OpenAttempt(attempt.id, attempt.decode, adopted=True))
             else:
                 self.set(num_sessions=state.num_sessions + 1)
-                self.set_attempt(asked=self.now)
+                self.set_attempt(command_sent=self.now)
             self.set(stage=Stage.RESUMING)
             self.act(do.SendResume(state.placed_attempt))
-        elif self.now >= state.sought + SEEK_S or decode is Reachability.NO:
-            self.retry("its decode worker is not there")
+        elif self.now >= state.seek_start + SEEK_S or decode is Reachability.NO:
+            self.retry("the decode worker cannot be reached")
 
     def resumed(self, attempt: Attempt, event: on.ResumeAccepted) -> None:
         """Go on with the attempt in this session; decode sends what the client lacks."""
@@ -356,7 +356,7 @@ class _Step:
         self.act(
             do.CountIdentity(attempt.id),
             do.CountResume(attempt.id),
-            do.AnnouncePlacement(attempt.id, anew=False),
+            do.AnnouncePlacement(attempt.id, changed=False),
             do.RepeatAborts(attempt.id),
         )
         self.set_attempt(follows=event.follows)
@@ -377,7 +377,7 @@ class _Step:
             self.start_prefill(sender)
         elif prefill is not Reachability.NOT_YET:
             self.set(num_prefill_failures=self.state.num_prefill_failures + 1)
-            self.retry("its prefill worker is not there")
+            self.retry("the prefill worker cannot be reached")
 
     # --- messages of workers about the attempt
 
@@ -413,7 +413,7 @@ class _Step:
             case on.KvLost():
                 self.set_attempt(decode_over=True)
                 if attempt.migrates:
-                    self.retry(f"decode lost its KV: {event.reason}")
+                    self.retry(f"decode lost the KV: {event.reason}")
                 else:
                     self.prefill_lost(event.reason)
             case on.WaitEnded():
@@ -485,7 +485,7 @@ class _Step:
             return True
         if isinstance(event, on.SourceMoved):
             self.set_attempt(decode_over=True)
-            self.retry("it has moved to where it has ended")
+            self.retry("the request moved to an attempt that had already ended")
             return True
         return isinstance(event, on.SourceHeld | on.SourceStayed)
 
@@ -518,7 +518,7 @@ class _Step:
         self.closed(source, "moved")
         self.act(do.CountIdentity(attempt.id))
         stage = Stage.SEEKING if migration.target_lost else Stage.RUNNING
-        self.set(attempt=attempt, stage=stage, sought=self.now)
+        self.set(attempt=attempt, stage=stage, seek_start=self.now)
         self.place_at(attempt)
         self.act(do.RepeatAborts(attempt.id))
 
@@ -552,7 +552,7 @@ class _Step:
         if attempt.produced:
             self.set_attempt(sender_died=None)
         elif self.now - attempt.sender_died >= SENDER_S:
-            self.retry("nothing was sent before the source died")
+            self.retry("the source died before it sent KV")
 
 
 def taken_over(state: Routing, attempt: Attempt) -> Routing:

@@ -95,7 +95,7 @@ def of_decode(kind: str, message: Any) -> on.RoutingEvent:
             return on.SourceMoved(attempt, message.to)
         case "stayed":
             return on.SourceStayed(attempt, message.reason)
-    raise ValueError(f"no event of decode: {kind}")
+    raise ValueError(f"unexpected event of decode: {kind}")
 
 
 def of_prefill(kind: str, message: Any) -> on.RoutingEvent:

@@ -63,7 +63,7 @@ def step(
     sending = migration.step is MigrationStep.SENDING
     match event:
         case on.TimePassed() if now - migration.began >= MIGRATION_S:
-            return _stays(migration, "no answer")
+            return _stays(migration, "no answer in time")
         case on.WorkerLost():
             return _worker_lost(migration, source, event)
         case on.SourceHeld() if event.attempt == source.id:
@@ -71,7 +71,7 @@ def step(
         case on.SourceStayed() if event.attempt == source.id:
             return _stays(migration, event.reason, source_knows=True)
         case on.ResumeAccepted() if event.attempt == source.id:  # a new session: it runs there
-            return _stays(migration, "resumed", source_knows=True)
+            return _stays(migration, "the source was resumed", source_knows=True)
         case on.AttemptUnknown() if event.attempt == source.id and sending:
             return _moves(migration, source_over=True)
         case on.SourceMoved() if target is not None and event.to == target.id:
@@ -83,33 +83,34 @@ def of_target(migration: Migration, source: Attempt, event: on.OfDecode) -> Migr
     """Apply a message of the target about its attempt; its first output moves the request there."""
     attempt = migration.attempt
     assert attempt is not None
-    answered: tuple[do.RoutingAction, ...] = ()
+    count_answer: tuple[do.RoutingAction, ...] = ()
     if not attempt.answered:
-        answered = (do.CountAnswer(attempt.id),)
+        count_answer = (do.CountAnswer(attempt.id),)
         attempt = replace(attempt, answered=True)
         migration = replace(migration, attempt=attempt)
-    refused = ""
+    refusal = ""
     match event:
         case on.AdmitAccepted() if event.ticket and migration.step is MigrationStep.ADMITTING:
             migration = replace(migration, step=MigrationStep.SENDING)
             send = do.SendMove(source.id, attempt.id)
-            return MigrationResult(migration, actions=(*answered, send))
+            return MigrationResult(migration, actions=(*count_answer, send))
         case on.AdmitAccepted() if not event.ticket:
-            return replace(_stays(migration, "target: no ticket"), actions=answered)
+            text = "target: no ticket for the KV"
+            return replace(_stays(migration, text), actions=count_answer)
         case on.AdmitRefused():
-            refused = "busy"
+            refusal = "busy"
         case on.AttemptFailed():
-            refused = "failed"
+            refusal = "failed"
         case on.AttemptUnknown():
-            refused = "gone"
+            refusal = "gone"
         case on.KvLost():
-            refused = "handoff lost"
+            refusal = "hand-off lost"
         case _ if isinstance(event, OUTPUT):
-            return replace(_moves(migration), actions=answered)
-    if refused:
+            return replace(_moves(migration), actions=count_answer)
+    if refusal:
         migration = replace(migration, attempt=replace(attempt, decode_over=True))
-        return replace(_stays(migration, f"target: {refused}"), actions=answered)
-    return MigrationResult(migration, actions=answered)
+        return replace(_stays(migration, f"target: {refusal}"), actions=count_answer)
+    return MigrationResult(migration, actions=count_answer)
 
 
 def _held(
@@ -118,12 +119,12 @@ def _held(
     if migration.step is not MigrationStep.HOLDING:
         return MigrationResult(migration)
     if not held.complete:
-        return _stays(migration, "ids are missing")
-    attempt = Attempt(held.target_attempt, migration.target, asked=now, migrates=True)
-    open_it = do.OpenAttempt(attempt.id, attempt.decode, migrates=True)
+        return _stays(migration, "token ids are missing")
+    attempt = Attempt(held.target_attempt, migration.target, command_sent=now, migrates=True)
+    open_attempt = do.OpenAttempt(attempt.id, attempt.decode, migrates=True)
     admit = do.SendAdmit(attempt.id, source.decode, 0)
     migration = replace(migration, step=MigrationStep.ADMITTING, attempt=attempt)
-    return MigrationResult(migration, actions=(open_it, admit))
+    return MigrationResult(migration, actions=(open_attempt, admit))
 
 
 def _worker_lost(migration: Migration, source: Attempt, event: on.WorkerLost) -> MigrationResult:
@@ -134,8 +135,8 @@ def _worker_lost(migration: Migration, source: Attempt, event: on.WorkerLost) ->
         if sending and not dead:
             return MigrationResult(replace(migration, target_lost=True))
         if migration.attempt is not None:
-            over = replace(migration.attempt, decode_over=True)
-            migration = replace(migration, attempt=over)
+            ended = replace(migration.attempt, decode_over=True)
+            migration = replace(migration, attempt=ended)
         return _stays(migration, "target lost")
     if event.worker == source.decode:
         if not sending:

@@ -42,7 +42,7 @@ class Migrations:
 
     def _relieve(self, boot: bytes, requests: Iterable[RoutedRequest], now: float) -> None:
         """Migrate one request of a worker that preempts to one that has room for all of it."""
-        found = {
+        candidates = {
             running(request): request
             for request in requests
             if request.state.attempt is not None
@@ -50,13 +50,15 @@ class Migrations:
             and not request.state.num_failed_migrations
             and may_migrate(request, now)
         }
-        for one in relief_order(found):
-            target = self._placer.target_for(found[one], now)
-            if target is None or not self._placer.budget.room:
+        for candidate in relief_order(candidates):
+            target = self._placer.target_for(candidates[candidate], now)
+            if target is None or not self._placer.budget.has_room:
                 return
-            roomy = target.facts.free_tokens >= one.num_tokens + (one.left or one.num_tokens)
-            if roomy and self._pressure.calm(target.boot):
-                found[one].migrate(target, now)
+            has_room = target.facts.free_tokens >= candidate.num_tokens + (
+                candidate.remaining or candidate.num_tokens
+            )
+            if has_room and self._pressure.calm(target.boot):
+                candidates[candidate].migrate(target, now)
                 return
 
     def _empty(self, draining: list[Worker], requests: Iterable[RoutedRequest], now: float) -> None:
@@ -67,10 +69,10 @@ class Migrations:
             leaves = assignment is not None and assignment.decode in draining
             if leaves and may_migrate(request, now):
                 candidates[running(request)] = request
-        for one in drain_order(candidates):
-            if not self._placer.budget.room:
+        for candidate in drain_order(candidates):
+            if not self._placer.budget.has_room:
                 return
-            request = candidates[one]
+            request = candidates[candidate]
             target = self._placer.target_for(request, now)
             if target is not None:
                 request.migrate(target, now)
@@ -109,6 +111,6 @@ def running(request: RoutedRequest) -> Running:
     """Return the facts by which requests are chosen to migrate."""
     progress = request.progress
     generated = sum(len(c.generated_ids) for c in progress.choices if not c.finish)
-    most = progress.start.params.max_tokens
-    left = max(0, most - generated) if most else None
-    return Running(request.ordinal, len(progress.prompt_ids) + generated, left)
+    max_tokens = progress.start.params.max_tokens
+    remaining = max(0, max_tokens - generated) if max_tokens else None
+    return Running(request.ordinal, len(progress.prompt_ids) + generated, remaining)

@@ -30,10 +30,10 @@ from pdserve.services.router.requests.request import RoutedRequest
 log = logging.getLogger(__name__)
 
 MAX_ADMITTING = 16  # unanswered Admits of one decode worker
-LEFT_ALONE_S = 1.0  # without any worker, before another router of a sharded fleet tries
+WITHOUT_WORKER_S = 1.0  # without any worker, before another router of a sharded fleet tries
 
 
-class AskedPrompt(NamedTuple):
+class PickQuery(NamedTuple):
     """A prompt for which an endpoint picker wants a host."""
 
     model: str
@@ -65,7 +65,7 @@ class Placer:
         self.picks = PickedPrompts(self.promised)
         self.admitting: Counter[bytes] = Counter()  # unanswered, by boot of the decode worker
         self.reasons: Counter[str] = Counter()  # of decisions, counted
-        self._alone: dict[RoutedRequest, float] = {}  # since when no suitable worker stays
+        self._without_worker: dict[RoutedRequest, float] = {}  # since when no suitable worker stays
 
     # --- placing
 
@@ -74,7 +74,7 @@ class Placer:
         if request.state.begun:
             self._compute_again(request, now)
             return
-        workers = self._in_time(request, now) if self._is_first(request) else []
+        workers = self._candidates_in_time(request, now) if self._is_first(request) else []
         if not workers or not self._begin(request, workers, now):
             self._wait(request, WaitReason.TURN, now)
 
@@ -84,7 +84,7 @@ class Placer:
 
     def _compute_again(self, request: RoutedRequest, now: float) -> None:
         """Begin to recompute a running request, or queue it for the budget."""
-        workers = self._candidates(request, now) if self.budget.room else []
+        workers = self._candidates(request, now) if self.budget.has_room else []
         if workers and self._begin(request, workers, now):
             self.budget.recompute_begun(request)
         else:
@@ -92,21 +92,21 @@ class Placer:
 
     def can_begin(self, request: RoutedRequest, now: float) -> bool:
         """Return whether it is the request's turn and a worker may take it."""
-        return self._is_first(request) and bool(self._in_time(request, now))
+        return self._is_first(request) and bool(self._candidates_in_time(request, now))
 
     def _is_first(self, request: RoutedRequest) -> bool:
         """Return whether no request that waits for a turn at the same workers comes before it."""
         model, tokenizer = request.pool
         for pool in self.waiting.pools:
-            same = pool[0] == model and ("" in (pool[1], tokenizer) or pool[1] == tokenizer)
-            head = self.waiting.head(pool) if same else None
+            same_pool = pool[0] == model and ("" in (pool[1], tokenizer) or pool[1] == tokenizer)
+            head = self.waiting.head(pool) if same_pool else None
             if head is None or head is request:
                 continue
             if head.tenant != request.tenant or head.rank < request.rank:
                 return False
         return True
 
-    def _in_time(self, request: RoutedRequest, now: float) -> Sequence[Worker]:
+    def _candidates_in_time(self, request: RoutedRequest, now: float) -> Sequence[Worker]:
         """Return the workers that may take it; none past its deadline, after which it only ends."""
         deadline = request.state.deadline
         late = deadline is not None and now >= deadline
@@ -116,10 +116,10 @@ class Placer:
         state = request.state
         if self.draining and state.orphan_since is not None:
             return []  # its gateway has taken it to another router
-        workers = self._free(self._able(request), now) if state.may_ask_more else []
+        workers = self._free(self._compatible_workers(request), now) if state.may_ask_more else []
         return [w for w in workers if w.boot not in state.refused] if state.refused else workers
 
-    def _able(self, request: RoutedRequest) -> Sequence[Worker]:
+    def _compatible_workers(self, request: RoutedRequest) -> Sequence[Worker]:
         workers = self._fleet.of(DECODE, request.model)
         if request.min_protocol:
             workers = [w for w in workers if w.hello.protocol >= request.min_protocol]
@@ -128,30 +128,32 @@ class Placer:
     def is_unread(self, request: RoutedRequest) -> bool:
         """Return whether the workers of its prompt's tokenizer have all left or are leaving, while
         others serve its model."""
-        found = False
+        has_other = False
         for worker in self._fleet.of(DECODE, request.model):
             if worker.stays:
                 if reads(worker, request.pool[1]):
                     return False
-                found = True
-        return found
+                has_other = True
+        return has_other
 
     def _begin(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
         """Begin an attempt on the worker that the policy chooses; False if it chooses none."""
-        told = self._told(request, now)
+        picked_boot = self._picked_worker(request, now)
         facts = self._facts(request, self.promised, now)
         decodes = facts.of_all(workers)
         if self.picks:
-            decodes = [self.picks.counted(one, now) for one in decodes]
-        if told is not None:
-            decodes = [one for one in decodes if one.boot == told] or decodes
+            decodes = [self.picks.counted(worker, now) for worker in decodes]
+        if picked_boot is not None:
+            decodes = [worker for worker in decodes if worker.boot == picked_boot] or decodes
         senders = facts.of_all(taking_work(self._fleet.of(PREFILL, request.model), now))
         decision = decide(request.facts(), decodes, senders, self._rules, self._rng)
         if decision is None:
             return False
         self.reasons[decision.reason] += 1
-        why, cached = decision.reason, decision.cached_tokens
-        log.debug("%s, %d tokens cached at decode", why, cached, extra={"request": request.id})
+        reason, cached = decision.reason, decision.cached_tokens
+        log.debug(
+            "placed: %s, %d tokens cached at decode", reason, cached, extra={"request": request.id}
+        )
         if request.beginning.expected is None:
             request.beginning.expected = cached
         decode = self._fleet.workers[decision.decode]
@@ -162,7 +164,7 @@ class Placer:
         self.promised.add(attempt, decode.boot, facts.chain(decode))
         return True
 
-    def _told(self, request: RoutedRequest, now: float) -> bytes | None:
+    def _picked_worker(self, request: RoutedRequest, now: float) -> bytes | None:
         """Return the worker that a picker got for the request, once; None if there is none."""
         if not self.picks or request.state.num_attempts:
             return None
@@ -172,22 +174,22 @@ class Placer:
 
     # --- endpoint pickers
 
-    def pick(self, asked: AskedPrompt, now: float) -> list[PickedHost]:
+    def pick(self, query: PickQuery, now: float) -> list[PickedHost]:
         """Return the hosts of decode workers, each once, the best for the prompt first; empty if no
         live one is there. The first counts as picked."""
-        there = [
+        allowed = [
             worker
-            for worker in readers(self._fleet.of(DECODE, asked.model), asked.tokenizer)
-            if worker.state is State.LIVE and worker.connected and worker.host in asked.hosts
+            for worker in readers(self._fleet.of(DECODE, query.model), query.tokenizer)
+            if worker.state is State.LIVE and worker.connected and worker.host in query.hosts
         ]
         self.picks.forget_old(now)  # their promises would count below
         facts = FactsOfWorkers(
-            asked.ids, asked.cache_salt, {}, self._fleet.prefixes, self.promised, now
+            query.ids, query.cache_salt, {}, self._fleet.prefixes, self.promised, now
         )
-        free = self._free(there, now) or there
-        workers = [self.picks.counted(one, now) for one in facts.of_all(free)]
-        senders = facts.of_all(taking_work(self._fleet.of(PREFILL, asked.model), now))
-        prompt = PromptFacts(len(asked.ids) - 1)
+        free = self._free(allowed, now) or allowed
+        workers = [self.picks.counted(candidate, now) for candidate in facts.of_all(free)]
+        senders = facts.of_all(taking_work(self._fleet.of(PREFILL, query.model), now))
+        prompt = PromptFacts(len(query.ids) - 1)
         decision = decide(prompt, workers, senders, self._rules, self._rng)
         if decision is None:
             return []
@@ -198,12 +200,12 @@ class Placer:
         cached = {w.boot: min(w.cached_tokens, prompt.num_tokens) for w in workers}
         order = [best, *(self._fleet.workers[w.boot] for w in others)]
         waits = decision.follows or decision.prefill is not None  # for KV, as in `opened`
-        key = prompt_key(asked.model, asked.cache_salt, asked.ids)
-        self.picks.add(key, best.boot, facts.chain(best), 0 if waits else len(asked.ids), now)
-        found: dict[str, int] = {}
+        key = prompt_key(query.model, query.cache_salt, query.ids)
+        self.picks.add(key, best.boot, facts.chain(best), 0 if waits else len(query.ids), now)
+        cached_by_host: dict[str, int] = {}
         for worker in order:
-            found.setdefault(worker.host, cached[worker.boot])
-        return [PickedHost(host, tokens) for host, tokens in found.items()]
+            cached_by_host.setdefault(worker.host, cached[worker.boot])
+        return [PickedHost(host, tokens) for host, tokens in cached_by_host.items()]
 
     def refuses(self, pool: tuple[str, str], tenant: bytes, now: float) -> bool:
         """Return whether a new request can neither begin nor wait. `pool`: its model and
@@ -231,10 +233,10 @@ class Placer:
         if request.assignment is None:
             return None
         facts = self._facts(request, PromisedChains(), now)
-        here = facts.of(request.assignment.decode)
+        source = facts.of(request.assignment.decode)
         others = facts.of_all(self._candidates(request, now))
         ids = request.progress.prefix_ids()
-        boot = destination(ids, here, others, self._rules.mixing, self._rng)
+        boot = destination(ids, source, others, self._rules.mixing, self._rng)
         return None if boot is None else self._fleet.workers[boot]
 
     def remote_tokens(self, request: RoutedRequest) -> int:
@@ -247,8 +249,8 @@ class Placer:
 
     def pump(self, now: float) -> None:
         """Begin waiting requests, tenants in turn, as far as budget and workers allow."""
-        for request in self.waiting.of(WaitReason.BUDGET) if self.budget.room else ():
-            if not self.budget.room:
+        for request in self.waiting.of(WaitReason.BUDGET) if self.budget.has_room else ():
+            if not self.budget.has_room:
                 break  # the requests behind it keep their turns
             self.waiting.remove(request)
             workers = self._fleet.of(DECODE, request.model)
@@ -259,7 +261,7 @@ class Placer:
             while (head := self.waiting.head(pool)) is not None:
                 if self._strand(head, workers, now):
                     continue
-                free = self._in_time(head, now)
+                free = self._candidates_in_time(head, now)
                 if not free:
                     break
                 self.waiting.remove(head)
@@ -272,17 +274,20 @@ class Placer:
         Returns whether it waits."""
         if not workers:
             return False
-        if self._able(request) and (request.state.begun or not self.is_unread(request)):
+        if self._compatible_workers(request) and (
+            request.state.begun or not self.is_unread(request)
+        ):
             return False
         self.waiting.add(request, WaitReason.COMPATIBLE_WORKER, now)
-        log.warning("no worker can go on with it any more", extra={"request": request.id})
+        text = "the request waits: no worker can continue it"
+        log.warning(text, extra={"request": request.id})
         return True
 
     def worker_connected(self, worker: Worker, now: float) -> None:
         """Place the requests that waited for a compatible worker and can go on at this one."""
         self.compatibility.joined(worker)
         for request in self.waiting.of(WaitReason.COMPATIBLE_WORKER):
-            if request.model == worker.model and worker in self._able(request):
+            if request.model == worker.model and worker in self._compatible_workers(request):
                 self.waiting.remove(request)
                 self.place(request, now)
 
@@ -293,25 +298,32 @@ class Placer:
         late = [r for r in stranded if now - self.waiting.since(r) >= STRANDED_S]
         return list(dict.fromkeys((*late, *(r for r in waiting if self._is_hopeless(r, now)))))
 
-    def left_alone(self, now: float) -> list[RoutedRequest]:
+    def without_worker(self, now: float) -> list[RoutedRequest]:
         """Return the waiting requests without a suitable worker that stays with this router. In a
         sharded fleet a restarted worker may join other routers."""
-        stays: dict[tuple[tuple[str, str], KvIdentity | None, int], bool] = {}
+        has_worker: dict[tuple[tuple[str, str], KvIdentity | None, int], bool] = {}
         for request in self.waiting:
             key = request.pool, request.origin, request.min_protocol
-            if key not in stays:
-                stays[key] = any(
-                    w.stays and w.connected and not w.frozen for w in self._able(request)
+            if key not in has_worker:
+                has_worker[key] = any(
+                    w.stays and w.connected and not w.frozen
+                    for w in self._compatible_workers(request)
                 )
-        alone = [r for r in self.waiting if not stays[r.pool, r.origin, r.min_protocol]]
-        self._alone = {request: self._alone.get(request, now) for request in alone}
+        affected = [r for r in self.waiting if not has_worker[r.pool, r.origin, r.min_protocol]]
+        self._without_worker = {
+            request: self._without_worker.get(request, now) for request in affected
+        }
         return [
-            r for r, since in self._alone.items() if r.given_back or now - since >= LEFT_ALONE_S
+            r
+            for r, since in self._without_worker.items()
+            if r.given_back or now - since >= WITHOUT_WORKER_S
         ]
 
     def _is_hopeless(self, request: RoutedRequest, now: float) -> bool:
         """Return whether no worker can go on with it and none is expected."""
-        return self.compatibility.withdrawn(request.origin, now) and not self._able(request)
+        return self.compatibility.withdrawn(request.origin, now) and not self._compatible_workers(
+            request
+        )
 
     def worker_forgotten(self, worker: Worker, now: float) -> None:
         """Note that a decode worker is gone for good."""
@@ -324,10 +336,10 @@ class Placer:
 
     # --- attempts
 
-    def opened(self, attempt: Assignment, how: do.OpenAttempt, now: float) -> None:
+    def opened(self, attempt: Assignment, action: do.OpenAttempt, now: float) -> None:
         """Count the work of a new attempt until its workers report it."""
         self.admitting[attempt.decode.boot] += 1
-        tokens = 0 if how.follows or how.migrates else len(attempt.ids)
+        tokens = 0 if action.follows or action.migrates else len(attempt.ids)
         attempt.decode.commanded(attempt.id, tokens if attempt.prefill is None else 0, now)
         if attempt.prefill is not None:
             attempt.prefill.commanded(attempt.id, tokens, now)

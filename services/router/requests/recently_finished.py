@@ -32,9 +32,9 @@ class RecentlyFinished:
 
     def restore(self, key: Key, start: pb.Start) -> None:
         """Add the placement to a Start that was issued again without it."""
-        found = self._ended.get(key)
-        if found is not None and found[0] < start.epoch and not start.HasField("placement"):
-            start.placement.CopyFrom(found[1])
+        ended = self._ended.get(key)
+        if ended is not None and ended[0] < start.epoch and not start.HasField("placement"):
+            start.placement.CopyFrom(ended[1])
 
     def tick(self, now: float) -> None:
         """Forget placements older than KEEP_S."""

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 WINDOWS_SINCE = 1  # first protocol version in which workers read penalty_window
 OUTPUT = ("tokens", "prompt_logprobs", "embedding", "finished")
 FAILURES: dict[FailureReason, ServiceError] = {
-    FailureReason.CANCELLED: ServiceError(pb.CANCELLED, "cancelled"),
-    FailureReason.CLIENT_GONE: ServiceError(pb.CANCELLED, "its gateway is gone"),
+    FailureReason.CANCELLED: ServiceError(pb.CANCELLED, "the client cancelled the request"),
+    FailureReason.CLIENT_GONE: ServiceError(pb.CANCELLED, "the gateway of the request is gone"),
     FailureReason.DEADLINE: ServiceError(
         pb.DEADLINE_EXCEEDED, "the request ran longer than its timeout"
     ),
@@ -44,7 +44,7 @@ FAILURES: dict[FailureReason, ServiceError] = {
     FailureReason.POISON: ServiceError(
         pb.POISON_REQUEST, "the request was running on two workers that died"
     ),
-    FailureReason.NO_TRY_LEFT: ServiceError(pb.INTERNAL, "the request failed on every try"),
+    FailureReason.NO_TRY_LEFT: ServiceError(pb.INTERNAL, "every attempt at the request failed"),
     FailureReason.NO_WORKER_HERE: ServiceError(
         pb.UNAVAILABLE, "no worker that can take the request has joined this router", "", 1.0
     ),
@@ -88,7 +88,7 @@ class RoutedRequest:
             complete=progress.complete,
             placed_attempt=start.placement.attempt,
             placed_decode=start.placement.decode_boot,
-            sought=now,
+            seek_start=now,
         )
         self.verified: dict[bytes, int] = {}  # tokens that decode workers keep, by boot id
         self.beginning = Beginning(FirstToken(now))
@@ -154,8 +154,8 @@ class RoutedRequest:
 
     def submit(self, now: float) -> None:
         """Begin: look for the attempt that the Start names, or place the request."""
-        named = self.progress.start.HasField("placement")
-        reach = self._effects.reach(self.placement.decode_boot, now) if named else None
+        has_placement = self.progress.start.HasField("placement")
+        reach = self._effects.reach(self.placement.decode_boot, now) if has_placement else None
         self.step(on.Submitted(reach), now)
 
     def begin(
@@ -201,8 +201,8 @@ class RoutedRequest:
         new issue is to `succeed` in, if any; its Start names the placement of any other."""
         start, attempt = progress.start, self.state.attempt
         start.crash_count = max(start.crash_count, self.state.crash_count)
-        same = progress.choices == self.progress.choices
-        self.state, actions = machine.step(self.state, on.Reissued(same), now)
+        same_progress = progress.choices == self.progress.choices
+        self.state, actions = machine.step(self.state, on.Reissued(same_progress), now)
         self._rows_of, self._quiet_until = None, 0.0
         self.span.event("issued again", now)
         self.span.end()
@@ -236,30 +236,35 @@ class RoutedRequest:
                 if kind == "admitted":
                     self._ticket(message)
                 elif kind == "place_again":
-                    log.info("placed again: %s", message.reason, extra={"request": self.id})
+                    text = "decode returned the request: %s"
+                    log.info(text, message.reason, extra={"request": self.id})
                     self.span.event("placed again", now, reason=message.reason)
                     self._keeps(message)
                 self.step(messages.of_decode(kind, message), now, message)
 
-    def pass_on_row(self, worker: Worker, of: NumberedChoice, position: int, id_: int) -> bool:
+    def pass_on_row(self, worker: Worker, choice: NumberedChoice, position: int, id_: int) -> bool:
         """Pass on a worker's token of a choice that goes on; False if it may change more here."""
-        assigned = self._rows_of
-        if assigned is None or assigned.decode is not worker:
+        assignment = self._rows_of
+        if assignment is None or assignment.decode is not worker:
             return False
-        ours = assigned.clients_choices.get(of)
-        if ours is None and (assigned.id != of.attempt or not self.client.reads_rows):
+        client_choice = assignment.clients_choices.get(choice)
+        if client_choice is None and (
+            assignment.id != choice.attempt or not self.client.reads_rows
+        ):
             return False
-        if not self.progress.take_next(of.choice, position, id_):
+        if not self.progress.take_next(choice.choice, position, id_):
             return False
-        if ours is None:
-            ours = NumberedChoice(self.id, of.attempt, self.state.epoch, of.choice)
-            assigned.clients_choices[of] = ours
-        self.client.put_token(ours, position, id_)
+        if client_choice is None:
+            client_choice = NumberedChoice(self.id, choice.attempt, self.state.epoch, choice.choice)
+            assignment.clients_choices[choice] = client_choice
+        self.client.put_token(client_choice, position, id_)
         return True
 
-    def on_token(self, of: NumberedChoice, position: int, id_: int, now: float) -> None:
+    def on_token(self, choice: NumberedChoice, position: int, id_: int, now: float) -> None:
         """Take a token that is not only passed on."""
-        tokens = pb.Tokens(attempt=of.attempt, choice=of.choice, position=position, ids=(id_,))
+        tokens = pb.Tokens(
+            attempt=choice.attempt, choice=choice.choice, position=position, ids=(id_,)
+        )
         self.on_decode("tokens", tokens, now)
 
     def on_prefill(self, kind: str, message: Any, now: float) -> None:
@@ -302,8 +307,8 @@ class RoutedRequest:
         attempt = self.state.attempt
         if attempt is None or attempt.id != message.attempt:
             return False
-        known = self.verified.get(attempt.decode, 0)
-        self.verified[attempt.decode] = max(known, message.tokens)
+        verified = self.verified.get(attempt.decode, 0)
+        self.verified[attempt.decode] = max(verified, message.tokens)
         return True
 
     def _ticket(self, message: wire.Admitted | wire.Resumed) -> None:
@@ -388,7 +393,7 @@ class RoutedRequest:
                 if assignment.prefill is not None:
                     assignment.prefill.commanded(assignment.id, len(assignment.ids), now)
             case do.AnnouncePlacement():
-                self._announce(self._assignments[action.attempt], action.anew, now)
+                self._announce(self._assignments[action.attempt], action.changed, now)
             case do.CountResume():
                 self._adopt(message)
             case do.CountIdentity():
@@ -432,9 +437,9 @@ class RoutedRequest:
         assignment = self._assignments[action.attempt]
         # A request that has had its first step has no queue deadline any more.
         queue_ms = 0 if self.progress.begun else remaining_ms(self.state.queue_deadline, now)
-        left_ms = remaining_ms(self.state.deadline, now)
+        timeout_ms = remaining_ms(self.state.deadline, now)
         epoch, crash_count = self.state.session_epoch, self.state.crash_count
-        start = self.progress.to_start(epoch, crash_count, left_ms, queue_ms)
+        start = self.progress.to_start(epoch, crash_count, timeout_ms, queue_ms)
         admit = wire.Admit(attempt=assignment.id, min_shared_tokens=action.min_shared_tokens)
         sender = assignment.prefill
         source = self.assignment
@@ -467,9 +472,9 @@ class RoutedRequest:
         for command in messages.start_prefill(start, assignment.ids):
             self._effects.send(worker, command)
 
-    def _announce(self, assignment: Assignment, anew: bool, now: float) -> None:
+    def _announce(self, assignment: Assignment, changed: bool, now: float) -> None:
         prefill = _address(assignment.prefill, "")
-        if anew:
+        if changed:
             decode = assignment.decode
             workers = {"decode": decode.hello.address, "prefill": prefill or "none"}
             self.span.event("attempt", now, attempt=assignment.id.hex(), **workers)
@@ -511,7 +516,7 @@ class RoutedRequest:
         fresh.epoch = self.state.epoch
         pooled = isinstance(fresh, pb.Embedding)
         if not assignment.adopted and (pooled or fresh.position == 0):
-            first = self.beginning.token.came(assignment.id, assignment.began, now)
+            first = self.beginning.token.record(assignment.id, assignment.began, now)
             if first:
                 self._effects.waited(self, assignment.began - self.arrived)
             if first and self.span.recorded:
@@ -522,9 +527,11 @@ class RoutedRequest:
             return
         self._effects.emit(self, RequestEvent(tokens=fresh))
 
-    def _finish(self, assignment: Assignment | None, said: pb.Finished | None, now: float) -> None:
+    def _finish(
+        self, assignment: Assignment | None, report: pb.Finished | None, now: float
+    ) -> None:
         """Pass on the worker's Finished, or an empty one if every choice has ended without it."""
-        finished = pb.Finished() if said is None or assignment is None else said
+        finished = pb.Finished() if report is None or assignment is None else report
         finished.request, finished.epoch = self.id, self.state.epoch
         finished.inexact |= self.inexact
         if assignment is not None:
@@ -571,5 +578,5 @@ class RoutedRequest:
         self._effects.ended(self, now, error, served)
 
 
-def _address(worker: Worker | None, none: str) -> str:
-    return none if worker is None else worker.hello.address
+def _address(worker: Worker | None, default: str) -> str:
+    return default if worker is None else worker.hello.address

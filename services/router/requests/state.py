@@ -40,7 +40,7 @@ class Attempt:
     id: bytes
     decode: bytes  # boot id, like `prefill`
     prefill: bytes = b""  # empty: decode computes the prompt, or the worker is not known yet
-    asked: float = 0.0  # when the last command that waits for an answer was sent
+    command_sent: float = 0.0  # when the last command that waits for an answer was sent
     answered: bool = False  # decode has answered the Admit
     decode_over: bool = False  # decode has ended it, so there is nothing to cancel there
     prefill_over: bool = False
@@ -109,7 +109,7 @@ class Routing:
     migration: Migration | None = None
     num_attempts: int = 0
     num_sessions: int = 0  # session losses that its attempts survived
-    sought: float = 0.0  # when the search for its worker began
+    seek_start: float = 0.0  # when the search for its worker began
     refused: frozenset[bytes] = frozenset()  # decode workers that had no room in this round
     failed_prefills: frozenset[bytes] = frozenset()
     num_prefill_failures: int = 0
@@ -159,6 +159,6 @@ class Routing:
     def takes_output(self, attempt: bytes) -> bool:
         """Return whether output of that attempt counts now. While the request resumes its own
         attempt, that attempt's output does not: decode repeats what it sent before."""
-        own = self.attempt is not None and self.attempt.id == attempt
-        target = self.migration is not None and self.migration.is_target(attempt)
-        return target or (own and self.stage is not Stage.RESUMING)
+        is_current = self.attempt is not None and self.attempt.id == attempt
+        is_target = self.migration is not None and self.migration.is_target(attempt)
+        return is_target or (is_current and self.stage is not Stage.RESUMING)

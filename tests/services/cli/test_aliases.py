@@ -50,9 +50,9 @@ LACKING = [
     ("up", "--pd-url tcp://h:1", "itself"),
     ("up", "--w a --f b", "--w and --f"),
     ("up", "--w a --m b", "--w and --m"),
-    ("up", "--w", "--w: it needs a value"),
-    ("up", "--w --port 1", "--w: it needs a value"),
-    ("prefill", "--p 1", "--p: `pdserve prefill` has no --port"),
+    ("up", "--w", "--w: a value is required"),
+    ("up", "--w --port 1", "--w: a value is required"),
+    ("prefill", "--p 1", "--p: `pdserve prefill` has no option --port"),
 ]
 
 

@@ -177,7 +177,7 @@ def test_what_cannot_move_is_said_to_stay(with_pair: Callable[..., None]) -> Non
         for attempt in (two, unknown):
             pair.decode.send(wire.DecodeCommand(hold=wire.Hold(attempt=attempt)))
         assert "cannot" in (await pair.decode.wait("stayed", two)).reason
-        assert "not run here" in (await pair.decode.wait("stayed", unknown)).reason
+        assert "not run on this worker" in (await pair.decode.wait("stayed", unknown)).reason
         await pair.decode.wait("finished", two)
         move(pair, two, b"t" * 16, wire.Ticket(id=b"short"))
         await eventually(lambda: pair.decode.kinds(two).count("stayed") == 2)

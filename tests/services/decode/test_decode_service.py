@@ -177,7 +177,7 @@ def test_nothing_to_send_is_local_whatever_was_asked(
 ) -> None:
     async def test(pair: Pair) -> None:
         one = pair.admit([5], remote=True)
-        monkeypatch.setattr("pdserve.services.decode.convert.SCORES_A_PART", 12)
+        monkeypatch.setattr("pdserve.services.decode.convert.SCORES_PER_MESSAGE", 12)
         scored = pair.admit(prompt(30), remote=True, params={"prompt_logprobs": 2})
         for attempt in (one, scored):
             finished = await pair.decode.wait("finished", attempt)
@@ -414,7 +414,7 @@ def test_a_frozen_engine_is_not_serving(
         attempt = pair.admit(prompt(30), remote=False)
         await asyncio.to_thread(gate.entered.wait, LIMIT_S)
         await until(pair, serving.NOT_SERVING)
-        (record,) = [r for r in caplog.records if "engine frozen" in r.getMessage()]
+        (record,) = [r for r in caplog.records if "engine is frozen" in r.getMessage()]
         assert "in forward" in record.getMessage(), "the stack of the engine's thread"
         gate.opened.set()
         await until(pair, serving.SERVING)

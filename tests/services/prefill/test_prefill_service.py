@@ -304,7 +304,7 @@ def test_drain_waits_for_its_attempts(with_pair: Callable[..., None]) -> None:
         late = os.urandom(16)
         pair.start_prefill(late, prompt(20), ticket(pair))
         failed = await pair.prefill.wait("failed", late)
-        assert "no new work" in failed.failure.message
+        assert "not accept new work" in failed.failure.message
         await asyncio.wait_for(drained, LIMIT_S)
         await pair.prefill.wait("done", attempt)
         await pair.decode.wait("finished", attempt)

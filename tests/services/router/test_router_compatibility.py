@@ -27,9 +27,9 @@ from pdserve.services.router.settings import RouterSettings
         (NUMERICS, {}, "numerics", "numerics id native/avx512 here, native/avx2 there"),
         (TOKENIZER, {}, "tokenizer", "tokenizer 70 here, 71 there"),
         (BLOCKS, {}, "layout", "block size 16 here, 32 there"),
-        ({}, {"wire_version": 3}, "wire version", "wire version 2 here, 3 there"),
-        ({}, {"transports": ["shm"]}, "transport", "transports tcp here, shm there"),
-        ({}, {"encrypt_kv": True}, "encryption", "KV encryption: not here, encrypted there"),
+        ({}, {"wire_version": 3}, "wire version", "wire version 2 at decode, 3 at prefill"),
+        ({}, {"transports": ["shm"]}, "transport", "transports tcp at decode, shm at prefill"),
+        ({}, {"encrypt_kv": True}, "encryption", "KV encryption off at decode, on at prefill"),
     ],
 )
 def test_an_incompatible_pair_is_never_proposed(
@@ -45,7 +45,11 @@ def test_an_incompatible_pair_is_never_proposed(
     assert len(world.commands("admit")) == 3
     assert world.dispatcher.placer.compatibility.incompatible == {what: 3}
     assert world.dispatcher.placer.reasons == {"no compatible prefill worker": 3}
-    logged = [r.getMessage() for r in caplog.records if "is not paired with" in r.getMessage()]
+    logged = [
+        r.getMessage()
+        for r in caplog.records
+        if "cannot use KV of prefill worker" in r.getMessage()
+    ]
     assert len(logged) == 1, "once for each pair"
     assert logged[0].endswith(text)
     good = world.join(PREFILL)

@@ -63,7 +63,7 @@ class Drive:
             begun=begun,
             placed_attempt=b"old",
             placed_decode=DECODES[0],
-            sought=self.now,
+            seek_start=self.now,
         )
         self.num_attempts = 0  # ids given
         self.open: dict[bytes, do.OpenAttempt] = {}

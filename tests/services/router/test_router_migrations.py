@@ -15,7 +15,7 @@ from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.services.router.placement.rebalance import (
-    MIN_LEFT,
+    MIN_REMAINING,
     MIN_WINDOWS,
     WINDOW_S,
     Pressure,
@@ -295,8 +295,8 @@ def test_a_worker_that_preempts_gives_to_one_that_has_room_and_does_not(
 
 def test_what_is_soon_over_or_dear_to_copy_stays() -> None:
     asked = [
-        Running(1, 100, MIN_LEFT - 1),
-        Running(2, 100, MIN_LEFT),
+        Running(1, 100, MIN_REMAINING - 1),
+        Running(2, 100, MIN_REMAINING),
         Running(3, 100, None),
         Running(4, 64 * 40, 40),
         Running(5, 64 * 40 + 1, 40),
@@ -310,7 +310,7 @@ async def test_a_worker_that_preempts_gives_a_request_away(
     from pdserve.protos import fleet_pb2
 
     monkeypatch.setattr("pdserve.services.router.placement.rebalance.WINDOW_S", 0.1)
-    monkeypatch.setattr("pdserve.services.router.placement.rebalance.MIN_LEFT", 1)
+    monkeypatch.setattr("pdserve.services.router.placement.rebalance.MIN_REMAINING", 1)
     await drained.begin()
     counts = itertools.count(1)
 
@@ -331,20 +331,20 @@ def test_migrations_count_among_what_changes_its_worker() -> None:
     for request in asked:
         budget.runs(request)
     budget.migration_begun(asked[0])
-    assert budget.room
+    assert budget.has_room
     budget.recompute_begun(asked[1])
-    assert not budget.room
+    assert not budget.has_room
     budget.runs(asked[0])
-    assert not budget.room, "its tokens come from the source"
+    assert not budget.has_room, "its tokens come from the source"
     budget.migration_over(asked[0])
-    assert budget.room
+    assert budget.has_room
 
 
 def test_the_first_attempt_says_how_a_request_began() -> None:
     """By the clock: asked at 10, an Admit at 10.5, the first token at 13.5, then two moves."""
     beginning = Beginning(FirstToken(10.0))
-    beginning.token.came(b"one", 10.5, 13.5)
-    beginning.token.came(b"two", 14.0, 15.0)
+    beginning.token.record(b"one", 10.5, 13.5)
+    beginning.token.record(b"two", 14.0, 15.0)
     first = pb.Finished(cached_tokens=3, phases=pb.Phases(queue_s=1.0, prefill_s=2.0))
     beginning.moved(first, 1, b"one")
     again = pb.Finished(cached_tokens=50, remote=True, phases=pb.Phases(queue_s=9.0))
@@ -357,7 +357,7 @@ def test_the_first_attempt_says_how_a_request_began() -> None:
 
 def test_of_a_lost_attempt_only_the_time_to_its_first_token_is_known() -> None:
     beginning = Beginning(FirstToken(10.0))
-    beginning.token.came(b"one", 10.5, 13.5)
+    beginning.token.record(b"one", 10.5, 13.5)
     last = pb.Finished(phases=pb.Phases(queue_s=7.0, prefill_s=8.0, first_token_s=1.0))
     beginning.complete(last, 2, b"two")
     assert last.phases == pb.Phases(queue_s=0.5, route_s=0.5, prefill_s=3.0)
@@ -365,7 +365,7 @@ def test_of_a_lost_attempt_only_the_time_to_its_first_token_is_known() -> None:
 
 def test_tries_that_were_lost_before_the_first_token_count_as_queueing() -> None:
     beginning = Beginning(FirstToken(10.0))
-    beginning.token.came(b"two", 14.0, 15.0)
+    beginning.token.record(b"two", 14.0, 15.0)
     last = pb.Finished(phases=pb.Phases(queue_s=0.25, prefill_s=0.5, first_token_s=0.25))
     beginning.complete(last, 2, b"two")
     assert last.phases == pb.Phases(queue_s=4.25, route_s=4.0, prefill_s=0.5, first_token_s=0.25)

@@ -20,7 +20,7 @@ from pdserve.services.router.fleet.prefix_index import PrefixIndex
 from pdserve.services.router.placement.facts import FactsOfWorkers
 from pdserve.services.router.placement.picks import MAX_PICKS, PICKED_S, PickedPrompts, prompt_key
 from pdserve.services.router.placement.promised_chains import PromisedChains
-from pdserve.services.router.requests.placer import AskedPrompt
+from pdserve.services.router.requests.placer import PickQuery
 
 IDS = list(range(40))
 HOSTS = frozenset(f"10.0.0.{number}" for number in range(1, 5))
@@ -38,7 +38,7 @@ def pick(
     salt: bytes = b"",
     tokenizer: str = "",
 ) -> list[str]:
-    asked = AskedPrompt("m", ids, salt, tokenizer, hosts)
+    asked = PickQuery("m", ids, salt, tokenizer, hosts)
     return [one.host for one in world.dispatcher.placer.pick(asked, world.now)]
 
 
@@ -73,7 +73,7 @@ def test_the_worker_with_the_prefix_is_the_first() -> None:
 def test_a_prefix_is_of_its_salt_alone() -> None:
     world, workers = fleet(2)
     cache(workers[0], IDS, b"mine")
-    asked = AskedPrompt("m", IDS, b"theirs", "", HOSTS)
+    asked = PickQuery("m", IDS, b"theirs", "", HOSTS)
     assert [one.cached_tokens for one in world.dispatcher.placer.pick(asked, world.now)] == [0, 0]
     world.now += PICKED_S
     asked = asked._replace(cache_salt=b"mine")

@@ -10,7 +10,7 @@ from pdserve.protos.fleet_pb2 import DECODE, Load, PrefixEvents
 from pdserve.services.router.fleet.fleet import UNREPORTED_S, Worker
 from pdserve.services.router.placement.facts import FactsOfWorkers
 from pdserve.services.router.requests.machine import ANSWER_S
-from pdserve.services.router.requests.placer import MAX_ADMITTING, AskedPrompt
+from pdserve.services.router.requests.placer import MAX_ADMITTING, PickQuery
 
 IDS = list(range(200))
 
@@ -55,7 +55,7 @@ def test_a_picker_is_told_the_others_by_their_cost() -> None:
     for worker, waiting in zip(workers, (90_000, 0, 270_000, 180_000), strict=True):
         worker.report(Load(waiting_tokens=waiting))
     hosts = {worker.host for worker in workers}
-    picked = world.dispatcher.placer.pick(AskedPrompt("m", IDS, b"", "", hosts), world.now)
+    picked = world.dispatcher.placer.pick(PickQuery("m", IDS, b"", "", hosts), world.now)
     order = [workers[number].host for number in (1, 0, 3, 2)]
     assert [one.host for one in picked] == order
 

@@ -125,7 +125,7 @@ def test_a_worker_without_the_prefix_is_no_match_for_one_that_has_it() -> None:
     warm = WorkerFacts(b"w" * 16, A, requests=20, cached_tokens=50)
     cold = WorkerFacts(b"c" * 16, A, requests=19)
     prompt = PromptFacts(500)
-    costs = decode_costs(prompt, [warm, cold], most=20)
+    costs = decode_costs(prompt, [warm, cold], max_requests=20)
     assert costs[0] < costs[1] < costs[0] + spread(queue_cost(warm))
     assert all(power_of_two([warm, cold], costs, queue_cost, Random(s)) == 0 for s in range(20))
 
@@ -133,7 +133,7 @@ def test_a_worker_without_the_prefix_is_no_match_for_one_that_has_it() -> None:
 def test_no_more_than_the_prompt_counts_as_cached() -> None:
     """A worker that has verified more of a longer prefix is no better for it."""
     full, more = (WorkerFacts(bytes([n]) * 16, A, cached_tokens=n) for n in (100, 200))
-    assert decode_costs(PromptFacts(100), [full, more], most=9) == [0, 0]
+    assert decode_costs(PromptFacts(100), [full, more], max_requests=9) == [0, 0]
 
 
 def test_the_length_of_a_cold_prompt_hides_no_queue() -> None:

@@ -39,7 +39,7 @@ def test_at_most_a_share_of_the_running_is_under_way() -> None:
         alive = len(asked)
         while lost:
             for request in waiting.of(WaitReason.BUDGET):
-                if budget.room:
+                if budget.has_room:
                     waiting.remove(request)
                     budget.recompute_begun(request)
                     under_way.append(request)

@@ -185,7 +185,7 @@ async def test_a_worker_tells_its_cache_anew_when_something_did_not_come(
     worker.membership.prefixes(said[4:], [])
     await eventually(lambda: core.fleet.prefixes.num_cached(said) == {worker.boot: 8})
     assert core.fleet.prefixes.num_gaps == 1
-    assert "its cache is told anew" in caplog.text
+    assert "prefix cache events are missing" in caplog.text
     assert [w.boot for w in core.fleet.workers.values()] == [worker.boot], "it was not given up"
 
 

@@ -9,7 +9,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.services.router.dispatcher import YOUNG_S
-from pdserve.services.router.requests.placer import LEFT_ALONE_S
+from pdserve.services.router.requests.placer import WITHOUT_WORKER_S
 
 SHARDED = {"join_routers": 2}
 
@@ -20,7 +20,7 @@ def sharded() -> World:
 
 def pass_time(world: World, of_left_alone: float) -> None:
     for _ in range(round(of_left_alone * 10)):
-        world.pass_time(LEFT_ALONE_S / 10)
+        world.pass_time(WITHOUT_WORKER_S / 10)
 
 
 def given_back(world: World) -> list[str]:
@@ -67,7 +67,7 @@ def test_a_request_that_only_a_busy_worker_may_take_waits() -> None:
     worker.busy_until = world.now + 1e6
     world.submit("a")
     for _ in range(20):
-        world.pass_time(LEFT_ALONE_S / 5)
+        world.pass_time(WITHOUT_WORKER_S / 5)
     assert given_back(world) == []
     assert world.dispatcher.num_queued == 1
 

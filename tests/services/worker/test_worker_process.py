@@ -98,7 +98,7 @@ def test_a_panic_while_loading_is_one_line(
     build_with(monkeypatch, fail)
     assert guarded(lambda: run_decode(settings(DecodeSettings, tmp_path), EngineConfig())) == 1
     said = capsys.readouterr().err.splitlines()
-    assert said == ["pdserve: loading ended with PanicException: index out of bounds"]
+    assert said == ["pdserve: loading failed with PanicException: index out of bounds"]
 
 
 def test_loading_is_reported_in_whole_percents(
