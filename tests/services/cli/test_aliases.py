@@ -78,7 +78,7 @@ MISTYPED = [
     ("up --temp 1", "`pdserve up --help` lists the options"),
     ("up --zzzzzz", "`pdserve up --help` lists the options"),
     ("chta", "did you mean chat"),
-    ("--w x", "a command comes first, as in `pdserve up --w ...`"),
+    ("--w x", "the command must come first, as in `pdserve up --w ...`"),
     ("up --model /none/such.gguf --prefil=0", "did you mean --prefill"),
 ]
 

@@ -80,8 +80,8 @@ def test_pieces_come_with_their_times() -> None:
 @pytest.mark.parametrize(
     ("answer", "part"),
     [
-        (b"", "broke off"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "broke off"),
+        (b"", "ended early"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "ended early"),
         (b"SSH-2.0-OpenSSH\r\n", "no HTTP server"),
     ],
 )

@@ -151,7 +151,7 @@ MISTAKES = [
     (["up", "--served-name", "x", "--model", "a", "--model", "b"], "--served-name"),
     (["up", "--model", "a", "--model", "a"], "twice"),
     (["up", "--api-key-file", "/nonexistent"], "--api-key-file"),
-    (["router"], "--cluster-secret is needed (or PDSERVE_CLUSTER_SECRET)"),
+    (["router"], "--cluster-secret is required (or set PDSERVE_CLUSTER_SECRET)"),
     (["router", "--cluster-secret", "x"], "at least 32 bytes"),
     (["router", "--cluster-ca", "x"], "belong together"),
     (

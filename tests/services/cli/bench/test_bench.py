@@ -158,7 +158,7 @@ def test_failed_requests_are_told(
     [
         (["--rate", "1", "--concurrency", "2"], 2, "--rate and --concurrency"),
         (["--json", "/none/x"], 2, "--json: "),
-        (["--slo", "speed=1"], 2, "--slo: 'speed=1' is no bound"),
+        (["--slo", "speed=1"], 2, "--slo: 'speed=1' is not a valid bound"),
         (["--url", "http://127.0.0.1:9"], 1, "pdserve up"),
         (["--url", "ftp://x"], 1, "is not the URL"),
         (["--input-token", "3"], 2, "did you mean --input-tokens"),

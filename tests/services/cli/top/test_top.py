@@ -121,7 +121,7 @@ def test_it_is_drawn_again_until_q(server: ApiServer) -> None:
         terminal.wait_for("output - tokens/s")
         terminal.wait_for("output 0.0 tokens/s")
         server.key = "now there is one"
-        terminal.wait_for("it is asked again")
+        terminal.wait_for("retrying; press q to quit")
         server.key = ""
         terminal.wait_for("2 workers")
         terminal.type("q")
