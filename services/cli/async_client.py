@@ -162,7 +162,9 @@ class AsyncApi:
         try:
             models = entries_of(response_json)
         except ValueError:
-            raise ApiError(f"{self.url} lists no models: is it an OpenAI server?", 502) from None
+            raise ApiError(
+                f"{self.url} lists no models; check that it is an OpenAI-compatible server", 502
+            ) from None
         if not models:
             raise ApiError(f"{self.url} serves no model yet", 503)
         return str(models[0]["id"])

@@ -28,8 +28,14 @@ def option(
     field's metadata omits absent properties.
     """
     metadata: dict[str, Any] = {"help": help}
-    given = {"choices": choices, "min": min, "max": max, "flag": flag, "secret": secret or None}
-    metadata.update({name: value for name, value in given.items() if value is not None})
+    properties = {
+        "choices": choices,
+        "min": min,
+        "max": max,
+        "flag": flag,
+        "secret": secret or None,
+    }
+    metadata.update({name: value for name, value in properties.items() if value is not None})
     return field(default=default, metadata=metadata)
 
 

@@ -32,7 +32,7 @@ class SecretAccess:
         """With `trust_network`, secrets may leave this machine. Raises ValueError if there is no
         secret or one could be guessed."""
         if not secrets:
-            raise ValueError("no cluster secret is given")
+            raise ValueError("no cluster secret is set")
         if any(len(secret.encode()) < MIN_SECRET_BYTES for secret in secrets):
             raise ValueError(f"--cluster-secret needs at least {MIN_SECRET_BYTES} bytes")
         self._secrets = tuple(secrets)
@@ -63,11 +63,11 @@ class SecretAccess:
 
     def is_shown_in(self, metadata: Metadata) -> bool:
         """Whether call metadata carries one of the secrets; compares all in constant time."""
-        given = b""
+        header = b""
         for key, value in metadata:
             if key == AUTHORIZATION:
-                given = value if isinstance(value, bytes) else value.encode()
-        matches = [hmac.compare_digest(given, f"Bearer {s}".encode()) for s in self._secrets]
+                header = value if isinstance(value, bytes) else value.encode()
+        matches = [hmac.compare_digest(header, f"Bearer {s}".encode()) for s in self._secrets]
         return any(matches)
 
     def may_be(self, context: Context, role: Role) -> bool:
@@ -77,8 +77,8 @@ class SecretAccess:
     def _check(self, address: str) -> None:
         if not (self._trust_network or is_loopback(address)):
             raise PermissionError(
-                f"{address} is not of this machine, and the cluster secret would go there in clear:"
-                " use certificates (`pdserve certs` makes them), or --trust-network"
+                f"{address} is not on this machine, so the cluster secret would be sent in plain "
+                "text: use certificates (`pdserve certs` creates them), or set --trust-network"
             )
 
 

@@ -82,7 +82,7 @@ def test_pieces_come_with_their_times() -> None:
     [
         (b"", "ended early"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "ended early"),
-        (b"SSH-2.0-OpenSSH\r\n", "no HTTP server"),
+        (b"SSH-2.0-OpenSSH\r\n", "does not respond with HTTP"),
     ],
 )
 def test_what_is_no_answer(answer: bytes, part: str) -> None:

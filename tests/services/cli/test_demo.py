@@ -94,7 +94,7 @@ def test_it_is_content_when_all_agree(gateway: Gateway, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("claim", "value", "complaint"),
     [
-        ("answer", "  ", "no answer"),
+        ("answer", "  ", "is empty"),
         ("says", "local", "log says"),
         ("says", "shm", "log says"),
         ("counts", "local", "/metrics after"),
@@ -110,5 +110,5 @@ def test_it_complains_about_each_disagreement(
 
 
 def test_a_request_without_a_line_is_missed(gateway: Gateway) -> None:
-    with pytest.raises(demo.DemoError, match="no line of request unheard"):
+    with pytest.raises(demo.DemoError, match="no line for request unheard"):
         demo.read_prefill_at(gateway.log, "unheard")

@@ -57,7 +57,11 @@ def test_what_cannot_be_done(
 @pytest.mark.parametrize(
     ("model", "out", "says"),
     [
-        ("org/name", "out.gguf", "org/name is a repository: specify one of its GGUF files, as in org/name:"),
+        (
+            "org/name",
+            "out.gguf",
+            "org/name is a repository: specify one of its GGUF files, as in org/name:",
+        ),
         ("org/name@main", "out.gguf", "org/name is a repository"),
         ("org/name:file.gguf", "plain.gguf", "the file already exists"),
         ("org/name", "plain.gguf", "the file already exists"),

@@ -35,8 +35,10 @@ def test_a_wrong_certificate_does_not_start(
         assert main([role, "--cluster-ca", f"{tmp_path}/ca.pem", *own]) == 2
         return capsys.readouterr().err
 
-    assert "--cluster-cert has the role decode, but this is a router" in start("router", "decode-key")
-    assert "decode.pem: the key is not the certificate's" in start("router", "router-key")
+    assert "--cluster-cert has the role decode, but this is a router" in start(
+        "router", "decode-key"
+    )
+    assert "decode.pem: the key does not match the certificate" in start("router", "router-key")
 
 
 def test_renewed_by_the_same_authority(tmp_path: Path) -> None:

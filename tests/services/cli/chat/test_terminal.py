@@ -116,7 +116,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(server: ApiServer) -> 
         terminal.wait_for("fine")
         terminal.wait_for(PROMPT)
         terminal.type(CTRL_C)
-        terminal.wait_for("Ctrl-D or /exit ends")
+        terminal.wait_for("or type /exit, to quit")
         terminal.wait_for(PROMPT)
         terminal.type(CTRL_C)
         assert terminal.end() == 0
@@ -195,7 +195,7 @@ def test_reasoning_is_folded(server: ApiServer) -> None:
 def test_a_wrong_key_is_said(server: ApiServer) -> None:
     server.key = "right"
     with pdserve("chat", "--url", server.url) as terminal:
-        terminal.wait_for("Give the server's key with --api-key")
+        terminal.wait_for("Pass the server's key with --api-key")
         assert terminal.end() == 1
     assert "Traceback" not in terminal.text
 
@@ -215,7 +215,7 @@ def test_a_full_context_names_reset(server: ApiServer) -> None:
         terminal.wait_for("Type /reset to clear the conversation")
         server.reply = None
         terminal.enter("/reset")
-        terminal.wait_for("is forgotten")
+        terminal.wait_for("is cleared")
         terminal.wait_for(PROMPT)
         terminal.enter("again")
         terminal.wait_for("Paris.")

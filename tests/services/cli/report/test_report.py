@@ -75,7 +75,7 @@ def test_of_a_system_that_is_gone_it_says_what_is_missing(
 ) -> None:
     files = report("--url", NOBODY, "--scrape", "127.0.0.1:1", "--routers", "127.0.0.1:1")
     summary = files["summary.txt"].decode()
-    assert capsys.readouterr().out == summary + "written: report.tar.gz\n"
+    assert capsys.readouterr().out == summary + "report written to report.tar.gz\n"
     missing = {line.partition(": MISSING: ")[0] for line in summary.splitlines()}
     for name in ("gateway /health", "metrics of 127.0.0.1:1", "fleet of 127.0.0.1:1", "logs"):
         assert name in missing
@@ -158,7 +158,9 @@ def test_every_pod_of_a_service_is_asked(
 def test_a_name_that_stands_for_no_router() -> None:
     words = ("--routers", "nobody.invalid:50050", "--routers", "kubernetes:///router:grpc")
     summary = report("--url", NOBODY, "--cluster-secret", SECRET, *words)["summary.txt"].decode()
-    assert "fleet of nobody.invalid:50050: MISSING: the name does not resolve to any router" in summary
+    assert (
+        "fleet of nobody.invalid:50050: MISSING: the name does not resolve to any router" in summary
+    )
     assert "fleet of kubernetes:///router:grpc: MISSING: ValueError: --routers kube" in summary
 
 
@@ -315,7 +317,7 @@ def test_it_ends_in_time_and_is_not_too_large(monkeypatch: pytest.MonkeyPatch) -
     assert files["a.log"] == b"6789abcdef"
     assert files["b.log"] == b"short"
     assert set(files) == {"summary.txt", "a.log", "b.log", "d.ring"}
-    assert "c.ring is left out" in bundle.summary()
+    assert "c.ring is omitted" in bundle.summary()
 
 
 def test_a_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:

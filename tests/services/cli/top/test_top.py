@@ -109,7 +109,7 @@ def test_errors(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--api-key" in capsys.readouterr().err
     server.key, server.metrics = "", "{"
     assert main(["top", "--once", "--url", server.url]) == 1
-    assert "is not pdserve's" in capsys.readouterr().err
+    assert "does not return pdserve's metrics" in capsys.readouterr().err
     assert main(["top", "--url", "http://127.0.0.1:9"]) == 1
     assert "pdserve up" in capsys.readouterr().err
 
