@@ -27,8 +27,8 @@ def incompatibility(peer_version: int, process: str, peer: str) -> str:
         (process, peer_version - 1) if own_version < peer_version else (peer, own_version - 1)
     )
     return (
-        f"protocol version {own_version} of the {process} does not match {peer_version} of the {peer}: "
-        f"upgrade the {older} to a release with version {needed_version} first"
+        f"protocol version {own_version} of the {process} does not match {peer_version} of "
+        f"the {peer}: upgrade the {older} to a release with version {needed_version} first"
     )
 
 

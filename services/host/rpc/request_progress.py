@@ -99,7 +99,7 @@ class RequestProgress:
             return None
         if scores.position > self._num_scored + 1:
             raise LostTokens(
-                f"{self._num_scored} prompt scores received, but the next start at {scores.position}"
+                f"{self._num_scored} prompt scores received, then from {scores.position}"
             )
         skip = self._num_scored + 1 - scores.position
         if skip >= len(scores.logprobs):

@@ -330,7 +330,8 @@ def test_a_key_without_its_certificate_waits_for_it(
     assert [new_files(), new_files()] == [None, None]
     said = [record.message for record in caplog.records]
     assert said == [
-        f"{certificate}: the key does not match the certificate; the previous certificate stays in use"
+        f"{certificate}: the key does not match the certificate; "
+        "the previous certificate stays in use"
     ]
     both = authority.certificate + make_authority().certificate
     trusted.write_bytes(both)
