@@ -161,14 +161,14 @@ def test_files_and_batches_are_kept_for_the_next_system_of_the_port(
     assert kept.startswith(f"sqlite:///{tmp_path}/home/pdserve/gateway-")
     assert kept.endswith("-28765.db")
     assert database_of(tmp_path, "--port", "28765") == kept
-    assert capsys.readouterr().err.count("lost at the end") == 0
+    assert capsys.readouterr().err.count("will be lost") == 0
     assert (tmp_path / "home/pdserve").stat().st_mode & 0o777 == 0o700
     assert database_of(tmp_path).startswith(f"sqlite:///{tmp_path}/run/pdserve-up-")
     assert database_of(tmp_path, "--database-url", "none") == "none"
     monkeypatch.setenv("XDG_DATA_HOME", "/proc/nowhere")
     url = database_of(tmp_path, "--port", "28765")
     assert url.startswith(f"sqlite:///{tmp_path}/run/pdserve-up-")
-    assert "warning: files, batches and usage are lost at the end" in capsys.readouterr().err
+    assert "files, batches and usage will be lost when pdserve stops" in capsys.readouterr().err
 
 
 def test_another_users_folder_keeps_nothing(
@@ -177,7 +177,7 @@ def test_another_users_folder_keeps_nothing(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
-    with pytest.raises(PermissionError, match="another user's"):
+    with pytest.raises(PermissionError, match="belongs to another user"):
         data_dir()
 
 

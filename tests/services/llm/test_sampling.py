@@ -21,14 +21,14 @@ WRONG = [
     ("logprobs", 21, "must be from 0 to 20, not 21"),
     ("seed", 2**64, "must be from"),
     ("thinking_token_budget", -1, "must be from 0"),
-    ("stop", ["a", ""], "has an empty text"),
+    ("stop", ["a", ""], "contains an empty text"),
     ("stop", [1], "must be a text or a list of texts"),
     ("bad_words", 5, "must be a text or a list of texts, not 5"),
     ("stop_token_ids", "ab", "must be a list of token ids"),
-    ("allowed_token_ids", [1, 2.5], "has 2.5, which is no token id"),
+    ("allowed_token_ids", [1, 2.5], "contains 2.5, which is not a token id"),
     ("logit_bias", [1], "must be a dict by token id"),
-    ("logit_bias", {"a": 1.0}, "has 'a', which is no token id"),
-    ("logit_bias", {1: "a"}, "has 'a', which is no number"),
+    ("logit_bias", {"a": 1.0}, "contains 'a', which is not a token id"),
+    ("logit_bias", {1: "a"}, "contains 'a', which is not a number"),
     ("structured_outputs", {"regex": "a"}, "must be StructuredOutputsParams, not dict"),
 ]
 
