@@ -71,7 +71,7 @@ COMMANDS = {
     for command in (
         Command(
             "up",
-            "start a whole system on this machine",
+            "start a complete system on this machine",
             "pdserve.services.local.up:run",
             (
                 ("system", CLI + "UpSettings", ()),

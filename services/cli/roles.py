@@ -130,7 +130,7 @@ def guarded(run: Callable[[], int]) -> int:
         raise_open_files()
         return run()
     except Exception as error:
-        if not isinstance(error, OSError | ValueError) and not is_typed(error):
+        if not isinstance(error, OSError | ValueError) and not is_pdserve_error(error):
             raise
         if logs_json():
             log.critical("%s", error)
@@ -139,6 +139,6 @@ def guarded(run: Callable[[], int]) -> int:
         return 1
 
 
-def is_typed(error: BaseException) -> bool:
+def is_pdserve_error(error: BaseException) -> bool:
     """Whether the exception's class is pdserve's, whose messages are written for users."""
     return type(error).__module__.startswith("pdserve.")

@@ -60,7 +60,7 @@ def cut(text: str, max_bytes: int) -> str:
     does not cut it again; a cut text ends with its original length."""
     if len(text) <= max_bytes and sum(map(_sent_bytes, text)) <= max_bytes:
         return text
-    suffix = _rest(text)
+    suffix = _length_note(text)
     max_prefix_bytes = max_bytes - len(suffix)
     sizes = accumulate(map(_sent_bytes, text[:max_prefix_bytes]))
     return text[: sum(size <= max_prefix_bytes for size in sizes)] + suffix
@@ -73,7 +73,7 @@ def _sent_bytes(character: str) -> int:
     return 1 if plain else 3 * len(character.encode(errors="replace"))
 
 
-def _rest(text: str) -> str:
+def _length_note(text: str) -> str:
     return f"... ({len(text)} characters)"
 
 
@@ -97,7 +97,7 @@ def context_exceeded(context_len: int, prompt_len: int, max_tokens: int, prompt_
 def quoted(text: str) -> str:
     """A client's text as an error or a log line may repeat it: its repr, of at most MAX_QUOTED
     characters."""
-    return repr(text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + _rest(text))
+    return repr(text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + _length_note(text))
 
 
 class ServiceError(Exception):

@@ -162,14 +162,14 @@ def exporter(url: str) -> "SpanExporter":
     collector = redacted_url(url)
 
     class Exporter(SpanExporter):
-        taken = True  # whether the last export succeeded
+        accepted = True  # whether the last export succeeded
 
         def export(self, spans: "Sequence[ReadableSpan]") -> "SpanExportResult":
             result = sender.export(spans)
-            taken = result is SpanExportResult.SUCCESS
-            if taken != self.taken:
-                self.taken = taken
-                if taken:
+            accepted = result is SpanExportResult.SUCCESS
+            if accepted != self.accepted:
+                self.accepted = accepted
+                if accepted:
                     log.info("%s accepts traces again", collector)
                 else:
                     log.warning(
@@ -236,7 +236,7 @@ class ExportingTracer(Tracer):
 
     def close(self) -> None:
         """Send the queued spans, for at most CLOSE_S; drop them if the last export failed."""
-        is_unreachable = not getattr(self._exporter, "taken", True)
+        is_unreachable = not getattr(self._exporter, "accepted", True)
         ending = threading.Thread(target=self._processor.shutdown, name="traces", daemon=True)
         ending.start()
         ending.join(0.0 if is_unreachable else CLOSE_S)
@@ -289,15 +289,15 @@ class _RecordedSpan(TraceSpan):
         def ns(seconds: float) -> int:
             return offset + int(seconds * 1e9)
 
-        def named(span: int, *, remote: bool) -> SpanContext:
+        def span_context(span: int, *, remote: bool) -> SpanContext:
             return SpanContext(trace, span, remote, TraceFlags(TraceFlags.SAMPLED), state)
 
         trace, span_id, parent = self._ids
-        context = named(span_id, remote=False)
+        context = span_context(span_id, remote=False)
         for name, began, ended in self._phases:
             phase = ReadableSpan(
                 f"{self._name} {name}",
-                context=named(_span_id(), remote=False),
+                context=span_context(_span_id(), remote=False),
                 parent=context,
                 resource=self._tracer.resource,
                 start_time=ns(began),
@@ -307,7 +307,7 @@ class _RecordedSpan(TraceSpan):
         span = ReadableSpan(
             self._name,
             context=context,
-            parent=named(parent, remote=True) if parent else None,
+            parent=span_context(parent, remote=True) if parent else None,
             resource=self._tracer.resource,
             attributes=self._attributes,
             events=[Event(name, values, ns(at)) for name, at, values in self._events],

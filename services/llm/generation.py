@@ -227,8 +227,8 @@ def _parsed(output: _Output, update: TextUpdate) -> list[ContentPart]:
         return [TextPart(update.text)] if update.text else []
     content = output.parser.push(update.text) if update.text else []
     if update.finish is not None:
-        cut = update.finish == "length" or update.stop is not None
-        content = [*content, *output.parser.finish(cut=cut)]
+        is_cut = update.finish == "length" or update.stop is not None
+        content = [*content, *output.parser.finish(cut=is_cut)]
     return content
 
 

@@ -132,7 +132,7 @@ class PromptMaker:
         ids: Any = prompt
         if isinstance(ids, bytes) or not isinstance(ids, Sequence):
             kind = type(ids).__name__
-            raise TypeError(f"a prompt must be a text or a list of token ids, not {kind}")
+            raise TypeError(f"a prompt must be a string or a list of token ids, not {kind}")
         check_ids(ids, "prompt")
         return list(ids)
 

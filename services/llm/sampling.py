@@ -76,7 +76,7 @@ class StructuredOutputsParams:
         elif name == "structural_tag":
             value = _tagged(value, param)
         elif not isinstance(value, str):
-            raise _refused(param, f"must be a text, not {type(value).__name__}")
+            raise _refused(param, f"must be a string, not {type(value).__name__}")
         return Structure(_KINDS[name], value, param, whitespace=not self.disable_any_whitespace)
 
 
@@ -127,7 +127,7 @@ class SamplingParams:
                 raise _refused(name, f"must be {allowed}, not {str(value)[:40]}")
         for name in _TEXTS:
             if not all(_texts(getattr(self, name), name)):
-                raise _refused(name, "contains an empty text")
+                raise _refused(name, "contains an empty string")
         for name in _IDS:
             check_ids(getattr(self, name), name)
         if not isinstance(self.logit_bias, Mapping):
@@ -180,7 +180,7 @@ def _texts(value: str | Sequence[str], param: str) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, Sequence) or not all(isinstance(text, str) for text in value):
-        raise _refused(param, f"must be a text or a list of texts, not {value!r:.60}")
+        raise _refused(param, f"must be a string or a list of strings, not {value!r:.60}")
     return tuple(value)
 
 
@@ -206,7 +206,7 @@ def _tagged(value: Any, param: str) -> dict[str, Any]:
             structures_param, "must be a list; each has begin, schema and end, and nothing else"
         )
     if not all(isinstance(text, str) for tag in tags for text in (tag["begin"], tag["end"])):
-        raise _refused(structures_param, "must each have a begin and an end that are texts")
+        raise _refused(structures_param, "must each have a begin and an end that are strings")
     triggers = _texts(value["triggers"], f"{param}.triggers")
     if not tags or not triggers or not all(triggers):
         raise _refused(param, "must have structures and triggers that are not empty")

@@ -210,9 +210,13 @@ class System:
         """Return (name, role, model) of each worker; decode workers come first, so that they get
         the surplus cores."""
         counts = {"decode": self._up.decode, "prefill": self._up.prefill}
-        several = len(self._models) > 1
+        has_several_models = len(self._models) > 1
         return [
-            (f"{role} {number}" + (f" of {model or 'SmolLM2'}" if several else ""), role, model)
+            (
+                f"{role} {number}" + (f" of {model or 'SmolLM2'}" if has_several_models else ""),
+                role,
+                model,
+            )
             for role, count in counts.items()
             for model in self._models
             for number in range(count)
@@ -323,7 +327,9 @@ class System:
         keys = self._needs_key
         header = " -H 'Authorization: Bearer YOUR_KEY'" if keys else ""
         if self._gateway.host not in ("127.0.0.1", "::1", "localhost") and not keys:
-            text = "warning: no --api-key is set, so anyone who can reach this machine can use it"
+            text = (
+                "warning: no --api-key is set: anyone who reaches this machine can use the server"
+            )
             say(text, logging.WARNING)
         ids_at = router.figures.get("clients") or self._router_address
         seconds = time.monotonic() - self._started_at

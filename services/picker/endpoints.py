@@ -58,9 +58,9 @@ class Endpoints:
         self._known: dict[str, Endpoint] = {}
         self._ready: frozenset[str] = frozenset()
         self._misses = 0
-        self.known = asyncio.Event()  # set once the ready endpoints are known
+        self.ready_known = asyncio.Event()  # set once the ready endpoints are known
         if not targets:
-            self.known.set()
+            self.ready_known.set()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -72,7 +72,9 @@ class Endpoints:
             while self._targets:
                 self._changed.clear()
                 resolved = await asyncio.to_thread(self._discovery.look)
-                self.resolved({address for addresses in resolved.values() for address in addresses})
+                self.set_resolved(
+                    {address for addresses in resolved.values() for address in addresses}
+                )
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RESOLVE_S):
                         await self._changed.wait()
@@ -85,7 +87,7 @@ class Endpoints:
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._changed.set)
 
-    def resolved(self, addresses: Iterable[str]) -> None:
+    def set_resolved(self, addresses: Iterable[str]) -> None:
         """Take what the targets resolve to now."""
         ready = frozenset(addresses)
         self._misses = 0 if ready else self._misses + 1
@@ -95,7 +97,7 @@ class Endpoints:
             log.info("%d endpoints are ready", len(ready))
         self._ready = ready
         if ready:
-            self.known.set()
+            self.ready_known.set()
 
     def candidates(self, hint: Sequence[str] | None) -> list[Endpoint]:
         """Return ready endpoints. `hint`: the only ones allowed, as ip:port, or an ip alone for

@@ -20,7 +20,7 @@ from pdserve.services.picker.picker import EndpointChoice, EndpointPicker, Proxi
 
 # (path, error) -> the error, and its JSON object
 ErrorWriter = Callable[[str, ServiceError], tuple[HttpError, dict[str, object]]]
-Answers = list[pb.ProcessingResponse]
+Responses = list[pb.ProcessingResponse]
 
 
 class HeldBodies:
@@ -61,7 +61,7 @@ class Exchange:
             self._choice.ended()
             self._choice = None
 
-    async def take(self, message: pb.ProcessingRequest) -> Answers:
+    async def take(self, message: pb.ProcessingRequest) -> Responses:
         """Return the answers to a message."""
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
@@ -87,7 +87,7 @@ class Exchange:
 
     # --- the request
 
-    async def _request_headers(self, headers: pb.HttpHeaders) -> Answers:
+    async def _request_headers(self, headers: pb.HttpHeaders) -> Responses:
         self._headers = messages.headers_of(headers)
         waits = self._request_mode in (pb.FULL_DUPLEX_STREAMED, pb.BUFFERED)
         if headers.end_of_stream or not waits or not self._picker.wants_body(self._headers):
@@ -98,30 +98,30 @@ class Exchange:
             return [pb.ProcessingResponse(request_headers=pb.HeadersResponse())]
         return []
 
-    async def _request_body(self, part: pb.HttpBody) -> Answers:
+    async def _request_body(self, part: pb.HttpBody) -> Responses:
         if self._request_mode != pb.FULL_DUPLEX_STREAMED:
             if self._choice is None:
                 fits = len(part.body) <= self._bodies.max_body_bytes
                 return [await self._decision(part.body if fits else b"", with_body=True)]
             return [pb.ProcessingResponse(request_body=pb.BodyResponse())]
         self._parts.append(part.body)
-        answers: Answers = []
+        responses: Responses = []
         if self._choice is None:
             fits = self._hold(len(part.body))
             if fits and not part.end_of_stream:
                 return []
-            answers.append(await self._decision(b"".join(self._parts) if fits else b""))
-        return answers + self._rest(part.end_of_stream)
+            responses.append(await self._decision(b"".join(self._parts) if fits else b""))
+        return responses + self._unsent_body(part.end_of_stream)
 
-    async def _request_trailers(self) -> Answers:
-        answers: Answers = []
+    async def _request_trailers(self) -> Responses:
+        responses: Responses = []
         if self._choice is None:
-            answers = [await self._decision(b"".join(self._parts)), *self._rest(False)]
+            responses = [await self._decision(b"".join(self._parts)), *self._unsent_body(False)]
         if not self._refused:
-            answers.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
-        return answers
+            responses.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
+        return responses
 
-    def _rest(self, end_of_stream: bool) -> Answers:
+    def _unsent_body(self, end_of_stream: bool) -> Responses:
         """Return the received parts of the body that were not passed on yet."""
         parts, self._parts = self._parts, []
         if self._refused or not (parts or end_of_stream):
@@ -166,14 +166,14 @@ class Exchange:
             extra_headers = {messages.TEST_ECHO: f"{messages.TEST_SERVED}:{endpoints}"}
         common, metadata = messages.destination(endpoints, extra_headers)
         if with_body:
-            answer = pb.BodyResponse(response=common)
-            return pb.ProcessingResponse(request_body=answer, dynamic_metadata=metadata)
-        head = pb.HeadersResponse(response=common)
-        return pb.ProcessingResponse(request_headers=head, dynamic_metadata=metadata)
+            body_response = pb.BodyResponse(response=common)
+            return pb.ProcessingResponse(request_body=body_response, dynamic_metadata=metadata)
+        headers_response = pb.HeadersResponse(response=common)
+        return pb.ProcessingResponse(request_headers=headers_response, dynamic_metadata=metadata)
 
     # --- the response
 
-    def _response_headers(self, message: pb.ProcessingRequest) -> Answers:
+    def _response_headers(self, message: pb.ProcessingRequest) -> Responses:
         served = messages.served_of(message)
         if self._choice is not None and served:
             self._picker.served(self._choice, served)
@@ -185,7 +185,7 @@ class Exchange:
             head.response.header_mutation.CopyFrom(messages.mutation(headers))
         return [pb.ProcessingResponse(response_headers=head)]
 
-    def _response_body(self, part: pb.HttpBody) -> Answers:
+    def _response_body(self, part: pb.HttpBody) -> Responses:
         if self._response_mode != pb.FULL_DUPLEX_STREAMED:
             return [pb.ProcessingResponse(response_body=pb.BodyResponse())]
         return [

@@ -128,7 +128,7 @@ class PickerProcess:
 
     async def _announce(self) -> None:
         """Report SERVING once the endpoints are known; routers may connect later."""
-        await self.endpoints.known.wait()
+        await self.endpoints.ready_known.wait()
         freeze_heap()
         self.host.set_serving(True)
         await asyncio.Event().wait()

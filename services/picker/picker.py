@@ -108,9 +108,8 @@ class EndpointPicker:
         self._limit_s = limit_s
         self._max_endpoints = 1 + num_fallbacks
         self._tracer = tracer
-        self._no_worker_until: dict[
-            frozenset[str], float
-        ] = {}  # hosts without a decode worker, until when
+        # Sets of hosts without a decode worker, and until when.
+        self._no_worker_until: dict[frozenset[str], float] = {}
 
     def tenant(self, headers: Mapping[str, str]) -> Tenant | None:
         """Return the tenant of the request; None if its key is wrong."""

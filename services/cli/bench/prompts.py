@@ -37,16 +37,16 @@ async def make_prompts(
         return int(response.check().json["count"])
 
     try:
-        return [await exact(rng, num_tokens, tokens) for _ in range(count)], True
+        return [await prompt_of_length(rng, num_tokens, tokens) for _ in range(count)], True
     except LookupError:
-        return [drawn(rng, num_tokens) for _ in range(count)], False
+        return [random_words(rng, num_tokens) for _ in range(count)], False
 
 
-def drawn(rng: random.Random, num_words: int) -> str:
+def random_words(rng: random.Random, num_words: int) -> str:
     return " ".join(rng.choices(WORDS, k=max(1, num_words)))
 
 
-async def exact(rng: random.Random, num_tokens: int, tokens: CountTokens) -> str:
+async def prompt_of_length(rng: random.Random, num_tokens: int, tokens: CountTokens) -> str:
     """A text of exactly `num_tokens` tokens. Raises ApiError if none is found in TRIES."""
     words = rng.choices(WORDS, k=max(1, num_tokens))
     for _ in range(TRIES):
@@ -55,12 +55,10 @@ async def exact(rng: random.Random, num_tokens: int, tokens: CountTokens) -> str
         missing = num_tokens - num_text_tokens
         if not missing:
             return text
-        part = round(
-            abs(missing) * len(words) / max(1, num_text_tokens)
-        )  # in words, each of several tokens
-        shortened = (
-            text[:missing] if missing < 0 and part <= 1 else ""
-        )  # for tokenizers of characters
+        # In words, each of several tokens.
+        part = round(abs(missing) * len(words) / max(1, num_text_tokens))
+        # For tokenizers of characters.
+        shortened = text[:missing] if missing < 0 and part <= 1 else ""
         if missing > 0:
             words += rng.choices(WORDS, k=max(1, part))
         elif shortened.endswith(" "):  # a chat template may strip the space

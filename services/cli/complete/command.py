@@ -81,16 +81,17 @@ def check_source(source: Path, target: Path) -> None:
 
 def count(source: Path, done: set[str], target: Path) -> int:
     """The number of lines. Raises BadLine if two have the same id, or a result has no line."""
-    seen: dict[str, int] = {}
+    line_numbers: dict[str, int] = {}
     for number, custom_id, _ in lines_of(source):
-        if custom_id in seen:
+        if custom_id in line_numbers:
             raise BadLine(
-                f"{source}: lines {seen[custom_id]} and {number} have the same id {custom_id!r}"
+                f"{source}: lines {line_numbers[custom_id]} and {number} have the same id "
+                f"{custom_id!r}"
             )
-        seen[custom_id] = number
-    if unknown_id := next((result_id for result_id in done if result_id not in seen), None):
+        line_numbers[custom_id] = number
+    if unknown_id := next((result_id for result_id in done if result_id not in line_numbers), None):
         raise BadLine(f"{target} has a result with id {unknown_id!r}, which {source} does not have")
-    return len(seen)
+    return len(line_numbers)
 
 
 def lines_of(source: Path) -> Iterator[tuple[int, str, Mapping[str, Any] | BadLine]]:

@@ -51,7 +51,7 @@ def parts(options: ReportSettings) -> dict[str, Part]:
     """The parts of a report, by name."""
     part_by_name: dict[str, Part] = {"versions": versions, "system": system, "gpus": gpus}
     for name in SERVICES:
-        part_by_name[f"local options of {name}"] = partial(options_here, name)
+        part_by_name[f"local options of {name}"] = partial(local_options, name)
     part_by_name["options of `up`"] = options_of_up
     for path in ("/health", "/ready", "/version", "/fleet/state", "/metrics?fleet=true"):
         part_by_name[f"gateway {path}"] = partial(ask_gateway, options, path)
@@ -114,7 +114,7 @@ def gpus() -> dict[str, bytes]:
     return {"system/nvidia-smi.txt": done.stdout + done.stderr}
 
 
-def options_here(name: str) -> dict[str, bytes]:
+def local_options(name: str) -> dict[str, bytes]:
     """The options of a service started here without flags."""
     command = COMMANDS[name]
     groups = {section.cls: section.options for section in command.sections()}
@@ -174,8 +174,8 @@ def fleet(options: ReportSettings, target: str) -> dict[str, bytes]:
     if not addresses:
         raise NoData("the name does not resolve to any router")
     with ThreadPoolExecutor(MAX_PARALLEL_CALLS) as threads:
-        answers = list(threads.map(partial(_fleet_of, access), addresses))
-    replies = list(zip(addresses, answers, strict=True))
+        results = list(threads.map(partial(_fleet_of, access), addresses))
+    replies = list(zip(addresses, results, strict=True))
     if all(kind == "txt" for _, (kind, _) in replies):
         raise NoData("; ".join(f"{address}: {text.decode()}" for address, (_, text) in replies))
     return {f"fleet/{_file_name(address)}.{kind}": data for address, (kind, data) in replies}

@@ -10,7 +10,7 @@ HEAD = (
     *("role", "address", "state", "run", "wait", "KV in use"),
     *("used", "cached", "free", "hits", "KV MB/s", "model"),
 )
-LEFT = ("role", "address", "state", "KV in use", "model")  # left-aligned columns
+LEFT_ALIGNED = ("role", "address", "state", "KV in use", "model")  # left-aligned columns
 
 
 def screen(url: str, snapshot: Snapshot, rates: Rates | None, columns: int = 120) -> list[str]:
@@ -76,7 +76,7 @@ def table(rows: Sequence[Sequence[str]], gap: int) -> list[str]:
     return [
         (" " * gap)
         .join(
-            cell.ljust(width) if name in LEFT else cell.rjust(width)
+            cell.ljust(width) if name in LEFT_ALIGNED else cell.rjust(width)
             for name, cell, width in zip(HEAD, row, widths, strict=False)
         )
         .rstrip()

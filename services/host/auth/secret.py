@@ -61,7 +61,7 @@ class SecretAccess:
         """An interceptor that refuses calls without the secret, except to `open_methods`."""
         return SecretInterceptor(self, open_methods)
 
-    def is_shown_in(self, metadata: Metadata) -> bool:
+    def has_secret(self, metadata: Metadata) -> bool:
         """Whether call metadata carries one of the secrets; compares all in constant time."""
         header = b""
         for key, value in metadata:
@@ -72,7 +72,7 @@ class SecretAccess:
 
     def may_be(self, context: Context, role: Role) -> bool:
         """Whether the caller may have this role; one secret serves all roles."""
-        return self.is_shown_in(context.invocation_metadata() or ())
+        return self.has_secret(context.invocation_metadata() or ())
 
     def _check(self, address: str) -> None:
         if not (self._trust_network or is_loopback(address)):
@@ -114,7 +114,7 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         details: Any = handler_call_details
-        if details.method in self._open or self._access.is_shown_in(
+        if details.method in self._open or self._access.has_secret(
             details.invocation_metadata or ()
         ):
             return await continuation(handler_call_details)

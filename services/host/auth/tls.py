@@ -38,10 +38,10 @@ class TlsFiles:
         try:
             check_pair(Identity(certificate_pem, key_pem))
         except ValueError as error:
-            raise ValueError(self._named(error)) from None
+            raise ValueError(self._with_file_name(error)) from None
         self.authority()
 
-    def _named(self, error: ValueError) -> str:
+    def _with_file_name(self, error: ValueError) -> str:
         """The error's text, prefixed with the certificate's file if it is one."""
         return f"{error}" if self._certificate.startswith(PEM) else f"{self._certificate}: {error}"
 
@@ -76,7 +76,9 @@ class TlsFiles:
             try:
                 check_pair(Identity(pair[1], pair[0]))
             except ValueError as error:
-                log.warning("%s; the previous certificate stays in use", self._named(error))
+                log.warning(
+                    "%s; the previous certificate stays in use", self._with_file_name(error)
+                )
                 refused_files = pair, authority
                 if authority == current[1]:
                     return None

@@ -55,14 +55,14 @@ class EndpointSlices:
         """Require a new list, since events may have been missed. The slices stay until then."""
         self._newest = 0
 
-    def take_list(self, answer: Any) -> None:
-        """Replace all slices. Raises ValueError, and changes nothing, if `answer` is not a list of
-        slices."""
+    def take_list(self, response: Any) -> None:
+        """Replace all slices. Raises ValueError, and changes nothing, if `response` is not a list
+        of slices."""
         try:
-            if answer["kind"] != "EndpointSliceList":
-                raise ValueError(f"kind {answer['kind']!r}")
-            version = int(answer["metadata"]["resourceVersion"])
-            items = answer["items"] or ()
+            if response["kind"] != "EndpointSliceList":
+                raise ValueError(f"kind {response['kind']!r}")
+            version = int(response["metadata"]["resourceVersion"])
+            items = response["items"] or ()
             versions = {_name(item): _version(item) for item in items}
             slices = {_name(item): _read(item, self._port) for item in items}
         except (AttributeError, LookupError, TypeError, ValueError) as error:

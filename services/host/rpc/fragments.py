@@ -16,12 +16,12 @@ IDS_PER_MESSAGE = 32_768  # a varint of a uint32 has at most 5 bytes: 160 KiB
 
 def send_ids(key: str, ids: Sequence[int]) -> tuple[list[pb.IdsPart], Sequence[int]]:
     """The parts to send ahead, in order, and the ids that go into the message itself."""
-    cut = max(0, len(ids) - 1) // IDS_PER_MESSAGE * IDS_PER_MESSAGE
+    split_at = max(0, len(ids) - 1) // IDS_PER_MESSAGE * IDS_PER_MESSAGE
     parts = [
         pb.IdsPart(key=key, ids=ids[start : start + IDS_PER_MESSAGE])
-        for start in range(0, cut, IDS_PER_MESSAGE)
+        for start in range(0, split_at, IDS_PER_MESSAGE)
     ]
-    return parts, ids[cut:]
+    return parts, ids[split_at:]
 
 
 class IdsCollector:

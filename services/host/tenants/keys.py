@@ -116,14 +116,14 @@ class ApiKeys:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, changed.set)
         if not self._file:
             await asyncio.Event().wait()
-        seen = stamp(self._file)
+        last_stamp = stamp(self._file)
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_AGAIN_S):
                     await changed.wait()
-            if changed.is_set() or stamp(self._file) != seen:
+            if changed.is_set() or stamp(self._file) != last_stamp:
                 changed.clear()
-                seen = stamp(self._file)
+                last_stamp = stamp(self._file)
                 self.reload()
 
     def _read(self) -> list[tuple[bytes, str]]:

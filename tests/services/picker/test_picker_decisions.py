@@ -208,9 +208,9 @@ async def test_all_bodies_together_are_bounded() -> None:
 def test_a_moment_without_names_is_not_believed() -> None:
     picker = ScriptedPicker(PODS)
     for _ in range(MAX_MISSES - 1):
-        picker.endpoints.resolved([])
+        picker.endpoints.set_resolved([])
         assert len(picker.endpoints.candidates(None)) == 3
-    picker.endpoints.resolved([])
+    picker.endpoints.set_resolved([])
     assert picker.endpoints.candidates(None) == []
 
 

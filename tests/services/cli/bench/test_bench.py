@@ -16,7 +16,7 @@ from systems.eventually import wait_until
 
 from pdserve.services.cli.async_client import AsyncApi
 from pdserve.services.cli.bench.load import open_loop
-from pdserve.services.cli.bench.prompts import exact, make_prompts
+from pdserve.services.cli.bench.prompts import make_prompts, prompt_of_length
 from pdserve.services.cli.http_client import ApiError
 from pdserve.services.cli.main import main
 from pdserve.services.options.settings import ClientSettings
@@ -110,7 +110,7 @@ def test_prompts_of_any_tokenizer(letters: int) -> None:
 
     for num_tokens in (8, 33, 128, 1000):
         for seed in range(20):
-            text = asyncio.run(exact(Random(seed), num_tokens, tokens))
+            text = asyncio.run(prompt_of_length(Random(seed), num_tokens, tokens))
             assert asyncio.run(tokens(text)) == num_tokens
 
 
