@@ -77,7 +77,7 @@ def tool_use(
             raise _refused(f"tools[{index}]", f"two tools have the name {name!r}")
     if not parsed_tools:
         if choice not in ("auto", "none"):
-            raise _refused("tool_choice", "tool_choice requires tools")
+            raise _refused("tool_choice", "tool_choice needs tools")
         return None
     match choice:
         case "auto" | "none" | "required":

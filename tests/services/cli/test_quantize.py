@@ -23,7 +23,7 @@ def test_a_file_is_written_and_described(plain: Path, capsys: pytest.CaptureFixt
     assert "22 Q4_0, 13 F32, 1 Q8_0" in said.out
     assert "out.gguf: quantizing 100%" in said.err
     assert main(["quantize", str(plain), str(out)]) == 1
-    assert f"exists already: '{out}'" in capsys.readouterr().err
+    assert f"already exists: '{out}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_file_is_written_and_described(plain: Path, capsys: pytest.CaptureFixt
         ("plain.gguf", "out.gguf", ["--type", "q9"], 2, "'q9' is not known; known: q4_0"),
         ("plain.gguf", "none/out.gguf", [], 1, "No such file or directory"),
         ("missing.gguf", "out.gguf", [], 1, "no model '"),
-        ("tiny", "out.gguf", [], 1, "convert_hf_to_gguf.py makes of it; --isq q4k quantizes"),
+        ("tiny", "out.gguf", [], 1, "convert_hf_to_gguf.py, or serve it with --isq q4k"),
         ("tiny/config.json", "out.gguf", [], 1, "is not a GGUF file"),
     ],
 )

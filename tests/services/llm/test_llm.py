@@ -363,7 +363,7 @@ def test_a_structure_that_cannot_be_is_said(llm: LLM) -> None:
         ({"choice": []}, "must not be empty", "structured_outputs.choice"),
         ({"structural_tag": {"structures": [{}], "triggers": ["a"]}}, "begin, schema and end",
          "structured_outputs.structural_tag.structures"),
-        ({"structural_tag": {"structures": [{**tag, "begin": 1}], "triggers": ["a"]}}, "are texts",
+        ({"structural_tag": {"structures": [{**tag, "begin": 1}], "triggers": ["a"]}}, "strings",
          "structured_outputs.structural_tag.structures"),
         ({"structural_tag": {"structures": [tag], "triggers": ["a"], "or": {}}}, "nothing else",
          "structured_outputs.structural_tag"),
