@@ -100,7 +100,7 @@ def _run(*options: str) -> dict[str, Any]:
         "ttft_ms": statistics.median(answer.ttft_ms for answer in answers),
         "grown_mb": grown,
         "stop_s": time.monotonic() - began,
-        "warnings": fleet.final_log.count("takes no traces"),
+        "warnings": fleet.final_log.count("does not accept traces"),
     }
 
 

@@ -42,7 +42,9 @@ class Response(NamedTuple):
         try:
             return json.loads(self.body)
         except ValueError:
-            raise ApiError("the answer is no JSON: is this an OpenAI server?", 502) from None
+            raise ApiError(
+                "the response is not JSON; check that --url names an OpenAI-compatible server", 502
+            ) from None
 
     def check(self) -> "Response":
         """Return the response itself if its status is 2xx. Raises ApiError otherwise."""
@@ -56,7 +58,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.usable = True  # whether it can take another request
-        self.heard = False  # whether part of the current response has arrived
+        self.has_response_data = False  # whether part of the current response has arrived
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[Response] | None = None
 
@@ -64,7 +66,7 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    async def ask(self, request: bytes, on_body: OnBody | None) -> Response:
+    async def send(self, request: bytes, on_body: OnBody | None) -> Response:
         """Send a request; return its response. Raises ApiError if the connection breaks first."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
@@ -73,7 +75,7 @@ class _Connection(asyncio.Protocol):
         self._num_bytes = 0
         self._retry_after_s = 0.0
         self._ends_with_connection = False
-        self.heard = False
+        self.has_response_data = False
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
@@ -84,21 +86,21 @@ class _Connection(asyncio.Protocol):
             self._done = None
 
     def data_received(self, data: bytes) -> None:
-        self.heard = True
+        self.has_response_data = True
         self._now = time.perf_counter()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(f"this is no HTTP server: {error}")
+            self._fail(f"the server does not respond with HTTP: {error}")
 
     def on_message_begin(self) -> None:
         self._ends_with_connection = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        lower = name.lower()
-        if lower == b"retry-after" and value.isdigit():
+        lower_name = name.lower()
+        if lower_name == b"retry-after" and value.isdigit():
             self._retry_after_s = float(value)
-        elif lower in (b"content-length", b"transfer-encoding"):
+        elif lower_name in (b"content-length", b"transfer-encoding"):
             self._ends_with_connection = False
 
     def on_body(self, piece: bytes) -> None:
@@ -107,7 +109,7 @@ class _Connection(asyncio.Protocol):
             return
         self._num_bytes += len(piece)
         if self._num_bytes > MAX_ANSWER_BYTES:
-            self._fail("the answer is too large")
+            self._fail("the response is too large")
         self._pieces.append(piece)
 
     def on_message_complete(self) -> None:
@@ -120,9 +122,9 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.usable = False
-        if self._done and error is None and self.heard and self._ends_with_connection:
+        if self._done and error is None and self.has_response_data and self._ends_with_connection:
             self.on_message_complete()
-        self._fail(f"the connection broke: {error}" if error else "the answer broke off")
+        self._fail(f"the connection failed: {error}" if error else "the response ended early")
 
     def _fail(self, message: str) -> None:
         if self._done and not self._done.done():
@@ -141,26 +143,28 @@ class AsyncApi:
     def __init__(self, settings: ClientSettings, timeout_s: float = 600.0) -> None:
         """Raises ApiError unless the URL is http(s)://host[:port] or unix:PATH."""
         self.url = settings.url.rstrip("/")
-        self._address = at = address_of(settings.url)
-        self._tls = ssl.create_default_context() if at.is_secure else None
+        self._address = address = address_of(settings.url)
+        self._tls = ssl.create_default_context() if address.is_secure else None
         self._timeout_s = timeout_s
         key = settings.api_key[0] if settings.api_key else ""
         auth = f"Authorization: {bearer(key)}\r\n" if key else ""
-        host = f"[{at.host}]" if ":" in at.host else at.host
-        self._head = f"Host: {host}:{at.port}\r\nContent-Type: application/json\r\n{auth}"
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        self._head = f"Host: {host}:{address.port}\r\nContent-Type: application/json\r\n{auth}"
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Response:
         """Raises ApiError if no response arrives."""
-        return await self._ask("GET", path, b"", None)
+        return await self._send("GET", path, b"", None)
 
     async def first_model(self) -> str:
         """The name of the first model that the server lists. Raises ApiError if it lists none."""
-        answer = (await self.get("/v1/models")).check().json
+        response_json = (await self.get("/v1/models")).check().json
         try:
-            models = entries_of(answer)
+            models = entries_of(response_json)
         except ValueError:
-            raise ApiError(f"{self.url} lists no models: is it an OpenAI server?", 502) from None
+            raise ApiError(
+                f"{self.url} lists no models; check that it is an OpenAI-compatible server", 502
+            ) from None
         if not models:
             raise ApiError(f"{self.url} serves no model yet", 503)
         return str(models[0]["id"])
@@ -170,9 +174,9 @@ class AsyncApi:
     ) -> Response:
         """Raises ApiError if no response arrives; an error of the server is a response."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await self._ask("POST", path, data, on_body)
+        return await self._send("POST", path, data, on_body)
 
-    async def _ask(self, method: str, path: str, data: bytes, on_body: OnBody | None) -> Response:
+    async def _send(self, method: str, path: str, data: bytes, on_body: OnBody | None) -> Response:
         head = f"{method} {self._address.prefix}{path} HTTP/1.1\r\n{self._head}"
         request = f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
         try:
@@ -181,28 +185,30 @@ class AsyncApi:
                     reused = bool(self._idle)
                     connection = self._idle.pop() if reused else await self._connect()
                     try:
-                        answer = await connection.ask(request, on_body)
+                        response = await connection.send(request, on_body)
                         break
                     except ApiError:
                         # The server had closed an idle connection and has not seen the request.
-                        if not reused or connection.heard:
+                        if not reused or connection.has_response_data:
                             raise
         except TimeoutError:
-            raise ApiError(f"no answer in {self._timeout_s:g} s", 408, BROKEN) from None
+            raise ApiError(f"no response within {self._timeout_s:g} s", 408, BROKEN) from None
         if connection.usable:
             self._idle.append(connection)
-        return answer
+        return response
 
     async def _connect(self) -> _Connection:
-        loop, at = asyncio.get_running_loop(), self._address
+        loop, address = asyncio.get_running_loop(), self._address
         try:
-            if at.unix_path:
-                _, made = await loop.create_unix_connection(_Connection, at.unix_path)
+            if address.unix_path:
+                _, connection = await loop.create_unix_connection(_Connection, address.unix_path)
             else:
-                _, made = await loop.create_connection(_Connection, at.host, at.port, ssl=self._tls)
+                _, connection = await loop.create_connection(
+                    _Connection, address.host, address.port, ssl=self._tls
+                )
         except OSError as error:
-            raise ApiError(f"no server answers at {self.url} ({error})") from None
-        return made
+            raise ApiError(f"no server responds at {self.url} ({error})") from None
+        return connection
 
     def close(self) -> None:
         for connection in self._idle:

@@ -33,9 +33,9 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     except ValueError as error:
         raise OptionError(f"{folder / 'ca-key.pem'}: {error}") from None
     print(
-        f"{folder}: ca.pem, and a certificate and a key for each of {', '.join(Role)}.\n"
-        "Give each process --cluster-ca, --cluster-cert and --cluster-key of its role; keep "
-        "ca-key.pem away from all of them.",
+        f"{folder} now has ca.pem, and a certificate and a key for each of {', '.join(Role)}.\n"
+        "Start each process with --cluster-ca and with the --cluster-cert and --cluster-key of its "
+        "role. Keep ca-key.pem secret: no process needs it.",
         file=sys.stderr,
     )
     return 0

@@ -57,8 +57,8 @@ class Command:
     def sections(self) -> list[Section]:
         return [
             Section(title, cls, options_of(cls, skip))
-            for title, where, skip in self.section_specs
-            for cls in [resolve_name(where)]
+            for title, class_path, skip in self.section_specs
+            for cls in [resolve_name(class_path)]
         ]
 
     def run(self, settings: Settings, positionals: Mapping[str, Any]) -> int:
@@ -71,7 +71,7 @@ COMMANDS = {
     for command in (
         Command(
             "up",
-            "start a whole system on this machine",
+            "start a complete system on this machine",
             "pdserve.services.local.up:run",
             (
                 ("system", CLI + "UpSettings", ()),
@@ -120,17 +120,24 @@ COMMANDS = {
         ),
         Command(
             "complete",
-            "answer a JSONL file of requests; what was cut off goes on",
+            "run a JSONL file of requests; an interrupted run resumes",
             "pdserve.services.cli.complete.command:run",
             (("batch", CLI + "CompleteSettings", ()),),
             (
-                Positional("in", 'a request a line: OpenAI batch lines, or "prompt" or "messages"'),
-                Positional("out", "a result a line; lines that have one are not asked again"),
+                Positional(
+                    "in",
+                    "file with one request per line: OpenAI batch lines, or objects with "
+                    '"prompt" or "messages"',
+                ),
+                Positional(
+                    "out",
+                    "file with one result per line; requests with a result are not sent again",
+                ),
             ),
         ),
         Command(
             "bench",
-            "put a load on a running server and measure it",
+            "send load to a running server and measure its performance",
             "pdserve.services.cli.bench.command:run",
             (("load", CLI + "BenchSettings", ()),),
         ),
@@ -153,7 +160,7 @@ COMMANDS = {
             (("quantization", CLI + "QuantizeSettings", ()),),
             (
                 Positional("model", "GGUF file, or a Hugging Face id as org/name:file.gguf"),
-                Positional("out", "the file that is written"),
+                Positional("out", "output file"),
             ),
         ),
         Command(
@@ -165,33 +172,33 @@ COMMANDS = {
         ),
         Command(
             "certs",
-            "make a cluster's authority and the certificates of its processes",
+            "create a cluster's authority and the certificates of its processes",
             "pdserve.services.cli.certs:run",
             (("certificates", CLI + "CertsSettings", ()),),
-            (Positional("folder", "where they are written; an authority there is kept"),),
+            (Positional("folder", "output folder; an authority that it already has is reused"),),
         ),
         Command(
             "key",
-            "make an API key, and its line for --api-key-file",
+            "create an API key and its line for --api-key-file",
             "pdserve.services.cli.key:run",
-            positionals=(Positional("name", "whose it is, for the log"),),
+            positionals=(Positional("name", "name of the key's owner, for the log"),),
         ),
         Command(
             "replay",
-            "print what was noted of hand-offs, check it, or make a simulation of it",
+            "print recorded hand-offs, check them, or convert them to a simulation",
             "pdserve.services.cli.replay:run",
             (("replay", CLI + "ReplaySettings", ()),),
             (Positional("ring", "ring file, or a folder of them (--trace-dir)", repeated=True),),
         ),
         Command(
             "report",
-            "write what explains a broken system to one file, without secrets",
+            "write diagnostics of a broken system to one file, without secrets",
             "pdserve.services.cli.report.command:run",
             (("report", CLI + "ReportSettings", ()),),
         ),
         Command(
             "demo",
-            "start, ask a short and a long question over each transport, stop",
+            "start a system, send a short and a long question over each transport, stop",
             "pdserve.services.cli.demo:run",
         ),
     )

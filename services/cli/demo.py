@@ -42,7 +42,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     except (DemoError, ApiError) as error:
         print(f"\ndemo failed: {error}", file=sys.stderr)
         return 1
-    print("\nlog and metrics agree; everything has stopped")
+    print("\ndemo passed: log and metrics agree, and all processes have stopped")
     return 0
 
 
@@ -76,7 +76,7 @@ def wait_ready(up: "subprocess.Popen[bytes]", log: Path, started: float) -> None
     """Wait until the system is ready. Raises DemoError if it ends, or takes longer than START_S."""
     while "pdserve is ready" not in log.read_text(errors="replace"):
         if up.poll() is not None:
-            raise DemoError(f"pdserve up ended early:\n{tail(log)}")
+            raise DemoError(f"pdserve up exited before it was ready:\n{tail(log)}")
         if time.monotonic() - started > START_S:
             raise DemoError(f"not ready after {START_S:g} s:\n{tail(log)}")
         time.sleep(0.1)
@@ -92,13 +92,13 @@ def show(transport: str, client: ApiClient, log: Path) -> None:
 
 def long_question(client: ApiClient, model: str) -> str:
     """A prompt of at least LONG_TOKENS tokens, as the server counts them."""
-    one = int(client.post_json("/tokenize", {"model": model, "prompt": SENTENCE})["count"])
-    return SENTENCE * -(-LONG_TOKENS // max(1, one - 1)) + QUESTION
+    num_tokens = int(client.post_json("/tokenize", {"model": model, "prompt": SENTENCE})["count"])
+    return SENTENCE * -(-LONG_TOKENS // max(1, num_tokens - 1)) + QUESTION
 
 
-def ask(client: ApiClient, log: Path, model: str, name: str, question: str, wanted: str) -> None:
-    """Ask one question; `wanted` is "local" or the transport that the prompt's KV must take."""
-    before = metrics(client)
+def ask(client: ApiClient, log: Path, model: str, name: str, question: str, expected: str) -> None:
+    """Ask one question; `expected` is "local" or the transport that the prompt's KV must take."""
+    metrics_before = metrics(client)
     started = time.monotonic()
     message = {"role": "user", "content": question}
     answer = client.post_json(
@@ -108,59 +108,63 @@ def ask(client: ApiClient, log: Path, model: str, name: str, question: str, want
     seconds = time.monotonic() - started
     usage = answer["usage"]
     text = answer["choices"][0]["message"]["content"]
-    where = logged(log, answer["id"])
+    prefill_at = read_prefill_at(log, answer["id"])
     print(
-        f"  {name}: {usage['prompt_tokens']} prompt tokens, prefilled {place(where)}, "
+        f"  {name}: {usage['prompt_tokens']} prompt tokens, prefilled {place(prefill_at)}, "
         f"{seconds:.2f} s\n    {' '.join(text.split())!r}"
     )
     if not text.strip():
-        raise DemoError(f"the {name} question got no answer")
-    if where != wanted:
-        raise DemoError(f"the log says that the {name} prompt was prefilled {where}, not {wanted}")
-    check_metrics(client, before, name, wanted)
+        raise DemoError(f"the answer to the {name} question is empty")
+    if prefill_at != expected:
+        raise DemoError(
+            f"the log says that the {name} prompt was prefilled {prefill_at}, not {expected}"
+        )
+    check_metrics(client, metrics_before, name, expected)
 
 
-def place(where: str) -> str:
-    return "by decode itself" if where == "local" else f"remotely over {where}"
+def place(prefill_at: str) -> str:
+    return "by the decode worker" if prefill_at == "local" else f"remotely over {prefill_at}"
 
 
-def logged(log: Path, request: str) -> str:
+def read_prefill_at(log: Path, request: str) -> str:
     """Where the prompt was computed, from the gateway's log line of this request. Raises DemoError
     if there is no such line."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         for line in log.read_text(errors="replace").splitlines():
-            found = re.search(r"prefill_at=(\S+)", line)
-            if request in line and found:
-                return str(found.group(1))
+            match = re.search(r"prefill_at=(\S+)", line)
+            if request in line and match:
+                return str(match.group(1))
         if time.monotonic() > deadline:
-            raise DemoError(f"the log has no line of request {request}")
+            raise DemoError(f"the log has no line for request {request}")
         time.sleep(0.05)
 
 
-def check_metrics(client: ApiClient, before: Metrics, name: str, wanted: str) -> None:
+def check_metrics(client: ApiClient, metrics_before: Metrics, name: str, expected: str) -> None:
     """Verify one more prompt at the expected place and none elsewhere, and KV bytes only if
     remote."""
-    label = "local" if wanted == "local" else "remote"
+    label = "local" if expected == "local" else "remote"
     deadline = time.monotonic() + SETTLE_S
     while True:
-        now = metrics(client)
-        moved = {key: value - before.get(key, 0.0) for key, value in now.items()}
+        metrics_now = metrics(client)
+        deltas = {key: value - metrics_before.get(key, 0.0) for key, value in metrics_now.items()}
         counts = {
-            where: moved.get(f'pdserve_prefill_requests_total{{where="{where}"}}', 0.0)
-            for where in ("local", "remote")
+            kind: deltas.get(f'pdserve_prefill_requests_total{{where="{kind}"}}', 0.0)
+            for kind in ("local", "remote")
         }
         sent = sum(
             value
-            for key, value in moved.items()
-            if key.startswith("pdserve_transfer_bytes_total") and f'transport="{wanted}"' in key
+            for key, value in deltas.items()
+            if key.startswith("pdserve_transfer_bytes_total") and f'transport="{expected}"' in key
         )
-        right = counts == {"local": 0.0, "remote": 0.0} | {label: 1.0}
-        if right and (sent > 0) == (label == "remote"):
+        counts_match = counts == {"local": 0.0, "remote": 0.0} | {label: 1.0}
+        if counts_match and (sent > 0) == (label == "remote"):
             print(f"    /metrics: {label} +1, {sent / 1e6:.1f} MB of KV sent and received")
             return
         if time.monotonic() > deadline:
-            raise DemoError(f"/metrics after the {name} question: {counts}, {sent:g} bytes")
+            raise DemoError(
+                f"unexpected /metrics after the {name} question: {counts} prefills, {sent:g} bytes"
+            )
         time.sleep(0.1)
 
 

@@ -12,10 +12,12 @@ from pdserve.services.options.sources import Settings
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Return 0 if the address serves; otherwise 1, with the reason on standard error."""
     address = positionals["address"]
-    mine = settings.build(HealthSettings)
+    probe_settings = settings.build(HealthSettings)
     try:
         reason = (
-            probe_http(address, mine.timeout) if "://" in address else probe_grpc(address, mine)
+            probe_http(address, probe_settings.timeout)
+            if "://" in address
+            else probe_grpc(address, probe_settings)
         )
     except (OSError, ValueError) as error:
         raise OptionError(str(error)) from None
@@ -57,9 +59,9 @@ def probe_grpc(address: str, settings: HealthSettings) -> str:
     with channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=settings.timeout)
+            response = stub.Check(health_pb2.HealthCheckRequest(), timeout=settings.timeout)
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
     serving = health_pb2.HealthCheckResponse.SERVING
     names = health_pb2.HealthCheckResponse.ServingStatus
-    return "" if answer.status == serving else names.Name(answer.status)
+    return "" if response.status == serving else names.Name(response.status)

@@ -29,14 +29,14 @@ class ApiError(Exception):
 def advice(error: ApiError) -> str:
     """Advice for the user, on a separate line; empty if there is none."""
     if error.status == 0 and error.code != BROKEN:
-        told = "Start a server with `pdserve up` in another terminal, or name one with --url."
+        text = "Start a server with `pdserve up` in another terminal, or set --url."
     elif error.status == 401:
-        told = "Give the server's key with --api-key (or PDSERVE_API_KEY)."
+        text = "Pass the server's key with --api-key (or PDSERVE_API_KEY)."
     elif error.code == "context_length_exceeded":
-        told = "/reset forgets the conversation; /retry then asks the question again."
+        text = "Type /reset to clear the conversation, then /retry to ask the question again."
     else:
         return ""
-    return f"\n{told}"
+    return f"\n{text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def address_of(url: str) -> ServerAddress:
     except ValueError:
         host = ""
     if not host or parts.scheme not in ("http", "https"):
-        raise ApiError(f"{url!r} is not the URL of a server: --url", 400)
+        raise ApiError(f"{url!r} is not the URL of a server; check --url", 400)
     is_secure = parts.scheme == "https"
     default = 443 if is_secure else 80
     return ServerAddress(host, port or default, is_secure, parts.path.rstrip("/"), unix_path)
@@ -71,7 +71,7 @@ def address_of(url: str) -> ServerAddress:
 def bearer(key: str) -> str:
     """The Authorization header of a key. Raises ApiError if no header can carry it."""
     if not (key.isascii() and key.isprintable()):
-        raise ApiError("the key has characters that no key has: --api-key", 400)
+        raise ApiError("the key has invalid characters; check --api-key", 400)
     return f"Bearer {key}"
 
 
@@ -102,9 +102,9 @@ class ApiClient:
 
     def get(self, path: str) -> bytes:
         """The body of a 2xx response. Raises ApiError on any other."""
-        connection, answer = self._ask("GET", path, None)
+        connection, response = self._send("GET", path, None)
         try:
-            return self._body(answer)
+            return self._body(response)
         finally:
             connection.close()
 
@@ -117,13 +117,13 @@ class ApiClient:
         try:
             return entries_of(self.get_json("/v1/models"))
         except ValueError:
-            raise self._foreign() from None
+            raise self._unexpected_response() from None
 
     def post_json(self, path: str, body: dict[str, Any]) -> Any:
         """The parsed body of a 2xx response to a JSON body. Raises ApiError."""
-        connection, answer = self._ask("POST", path, body)
+        connection, response = self._send("POST", path, body)
         try:
-            return self._json(self._body(answer))
+            return self._json(self._body(response))
         finally:
             connection.close()
 
@@ -132,9 +132,9 @@ class ApiClient:
 
         Closing the iterator closes the connection, which cancels the request.
         """
-        connection, answer = self._ask("POST", path, {**body, "stream": True})
+        connection, response = self._send("POST", path, {**body, "stream": True})
         try:
-            while line := answer.readline(MAX_LINE_BYTES):
+            while line := response.readline(MAX_LINE_BYTES):
                 if not line.startswith(b"data:"):
                     continue
                 data = line.removeprefix(b"data:").strip()
@@ -142,59 +142,63 @@ class ApiClient:
                     return
                 event = self._json(data)
                 if not isinstance(event, dict):
-                    raise self._foreign()
+                    raise self._unexpected_response()
                 if error := event.get("error"):
-                    raise _error(error, answer.status)
+                    raise _error(error, response.status)
                 yield event
-            raise ApiError("the answer broke off", code=BROKEN)
+            raise ApiError("the response ended early", code=BROKEN)
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"the connection to {self.url} broke: {error}", code=BROKEN) from None
+            raise ApiError(f"the connection to {self.url} failed: {error}", code=BROKEN) from None
         finally:
             connection.close()
 
-    def _ask(
+    def _send(
         self, method: str, path: str, body: dict[str, Any] | None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         connection = self._connection()
         try:
             data = None if body is None else json.dumps(body).encode()
             connection.request(method, self._address.prefix + path, data, self._headers)
-            answer = connection.getresponse()
-            if answer.status >= 300:
-                told = f"{answer.status} {answer.reason}"
-                raise error_of(self._body(answer), answer.status, told)
+            response = connection.getresponse()
+            if response.status >= 300:
+                status_text = f"{response.status} {response.reason}"
+                raise error_of(self._body(response), response.status, status_text)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise ApiError(f"no server answers at {self.url} ({error})") from None
+            raise ApiError(f"no server responds at {self.url} ({error})") from None
         except ApiError:
             connection.close()
             raise
-        return connection, answer
+        return connection, response
 
     def _connection(self) -> http.client.HTTPConnection:
-        at = self._address
-        if at.unix_path:
-            return _UnixConnection(at.unix_path, self._timeout_s)
-        kind = http.client.HTTPSConnection if at.is_secure else http.client.HTTPConnection
-        return kind(at.host, at.port, timeout=self._timeout_s)
+        address = self._address
+        if address.unix_path:
+            return _UnixConnection(address.unix_path, self._timeout_s)
+        kind = http.client.HTTPSConnection if address.is_secure else http.client.HTTPConnection
+        return kind(address.host, address.port, timeout=self._timeout_s)
 
-    def _body(self, answer: http.client.HTTPResponse) -> bytes:
+    def _body(self, response: http.client.HTTPResponse) -> bytes:
         try:
-            body = answer.read(MAX_ANSWER_BYTES + 1)
+            body = response.read(MAX_ANSWER_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"the connection to {self.url} broke: {error}", code=BROKEN) from None
+            raise ApiError(f"the connection to {self.url} failed: {error}", code=BROKEN) from None
         if len(body) > MAX_ANSWER_BYTES:
-            raise ApiError("the answer is too large")
+            raise ApiError("the response is too large")
         return body
 
     def _json(self, data: bytes) -> Any:
         try:
             return json.loads(data)
         except ValueError:
-            raise ApiError(f"{self.url} did not answer with JSON: is it pdserve?") from None
+            raise ApiError(
+                f"{self.url} did not return JSON; check that it is a pdserve server"
+            ) from None
 
-    def _foreign(self) -> ApiError:
-        return ApiError(f"{self.url} does not answer as OpenAI's API: is it pdserve?", 502)
+    def _unexpected_response(self) -> ApiError:
+        return ApiError(
+            f"{self.url} does not respond like OpenAI's API; check that it is a pdserve server", 502
+        )
 
 
 def client_of(settings: ClientSettings, timeout_s: float = 600.0) -> ApiClient:
@@ -203,25 +207,25 @@ def client_of(settings: ClientSettings, timeout_s: float = 600.0) -> ApiClient:
     return ApiClient(settings.url, key, timeout_s)
 
 
-def error_of(body: bytes, status: int, otherwise: str) -> ApiError:
-    """The error of a response that is not 2xx: its OpenAI error object, or else `otherwise`."""
+def error_of(body: bytes, status: int, default_message: str) -> ApiError:
+    """The error of a response that is not 2xx: its OpenAI error object, or `default_message`."""
     try:
         return _error(json.loads(body)["error"], status)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return ApiError(otherwise, status)
+        return ApiError(default_message, status)
 
 
 def entries_of(models: Any) -> list[dict[str, Any]]:
     """The entries of a /v1/models response. Raises ValueError if it is not a list of models."""
-    found = models.get("data") if isinstance(models, dict) else None
-    if not isinstance(found, list) or not all(
-        isinstance(one, dict) and isinstance(one.get("id"), str) for one in found
+    entries = models.get("data") if isinstance(models, dict) else None
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("id"), str) for entry in entries
     ):
-        raise ValueError("no list of models")
-    return found
+        raise ValueError("not a list of models")
+    return entries
 
 
-def _error(told: Any, status: int) -> ApiError:
-    if isinstance(told, str):
-        return ApiError(told, status)
-    return ApiError(str(told.get("message", "")), status, str(told.get("code") or ""))
+def _error(error: Any, status: int) -> ApiError:
+    if isinstance(error, str):
+        return ApiError(error, status)
+    return ApiError(str(error.get("message", "")), status, str(error.get("code") or ""))

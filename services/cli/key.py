@@ -18,5 +18,5 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     except ValueError as error:
         raise OptionError(str(error)) from None
     print(line)
-    print(f"The key, which nobody can show again: {key}", file=sys.stderr)
+    print(f"The key, which is not stored and cannot be shown again: {key}", file=sys.stderr)
     return 0

@@ -21,25 +21,25 @@ from pdserve.services.options.sources import Settings, resolve
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: sys.argv's); return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    args = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for characters that a terminal lacks
     try:
-        if not words or words[0] in ("-h", "--help", "help"):
+        if not args or args[0] in ("-h", "--help", "help"):
             print(overview(), end="")
             return 0
-        if words[0] == "--version":
+        if args[0] == "--version":
             from importlib.metadata import version
 
             print(f"pdserve {version('pdserve')}")
             return 0
-        if words[0] == "config":
-            return config(words[1:])
-        command = find(words[0])
-        settings, positionals = settle(command, f"pdserve {command.name}", words[1:])
+        if args[0] == "config":
+            return config(args[1:])
+        command = find(args[0])
+        settings, positionals = parse_command(command, f"pdserve {command.name}", args[1:])
         return command.run(settings, positionals)
     except OptionError as error:
-        prog = f"pdserve {words[0]}" if words and words[0] in (*COMMANDS, "config") else "pdserve"
+        prog = f"pdserve {args[0]}" if args and args[0] in (*COMMANDS, "config") else "pdserve"
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -50,40 +50,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def settle(command: Command, prog: str, words: Sequence[str]) -> tuple[Settings, dict[str, Any]]:
+def parse_command(
+    command: Command, prog: str, args: Sequence[str]
+) -> tuple[Settings, dict[str, Any]]:
     """The command's options from all sources, and its positionals."""
     sections = command.sections()
     flags = {option.flag for section in sections for option in section.options}
-    words = translate(command.name, flags, words)
-    found = parse(prog, command.summary, sections, command.positionals, words)
+    args = translate(command.name, flags, args)
+    parsed = parse(prog, command.summary, sections, command.positionals, args)
     secret = {option.flag for section in sections for option in section.options if option.secret}
-    if any(word.partition("=")[0] in secret for word in words):
-        hide_arguments((command.name, *words), secret)
+    if any(arg.partition("=")[0] in secret for arg in args):
+        hide_arguments((command.name, *args), secret)
     settings = resolve(
         {section.cls: section.options for section in sections},
         known_names(),
-        found.flags,
+        parsed.flags,
         os.environ,
-        Path(found.config) if found.config else None,
+        Path(parsed.config) if parsed.config else None,
     )
-    return settings, found.positionals
+    return settings, parsed.positionals
 
 
-def config(words: Sequence[str]) -> int:
+def config(args: Sequence[str]) -> int:
     """Run `pdserve config show [COMMAND] [its options]`."""
     from pdserve.services.options.show import render
 
-    if not words or words[0] in ("-h", "--help"):
+    if not args or args[0] in ("-h", "--help"):
         print("usage: pdserve config show [command] [options of the command, default: up]")
         return 0
-    if words[0] != "show":
-        raise OptionError(f"{words[0]!r} is unknown; there is only `config show`")
-    rest = list(words[1:])
-    command = find(rest.pop(0)) if rest and not rest[0].startswith("-") else COMMANDS["up"]
-    shown = Command(
+    if args[0] != "show":
+        raise OptionError(f"{args[0]!r} is unknown; the only subcommand is `config show`")
+    show_args = list(args[1:])
+    command = (
+        find(show_args.pop(0)) if show_args and not show_args[0].startswith("-") else COMMANDS["up"]
+    )
+    show_command = Command(
         command.name, f"show the options of `{command.name}`", "", command.section_specs
     )
-    settings, _ = settle(shown, f"pdserve config show {command.name}", rest)
+    settings, _ = parse_command(show_command, f"pdserve config show {command.name}", show_args)
     print(render(settings), end="")
     return 0
 
@@ -91,10 +95,12 @@ def config(words: Sequence[str]) -> int:
 def find(name: str) -> Command:
     """The command of that name. Raises OptionError if there is none."""
     if name.startswith("-"):
-        raise OptionError(f"a command comes first, as in `pdserve up {name} ...`")
+        raise OptionError(f"the command must come first, as in `pdserve up {name} ...`")
     if name not in COMMANDS:
-        close = get_close_matches(name, [*COMMANDS, "config"], n=1)
-        hint = f" (did you mean {close[0]}?)" if close else "; pdserve --help lists them"
+        close_names = get_close_matches(name, [*COMMANDS, "config"], n=1)
+        hint = (
+            f" (did you mean {close_names[0]}?)" if close_names else "; pdserve --help lists them"
+        )
         raise OptionError(f"command {name!r} is unknown{hint}")
     return COMMANDS[name]
 
@@ -102,12 +108,13 @@ def find(name: str) -> Command:
 def overview() -> str:
     """The text of `pdserve --help`."""
     rows = [(c.name, c.summary) for c in COMMANDS.values()]
-    rows.append(("config show", "print the options in force and where each came from"))
+    rows.append(("config show", "print the options in force and the source of each"))
     lines = [f"  {name:13}{summary}" for name, summary in rows]
     return (
         "usage: pdserve COMMAND [options]\n\n"
         + "\n".join(lines)
-        + "\n\n`pdserve COMMAND --help` explains its options, `pdserve --version` itself.\n"
+        + "\n\n`pdserve COMMAND --help` lists a command's options; `pdserve --version` prints the "
+        "version.\n"
         "Start with `pdserve up`, then `pdserve chat` in another terminal.\n"
     )
 

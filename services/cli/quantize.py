@@ -30,26 +30,28 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     try:
         # Refuse what can be refused before downloading.
         if target.exists():
-            raise FileExistsError(errno.EEXIST, "it exists already", str(target))
-        found = find(positionals["model"])
-        if isinstance(found, HubModel) and found.file is None:
+            raise FileExistsError(errno.EEXIST, "the file already exists", str(target))
+        model = find(positionals["model"])
+        if isinstance(model, HubModel) and model.file is None:
             raise CheckpointError(
-                f"{found.repo} is a repository: name a GGUF file of it, as {found.repo}:file.gguf"
+                f"{model.repo} is a repository: specify one of its GGUF files, as in "
+                f"{model.repo}:file.gguf"
             )
         source = resolve(positionals["model"], view.update).path
         if source.is_dir():
             raise CheckpointError(
-                f"{source} is a directory: quantize reads GGUF, which llama.cpp's "
-                f"convert_hf_to_gguf.py makes of it; --isq {type} quantizes it while it is loaded"
+                f"{source} is a directory, but quantize reads GGUF files: convert it with "
+                f"llama.cpp's convert_hf_to_gguf.py, or serve it with --isq {type}, which "
+                "quantizes it during loading"
             )
-        doing = f"{target.name}: quantizing"
-        counted = quantize_gguf(source, target, type, lambda part: view.update(doing, part))
+        label = f"{target.name}: quantizing"
+        counts = quantize_gguf(source, target, type, lambda part: view.update(label, part))
     except (CheckpointError, OSError) as error:
         view.close()
         print(f"pdserve quantize: {error}", file=sys.stderr)
         return 1
     view.close()
-    formats = ", ".join(f"{count} {format}" for format, count in counted.most_common())
+    formats = ", ".join(f"{count} {format}" for format, count in counts.most_common())
     size = target.stat().st_size / MEGABYTE
-    print(f"{target}: {size:.0f} MB, from {source.stat().st_size / MEGABYTE:.0f}; {formats}")
+    print(f"{target}: {size:.0f} MB, from {source.stat().st_size / MEGABYTE:.0f} MB; {formats}")
     return 0

@@ -20,8 +20,8 @@ from pdserve.services.options.sources import Settings
 
 def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
     """Return 0, or 1 if a file cannot be read, no record matches, or (--check) a rule is broken."""
-    chosen = settings.build(ReplaySettings)
-    prefix = chosen.attempt.lower()
+    options = settings.build(ReplaySettings)
+    prefix = options.attempt.lower()
     try:
         recordings = read_rings(paths(positionals["ring"]))
     except RingError as error:
@@ -37,29 +37,33 @@ def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
         if recording.lost or recording.damaged:
             print(f"{recording.name}: {gaps(recording)}", file=sys.stderr)
     if not attempts:
-        print("pdserve replay: no such attempt" if prefix else "pdserve replay: no records")
+        print(
+            "pdserve replay: no attempt matches --attempt"
+            if prefix
+            else "pdserve replay: the rings have no records"
+        )
         return 1
-    if chosen.seed:
+    if options.seed:
         print(json.dumps(scenario(timeline, attempts)))
-    elif not chosen.check:
+    elif not options.check:
         for attempt, entries in attempts.items():
             print("\n".join(attempt_lines(timeline, attempt, entries)), end="\n\n")
-    return verdict(recordings, attempts) if chosen.check else 0
+    return verdict(recordings, attempts) if options.check else 0
 
 
-def paths(words: Sequence[str]) -> list[Path]:
+def paths(args: Sequence[str]) -> list[Path]:
     """The named files, and those in the named folders.
 
     Raises RingError if a folder has none.
     """
-    found: list[Path] = []
-    for word in words:
-        path = Path(word)
-        inside = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
-        if not inside:
+    files: list[Path] = []
+    for arg in args:
+        path = Path(arg)
+        ring_files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+        if not ring_files:
             raise RingError(f"{path}: no {SUFFIX} file in this folder")
-        found += inside
-    return list(dict.fromkeys(found))
+        files += ring_files
+    return list(dict.fromkeys(files))
 
 
 def gaps(recording: Recording) -> str:
@@ -74,14 +78,14 @@ def attempt_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) 
     routed = [
         e.record for e in entries if e.record.side == ROUTE and e.record.kind is RecordKind.OPENED
     ]
-    which = f", request {routed[0].argument} try {routed[0].detail}" if routed else ""
-    yield f"attempt {attempt.hex()}{which}"
+    request_text = f", request {routed[0].argument} try {routed[0].detail}" if routed else ""
+    yield f"attempt {attempt.hex()}{request_text}"
     width = max(len(recording.name) for recording in timeline.recordings)
     for entry in entries:
         recording, record = timeline.of(entry), entry.record
         seconds = (entry.at_ns - entries[0].at_ns) / 1e9
-        words = describe(recording, record)
-        yield f"  {seconds:12.6f}  {recording.name:{width}}  {record.side:7}  {words}"
+        description = describe(recording, record)
+        yield f"  {seconds:12.6f}  {recording.name:{width}}  {record.side:7}  {description}"
 
 
 def verdict(recordings: Sequence[Recording], attempts: Mapping[bytes, Sequence[Entry]]) -> int:

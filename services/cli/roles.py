@@ -23,13 +23,13 @@ def gateway(settings: Settings, positionals: Mapping[str, str]) -> int:
     from pdserve.gateway.settings import GatewaySettings
 
     require(settings, "routers")
-    mine = settings.build(GatewaySettings)
-    check_trust(mine, Role.GATEWAY)
-    if mine.workers > 1:
+    role_settings = settings.build(GatewaySettings)
+    check_trust(role_settings, Role.GATEWAY)
+    if role_settings.workers > 1:
         from pdserve.services.local.gateway_workers import run
     else:
         from pdserve.gateway.main import run
-    return guarded(lambda: run(mine))
+    return guarded(lambda: run(role_settings))
 
 
 def router(settings: Settings, positionals: Mapping[str, str]) -> int:
@@ -38,9 +38,9 @@ def router(settings: Settings, positionals: Mapping[str, str]) -> int:
     from pdserve.services.router.main import run
     from pdserve.services.router.settings import RouterSettings
 
-    mine = settings.build(RouterSettings)
-    check_trust(mine, Role.ROUTER)
-    return guarded(lambda: run(mine))
+    role_settings = settings.build(RouterSettings)
+    check_trust(role_settings, Role.ROUTER)
+    return guarded(lambda: run(role_settings))
 
 
 def picker(settings: Settings, positionals: Mapping[str, str]) -> int:
@@ -49,9 +49,9 @@ def picker(settings: Settings, positionals: Mapping[str, str]) -> int:
     from pdserve.services.picker.settings import PickerSettings
 
     require(settings, "routers")
-    mine = settings.build(PickerSettings)
-    check_trust(mine, Role.GATEWAY)  # it calls routers like a gateway
-    return guarded(lambda: run(mine))
+    role_settings = settings.build(PickerSettings)
+    check_trust(role_settings, Role.GATEWAY)  # it calls routers like a gateway
+    return guarded(lambda: run(role_settings))
 
 
 def prefill(settings: Settings, positionals: Mapping[str, str]) -> int:
@@ -60,13 +60,13 @@ def prefill(settings: Settings, positionals: Mapping[str, str]) -> int:
     from pdserve.services.prefill.settings import PrefillSettings
 
     require(settings, "routers")
-    mine = settings.build(PrefillSettings)
-    limit_threads(mine.threads)
-    check_trust(mine, Role.PREFILL)
-    check_sealing(mine.encrypt_kv, bool(mine.cluster_cert))
+    role_settings = settings.build(PrefillSettings)
+    limit_threads(role_settings.threads)
+    check_trust(role_settings, Role.PREFILL)
+    check_sealing(role_settings.encrypt_kv, bool(role_settings.cluster_cert))
     from pdserve.services.prefill.main import run
 
-    return guarded(lambda: run(mine, settings.build(EngineConfig)))
+    return guarded(lambda: run(role_settings, settings.build(EngineConfig)))
 
 
 def decode(settings: Settings, positionals: Mapping[str, str]) -> int:
@@ -75,31 +75,31 @@ def decode(settings: Settings, positionals: Mapping[str, str]) -> int:
     from pdserve.services.decode.settings import DecodeSettings
 
     require(settings, "routers")
-    mine = settings.build(DecodeSettings)
-    limit_threads(mine.threads)
-    check_trust(mine, Role.DECODE)
-    check_sealing(mine.encrypt_kv, bool(mine.cluster_cert))
+    role_settings = settings.build(DecodeSettings)
+    limit_threads(role_settings.threads)
+    check_trust(role_settings, Role.DECODE)
+    check_sealing(role_settings.encrypt_kv, bool(role_settings.cluster_cert))
     from pdserve.services.decode.main import run
 
-    return guarded(lambda: run(mine, settings.build(EngineConfig)))
+    return guarded(lambda: run(role_settings, settings.build(EngineConfig)))
 
 
 def require(settings: Settings, *names: str) -> None:
     """Raises OptionError if an option without a sensible default is missing."""
     for option in settings.options():
         if option.name in names and not settings.values[option.name].value:
-            raise OptionError(f"{option.flag} is needed (or {option.env})")
+            raise OptionError(f"{option.flag} is required (or set {option.env})")
 
 
-def check_trust(mine: HostSettings, role: Role) -> None:
+def check_trust(host_settings: HostSettings, role: Role) -> None:
     """Raises OptionError if this process and others could not trust each other."""
     from pdserve.services.host.auth.access import make_access
     from pdserve.services.host.auth.tls import TlsAccess
 
     try:
-        access = make_access(mine)
+        access = make_access(host_settings)
         if isinstance(access, TlsAccess) and access.role() is not role:
-            raise ValueError(f"--cluster-cert is of a {access.role()}, and this is a {role}")
+            raise ValueError(f"--cluster-cert has the role {access.role()}, but this is a {role}")
     except (OSError, ValueError) as error:
         raise OptionError(str(error)) from None
 
@@ -107,19 +107,21 @@ def check_trust(mine: HostSettings, role: Role) -> None:
 def check_sealing(encrypt_kv: bool, has_certificates: bool) -> None:
     """Raises OptionError if the encryption keys of KV would cross the network in plain text."""
     if encrypt_kv and not has_certificates:
-        raise OptionError("--encrypt-kv needs certificates: its keys travel between the processes")
+        raise OptionError(
+            "--encrypt-kv requires certificates, because its keys are sent between the processes"
+        )
 
 
 def limit_threads(threads: int) -> None:
     """Set this process's thread counts before torch is imported. Raises OptionError if `threads`
     exceeds the usable cores or contradicts OMP_NUM_THREADS."""
-    _, worth = machine_cores()
-    if threads > worth:
-        raise OptionError(f"--threads {threads}: {worth} cores may be used")
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if threads and given and given != str(threads):
-        raise OptionError(f"--threads {threads} contradicts OMP_NUM_THREADS={given}")
-    take(Share(threads or (int(given) if given.isdecimal() else worth)))
+    _, num_usable = machine_cores()
+    if threads > num_usable:
+        raise OptionError(f"--threads {threads} exceeds the {num_usable} usable cores")
+    env_threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads and env_threads and env_threads != str(threads):
+        raise OptionError(f"--threads {threads} contradicts OMP_NUM_THREADS={env_threads}")
+    take(Share(threads or (int(env_threads) if env_threads.isdecimal() else num_usable)))
 
 
 def guarded(run: Callable[[], int]) -> int:
@@ -128,7 +130,7 @@ def guarded(run: Callable[[], int]) -> int:
         raise_open_files()
         return run()
     except Exception as error:
-        if not isinstance(error, OSError | ValueError) and not is_typed(error):
+        if not isinstance(error, OSError | ValueError) and not is_pdserve_error(error):
             raise
         if logs_json():
             log.critical("%s", error)
@@ -137,6 +139,6 @@ def guarded(run: Callable[[], int]) -> int:
         return 1
 
 
-def is_typed(error: BaseException) -> bool:
+def is_pdserve_error(error: BaseException) -> bool:
     """Whether the exception's class is pdserve's, whose messages are written for users."""
     return type(error).__module__.startswith("pdserve.")

@@ -55,15 +55,15 @@ _BARE_STATUS: dict[grpc.StatusCode, pb.ErrorCode] = {
 }
 
 
-def cut(text: str, most: int) -> str:
-    """Shorten the text to at most `most` bytes as gRPC sends them, so that the next hop does not
-    cut it again; a cut text ends with its original length."""
-    if len(text) <= most and sum(map(_sent_bytes, text)) <= most:
+def cut(text: str, max_bytes: int) -> str:
+    """Shorten the text to at most `max_bytes`, counted as gRPC sends them, so that the next hop
+    does not cut it again; a cut text ends with its original length."""
+    if len(text) <= max_bytes and sum(map(_sent_bytes, text)) <= max_bytes:
         return text
-    rest = _rest(text)
-    room = most - len(rest)
-    sizes = accumulate(map(_sent_bytes, text[:room]))
-    return text[: sum(size <= room for size in sizes)] + rest
+    suffix = _length_note(text)
+    max_prefix_bytes = max_bytes - len(suffix)
+    sizes = accumulate(map(_sent_bytes, text[:max_prefix_bytes]))
+    return text[: sum(size <= max_prefix_bytes for size in sizes)] + suffix
 
 
 def _sent_bytes(character: str) -> int:
@@ -73,7 +73,7 @@ def _sent_bytes(character: str) -> int:
     return 1 if plain else 3 * len(character.encode(errors="replace"))
 
 
-def _rest(text: str) -> str:
+def _length_note(text: str) -> str:
     return f"... ({len(text)} characters)"
 
 
@@ -84,20 +84,20 @@ CONTEXT_EXCEEDED = re.compile(
 )
 
 
-def context_exceeded(context_len: int, prompt_len: int, max_tokens: int, what: str) -> str:
+def context_exceeded(context_len: int, prompt_len: int, max_tokens: int, prompt_name: str) -> str:
     """The error text for a prompt and completion that exceed the context, in OpenAI's words, which
-    clients parse. `what`: the client's name for the prompt."""
+    clients parse. `prompt_name`: the client's name for the prompt."""
     return (
         f"This model's maximum context length is {context_len} tokens. However, you requested "
-        f"{prompt_len + max_tokens} tokens ({prompt_len} in the {what}, {max_tokens} in the "
-        f"completion). Please reduce the length of the {what} or completion."
+        f"{prompt_len + max_tokens} tokens ({prompt_len} in the {prompt_name}, {max_tokens} in the "
+        f"completion). Please reduce the length of the {prompt_name} or completion."
     )
 
 
 def quoted(text: str) -> str:
     """A client's text as an error or a log line may repeat it: its repr, of at most MAX_QUOTED
     characters."""
-    return repr(text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + _rest(text))
+    return repr(text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + _length_note(text))
 
 
 class ServiceError(Exception):
@@ -138,7 +138,7 @@ class ServiceError(Exception):
                 except DecodeError:
                     break
         status = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
-        return cls(_BARE_STATUS.get(status, pb.INTERNAL), f"peer answered {status.name}")
+        return cls(_BARE_STATUS.get(status, pb.INTERNAL), f"the peer returned {status.name}")
 
 
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: ServiceError) -> NoReturn:

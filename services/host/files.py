@@ -8,7 +8,7 @@ LOOK_AGAIN_S = 2.0  # between two checks of a file
 def stamp(path: str) -> tuple[int, int, int]:
     """A value that changes with the file; zeros if the file is missing."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return 0, 0, 0
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino

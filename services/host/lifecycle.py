@@ -90,10 +90,10 @@ async def _drain(
     try:
         async with asyncio.timeout(drain_s):
             while not draining.done() and not _any_raised(watched):
-                waited = [one for one in (draining, *watched) if not one.done()]
-                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                pending = [future for future in (draining, *watched) if not future.done()]
+                await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
     except TimeoutError:
-        log.warning("work still running after %g s is cut off", drain_s)
+        log.warning("cancelling the work that still runs after %g s", drain_s)
     if not draining.done():
         draining.cancel()
         await asyncio.wait([draining])
@@ -102,13 +102,15 @@ async def _drain(
 
 
 def _any_raised(watched: "tuple[asyncio.Future[Any], ...]") -> bool:
-    return any(one.done() and not one.cancelled() and one.exception() for one in watched)
+    return any(
+        future.done() and not future.cancelled() and future.exception() for future in watched
+    )
 
 
 def _log_failures(watched: "Iterable[asyncio.Future[Any]]") -> int:
-    for failed in watched:
-        if failed.cancelled():  # nothing here cancels one before the stop
-            log.error("the service failed: %r", failed)
-        elif failed.done() and (error := failed.exception()) is not None:
+    for future in watched:
+        if future.cancelled():  # nothing here cancels one before the stop
+            log.error("the service failed: %r", future)
+        elif future.done() and (error := future.exception()) is not None:
             log.error("the service failed", exc_info=error)
     return 1

@@ -16,7 +16,7 @@ from typing import TextIO
 
 log = logging.getLogger(__name__)
 
-KEPT_BYTES = 1 << 20  # size at which a kept log file rotates
+ROTATE_BYTES = 1 << 20  # size at which a kept log file rotates
 
 
 class LineFormatter(logging.Formatter):
@@ -65,8 +65,10 @@ def configure_logging(
     """Send all records of `level` and above to the stream (default: standard error). With
     `log_format` json, Python's warnings and uncaught exceptions are logged as JSON too."""
     root = logging.getLogger()
-    kept = [one for one in root.handlers if isinstance(one, RotatingFileHandler)]
-    root.handlers[:] = [logging.StreamHandler(stream or sys.stderr), *kept]
+    file_handlers = [
+        handler for handler in root.handlers if isinstance(handler, RotatingFileHandler)
+    ]
+    root.handlers[:] = [logging.StreamHandler(stream or sys.stderr), *file_handlers]
     for handler in root.handlers:
         handler.setFormatter(
             JsonFormatter(component) if log_format == "json" else LineFormatter(component)
@@ -80,7 +82,7 @@ def configure_logging(
 
 def keep_log(path: Path) -> None:
     """Send all records also to a file that keeps the last one to two MiB (`path` and `path`.1)."""
-    handler = RotatingFileHandler(path, maxBytes=KEPT_BYTES, backupCount=1, delay=True)
+    handler = RotatingFileHandler(path, maxBytes=ROTATE_BYTES, backupCount=1, delay=True)
     logging.getLogger().addHandler(handler)
 
 

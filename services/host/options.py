@@ -28,8 +28,14 @@ def option(
     field's metadata omits absent properties.
     """
     metadata: dict[str, Any] = {"help": help}
-    given = {"choices": choices, "min": min, "max": max, "flag": flag, "secret": secret or None}
-    metadata.update({name: value for name, value in given.items() if value is not None})
+    properties = {
+        "choices": choices,
+        "min": min,
+        "max": max,
+        "flag": flag,
+        "secret": secret or None,
+    }
+    metadata.update({name: value for name, value in properties.items() if value is not None})
     return field(default=default, metadata=metadata)
 
 
@@ -38,7 +44,7 @@ class CertificateSettings:
     """Certificates that the processes of a cluster show each other."""
 
     cluster_ca: str = option("", "PEM file of the authority that signs the cluster's certificates")
-    cluster_cert: str = option("", "PEM file of this process's certificate, which says its role")
+    cluster_cert: str = option("", "PEM file of this process's certificate, which names its role")
     cluster_key: str = option("", "PEM file of that certificate's key")
 
 
@@ -48,30 +54,32 @@ class HostSettings(CertificateSettings):
 
     cluster_secret: tuple[str, ...] = option(
         (),
-        "secret of all internal hops of one machine, at least 32 bytes; of several the first is "
-        "shown and all are accepted",
+        "secret of all internal connections on one machine, at least 32 bytes; of several, the "
+        "first is sent and all are accepted",
         secret=True,
     )
     trust_network: bool = option(
         False,
-        "the cluster secret, prompts and KV tickets may cross this network in clear; for networks "
-        "inside one machine, as docker compose's",
+        "allow the cluster secret, prompts and KV tickets to cross this network in plain text; for "
+        "networks inside one machine, such as docker compose's",
     )
     otlp_traces_endpoint: str = option(
         "",
-        "URL of an OpenTelemetry collector that takes traces by HTTP, e.g. http://127.0.0.1:4318; "
-        "empty: as OTEL_EXPORTER_OTLP_ENDPOINT says, or none",
+        "URL of an OpenTelemetry collector that accepts traces over HTTP, e.g. "
+        "http://127.0.0.1:4318; empty: the URL in OTEL_EXPORTER_OTLP_ENDPOINT, if any",
     )
     otlp_traces_sample: float = option(
         1.0,
-        "share of the traces that begin here, or that clients sample, which are recorded",
+        "share of traces that are recorded, of those that begin here or that clients sample",
         min=0,
         max=1,
     )
-    drain_s: float = option(30.0, "seconds that running requests get to end at a stop", min=0)
-    log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)
+    drain_s: float = option(
+        30.0, "seconds that running requests may take to finish at a stop", min=0
+    )
+    log_level: str = option("info", "lowest severity that is logged", choices=LOG_LEVELS)
     log_format: str = option(
-        "text", "how a line of the log is written; json: as an object", choices=LOG_FORMATS
+        "text", "format of log lines; json: one object per line", choices=LOG_FORMATS
     )
 
 
@@ -89,7 +97,7 @@ class ProbedSettings(HostSettings):
 class BackendSettings(ProbedSettings):
     """Options that router and workers have in common."""
 
-    trace_dir: str = option("", "folder of the rings that note hand-offs; empty: none")
+    trace_dir: str = option("", "folder of the rings that record hand-offs; empty: none")
     trace_mb: int = option(2, "size of a ring in MiB; 0: none", min=0, max=32)
 
 
@@ -98,13 +106,13 @@ class KeySettings(HostSettings):
     """Options of the processes that know clients by their API keys."""
 
     api_keys: tuple[str, ...] = option(
-        (), "API keys of clients; none: everybody may ask", secret=True, flag="api-key"
+        (), "API keys of clients; none: all clients are accepted", secret=True, flag="api-key"
     )
     api_key_file: str = option(
-        "", "file with further API keys, one a line; read again when it changes and at SIGHUP"
+        "", "file with further API keys, one per line; reloaded when it changes and at SIGHUP"
     )
     shared_prefix: bool = option(
-        False, "clients with different API keys share the prefix cache, and can tell what is in it"
+        False, "share the prefix cache between API keys; clients can then detect what is in it"
     )
     tls_cert: str = option("", "PEM file of the certificate that clients see; empty: no TLS")
     tls_key: str = option("", "PEM file of that certificate's key")
@@ -114,13 +122,13 @@ class KeySettings(HostSettings):
 class PublicSettings(KeySettings):
     """Options of the processes that clients reach."""
 
-    requests_per_minute: int = option(0, "requests of one API key in a minute; 0: any", min=0)
+    requests_per_minute: int = option(0, "requests per API key and minute; 0: no limit", min=0)
     tokens_per_minute: int = option(
-        0, "tokens of prompts and answers of one API key in a minute; 0: any", min=0
+        0, "tokens of prompts and answers per API key and minute; 0: no limit", min=0
     )
     rate_storage: str = option(
         "memory://",
-        "where these are counted; sqlite:///FILE if gateways and routers of one host share them, "
-        "redis://host:port if those of several do",
+        "storage of the rate limits' counts; sqlite:///FILE to share them between the gateways and "
+        "routers of one host, redis://host:port between those of several hosts",
         secret=True,
     )

@@ -52,18 +52,18 @@ def raise_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def hide_arguments(words: Iterable[str], secret_flags: Collection[str]) -> None:
+def hide_arguments(args: Iterable[str], secret_flags: Collection[str]) -> None:
     """Rewrite the command line that ps shows, with the values of the secret flags masked.
 
-    `words` are the arguments after the program's name; `secret_flags` are like "--api-key".
+    `args` are the arguments after the program's name; `secret_flags` are like "--api-key".
     """
-    shown, hide = [], False
-    for word in words:
-        flag, equals, _ = word.partition("=")
-        if hide:
-            word = "***"
+    visible_args, hide_next = [], False
+    for arg in args:
+        flag, equals, _ = arg.partition("=")
+        if hide_next:
+            arg = "***"
         elif equals and flag in secret_flags:
-            word = f"{flag}=***"
-        hide = not hide and not equals and flag in secret_flags
-        shown.append(word)
-    setproctitle(" ".join(("pdserve", *shown)))
+            arg = f"{flag}=***"
+        hide_next = not hide_next and not equals and flag in secret_flags
+        visible_args.append(arg)
+    setproctitle(" ".join(("pdserve", *visible_args)))

@@ -32,11 +32,11 @@ def endpoint(settings: TraceSettings) -> str:
     if not url or switched_off():
         return ""
     if not _is_http(url):
-        told = "its value" if "@" in url or "?" in url else repr(url)
-        raise ValueError(f"{name}: {told} is no http or https URL")
+        url_text = "its value" if "@" in url or "?" in url else repr(url)
+        raise ValueError(f"{name}: {url_text} is not an http or https URL")
     parts = urlsplit(url)
     if name == FLAG and parts.username is not None:
-        raise ValueError(f"{FLAG}: passwords belong into OTEL_EXPORTER_OTLP_HEADERS")
+        raise ValueError(f"{FLAG}: put passwords into OTEL_EXPORTER_OTLP_HEADERS, not into the URL")
     if not is_installed():
         raise ValueError(f"{FLAG} needs OpenTelemetry: pip install 'pdserve[trace]'")
     _check_environment()
@@ -65,13 +65,15 @@ def _check_environment() -> None:
     """Raises ValueError if the environment selects an exporter or protocol other than OTLP by
     HTTP."""
     exporters = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
-    if "otlp" not in (one.strip().removesuffix("_proto_http") for one in exporters.split(",")):
-        raise ValueError(f"OTEL_TRACES_EXPORTER={exporters}: pdserve has otlp and none")
+    if "otlp" not in (item.strip().removesuffix("_proto_http") for item in exporters.split(",")):
+        raise ValueError(f"OTEL_TRACES_EXPORTER={exporters}: pdserve supports only otlp and none")
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if protocol := os.environ.get(name, "").strip():
             if protocol != "http/protobuf":
                 setting = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf and an endpoint for it"
-                raise ValueError(f"{name}={protocol}: traces are sent by HTTP alone; set {setting}")
+                raise ValueError(
+                    f"{name}={protocol}: traces are sent over HTTP only; set {setting}"
+                )
             return
 
 
@@ -83,7 +85,7 @@ def _is_http(url: str) -> bool:
         return False
 
 
-def shown(url: str) -> str:
+def redacted_url(url: str) -> str:
     """A URL without its possibly secret parts: user, password and query."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

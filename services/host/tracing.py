@@ -22,7 +22,7 @@ from pdserve.services.host.trace_endpoint import (
     FLAG,
     TraceSettings,
     endpoint,
-    shown,
+    redacted_url,
     switched_off,
 )
 
@@ -104,23 +104,23 @@ class Tracer:
     ) -> TraceSpan:
         """Begin a span of a request. At the entry from clients (`entry`) a new trace may begin;
         elsewhere a span needs a parent."""
-        asked = self._asked(parent, entry) if entry else None
-        return NO_SPAN if asked is None else TraceSpan(_context(*asked, parent.state))
+        parent_ids = self._parent_ids(parent, entry) if entry else None
+        return NO_SPAN if parent_ids is None else TraceSpan(_context(*parent_ids, parent.state))
 
-    def _asked(self, parent: TraceContext, entry: bool) -> tuple[int, int, bool] | None:
+    def _parent_ids(self, parent: TraceContext, entry: bool) -> tuple[int, int, bool] | None:
         """The ids of the trace and the parent's span, and whether to sample it. At an entry, only
         the tracer's share of the traces that clients mark as sampled is sampled."""
-        found = _parsed(parent.parent)
-        if found is None:
+        parsed = _parsed(parent.parent)
+        if parsed is None:
             return None
-        trace, span, sampled = found
+        trace, span, sampled = parsed
         return trace, span, sampled and (not entry or self._in_share(trace))
 
     def _in_share(self, trace: int) -> bool:
         """Whether a trace is in the sampled share; the same for every call. Keyed, since clients
         choose trace ids."""
-        drawn = blake2b(trace.to_bytes(16), key=self._key, digest_size=8).digest()
-        return int.from_bytes(drawn) < self._below
+        digest = blake2b(trace.to_bytes(16), key=self._key, digest_size=8).digest()
+        return int.from_bytes(digest) < self._below
 
 
 NO_TRACER = Tracer()
@@ -128,8 +128,8 @@ NO_TRACER = Tracer()
 
 def context_of(metadata: Any) -> TraceContext:
     """The parent span in a gRPC call's metadata."""
-    given = dict(metadata or ())
-    return TraceContext(str(given.get("traceparent", "")), str(given.get("tracestate", "")))
+    entries = dict(metadata or ())
+    return TraceContext(str(entries.get("traceparent", "")), str(entries.get("tracestate", "")))
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def tracing(service: str, settings: TraceSettings, key: bytes = b"") -> Iterator
     url = endpoint(settings)
     if not url:
         if settings.otlp_traces_endpoint:
-            log.warning("%s counts for nothing: %s", FLAG, switched_off())
+            log.warning("%s has no effect: %s is set", FLAG, switched_off())
         yield Tracer(settings.otlp_traces_sample, key)
         return
     tracer = ExportingTracer(service, exporter(url), settings.otlp_traces_sample, key)
@@ -159,20 +159,22 @@ def exporter(url: str) -> "SpanExporter":
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL + 1)
     logging.getLogger("urllib3").setLevel(logging.INFO)  # its debug lines show the URL's query
     sender = OTLPSpanExporter(url, timeout=EXPORT_S)
-    where = shown(url)
+    collector = redacted_url(url)
 
     class Exporter(SpanExporter):
-        taken = True  # whether the last export succeeded
+        accepted = True  # whether the last export succeeded
 
         def export(self, spans: "Sequence[ReadableSpan]") -> "SpanExportResult":
             result = sender.export(spans)
-            taken = result is SpanExportResult.SUCCESS
-            if taken != self.taken:
-                self.taken = taken
-                if taken:
-                    log.info("%s takes traces again", where)
+            accepted = result is SpanExportResult.SUCCESS
+            if accepted != self.accepted:
+                self.accepted = accepted
+                if accepted:
+                    log.info("%s accepts traces again", collector)
                 else:
-                    log.warning("%s takes no traces: they are dropped until it does", where)
+                    log.warning(
+                        "%s does not accept traces; they are dropped until it does", collector
+                    )
             return result
 
         def shutdown(self) -> None:
@@ -207,21 +209,21 @@ class ExportingTracer(Tracer):
     def begin(
         self, name: str, parent: TraceContext, began: float, *, entry: bool = False
     ) -> TraceSpan:
-        asked = self._asked(parent, entry)
-        if asked is None:
+        parent_ids = self._parent_ids(parent, entry)
+        if parent_ids is None:
             if not entry:
                 return NO_SPAN
             trace = int.from_bytes(os.urandom(16)) or 1
-            asked = trace, 0, self._in_share(trace)
+            parent_ids = trace, 0, self._in_share(trace)
             parent = NOWHERE
-        trace, parent_id, sampled = asked
+        trace, parent_id, sampled = parent_ids
         if not sampled and not entry:
             return NO_SPAN
-        own = _span_id()
-        context = _context(trace, own, sampled, parent.state)
+        span_id = _span_id()
+        context = _context(trace, span_id, sampled, parent.state)
         if not sampled:
             return TraceSpan(context)
-        return _RecordedSpan(self, context, name, (trace, own, parent_id), began, entry)
+        return _RecordedSpan(self, context, name, (trace, span_id, parent_id), began, entry)
 
     def export(self, span: "ReadableSpan") -> None:
         """Queue a span for export."""
@@ -234,10 +236,10 @@ class ExportingTracer(Tracer):
 
     def close(self) -> None:
         """Send the queued spans, for at most CLOSE_S; drop them if the last export failed."""
-        gone = not getattr(self._exporter, "taken", True)
+        is_unreachable = not getattr(self._exporter, "accepted", True)
         ending = threading.Thread(target=self._processor.shutdown, name="traces", daemon=True)
         ending.start()
-        ending.join(0.0 if gone else CLOSE_S)
+        ending.join(0.0 if is_unreachable else CLOSE_S)
         if ending.is_alive():
             self._exporter.shutdown()
 
@@ -284,18 +286,18 @@ class _RecordedSpan(TraceSpan):
         offset = time.time_ns() - int(time.monotonic() * 1e9)
         state = TraceState.from_header([self.context.state] if self.context.state else [])
 
-        def ns(at: float) -> int:
-            return offset + int(at * 1e9)
+        def ns(seconds: float) -> int:
+            return offset + int(seconds * 1e9)
 
-        def named(span: int, *, remote: bool) -> SpanContext:
+        def span_context(span: int, *, remote: bool) -> SpanContext:
             return SpanContext(trace, span, remote, TraceFlags(TraceFlags.SAMPLED), state)
 
-        trace, own, parent = self._ids
-        context = named(own, remote=False)
+        trace, span_id, parent = self._ids
+        context = span_context(span_id, remote=False)
         for name, began, ended in self._phases:
             phase = ReadableSpan(
                 f"{self._name} {name}",
-                context=named(_span_id(), remote=False),
+                context=span_context(_span_id(), remote=False),
                 parent=context,
                 resource=self._tracer.resource,
                 start_time=ns(began),
@@ -305,7 +307,7 @@ class _RecordedSpan(TraceSpan):
         span = ReadableSpan(
             self._name,
             context=context,
-            parent=named(parent, remote=True) if parent else None,
+            parent=span_context(parent, remote=True) if parent else None,
             resource=self._tracer.resource,
             attributes=self._attributes,
             events=[Event(name, values, ns(at)) for name, at, values in self._events],
@@ -332,10 +334,10 @@ def _dotted(attributes: dict[str, Value]) -> dict[str, Value]:
 
 def _parsed(parent: str) -> tuple[int, int, bool] | None:
     """The ids of the trace and span in a traceparent, and whether it is sampled."""
-    found = _PARENT.fullmatch(parent)
-    if found is None:
+    match = _PARENT.fullmatch(parent)
+    if match is None:
         return None
-    version, trace, span, flags, more = found.groups()
-    if version == "ff" or (version == "00" and more) or not int(trace, 16) or not int(span, 16):
+    version, trace, span, flags, suffix = match.groups()
+    if version == "ff" or (version == "00" and suffix) or not int(trace, 16) or not int(span, 16):
         return None
     return int(trace, 16), int(span, 16), bool(int(flags, 16) & 1)

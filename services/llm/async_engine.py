@@ -111,7 +111,7 @@ class AsyncEngine:
 
         Raises InvalidRequest, ContextLengthExceeded, GenerationError.
         """
-        return await self._whole(await self._text(prompt, sampling_params, priority))
+        return await self._complete(await self._text(prompt, sampling_params, priority))
 
     async def generate_stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
@@ -131,8 +131,8 @@ class AsyncEngine:
         **options: Unpack[ChatOptions],
     ) -> RequestOutput:
         """Answer a conversation; arguments and errors are those of `LLM.chat`."""
-        asked = chat_input(messages, **options)
-        return await self._whole(await self._chat(asked, sampling_params, priority))
+        chat = chat_input(messages, **options)
+        return await self._complete(await self._chat(chat, sampling_params, priority))
 
     async def chat_stream(
         self,
@@ -143,8 +143,8 @@ class AsyncEngine:
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream the answer to a conversation; each tool call arrives complete, in one delta."""
-        asked = chat_input(messages, **options)
-        prepared = await self._chat(asked, sampling_params, priority)
+        chat = chat_input(messages, **options)
+        prepared = await self._chat(chat, sampling_params, priority)
         async with aclosing(self._deltas(prepared.request, self._generation(prepared))) as deltas:
             async for delta in deltas:
                 yield delta
@@ -173,39 +173,39 @@ class AsyncEngine:
         return await asyncio.to_thread(self._model.prompts.text, prompt, params, priority)
 
     async def _chat(
-        self, asked: ChatInput, params: SamplingParams | None, priority: int
+        self, chat: ChatInput, params: SamplingParams | None, priority: int
     ) -> PreparedRequest:
-        return await asyncio.to_thread(self._model.prompts.chat, asked, params, priority)
+        return await asyncio.to_thread(self._model.prompts.chat, chat, params, priority)
 
     def _generation(self, prepared: PreparedRequest) -> Generation:
         return Generation(prepared, self.tokenizer)
 
-    async def _whole(self, prepared: PreparedRequest) -> RequestOutput:
+    async def _complete(self, prepared: PreparedRequest) -> RequestOutput:
         generation = self._generation(prepared)
-        await self._to_the_end(prepared.request, generation)
+        await self._run(prepared.request, generation)
         return generation.result()
 
     async def _embedding(self, prompt: Prompt) -> list[float]:
         request = await asyncio.to_thread(self._model.prompts.embedding, prompt)
         pooled = Embedding(normalizes=self.card.normalizes)
-        await self._to_the_end(request, pooled)
+        await self._run(request, pooled)
         return pooled.result()
 
-    async def _to_the_end(self, request: Request, collected: Generation | Embedding) -> None:
-        async with aclosing(self._deltas(request, collected)) as deltas:
+    async def _run(self, request: Request, collector: Generation | Embedding) -> None:
+        async with aclosing(self._deltas(request, collector)) as deltas:
             async for _ in deltas:
                 pass
 
     async def _deltas(
-        self, request: Request, collected: Generation | Embedding
+        self, request: Request, collector: Generation | Embedding
     ) -> AsyncGenerator[OutputDelta, None]:
         """Run a request and yield its deltas; abort it if the consumer stops early."""
         inbox: asyncio.Queue[RequestEvent] = asyncio.Queue()
         key = self._model.submit(request, inbox)
         try:
-            while not collected.done:
-                delta = collected.take(await inbox.get())
-                if stopped := collected.take_stopped():
+            while not collector.done:
+                delta = collector.take(await inbox.get())
+                if stopped := collector.take_stopped():
                     self._model.abort(key, stopped)
                 if delta is not None:
                     yield delta

@@ -47,11 +47,11 @@ def chat_input(
 ) -> ChatInput:
     """Build a ChatInput from ChatOptions. `add_generation_prompt` defaults to the opposite of
     `continue_final_message`. Raises InvalidRequest."""
-    opens = add_generation_prompt
+    adds_prompt = add_generation_prompt
     return ChatInput(
         messages,
         tool_use(tools, tool_choice, parallel=parallel_tool_calls),
-        not continue_final_message if opens is None else opens,
+        not continue_final_message if adds_prompt is None else adds_prompt,
         continue_final_message,
         chat_template_kwargs or {},
     )
@@ -70,35 +70,35 @@ def tool_use(
     tools: Sequence[Mapping[str, Any]], choice: ToolChoice, *, parallel: bool
 ) -> ToolUse | None:
     """Parse tools and tool choice; return None without tools. Raises InvalidRequest."""
-    found = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    names = [tool.name for tool in found]
+    parsed_tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    names = [tool.name for tool in parsed_tools]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise _refused(f"tools[{index}]", f"two tools have the name {name!r}")
-    if not found:
+    if not parsed_tools:
         if choice not in ("auto", "none"):
             raise _refused("tool_choice", "tool_choice needs tools")
         return None
     match choice:
         case "auto" | "none" | "required":
-            return ToolUse(found, choice, parallel=parallel)
+            return ToolUse(parsed_tools, choice, parallel=parallel)
         case {"function": {"name": str(name)}}:
             if name not in names:
                 raise _refused("tool_choice", f"tool_choice: no tool has the name {name!r:.80}")
-            return ToolUse(found, "required", (name,), parallel=False)
-    what = 'auto, none, required, or {"type": "function", "function": {"name": ...}}'
-    raise _refused("tool_choice", f"tool_choice must be {what}, not {choice!r:.80}")
+            return ToolUse(parsed_tools, "required", (name,), parallel=False)
+    expected = 'auto, none, required, or {"type": "function", "function": {"name": ...}}'
+    raise _refused("tool_choice", f"tool_choice must be {expected}, not {choice!r:.80}")
 
 
-def _tool(given: Any, param: str) -> Tool:
-    function = given.get("function") if isinstance(given, Mapping) else None
-    if not isinstance(function, Mapping) or given.get("type", "function") != "function":
-        form = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
-        raise _refused(param, f"{param} must have the form {form}")
+def _tool(tool: Any, param: str) -> Tool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
+        expected = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+        raise _refused(param, f"{param} must have the form {expected}")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        what = "1 to 64 letters, digits, _ or -"
-        raise _refused(param, f"{param}.function.name must have {what}, not {name!r:.80}")
+        expected_name = "1 to 64 letters, digits, _ or -"
+        raise _refused(param, f"{param}.function.name must have {expected_name}, not {name!r:.80}")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise _refused(param, f"{param}.function.parameters must be a JSON schema")
     description = function.get("description") or ""

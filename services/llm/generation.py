@@ -78,19 +78,19 @@ class _Output:
     calls: bool = False
     call: list[ToolCallPart] = field(default_factory=list)  # parts of the unfinished tool call
 
-    def whole_calls(self, content: Sequence[ContentPart]) -> tuple[ToolCall, ...]:
+    def take_complete_calls(self, content: Sequence[ContentPart]) -> tuple[ToolCall, ...]:
         """Return the tool calls that `content` completes or that the answer's end cuts off."""
-        made: list[ToolCallPart] = []
+        call_parts: list[ToolCallPart] = []
         for part in content:
             if self.call and (not isinstance(part, ToolCallPart) or part.id):
-                made += calls_of(self.call)
+                call_parts += calls_of(self.call)
                 self.call = []
             if isinstance(part, ToolCallPart):
                 self.call.append(part)
         if self.finish is not None:
-            made += calls_of(self.call)
+            call_parts += calls_of(self.call)
             self.call = []
-        return tuple(ToolCall(part.id, part.name, part.arguments) for part in made)
+        return tuple(ToolCall(part.id, part.name, part.arguments) for part in call_parts)
 
 
 class Generation:
@@ -106,10 +106,10 @@ class Generation:
         self._stopped: list[int] = []
 
     def _output(self) -> _Output:
-        sampling, its = self._prepared.sampling, self._prepared.format
+        sampling, answer_format = self._prepared.sampling, self._prepared.format
         detokenizer = self._vocabulary.incremental(
             skip_special_tokens=sampling.skip_special_tokens,
-            keep=its.special,
+            keep=answer_format.special,
             continues=self._prepared.continues,
         )
         stops = StopMatcher(
@@ -117,7 +117,7 @@ class Generation:
         )
         stop_ids = {*self._vocabulary.card.eos_ids, *sampling.stop_token_ids}
         text = ChoiceText(detokenizer, stops, stop_ids=stop_ids, include_stop=sampling.include_stop)
-        return _Output(text, its.parser())
+        return _Output(text, answer_format.parser())
 
     def take(self, event: RequestEvent) -> OutputDelta | None:
         """Process an event; return the new delta, if any. Raises GenerationError, or the error with
@@ -147,7 +147,7 @@ class Generation:
         if update.finish == "stop" and output.calls:
             is_cut = any(isinstance(part, ToolCallPart) and part.cut for part in content)
             output.finish = "length" if is_cut else "tool_calls"
-        calls = output.whole_calls(content)
+        calls = output.take_complete_calls(content)
         ids = event.ids[:count]
         scores = zip(ids, event.logprobs, strict=False)
         delta = OutputDelta(
@@ -179,8 +179,8 @@ class Generation:
         return ids[-1] if ids[-1] in self._prepared.sampling.stop_token_ids else None
 
     def _scored(self, token: int, score: TokenLogprob) -> Logprobs:
-        found = {token: score.logprob, **dict(score.top)}
-        return {i: Logprob(value, self._vocabulary.token_text(i)) for i, value in found.items()}
+        logprobs = {token: score.logprob, **dict(score.top)}
+        return {i: Logprob(value, self._vocabulary.token_text(i)) for i, value in logprobs.items()}
 
     def take_stopped(self) -> tuple[int, ...]:
         """Return outputs that a stop string ended since the last call; the caller aborts them."""
@@ -202,7 +202,9 @@ class Generation:
         ids = tuple(token for delta in deltas for token in delta.token_ids)
         logprobs = None
         if self._prepared.sampling.logprobs is not None:
-            logprobs = tuple(one for delta in deltas for one in delta.logprobs)
+            logprobs = tuple(
+                token_logprobs for delta in deltas for token_logprobs in delta.logprobs
+            )
         return CompletionOutput(
             index,
             "".join(delta.text for delta in deltas),
@@ -214,7 +216,9 @@ class Generation:
             logprobs,
             None
             if logprobs is None
-            else math.fsum(one[i].logprob for one, i in zip(logprobs, ids, strict=True)),
+            else math.fsum(
+                token_logprobs[i].logprob for token_logprobs, i in zip(logprobs, ids, strict=True)
+            ),
         )
 
 
@@ -223,8 +227,8 @@ def _parsed(output: _Output, update: TextUpdate) -> list[ContentPart]:
         return [TextPart(update.text)] if update.text else []
     content = output.parser.push(update.text) if update.text else []
     if update.finish is not None:
-        cut = update.finish == "length" or update.stop is not None
-        content = [*content, *output.parser.finish(cut=cut)]
+        is_cut = update.finish == "length" or update.stop is not None
+        content = [*content, *output.parser.finish(cut=is_cut)]
     return content
 
 

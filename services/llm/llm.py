@@ -77,10 +77,10 @@ class LLM:
         requests with a lower priority run first. `progress` shows the progress on stderr. Raises
         InvalidRequest, ContextLengthExceeded, GenerationError.
         """
-        given = as_list(prompts)
-        params = per_prompt("sampling_params", sampling_params, len(given))
-        priorities = per_prompt("priority", priority, len(given))
-        prepared = map(self._model.prompts.text, given, params, priorities)
+        prompt_list = as_list(prompts)
+        params = per_prompt("sampling_params", sampling_params, len(prompt_list))
+        priorities = per_prompt("priority", priority, len(prompt_list))
+        prepared = map(self._model.prompts.text, prompt_list, params, priorities)
         return self._generate(list(prepared), progress)
 
     def generate_stream(
@@ -127,13 +127,13 @@ class LLM:
         required, or one by name); the calls are in the outputs' `tool_calls`. With
         `continue_final_message` the answer continues the last message. Raises like `generate`.
         """
-        several, single = conversations(messages)
-        asked = [chat_input(one, **options) for one in several]
-        params = per_prompt("sampling_params", sampling_params, len(asked))
-        priorities = per_prompt("priority", priority, len(asked))
-        prepared = map(self._model.prompts.chat, asked, params, priorities)
-        found = self._generate(list(prepared), progress)
-        return found[0] if single else found
+        batch, is_single = conversations(messages)
+        inputs = [chat_input(conversation, **options) for conversation in batch]
+        params = per_prompt("sampling_params", sampling_params, len(inputs))
+        priorities = per_prompt("priority", priority, len(inputs))
+        prepared = map(self._model.prompts.chat, inputs, params, priorities)
+        outputs = self._generate(list(prepared), progress)
+        return outputs[0] if is_single else outputs
 
     def chat_stream(
         self,
@@ -145,8 +145,8 @@ class LLM:
     ) -> Generator[OutputDelta, None, None]:
         """Stream the answer to a conversation; each tool call arrives complete, in one delta.
         Arguments are those of `chat`; errors are those of `generate_stream`."""
-        asked = chat_input(messages, **options)
-        return self._stream(self._model.prompts.chat(asked, sampling_params, priority))
+        chat = chat_input(messages, **options)
+        return self._stream(self._model.prompts.chat(chat, sampling_params, priority))
 
     def apply_chat_template(
         self,
@@ -166,8 +166,8 @@ class LLM:
             (self._model.prompts.embedding(prompt), Embedding(normalizes=normalizes))
             for prompt in as_list(prompts)
         ]
-        found: list[list[float]] = self._run(runs, progress)
-        return found
+        embeddings: list[list[float]] = self._run(runs, progress)
+        return embeddings
 
     def close(self) -> None:
         """Stop the engine and fail the requests that still run. May be called again."""
@@ -185,9 +185,9 @@ class LLM:
         self.close()
 
     def _generate(self, prepared: list[PreparedRequest], progress: bool) -> list[RequestOutput]:
-        runs: list[Run] = [(one.request, Generation(one, self.tokenizer)) for one in prepared]
-        found: list[RequestOutput] = self._run(runs, progress)
-        return found
+        runs: list[Run] = [(item.request, Generation(item, self.tokenizer)) for item in prepared]
+        outputs: list[RequestOutput] = self._run(runs, progress)
+        return outputs
 
     def _run(self, runs: Sequence[Run], progress: bool) -> list[Any]:
         """Run all requests and return their results in order. Process events as they arrive, so
@@ -196,21 +196,21 @@ class LLM:
         running: dict[str, Generation | Embedding] = {}
         view = progress_on(sys.stderr) if progress else None
         try:
-            for request, collected in runs:
-                running[self._model.submit(request, inbox)] = collected
+            for request, collector in runs:
+                running[self._model.submit(request, inbox)] = collector
             while running:
                 event = inbox.get()
                 if event.key not in running:  # the request ended before `close` failed all
                     continue
-                collected = running[event.key]
-                collected.take(event)
-                if stopped := collected.take_stopped():
+                collector = running[event.key]
+                collector.take(event)
+                if stopped := collector.take_stopped():
                     self._model.abort(event.key, stopped)
-                if collected.done:
+                if collector.done:
                     del running[event.key]
                     if view is not None:
                         view.update("prompts", (len(runs) - len(running)) / len(runs))
-            return [collected.result() for _, collected in runs]
+            return [collector.result() for _, collector in runs]
         finally:
             if view is not None:
                 view.close()

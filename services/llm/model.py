@@ -26,7 +26,7 @@ from pdserve.services.llm.prompts import PromptMaker
 from pdserve.services.options.options import OptionError, options_of
 
 EXIT_POLL_S = 0.5  # interval at which an unclosed model checks whether the main thread has ended
-CLOSED = "it is closed"
+CLOSED = "the model is closed"
 Model = str | PathLike[str] | EngineConfig  # a path, a Hugging Face id, or all options
 
 
@@ -132,8 +132,8 @@ class InProcessModel:
             self._thread.close()
             self._fail_all()
 
-    def _fail_all(self, why: str = CLOSED) -> None:
-        self._end([RequestFailed(key, why) for key in list(self._inboxes)])
+    def _fail_all(self, reason: str = CLOSED) -> None:
+        self._end([RequestFailed(key, reason) for key in list(self._inboxes)])
 
     def _close_at_exit(self) -> None:
         while not self._closed.wait(EXIT_POLL_S):
@@ -141,14 +141,14 @@ class InProcessModel:
                 self.close()
 
     def _on_step(self, step: Step) -> None:
-        found: list[tuple[Inbox, Event]] = []
+        deliveries: list[tuple[Inbox, Event]] = []
         for event in step.events:
             ends = isinstance(event, Finished | RequestFailed)
             inbox = self._forget(event.key) if ends else self._inboxes.get(event.key)
             if inbox is not None:
-                found.append((inbox, event))
-        if found:
-            self._deliver(found)
+                deliveries.append((inbox, event))
+        if deliveries:
+            self._deliver(deliveries)
 
 
 def config_of(model: Model, options: dict[str, Any], owner: str) -> EngineConfig:
@@ -156,14 +156,16 @@ def config_of(model: Model, options: dict[str, Any], owner: str) -> EngineConfig
     bad value; both messages name the option."""
     if isinstance(model, EngineConfig):
         if options:
-            raise TypeError(f"{owner}: give an EngineConfig or {', '.join(options)}, not both")
+            raise TypeError(
+                f"{owner}: pass either an EngineConfig or {', '.join(options)}, not both"
+            )
         config = model
     elif isinstance(model, str | PathLike):
-        known = [own.name for own in fields(EngineConfig)]
+        field_names = [option_field.name for option_field in fields(EngineConfig)]
         for name in options:
-            if name not in known:
-                near = get_close_matches(name, known, 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
+            if name not in field_names:
+                close_names = get_close_matches(name, field_names, 1)
+                hint = f"; did you mean {close_names[0]}?" if close_names else ""
                 raise TypeError(f"{owner} has no option {name!r}{hint}")
         config = EngineConfig(model=str(model), **options)
     else:
@@ -173,8 +175,8 @@ def config_of(model: Model, options: dict[str, Any], owner: str) -> EngineConfig
         try:
             option.accept(getattr(config, option.field), option.flag)
         except OptionError as error:
-            why = str(error).removeprefix(f"{option.flag}: ")
-            raise ValueError(f"{option.field}: {why}") from None
+            reason = str(error).removeprefix(f"{option.flag}: ")
+            raise ValueError(f"{option.field}: {reason}") from None
     if type(config.threads) is not int or config.threads < 0:
-        raise ValueError(f"threads: {config.threads!r} is no number of threads")
+        raise ValueError(f"threads: {config.threads!r} is not a valid number of threads")
     return config

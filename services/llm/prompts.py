@@ -83,47 +83,47 @@ class PromptMaker:
     def text(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> PreparedRequest:
         """Build the request of a prompt. Raises InvalidRequest, TypeError for a non-prompt."""
         _check_params(params)
-        chosen = params or SamplingParams()
+        sampling_params = params or SamplingParams()
         with invalid_requests():
-            sampling = thinking_bound(chosen.requested(), self._families[1])
+            sampling = thinking_bound(sampling_params.requested(), self._families[1])
             ids = self.encode(prompt)
-            request = self._request(ids, chosen, sampling, priority, continues=True)
+            request = self._request(ids, sampling_params, sampling, priority, continues=True)
         return PreparedRequest(request, prompt if isinstance(prompt, str) else None, sampling)
 
     def chat(
-        self, asked: ChatInput, params: SamplingParams | None, priority: int
+        self, chat: ChatInput, params: SamplingParams | None, priority: int
     ) -> PreparedRequest:
         """Build the request of a chat. Raises InvalidRequest, TypeError for a non-conversation."""
         _check_params(params)
-        chosen = params or SamplingParams()
+        sampling_params = params or SamplingParams()
         with invalid_requests():
-            conversation, rendered = self._rendered(asked)
+            conversation, rendered = self._rendered(chat)
             ids = self.tokenizer.encode_rendered(rendered)
-            continues = asked.continue_final_message
+            continues = chat.continue_final_message
             end = final_text(conversation) if continues else prompt_end(self.tokenizer, ids)
-            form = answer_format(
+            format = answer_format(
                 self._families,
-                asked.use,
+                chat.use,
                 end,
                 continues=continues,
                 inline=False,
-                structured=chosen.structured_outputs is not None,
+                structured=sampling_params.structured_outputs is not None,
             )
             sampling = shaped(
-                chosen.requested(), self._families, asked.use, end, continues=continues
+                sampling_params.requested(), self._families, chat.use, end, continues=continues
             )
-            request = self._request(ids, chosen, sampling, priority, continues=continues)
-        return PreparedRequest(request, rendered.text, sampling, form, continues)
+            request = self._request(ids, sampling_params, sampling, priority, continues=continues)
+        return PreparedRequest(request, rendered.text, sampling, format, continues)
 
     def embedding(self, prompt: Prompt) -> Request:
         """Build an embedding request. Raises InvalidRequest, TypeError for a non-prompt."""
         with invalid_requests():
             return Request("", tuple(self.encode(prompt)), POOLS, 0, pool=True)
 
-    def rendered(self, asked: ChatInput) -> str:
+    def rendered(self, chat: ChatInput) -> str:
         """Return the prompt of a conversation as text. Raises like `chat`."""
         with invalid_requests():
-            return self._rendered(asked)[1].text
+            return self._rendered(chat)[1].text
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt. Raises TextError, TypeError, InvalidRequest."""
@@ -132,32 +132,32 @@ class PromptMaker:
         ids: Any = prompt
         if isinstance(ids, bytes) or not isinstance(ids, Sequence):
             kind = type(ids).__name__
-            raise TypeError(f"a prompt must be a text or a list of token ids, not {kind}")
+            raise TypeError(f"a prompt must be a string or a list of token ids, not {kind}")
         check_ids(ids, "prompt")
         return list(ids)
 
-    def _rendered(self, asked: ChatInput) -> tuple[TemplateInput, Rendered]:
-        if not isinstance(asked.messages, Sequence) or not all(
-            isinstance(message, Mapping) for message in asked.messages
+    def _rendered(self, chat: ChatInput) -> tuple[TemplateInput, Rendered]:
+        if not isinstance(chat.messages, Sequence) or not all(
+            isinstance(message, Mapping) for message in chat.messages
         ):
             raise TypeError('a conversation must be a list of messages, {"role", "content"}')
         tools, plain_family = None, ""
-        if asked.use is not None:
-            tools = [tool.as_template() for tool in asked.use.tools]
+        if chat.use is not None:
+            tools = [tool.as_template() for tool in chat.use.tools]
         if not self._shows_tools:
             family, _ = self._parsers.families("", "")
             if family is None and tools:
                 raise TextError(
-                    "the model's chat template has no place for tools, and calls of tools are "
-                    "not read here (tool_parser)",
+                    "the model's chat template does not support tools, and tool_parser "
+                    "selects no parser",
                     "tools",
                 )
             plain_family = family.name if family is not None else ""
         conversation = TemplateInput(
-            asked.messages,
-            add_generation_prompt=asked.add_generation_prompt,
-            continue_final_message=asked.continue_final_message,
-            variables=asked.variables,
+            chat.messages,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            variables=chat.variables,
             tools=tools,
             tool_parser=plain_family,
         )
@@ -175,13 +175,15 @@ class PromptMaker:
         if not isinstance(priority, Integral) or isinstance(priority, bool):
             text = f"priority must be a whole number, not {priority!r:.60}"
             raise InvalidRequest(text, "priority")
-        bound = self._constraints(sampling)
-        bound = bound.of_prompt(ids, self.tokenizer, continues=continues)
-        grammar = Grammar(bound.grammar, bound.grammar_after) if bound.grammar else None
+        constraints = self._constraints(sampling)
+        constraints = constraints.of_prompt(ids, self.tokenizer, continues=continues)
+        grammar = (
+            Grammar(constraints.grammar, constraints.grammar_after) if constraints.grammar else None
+        )
         thinking = None
-        if bound.thinking_budget is not None:
+        if constraints.thinking_budget is not None:
             thinking = ThinkingBudget(
-                bound.thinking_budget, bound.thinking_end, bound.thinking_start
+                constraints.thinking_budget, constraints.thinking_end, constraints.thinking_start
             )
         engine_params = EngineParams(
             **self._recommended(params),
@@ -197,7 +199,7 @@ class PromptMaker:
             prompt_logprobs=params.prompt_logprobs,
             n=params.n,
             allowed_token_ids=tuple(params.allowed_token_ids),
-            bad_words=bound.bad_words,
+            bad_words=constraints.bad_words,
             grammar=grammar,
             thinking=thinking,
             logprob_token_ids=tuple(params.logprob_token_ids),
@@ -208,13 +210,13 @@ class PromptMaker:
     def _recommended(self, params: SamplingParams) -> dict[str, Any]:
         """Return the params that a model may recommend: the user's value, else the model's, else
         the engine's."""
-        found = {}
-        for name in (own.name for own in fields(self._defaults)):
-            own, its = getattr(params, name), getattr(self._defaults, name)
-            value = its if own is None else own
-            found[name] = getattr(POOLS, name) if value is None else value
-        found["top_k"] = max(0, found["top_k"])
-        return found
+        values = {}
+        for name in (param.name for param in fields(self._defaults)):
+            user_value, recommended_value = getattr(params, name), getattr(self._defaults, name)
+            value = recommended_value if user_value is None else user_value
+            values[name] = getattr(POOLS, name) if value is None else value
+        values["top_k"] = max(0, values["top_k"])
+        return values
 
     def _constraints(self, sampling: RequestedSampling) -> Constraints:
         if not sampling.is_constrained:
@@ -230,16 +232,16 @@ class PromptMaker:
         """Return the grammar source of a structure; results are cached. Raises TextError."""
         key = hashlib.sha256(structure.encoded()).digest()
         with self._lock:
-            found = self._compiled.get(key, time.monotonic())
-            if found is None:
+            compiled = self._compiled.get(key, time.monotonic())
+            if compiled is None:
                 try:
-                    found = self._grammars(structure).compile(structure)
+                    compiled = self._grammars(structure).compile(structure)
                 except TextError as error:
-                    found = error
-                self._compiled.put(key, found)
-        if isinstance(found, TextError):
-            raise found
-        return found
+                    compiled = error
+                self._compiled.put(key, compiled)
+        if isinstance(compiled, TextError):
+            raise compiled
+        return compiled
 
     def _grammars(self, structure: Structure) -> "GrammarCompiler":
         if self._compiler is None:
@@ -248,7 +250,7 @@ class PromptMaker:
             try:
                 self._compiler = GrammarCompiler(self.tokenizer)
             except ValueError as error:
-                text = f"this model takes no structure: {error}"
+                text = f"this model does not support structured outputs: {error}"
                 raise TextError(text, structure.param) from None
         return self._compiler
 
@@ -269,27 +271,27 @@ def _check_params(params: object) -> None:
         raise TypeError(f"sampling_params must be pdserve.SamplingParams, not {name}")
 
 
-def _check_parser(option: str, name: str, known: Sequence[str]) -> None:
-    names = ("auto", "none", *known)
+def _check_parser(option: str, name: str, parser_names: Sequence[str]) -> None:
+    names = ("auto", "none", *parser_names)
     if name not in names:
-        raise ValueError(f"{option}: {name!r} is none of {', '.join(names)}")
+        raise ValueError(f"{option}: {name!r} is not one of {', '.join(names)}")
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return prompts as a list; a single prompt (a text or a list of token ids) becomes a list of
     one. Values that are not prompts are not changed: `encode` rejects them."""
-    given: Any = prompts
-    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
-        return [given]
-    if given and not isinstance(given[0], str | Sequence):
-        return [given]
-    return list(given)
+    value: Any = prompts
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        return [value]
+    if value and not isinstance(value[0], str | Sequence):
+        return [value]
+    return list(value)
 
 
-def per_prompt(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
+def per_prompt(name: str, value: T | Sequence[T], count: int) -> Sequence[T]:
     """Return one value of the argument `name` per prompt. Raises ValueError for another count."""
-    if not isinstance(given, list | tuple):
-        return [given] * count  # type: ignore[list-item]
-    if len(given) != count:
-        raise ValueError(f"{len(given)} {name} for {count} prompts")
-    return given
+    if not isinstance(value, list | tuple):
+        return [value] * count  # type: ignore[list-item]
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} values for {count} prompts")
+    return value

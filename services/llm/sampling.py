@@ -23,7 +23,7 @@ _KINDS: dict[str, Kind] = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
-_WHOLE = ("n", "top_k", "penalty_window", "min_tokens", "max_tokens", "logprobs",
+_INTEGERS = ("n", "top_k", "penalty_window", "min_tokens", "max_tokens", "logprobs",
           "prompt_logprobs", "seed", "thinking_token_budget")  # fmt: skip
 _RANGES: dict[str, Range] = {
     **{name: bounds.engine for name, bounds in BOUNDS.items() if name != "logit_bias"},
@@ -53,10 +53,12 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest."""
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            what = " and ".join(given) or "none"
-            raise _refused("structured_outputs", f"needs one of {', '.join(_KINDS)}, not {what}")
+        names = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(names) != 1:
+            names_text = " and ".join(names) or "none"
+            raise _refused(
+                "structured_outputs", f"needs one of {', '.join(_KINDS)}, not {names_text}"
+            )
         self.structure()
 
     def structure(self) -> Structure:
@@ -74,7 +76,7 @@ class StructuredOutputsParams:
         elif name == "structural_tag":
             value = _tagged(value, param)
         elif not isinstance(value, str):
-            raise _refused(param, f"must be a text, not {type(value).__name__}")
+            raise _refused(param, f"must be a string, not {type(value).__name__}")
         return Structure(_KINDS[name], value, param, whitespace=not self.disable_any_whitespace)
 
 
@@ -115,7 +117,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():
             value = getattr(self, name)
-            kind: type[Any] = Integral if name in _WHOLE else Real
+            kind: type[Any] = Integral if name in _INTEGERS else Real
             if value is None and name in _MAY_BE_NONE:
                 continue
             if not isinstance(value, kind) or isinstance(value, bool):
@@ -125,7 +127,7 @@ class SamplingParams:
                 raise _refused(name, f"must be {allowed}, not {str(value)[:40]}")
         for name in _TEXTS:
             if not all(_texts(getattr(self, name), name)):
-                raise _refused(name, "has an empty text")
+                raise _refused(name, "contains an empty string")
         for name in _IDS:
             check_ids(getattr(self, name), name)
         if not isinstance(self.logit_bias, Mapping):
@@ -133,10 +135,12 @@ class SamplingParams:
         check_ids(list(self.logit_bias), "logit_bias")
         for bias in self.logit_bias.values():
             if not isinstance(bias, Real) or isinstance(bias, bool):
-                raise _refused("logit_bias", f"has {bias!r:.60}, which is no number")
-        its = self.structured_outputs
-        if its is not None and not isinstance(its, StructuredOutputsParams):
-            kind_name = type(its).__name__
+                raise _refused("logit_bias", f"contains {bias!r:.60}, which is not a number")
+        structured_outputs = self.structured_outputs
+        if structured_outputs is not None and not isinstance(
+            structured_outputs, StructuredOutputsParams
+        ):
+            kind_name = type(structured_outputs).__name__
             raise _refused(
                 "structured_outputs", f"must be StructuredOutputsParams, not {kind_name}"
             )
@@ -158,7 +162,7 @@ class SamplingParams:
         )
 
 
-_MAY_BE_NONE = frozenset(own.name for own in fields(SamplingParams) if own.default is None)
+_MAY_BE_NONE = frozenset(param.name for param in fields(SamplingParams) if param.default is None)
 
 
 def check_ids(ids: Sequence[int], param: str) -> None:
@@ -168,7 +172,7 @@ def check_ids(ids: Sequence[int], param: str) -> None:
         raise _refused(param, f"must be a list of token ids, not {ids!r:.60}")
     for token in ids:
         if not isinstance(token, Integral) or isinstance(token, bool):
-            raise _refused(param, f"has {token!r:.60}, which is no token id")
+            raise _refused(param, f"contains {token!r:.60}, which is not a token id")
 
 
 def _texts(value: str | Sequence[str], param: str) -> tuple[str, ...]:
@@ -176,7 +180,7 @@ def _texts(value: str | Sequence[str], param: str) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, Sequence) or not all(isinstance(text, str) for text in value):
-        raise _refused(param, f"must be a text or a list of texts, not {value!r:.60}")
+        raise _refused(param, f"must be a string or a list of strings, not {value!r:.60}")
     return tuple(value)
 
 
@@ -194,18 +198,22 @@ def _schema(value: Mapping[str, Any] | str, param: str) -> dict[str, Any]:
 def _tagged(value: Any, param: str) -> dict[str, Any]:
     if not isinstance(value, Mapping) or value.keys() != {"structures", "triggers"}:
         raise _refused(param, "must have structures and triggers, and nothing else")
-    within, tags = f"{param}.structures", value["structures"]
+    structures_param, tags = f"{param}.structures", value["structures"]
     if not isinstance(tags, list | tuple) or not all(
         isinstance(tag, Mapping) and tag.keys() == {"begin", "schema", "end"} for tag in tags
     ):
-        raise _refused(within, "must be a list; each has begin, schema and end, and nothing else")
+        raise _refused(
+            structures_param, "must be a list; each has begin, schema and end, and nothing else"
+        )
     if not all(isinstance(text, str) for tag in tags for text in (tag["begin"], tag["end"])):
-        raise _refused(within, "must each have a begin and an end that are texts")
+        raise _refused(structures_param, "must each have a begin and an end that are strings")
     triggers = _texts(value["triggers"], f"{param}.triggers")
     if not tags or not triggers or not all(triggers):
         raise _refused(param, "must have structures and triggers that are not empty")
-    written = [{**tag, "schema": _schema(tag["schema"], f"{within}.schema")} for tag in tags]
-    return {"structures": written, "triggers": list(triggers)}
+    structures = [
+        {**tag, "schema": _schema(tag["schema"], f"{structures_param}.schema")} for tag in tags
+    ]
+    return {"structures": structures, "triggers": list(triggers)}
 
 
 def _refused(param: str, message: str) -> InvalidRequest:

@@ -82,6 +82,6 @@ def reporter(pipe: Connection) -> Callable[[str, dict[str, Any]], None]:
             try:
                 pipe.send_bytes(data)
             except OSError:
-                log.debug("nobody reads %s", event)
+                log.debug("the parent has ended; dropped the report %s", event)
 
     return report

@@ -35,31 +35,31 @@ def machine_cores() -> tuple[tuple[int, ...], int]:
     cores = tuple(sorted(os.sched_getaffinity(0)))
     try:
         quota, period = QUOTA.read_text().split()
-        worth = len(cores) if quota == "max" else max(1, int(quota) // int(period))
+        num_usable = len(cores) if quota == "max" else max(1, int(quota) // int(period))
     except (OSError, ValueError):
-        worth = len(cores)
-    return cores, min(len(cores), worth)
+        num_usable = len(cores)
+    return cores, min(len(cores), num_usable)
 
 
-def allot(cores: Sequence[int], worth: int, workers: int, threads: int = 0) -> list[Share]:
+def allot(cores: Sequence[int], num_usable: int, workers: int, threads: int = 0) -> list[Share]:
     """Return a share per worker: `threads` each; with 0, divide all cores among the workers.
 
-    Under a quota (`worth` below the number of cores) workers are not pinned, because neighbouring
-    containers with the same quota would all choose the same cores. Raises OptionError if `threads`
-    exceeds the available cores; one thread per worker is always allowed.
+    Under a quota (`num_usable` below the number of cores) workers are not pinned, because
+    neighbouring containers with the same quota would all choose the same cores. Raises OptionError
+    if `threads` exceeds the available cores; one thread per worker is always allowed.
     """
-    if threads > 1 and threads * workers > worth:
+    if threads > 1 and threads * workers > num_usable:
         raise OptionError(
             f"--threads {threads}: {workers} worker{'s' * (workers > 1)} need "
-            f"{threads * workers} cores, {worth} may be used"
+            f"{threads * workers} cores, but only {num_usable} are usable"
         )
     if threads:
         counts = [threads] * workers
-    elif workers <= worth:
-        counts = [worth // workers + (n < worth % workers) for n in range(workers)]
+    elif workers <= num_usable:
+        counts = [num_usable // workers + (n < num_usable % workers) for n in range(workers)]
     else:
         counts = [1] * workers
-    if worth < len(cores) or sum(counts) > worth:
+    if num_usable < len(cores) or sum(counts) > num_usable:
         return [Share(count) for count in counts]
     starts = [sum(counts[:n]) for n in range(workers)]
     return [

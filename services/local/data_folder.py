@@ -14,13 +14,13 @@ def data_dir() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid():
-            raise PermissionError(f"{folder} is another user's")
-        if stat.S_IMODE(found.st_mode) != 0o700:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise PermissionError(f"{folder} belongs to another user")
+        if stat.S_IMODE(status.st_mode) != 0o700:
             os.fchmod(descriptor, 0o700)
     finally:
         os.close(descriptor)
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"{folder} cannot be written to")
+        raise PermissionError(f"{folder} is not writable")
     return folder

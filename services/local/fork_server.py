@@ -48,8 +48,8 @@ class ForkedProcess:
     def join(self) -> None:
         """Wait until the process ends, and set `exitcode`."""
         wait([self.sentinel])
-        told = wait([self._status], STATUS_S)
-        code = os.read(self._status, MAX_CODE_BYTES) if told else b""
+        has_status = wait([self._status], STATUS_S)
+        code = os.read(self._status, MAX_CODE_BYTES) if has_status else b""
         # If the server has died, the kernel has killed its children (process.die_with).
         self.exitcode = int(code) if code else -signal.SIGKILL
 
@@ -71,15 +71,15 @@ class ForkServer:
         """Fork a child that runs the task; the first call waits for the imports. Raises OSError if
         the server has died, hangs or cannot fork."""
         server, server_pid = self._start()
-        status, theirs = os.pipe()
+        status, status_writer = os.pipe()
         try:
             server.send((name, task))
-            for fd in (pipe.fileno(), theirs):
+            for fd in (pipe.fileno(), status_writer):
                 send_handle(server, fd, server_pid)
             if not server.poll(ANSWER_S):
-                raise TimeoutError(f"the fork server does not answer within {ANSWER_S:g} s")
-            answer = server.recv()
-            pidfd = -1 if isinstance(answer, str) else recv_handle(server)
+                raise TimeoutError(f"the fork server does not respond within {ANSWER_S:g} s")
+            reply = server.recv()
+            pidfd = -1 if isinstance(reply, str) else recv_handle(server)
         except BaseException as error:
             self.kill()  # the server may be waiting for the rest of a message
             os.close(status)
@@ -87,11 +87,11 @@ class ForkServer:
                 raise OSError(str(error) or "the fork server has died") from error
             raise
         finally:
-            os.close(theirs)
-        if isinstance(answer, str):
+            os.close(status_writer)
+        if isinstance(reply, str):
             os.close(status)
-            raise OSError(answer)
-        return ForkedProcess(answer, pidfd, status)
+            raise OSError(reply)
+        return ForkedProcess(reply, pidfd, status)
 
     def kill(self) -> None:
         """Kill the server, and with it the children that still run."""
@@ -106,11 +106,11 @@ class ForkServer:
         """Start the server if it does not run; return its pipe and pid."""
         if self._process is None or self._pipe is None or not self._process.is_alive():
             self.kill()
-            pipe, theirs = multiprocessing.Pipe()
-            with theirs:
+            pipe, server_pipe = multiprocessing.Pipe()
+            with server_pipe:
                 process = multiprocessing.get_context("spawn").Process(
                     target=serve,
-                    args=(theirs, sorted(self.modules), os.getpid()),
+                    args=(server_pipe, sorted(self.modules), os.getpid()),
                     name="fork server",
                 )
                 process.start()

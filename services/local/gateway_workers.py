@@ -44,11 +44,11 @@ class GatewayWorkers:
         self._trace_key = os.urandom(KEY_BYTES)
         self._metrics = folder / "metrics"
         self._metrics.mkdir()
-        with ExitStack() as held:
-            self._listener = held.enter_context(listen(settings.host, settings.port))
-            grpc = held.enter_context(hold_port(settings.host, settings.grpc_port))
-            self._unix = held.enter_context(unix_listener(settings.unix_socket))
-            self._held = held.pop_all()
+        with ExitStack() as stack:
+            self._listener = stack.enter_context(listen(settings.host, settings.port))
+            grpc = stack.enter_context(hold_port(settings.host, settings.grpc_port))
+            self._unix = stack.enter_context(unix_listener(settings.unix_socket))
+            self._resources = stack.pop_all()
         rates = settings.rate_storage
         self._settings = replace(
             settings,
@@ -61,7 +61,7 @@ class GatewayWorkers:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._held.close()
+        self._resources.close()
 
     def stop_listening(self) -> None:
         """Close the parent's sockets. Connections are refused once no process listens either."""
@@ -124,7 +124,7 @@ class _Parent:
             log.info("%s is ready", child.name)
         elif event == "died" and not self.stopping:
             code = figures["code"]
-            how = "could not start:" if code is None else f"ended ({outcome(code)})"
-            log.warning("%s", f"{child.name} {how} {child.failure}".rstrip())
+            outcome_text = "could not start:" if code is None else f"ended ({outcome(code)})"
+            log.warning("%s", f"{child.name} {outcome_text} {child.failure}".rstrip())
             if figures["restart_s"]:
                 log.warning("%s starts again in %g s", child.name, figures["restart_s"])

@@ -25,14 +25,14 @@ def kept_database(folder: Path, port: int) -> Iterator[Path]:
     """Yield the file, locked for the duration of the block. Raises OSError if it is not usable."""
     kind = _file_system(folder)
     if kind.partition(".")[0] in SHARED:  # fuse.sshfs
-        raise OSError(f"{folder} is on a file system of the kind {kind}, which hosts may share")
+        raise OSError(f"{folder} is on a {kind} file system, which several hosts may share")
     path = folder / f"gateway-{_host()}-{port}.db"
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OSError(f"another system uses {path}") from None
+            raise OSError(f"another `pdserve up` uses {path}") from None
         _check(path)
         yield path
     finally:
@@ -49,15 +49,17 @@ def _host() -> str:
 
 def _file_system(folder: Path) -> str:
     """Return the type of the folder's file system in the kernel's terms; "" if unknown."""
-    found, longest = "", -1
+    kind, longest = "", -1
     real = folder.resolve()
     with suppress(OSError):
         for line in MOUNTS.read_text(errors="replace").splitlines():
-            before, _, after = line.partition(" - ")
-            point = re.sub(r"\\([0-7]{3})", lambda c: chr(int(c[1], 8)), before.split()[4])
-            if len(point) >= longest and real.is_relative_to(point):
-                found, longest = after.split()[0], len(point)
-    return found
+            mount_fields, _, type_fields = line.partition(" - ")
+            mount_point = re.sub(
+                r"\\([0-7]{3})", lambda c: chr(int(c[1], 8)), mount_fields.split()[4]
+            )
+            if len(mount_point) >= longest and real.is_relative_to(mount_point):
+                kind, longest = type_fields.split()[0], len(mount_point)
+    return kind
 
 
 def _check(path: Path) -> None:

@@ -104,7 +104,7 @@ def progress_below_log() -> Iterator[ProgressView]:
 def _lines_to(take: Callable[[str], None]) -> Iterator[None]:
     """Pass each line written to standard error during the block to `take`, on a thread."""
     sys.stderr.flush()
-    before = os.dup(2)
+    saved_stderr = os.dup(2)
     reader, writer = os.pipe()
     with suppress(OSError):  # exceeds this user's limit
         fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -116,8 +116,8 @@ def _lines_to(take: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(before, 2)
-        os.close(before)
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)
         thread.join(LAST_LINES_S)  # the thread ends when every writer has ended
 
 

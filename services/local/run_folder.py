@@ -31,12 +31,12 @@ def run_dir(parent: Path | None = None) -> Iterator[Path]:
 
 def run_dirs(base: Path | None = None) -> list[Path]:
     """Return this user's folders, including those of killed owners."""
-    own = []
+    paths = []
     for path in sorted((base or Path(tempfile.gettempdir())).glob(PREFIX + "*")):
         with suppress(FileNotFoundError):  # the owner has just ended
             if path.lstat().st_uid == os.getuid() and not path.is_symlink():
-                own.append(path)
-    return own
+                paths.append(path)
+    return paths
 
 
 def _locked_folder(base: Path) -> tuple[Path, int]:

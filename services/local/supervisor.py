@@ -82,7 +82,7 @@ class Supervisor:
         in `reloading`; if there are none, it stops the system like SIGTERM."""
         self._on_event = on_event
         self._reloading = reloading
-        self._hung_up = False  # a SIGHUP is not forwarded yet
+        self._hangup_pending = False  # a SIGHUP is not forwarded yet
         self._serving = serving
         self._context = multiprocessing.get_context("spawn")
         self._fork_server = ForkServer(preload)
@@ -95,7 +95,7 @@ class Supervisor:
         for end in (self._wake, self._waker):
             end.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        self._old = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._old = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -109,9 +109,9 @@ class Supervisor:
             self._wake.close()
             self._waker.close()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self._reloading:
-            self._hung_up = True
+            self._hangup_pending = True
             return
         now = time.monotonic()
         if now - self._signalled_at >= ECHO_S:
@@ -133,16 +133,16 @@ class Supervisor:
         child.started_at = time.monotonic()
         child.ready, child.failure, child.restart_at = False, "", None
         task = child.make()
-        mine, theirs = self._context.Pipe(duplex=False)
-        with theirs:
+        parent_end, child_end = self._context.Pipe(duplex=False)
+        with child_end:
             try:
-                child.process = self._fork(child.name, task, theirs) or self._spawn(
-                    child.name, task, theirs
+                child.process = self._fork(child.name, task, child_end) or self._spawn(
+                    child.name, task, child_end
                 )
             except OSError:
-                mine.close()
+                parent_end.close()
                 raise
-        child.pipe = mine
+        child.pipe = parent_end
 
     def _fork(self, name: str, task: Task, pipe: Connection) -> ForkedProcess | None:
         """Fork the child; return None if its module is not preloaded or the fork fails."""
@@ -171,30 +171,30 @@ class Supervisor:
             now = time.monotonic()
             if deadline is not None and now >= deadline:
                 return False
-            self._turn(deadline)
+            self._wait_for_events(deadline)
             self._restart_due()
         return True
 
-    def _turn(self, deadline: float | None) -> None:
+    def _wait_for_events(self, deadline: float | None) -> None:
         """Sleep until a child, a signal, a due restart or the deadline; then record the events."""
-        due = [c.restart_at for c in self.children if c.restart_at is not None]
-        until = min([*due, *([] if deadline is None else [deadline])], default=None)
+        restart_times = [c.restart_at for c in self.children if c.restart_at is not None]
+        wake_at = min([*restart_times, *([] if deadline is None else [deadline])], default=None)
         sources: list[Any] = [self._wake]
         sources += [c.pipe for c in self.children if c.pipe]
         sources += [c.process.sentinel for c in self.children if c.process]
-        ready = wait(sources, None if until is None else max(0.0, until - time.monotonic()))
+        ready = wait(sources, None if wake_at is None else max(0.0, wake_at - time.monotonic()))
         if self._wake in ready:
             self._wake.recv(4096)
-        if self._hung_up:
-            self._hung_up = False
-            self._pass_on()
+        if self._hangup_pending:
+            self._hangup_pending = False
+            self._forward_hangup()
         for child in self.children:
             if child.pipe in ready:
                 self._read(child)
             if child.process and child.process.sentinel in ready:
-                self._bury(child)
+                self._reap(child)
 
-    def _pass_on(self) -> None:
+    def _forward_hangup(self) -> None:
         """Forward SIGHUP to ready children that reload; others may lack a handler and would die."""
         for child in self.children:
             if child.name in self._reloading and child.ready and child.process:
@@ -221,7 +221,7 @@ class Supervisor:
             child.figures.update(figures)
             self._on_event(child, event, figures)
 
-    def _bury(self, child: Child) -> None:
+    def _reap(self, child: Child) -> None:
         assert child.process is not None
         self._read(child)  # last reports
         child.process.join()
@@ -231,9 +231,9 @@ class Supervisor:
         if child.pipe:
             child.pipe.close()
             child.pipe = None
-        self._died(child, code)
+        self._record_death(child, code)
 
-    def _died(self, child: Child, code: int | None) -> None:
+    def _record_death(self, child: Child, code: int | None) -> None:
         """Record a death and plan the restart."""
         lived_s = time.monotonic() - child.started_at
         child.deaths_in_a_row = 1 + (child.deaths_in_a_row if lived_s < SOON_S else 0)
@@ -254,7 +254,7 @@ class Supervisor:
                     self._launch(child)
                 except OSError as error:
                     child.failure = str(error)
-                    self._died(child, None)
+                    self._record_death(child, None)
 
     def stop(self, stages: Sequence[Sequence[Child]], bound_s: float) -> bool:
         """Send SIGTERM to each stage in turn and wait for it; kill the rest after `bound_s`.
@@ -262,26 +262,26 @@ class Supervisor:
         A further signal kills at once. Returns whether all children ended by themselves.
         """
         deadline = time.monotonic() + bound_s
-        before = len(self.signals)
+        num_signals = len(self.signals)
         for stage in stages:
             for child in stage:
                 if child.process:
                     child.process.terminate()
             while any(child.process for child in stage):
-                if len(self.signals) > before or time.monotonic() >= deadline:
+                if len(self.signals) > num_signals or time.monotonic() >= deadline:
                     return not self.kill()
-                self._turn(deadline)
+                self._wait_for_events(deadline)
                 for child in self.children:
                     child.restart_at = None
         return not self.kill()
 
     def kill(self) -> int:
         """Send SIGKILL to every running child; return their number."""
-        left = [child for child in self.children if child.process]
-        for child in left:
+        running = [child for child in self.children if child.process]
+        for child in running:
             assert child.process is not None
             child.process.kill()
-        for child in left:
-            self._bury(child)
+        for child in running:
+            self._reap(child)
             child.restart_at = None
-        return len(left)
+        return len(running)

@@ -124,7 +124,7 @@ class System:
         if len(self._models) > 1 and values["served_name"].value:
             raise OptionError("--served-name contradicts several --model")
         if len(set(self._models)) < len(self._models):
-            raise OptionError("--model: the same model is given twice")
+            raise OptionError("--model lists the same model twice")
         try:
             endpoint(self._gateway)
         except ValueError as error:
@@ -177,8 +177,8 @@ class System:
         self, supervisor: Supervisor, folder: Path, gateway_tasks: Mapping[str, Callable[[], Task]]
     ) -> int:
         workers = self._workers()
-        cores, worth = machine_cores()
-        shares = allot(cores, worth, len(workers), self._up.threads)
+        cores, num_usable = machine_cores()
+        shares = allot(cores, num_usable, len(workers), self._up.threads)
         for (name, _, _), share in zip(workers, shares, strict=True):
             say(f"{name}: {share}")
         say(f"gateway and router: cores shared by all ({len(cores)})")
@@ -191,8 +191,8 @@ class System:
             for (name, role, model), share in zip(workers, shares, strict=True):
                 make = self._worker_task(role, model, share, folder)
                 children.append(supervisor.start(name, make))
-            everyone = [*gateways, *routers, *children]
-            supervisor.run_until(lambda: all(child.ready for child in everyone))
+            all_children = [*gateways, *routers, *children]
+            supervisor.run_until(lambda: all(child.ready for child in all_children))
             self._progress.close()
             if not supervisor.signals:
                 self._welcome(gateways[0], routers[0])
@@ -200,19 +200,23 @@ class System:
         finally:
             self._progress.close()
             self._stopping = True
-            say("stopping (once more to stop at once)")
+            say("stopping (send the signal again to stop immediately)")
             self._stop_listening()
             clean = supervisor.stop([gateways, routers, children], self._drain_s + STOP_SLACK_S)
-            say("stopped" if clean else "stopped, not all of it in order")
+            say("stopped" if clean else "stopped, but some processes had to be killed")
         return 0 if clean else 1
 
     def _workers(self) -> list[tuple[str, str, str]]:
         """Return (name, role, model) of each worker; decode workers come first, so that they get
         the surplus cores."""
         counts = {"decode": self._up.decode, "prefill": self._up.prefill}
-        several = len(self._models) > 1
+        has_several_models = len(self._models) > 1
         return [
-            (f"{role} {number}" + (f" of {model or 'SmolLM2'}" if several else ""), role, model)
+            (
+                f"{role} {number}" + (f" of {model or 'SmolLM2'}" if has_several_models else ""),
+                role,
+                model,
+            )
             for role, count in counts.items()
             for model in self._models
             for number in range(count)
@@ -223,7 +227,7 @@ class System:
         return self._settings.values["trace_dir"].value or str(folder)
 
     def _router_task(self, folder: Path) -> Task:
-        made = self._settings.build(
+        router_settings = self._settings.build(
             RouterSettings,
             bind=self._router_address,
             client_bind=self._client_bind,
@@ -232,7 +236,7 @@ class System:
             **self._trust[Role.ROUTER],
             trace_dir=self._trace_dir(folder),
         )
-        return Task(self._entries["router"], (made,), log_folder=str(folder))
+        return Task(self._entries["router"], (router_settings,), log_folder=str(folder))
 
     @contextmanager
     def _database(self, folder: Path) -> Iterator[str]:
@@ -240,14 +244,17 @@ class System:
         that the next system with the same port finds its data and not another system's batches.
         With a random port, or if the file is not usable, it is a file in the run folder."""
         url, port = self._gateway.database_url, self._gateway.port
-        with ExitStack() as held:
+        with ExitStack() as stack:
             if not url:
                 path = folder / "gateway.db"
                 if port:
                     try:
-                        path = held.enter_context(kept_database(data_dir(), port))
+                        path = stack.enter_context(kept_database(data_dir(), port))
                     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
-                        text = f"warning: files, batches and usage are lost at the end: {error}"
+                        text = (
+                            "warning: files, batches and usage will be lost when pdserve stops: "
+                            f"{error}"
+                        )
                         say(text, logging.WARNING)
                 url = f"sqlite:///{path}"
             yield url
@@ -257,7 +264,7 @@ class System:
         self, folder: Path, database: str
     ) -> Iterator[Mapping[str, Callable[[], Task]]]:
         """Yield the function that makes the task of each gateway process, by process name."""
-        made = replace(
+        gateway_settings = replace(
             self._gateway,
             routers=(self._router_address,),
             database_url=database,
@@ -265,10 +272,14 @@ class System:
         )
         names = self._gateway_names()
         if len(names) == 1:
-            yield {GATEWAY: lambda: Task(self._entries["gateway"], (made,), log_folder=str(folder))}
+            yield {
+                GATEWAY: lambda: Task(
+                    self._entries["gateway"], (gateway_settings,), log_folder=str(folder)
+                )
+            }
             return
         entry = self._entries["gateway worker"]
-        with gateway_workers.GatewayWorkers(made, len(names), folder, entry) as workers:
+        with gateway_workers.GatewayWorkers(gateway_settings, len(names), folder, entry) as workers:
             self._stop_listening = workers.stop_listening
             yield {name: partial(workers.task, index) for index, name in enumerate(names)}
 
@@ -277,7 +288,7 @@ class System:
         cls: type[WorkerSettings] = PrefillSettings if role == "prefill" else DecodeSettings
 
         def make() -> Task:
-            made = self._settings.build(
+            worker_settings = self._settings.build(
                 cls,
                 routers=(self._router_address,),
                 **self._trust[Role(role)],
@@ -286,7 +297,7 @@ class System:
                 trace_dir=self._trace_dir(folder),
             )
             engine = self._settings.build(EngineConfig, model=model, host_engines=num_workers)
-            return Task(self._entries[role], (made, engine), share, str(folder))
+            return Task(self._entries[role], (worker_settings, engine), share, str(folder))
 
         return make
 
@@ -299,12 +310,12 @@ class System:
             if "fraction" in child.figures:
                 self._progress.update(f"{child.name}: loading", 1.0)
             tokens = figures.get("kv_tokens")
-            kv = f", KV pool of {tokens} tokens" if tokens else ""
-            say(f"{child.name}: ready after {time.monotonic() - child.started_at:.1f} s{kv}")
+            kv_text = f", KV pool of {tokens} tokens" if tokens else ""
+            say(f"{child.name}: ready after {time.monotonic() - child.started_at:.1f} s{kv_text}")
         elif event == "died" and not self._stopping:
             code = figures["code"]
-            how = "could not start:" if code is None else f"ended ({outcome(code)})"
-            say(f"{child.name}: {how} {child.failure}".rstrip())
+            outcome_text = "could not start:" if code is None else f"ended ({outcome(code)})"
+            say(f"{child.name}: {outcome_text} {child.failure}".rstrip())
             if figures["restart_s"]:
                 say(f"{child.name}: starts again in {figures['restart_s']:g} s")
         elif event == "restart":
@@ -316,34 +327,36 @@ class System:
         keys = self._needs_key
         header = " -H 'Authorization: Bearer YOUR_KEY'" if keys else ""
         if self._gateway.host not in ("127.0.0.1", "::1", "localhost") and not keys:
-            text = "warning: no --api-key is set: whoever reaches this machine may use it"
+            text = (
+                "warning: no --api-key is set: anyone who reaches this machine can use the server"
+            )
             say(text, logging.WARNING)
         ids_at = router.figures.get("clients") or self._router_address
-        took = time.monotonic() - self._started_at
+        seconds = time.monotonic() - self._started_at
         ready = (
-            f"pdserve is ready after {took:.1f} s at {url} "
+            f"pdserve is ready after {seconds:.1f} s at {url} "
             f"(gRPC: text at {gateway.figures.get('grpc')}, ids at {ids_at})"
         )
         if logs_json():
             say(ready)
             return
-        words = f"{program()} chat" + ("" if url == DEFAULT_URL else f" --url {url}")
-        words += " --api-key YOUR_KEY" if keys else ""
+        chat_command = f"{program()} chat" + ("" if url == DEFAULT_URL else f" --url {url}")
+        chat_command += " --api-key YOUR_KEY" if keys else ""
         print(
             f"\n{ready}\n\n"
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n"
             f'    -d \'{{"model": "{models[0]}", '
             f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n\n'
             f"or open {url}/ in a browser, or type in another terminal\n\n"
-            f"  {words}\n\nCtrl-C stops it.\n",
+            f"  {chat_command}\n\nPress Ctrl-C to stop.\n",
             flush=True,
         )
 
 
 def program() -> str:
     """Return the command that starts pdserve: its name, or this script's path if PATH lacks it."""
-    mine = sys.argv[0]
-    return mine if Path(mine).name == "pdserve" and not which("pdserve") else "pdserve"
+    script = sys.argv[0]
+    return script if Path(script).name == "pdserve" and not which("pdserve") else "pdserve"
 
 
 def free_port() -> int:

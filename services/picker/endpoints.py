@@ -58,9 +58,9 @@ class Endpoints:
         self._known: dict[str, Endpoint] = {}
         self._ready: frozenset[str] = frozenset()
         self._misses = 0
-        self.known = asyncio.Event()  # set once the ready endpoints are known
+        self.ready_known = asyncio.Event()  # set once the ready endpoints are known
         if not targets:
-            self.known.set()
+            self.ready_known.set()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -71,8 +71,10 @@ class Endpoints:
         try:
             while self._targets:
                 self._changed.clear()
-                found = await asyncio.to_thread(self._discovery.look)
-                self.resolved({address for some in found.values() for address in some})
+                resolved = await asyncio.to_thread(self._discovery.look)
+                self.set_resolved(
+                    {address for addresses in resolved.values() for address in addresses}
+                )
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RESOLVE_S):
                         await self._changed.wait()
@@ -85,9 +87,9 @@ class Endpoints:
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._changed.set)
 
-    def resolved(self, found: Iterable[str]) -> None:
+    def set_resolved(self, addresses: Iterable[str]) -> None:
         """Take what the targets resolve to now."""
-        ready = frozenset(found)
+        ready = frozenset(addresses)
         self._misses = 0 if ready else self._misses + 1
         if not ready and self._ready and self._misses < MAX_MISSES:
             return
@@ -95,7 +97,7 @@ class Endpoints:
             log.info("%d endpoints are ready", len(ready))
         self._ready = ready
         if ready:
-            self.known.set()
+            self.ready_known.set()
 
     def candidates(self, hint: Sequence[str] | None) -> list[Endpoint]:
         """Return ready endpoints. `hint`: the only ones allowed, as ip:port, or an ip alone for
@@ -104,7 +106,7 @@ class Endpoints:
         addresses = self._allowed(hint)
         if addresses - self._known.keys():
             self._forget_unused(now)
-        return [self._named(address, now) for address in sorted(addresses)]
+        return [self._endpoint(address, now) for address in sorted(addresses)]
 
     def _allowed(self, hint: Sequence[str] | None) -> frozenset[str]:
         if hint is None:
@@ -114,7 +116,7 @@ class Endpoints:
         allowed = set(hint)
         return frozenset(a for a in self._ready if a in allowed or host_of(a) in allowed)
 
-    def _named(self, address: str, now: float) -> Endpoint:
+    def _endpoint(self, address: str, now: float) -> Endpoint:
         endpoint = self._known.get(address)
         if endpoint is None:
             endpoint = self._known[address] = Endpoint(address)
@@ -122,8 +124,12 @@ class Endpoints:
         return endpoint
 
     def _forget_unused(self, now: float) -> None:
-        for address, known in list(self._known.items()):
-            if address not in self._ready and not known.num_open and now - known.named_at > KEEP_S:
+        for address, endpoint in list(self._known.items()):
+            if (
+                address not in self._ready
+                and not endpoint.num_open
+                and now - endpoint.named_at > KEEP_S
+            ):
                 del self._known[address]
 
     def get(self, address: str) -> Endpoint | None:
@@ -135,9 +141,13 @@ def spread(candidates: Sequence[Endpoint], key: bytes, now: float) -> list[Endpo
     """Return the order in which a request that fits anywhere tries the candidates. `key`: of its
     conversation, which stays at one endpoint while that has no more than its share; empty: none."""
     order = sorted(candidates, key=lambda endpoint: endpoint.rank(now))
-    usable = [one for one in order if now >= one.avoided_until]
-    own = choose(usable, key, now) if key else None
-    return order if own is None else [own, *(one for one in order if one is not own)]
+    usable = [endpoint for endpoint in order if now >= endpoint.avoided_until]
+    preferred = choose(usable, key, now) if key else None
+    return (
+        order
+        if preferred is None
+        else [preferred, *(endpoint for endpoint in order if endpoint is not preferred)]
+    )
 
 
 def host_of(address: str) -> str:

@@ -16,18 +16,18 @@ from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.fairness import FairShare
 from pdserve.services.host.tenants.keys import EVERYBODY
 from pdserve.services.picker import messages
-from pdserve.services.picker.picker import AskedRequest, EndpointChoice, EndpointPicker
+from pdserve.services.picker.picker import EndpointChoice, EndpointPicker, ProxiedRequest
 
 # (path, error) -> the error, and its JSON object
 ErrorWriter = Callable[[str, ServiceError], tuple[HttpError, dict[str, object]]]
-Answers = list[pb.ProcessingResponse]
+Responses = list[pb.ProcessingResponse]
 
 
 class HeldBodies:
     """Bounds of the bodies held until their end: of one, and of all together."""
 
     def __init__(self, max_body_bytes: int, max_bodies_bytes: int) -> None:
-        self.most = max_body_bytes
+        self.max_body_bytes = max_body_bytes
         self.share = FairShare(max_bodies_bytes)
 
 
@@ -61,7 +61,7 @@ class Exchange:
             self._choice.ended()
             self._choice = None
 
-    async def take(self, message: pb.ProcessingRequest) -> Answers:
+    async def take(self, message: pb.ProcessingRequest) -> Responses:
         """Return the answers to a message."""
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
@@ -87,41 +87,41 @@ class Exchange:
 
     # --- the request
 
-    async def _request_headers(self, headers: pb.HttpHeaders) -> Answers:
+    async def _request_headers(self, headers: pb.HttpHeaders) -> Responses:
         self._headers = messages.headers_of(headers)
         waits = self._request_mode in (pb.FULL_DUPLEX_STREAMED, pb.BUFFERED)
         if headers.end_of_stream or not waits or not self._picker.wants_body(self._headers):
-            return [await self._decided(b"")]
+            return [await self._decision(b"")]
         tenant = self._picker.tenant(self._headers)
         self._owner = (tenant or EVERYBODY).id
         if self._request_mode == pb.BUFFERED:
             return [pb.ProcessingResponse(request_headers=pb.HeadersResponse())]
         return []
 
-    async def _request_body(self, part: pb.HttpBody) -> Answers:
+    async def _request_body(self, part: pb.HttpBody) -> Responses:
         if self._request_mode != pb.FULL_DUPLEX_STREAMED:
             if self._choice is None:
-                fits = len(part.body) <= self._bodies.most
-                return [await self._decided(part.body if fits else b"", with_body=True)]
+                fits = len(part.body) <= self._bodies.max_body_bytes
+                return [await self._decision(part.body if fits else b"", with_body=True)]
             return [pb.ProcessingResponse(request_body=pb.BodyResponse())]
         self._parts.append(part.body)
-        answers: Answers = []
+        responses: Responses = []
         if self._choice is None:
             fits = self._hold(len(part.body))
             if fits and not part.end_of_stream:
                 return []
-            answers.append(await self._decided(b"".join(self._parts) if fits else b""))
-        return answers + self._rest(part.end_of_stream)
+            responses.append(await self._decision(b"".join(self._parts) if fits else b""))
+        return responses + self._unsent_body(part.end_of_stream)
 
-    async def _request_trailers(self) -> Answers:
-        answers: Answers = []
+    async def _request_trailers(self) -> Responses:
+        responses: Responses = []
         if self._choice is None:
-            answers = [await self._decided(b"".join(self._parts)), *self._rest(False)]
+            responses = [await self._decision(b"".join(self._parts)), *self._unsent_body(False)]
         if not self._refused:
-            answers.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
-        return answers
+            responses.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
+        return responses
 
-    def _rest(self, end_of_stream: bool) -> Answers:
+    def _unsent_body(self, end_of_stream: bool) -> Responses:
         """Return the received parts of the body that were not passed on yet."""
         parts, self._parts = self._parts, []
         if self._refused or not (parts or end_of_stream):
@@ -134,7 +134,9 @@ class Exchange:
     def _hold(self, amount: int) -> bool:
         """Hold `amount` more bytes of a body. Returns False if the bounds forbid it."""
         share = self._bodies.share
-        if self._num_held + amount > self._bodies.most or not share.has_room(self._owner, amount):
+        if self._num_held + amount > self._bodies.max_body_bytes or not share.has_room(
+            self._owner, amount
+        ):
             return False
         share.take(self._owner, amount)
         self._num_held += amount
@@ -145,43 +147,45 @@ class Exchange:
             self._bodies.share.give_back(self._owner, self._num_held)
             self._num_held = 0
 
-    async def _decided(self, body: bytes, *, with_body: bool = False) -> pb.ProcessingResponse:
+    async def _decision(self, body: bytes, *, with_body: bool = False) -> pb.ProcessingResponse:
         """Return the answer with the decision: to the headers, or, `with_body`, to the body."""
-        hint, also = self._hint, {}
+        hint, extra_headers = self._hint, {}
         if self._conformance and messages.TEST_SELECTION in self._headers:
             hint = messages.addresses_of(self._headers[messages.TEST_SELECTION])
-        asked = AskedRequest(self._headers, body, hint)
+        request = ProxiedRequest(self._headers, body, hint)
         try:
-            self._choice = await self._picker.pick(asked)
+            self._choice = await self._picker.pick(request)
         except ServiceError as error:
             self._refused = True
-            told, written = self._write_error(asked.path, error)
-            return messages.refusal(told.status, told.headers, to_json(written))
+            http_error, error_object = self._write_error(request.path, error)
+            return messages.refusal(http_error.status, http_error.headers, to_json(error_object))
         finally:
             self._give_back()
         endpoints = self._choice.text
         if self._conformance:
-            also = {messages.TEST_ECHO: f"{messages.TEST_SERVED}:{endpoints}"}
-        common, metadata = messages.destination(endpoints, also)
+            extra_headers = {messages.TEST_ECHO: f"{messages.TEST_SERVED}:{endpoints}"}
+        common, metadata = messages.destination(endpoints, extra_headers)
         if with_body:
-            answer = pb.BodyResponse(response=common)
-            return pb.ProcessingResponse(request_body=answer, dynamic_metadata=metadata)
-        head = pb.HeadersResponse(response=common)
-        return pb.ProcessingResponse(request_headers=head, dynamic_metadata=metadata)
+            body_response = pb.BodyResponse(response=common)
+            return pb.ProcessingResponse(request_body=body_response, dynamic_metadata=metadata)
+        headers_response = pb.HeadersResponse(response=common)
+        return pb.ProcessingResponse(request_headers=headers_response, dynamic_metadata=metadata)
 
     # --- the response
 
-    def _response_headers(self, message: pb.ProcessingRequest) -> Answers:
+    def _response_headers(self, message: pb.ProcessingRequest) -> Responses:
         served = messages.served_of(message)
         if self._choice is not None and served:
             self._picker.served(self._choice, served)
         head = pb.HeadersResponse()
         if self._conformance:
-            said = {messages.TEST_SERVED: served or "fail: the proxy does not say"}
-            head.response.header_mutation.CopyFrom(messages.mutation(said))
+            headers = {
+                messages.TEST_SERVED: served or "fail: the proxy did not report the endpoint"
+            }
+            head.response.header_mutation.CopyFrom(messages.mutation(headers))
         return [pb.ProcessingResponse(response_headers=head)]
 
-    def _response_body(self, part: pb.HttpBody) -> Answers:
+    def _response_body(self, part: pb.HttpBody) -> Responses:
         if self._response_mode != pb.FULL_DUPLEX_STREAMED:
             return [pb.ProcessingResponse(response_body=pb.BodyResponse())]
         return [

@@ -78,11 +78,12 @@ class PickerProcess:
             settings.template_kwargs,
             ParserChoice(settings.tool_parser, settings.reasoning_parser),
         )
-        most, most_of_all = settings.max_body_bytes, settings.max_bodies_bytes
+        max_body_bytes, max_bodies_bytes = settings.max_body_bytes, settings.max_bodies_bytes
         self._prompts = PromptReader(
-            self._service, HttpLimits(most, most_of_all, limit_s, most, limit_s)
+            self._service,
+            HttpLimits(max_body_bytes, max_bodies_bytes, limit_s, max_body_bytes, limit_s),
         )
-        self._bodies = HeldBodies(most, most_of_all)
+        self._bodies = HeldBodies(max_body_bytes, max_bodies_bytes)
         self._picker = EndpointPicker(
             self.endpoints,
             self.client,
@@ -127,7 +128,7 @@ class PickerProcess:
 
     async def _announce(self) -> None:
         """Report SERVING once the endpoints are known; routers may connect later."""
-        await self.endpoints.known.wait()
+        await self.endpoints.ready_known.wait()
         freeze_heap()
         self.host.set_serving(True)
         await asyncio.Event().wait()

@@ -28,11 +28,11 @@ OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 def headers_of(headers: pb.HttpHeaders) -> dict[str, str]:
     """Return headers by lower-case name; the first of several with one name."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for header in headers.headers.headers:
         value = header.raw_value.decode("latin-1") if header.raw_value else header.value
-        found.setdefault(header.key.lower(), value)
-    return found
+        values.setdefault(header.key.lower(), value)
+    return values
 
 
 def hint_of(request: pb.ProcessingRequest) -> list[str] | None:
@@ -42,7 +42,7 @@ def hint_of(request: pb.ProcessingRequest) -> list[str] | None:
     if value is None:
         return None
     texts = [value] if isinstance(value, str) else list(value)
-    return [one for text in texts if isinstance(text, str) for one in addresses_of(text)]
+    return [address for text in texts if isinstance(text, str) for address in addresses_of(text)]
 
 
 def served_of(request: pb.ProcessingRequest) -> str:
@@ -53,20 +53,22 @@ def served_of(request: pb.ProcessingRequest) -> str:
 
 def addresses_of(text: str) -> list[str]:
     """Return the addresses of a comma-separated text."""
-    return [one.strip() for one in text.split(",") if one.strip()]
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def _metadata(request: pb.ProcessingRequest, namespace: str) -> Mapping[str, Any]:
-    known = request.metadata_context.filter_metadata
-    return dict(known[namespace]) if namespace in known else {}
+    metadata = request.metadata_context.filter_metadata
+    return dict(metadata[namespace]) if namespace in metadata else {}
 
 
-def destination(endpoints: str, also: Mapping[str, str]) -> tuple[pb.CommonResponse, Struct]:
-    """Return the decision as request headers and as dynamic metadata. `also`: further headers."""
+def destination(
+    endpoints: str, extra_headers: Mapping[str, str]
+) -> tuple[pb.CommonResponse, Struct]:
+    """Return the decision as request headers, with the extra ones, and as dynamic metadata."""
     metadata = Struct()
     metadata.update({LB: {DESTINATION: endpoints}})
     common = pb.CommonResponse(
-        header_mutation=mutation({DESTINATION: endpoints, **also}), clear_route_cache=True
+        header_mutation=mutation({DESTINATION: endpoints, **extra_headers}), clear_route_cache=True
     )
     return common, metadata
 
@@ -96,11 +98,11 @@ def chunks(parts: Sequence[bytes], end_of_stream: bool) -> Iterator[pb.CommonRes
 
 def refusal(status: int, headers: Mapping[str, str], body: bytes) -> pb.ProcessingResponse:
     """Return the answer that the client gets instead of an endpoint's."""
-    said = {"content-type": "application/json", **headers}
+    all_headers = {"content-type": "application/json", **headers}
     return pb.ProcessingResponse(
         immediate_response=pb.ImmediateResponse(
             status=pb.HttpStatus(code=status),
-            headers=mutation(said),
+            headers=mutation(all_headers),
             body=body,
             details="endpoint_picker",
         )

@@ -15,7 +15,7 @@ class PickerMetrics:
         registry = self._registry = CollectorRegistry()
         self._decisions = Counter(
             "pdserve_picker_decisions",
-            "Requests by why they got their endpoint, or none",
+            "Requests by the reason for their endpoint, or for having none",
             ("reason",),
             registry=registry,
         )
@@ -27,12 +27,12 @@ class PickerMetrics:
         )
         self._elsewhere = Counter(
             "pdserve_picker_served_elsewhere",
-            "Requests that another endpoint than the first has answered",
+            "Requests answered by an endpoint other than the first choice",
             registry=registry,
         )
         self._failures = Counter(
             "pdserve_picker_failures",
-            "Streams of proxies that ended in a mistake of the picker",
+            "Proxy streams that failed because of an internal error of the picker",
             registry=registry,
         )
 

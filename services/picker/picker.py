@@ -19,8 +19,8 @@ from pdserve.services.picker.endpoints import AVOID_S, Endpoint, Endpoints, spre
 from pdserve.services.picker.metrics import PickerMetrics
 from pdserve.services.picker.prompts import RequestPrompt
 
-APART_S = 1.0  # how long no router is queried about hosts without a decode worker
-MAX_APART = 64
+NO_WORKER_S = 1.0  # how long no router is queried about hosts without a decode worker
+MAX_NO_WORKER_SETS = 64
 MAX_IDS = 1 << 20  # of a prompt sent to routers: 3 MB
 KEY_BYTES = 512  # of a body: identify its conversation if the client names none
 
@@ -31,7 +31,7 @@ class PolicyRouters(Protocol):
     @property
     def num_connected(self) -> int: ...
 
-    async def pick(self, asked: PickRequest) -> PickReply:
+    async def pick(self, request: PickRequest) -> PickReply:
         """Request a pick from a router. Raises ServiceError."""
         ...
 
@@ -43,7 +43,7 @@ class PromptSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AskedRequest:
+class ProxiedRequest:
     """The parts of an HTTP request that decide its endpoint. `headers`: by lower-case name. `body`:
     empty if unknown. `hint`: see Endpoints."""
 
@@ -106,14 +106,15 @@ class EndpointPicker:
         self._metrics = metrics
         self._clock = clock
         self._limit_s = limit_s
-        self._most = 1 + num_fallbacks
+        self._max_endpoints = 1 + num_fallbacks
         self._tracer = tracer
-        self._apart: dict[frozenset[str], float] = {}  # hosts without a decode worker, until when
+        # Sets of hosts without a decode worker, and until when.
+        self._no_worker_until: dict[frozenset[str], float] = {}
 
     def tenant(self, headers: Mapping[str, str]) -> Tenant | None:
         """Return the tenant of the request; None if its key is wrong."""
-        shown = headers.get("authorization") or f"Bearer {headers.get(API_KEY, '')}"
-        return self._keys.tenant(shown)
+        credentials = headers.get("authorization") or f"Bearer {headers.get(API_KEY, '')}"
+        return self._keys.tenant(credentials)
 
     def wants_body(self, headers: Mapping[str, str]) -> bool:
         """Return whether a decision depends on the request's body."""
@@ -121,15 +122,15 @@ class EndpointPicker:
         is_json = kind == "application/json" or kind.endswith("+json")
         return is_json and headers.get(":method") == "POST" and self.tenant(headers) is not None
 
-    async def pick(self, asked: AskedRequest) -> EndpointChoice:
+    async def pick(self, request: ProxiedRequest) -> EndpointChoice:
         """Choose endpoints; the first counts as the holder unless another has `served` the request.
         Raises ServiceError UNAVAILABLE if none is ready, OVERLOADED if the request would be
         refused."""
         began = self._clock()
-        names = asked.headers.get("traceparent", ""), asked.headers.get("tracestate", "")
-        span = self._tracer.begin("pick", TraceContext(*names), began)
+        parent = request.headers.get("traceparent", ""), request.headers.get("tracestate", "")
+        span = self._tracer.begin("pick", TraceContext(*parent), began)
         try:
-            choice = await self._pick(asked)
+            choice = await self._pick(request)
         except ServiceError as error:
             overloaded = error.code == OVERLOADED
             self._metrics.decided("overloaded" if overloaded else "none ready", None)
@@ -142,21 +143,23 @@ class EndpointPicker:
         choice.held_by(choice.endpoints[0], now)
         return choice
 
-    async def _pick(self, asked: AskedRequest) -> EndpointChoice:
-        candidates = self._endpoints.candidates(asked.hint)
+    async def _pick(self, request: ProxiedRequest) -> EndpointChoice:
+        candidates = self._endpoints.candidates(request.hint)
         if not candidates:
             raise ServiceError(UNAVAILABLE, "no endpoint is ready", retry_after_s=1.0)
-        tenant = self.tenant(asked.headers)
-        hosts, reason = await self._by_policy(asked, candidates, tenant)
+        tenant = self.tenant(request.headers)
+        hosts, reason = await self._by_policy(request, candidates, tenant)
         now = self._clock()
-        order = spread(candidates, _conversation(asked, tenant), now)
+        order = spread(candidates, _conversation(request, tenant), now)
         if hosts:
-            place = {host: number for number, host in enumerate(hosts)}
-            order.sort(key=lambda e: (now < e.avoided_until, place.get(e.host, len(place))))
-        return EndpointChoice(tuple(order[: self._most]), reason)
+            rank_by_host = {host: rank for rank, host in enumerate(hosts)}
+            order.sort(
+                key=lambda e: (now < e.avoided_until, rank_by_host.get(e.host, len(rank_by_host)))
+            )
+        return EndpointChoice(tuple(order[: self._max_endpoints]), reason)
 
     async def _by_policy(
-        self, asked: AskedRequest, candidates: Sequence[Endpoint], tenant: Tenant | None
+        self, request: ProxiedRequest, candidates: Sequence[Endpoint], tenant: Tenant | None
     ) -> tuple[Sequence[str], str]:
         """Return hosts, best first (none: any do), and the reason. Raises ServiceError
         OVERLOADED."""
@@ -165,15 +168,15 @@ class EndpointPicker:
             return (), "only one"
         if tenant is None:
             return (), "wrong key"
-        if not asked.body:
+        if not request.body:
             return (), "no prompt"
-        if self._apart.get(hosts, 0.0) > self._clock():
+        if self._no_worker_until.get(hosts, 0.0) > self._clock():
             return (), "no worker there"
         if not self._routers.num_connected:
             return (), "no router"
         try:
             async with asyncio.timeout(self._limit_s):
-                prompt = await self._prompts.read(asked.path, asked.body, tenant)
+                prompt = await self._prompts.read(request.path, request.body, tenant)
                 if prompt is None:
                     return (), "no prompt"
                 reply = await self._routers.pick(
@@ -193,34 +196,34 @@ class EndpointPicker:
         if reply.overloaded:
             raise ServiceError(OVERLOADED, "too many requests are waiting", retry_after_s=1.0)
         if reply.elsewhere:
-            self._set_apart(hosts)
+            self._note_no_worker(hosts)
         if not reply.workers:
             return (), "no worker there"
         return [worker.host for worker in reply.workers], "policy"
 
-    def _set_apart(self, hosts: frozenset[str]) -> None:
-        if len(self._apart) >= MAX_APART:
-            self._apart.clear()
-        self._apart[hosts] = self._clock() + APART_S
+    def _note_no_worker(self, hosts: frozenset[str]) -> None:
+        if len(self._no_worker_until) >= MAX_NO_WORKER_SETS:
+            self._no_worker_until.clear()
+        self._no_worker_until[hosts] = self._clock() + NO_WORKER_S
 
     def served(self, choice: EndpointChoice, address: str) -> None:
         """Note the endpoint that answered, by the proxy's report; those before it could not."""
         now = self._clock()
-        known = [endpoint.address for endpoint in choice.endpoints]
-        passed = choice.endpoints[: known.index(address)] if address in known else ()
-        for endpoint in passed:
+        addresses = [endpoint.address for endpoint in choice.endpoints]
+        skipped = choice.endpoints[: addresses.index(address)] if address in addresses else ()
+        for endpoint in skipped:
             endpoint.avoided_until = now + AVOID_S
-        if address != known[0]:
+        if address != addresses[0]:
             self._metrics.served_elsewhere()
         if (holder := self._endpoints.get(address)) is not None:
             choice.held_by(holder, now)
 
 
-def _conversation(asked: AskedRequest, tenant: Tenant | None) -> bytes:
+def _conversation(request: ProxiedRequest, tenant: Tenant | None) -> bytes:
     """Return a key for requests of one client that belong together or begin alike; empty: no
     body."""
-    named = asked.headers.get(SESSION_ID, "").encode()
-    begins = named or asked.body[:KEY_BYTES]
-    if not begins:
+    session_id = request.headers.get(SESSION_ID, "").encode()
+    content = session_id or request.body[:KEY_BYTES]
+    if not content:
         return b""
-    return hashlib.blake2b((tenant or EVERYBODY).id + begins, digest_size=16).digest()
+    return hashlib.blake2b((tenant or EVERYBODY).id + content, digest_size=16).digest()

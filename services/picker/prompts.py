@@ -36,7 +36,7 @@ class RequestPrompt:
     tokenizer: str
 
 
-_found: ContextVar[list[RequestPrompt]] = ContextVar("found")
+_recorded_prompts: ContextVar[list[RequestPrompt]] = ContextVar("recorded_prompts")
 
 
 class PromptService(Service):
@@ -44,15 +44,15 @@ class PromptService(Service):
 
     @asynccontextmanager
     async def prepare(
-        self, asked: ChatCompletionRequest | TextCompletionRequest, caller: Caller
+        self, request: ChatCompletionRequest | TextCompletionRequest, caller: Caller
     ) -> AsyncIterator[PreparedCompletion]:
-        model = await self.catalog.get(asked.model)
+        model = await self.catalog.get(request.model)
         owner = caller.tenant.id
-        if isinstance(asked, ChatCompletionRequest):
-            prompt = await self._chat_prompt(asked, model, owner)
+        if isinstance(request, ChatCompletionRequest):
+            prompt = await self._chat_prompt(request, model, owner)
         else:
-            prompt = (await self._prompts(asked, model, owner))[0]
-        raise _end(model, prompt.ids, asked.cache_salt, caller)
+            prompt = (await self._prompts(request, model, owner))[0]
+        raise _end(model, prompt.ids, request.cache_salt, caller)
         yield
 
     @asynccontextmanager
@@ -70,16 +70,20 @@ class PromptService(Service):
         raise _end(model, list(inputs[0]), cache_salt, caller)
         yield
 
-    async def count_prompt(self, asked: ChatCompletionRequest, caller: Caller) -> int:
+    async def count_prompt(self, request: ChatCompletionRequest, caller: Caller) -> int:
         """Raise ServiceError: counting runs no model, so no cache matters."""
-        raise ServiceError(CANCELLED, "it has no prompt to place")
+        raise ServiceError(CANCELLED, "the request has no prompt to place")
 
 
-def _end(model: ServedModel, ids: Sequence[int], own_salt: bytes, caller: Caller) -> ServiceError:
+def _end(
+    model: ServedModel, ids: Sequence[int], client_salt: bytes, caller: Caller
+) -> ServiceError:
     """Record the prompt. Returns the error that ends its request."""
-    salt = caller.tenant.cache_salt(own_salt)
-    _found.get().append(RequestPrompt(model.card.name, ids, salt, model.card.kv_identity.tokenizer))
-    return ServiceError(CANCELLED, "its prompt is known")
+    salt = caller.tenant.cache_salt(client_salt)
+    _recorded_prompts.get().append(
+        RequestPrompt(model.card.name, ids, salt, model.card.kv_identity.tokenizer)
+    )
+    return ServiceError(CANCELLED, "the prompt is known; the request is not run")
 
 
 class PromptReader:
@@ -98,15 +102,15 @@ class PromptReader:
 
     async def read(self, path: str, body: bytes, tenant: Tenant) -> RequestPrompt | None:
         """Return the prompt; None if it has none or is invalid, which its gateway will report."""
-        found: list[RequestPrompt] = []
-        token = _found.set(found)
+        prompts: list[RequestPrompt] = []
+        token = _recorded_prompts.set(prompts)
         try:
             await post(self._routes, path, body, tenant, "")
         finally:
-            _found.reset(token)
-        return found[0] if found and found[0].ids else None
+            _recorded_prompts.reset(token)
+        return prompts[0] if prompts and prompts[0].ids else None
 
     def error(self, path: str, error: ServiceError) -> tuple[HttpError, dict[str, object]]:
         """Return an error as the API of the path writes it."""
-        told = HttpError.of(error)
-        return told, dialect_of(self._dialects, path).error_object(told)
+        http_error = HttpError.of(error)
+        return http_error, dialect_of(self._dialects, path).error_object(http_error)

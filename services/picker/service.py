@@ -33,11 +33,11 @@ class PickerServicer(ExternalProcessorServicer):
         exchange = self._exchange()
         try:
             async for message in request_iterator:
-                for answer in await exchange.take(message):
-                    yield answer
+                for response in await exchange.take(message):
+                    yield response
         except Exception:
             self._metrics.failed()
-            log.exception("a stream of a proxy failed")
+            log.exception("a proxy's stream failed")
             raise
         finally:
             exchange.close()

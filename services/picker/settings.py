@@ -11,20 +11,20 @@ from pdserve.services.host.options import ProbedSettings, option
 class PickerSettings(PromptSettings, ProbedSettings):
     """Where it listens, which endpoints it chooses among, and which routers it queries."""
 
-    bind: str = option("127.0.0.1:9002", "host:port where proxies ask (ext_proc, gRPC)")
+    bind: str = option("127.0.0.1:9002", "host:port for proxies (ext_proc, gRPC)")
     routers: tuple[str, ...] = option(
         (),
-        "host:port of routers, whose policy chooses; names are resolved anew; or "
+        "host:port of routers, whose policy chooses; names are resolved repeatedly; or "
         "kubernetes:///SERVICE:PORT (docs/discovery.md)",
     )
     endpoints: tuple[str, ...] = option(
         (),
-        "host:port of the gateways that requests may go to; names are resolved anew; or "
-        "kubernetes:///SERVICE:PORT (docs/discovery.md); none: those that the proxy names with "
+        "host:port of the gateways that requests may go to; names are resolved repeatedly; or "
+        "kubernetes:///SERVICE:PORT (docs/discovery.md); none: those that the proxy names in "
         "each request (x-gateway-destination-endpoint-subset)",
     )
     fallbacks: int = option(
-        0, "further endpoints that a proxy is told to try; not every proxy reads a list", min=0
+        0, "further endpoints that the proxy may try; not every proxy supports a list", min=0
     )
     decide_timeout_s: float = option(
         0.15,
@@ -34,8 +34,8 @@ class PickerSettings(PromptSettings, ProbedSettings):
     )
     conformance_headers: bool = option(
         False,
-        "obey and answer the headers of the Inference Extension's conformance tests; any client "
-        "can then choose its endpoint",
+        "support the headers of the Inference Extension's conformance tests, with which any client "
+        "can choose its endpoint",
     )
 
     def __post_init__(self) -> None:

@@ -157,7 +157,7 @@ async def test_both_record_the_same_traces(
 
 async def test_a_hang_up_reloads_the_keys_of_both(gateway: GatewayWorkers) -> None:
     gateway.process.send_signal(signal.SIGHUP)
-    await eventually(lambda: gateway.log().count("keys has 1 API keys") == 2, gateway.log)
+    await eventually(lambda: gateway.log().count("keys: 1 API keys loaded") == 2, gateway.log)
 
 
 async def figures(client: httpx.AsyncClient) -> dict[str, float]:

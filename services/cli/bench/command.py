@@ -27,20 +27,22 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Return 0 if every request succeeded; 1 if one did not, or nothing could be measured."""
-    chosen = settings.build(BenchSettings)
-    if chosen.rate and settings.values["concurrency"].given:
-        raise OptionError("--rate and --concurrency: a load is an open loop or a closed one")
+    options = settings.build(BenchSettings)
+    if options.rate and settings.values["concurrency"].given:
+        raise OptionError(
+            "--rate and --concurrency contradict each other: a load is an open or a closed loop"
+        )
     try:
-        slo = parse_slo(chosen.slo)
+        slo = parse_slo(options.slo)
     except ValueError as error:
         raise OptionError(f"--slo: {error}") from None
-    if chosen.json:
+    if options.json:
         try:
-            Path(chosen.json).open("a").close()  # fail before the load, not after it
+            Path(options.json).open("a").close()  # fail before the load, not after it
         except OSError as error:
             raise OptionError(f"--json: {error}") from None
     view = progress_on(sys.stderr)
-    bench = Bench(chosen, view)
+    bench = Bench(options, view)
     try:
         stopped = asyncio.run(bench.run())
     except ApiError as error:
@@ -50,9 +52,9 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     view.close()
     figures = {**bench.load, **summarize(bench.samples, slo)}
     print(f"{bench.title}\n{table(figures)}{plot(bench.samples)}", end="")
-    if chosen.json:
+    if options.json:
         try:
-            Path(chosen.json).write_text(json.dumps(figures, indent=2) + "\n")
+            Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
         except OSError as error:
             print(f"pdserve bench: --json: {error}", file=sys.stderr)
             return 1
@@ -64,10 +66,10 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 class Bench:
     """One run; `samples` grows as requests end."""
 
-    def __init__(self, chosen: BenchSettings, view: ProgressView) -> None:
+    def __init__(self, options: BenchSettings, view: ProgressView) -> None:
         # A repeated prompt would be in the server's prefix cache.
-        self._seed = chosen.random_seed or random.randrange(1, 1 << 31)
-        self._chosen = chosen
+        self._seed = options.random_seed or random.randrange(1, 1 << 31)
+        self._options = options
         self._view = view
         self.samples: list[Sample] = []
         self.load: dict[str, Any] = {}
@@ -85,74 +87,74 @@ class Bench:
         return work.cancelled()
 
     async def _work(self) -> None:
-        chosen = self._chosen
-        api = AsyncApi(chosen)
+        options = self._options
+        api = AsyncApi(options)
         try:
-            model = chosen.model or await api.first_model()
-            total = chosen.requests + chosen.warmup
+            model = options.model or await api.first_model()
+            total = options.requests + options.warmup
             self._view.update("making prompts", 0.0)
-            prompts, exact = await make_prompts(api, model, total, chosen.input_tokens, self._seed)
+            prompts, exact = await make_prompts(api, model, total, options.input_tokens, self._seed)
             self._view.update("making prompts", 1.0)
             self._describe(api, model, exact)
             bodies = (self._body(model, prompt) for prompt in prompts)
-            await self._send(api, PATHS[chosen.endpoint], bodies)
+            await self._send(api, PATHS[options.endpoint], bodies)
         finally:
             api.close()
 
     async def _send(self, api: AsyncApi, path: str, bodies: Iterator[bytes]) -> None:
         """Send the requests; warm-up requests are not counted."""
-        chosen = self._chosen
-        for _, body in zip(range(chosen.warmup), bodies, strict=False):
+        options = self._options
+        for _, body in zip(range(options.warmup), bodies, strict=False):
             await send_request(api, path, body, _ignore)
 
         def on_sample(sample: Sample) -> None:
             self.samples.append(sample)
-            self._view.update("requests", len(self.samples) / chosen.requests)
+            self._view.update("requests", len(self.samples) / options.requests)
 
         self._view.update("requests", 0.0)
-        if chosen.rate:
-            await open_loop(api, path, bodies, chosen.rate, self._seed, on_sample)
+        if options.rate:
+            await open_loop(api, path, bodies, options.rate, self._seed, on_sample)
         else:
-            await closed_loop(api, path, bodies, chosen.concurrency, on_sample)
+            await closed_loop(api, path, bodies, options.concurrency, on_sample)
 
     def _describe(self, api: AsyncApi, model: str, exact: bool) -> None:
-        chosen = self._chosen
-        how = (
-            f"open loop, {chosen.rate:g} requests/s (Poisson)"
-            if chosen.rate
-            else f"closed loop, {chosen.concurrency} at once"
+        options = self._options
+        load_text = (
+            f"open loop, {options.rate:g} requests/s (Poisson)"
+            if options.rate
+            else f"closed loop, {options.concurrency} at once"
         )
-        length = "tokens" if exact else "words (the server has no /tokenize)"
+        length_unit = "tokens" if exact else "words (the server has no /tokenize)"
         self.title = (
-            f"{model} at {api.url}: {how}, {chosen.requests} requests of {chosen.input_tokens} "
-            f"{length} in, {chosen.output_tokens} tokens out"
+            f"{model} at {api.url}: {load_text}, {options.requests} requests of "
+            f"{options.input_tokens} {length_unit} in, {options.output_tokens} tokens out"
         )
         self.load = {
             "model": model,
-            "endpoint": chosen.endpoint,
-            "rate": chosen.rate or None,
-            "concurrency": None if chosen.rate else chosen.concurrency,
-            "input_tokens": chosen.input_tokens,
+            "endpoint": options.endpoint,
+            "rate": options.rate or None,
+            "concurrency": None if options.rate else options.concurrency,
+            "input_tokens": options.input_tokens,
             "input_is_exact": exact,
-            "output_tokens_asked": chosen.output_tokens,
+            "output_tokens_asked": options.output_tokens,
             "seed": self._seed,
         }
 
     def _body(self, model: str, prompt: str) -> bytes:
-        chosen = self._chosen
+        options = self._options
         body: dict[str, Any] = {
             "model": model,
-            "max_tokens": chosen.output_tokens,
+            "max_tokens": options.output_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if chosen.endpoint == "chat":
+        if options.endpoint == "chat":
             body["messages"] = [{"role": "user", "content": prompt}]
         else:
             body["prompt"] = prompt
-        if chosen.temperature >= 0:
-            body["temperature"] = chosen.temperature
-        if chosen.ignore_eos:
+        if options.temperature >= 0:
+            body["temperature"] = options.temperature
+        if options.ignore_eos:
             body["ignore_eos"] = True
         return json.dumps(body).encode()
 

@@ -49,11 +49,11 @@ async def send_request(api: AsyncApi, path: str, body: bytes, on_sample: OnSampl
     started = time.perf_counter()
     error = ""
     try:
-        answer = (await api.post(path, body, events.take)).check()
-        if not answer.body and not events.arrivals:
-            error = "the answer has no text"
-    except ApiError as failure:
-        error = str(failure)
+        response = (await api.post(path, body, events.take)).check()
+        if not response.body and not events.arrivals:
+            error = "the response has no text"
+    except ApiError as api_error:
+        error = str(api_error)
     on_sample(
         Sample(
             started,

@@ -50,10 +50,10 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     """A percentile of sorted values, interpolated like numpy's; 0 if there are none."""
     if not ordered:
         return 0.0
-    at = (len(ordered) - 1) * percent / 100
-    low = int(at)
+    position = (len(ordered) - 1) * percent / 100
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -68,14 +68,15 @@ def parse_slo(text: str) -> dict[str, float]:
     """Parse "ttft=500ms,itl=50" to seconds by name; the default unit is ms. Raises ValueError if a
     bound is malformed."""
     bounds = {}
-    for part in filter(None, (word.strip() for word in text.split(","))):
+    for part in filter(None, (item.strip() for item in text.split(","))):
         name, _, value = part.partition("=")
-        found = _DURATION.fullmatch(value.strip())
-        if name not in SLO_TIMES or not found:
+        match = _DURATION.fullmatch(value.strip())
+        if name not in SLO_TIMES or not match:
             raise ValueError(
-                f"{part!r} is no bound: write ttft=500ms,itl=50ms (of {', '.join(SLO_TIMES)})"
+                f"{part!r} is not a valid bound: write ttft=500ms,itl=50ms "
+                f"(times: {', '.join(SLO_TIMES)})"
             )
-        bounds[name] = float(found[1]) * _SECONDS[found[2] or "ms"]
+        bounds[name] = float(match[1]) * _SECONDS[match[2] or "ms"]
     return bounds
 
 
@@ -123,8 +124,8 @@ def summarize(samples: Sequence[Sample], slo: Mapping[str, float]) -> dict[str, 
         "e2e_ms": spread([sample.e2e_s for sample in good]),
     }
     if slo:
-        kept = sum(meets_slo(sample, slo) for sample in samples)
+        num_meeting_slo = sum(meets_slo(sample, slo) for sample in samples)
         figures["slo_ms"] = {name: bound * 1000 for name, bound in slo.items()}
-        figures["slo_attainment"] = kept / len(samples) if samples else 0.0
-        figures["goodput_requests_per_s"] = kept * per_s
+        figures["slo_attainment"] = num_meeting_slo / len(samples) if samples else 0.0
+        figures["goodput_requests_per_s"] = num_meeting_slo * per_s
     return figures

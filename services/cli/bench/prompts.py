@@ -31,38 +31,42 @@ async def make_prompts(
     rng = random.Random(seed)
 
     async def tokens(text: str) -> int:
-        answer = await api.post("/tokenize", {"model": model, "prompt": text})
-        if answer.status in NO_ROUTE:
+        response = await api.post("/tokenize", {"model": model, "prompt": text})
+        if response.status in NO_ROUTE:
             raise LookupError
-        return int(answer.check().json["count"])
+        return int(response.check().json["count"])
 
     try:
-        return [await exact(rng, num_tokens, tokens) for _ in range(count)], True
+        return [await prompt_of_length(rng, num_tokens, tokens) for _ in range(count)], True
     except LookupError:
-        return [drawn(rng, num_tokens) for _ in range(count)], False
+        return [random_words(rng, num_tokens) for _ in range(count)], False
 
 
-def drawn(rng: random.Random, num_words: int) -> str:
+def random_words(rng: random.Random, num_words: int) -> str:
     return " ".join(rng.choices(WORDS, k=max(1, num_words)))
 
 
-async def exact(rng: random.Random, num_tokens: int, tokens: CountTokens) -> str:
+async def prompt_of_length(rng: random.Random, num_tokens: int, tokens: CountTokens) -> str:
     """A text of exactly `num_tokens` tokens. Raises ApiError if none is found in TRIES."""
     words = rng.choices(WORDS, k=max(1, num_tokens))
     for _ in range(TRIES):
         text = " ".join(words)
-        found = await tokens(text)
-        missing = num_tokens - found
+        num_text_tokens = await tokens(text)
+        missing = num_tokens - num_text_tokens
         if not missing:
             return text
-        part = round(abs(missing) * len(words) / max(1, found))  # in words, each of several tokens
-        cut = text[:missing] if missing < 0 and part <= 1 else ""  # for tokenizers of characters
+        # In words, each of several tokens.
+        part = round(abs(missing) * len(words) / max(1, num_text_tokens))
+        # For tokenizers of characters.
+        shortened = text[:missing] if missing < 0 and part <= 1 else ""
         if missing > 0:
             words += rng.choices(WORDS, k=max(1, part))
-        elif cut.endswith(" "):  # a chat template may strip the space
+        elif shortened.endswith(" "):  # a chat template may strip the space
             words = rng.choices(WORDS, k=len(words))
-        elif cut and await tokens(cut) == num_tokens:
-            return cut
+        elif shortened and await tokens(shortened) == num_tokens:
+            return shortened
         else:
             words = words[: max(1, len(words) - max(1, part))]
-    raise ApiError(f"no prompt of {num_tokens} tokens was found: choose more --input-tokens", 400)
+    raise ApiError(
+        f"cannot make a prompt of exactly {num_tokens} tokens; increase --input-tokens", 400
+    )

@@ -34,7 +34,7 @@ def table(figures: Mapping[str, Any]) -> str:
         bounds = ", ".join(f"{name} {bound:g} ms" for name, bound in figures["slo_ms"].items())
         lines += [
             "",
-            f"goodput: {figures['goodput_requests_per_s']:.2f} requests/s kept {bounds} "
+            f"goodput: {figures['goodput_requests_per_s']:.2f} requests/s met {bounds} "
             f"({figures['slo_attainment']:.0%})",
         ]
     for message, count in figures["errors"].items():
@@ -65,11 +65,13 @@ def histogram(title: str, values: Sequence[float]) -> str:
     counts = [0] * BINS
     for value in ordered:
         counts[min(BINS - 1, int((value - low) / width)) if width else 0] += 1
-    most = max(counts)
+    max_count = max(counts)
     rows = [f"\n{title}\n"]
     for number, count in enumerate(counts if width else counts[:1]):
-        more = "+" if number == BINS - 1 and ordered[-1] > high else " "
-        rows.append(f"{low + number * width:10.1f}{more} {bar(count / most):{BAR}} {count}\n")
+        overflow_mark = "+" if number == BINS - 1 and ordered[-1] > high else " "
+        rows.append(
+            f"{low + number * width:10.1f}{overflow_mark} {bar(count / max_count):{BAR}} {count}\n"
+        )
     return "".join(rows)
 
 
@@ -88,10 +90,10 @@ def over_time(samples: Sequence[Sample]) -> str:
         return ""
     counts = [0.0] * SLOTS
     for sample in samples:
-        worth = sample.output_tokens / len(sample.arrivals)  # tokens of one text
+        tokens_per_text = sample.output_tokens / len(sample.arrivals)  # tokens of one text
         for arrival in sample.arrivals:
-            counts[min(SLOTS - 1, int((arrival - begin) / span * SLOTS))] += worth
-    most = max(counts)
-    line = "".join(EIGHTHS[round(count / most * 8)] for count in counts)
-    rate = most * SLOTS / span
+            counts[min(SLOTS - 1, int((arrival - begin) / span * SLOTS))] += tokens_per_text
+    max_count = max(counts)
+    line = "".join(EIGHTHS[round(count / max_count * 8)] for count in counts)
+    rate = max_count * SLOTS / span
     return f"\noutput tokens/s over {span:.1f} s, at most {rate:.0f}\n{line}\n"

@@ -23,7 +23,9 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
         return 1
     typed = sys.stdin.isatty()
     if typed:
-        print(f"{conversation.model} at {client.url}. /help explains.\n{conversation.sampling}")
+        print(
+            f"{conversation.model} at {client.url}. Type /help for help.\n{conversation.sampling}"
+        )
         lines = typed_lines(history_file() if chat.history else None, COMMANDS)
     else:
         lines = piped_lines()

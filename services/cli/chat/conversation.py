@@ -33,7 +33,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         self.question = ""  # the last question, with or without a response
         self.reasoning = ""  # of the last response
-        self._before = self.messages  # messages before the last question
+        self._previous_messages = self.messages  # messages before the last question
 
     @property
     def sampling(self) -> str:
@@ -41,17 +41,19 @@ class Conversation:
         recommended = dict(self.recommended or {})
         if self.temperature is not None:
             recommended.pop("temperature", None)
-        own = [] if self.temperature is None else [f"temperature {self.temperature:g} (yours)"]
+        texts = (
+            [] if self.temperature is None else [f"temperature {self.temperature:g} (set by you)"]
+        )
         if self.recommended is None:
-            return ", ".join(own) or "sampling as the server chooses"
+            return ", ".join(texts) or "sampling with the server's defaults"
         parts = [f"{name} {value:g}" for name, value in recommended.items()]
         if parts:
-            own.append(f"{', '.join(parts)} (recommended for this model)")
-        return ", ".join(own) or "temperature 1 (nothing else is recommended for this model)"
+            texts.append(f"{', '.join(parts)} (recommended for this model)")
+        return ", ".join(texts) or "temperature 1 (the model recommends nothing else)"
 
     def reset(self) -> None:
         """Forget the messages; the last question can still be retried."""
-        self.messages = self._before = []
+        self.messages = self._previous_messages = []
 
     def ask(self, text: str, view: AnswerView) -> bool:
         """Send a question and show the response as it arrives; a question without a response is not
@@ -61,7 +63,7 @@ class Conversation:
         ApiError.
         """
         self.question = text
-        self._before = self.messages
+        self._previous_messages = self.messages
         question = {"role": "user", "content": text}
         parts: list[str] = []
         thoughts: list[str] = []
@@ -83,12 +85,12 @@ class Conversation:
 
     def retry(self, view: AnswerView) -> bool:
         """Send the last question again, like `ask`; without a new response the old one stays."""
-        kept, self.messages = self.messages, self._before
+        saved_messages, self.messages = self.messages, self._previous_messages
         try:
             return self.ask(self.question, view)
         finally:
-            if self.messages is self._before:
-                self.messages = kept
+            if self.messages is self._previous_messages:
+                self.messages = saved_messages
 
     def _take(
         self, event: dict[str, Any], parts: list[str], thoughts: list[str], view: AnswerView
@@ -104,12 +106,21 @@ class Conversation:
                 parts.append(text)
                 view.write(text)
             if choice.get("finish_reason") == "length":
-                cut_by = f"after {self.max_tokens} tokens: --max-tokens" if self.max_tokens else ""
-                note = f"[cut {cut_by or 'by the server, which allows no more tokens'}]"
+                limit_text = (
+                    f"after {self.max_tokens} tokens by --max-tokens" if self.max_tokens else ""
+                )
+                note = f"[truncated {limit_text or 'at the token limit of the server'}]"
         usage = event.get("usage") or {}
-        used, new = usage.get("total_tokens", 0), usage.get("completion_tokens", 0)
-        if used and used >= self.context_len > 0 and new != self.max_tokens:
-            note = f"[the context of {self.context_len} tokens is full: /reset forgets it]"
+        total_tokens, completion_tokens = (
+            usage.get("total_tokens", 0),
+            usage.get("completion_tokens", 0),
+        )
+        if (
+            total_tokens
+            and total_tokens >= self.context_len > 0
+            and completion_tokens != self.max_tokens
+        ):
+            note = f"[the context of {self.context_len} tokens is full; /reset clears it]"
         return note
 
     def _events(self, messages: list[dict[str, str]]) -> Generator[dict[str, Any], None, None]:
@@ -132,10 +143,11 @@ def first_model(client: ApiClient, name: str) -> dict[str, Any]:
     models = client.models()
     if not models:
         raise ApiError(f"{client.url} serves no model yet", 503)
-    found = [model for model in models if not name or model["id"] == name]
-    if not found:
+    matches = [model for model in models if not name or model["id"] == name]
+    if not matches:
         names = ", ".join(model["id"] for model in models)
         raise ApiError(
-            f"{client.url} does not serve {name!r} but {names}: choose with --model", 404
+            f"{client.url} does not serve {name!r}; choose one of its models with --model: {names}",
+            404,
         )
-    return found[0]
+    return matches[0]

@@ -12,7 +12,7 @@ from pdserve.services.local.data_folder import data_dir
 
 SIGN, MORE = "> ", ". "
 HISTORY = "chat_history"
-HINT = "(Ctrl-C once more, Ctrl-D or /exit ends)"
+HINT = "(press Ctrl-C again or Ctrl-D, or type /exit, to quit)"
 
 
 def history_file() -> Path | None:
@@ -60,13 +60,17 @@ def hidden_keys() -> Iterator[None]:
     if not sys.stdin.isatty():
         yield
         return
-    before = termios.tcgetattr(sys.stdin)
-    hidden = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    saved_attributes = termios.tcgetattr(sys.stdin)
+    hidden_attributes = [
+        *saved_attributes[:3],
+        saved_attributes[3] & ~termios.ECHO,
+        *saved_attributes[4:],
+    ]
     try:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, hidden)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, hidden_attributes)
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, saved_attributes)
 
 
 def _reader(history: Path | None, commands: Collection[str]) -> Callable[[], str]:

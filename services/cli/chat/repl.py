@@ -12,16 +12,16 @@ from pdserve.services.options.settings import MAX_TEMPERATURE
 
 COMMANDS = {
     "/help": "list the commands and keys",
-    "/reset": "forget the conversation",
+    "/reset": "clear the conversation",
     "/retry": "ask the last question again",
-    "/system": "TEXT: set the system message; without a text there is none",
-    "/temperature": "X: sample with it (0: greedy); without a number as the model recommends",
-    "/reasoning": "show what it thought before the last answer; on, off: as it comes, or not",
-    "/exit": "end, as does Ctrl-D",
+    "/system": "TEXT: set the system message; without TEXT, remove it",
+    "/temperature": "X: set the temperature (0: greedy); without X, use the recommended one",
+    "/reasoning": "show the reasoning of the last answer; on, off: stream it, or fold it",
+    "/exit": "quit; so does Ctrl-D",
 }
 KEYS = (
-    "Enter sends. Alt-Enter, or a backslash at a line's end and Enter: another line. "
-    "Up and down: earlier lines. Ctrl-C stops an answer."
+    "Enter: send. Alt-Enter, or a backslash at the end of a line and Enter: start a new line. "
+    "Up and Down: earlier lines. Ctrl-C: stop an answer."
 )
 
 
@@ -42,18 +42,18 @@ class Repl:
         loop unless the lines are typed."""
         code = 0
         for line in lines:
-            word, _, rest = line.strip().partition(" ")
-            if not word:
+            command, _, argument = line.strip().partition(" ")
+            if not command:
                 continue
-            if word in ("/exit", "/quit"):
+            if command in ("/exit", "/quit"):
                 break
-            if word.startswith("/") and (word != "/retry" or not self._conversation.question):
-                print(self._run_command(word, rest.strip()), file=self._out, flush=True)
+            if command.startswith("/") and (command != "/retry" or not self._conversation.question):
+                print(self._run_command(command, argument.strip()), file=self._out, flush=True)
                 continue
-            ended = self._answer(line if word != "/retry" else None)
-            if ended == STOPPED and not typed:
+            outcome = self._answer(line if command != "/retry" else None)
+            if outcome == STOPPED and not typed:
                 return STOPPED
-            code = 1 if ended == 1 else code
+            code = 1 if outcome == 1 else code
         return code
 
     def _answer(self, question: str | None) -> int:
@@ -73,28 +73,28 @@ class Repl:
             return STOPPED
         return 0 if ended else STOPPED
 
-    def _run_command(self, word: str, rest: str) -> str:
+    def _run_command(self, command: str, argument: str) -> str:
         """Run a command; return its output for the user."""
         conversation = self._conversation
-        if word == "/help":
+        if command == "/help":
             rows = [f"  {name:14}{text}" for name, text in COMMANDS.items()]
-            return "\n".join([*rows, KEYS, f"In force: {conversation.sampling}."])
-        if word == "/reset":
+            return "\n".join([*rows, KEYS, f"Sampling: {conversation.sampling}."])
+        if command == "/reset":
             conversation.reset()
-            return "the conversation is forgotten"
-        if word == "/retry":
+            return "the conversation is cleared"
+        if command == "/retry":
             return "there is no question yet"
-        if word == "/system":
-            conversation.system = rest
-            return "the system message is set" if rest else "there is no system message now"
-        if word == "/temperature":
-            return self._set_temperature(rest)
-        if word == "/reasoning":
-            if rest in ("on", "off"):
-                self._shows_reasoning = rest == "on"
-                return f"reasoning is {'shown as it comes' if rest == 'on' else 'folded'}"
-            return conversation.reasoning.strip() or "the last answer came without reasoning"
-        return f"{word} is unknown; /help lists the commands"
+        if command == "/system":
+            conversation.system = argument
+            return "the system message is set" if argument else "the system message is removed"
+        if command == "/temperature":
+            return self._set_temperature(argument)
+        if command == "/reasoning":
+            if argument in ("on", "off"):
+                self._shows_reasoning = argument == "on"
+                return f"reasoning is {'streamed' if argument == 'on' else 'folded'}"
+            return conversation.reasoning.strip() or "the last answer has no reasoning"
+        return f"{command} is unknown; /help lists the commands"
 
     def _set_temperature(self, text: str) -> str:
         if not text:
@@ -103,8 +103,8 @@ class Repl:
             try:
                 value = float(text)
             except ValueError:
-                return f"{text!r} is no number"
+                return f"{text!r} is not a number"
             if not 0 <= value <= MAX_TEMPERATURE:
-                return f"a temperature is 0 to {MAX_TEMPERATURE:g}"
+                return f"the temperature must be 0 to {MAX_TEMPERATURE:g}"
             self._conversation.temperature = value
         return self._conversation.sampling

@@ -23,7 +23,7 @@ class PlainView:
     def __init__(self, out: TextIO, shows_reasoning: bool) -> None:
         self._out = out
         self._shows_reasoning = shows_reasoning
-        self._left_out = CONTROLS if out.isatty() else {}
+        self._removed_characters = CONTROLS if out.isatty() else {}
         self._at_start = True
 
     def think(self, text: str) -> None:
@@ -32,7 +32,7 @@ class PlainView:
 
     def write(self, text: str) -> None:
         self._at_start = False
-        print(text.translate(self._left_out), end="", file=self._out, flush=True)
+        print(text.translate(self._removed_characters), end="", file=self._out, flush=True)
 
     def end(self, note: str = "") -> None:
         if note and self._out.isatty():
@@ -66,8 +66,8 @@ class MarkdownView:
         if self._thought_at is None:
             self._thought_at = time.monotonic()
         if self._shows_reasoning:
-            shown = text.translate(CONTROLS)
-            self._console.print(shown, end="", style="dim", markup=False, soft_wrap=True)
+            visible_text = text.translate(CONTROLS)
+            self._console.print(visible_text, end="", style="dim", markup=False, soft_wrap=True)
         else:
             self._draw(self._dim(f"thinking ... {time.monotonic() - self._thought_at:.0f} s"))
 

@@ -32,7 +32,7 @@ from pdserve.services.local.progress import ProgressView, progress_on
 from pdserve.services.options.settings import CompleteSettings
 from pdserve.services.options.sources import Settings
 
-AGAIN = (408, 429, 502, 503, 504)  # the server is busy or unreachable: not a result
+RETRIED_STATUSES = (408, 429, 502, 503, 504)  # the server is busy or unreachable: not a result
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before a line is retried
 
 
@@ -42,7 +42,7 @@ class Stopped(Exception):
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Return 0 if every line succeeded, 1 if one has an error or the run could not continue."""
-    chosen = settings.build(CompleteSettings)
+    options = settings.build(CompleteSettings)
     source, target = Path(positionals["in"]), Path(positionals["out"])
     view = progress_on(sys.stderr)
     try:
@@ -50,17 +50,17 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
         with ResultFile(target) as results:
             total = count(source, results.done, target)
             try:
-                asyncio.run(FileRun(chosen, results, view, target.name, total).run(source))
+                asyncio.run(FileRun(options, results, view, target.name, total).run(source))
             finally:
                 view.close()
                 say(f"{target}: {len(results.done)} of {total} lines, {results.num_failed} failed")
             return 1 if results.num_failed else 0
     except Stopped:
-        say("stopped; the same command goes on")
+        say("stopped; run the same command again to resume")
         return STOPPED
     except ApiError as error:
         say(f"pdserve complete: {error}{advice(error)}")
-        say("the same command goes on once it answers")
+        say("run the same command again to resume once the server responds")
     except (OSError, ResultError, BadLine) as error:
         say(f"pdserve complete: {error}")
     finally:
@@ -76,19 +76,22 @@ def check_source(source: Path, target: Path) -> None:
             raise BadLine(f"{path} is not a regular file")
     source.open("rb").close()
     if target.exists() and target.samefile(source):
-        raise BadLine(f"{target} is the input itself")
+        raise BadLine(f"{target} is also the input file")
 
 
 def count(source: Path, done: set[str], target: Path) -> int:
     """The number of lines. Raises BadLine if two have the same id, or a result has no line."""
-    seen: dict[str, int] = {}
+    line_numbers: dict[str, int] = {}
     for number, custom_id, _ in lines_of(source):
-        if custom_id in seen:
-            raise BadLine(f"{source}: lines {seen[custom_id]} and {number} have id {custom_id!r}")
-        seen[custom_id] = number
-    if strange := next((one for one in done if one not in seen), None):
-        raise BadLine(f"{target} has a result of {strange!r}, which {source} does not ask for")
-    return len(seen)
+        if custom_id in line_numbers:
+            raise BadLine(
+                f"{source}: lines {line_numbers[custom_id]} and {number} have the same id "
+                f"{custom_id!r}"
+            )
+        line_numbers[custom_id] = number
+    if unknown_id := next((result_id for result_id in done if result_id not in line_numbers), None):
+        raise BadLine(f"{target} has a result with id {unknown_id!r}, which {source} does not have")
+    return len(line_numbers)
 
 
 def lines_of(source: Path) -> Iterator[tuple[int, str, Mapping[str, Any] | BadLine]]:
@@ -107,15 +110,15 @@ class FileRun:
 
     def __init__(
         self,
-        chosen: CompleteSettings,
+        options: CompleteSettings,
         results: ResultFile,
         view: ProgressView,
         name: str,
         total: int,
     ) -> None:
         """Raises ApiError if the URL is malformed."""
-        self._api = AsyncApi(chosen, chosen.timeout_s)
-        self._chosen = chosen
+        self._api = AsyncApi(options, options.timeout_s)
+        self._options = options
         self._results = results
         self._view = view
         self._name = name
@@ -158,41 +161,41 @@ class FileRun:
                 try:
                     if isinstance(line, BadLine):
                         raise line
-                    result = await self._ask(request_of(line, custom_id, defaults))
+                    result = await self._send(request_of(line, custom_id, defaults))
                 except BadLine as error:
                     result = error_line(custom_id, "invalid_line", str(error))
                 self._results.add(result)
                 self._show()
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._chosen.concurrency):
+            for _ in range(self._options.concurrency):
                 group.create_task(worker())
 
     async def _defaults(self) -> dict[str, Any]:
         """Fields for bodies that lack them. Raises ApiError if the server lists no model."""
-        chosen = self._chosen
-        defaults: dict[str, Any] = {"model": chosen.model or await self._api.first_model()}
-        if chosen.max_tokens:
-            defaults["max_tokens"] = chosen.max_tokens
-        if chosen.temperature >= 0:
-            defaults["temperature"] = chosen.temperature
+        options = self._options
+        defaults: dict[str, Any] = {"model": options.model or await self._api.first_model()}
+        if options.max_tokens:
+            defaults["max_tokens"] = options.max_tokens
+        if options.temperature >= 0:
+            defaults["temperature"] = options.temperature
         return defaults
 
-    async def _ask(self, request: InputLine) -> dict[str, Any]:
+    async def _send(self, request: InputLine) -> dict[str, Any]:
         """The result of a line. Raises ApiError if the server does not decide on it."""
         for pause_s in (*PAUSES_S, None):
             try:
-                answer = await self._api.post(request.url, dict(request.body))
-                if answer.status == 401:
-                    answer.check()
-                if answer.status not in AGAIN or pause_s is None:
-                    if answer.status in AGAIN:
-                        answer.check()
+                response = await self._api.post(request.url, dict(request.body))
+                if response.status == 401:
+                    response.check()
+                if response.status not in RETRIED_STATUSES or pause_s is None:
+                    if response.status in RETRIED_STATUSES:
+                        response.check()
                     with suppress(ApiError):
-                        return answer_line(request.custom_id, answer.status, answer.json)
-                    text = answer.body.decode(errors="replace")
-                    return answer_line(request.custom_id, answer.status, text)
-                pause_s = max(pause_s, answer.retry_after_s)
+                        return answer_line(request.custom_id, response.status, response.json)
+                    text = response.body.decode(errors="replace")
+                    return answer_line(request.custom_id, response.status, text)
+                pause_s = max(pause_s, response.retry_after_s)
             except ApiError as error:
                 if error.status == 401 or pause_s is None:
                     raise

@@ -64,7 +64,7 @@ class ResultFile:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ResultError(f"{self._path}: another run writes to it") from None
+            raise ResultError(f"{self._path}: another run is writing to it") from None
 
     def _read(self) -> None:
         """Record the finished lines, and remove a torn last line."""
@@ -75,25 +75,27 @@ class ResultFile:
                     break
                 end += len(line)
                 if line.strip():
-                    self._note(line, number)
+                    self._add_line(line, number)
             size = file.seek(0, os.SEEK_END)
             if size > end:
                 file.seek(end)
-                torn = file.read(1)
-                if torn != b"{":
-                    raise ResultError(f"{self._path}: its last line is no result; name a new file")
+                first_byte = file.read(1)
+                if first_byte != b"{":
+                    raise ResultError(
+                        f"{self._path}: its last line is not a result; choose a new file"
+                    )
         if size > end:
             os.ftruncate(self._descriptor, end)
 
-    def _note(self, line: bytes, number: int) -> None:
+    def _add_line(self, line: bytes, number: int) -> None:
         try:
             result = json.loads(line)
             custom_id, response, _ = (result[name] for name in ("custom_id", "response", "error"))
         except (ValueError, KeyError, TypeError):
             custom_id = response = None
         if not isinstance(custom_id, str) or not isinstance(response, dict | None):
-            raise ResultError(f"{self._path}: line {number} is no result; name a new file")
+            raise ResultError(f"{self._path}: line {number} is not a result; choose a new file")
         if custom_id in self.done:
-            raise ResultError(f"{self._path}: line {number} has the id {custom_id!r} again")
+            raise ResultError(f"{self._path}: line {number} repeats the id {custom_id!r}")
         self.done.add(custom_id)
         self.num_failed += failed(result)

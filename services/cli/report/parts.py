@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pdserve.services.host.auth.access import Access
 
 Part = Callable[[], dict[str, bytes]]
-ASK_S = 5.0  # timeout of one response
-MAX_ASKED = 16  # routers called at a time
+RESPONSE_TIMEOUT_S = 5.0  # timeout of one response
+MAX_PARALLEL_CALLS = 16  # routers called at a time
 MAX_RINGS = 32  # the newest rings
 SERVICES = ("up", "gateway", "router", "prefill", "decode")
 SYSTEM_FILES = (
@@ -43,35 +43,37 @@ SYSTEM_FILES = (
 )
 
 
-class NothingThere(Exception):
+class NoData(Exception):
     """A part has no data; the message says what is missing and where it was looked for."""
 
 
-def parts(chosen: ReportSettings) -> dict[str, Part]:
+def parts(options: ReportSettings) -> dict[str, Part]:
     """The parts of a report, by name."""
-    found: dict[str, Part] = {"versions": versions, "system": system, "gpus": gpus}
+    part_by_name: dict[str, Part] = {"versions": versions, "system": system, "gpus": gpus}
     for name in SERVICES:
-        found[f"options of {name} here"] = partial(options_here, name)
-    found["options of `up`"] = options_of_up
+        part_by_name[f"local options of {name}"] = partial(local_options, name)
+    part_by_name["options of `up`"] = options_of_up
     for path in ("/health", "/ready", "/version", "/fleet/state", "/metrics?fleet=true"):
-        found[f"gateway {path}"] = partial(ask_gateway, chosen, path)
-    for address in chosen.scrape:
-        found[f"metrics of {address}"] = partial(scrape, address)
-    if chosen.routers:
-        for target in chosen.routers:
-            found[f"fleet of {target}"] = partial(fleet, chosen, target)
+        part_by_name[f"gateway {path}"] = partial(ask_gateway, options, path)
+    for address in options.scrape:
+        part_by_name[f"metrics of {address}"] = partial(scrape, address)
+    if options.routers:
+        for target in options.routers:
+            part_by_name[f"fleet of {target}"] = partial(fleet, options, target)
     else:
-        found["fleet of routers"] = partial(missing, "no --routers are named")
-    found["rings"] = partial(rings, chosen.trace_dir)
-    for log in chosen.logs:
-        found[f"log {log}"] = partial(_contents, {f"logs/{_file_name(log)}": Path(log)}, "no file")
-    if not chosen.logs:
-        found["logs"] = logs
-    return found
+        part_by_name["fleet of routers"] = partial(missing, "--routers is not set")
+    part_by_name["rings"] = partial(rings, options.trace_dir)
+    for log in options.logs:
+        part_by_name[f"log {log}"] = partial(
+            _contents, {f"logs/{_file_name(log)}": Path(log)}, "the file does not exist"
+        )
+    if not options.logs:
+        part_by_name["logs"] = logs
+    return part_by_name
 
 
-def missing(why: str) -> dict[str, bytes]:
-    raise NothingThere(why)
+def missing(reason: str) -> dict[str, bytes]:
+    raise NoData(reason)
 
 
 def versions() -> dict[str, bytes]:
@@ -107,12 +109,12 @@ def gpus() -> dict[str, bytes]:
     """The output of nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        raise NothingThere("there is no nvidia-smi")
-    done = subprocess.run([program, "-q"], capture_output=True, timeout=ASK_S)
+        raise NoData("nvidia-smi is not installed")
+    done = subprocess.run([program, "-q"], capture_output=True, timeout=RESPONSE_TIMEOUT_S)
     return {"system/nvidia-smi.txt": done.stdout + done.stderr}
 
 
-def options_here(name: str) -> dict[str, bytes]:
+def local_options(name: str) -> dict[str, bytes]:
     """The options of a service started here without flags."""
     command = COMMANDS[name]
     groups = {section.cls: section.options for section in command.sections()}
@@ -122,34 +124,34 @@ def options_here(name: str) -> dict[str, bytes]:
 
 def options_of_up() -> dict[str, bytes]:
     """The options that running `pdserve up` processes have written."""
-    found = {f"options/up-{f.name}.yaml": f / CONFIG_FILE for f in run_dirs()}
-    return _contents(found, "no `pdserve up` of this user runs here")
+    files = {f"options/up-{f.name}.yaml": f / CONFIG_FILE for f in run_dirs()}
+    return _contents(files, "no `pdserve up` of this user is running on this machine")
 
 
-def ask_gateway(chosen: ReportSettings, path: str) -> dict[str, bytes]:
+def ask_gateway(options: ReportSettings, path: str) -> dict[str, bytes]:
     """The gateway's response. A server error is included, since it describes the state; a refusal
-    is not. Raises NothingThere if the gateway refuses, ApiError if it does not respond."""
-    key = chosen.api_key[0] if chosen.api_key else ""
+    is not. Raises NoData if the gateway refuses, ApiError if it does not respond."""
+    key = options.api_key[0] if options.api_key else ""
     name = "gateway/" + path.strip("/").partition("?")[0].replace("/", "_")
     try:
-        answer = ApiClient(chosen.url, key, ASK_S).get(path)
+        response = ApiClient(options.url, key, RESPONSE_TIMEOUT_S).get(path)
     except ApiError as error:
         if not error.status:
             raise
         if error.status < 500:
-            told = " ".join(f"{error.status}: {error}{advice(error)}".split())
-            raise NothingThere(told) from None
-        answer = f"{error.status}: {error}".encode()
-    return {f"{name}.txt" if path.startswith("/metrics") else f"{name}.json": answer}
+            reason = " ".join(f"{error.status}: {error}{advice(error)}".split())
+            raise NoData(reason) from None
+        response = f"{error.status}: {error}".encode()
+    return {f"{name}.txt" if path.startswith("/metrics") else f"{name}.json": response}
 
 
 def scrape(address: str) -> dict[str, bytes]:
     """The metrics of another process."""
-    page = ApiClient(f"http://{address}", timeout_s=ASK_S).get("/metrics")
+    page = ApiClient(f"http://{address}", timeout_s=RESPONSE_TIMEOUT_S).get("/metrics")
     return {f"metrics/{_file_name(address)}.txt": page}
 
 
-def fleet(chosen: ReportSettings, target: str) -> dict[str, bytes]:
+def fleet(options: ReportSettings, target: str) -> dict[str, bytes]:
     """Each router's view of its workers, by GetFleet, for all routers behind the target; or why it
     does not respond."""
     from pdserve.services.host.auth.access import make_access
@@ -157,11 +159,11 @@ def fleet(chosen: ReportSettings, target: str) -> dict[str, bytes]:
 
     access = make_access(
         HostSettings(
-            cluster_ca=chosen.cluster_ca,
-            cluster_cert=chosen.cluster_cert,
-            cluster_key=chosen.cluster_key,
-            cluster_secret=chosen.cluster_secret,
-            trust_network=chosen.trust_network,
+            cluster_ca=options.cluster_ca,
+            cluster_cert=options.cluster_cert,
+            cluster_key=options.cluster_key,
+            cluster_secret=options.cluster_secret,
+            trust_network=options.trust_network,
         )
     )
     discovery = Discovery("--routers", [target], lambda: None, ready_only=False)
@@ -170,13 +172,13 @@ def fleet(chosen: ReportSettings, target: str) -> dict[str, bytes]:
     finally:
         discovery.close()
     if not addresses:
-        raise NothingThere("no router was found by this name")
-    with ThreadPoolExecutor(MAX_ASKED) as threads:
-        answers = list(threads.map(partial(_fleet_of, access), addresses))
-    said = list(zip(addresses, answers, strict=True))
-    if all(kind == "txt" for _, (kind, _) in said):
-        raise NothingThere("; ".join(f"{address}: {why.decode()}" for address, (_, why) in said))
-    return {f"fleet/{_file_name(address)}.{kind}": data for address, (kind, data) in said}
+        raise NoData("the name does not resolve to any router")
+    with ThreadPoolExecutor(MAX_PARALLEL_CALLS) as threads:
+        results = list(threads.map(partial(_fleet_of, access), addresses))
+    replies = list(zip(addresses, results, strict=True))
+    if all(kind == "txt" for _, (kind, _) in replies):
+        raise NoData("; ".join(f"{address}: {text.decode()}" for address, (_, text) in replies))
+    return {f"fleet/{_file_name(address)}.{kind}": data for address, (kind, data) in replies}
 
 
 def _fleet_of(access: "Access", address: str) -> tuple[str, bytes]:
@@ -191,7 +193,7 @@ def _fleet_of(access: "Access", address: str) -> tuple[str, bytes]:
     with access.open_blocking_channel(address, Role.ROUTER) as channel:
         try:
             view = RouterStub(channel).GetFleet(
-                GetFleetRequest(), metadata=access.metadata, timeout=ASK_S
+                GetFleetRequest(), metadata=access.metadata, timeout=RESPONSE_TIMEOUT_S
             )
         except grpc.RpcError as error:
             return "txt", f"{error.code().name}: {error.details()}".encode()
@@ -203,26 +205,26 @@ def rings(trace_dir: str) -> dict[str, bytes]:
     folders = [Path(trace_dir)] if trace_dir else run_dirs()
     paths = [path for folder in folders for path in folder.glob(f"*{SUFFIX}")]
     newest = sorted(paths, key=lambda path: path.stat().st_mtime)[-MAX_RINGS:]
-    where = trace_dir or "the folder of a running `pdserve up`; name one by --trace-dir"
-    return _contents({f"rings/{path.name}": path for path in newest}, f"no rings in {where}")
+    searched = trace_dir or "the folder of a running `pdserve up`; set --trace-dir"
+    return _contents({f"rings/{path.name}": path for path in newest}, f"no rings in {searched}")
 
 
 def logs() -> dict[str, bytes]:
     """The last log lines of the processes of a running `pdserve up`."""
     paths = [path for f in run_dirs() for path in f.glob(f"*{LOG_SUFFIX}*")]
-    why = (
-        "no `pdserve up` of this user runs here; logs of other processes are where they write "
-        "them: name files of these by --logs"
+    reason = (
+        "no `pdserve up` of this user is running on this machine; for other processes, name their "
+        "log files with --logs"
     )
-    return _contents({f"logs/{p.parent.name}/{p.name}": p for p in paths}, why)
+    return _contents({f"logs/{p.parent.name}/{p.name}": p for p in paths}, reason)
 
 
-def _contents(files: dict[str, Path], otherwise: str) -> dict[str, bytes]:
-    """The contents of the existing files. Raises NothingThere(otherwise) if there is none."""
-    found = {name: path.read_bytes() for name, path in files.items() if path.is_file()}
-    if not found:
-        raise NothingThere(otherwise)
-    return found
+def _contents(files: dict[str, Path], reason: str) -> dict[str, bytes]:
+    """The contents of the existing files. Raises NoData(reason) if there is none."""
+    contents = {name: path.read_bytes() for name, path in files.items() if path.is_file()}
+    if not contents:
+        raise NoData(reason)
+    return contents
 
 
 def _json(value: object) -> bytes:

@@ -11,8 +11,8 @@ from pdserve.services.options.options import ENV_PREFIX, OptionError
 from pdserve.services.options.show import MASK
 from pdserve.services.options.sources import Settings, resolve
 
-LEAST = 4  # characters: shorter values occur by chance
-LEAST_OF_OTHERS = 12  # for variables that only look like secrets
+MIN_SECRET_CHARS = 4  # shorter values occur by chance
+MIN_GUESSED_CHARS = 12  # for variables that only look like secrets
 _NAMES = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|HEADERS", re.IGNORECASE)
 _USER = re.compile(rb"(\b[a-z][a-z0-9+.-]*://)[^/\s@'\"]+@")
 _QUERY = re.compile(rb"(\b[a-z][a-z0-9+.-]*://[^\s?'\"]+\?)[^\s'\"]+")
@@ -28,9 +28,9 @@ class Secrets:
             groups = {section.cls: section.options for section in command.sections()}
             with suppress(OptionError):  # the report names the error; variables are still known
                 values |= {*_of_settings(resolve(groups, known_names(), {}, environ, None))}
-        values |= {word for value in values if (word := _password_of(value))}
+        values |= {password for value in values if (password := _password_of(value))}
         longest_first = sorted(values, key=len, reverse=True)
-        self._values = [value.encode() for value in longest_first if len(value) >= LEAST]
+        self._values = [value.encode() for value in longest_first if len(value) >= MIN_SECRET_CHARS]
 
     def hide(self, data: bytes) -> bytes:
         """The data with secrets masked."""
@@ -49,10 +49,12 @@ def _of_variables(environ: Mapping[str, str]) -> Iterator[str]:
     secret = {option.env for section in sections for option in section.options if option.secret}
     for name, value in environ.items():
         if name in secret:
-            yield from (value, *(one.strip() for one in value.split(",")))
+            yield from (value, *(part.strip() for part in value.split(",")))
         elif _NAMES.search(name) and not name.startswith(ENV_PREFIX):
-            words = (value, *re.split("[,=]", value))  # for headers: name=value,name=value
-            yield from (word for word in words if len(word) >= LEAST_OF_OTHERS)
+            candidates = (value, *re.split("[,=]", value))  # for headers: name=value,name=value
+            yield from (
+                candidate for candidate in candidates if len(candidate) >= MIN_GUESSED_CHARS
+            )
 
 
 def _password_of(value: str) -> str:
@@ -65,6 +67,6 @@ def _password_of(value: str) -> str:
 
 def _of_settings(settings: Settings) -> Iterator[str]:
     for option in settings.options():
-        found = settings.values[option.name]
-        if option.secret and found.given:
-            yield from found.value if isinstance(found.value, tuple) else (str(found.value),)
+        setting = settings.values[option.name]
+        if option.secret and setting.given:
+            yield from setting.value if isinstance(setting.value, tuple) else (str(setting.value),)

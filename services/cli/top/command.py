@@ -24,18 +24,18 @@ ENDS = (b"q", b"Q", b"\x03", b"\x04")  # q, Ctrl-C, Ctrl-D
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Return 0, or 1 if the server does not respond."""
-    chosen = settings.build(TopSettings)
+    options = settings.build(TopSettings)
     try:
-        client = client_of(chosen, timeout_s=WAIT_S)
+        client = client_of(options, timeout_s=WAIT_S)
         first = fetch_snapshot(client)
     except ApiError as error:
         print(f"pdserve top: {error}{advice(error)}", file=sys.stderr)
         return 1
-    if chosen.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if options.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         print("\n".join(screen(client.url, first, None)))
         return 0
     with raw_terminal(), suppress(KeyboardInterrupt):
-        watch(client, first, chosen.interval_s)
+        watch(client, first, options.interval_s)
     return 0
 
 
@@ -44,30 +44,34 @@ def fetch_snapshot(client: ApiClient) -> Snapshot:
     try:
         return parse_snapshot(client.get("/metrics?fleet=true").decode())
     except (ValueError, KeyError) as error:
-        raise ApiError(f"{client.url}/metrics is not pdserve's: {error}", 502) from None
+        raise ApiError(
+            f"{client.url}/metrics does not return pdserve's metrics: {error}", 502
+        ) from None
 
 
-def watch(client: ApiClient, before: Snapshot, interval_s: float) -> None:
+def watch(client: ApiClient, previous: Snapshot, interval_s: float) -> None:
     """Redraw until a key ends it; keeps retrying while the server is unreachable."""
-    taken_at = time.monotonic()
-    draw([*screen(client.url, before, None, columns()), "", "q ends"])
+    previous_at = time.monotonic()
+    draw([*screen(client.url, previous, None, columns()), "", "press q to quit"])
     while not key_within(interval_s):
         try:
-            now = fetch_snapshot(client)
+            current = fetch_snapshot(client)
         except ApiError as error:
-            draw([f"{client.url}: {error}", "", "it is asked again; q ends"])
+            draw([f"{client.url}: {error}", "", "retrying; press q to quit"])
             continue
-        at = time.monotonic()
-        shown = screen(client.url, now, rates(before, now, at - taken_at), columns())
-        draw([*shown, "", "q ends"])
-        before, taken_at = now, at
+        current_at = time.monotonic()
+        lines = screen(
+            client.url, current, rates(previous, current, current_at - previous_at), columns()
+        )
+        draw([*lines, "", "press q to quit"])
+        previous, previous_at = current, current_at
 
 
 def key_within(seconds: float) -> bool:
     """Whether a key that ends the view was pressed in that time."""
     deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        if select.select([sys.stdin], [], [], left)[0]:
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], remaining_s)[0]:
             key = os.read(sys.stdin.fileno(), 1)
             if not key or key in ENDS:
                 return True
@@ -81,20 +85,20 @@ def columns() -> int:
 def draw(lines: list[str]) -> None:
     """Draw as many lines and columns as fit in the terminal."""
     width, rows = shutil.get_terminal_size()
-    shown = [line[:width] + CLEAR_LINE for line in lines[: rows - 1]]
-    sys.stdout.write(HOME + "\r\n".join(shown) + CLEAR_REST)
+    visible_lines = [line[:width] + CLEAR_LINE for line in lines[: rows - 1]]
+    sys.stdout.write(HOME + "\r\n".join(visible_lines) + CLEAR_REST)
     sys.stdout.flush()
 
 
 @contextmanager
 def raw_terminal() -> Iterator[None]:
     """Read keys one by one without echo in the block; restores the previous screen afterwards."""
-    old = termios.tcgetattr(sys.stdin)
+    saved_attributes = termios.tcgetattr(sys.stdin)
     sys.stdout.write(ENTER)
     try:
         tty.setcbreak(sys.stdin)
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, old)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved_attributes)
         sys.stdout.write(LEAVE)
         sys.stdout.flush()

@@ -68,7 +68,7 @@ def parse_snapshot(text: str) -> Snapshot:
             if name == "pdserve_gateway_requests":
                 requests[labels["state"]] = int(value)
             elif "worker" in labels:
-                _note(workers[labels["worker"]], name, labels, value)
+                _add_sample(workers[labels["worker"]], name, labels, value)
             else:
                 sums[name] += value
     return Snapshot(
@@ -83,7 +83,7 @@ def parse_snapshot(text: str) -> Snapshot:
     )
 
 
-def _note(worker: WorkerStats, name: str, labels: Mapping[str, str], value: float) -> None:
+def _add_sample(worker: WorkerStats, name: str, labels: Mapping[str, str], value: float) -> None:
     worker.address = labels["worker"]
     if name in _WORKER_GAUGES:
         kind = type(getattr(worker, _WORKER_GAUGES[name]))
@@ -97,19 +97,19 @@ def _note(worker: WorkerStats, name: str, labels: Mapping[str, str], value: floa
         worker.transfer_bytes += value
 
 
-def rates(before: Snapshot, now: Snapshot, seconds: float) -> Rates:
+def rates(previous: Snapshot, current: Snapshot, seconds: float) -> Rates:
     """Rates between two snapshots; 0 for counters that a restart has reset."""
 
     def per_s(old: float, new: float) -> float:
         return max(0.0, new - old) / seconds
 
     return Rates(
-        per_s(before.output_tokens, now.output_tokens),
-        per_s(before.prompt_tokens, now.prompt_tokens),
-        per_s(before.ended, now.ended),
+        per_s(previous.output_tokens, current.output_tokens),
+        per_s(previous.prompt_tokens, current.prompt_tokens),
+        per_s(previous.ended, current.ended),
         {
-            name: per_s(before.workers[name].transfer_bytes, worker.transfer_bytes)
-            for name, worker in now.workers.items()
-            if name in before.workers
+            name: per_s(previous.workers[name].transfer_bytes, worker.transfer_bytes)
+            for name, worker in current.workers.items()
+            if name in previous.workers
         },
     )

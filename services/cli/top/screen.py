@@ -10,39 +10,41 @@ HEAD = (
     *("role", "address", "state", "run", "wait", "KV in use"),
     *("used", "cached", "free", "hits", "KV MB/s", "model"),
 )
-LEFT = ("role", "address", "state", "KV in use", "model")  # left-aligned columns
+LEFT_ALIGNED = ("role", "address", "state", "KV in use", "model")  # left-aligned columns
 
 
-def screen(url: str, now: Snapshot, rates: Rates | None, columns: int = 120) -> list[str]:
+def screen(url: str, snapshot: Snapshot, rates: Rates | None, columns: int = 120) -> list[str]:
     """The lines to show, within `columns` if possible; without `rates` (no earlier snapshot) they
     are dashes."""
-    models = {worker.model for worker in now.workers.values()}
-    running = sum(worker.running for worker in now.workers.values())
-    waiting = sum(worker.waiting for worker in now.workers.values())
-    here = ", ".join(f"{count} {state}" for state, count in now.requests.items()) or "none"
+    models = {worker.model for worker in snapshot.workers.values()}
+    running = sum(worker.running for worker in snapshot.workers.values())
+    waiting = sum(worker.waiting for worker in snapshot.workers.values())
+    request_counts = (
+        ", ".join(f"{count} {state}" for state, count in snapshot.requests.items()) or "none"
+    )
     lines = [
-        f"{url}: {_workers(len(now.workers))}{_of(models)}",
-        f"{running} running, {waiting} waiting; in the gateway: {here}",
+        f"{url}: {_workers(len(snapshot.workers))}{_model_suffix(models)}",
+        f"{running} running, {waiting} waiting; in the gateway: {request_counts}",
         _speeds(rates),
-        f"{now.failures:.0f} failed or stopped so far",
+        f"{snapshot.failures:.0f} failed or stopped so far",
         "",
     ]
-    if not now.workers:
+    if not snapshot.workers:
         return [*lines, "no worker has joined"]
-    order = sorted(now.workers.values(), key=lambda w: (w.model, w.role, w.address))
+    order = sorted(snapshot.workers.values(), key=lambda w: (w.model, w.role, w.address))
     for bar, gap in LAYOUTS:
         rows = [HEAD, *(_row(worker, rates, bar) for worker in order)]
-        shown = table([row[:-1] for row in rows] if len(models) == 1 else rows, gap)
-        if max(map(len, shown)) <= columns:
+        table_lines = table([row[:-1] for row in rows] if len(models) == 1 else rows, gap)
+        if max(map(len, table_lines)) <= columns:
             break
-    return lines + shown
+    return lines + table_lines
 
 
 def _workers(count: int) -> str:
     return "1 worker" if count == 1 else f"{count} workers"
 
 
-def _of(models: Collection[str]) -> str:
+def _model_suffix(models: Collection[str]) -> str:
     """The model's name if all workers have the same, which then needs no column."""
     return f" of {next(iter(models))}" if len(models) == 1 else ""
 
@@ -50,7 +52,7 @@ def _of(models: Collection[str]) -> str:
 def _row(worker: WorkerStats, rates: Rates | None, bar: int) -> tuple[str, ...]:
     filled = round(min(1.0, worker.kv_usage) * bar)
     hits = f"{worker.prefix_hits / worker.prefix_queries:.0%}" if worker.prefix_queries else "-"
-    moved = rates.transfer_bytes.get(worker.address) if rates else None
+    transfer_rate = rates.transfer_bytes.get(worker.address) if rates else None
     blocks = worker.blocks
     return (
         worker.role,
@@ -63,7 +65,7 @@ def _row(worker: WorkerStats, rates: Rates | None, bar: int) -> tuple[str, ...]:
         str(blocks["cached"]),
         str(blocks["free"]),
         hits,
-        "-" if moved is None else f"{moved / 1e6:.1f}",
+        "-" if transfer_rate is None else f"{transfer_rate / 1e6:.1f}",
         worker.model,
     )
 
@@ -74,7 +76,7 @@ def table(rows: Sequence[Sequence[str]], gap: int) -> list[str]:
     return [
         (" " * gap)
         .join(
-            cell.ljust(width) if name in LEFT else cell.rjust(width)
+            cell.ljust(width) if name in LEFT_ALIGNED else cell.rjust(width)
             for name, cell, width in zip(HEAD, row, widths, strict=False)
         )
         .rstrip()

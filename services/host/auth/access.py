@@ -18,7 +18,7 @@ def make_access(settings: HostSettings) -> Access:
         return TlsAccess(*files)
     if not settings.cluster_secret:
         raise ValueError(
-            "--cluster-secret is needed (or PDSERVE_CLUSTER_SECRET), or certificates: "
+            "--cluster-secret is required (or set PDSERVE_CLUSTER_SECRET), or certificates: "
             "--cluster-ca, --cluster-cert and --cluster-key"
         )
     return SecretAccess(settings.cluster_secret, settings.trust_network)
@@ -28,5 +28,5 @@ def make_tls(certificate: str, key: str) -> TlsFiles | None:
     """The certificate that clients see; None if none is set. Raises ValueError if only one of the
     two is set or they do not match, OSError if one cannot be read."""
     if bool(certificate) != bool(key):
-        raise ValueError("--tls-cert and --tls-key belong together")
+        raise ValueError("--tls-cert and --tls-key must be set together")
     return TlsFiles(certificate, key) if certificate else None

@@ -39,17 +39,17 @@ def issue(authority: Identity, role: Role, days: float = 365) -> Identity:
     """Create a certificate of a role. Raises ValueError if the authority cannot be read."""
     signer = serialization.load_pem_private_key(authority.key, None)
     if not isinstance(signer, ec.EllipticCurvePrivateKey):
-        raise ValueError("the authority's key is not of an elliptic curve")
+        raise ValueError("the authority's key is not an elliptic-curve key")
     issuer = x509.load_pem_x509_certificate(authority.certificate).subject
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _builder(_name(f"pdserve {role}"), issuer, key.public_key(), days)
     names = x509.SubjectAlternativeName([x509.DNSName(role.dns_name)])
-    both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     for extension, critical in (
         (names, False),
         (x509.BasicConstraints(ca=False, path_length=None), True),
         (_usage(signs=False), True),
-        (x509.ExtendedKeyUsage(both), False),
+        (x509.ExtendedKeyUsage(usages), False),
         (x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), False),
     ):
         builder = builder.add_extension(extension, critical)
@@ -76,26 +76,26 @@ def ends_of(pem: bytes) -> list[float]:
     return [c.not_valid_after_utc.timestamp() for c in x509.load_pem_x509_certificates(pem)]
 
 
-def check_pair(own: Identity) -> None:
+def check_pair(identity: Identity) -> None:
     """Raises ValueError if the key does not match the certificate or one of them cannot be read."""
     try:
-        certified = x509.load_pem_x509_certificate(own.certificate).public_key()
+        certified_key = x509.load_pem_x509_certificate(identity.certificate).public_key()
     except ValueError as error:
         raise ValueError(f"the certificate cannot be read: {error}") from None
     try:
-        key = serialization.load_pem_private_key(own.key, None).public_key()
+        key = serialization.load_pem_private_key(identity.key, None).public_key()
     except (TypeError, ValueError) as error:  # TypeError: the key is encrypted
         raise ValueError(f"the certificate's key cannot be read: {error}") from None
-    if key != certified:
-        raise ValueError("the key is not the certificate's")
+    if key != certified_key:
+        raise ValueError("the key does not match the certificate")
 
 
 def in_settings(authority: Identity, role: Role) -> dict[str, str]:
     """Create a certificate of a role, as the fields of HostSettings (services/host/options.py). It
     is never renewed, so it lasts as long as its authority."""
-    own = issue(authority, role, AUTHORITY_DAYS)
-    pem = {"cluster_ca": authority.certificate, "cluster_cert": own.certificate}
-    return {name: text.decode() for name, text in {**pem, "cluster_key": own.key}.items()}
+    identity = issue(authority, role, AUTHORITY_DAYS)
+    pem = {"cluster_ca": authority.certificate, "cluster_cert": identity.certificate}
+    return {name: text.decode() for name, text in {**pem, "cluster_key": identity.key}.items()}
 
 
 def _builder(

@@ -32,7 +32,7 @@ class SecretAccess:
         """With `trust_network`, secrets may leave this machine. Raises ValueError if there is no
         secret or one could be guessed."""
         if not secrets:
-            raise ValueError("no cluster secret is given")
+            raise ValueError("no cluster secret is set")
         if any(len(secret.encode()) < MIN_SECRET_BYTES for secret in secrets):
             raise ValueError(f"--cluster-secret needs at least {MIN_SECRET_BYTES} bytes")
         self._secrets = tuple(secrets)
@@ -61,24 +61,24 @@ class SecretAccess:
         """An interceptor that refuses calls without the secret, except to `open_methods`."""
         return SecretInterceptor(self, open_methods)
 
-    def is_shown_in(self, metadata: Metadata) -> bool:
+    def has_secret(self, metadata: Metadata) -> bool:
         """Whether call metadata carries one of the secrets; compares all in constant time."""
-        given = b""
+        header = b""
         for key, value in metadata:
             if key == AUTHORIZATION:
-                given = value if isinstance(value, bytes) else value.encode()
-        matches = [hmac.compare_digest(given, f"Bearer {s}".encode()) for s in self._secrets]
+                header = value if isinstance(value, bytes) else value.encode()
+        matches = [hmac.compare_digest(header, f"Bearer {s}".encode()) for s in self._secrets]
         return any(matches)
 
     def may_be(self, context: Context, role: Role) -> bool:
         """Whether the caller may have this role; one secret serves all roles."""
-        return self.is_shown_in(context.invocation_metadata() or ())
+        return self.has_secret(context.invocation_metadata() or ())
 
     def _check(self, address: str) -> None:
         if not (self._trust_network or is_loopback(address)):
             raise PermissionError(
-                f"{address} is not of this machine, and the cluster secret would go there in clear:"
-                " use certificates (`pdserve certs` makes them), or --trust-network"
+                f"{address} is not on this machine, so the cluster secret would be sent in plain "
+                "text: use certificates (`pdserve certs` creates them), or set --trust-network"
             )
 
 
@@ -114,7 +114,7 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         details: Any = handler_call_details
-        if details.method in self._open or self._access.is_shown_in(
+        if details.method in self._open or self._access.has_secret(
             details.invocation_metadata or ()
         ):
             return await continuation(handler_call_details)

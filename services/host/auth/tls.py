@@ -38,10 +38,10 @@ class TlsFiles:
         try:
             check_pair(Identity(certificate_pem, key_pem))
         except ValueError as error:
-            raise ValueError(self._named(error)) from None
+            raise ValueError(self._with_file_name(error)) from None
         self.authority()
 
-    def _named(self, error: ValueError) -> str:
+    def _with_file_name(self, error: ValueError) -> str:
         """The error's text, prefixed with the certificate's file if it is one."""
         return f"{error}" if self._certificate.startswith(PEM) else f"{self._certificate}: {error}"
 
@@ -65,27 +65,29 @@ class TlsFiles:
         waits meanwhile. A key that does not match the certificate is not used: the other of the two
         files is about to be replaced.
         """
-        known = refused = self.pair(), self.authority()
+        current = refused_files = self.pair(), self.authority()
 
         def new_files() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal known, refused
-            if (self.pair(), self.authority()) in (known, refused):
+            nonlocal current, refused_files
+            if (self.pair(), self.authority()) in (current, refused_files):
                 return None
             time.sleep(REPLACING_S)
             pair, authority = self.pair(), self.authority()
             try:
                 check_pair(Identity(pair[1], pair[0]))
             except ValueError as error:
-                log.warning("%s; the certificate before is shown", self._named(error))
-                refused = pair, authority
-                if authority == known[1]:
+                log.warning(
+                    "%s; the previous certificate stays in use", self._with_file_name(error)
+                )
+                refused_files = pair, authority
+                if authority == current[1]:
                     return None
-                pair = known[0]
-            known = pair, authority
-            return configuration(*known)
+                pair = current[0]
+            current = pair, authority
+            return configuration(*current)
 
         return grpc.dynamic_ssl_server_credentials(
-            configuration(*known),
+            configuration(*current),
             new_files,  # type: ignore[arg-type]  # gRPC takes None, too
             require_client_authentication=bool(self._authority),
         )
@@ -113,7 +115,7 @@ class TlsAccess:
         """Each argument is the path of a PEM file, or PEM text. Raises ValueError if one is missing
         or the key does not match the certificate, OSError if one cannot be read."""
         if not (authority and certificate and key):
-            raise ValueError("--cluster-ca, --cluster-cert and --cluster-key belong together")
+            raise ValueError("--cluster-ca, --cluster-cert and --cluster-key must be set together")
         self._files = TlsFiles(certificate, key, authority)
 
     def open_channel(self, address: str, to: Role) -> grpc.aio.Channel:
@@ -185,8 +187,8 @@ def _only_for(allowed: frozenset[Role], method: str) -> Guard:
     async def guard(request: Any, context: Context) -> AsyncIterator[Any]:
         roles = roles_of(context)
         if roles.isdisjoint(allowed):
-            who = " and ".join(sorted(roles)) or "a caller without a role"
-            reason = f"{method} is not for {who}"
+            callers = " and ".join(sorted(roles)) or "a caller without a role"
+            reason = f"{method} may not be called by {callers}"
             await abort(context, ServiceError(common_pb2.PERMISSION_DENIED, reason))
         yield request
 

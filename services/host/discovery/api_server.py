@@ -41,7 +41,8 @@ class ApiServer:
         host, port = (environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
         if not host or not port.isdecimal():
             raise ValueError(
-                "KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set: this is no pod"
+                "KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set: this process "
+                "does not run in a pod"
             )
         self._host, self._port = host, int(port)
         self._account = Path(account or SERVICE_ACCOUNT)

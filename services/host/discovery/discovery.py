@@ -68,14 +68,14 @@ class Discovery:
 def _make_resolver(
     option: str, target: str, on_change: Callable[[], None], ready_only: bool
 ) -> Resolver:
-    found = parse_kubernetes(target)
-    if found is None:
+    kubernetes_target = parse_kubernetes(target)
+    if kubernetes_target is None:
         return DnsResolver(target)
     # Importing ssl and http.client takes 30 ms, and few processes need them.
     from pdserve.services.host.discovery.kubernetes import EndpointSliceWatch
 
     try:
-        return EndpointSliceWatch(found, on_change, ready_only)
+        return EndpointSliceWatch(kubernetes_target, on_change, ready_only)
     except ValueError as error:
         raise ValueError(f"{option} {target}: {error}") from None
 
@@ -84,9 +84,9 @@ def resolve(name: str) -> list[str]:
     """The current addresses of host:port; empty if it cannot be resolved."""
     host, _, port = name.rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
         log.debug("%s: %s", name, error)
         return []
-    hosts = {str(address[4][0]) for address in found}
+    hosts = {str(address[4][0]) for address in infos}
     return sorted(f"[{h}]:{port}" if ":" in h else f"{h}:{port}" for h in hosts)

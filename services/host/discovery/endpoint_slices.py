@@ -55,14 +55,14 @@ class EndpointSlices:
         """Require a new list, since events may have been missed. The slices stay until then."""
         self._newest = 0
 
-    def take_list(self, answer: Any) -> None:
-        """Replace all slices. Raises ValueError, and changes nothing, if `answer` is not a list of
-        slices."""
+    def take_list(self, response: Any) -> None:
+        """Replace all slices. Raises ValueError, and changes nothing, if `response` is not a list
+        of slices."""
         try:
-            if answer["kind"] != "EndpointSliceList":
-                raise ValueError(f"kind {answer['kind']!r}")
-            version = int(answer["metadata"]["resourceVersion"])
-            items = answer["items"] or ()
+            if response["kind"] != "EndpointSliceList":
+                raise ValueError(f"kind {response['kind']!r}")
+            version = int(response["metadata"]["resourceVersion"])
+            items = response["items"] or ()
             versions = {_name(item): _version(item) for item in items}
             slices = {_name(item): _read(item, self._port) for item in items}
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -74,28 +74,34 @@ class EndpointSlices:
         """Apply one line of a watch. Raises WatchError if the API server reports that the watch
         failed; ValueError, without changes, if the line is not an event."""
         try:
-            kind, found = event["type"], event["object"]
+            kind, slice_object = event["type"], event["object"]
             if kind == "ERROR":
-                expired = found.get("code") == GONE
-                raise (WatchExpired if expired else WatchError)(found.get("message") or "an error")
-            version = _version(found)
+                expired = slice_object.get("code") == GONE
+                raise (WatchExpired if expired else WatchError)(
+                    slice_object.get("message") or "an error"
+                )
+            version = _version(slice_object)
             if kind != "BOOKMARK":
-                self._take_slice(found, version, kind == "DELETED")
+                self._take_slice(slice_object, version, kind == "DELETED")
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"not an event of an EndpointSlice: {error!r}") from error
         self._newest = max(self._newest, version)
         if len(self._versions) - len(self._slices) > MAX_DELETED:
             self.expire()
 
-    def _take_slice(self, found: Any, version: int, deleted: bool) -> None:
-        name = _name(found)
-        known = self._versions.get(name, 0)
-        if version <= self._listed or version < known or (version == known and not deleted):
+    def _take_slice(self, slice_object: Any, version: int, deleted: bool) -> None:
+        name = _name(slice_object)
+        known_version = self._versions.get(name, 0)
+        if (
+            version <= self._listed
+            or version < known_version
+            or (version == known_version and not deleted)
+        ):
             return
         if deleted:
             self._slices.pop(name, None)
         else:
-            self._slices[name] = _read(found, self._port)
+            self._slices[name] = _read(slice_object, self._port)
         self._versions[name] = version
 
     def endpoints(self) -> list[SliceEndpoint]:
@@ -103,8 +109,8 @@ class EndpointSlices:
         moving between slices, and by IPv4 if it has both families."""
         pods: dict[str, dict[bool, SliceEndpoint]] = {}
         for name in sorted(self._slices, key=self._versions.__getitem__):
-            for one in self._slices[name]:
-                pods.setdefault(one.pod, {})[one.is_ipv6] = one.endpoint
+            for pod_endpoint in self._slices[name]:
+                pods.setdefault(pod_endpoint.pod, {})[pod_endpoint.is_ipv6] = pod_endpoint.endpoint
         ready: dict[str, bool] = {}
         for families in pods.values():
             address, is_ready = families[min(families)]
@@ -112,29 +118,29 @@ class EndpointSlices:
         return [SliceEndpoint(address, ready[address]) for address in sorted(ready)]
 
 
-def _name(found: Any) -> str:
-    return str(found["metadata"]["name"])
+def _name(slice_object: Any) -> str:
+    return str(slice_object["metadata"]["name"])
 
 
-def _version(found: Any) -> int:
-    return int(found["metadata"]["resourceVersion"])
+def _version(slice_object: Any) -> int:
+    return int(slice_object["metadata"]["resourceVersion"])
 
 
-def _read(found: Any, port: str) -> list[_PodEndpoint]:
+def _read(slice_object: Any, port: str) -> list[_PodEndpoint]:
     """The endpoints of a slice; empty if it lacks the port or holds domain names."""
-    family = found["addressType"]
-    number = _port_number(found.get("ports") or (), port)
+    family = slice_object["addressType"]
+    number = _port_number(slice_object.get("ports") or (), port)
     if number is None or family not in ("IPv4", "IPv6"):
         return []
     endpoints = []
-    for one in found.get("endpoints") or ():
-        host = one["addresses"][0]  # several addresses are equivalent
+    for item in slice_object.get("endpoints") or ():
+        host = item["addresses"][0]  # several addresses are equivalent
         is_ipv6 = family == "IPv6"
-        ready = (one.get("conditions") or {}).get("ready")
+        ready = (item.get("conditions") or {}).get("ready")
         endpoint = SliceEndpoint(
             f"[{host}]:{number}" if is_ipv6 else f"{host}:{number}", ready is None or bool(ready)
         )
-        pod = (one.get("targetRef") or {}).get("uid") or host
+        pod = (item.get("targetRef") or {}).get("uid") or host
         endpoints.append(_PodEndpoint(pod, is_ipv6, endpoint))
     return endpoints
 
@@ -142,6 +148,8 @@ def _read(found: Any, port: str) -> list[_PodEndpoint]:
 def _port_number(ports: Sequence[Any], port: str) -> int | None:
     if port.isdecimal():
         return int(port)
-    tcp = [one for one in ports if one.get("protocol") in (None, "TCP") and one.get("port")]
-    named = [one["port"] for one in tcp if not port or one.get("name") == port]
-    return int(named[0]) if len(named) == 1 else None
+    tcp_ports = [
+        item for item in ports if item.get("protocol") in (None, "TCP") and item.get("port")
+    ]
+    numbers = [item["port"] for item in tcp_ports if not port or item.get("name") == port]
+    return int(numbers[0]) if len(numbers) == 1 else None

@@ -65,8 +65,8 @@ class EndpointSliceWatch:
         self._listed = threading.Event()  # set after the first list, or by close
         self._closed = threading.Event()
         self._socket: socket.socket | None = None
-        self._trouble = ""
-        self._heard = False  # whether the last watch had an event
+        self._last_failure = ""
+        self._received_event = False  # whether the last watch had an event
         self._opened = math.inf  # when the last watch began
         self._thread = threading.Thread(
             target=self._run, name=f"endpoints {target.service}", daemon=True
@@ -76,19 +76,23 @@ class EndpointSliceWatch:
         if not self._thread.ident and not self._closed.is_set():
             self._thread.start()
             self._listed.wait(FIRST_S)
-        return [x.address for x in self._endpoints if x.ready or not self._ready_only]
+        return [
+            endpoint.address
+            for endpoint in self._endpoints
+            if endpoint.ready or not self._ready_only
+        ]
 
     def close(self) -> None:
         self._closed.set()
         self._listed.set()
-        if (connected := self._socket) is not None:
+        if (sock := self._socket) is not None:
             with suppress(OSError):  # already closed
-                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # keeps TLS state
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # keeps TLS state
 
     def _run(self) -> None:
         failures = 0
         while not self._closed.is_set():
-            self._heard, self._opened = False, math.inf
+            self._received_event, self._opened = False, math.inf
             error: Exception | None = None
             try:
                 if not self._slices.version:
@@ -97,9 +101,9 @@ class EndpointSliceWatch:
             except Exception as failure:  # this thread must survive, or the view goes stale
                 error = failure
                 self._slices.expire()
-                self._note(error)
+                self._log_failure(error)
             lasted = time.monotonic() - self._opened > SOON_S
-            if lasted or self._heard:
+            if lasted or self._received_event:
                 failures = 0
             elif self._opened < math.inf:
                 failures = min(failures, MAX_BROKEN)
@@ -133,12 +137,12 @@ class EndpointSliceWatch:
             timeoutSeconds=str(limit_s),
         ) as response:
             self._opened = time.monotonic()
-            if self._trouble:
+            if self._last_failure:
                 log.info("watching the EndpointSlices of %s again", self._target.service)
-                self._trouble = ""
+                self._last_failure = ""
             for event in read_lines(response):
                 self._slices.take_event(event)
-                self._heard = True
+                self._received_event = True
                 self._publish()
                 if not self._slices.version:
                     return
@@ -149,25 +153,25 @@ class EndpointSliceWatch:
             self._endpoints = endpoints
             self._on_change()
 
-    def _connected(self, connected: socket.socket) -> None:
-        self._socket = connected
+    def _connected(self, sock: socket.socket) -> None:
+        self._socket = sock
         if self._closed.is_set():
             raise ConnectionError("closed")
 
-    def _note(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         """Log a failure, once for each reason until a watch begins again."""
         foreseen = isinstance(error, FORESEEN)
-        trouble = (str(error) if foreseen else repr(error)) or type(error).__name__
+        reason = (str(error) if foreseen else repr(error)) or type(error).__name__
         status = getattr(error, "status", 0)
         if isinstance(error, WatchExpired) or status == GONE:
-            log.debug("EndpointSlices of %s: %s; listing again", self._target.service, trouble)
+            log.debug("EndpointSlices of %s: %s; listing again", self._target.service, reason)
             return
-        if trouble == self._trouble or self._closed.is_set():
+        if reason == self._last_failure or self._closed.is_set():
             return
-        self._trouble = trouble
+        self._last_failure = reason
         if status == FORBIDDEN:
-            where = self._target.namespace or "the pod's own namespace"
-            trouble = f"{trouble}; {RULE % where}"
-        text = "cannot watch the EndpointSlices of %s: %s; going on with the last %d endpoints"
+            namespace = self._target.namespace or "the pod's own namespace"
+            reason = f"{reason}; {RULE % namespace}"
+        text = "cannot watch the EndpointSlices of %s: %s; using the last %d known endpoints"
         cause = None if foreseen else error
-        log.warning(text, self._target.service, trouble, len(self._endpoints), exc_info=cause)
+        log.warning(text, self._target.service, reason, len(self._endpoints), exc_info=cause)

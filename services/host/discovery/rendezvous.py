@@ -21,10 +21,10 @@ def rendezvous_order(key: bytes, addresses: Iterable[str]) -> list[str]:
 def first_that_count(order: Iterable[str], num: int, counts: Callable[[str], bool]) -> list[str]:
     """The shortest prefix of the order in which `num` addresses count; the whole order if fewer
     do."""
-    found = []
+    prefix = []
     for address in order:
         if num <= 0:
             break
-        found.append(address)
+        prefix.append(address)
         num -= counts(address)
-    return found
+    return prefix

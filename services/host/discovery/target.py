@@ -21,8 +21,8 @@ class KubernetesTarget(NamedTuple):
 
 def parse_kubernetes(target: str) -> KubernetesTarget | None:
     """The Service that a target names; None for host:port. Raises ValueError if it is neither."""
-    if found := _SERVICE.fullmatch(target):
-        return KubernetesTarget(found["namespace"] or "", found["service"], found["port"] or "")
+    if match := _SERVICE.fullmatch(target):
+        return KubernetesTarget(match["namespace"] or "", match["service"], match["port"] or "")
     if "://" in target or not re.fullmatch(r".+:\d+", target):
         raise ValueError(
             f"{target!r} is neither host:port nor kubernetes://[namespace]/service[:port]"

@@ -23,7 +23,11 @@ def kv_usage(load: Load) -> float:
 
 _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
     ("vllm:num_requests_running", "Requests in the batch.", lambda load: load.running),
-    ("vllm:num_requests_waiting", "Requests that wait for it.", lambda load: load.waiting),
+    (
+        "vllm:num_requests_waiting",
+        "Requests that wait to enter the batch.",
+        lambda load: load.waiting,
+    ),
     ("vllm:kv_cache_usage_perc", "KV blocks that requests hold; 1 is all.", kv_usage),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
@@ -46,20 +50,20 @@ def engine_metrics(labels: Sequence[str], workers: Iterable[Worker]) -> Iterator
     rows = list(workers)
     for name, text, value in _GAUGES:
         gauge = GaugeMetricFamily(name, text, labels=labels)
-        for who, _, load in rows:
-            gauge.add_metric(who, value(load))
+        for label_values, _, load in rows:
+            gauge.add_metric(label_values, value(load))
         yield gauge
     for name, text, value in _COUNTERS:
         counter = CounterMetricFamily(name, text, labels=labels)
-        for who, _, load in rows:
-            counter.add_metric(who, value(load))
+        for label_values, _, load in rows:
+            counter.add_metric(label_values, value(load))
         yield counter
     config = GaugeMetricFamily(
         "vllm:cache_config_info",
         "Tokens of a KV block, and how many blocks there are, as labels; the value is 1.",
         labels=(*labels, "block_size", "num_gpu_blocks"),
     )
-    for who, hello, load in rows:
+    for label_values, hello, load in rows:
         if load.blocks_total:
-            config.add_metric((*who, str(hello.block_size), str(load.blocks_total)), 1)
+            config.add_metric((*label_values, str(hello.block_size), str(load.blocks_total)), 1)
     yield config

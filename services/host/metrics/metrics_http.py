@@ -65,10 +65,10 @@ class _Server(ThreadingTCPServer):
     allow_reuse_address = True
 
     def __init__(self, host: str, port: int, handler: Any) -> None:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        self.address_family, _, _, _, address = found[0]
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self.address_family, _, _, _, address = infos[0]
         self._open: dict[Any, None] = {}  # connections, the oldest first
-        self._changing = threading.Lock()  # guards `_open`: each connection has a thread
+        self._lock = threading.Lock()  # guards `_open`: each connection has a thread
         self._failing = ""  # why no connection can be accepted
         super().__init__(address, handler)  # type: ignore[arg-type]  # of either family
 
@@ -87,7 +87,7 @@ class _Server(ThreadingTCPServer):
         return accepted
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self._changing:
+        with self._lock:
             crowded = len(self._open) >= MAX_CONNECTIONS
             oldest = next(iter(self._open)) if crowded else None
             self._open.pop(oldest, None)
@@ -98,7 +98,7 @@ class _Server(ThreadingTCPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        with self._changing:
+        with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
 

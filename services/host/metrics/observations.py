@@ -20,8 +20,8 @@ class Observations:
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, observations up to it), as prometheus_client takes them."""
-        below, found = 0, []
+        cumulative, buckets = 0, []
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
-            below += count
-            found.append((bound, float(below)))
-        return found
+            cumulative += count
+            buckets.append((bound, float(cumulative)))
+        return buckets

@@ -46,26 +46,26 @@ class ProcessFacts(Collector):
         )  # fmt: skip
         build.add_metric(self._build, 1)
         yield build
-        left = GaugeMetricFamily(
+        expiry = GaugeMetricFamily(
             "pdserve_certificate_expiry_seconds",
-            "Seconds until a certificate of this process ends (of authorities: the last); below "
-            "0 it has ended",
+            "Seconds until a certificate of this process expires (of several authorities: the "
+            "last); negative once it has expired",
             labels=("certificate",),
         )
         for name, source in self._certificates.items():
             with suppress(OSError, ValueError):  # its user logs the failure
                 ends = ends_of(read_pem(source))
                 end = max(ends) if name == "cluster_ca" else ends[0]
-                left.add_metric((name,), end - self._now())
-        yield left
+                expiry.add_metric((name,), end - self._now())
+        yield expiry
 
 
 def lag_histogram(registry: CollectorRegistry) -> Histogram:
     """The histogram for `watch_loop`."""
     return Histogram(
         "pdserve_event_loop_lag_seconds",
-        "How much later than it asked a timer of the event loop runs, tried 4 times a second; a "
-        "late one counts for the tries that it missed, too",
+        "Delay of a timer of the event loop, measured 4 times a second; a long delay counts once "
+        "for each measurement that it displaced",
         buckets=_LAG_S,
         registry=registry,
     )
@@ -76,17 +76,21 @@ async def watch_loop(observe: Callable[[float], object]) -> None:
     measurement that it displaced, so a share of observations is a share of time."""
     loop = asyncio.get_running_loop()
     while True:
-        due = loop.time() + LOOK_S
+        due_at = loop.time() + LOOK_S
         await asyncio.sleep(LOOK_S)
-        late = max(0.0, loop.time() - due)
-        for _ in range(max(1, ceil(late / LOOK_S))):
-            observe(late)
+        lag_s = max(0.0, loop.time() - due_at)
+        for _ in range(max(1, ceil(lag_s / LOOK_S))):
+            observe(lag_s)
 
 
 def certificates_of(settings: CertificateSettings, client: str = "") -> dict[str, str]:
     """The certificates of a process, by purpose; `client`: the one that clients see."""
-    own = {"cluster": settings.cluster_cert, "cluster_ca": settings.cluster_ca, "client": client}
-    return {name: source for name, source in own.items() if source}
+    sources = {
+        "cluster": settings.cluster_cert,
+        "cluster_ca": settings.cluster_ca,
+        "client": client,
+    }
+    return {name: source for name, source in sources.items() if source}
 
 
 class MetricsPort:

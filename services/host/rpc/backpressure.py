@@ -28,8 +28,8 @@ class Backpressure:
 class SlowReaderError(ServiceError):
     """The client reads too slowly; the rest of its response is dropped."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(CANCELLED, why)
+    def __init__(self, reason: str) -> None:
+        super().__init__(CANCELLED, reason)
 
 
 def _message_bytes(message: Any) -> int:
@@ -92,7 +92,7 @@ async def deliver(
 
 def stalled(limits: Backpressure) -> str:
     """The error text for a client that has read nothing for `stall_s`."""
-    return f"nothing of the answer was read for {limits.stall_s:g} s"
+    return f"the client has read nothing of the response for {limits.stall_s:g} s"
 
 
 class _Unread(Generic[T]):
@@ -119,7 +119,9 @@ class _Unread(Generic[T]):
                     if self._num_bytes > self._max_bytes:
                         await asyncio.sleep(0)  # the writer may not have run during a burst
                     if self._num_bytes > self._max_bytes:
-                        self.give_up(f"{self._num_bytes} bytes of the answer were not read")
+                        self.give_up(
+                            f"{self._num_bytes} bytes of the response were not read by the client"
+                        )
                         if self.write_limit is not None:
                             self.write_limit.reschedule(0)  # at once
                         return
@@ -129,9 +131,9 @@ class _Unread(Generic[T]):
             self._ended = True
             self._more.set()
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Drop all unread items."""
-        self.error = SlowReaderError(why)
+        self.error = SlowReaderError(reason)
         self._items.clear()
 
     async def wait(self) -> bool:

@@ -76,9 +76,9 @@ class BlobService(BlobsServicer):
         data = await self._find(request.digest)
         if data is None:
             # The only code of the catalogue that maps to gRPC's NOT_FOUND.
-            await abort(context, ServiceError(pb.MODEL_NOT_FOUND, "no blob of that digest here"))
-        for at in range(0, len(data), CHUNK_BYTES):
-            yield pb.BlobChunk(data=data[at : at + CHUNK_BYTES])
+            await abort(context, ServiceError(pb.MODEL_NOT_FOUND, "no blob has this digest"))
+        for offset in range(0, len(data), CHUNK_BYTES):
+            yield pb.BlobChunk(data=data[offset : offset + CHUNK_BYTES])
 
 
 async def read_blob(channel: grpc.aio.Channel, digest: str) -> bytes:

@@ -54,21 +54,21 @@ def advertised(bound: str, advertise: str = "") -> str:
     if it is empty and the bind is a wildcard, the host is this machine's address."""
     host, _, port = bound.rpartition(":")
     if advertise:
-        wanted, colon, wanted_port = advertise.rpartition(":")
-        if not colon or "]" in wanted_port:
+        advertised_host, colon, advertised_port = advertise.rpartition(":")
+        if not colon or "]" in advertised_port:
             return f"{advertise}:{port}"
-        return f"{wanted}:{wanted_port if wanted_port not in ('', '0') else port}"
+        return f"{advertised_host}:{advertised_port if advertised_port not in ('', '0') else port}"
     try:
         wildcard = ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
         wildcard = False
-    return f"{_own_address()}:{port}" if wildcard else bound
+    return f"{_machine_address()}:{port}" if wildcard else bound
 
 
-def _own_address() -> str:
+def _machine_address() -> str:
     name = socket.gethostname()
     try:
-        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
         return name
-    return str(found[0][4][0])
+    return str(infos[0][4][0])

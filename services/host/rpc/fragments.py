@@ -16,12 +16,12 @@ IDS_PER_MESSAGE = 32_768  # a varint of a uint32 has at most 5 bytes: 160 KiB
 
 def send_ids(key: str, ids: Sequence[int]) -> tuple[list[pb.IdsPart], Sequence[int]]:
     """The parts to send ahead, in order, and the ids that go into the message itself."""
-    cut = max(0, len(ids) - 1) // IDS_PER_MESSAGE * IDS_PER_MESSAGE
+    split_at = max(0, len(ids) - 1) // IDS_PER_MESSAGE * IDS_PER_MESSAGE
     parts = [
-        pb.IdsPart(key=key, ids=ids[at : at + IDS_PER_MESSAGE])
-        for at in range(0, cut, IDS_PER_MESSAGE)
+        pb.IdsPart(key=key, ids=ids[start : start + IDS_PER_MESSAGE])
+        for start in range(0, split_at, IDS_PER_MESSAGE)
     ]
-    return parts, ids[cut:]
+    return parts, ids[split_at:]
 
 
 class IdsCollector:
@@ -43,13 +43,13 @@ class IdsCollector:
         for its key until that is taken or dropped."""
         if part.key not in self._parts and len(self._parts) >= self._max_keys:
             self._flooded = True
-            raise ServiceError(pb.OVERLOADED, "token ids of too many requests in parts")
-        known = self._parts.setdefault(part.key, [])
-        if known is None or self._num_ids + len(part.ids) > self._max_ids or not part.ids:
+            raise ServiceError(pb.OVERLOADED, "too many requests send token ids in parts")
+        ids = self._parts.setdefault(part.key, [])
+        if ids is None or self._num_ids + len(part.ids) > self._max_ids or not part.ids:
             self.drop(part.key)
             self._parts[part.key] = None
             raise ServiceError(pb.OVERLOADED, "too many token ids in parts")
-        known.extend(part.ids)
+        ids.extend(part.ids)
         self._num_ids += len(part.ids)
 
     def collect(self, part: pb.IdsPart) -> None:

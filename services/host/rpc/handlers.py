@@ -23,10 +23,10 @@ def guarded(handler: Any, guard: Guard, **changed: Any) -> Any:
     async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
         async with (
             guard(request, context) as checked,
-            aclosing(behaviour(checked, context)) as answers,
+            aclosing(behaviour(checked, context)) as responses,
         ):
-            async for answer in answers:
-                yield answer
+            async for response in responses:
+                yield response
 
     async def call(request: Any, context: Context) -> Any:
         async with guard(request, context) as checked:

@@ -49,16 +49,16 @@ def _wrapped(handler: Any) -> Any:
         except DecodeError:
             return _MALFORMED
 
-    guard = _whole_stream if handler.request_streaming else _whole
+    guard = _check_stream if handler.request_streaming else _check_request
     return guarded(handler, guard, request_deserializer=parse)
 
 
 async def _refuse(context: Context) -> None:
-    await abort(context, ServiceError(INVALID_ARGUMENT, "the request cannot be read"))
+    await abort(context, ServiceError(INVALID_ARGUMENT, "the request cannot be parsed"))
 
 
 @asynccontextmanager
-async def _whole(request: Any, context: Context) -> AsyncIterator[Any]:
+async def _check_request(request: Any, context: Context) -> AsyncIterator[Any]:
     if request is _MALFORMED:
         await _refuse(context)
     yield request
@@ -76,7 +76,7 @@ async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 @asynccontextmanager
-async def _whole_stream(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+async def _check_stream(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
     """A guard for streams of requests. A handler may read in a separate task, where gRPC does not
     let it end the call while a response is being sent."""
     try:

@@ -15,24 +15,26 @@ from pdserve.services.host.errors import ServiceError
 log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
-MAX_TOLD = 1024  # peers whose refusal has been logged
+MAX_LOGGED_PEERS = 1024  # peers whose refusal has been logged
 
 
-def incompatibility(theirs: int, here: str, there: str) -> str:
-    """The reason why process `here` does not talk to process `there`; empty if it does."""
-    ours = PROTOCOL_VERSION
-    if abs(theirs - ours) <= 1:
+def incompatibility(peer_version: int, process: str, peer: str) -> str:
+    """The reason why the process does not talk to its peer; empty if it does."""
+    own_version = PROTOCOL_VERSION
+    if abs(peer_version - own_version) <= 1:
         return ""
-    older, version = (here, theirs - 1) if ours < theirs else (there, ours - 1)
+    older, needed_version = (
+        (process, peer_version - 1) if own_version < peer_version else (peer, own_version - 1)
+    )
     return (
-        f"protocol version {ours} here ({here}), {theirs} there ({there}): "
-        f"upgrade the {older} to a release with version {version} first"
+        f"protocol version {own_version} of the {process} does not match {peer_version} of "
+        f"the {peer}: upgrade the {older} to a release with version {needed_version} first"
     )
 
 
-def check_version(theirs: int, here: str, there: str) -> None:
-    """Raises ServiceError(INCOMPATIBLE_VERSION) if process `here` does not talk to `there`."""
-    if text := incompatibility(theirs, here, there):
+def check_version(peer_version: int, process: str, peer: str) -> None:
+    """Raises ServiceError(INCOMPATIBLE_VERSION) if the process does not talk to its peer."""
+    if text := incompatibility(peer_version, process, peer):
         raise ServiceError(INCOMPATIBLE_VERSION, text, "protocol")
 
 
@@ -45,25 +47,25 @@ def is_refusal(error: Exception) -> bool:
 
 class VersionGate:
     """Checks peers' versions at a server. A refused peer retries for as long as it lives; its
-    refusal is logged once, unless MAX_TOLD others were refused meanwhile."""
+    refusal is logged once, unless MAX_LOGGED_PEERS others were refused meanwhile."""
 
-    def __init__(self, here: str) -> None:
-        self._here = here
-        self._told: dict[str, None] = {}  # the most recently refused last
+    def __init__(self, process: str) -> None:
+        self._process = process
+        self._logged_peers: dict[str, None] = {}  # the most recently refused last
 
-    def check(self, theirs: int, there: str) -> None:
+    def check(self, peer_version: int, peer: str) -> None:
         """Raises ServiceError(INCOMPATIBLE_VERSION) if the peer is too old or too new."""
         try:
-            check_version(theirs, self._here, there)
+            check_version(peer_version, self._process, peer)
         except ServiceError as error:
-            if there not in self._told:
+            if peer not in self._logged_peers:
                 log.warning("refused: %s", error)
-            self._told.pop(there, None)
-            self._told[there] = None
-            if len(self._told) > MAX_TOLD:
-                del self._told[next(iter(self._told))]
+            self._logged_peers.pop(peer, None)
+            self._logged_peers[peer] = None
+            if len(self._logged_peers) > MAX_LOGGED_PEERS:
+                del self._logged_peers[next(iter(self._logged_peers))]
             raise
-        self._told.pop(there, None)
+        self._logged_peers.pop(peer, None)
 
 
 def host_of(peer: str) -> str:

@@ -27,18 +27,22 @@ class RequestProgress:
         if not prompt_ids:
             raise ServiceError(pb.INVALID_ARGUMENT, "the prompt is empty", "prompt_ids")
         if start.params.n > MAX_CHOICES:
-            raise ServiceError(pb.INVALID_ARGUMENT, f"n is above {MAX_CHOICES}", "n")
+            raise ServiceError(pb.INVALID_ARGUMENT, f"n must be at most {MAX_CHOICES}", "n")
         if start.pool and start.params.n > 1:
-            raise ServiceError(pb.INVALID_ARGUMENT, "an embedding has no choices", "n")
+            raise ServiceError(pb.INVALID_ARGUMENT, "n must be 1 for an embedding", "n")
         if len(start.choices) not in (0, max(1, start.params.n)):
-            raise ServiceError(pb.INVALID_ARGUMENT, "choices must be none or n", "choices")
+            raise ServiceError(
+                pb.INVALID_ARGUMENT, "choices must be empty or have n entries", "choices"
+            )
         self.start = start  # without ids and choices
         self.prompt_ids = list(prompt_ids)
         self._choices = [pb.ChoiceState() for _ in range(max(1, start.params.n))]
-        for mine, given in zip(self._choices, start.choices, strict=False):
-            mine.CopyFrom(given)
+        for state, initial_state in zip(self._choices, start.choices, strict=False):
+            state.CopyFrom(initial_state)
         # The position of each choice's next id, or -1 once it has ended.
-        self._next = [-1 if one.finish else len(one.generated_ids) for one in self._choices]
+        self._next = [
+            -1 if choice.finish else len(choice.generated_ids) for choice in self._choices
+        ]
         self._added = [array("I") for _ in self._choices]  # ids not yet in `_choices`
         self._num_scored = 0  # prompt tokens whose log-probabilities were taken
         del self.start.choices[:]
@@ -61,18 +65,21 @@ class RequestProgress:
         if tokens.choice >= len(self.choices):
             return None
         choice = self.choices[tokens.choice]
-        known = len(choice.generated_ids)
+        num_ids = len(choice.generated_ids)
         if choice.finish:
             return None
-        if tokens.position > known:
-            raise LostTokens(f"choice {tokens.choice}: {known} ids, then {tokens.position}")
-        skip = known - tokens.position
+        if tokens.position > num_ids:
+            raise LostTokens(
+                f"choice {tokens.choice} has {num_ids} ids, but the next message starts at "
+                f"{tokens.position}"
+            )
+        skip = num_ids - tokens.position
         if skip >= len(tokens.ids) and not tokens.finish:
             return None
         if skip:
             del tokens.ids[:skip]
             del tokens.logprobs[:skip]
-            tokens.position = known
+            tokens.position = num_ids
         choice.generated_ids.extend(tokens.ids)
         choice.finish = tokens.finish
         self._next[tokens.choice] = -1 if tokens.finish else len(choice.generated_ids)
@@ -91,7 +98,9 @@ class RequestProgress:
         if not self.start.params.HasField("prompt_logprobs"):
             return None
         if scores.position > self._num_scored + 1:
-            raise LostTokens(f"{self._num_scored} prompt scores, then from {scores.position}")
+            raise LostTokens(
+                f"{self._num_scored} prompt scores received, then from {scores.position}"
+            )
         skip = self._num_scored + 1 - scores.position
         if skip >= len(scores.logprobs):
             return None

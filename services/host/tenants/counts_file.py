@@ -54,10 +54,10 @@ class CountsFile(Storage):
     def _row(self, key: str) -> tuple[int, float]:
         """The count, and when it ends."""
         now = time.time()
-        found = self._db.execute(
+        row = self._db.execute(
             "SELECT count, ends FROM counts WHERE key = ? AND ends > ?", (key, now)
         ).fetchone()
-        return found or (0, now)
+        return row or (0, now)
 
     async def check(self) -> bool:
         return True

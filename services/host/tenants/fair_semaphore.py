@@ -8,10 +8,10 @@ from pdserve.services.host.tenants.fairness import FairQueue
 
 
 class FairSemaphore:
-    """At most `most` holders at once; waiting owners get one turn after the other."""
+    """At most `capacity` holders at once; waiting owners get one turn after the other."""
 
-    def __init__(self, most: int) -> None:
-        self._free = most
+    def __init__(self, capacity: int) -> None:
+        self._free = capacity
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
 
     @asynccontextmanager
@@ -27,19 +27,19 @@ class FairSemaphore:
             self._pass_on()
 
     async def _wait(self, owner: bytes) -> None:
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.push(owner, mine)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.push(owner, turn)
         try:
-            await mine
+            await turn
         except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():  # its turn came at the same time
+            if turn.done() and not turn.cancelled():  # its turn came at the same time
                 self._pass_on()
             raise
 
     def _pass_on(self) -> None:
         while self._waiting:
-            following = self._waiting.pop()
-            if not following.done():
-                following.set_result(None)
+            turn = self._waiting.pop()
+            if not turn.done():
+                turn.set_result(None)
                 return
         self._free += 1

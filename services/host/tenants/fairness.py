@@ -48,27 +48,27 @@ class FairShare:
     is at most twice the bound, plus the 64ths of owners that came later.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._held: dict[bytes, int] = {}  # none is 0
         self.total = 0
 
     def has_room(self, owner: bytes, amount: int = 1) -> bool:
         """Whether the owner may take `amount`."""
-        if self.total + amount <= self._most:
+        if self.total + amount <= self._limit:
             return True
-        own = self._held.get(owner, 0)
+        owner_amount = self._held.get(owner, 0)
         owners = len(self._held) + (owner not in self._held)
-        share = self._most // owners
-        within = own + amount <= share and self.total + amount <= 2 * self._most
-        return within or own + amount <= self._most // 64
+        share = self._limit // owners
+        within_share = owner_amount + amount <= share and self.total + amount <= 2 * self._limit
+        return within_share or owner_amount + amount <= self._limit // 64
 
     @contextmanager
-    def holding(self, owner: bytes, amount: int, what: str) -> Iterator[None]:
-        """Hold `amount` for the owner in the block. Raises ServiceError OVERLOADED, naming `what`,
-        if there is no room."""
+    def holding(self, owner: bytes, amount: int, resource: str) -> Iterator[None]:
+        """Hold `amount` for the owner in the block. Raises ServiceError OVERLOADED, which names
+        `resource`, if it does not fit."""
         if not self.has_room(owner, amount):
-            raise ServiceError(OVERLOADED, f"too many {what} at once", retry_after_s=1.0)
+            raise ServiceError(OVERLOADED, f"too many {resource} at once", retry_after_s=1.0)
         self.take(owner, amount)
         try:
             yield
@@ -81,7 +81,7 @@ class FairShare:
         self.total += amount
 
     def give_back(self, owner: bytes, amount: int = 1) -> None:
-        left = self._held.pop(owner, 0) - amount
-        if left:
-            self._held[owner] = left
+        remaining = self._held.pop(owner, 0) - amount
+        if remaining:
+            self._held[owner] = remaining
         self.total -= amount

@@ -41,11 +41,11 @@ class Tenant:
     id: bytes
     salt: bytes
 
-    def cache_salt(self, own: bytes) -> bytes:
-        """The salt of a request; `own` is the client's cache salt, which narrows it further."""
-        if not self.salt or not own:
-            return self.salt or own
-        return hmac.digest(self.salt, own, "sha256")
+    def cache_salt(self, client_salt: bytes) -> bytes:
+        """The salt of a request, narrowed further by the cache salt that its client chose."""
+        if not self.salt or not client_salt:
+            return self.salt or client_salt
+        return hmac.digest(self.salt, client_salt, "sha256")
 
 
 EVERYBODY = Tenant("", b"", b"")
@@ -67,47 +67,47 @@ class ApiKeys:
         all clients would be accepted then."""
         self._shared_prefix = shared_prefix
         self._file = file
-        given = tuple(keys)
-        if not all(given):
+        key_texts = tuple(keys)
+        if not all(key_texts):
             raise ValueError("an API key must not be empty")
-        self._given = [_named(key) for key in given]
+        self._configured = [_parse_key(key) for key in key_texts]
         self._from_file = self._read()
 
     @property
     def required(self) -> bool:
-        return bool(self._given or self._file)
+        return bool(self._configured or self._file)
 
     def tenant(self, authorization: str) -> Tenant | None:
         """The tenant of an Authorization header ("Bearer KEY"); None if the key is not accepted."""
         if not self.required:
             return EVERYBODY
-        given = authorization.strip()
-        key = given[len(_BEARER) :].strip() if given[: len(_BEARER)].lower() == _BEARER else ""
+        header = authorization.strip()
+        key = header[len(_BEARER) :].strip() if header[: len(_BEARER)].lower() == _BEARER else ""
         digest = _digest(key)
-        found = None
-        for known, name in (*self._given, *self._from_file):
-            if hmac.compare_digest(digest, known):
-                found = name
-        if found is None:
+        matching_name = None
+        for known_digest, name in (*self._configured, *self._from_file):
+            if hmac.compare_digest(digest, known_digest):
+                matching_name = name
+        if matching_name is None:
             return None
         salt = b"" if self._shared_prefix else _derived(key, b"cache salt")
-        return Tenant(found, _derived(key, b"tenant")[:ID_BYTES], salt)
+        return Tenant(matching_name, _derived(key, b"tenant")[:ID_BYTES], salt)
 
     def has_name(self, name: str) -> bool:
         """Whether a key of that name is accepted; without keys, whether it is the name of
         EVERYBODY."""
         if not self.required:
             return name == EVERYBODY.name
-        return any(name == known for _, known in (*self._given, *self._from_file))
+        return any(name == known_name for _, known_name in (*self._configured, *self._from_file))
 
     def reload(self) -> None:
         """Read the file again. A file that cannot be used changes nothing."""
         try:
             self._from_file = self._read()
         except (OSError, ValueError) as error:
-            log.error("the API keys stay as they were: %s", error)
+            log.error("cannot reload the API keys; the previous ones stay in use: %s", error)
         else:
-            log.info("%s has %d API keys", self._file, len(self._from_file))
+            log.info("%s: %d API keys loaded", self._file, len(self._from_file))
 
     async def watch(self) -> None:
         """Read the file again whenever it changes or SIGHUP arrives; runs until cancelled. Without
@@ -116,24 +116,24 @@ class ApiKeys:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, changed.set)
         if not self._file:
             await asyncio.Event().wait()
-        seen = stamp(self._file)
+        last_stamp = stamp(self._file)
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_AGAIN_S):
                     await changed.wait()
-            if changed.is_set() or stamp(self._file) != seen:
+            if changed.is_set() or stamp(self._file) != last_stamp:
                 changed.clear()
-                seen = stamp(self._file)
+                last_stamp = stamp(self._file)
                 self.reload()
 
     def _read(self) -> list[tuple[bytes, str]]:
         if not self._file:
             return []
         lines = (line.strip() for line in Path(self._file).read_text("utf-8").splitlines())
-        found = [_named(line) for line in lines if line and line[0] != "#"]
-        if not found:
+        entries = [_parse_key(line) for line in lines if line and line[0] != "#"]
+        if not entries:
             raise ValueError(f"{self._file} has no API key")
-        return found
+        return entries
 
 
 def make_keys(settings: KeySettings) -> ApiKeys:
@@ -145,23 +145,27 @@ def hashed(name: str, key: str) -> str:
     """A line of a key file. Raises ValueError if the name does not fit."""
     line = f"{name}:sha256:{_digest(key).hex()}"
     if not _HASHED.fullmatch(line):
-        raise ValueError(f"a key's name has letters, digits, '.', '_' or '-', not {name!r:.80}")
+        raise ValueError(
+            f"a key's name may have letters, digits, '.', '_' and '-', not {name!r:.80}"
+        )
     return line
 
 
-def _named(text: str) -> tuple[bytes, str]:
+def _parse_key(text: str) -> tuple[bytes, str]:
     """The hash and the name of a key, or of a line that has both. Raises ValueError if the line is
     malformed."""
     if match := _HASHED.fullmatch(text):
         return bytes.fromhex(match[2]), match[1]
     if ":sha256:" in text:
-        raise ValueError("a line with ':sha256:' is no NAME:sha256:HEX as `pdserve key` prints it")
+        raise ValueError(
+            "a line with ':sha256:' is not NAME:sha256:HEX, as `pdserve key` prints it"
+        )
     digest = _digest(text)
     return digest, digest.hex()[:NAME_CHARS]
 
 
-def _derived(key: str, what: bytes) -> bytes:
-    return hmac.digest(_bytes(key), b"pdserve " + what, "sha256")
+def _derived(key: str, purpose: bytes) -> bytes:
+    return hmac.digest(_bytes(key), b"pdserve " + purpose, "sha256")
 
 
 def _digest(key: str) -> bytes:

@@ -66,19 +66,19 @@ class RateLimits:
                 storage = _counts_file(settings.storage)
                 self._close = storage.close
             else:
-                pooled = self._connect(settings.storage)
-                storage = storage_from_string(f"async+{settings.storage}", **pooled)
+                pool_options = self._connect(settings.storage)
+                storage = storage_from_string(f"async+{settings.storage}", **pool_options)
         except ImportError:
             raise ValueError("--rate-storage redis: needs pip install 'pdserve[redis]'") from None
         except ConfigurationError as error:
             # Omit the rest of the address, which may have a password.
             scheme = settings.storage.partition("://")[0]
-            why = str(error).replace(settings.storage, scheme)
-            raise ValueError(f"--rate-storage {scheme}: {why}") from None
+            reason = str(error).replace(settings.storage, scheme)
+            raise ValueError(f"--rate-storage {scheme}: {reason}") from None
         self._limiter = FixedWindowRateLimiter(storage)
         self._items = {
-            what: RateLimitItemPerMinute(amount, namespace=f"pdserve-{what}")
-            for what, amount in amounts.items()
+            resource: RateLimitItemPerMinute(amount, namespace=f"pdserve-{resource}")
+            for resource, amount in amounts.items()
             if amount
         }
 
@@ -115,7 +115,9 @@ class RateLimits:
         """Raises ServiceError OVERLOADED if the seconds of preparing texts in this minute are used
         up."""
         if (item := self._items.get("text")) is not None:
-            remaining, reset_s = await self._ask(self._window(item, owner), (item.amount, 0.0))
+            remaining, reset_s = await self._call_storage(
+                self._window(item, owner), (item.amount, 0.0)
+            )
             if not remaining:
                 raise _refused("seconds of preparing texts", reset_s)
 
@@ -125,26 +127,31 @@ class RateLimits:
 
     async def headers(self, owner: bytes) -> dict[str, str]:
         """OpenAI's headers for the remainder of this minute, for each limit that is set."""
-        items = {what: self._items[what] for what in ("requests", "tokens") if what in self._items}
+        items = {
+            resource: self._items[resource]
+            for resource in ("requests", "tokens")
+            if resource in self._items
+        }
         if not items:
             return {}
-        asked = (
-            self._ask(self._window(item, owner), (item.amount, 0.0)) for item in items.values()
+        calls = (
+            self._call_storage(self._window(item, owner), (item.amount, 0.0))
+            for item in items.values()
         )
-        found = {}
-        windows = await asyncio.gather(*asked)
-        for (what, item), (remaining, reset_s) in zip(items.items(), windows, strict=True):
-            found[f"x-ratelimit-limit-{what}"] = str(item.amount)
-            found[f"x-ratelimit-remaining-{what}"] = str(remaining)
-            found[f"x-ratelimit-reset-{what}"] = f"{reset_s:.3f}s"
-        return found
+        headers = {}
+        windows = await asyncio.gather(*calls)
+        for (resource, item), (remaining, reset_s) in zip(items.items(), windows, strict=True):
+            headers[f"x-ratelimit-limit-{resource}"] = str(item.amount)
+            headers[f"x-ratelimit-remaining-{resource}"] = str(remaining)
+            headers[f"x-ratelimit-reset-{resource}"] = f"{reset_s:.3f}s"
+        return headers
 
-    async def _count(self, what: str, owner: bytes, num: int) -> None:
-        if (item := self._items.get(what)) is None:
+    async def _count(self, resource: str, owner: bytes, num: int) -> None:
+        if (item := self._items.get(resource)) is None:
             return
-        refused_s = await self._ask(self._hit_if_it_fits(item, owner, num), None)
+        refused_s = await self._call_storage(self._hit_if_it_fits(item, owner, num), None)
         if refused_s is not None:
-            raise _refused(what, refused_s)
+            raise _refused(resource, refused_s)
 
     async def _hit_if_it_fits(self, item: Any, owner: bytes, num: int) -> float | None:
         """Count `num`; return None, or if it does not fit, the seconds until the window resets."""
@@ -156,10 +163,10 @@ class RateLimits:
             await storage.incr(item.key_for(owner.hex()), item.get_expiry(), amount=-num)
         return (await self._window(item, owner))[1]
 
-    def _add(self, what: str, owner: bytes, num: int) -> None:
-        if num and (item := self._items.get(what)) is not None:
-            asked = self._ask(self._limiter.hit(item, owner.hex(), cost=num), True)
-            task = asyncio.create_task(asked)
+    def _add(self, resource: str, owner: bytes, num: int) -> None:
+        if num and (item := self._items.get(resource)) is not None:
+            call = self._call_storage(self._limiter.hit(item, owner.hex(), cost=num), True)
+            task = asyncio.create_task(call)
             self._counting.add(task)
             task.add_done_callback(self._counting.discard)
 
@@ -168,21 +175,21 @@ class RateLimits:
         reset_at, remaining = await self._limiter.get_window_stats(item, owner.hex())
         return max(0, remaining), max(0.0, reset_at - time.time())
 
-    async def _ask(self, asked: Coroutine[Any, Any, T], otherwise: T) -> T:
-        """Await a storage call; if the storage fails or is late, return `otherwise` and apply no
+    async def _call_storage(self, call: Coroutine[Any, Any, T], default: T) -> T:
+        """Await a storage call; if the storage fails or is late, return `default` and apply no
         limits for SKIP_S."""
         if time.monotonic() < self._skip_until:
-            asked.close()
-            return otherwise
+            call.close()
+            return default
         try:
             async with asyncio.timeout(STORAGE_S):
-                return await asked
+                return await call
         except Exception as error:  # each storage has its own exceptions
             if time.monotonic() >= self._skip_until:
                 self._skip_until = time.monotonic() + SKIP_S
-                why = str(error) or f"no answer within {STORAGE_S:g} s"
-                log.warning("rate limits are not counted for %g s: %s", SKIP_S, why)
-            return otherwise
+                reason = str(error) or f"no response within {STORAGE_S:g} s"
+                log.warning("rate limits are not enforced for %g s: %s", SKIP_S, reason)
+            return default
 
 
 def make_rate_limits(settings: PublicSettings, text_s: float = 0.0) -> RateLimits:
@@ -203,7 +210,9 @@ def _counts_file(storage: str) -> Any:
         raise ValueError(f"--rate-storage {error}") from None
 
 
-def _refused(what: str, reset_s: float) -> ServiceError:
+def _refused(resource: str, reset_s: float) -> ServiceError:
     return ServiceError(
-        OVERLOADED, f"the limit of {what} per minute is reached", retry_after_s=max(1.0, reset_s)
+        OVERLOADED,
+        f"the limit of {resource} per minute is reached",
+        retry_after_s=max(1.0, reset_s),
     )

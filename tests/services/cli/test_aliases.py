@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.services.cli.commands import COMMANDS
-from pdserve.services.cli.main import main, settle
+from pdserve.services.cli.main import main, parse_command
 from pdserve.services.options.aliases import ALIASES, BARE, SAME, translate
 from pdserve.services.options.options import OptionError
 
@@ -37,7 +37,7 @@ def test_an_alias_is_the_option_of_its_meaning(subtests: pytest.Subtests) -> Non
     for command, line, wanted in MEANINGS:
         with subtests.test(command=command, line=line):
             assert translated(command, line) == wanted.split()
-            settle(COMMANDS[command], "pdserve", line.split())  # and is understood
+            parse_command(COMMANDS[command], "pdserve", line.split())  # and is understood
 
 
 LACKING = [
@@ -78,7 +78,7 @@ MISTYPED = [
     ("up --temp 1", "`pdserve up --help` lists the options"),
     ("up --zzzzzz", "`pdserve up --help` lists the options"),
     ("chta", "did you mean chat"),
-    ("--w x", "a command comes first, as in `pdserve up --w ...`"),
+    ("--w x", "the command must come first, as in `pdserve up --w ...`"),
     ("up --model /none/such.gguf --prefil=0", "did you mean --prefill"),
 ]
 
@@ -96,6 +96,6 @@ def test_a_mistyped_word_gets_a_suggestion(
 
 def test_a_value_may_begin_as_a_flag_does() -> None:
     words = ["--temperature", "-1", "--system", "-be brief", "--model=--x"]
-    settings, _ = settle(COMMANDS["chat"], "pdserve chat", words)
+    settings, _ = parse_command(COMMANDS["chat"], "pdserve chat", words)
     values = {name: settings.values[name].value for name in ("temperature", "system", "model")}
     assert values == {"temperature": -1.0, "system": "-be brief", "model": "--x"}

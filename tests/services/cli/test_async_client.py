@@ -80,9 +80,9 @@ def test_pieces_come_with_their_times() -> None:
 @pytest.mark.parametrize(
     ("answer", "part"),
     [
-        (b"", "broke off"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "broke off"),
-        (b"SSH-2.0-OpenSSH\r\n", "no HTTP server"),
+        (b"", "ended early"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "ended early"),
+        (b"SSH-2.0-OpenSSH\r\n", "does not respond with HTTP"),
     ],
 )
 def test_what_is_no_answer(answer: bytes, part: str) -> None:

@@ -68,7 +68,7 @@ def test_errors_of_the_client(server: ApiServer) -> None:
 def test_what_is_no_url_of_a_server(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("chat", "models", "bench", "top"):
         assert main([command, "--url", url]) == 1
-        assert f"{url!r} is not the URL of a server: --url" in capsys.readouterr().err
+        assert f"{url!r} is not the URL of a server; check --url" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["chat", "bench"])

@@ -30,7 +30,9 @@ def test_threads_are_taken_at_their_word() -> None:
 
 
 def test_too_many_threads_are_refused() -> None:
-    with pytest.raises(OptionError, match=r"--threads 2: 2 workers need 4 cores, 2 may be used"):
+    with pytest.raises(
+        OptionError, match=r"--threads 2: 2 workers need 4 cores, but only 2 are usable"
+    ):
         allot((0, 1), 2, 2, threads=2)
 
 

@@ -88,13 +88,13 @@ def test_it_is_content_when_all_agree(gateway: Gateway, capsys: pytest.CaptureFi
     gateway.says, gateway.counts, gateway.sends = "local", "local", 0.0
     gateway.log.write_text("")
     ask(gateway, "local")
-    assert "by decode itself" in capsys.readouterr().out
+    assert "by the decode worker" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("claim", "value", "complaint"),
     [
-        ("answer", "  ", "no answer"),
+        ("answer", "  ", "is empty"),
         ("says", "local", "log says"),
         ("says", "shm", "log says"),
         ("counts", "local", "/metrics after"),
@@ -110,5 +110,5 @@ def test_it_complains_about_each_disagreement(
 
 
 def test_a_request_without_a_line_is_missed(gateway: Gateway) -> None:
-    with pytest.raises(demo.DemoError, match="no line of request unheard"):
-        demo.logged(gateway.log, "unheard")
+    with pytest.raises(demo.DemoError, match="no line for request unheard"):
+        demo.read_prefill_at(gateway.log, "unheard")

@@ -12,7 +12,7 @@ def test_one_system_at_a_time_has_it(tmp_path: Path) -> None:
     with kept_database(tmp_path, 8000) as path:
         assert path.stat().st_mode & 0o777 == 0o600
         with (
-            pytest.raises(OSError, match="another system uses"),
+            pytest.raises(OSError, match="another `pdserve up` uses"),
             kept_database(tmp_path, 8000),
         ):
             pass

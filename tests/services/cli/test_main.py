@@ -151,15 +151,15 @@ MISTAKES = [
     (["up", "--served-name", "x", "--model", "a", "--model", "b"], "--served-name"),
     (["up", "--model", "a", "--model", "a"], "twice"),
     (["up", "--api-key-file", "/nonexistent"], "--api-key-file"),
-    (["router"], "--cluster-secret is needed (or PDSERVE_CLUSTER_SECRET)"),
+    (["router"], "--cluster-secret is required (or set PDSERVE_CLUSTER_SECRET)"),
     (["router", "--cluster-secret", "x"], "at least 32 bytes"),
-    (["router", "--cluster-ca", "x"], "belong together"),
+    (["router", "--cluster-ca", "x"], "must be set together"),
     (
         ["decode", "--cluster-secret", "x" * 32, "--routers", "r:1", "--encrypt-kv"],
         "certificates",
     ),
     (["up", "--cluster-secret", "x" * 32, "--encrypt-kv"], "contradicts"),
-    (["gateway", "--cluster-secret", "x"], "--routers is needed"),
+    (["gateway", "--cluster-secret", "x"], "--routers is required"),
     (["decode", "--cluster-secret", "x", "--routers", "r:1", "--threads", "999"], "--threads"),
     (["health"], "address"),
 ]

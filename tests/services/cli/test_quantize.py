@@ -23,7 +23,7 @@ def test_a_file_is_written_and_described(plain: Path, capsys: pytest.CaptureFixt
     assert "22 Q4_0, 13 F32, 1 Q8_0" in said.out
     assert "out.gguf: quantizing 100%" in said.err
     assert main(["quantize", str(plain), str(out)]) == 1
-    assert f"exists already: '{out}'" in capsys.readouterr().err
+    assert f"already exists: '{out}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_file_is_written_and_described(plain: Path, capsys: pytest.CaptureFixt
         ("plain.gguf", "out.gguf", ["--type", "q9"], 2, "'q9' is not known; known: q4_0"),
         ("plain.gguf", "none/out.gguf", [], 1, "No such file or directory"),
         ("missing.gguf", "out.gguf", [], 1, "no model '"),
-        ("tiny", "out.gguf", [], 1, "convert_hf_to_gguf.py makes of it; --isq q4k quantizes"),
+        ("tiny", "out.gguf", [], 1, "convert_hf_to_gguf.py, or serve it with --isq q4k"),
         ("tiny/config.json", "out.gguf", [], 1, "is not a GGUF file"),
     ],
 )
@@ -57,10 +57,14 @@ def test_what_cannot_be_done(
 @pytest.mark.parametrize(
     ("model", "out", "says"),
     [
-        ("org/name", "out.gguf", "org/name is a repository: name a GGUF file of it, as org/name:"),
+        (
+            "org/name",
+            "out.gguf",
+            "org/name is a repository: specify one of its GGUF files, as in org/name:",
+        ),
         ("org/name@main", "out.gguf", "org/name is a repository"),
-        ("org/name:file.gguf", "plain.gguf", "it exists already"),
-        ("org/name", "plain.gguf", "it exists already"),
+        ("org/name:file.gguf", "plain.gguf", "the file already exists"),
+        ("org/name", "plain.gguf", "the file already exists"),
     ],
 )
 def test_nothing_is_downloaded_for_what_cannot_be_done(

@@ -59,7 +59,7 @@ def test_attempts_are_chosen_by_prefix(rings: Path, capsys: pytest.CaptureFixtur
         assert main(["replay", str(rings), "--attempt", prefix]) == 0
         assert capsys.readouterr().out.count("attempt ") == 1
     assert main(["replay", str(rings), "--attempt", "ff"]) == 1
-    assert "no such attempt" in capsys.readouterr().out
+    assert "no attempt matches --attempt" in capsys.readouterr().out
 
 
 def test_check_tells_violations_by_its_code(

@@ -16,7 +16,7 @@ from pdserve.services.host.tenants.keys import ApiKeys
 def test_certificates_of_every_role(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "pem"
     assert main(["certs", str(folder)]) == 0
-    assert "keep ca-key.pem away" in capsys.readouterr().err
+    assert "Keep ca-key.pem secret" in capsys.readouterr().err
     for role in Role:
         certificate, key = folder / f"{role}.pem", folder / f"{role}-key.pem"
         assert role_in(certificate.read_bytes()) is role
@@ -35,8 +35,10 @@ def test_a_wrong_certificate_does_not_start(
         assert main([role, "--cluster-ca", f"{tmp_path}/ca.pem", *own]) == 2
         return capsys.readouterr().err
 
-    assert "--cluster-cert is of a decode, and this is a router" in start("router", "decode-key")
-    assert "decode.pem: the key is not the certificate's" in start("router", "router-key")
+    assert "--cluster-cert has the role decode, but this is a router" in start(
+        "router", "decode-key"
+    )
+    assert "decode.pem: the key does not match the certificate" in start("router", "router-key")
 
 
 def test_renewed_by_the_same_authority(tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ def test_a_fork_server_that_hangs_is_killed(
     with monkeypatch.context() as patch:
         patch.setattr("pdserve.services.local.fork_server.ANSWER_S", 0.1)
         spawned = start(forking, "good")
-    assert "does not answer" in caplog.text
+    assert "does not respond" in caplog.text
     assert not server.is_running()
     assert forking.run_until(lambda: child.restarts == 1 and child.ready, LIMIT_S)
     assert all_ready(forking)

@@ -18,7 +18,7 @@ from systems.eventually import LIMIT_S
 
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.cli.commands import COMMANDS
-from pdserve.services.cli.main import settle
+from pdserve.services.cli.main import parse_command
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.auth.certificates import role_in
 from pdserve.services.host.options import ECHO_S
@@ -65,7 +65,7 @@ class Watched(Supervisor):
 
 def serve(tmp_path: Path, *words: str, then: Callable[[Watched], bool] = lambda s: True) -> Watched:
     """Run a system to readiness, then until `then`, then to its end."""
-    settings, _ = settle(COMMANDS["up"], "pdserve up", ["--port", "0", *words])
+    settings, _ = parse_command(COMMANDS["up"], "pdserve up", ["--port", "0", *words])
     system = System(settings, FAKES)
     with run_dir(tmp_path) as folder, Watched(system, then) as supervisor:
         facts = {c.name: c.figures for c in supervisor.children}
@@ -161,14 +161,14 @@ def test_files_and_batches_are_kept_for_the_next_system_of_the_port(
     assert kept.startswith(f"sqlite:///{tmp_path}/home/pdserve/gateway-")
     assert kept.endswith("-28765.db")
     assert database_of(tmp_path, "--port", "28765") == kept
-    assert capsys.readouterr().err.count("lost at the end") == 0
+    assert capsys.readouterr().err.count("will be lost") == 0
     assert (tmp_path / "home/pdserve").stat().st_mode & 0o777 == 0o700
     assert database_of(tmp_path).startswith(f"sqlite:///{tmp_path}/run/pdserve-up-")
     assert database_of(tmp_path, "--database-url", "none") == "none"
     monkeypatch.setenv("XDG_DATA_HOME", "/proc/nowhere")
     url = database_of(tmp_path, "--port", "28765")
     assert url.startswith(f"sqlite:///{tmp_path}/run/pdserve-up-")
-    assert "warning: files, batches and usage are lost at the end" in capsys.readouterr().err
+    assert "files, batches and usage will be lost when pdserve stops" in capsys.readouterr().err
 
 
 def test_another_users_folder_keeps_nothing(
@@ -177,7 +177,7 @@ def test_another_users_folder_keeps_nothing(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
-    with pytest.raises(PermissionError, match="another user's"):
+    with pytest.raises(PermissionError, match="belongs to another user"):
         data_dir()
 
 
@@ -257,17 +257,17 @@ def test_mcp_servers_are_the_gateways_and_checked_first(tmp_path: Path) -> None:
     config = tmp_path / "mcp.json"
     config.write_text('{"mcpServers": {"a": {"command": "x"}}}')
     words = ["--port", "0", "--mcp-config", str(config), "--mcp-max-rounds", "3"]
-    made = settle(COMMANDS["up"], "pdserve up", words)[0].build(GatewaySettings)
+    made = parse_command(COMMANDS["up"], "pdserve up", words)[0].build(GatewaySettings)
     assert (made.mcp_config, made.mcp_max_rounds) == (str(config), 3)
-    System(settle(COMMANDS["up"], "pdserve up", words)[0], FAKES)
+    System(parse_command(COMMANDS["up"], "pdserve up", words)[0], FAKES)
     config.write_text("{}")
     with pytest.raises(OptionError, match=r"--mcp-config .*mcp\.json: mcpServers is missing"):
-        System(settle(COMMANDS["up"], "pdserve up", words)[0], FAKES)
+        System(parse_command(COMMANDS["up"], "pdserve up", words)[0], FAKES)
 
 
 def test_traces_go_to_one_collector_from_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--port", "0", "--otlp-traces-endpoint", "http://c:4318"]
-    settings, _ = settle(COMMANDS["up"], "pdserve up", words)
+    settings, _ = parse_command(COMMANDS["up"], "pdserve up", words)
     for kind in (GatewaySettings, RouterSettings, PrefillSettings, DecodeSettings):
         assert settings.build(kind).otlp_traces_endpoint == "http://c:4318"
     System(settings, FAKES)
@@ -275,12 +275,12 @@ def test_traces_go_to_one_collector_from_every_process(monkeypatch: pytest.Monke
     with pytest.raises(OptionError, match="--otlp-traces-endpoint needs OpenTelemetry: pip"):
         System(settings, FAKES)
     words[-1] = "c:4318"
-    with pytest.raises(OptionError, match="--otlp-traces-endpoint: 'c:4318' is no http"):
-        System(settle(COMMANDS["up"], "pdserve up", words)[0], FAKES)
+    with pytest.raises(OptionError, match="--otlp-traces-endpoint: 'c:4318' is not an http"):
+        System(parse_command(COMMANDS["up"], "pdserve up", words)[0], FAKES)
 
 
 def test_a_worker_that_cannot_start_ends_everything(tmp_path: Path) -> None:
-    settings, _ = settle(COMMANDS["up"], "pdserve up", ["--port", "0"])
+    settings, _ = parse_command(COMMANDS["up"], "pdserve up", ["--port", "0"])
     system = System(settings, {**FAKES, "prefill": "fakes.service:broken_worker"})
     with run_dir(tmp_path) as folder, Supervisor(system.on_event) as supervisor:
         with pytest.raises(StartError, match="prefill 0 could not start: no such model"):
@@ -295,7 +295,7 @@ def test_a_busy_port_is_named() -> None:
         port = busy.getsockname()[1]
         for flag in ("--port", "--grpc-port", "--router-port"):
             words = ["--port", "0", flag, str(port)]
-            settings, _ = settle(COMMANDS["up"], "pdserve up", words)
+            settings, _ = parse_command(COMMANDS["up"], "pdserve up", words)
             with pytest.raises(OSError, match=rf"port {port} of 127.0.0.1 .* {flag}"):
                 System(settings, FAKES)
 

@@ -25,7 +25,8 @@ def test_a_router_too_new_is_refused_and_others_are_served(with_pair: Callable[.
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await anext(aiter(call))
             assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            text = f"protocol version {PROTOCOL_VERSION} here (worker), {far} there (router at"
+            version = f"protocol version {PROTOCOL_VERSION} of the worker"
+            text = f"{version} does not match {far} of the router at"
             assert text in str(caught.value.details())
         attempt = await pair.hand_off(prompt(80))
         await pair.decode.wait("finished", attempt)

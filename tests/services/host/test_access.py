@@ -330,7 +330,8 @@ def test_a_key_without_its_certificate_waits_for_it(
     assert [new_files(), new_files()] == [None, None]
     said = [record.message for record in caplog.records]
     assert said == [
-        f"{certificate}: the key is not the certificate's; the certificate before is shown"
+        f"{certificate}: the key does not match the certificate; "
+        "the previous certificate stays in use"
     ]
     both = authority.certificate + make_authority().certificate
     trusted.write_bytes(both)
@@ -370,10 +371,10 @@ async def test_clients_from_outside_see_another_certificate(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "--cluster-secret is needed"),
+        ({}, "--cluster-secret is required"),
         ({"cluster_secret": ("x",)}, "at least 32 bytes"),
         ({"cluster_secret": ("x" * 32, "y")}, "at least 32 bytes"),
-        ({"cluster_cert": "c.pem"}, "belong together"),
+        ({"cluster_cert": "c.pem"}, "must be set together"),
         ({"cluster_ca": "a", "cluster_cert": "b", "cluster_key": "/nonexistent"}, "nonexistent"),
     ],
 )
@@ -383,7 +384,7 @@ def test_what_cannot_be_trusted_is_refused(settings: dict[str, Any], said: str) 
 
 
 def test_half_a_certificate_for_clients_is_refused() -> None:
-    with pytest.raises(ValueError, match="belong together"):
+    with pytest.raises(ValueError, match="must be set together"):
         make_tls("cert.pem", "")
     assert make_tls("", "") is None
 
@@ -428,7 +429,7 @@ async def test_a_secret_stays_on_this_machine(anyio_backend: str, address: str) 
     with pytest.raises(PermissionError, match=r"pdserve certs.*--trust-network"):
         await served(access, address)
     for dial in (access.open_channel, access.open_blocking_channel):
-        with pytest.raises(PermissionError, match="not of this machine"):
+        with pytest.raises(PermissionError, match="not on this machine"):
             dial(address, Role.ROUTER)
 
 
@@ -457,7 +458,7 @@ def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "own", Identity(one.certificate, other.key))
     own = str(tmp_path / "own.pem"), str(tmp_path / "own-key.pem")
     for use in (make_tls, lambda *pair: TlsAccess(AUTHORITY.certificate.decode(), *pair)):
-        with pytest.raises(ValueError, match=r"own\.pem: the key is not the certificate's"):
+        with pytest.raises(ValueError, match=r"own\.pem: the key does not match the certificate"):
             use(*own)
     (tmp_path / "own-key.pem").write_text("no key")
     with pytest.raises(ValueError, match="the certificate's key cannot be read"):

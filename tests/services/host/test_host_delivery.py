@@ -78,7 +78,7 @@ async def test_more_than_the_cap_unread_ends_it() -> None:
     source, client = Source(10_000), Client()
     limits = Backpressure(max_buffer_bytes=20_000, stall_s=60)
     error = await ended(source, client, limits)
-    assert "bytes of the answer were not read" in error.message
+    assert "bytes of the response were not read" in error.message
     assert source.given <= 22
     assert client.got == 1, "that was in the hands of gRPC"
 
@@ -86,7 +86,7 @@ async def test_more_than_the_cap_unread_ends_it() -> None:
 async def test_nothing_read_for_too_long_ends_it() -> None:
     source, client = Source(3, then_wait=True), Client()
     error = await ended(source, client, Backpressure(stall_s=0.05))
-    assert error.message == "nothing of the answer was read for 0.05 s"
+    assert error.message == "the client has read nothing of the response for 0.05 s"
     assert client.got == 1
 
 
@@ -149,8 +149,8 @@ async def test_what_waits_is_joined_in_one_write(error: Exception | None) -> Non
 @pytest.mark.parametrize(
     ("limits", "why"),
     [
-        (Backpressure(max_buffer_bytes=100, stall_s=60), "bytes of the answer were not read"),
-        (Backpressure(stall_s=0.05), "nothing of the answer was read for 0.05 s"),
+        (Backpressure(max_buffer_bytes=100, stall_s=60), "bytes of the response were not read"),
+        (Backpressure(stall_s=0.05), "the client has read nothing of the response for 0.05 s"),
     ],
 )
 async def test_a_write_that_can_be_cut_is_cut_at_once(limits: Backpressure, why: str) -> None:

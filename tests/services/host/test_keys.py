@@ -164,7 +164,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(
     keys = ApiKeys(file=str(path))
     path.write_text("# none\n")
     keys.reload()
-    assert "the API keys stay as they were" in caplog.text
+    assert "cannot reload the API keys" in caplog.text
     path.unlink()
     keys.reload()
     assert name(keys, "one")

@@ -8,7 +8,7 @@ from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc import protocol_version
 from pdserve.services.host.rpc.protocol_version import (
-    MAX_TOLD,
+    MAX_LOGGED_PEERS,
     VersionGate,
     host_of,
     incompatibility,
@@ -32,11 +32,11 @@ def test_a_release_talks_to_its_neighbours(
 def test_the_older_one_is_to_be_upgraded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol_version, "PROTOCOL_VERSION", 3)
     assert incompatibility(1, "router", "worker a:1") == (
-        "protocol version 3 here (router), 1 there (worker a:1): "
+        "protocol version 3 of the router does not match 1 of the worker a:1: "
         "upgrade the worker a:1 to a release with version 2 first"
     )
     assert incompatibility(6, "router", "worker a:1") == (
-        "protocol version 3 here (router), 6 there (worker a:1): "
+        "protocol version 3 of the router does not match 6 of the worker a:1: "
         "upgrade the router to a release with version 5 first"
     )
 
@@ -60,12 +60,12 @@ def test_of_many_refused_peers_those_that_still_ask_are_known(
 ) -> None:
     caplog.set_level(logging.WARNING)
     gate = VersionGate("router")
-    for number in range(2 * MAX_TOLD):  # pods that come and go
+    for number in range(2 * MAX_LOGGED_PEERS):  # pods that come and go
         for peer in (f"worker {number}:1", "worker a:1"):
             with pytest.raises(ServiceError):
                 gate.check(9, peer)
     told = [record.args for record in caplog.records]
-    assert len(told) == 2 * MAX_TOLD + 1
+    assert len(told) == 2 * MAX_LOGGED_PEERS + 1
     assert sum("worker a:1" in str(args) for args in told) == 1
     with pytest.raises(ServiceError):
         gate.check(9, "worker 0:1")

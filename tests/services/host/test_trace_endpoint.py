@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.services.host import trace_endpoint as module
 from pdserve.services.host.options import HostSettings
-from pdserve.services.host.trace_endpoint import endpoint, shown
+from pdserve.services.host.trace_endpoint import endpoint, redacted_url
 
 BASE, TRACES = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -37,11 +37,11 @@ def test_which_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     ["localhost:4318", "grpc://c:4317", "http://", "http://c:x", "http://[", "http://u:secret@["],
 )
 def test_what_is_no_url(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"--otlp-traces-endpoint: .* is no http") as refused:
+    with pytest.raises(ValueError, match=r"--otlp-traces-endpoint: .* is not an http") as refused:
         of(wrong)
     assert "secret" not in str(refused.value)
     monkeypatch.setenv(BASE, wrong)
-    with pytest.raises(ValueError, match=f"{BASE}: .* is no http"):
+    with pytest.raises(ValueError, match=f"{BASE}: .* is not an http"):
         of()
 
 
@@ -52,7 +52,7 @@ def test_a_password_is_refused_in_the_flag() -> None:
 
 
 def test_what_is_shown_of_a_url() -> None:
-    assert shown("https://user:secret@c:1/x?token=secret#secret") == "https://c:1/x"
+    assert redacted_url("https://user:secret@c:1/x?token=secret#secret") == "https://c:1/x"
 
 
 @pytest.mark.parametrize("url", ["http://c:4318", ""])

@@ -203,7 +203,7 @@ def test_what_is_wrong_is_said(llm: LLM) -> None:
         llm.generate("x" * 2000, GREEDY)
     wrong: list[tuple[type[Exception], str, Any, Callable[[], Any]]] = [
         (InvalidRequest, "outside the vocabulary", "prompt", lambda: llm.generate(["a", [99999]])),
-        (InvalidRequest, "no token id", "prompt", lambda: llm.generate(["a", ["b"]])),
+        (InvalidRequest, "not a token id", "prompt", lambda: llm.generate(["a", ["b"]])),
         (InvalidRequest, "role", "messages[0].role", lambda: llm.chat([{"role": "wizard"}])),
         (TypeError, "not int", None, lambda: llm.generate(5)),  # type: ignore[arg-type]
         (TypeError, "not NoneType", None, lambda: llm.generate(["a", None])),  # type: ignore[list-item]
@@ -249,7 +249,7 @@ def test_a_path_is_a_model(tmp_path: Path) -> None:
 
 def test_parsers_are_checked(folder: Path) -> None:
     before = engine_threads()
-    with pytest.raises(ValueError, match="tool_parser: 'hermse' is none of auto, none, "):
+    with pytest.raises(ValueError, match="tool_parser: 'hermse' is not one of auto, none, "):
         LLM(str(folder), tool_parser="hermse", **OPTIONS)
     assert engine_threads() == before
 
@@ -363,7 +363,7 @@ def test_a_structure_that_cannot_be_is_said(llm: LLM) -> None:
         ({"choice": []}, "must not be empty", "structured_outputs.choice"),
         ({"structural_tag": {"structures": [{}], "triggers": ["a"]}}, "begin, schema and end",
          "structured_outputs.structural_tag.structures"),
-        ({"structural_tag": {"structures": [{**tag, "begin": 1}], "triggers": ["a"]}}, "are texts",
+        ({"structural_tag": {"structures": [{**tag, "begin": 1}], "triggers": ["a"]}}, "strings",
          "structured_outputs.structural_tag.structures"),
         ({"structural_tag": {"structures": [tag], "triggers": ["a"], "or": {}}}, "nothing else",
          "structured_outputs.structural_tag"),

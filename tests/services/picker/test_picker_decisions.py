@@ -11,7 +11,7 @@ from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.keys import ApiKeys
 from pdserve.services.picker import messages
 from pdserve.services.picker.endpoints import KEEP_S, MAX_MISSES, has_port
-from pdserve.services.picker.picker import APART_S, AskedRequest
+from pdserve.services.picker.picker import NO_WORKER_S, ProxiedRequest
 
 pytestmark = pytest.mark.anyio
 PODS = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
@@ -76,7 +76,7 @@ async def test_gateways_apart_from_decode_workers() -> None:
         got = {await endpoint_of(picker, ends=True, **{"x-session-id": name}) for _ in range(5)}
         assert len(got) == 1
     assert picker.prompts.num_read == 1
-    picker.now += APART_S + 0.1
+    picker.now += NO_WORKER_S + 0.1
     await endpoint_of(picker)
     assert picker.prompts.num_read == 2
 
@@ -208,9 +208,9 @@ async def test_all_bodies_together_are_bounded() -> None:
 def test_a_moment_without_names_is_not_believed() -> None:
     picker = ScriptedPicker(PODS)
     for _ in range(MAX_MISSES - 1):
-        picker.endpoints.resolved([])
+        picker.endpoints.set_resolved([])
         assert len(picker.endpoints.candidates(None)) == 3
-    picker.endpoints.resolved([])
+    picker.endpoints.set_resolved([])
     assert picker.endpoints.candidates(None) == []
 
 
@@ -248,4 +248,4 @@ def test_no_addresses(address: str) -> None:
 
 def test_the_path_is_without_query_and_slash() -> None:
     for path in ("/v1/completions", "/v1/completions/", "/v1/completions?x=/"):
-        assert AskedRequest({":path": path}, b"", None).path == "/v1/completions"
+        assert ProxiedRequest({":path": path}, b"", None).path == "/v1/completions"

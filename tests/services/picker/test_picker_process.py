@@ -40,7 +40,7 @@ async def running(
     process = PickerProcess(PickerSettings(cluster_secret=(SECRET,), routers=(routers,), **fields))
     await process.start()
     if known:
-        await process.endpoints.known.wait()
+        await process.endpoints.ready_known.wait()
     try:
         yield process
     finally:
@@ -107,7 +107,7 @@ async def test_health_has_the_protocols_names() -> None:
         assert await health_of(channel, LIVE) == SERVING
         for name in ("", *NAMES):
             assert await health_of(channel, name) == NOT_SERVING
-        picker.endpoints.resolved(PODS)
+        picker.endpoints.set_resolved(PODS)
 
         async def all_serve() -> bool:
             return {await health_of(channel, name) for name in ("", *NAMES)} == {SERVING}

@@ -60,7 +60,7 @@ async def test_a_worker_too_new_is_refused_and_the_others_serve_on(
                 await first_of(call)
             error = ServiceError.from_rpc(caught.value)
             assert error.code == pb.INCOMPATIBLE_VERSION
-            assert f"protocol version {PROTOCOL_VERSION} here (router)" in error.message
+            assert f"protocol version {PROTOCOL_VERSION} of the router" in error.message
             assert "upgrade the router" in error.message
             await gateway.start(f"r{again}", PROMPT)
             assert isinstance(await gateway.end(f"r{again}"), pb.Finished)

@@ -69,7 +69,7 @@ class ScriptedPicker:
         self.now = time.monotonic()
         self.endpoints = Endpoints([] if ready is None else ["names:1"], lambda: self.now)
         if ready is not None:
-            self.endpoints.resolved(ready)
+            self.endpoints.set_resolved(ready)
         self.picker = EndpointPicker(
             self.endpoints,
             self.routers,

@@ -16,7 +16,7 @@ from systems.eventually import wait_until
 
 from pdserve.services.cli.async_client import AsyncApi
 from pdserve.services.cli.bench.load import open_loop
-from pdserve.services.cli.bench.prompts import exact, make_prompts
+from pdserve.services.cli.bench.prompts import make_prompts, prompt_of_length
 from pdserve.services.cli.http_client import ApiError
 from pdserve.services.cli.main import main
 from pdserve.services.options.settings import ClientSettings
@@ -110,7 +110,7 @@ def test_prompts_of_any_tokenizer(letters: int) -> None:
 
     for num_tokens in (8, 33, 128, 1000):
         for seed in range(20):
-            text = asyncio.run(exact(Random(seed), num_tokens, tokens))
+            text = asyncio.run(prompt_of_length(Random(seed), num_tokens, tokens))
             assert asyncio.run(tokens(text)) == num_tokens
 
 
@@ -158,7 +158,7 @@ def test_failed_requests_are_told(
     [
         (["--rate", "1", "--concurrency", "2"], 2, "--rate and --concurrency"),
         (["--json", "/none/x"], 2, "--json: "),
-        (["--slo", "speed=1"], 2, "--slo: 'speed=1' is no bound"),
+        (["--slo", "speed=1"], 2, "--slo: 'speed=1' is not a valid bound"),
         (["--url", "http://127.0.0.1:9"], 1, "pdserve up"),
         (["--url", "ftp://x"], 1, "is not the URL"),
         (["--input-token", "3"], 2, "did you mean --input-tokens"),

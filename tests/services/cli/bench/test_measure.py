@@ -60,7 +60,7 @@ def test_a_bound_is_kept_or_not() -> None:
 
 @pytest.mark.parametrize("text", ["ttft", "ttft=x", "speed=1", "itl=-1", "itl=5m"])
 def test_bounds_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="is no bound"):
+    with pytest.raises(ValueError, match="is not a valid bound"):
         parse_slo(text)
 
 

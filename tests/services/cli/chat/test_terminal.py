@@ -56,7 +56,7 @@ def asked(server: ApiServer, count: int = 1) -> list[str]:
 def test_a_conversation(server: ApiServer, tmp_path: Path) -> None:
     with pdserve("chat", "--url", server.url, data=tmp_path) as terminal:
         start = terminal.wait_for(PROMPT)
-        assert f"tiny at {server.url}. /help explains." in start
+        assert f"tiny at {server.url}. Type /help for help." in start
         assert "temperature 0.2 (recommended for this model)" in start
         terminal.enter("What is the capital of France?")
         assert "**" not in terminal.wait_for("Paris.")
@@ -116,7 +116,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(server: ApiServer) -> 
         terminal.wait_for("fine")
         terminal.wait_for(PROMPT)
         terminal.type(CTRL_C)
-        terminal.wait_for("Ctrl-D or /exit ends")
+        terminal.wait_for("or type /exit, to quit")
         terminal.wait_for(PROMPT)
         terminal.type(CTRL_C)
         assert terminal.end() == 0
@@ -195,7 +195,7 @@ def test_reasoning_is_folded(server: ApiServer) -> None:
 def test_a_wrong_key_is_said(server: ApiServer) -> None:
     server.key = "right"
     with pdserve("chat", "--url", server.url) as terminal:
-        terminal.wait_for("Give the server's key with --api-key")
+        terminal.wait_for("Pass the server's key with --api-key")
         assert terminal.end() == 1
     assert "Traceback" not in terminal.text
 
@@ -212,10 +212,10 @@ def test_a_full_context_names_reset(server: ApiServer) -> None:
         terminal.wait_for(PROMPT)
         server.reply = lambda body: (400, CONTEXT_FULL)
         terminal.enter("one more")
-        terminal.wait_for("/reset forgets the conversation")
+        terminal.wait_for("Type /reset to clear the conversation")
         server.reply = None
         terminal.enter("/reset")
-        terminal.wait_for("is forgotten")
+        terminal.wait_for("is cleared")
         terminal.wait_for(PROMPT)
         terminal.enter("again")
         terminal.wait_for("Paris.")
@@ -227,5 +227,5 @@ def test_a_server_that_ends_in_between(server: ApiServer) -> None:
     with pdserve("chat", "--url", server.url) as terminal:
         terminal.wait_for(PROMPT)
         terminal.enter("hi")
-        terminal.wait_for("the answer broke off")
+        terminal.wait_for("the response ended early")
     assert "Traceback" not in terminal.text

@@ -133,7 +133,7 @@ def test_a_server_that_goes_leaves_lines_to_ask(
     code, out = complete(server, source, "--concurrency", "1")
     assert code == 1
     assert results(out).keys() == {"line-1"}
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "run the same command again to resume" in capsys.readouterr().err
     server.reply = lambda body: (200, {})
     assert complete(server, source)[0] == 0
     assert results(out).keys() == {"line-1", "line-2"}
@@ -142,13 +142,13 @@ def test_a_server_that_goes_leaves_lines_to_ask(
 @pytest.mark.parametrize(
     ("lines", "out", "part"),
     [
-        ([{"id": 1, **PROMPT}, {"id": "1", **PROMPT}], "", "lines 1 and 2 have id '1'"),
-        ([PROMPT], "a text\n", "line 1 is no result"),
-        ([PROMPT], "a text", "its last line is no result"),
-        ([PROMPT], '{"custom_id": "z", "response": null, "error": {}}\n', "does not ask for"),
-        ([PROMPT], '{"custom_id": "line-1", "body": {}}\n', "line 1 is no result"),
-        ([PROMPT], '{"custom_id": [1], "response": {}, "error": null}\n', "line 1 is no result"),
-        ([PROMPT], '{"custom_id": "line-1", "response": "x", "error": 1}\n', "is no result"),
+        ([{"id": 1, **PROMPT}, {"id": "1", **PROMPT}], "", "lines 1 and 2 have the same id '1'"),
+        ([PROMPT], "a text\n", "line 1 is not a result"),
+        ([PROMPT], "a text", "its last line is not a result"),
+        ([PROMPT], '{"custom_id": "z", "response": null, "error": {}}\n', "does not have"),
+        ([PROMPT], '{"custom_id": "line-1", "body": {}}\n', "line 1 is not a result"),
+        ([PROMPT], '{"custom_id": [1], "response": {}, "error": null}\n', "line 1 is not a result"),
+        ([PROMPT], '{"custom_id": "line-1", "response": "x", "error": 1}\n', "is not a result"),
     ],
 )
 def test_files_that_do_not_belong_together_are_kept(
@@ -186,7 +186,7 @@ def test_missing_files_and_servers_are_said(
     assert main(["complete", str(tmp_path / "none"), out]) == 1
     assert "none" in capsys.readouterr().err
     assert main(["complete", str(source), str(source)]) == 1
-    assert "is the input itself" in capsys.readouterr().err
+    assert "is also the input file" in capsys.readouterr().err
     assert main(["complete", str(source), out, "--url", "http://127.0.0.1:9"]) == 1
     assert "pdserve up" in capsys.readouterr().err
 
@@ -232,7 +232,7 @@ def test_ctrl_c_and_going_on(server: ApiServer, tmp_path: Path) -> None:
         told = process.stderr.read()
     assert process.returncode == STOPPED
     assert "15 of 40 lines" in told
-    assert "the same command goes on" in told
+    assert "run the same command again to resume" in told
     assert "Traceback" not in told
     server.go_on.set()
     assert subprocess.run(command, check=False).returncode == 0

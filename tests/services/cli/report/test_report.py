@@ -26,7 +26,7 @@ from pdserve.protos.router_pb2_grpc import RouterServicer, add_RouterServicer_to
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.cli.main import main
 from pdserve.services.cli.report import command
-from pdserve.services.cli.report.command import Bundle, gathered
+from pdserve.services.cli.report.command import Bundle, collect_parts
 from pdserve.services.cli.report.secrets import Secrets
 from pdserve.services.host.auth.certificates import make_authority
 from pdserve.services.host.discovery import api_server
@@ -75,7 +75,7 @@ def test_of_a_system_that_is_gone_it_says_what_is_missing(
 ) -> None:
     files = report("--url", NOBODY, "--scrape", "127.0.0.1:1", "--routers", "127.0.0.1:1")
     summary = files["summary.txt"].decode()
-    assert capsys.readouterr().out == summary + "written: report.tar.gz\n"
+    assert capsys.readouterr().out == summary + "report written to report.tar.gz\n"
     missing = {line.partition(": MISSING: ")[0] for line in summary.splitlines()}
     for name in ("gateway /health", "metrics of 127.0.0.1:1", "fleet of 127.0.0.1:1", "logs"):
         assert name in missing
@@ -158,7 +158,9 @@ def test_every_pod_of_a_service_is_asked(
 def test_a_name_that_stands_for_no_router() -> None:
     words = ("--routers", "nobody.invalid:50050", "--routers", "kubernetes:///router:grpc")
     summary = report("--url", NOBODY, "--cluster-secret", SECRET, *words)["summary.txt"].decode()
-    assert "fleet of nobody.invalid:50050: MISSING: no router was found by this name" in summary
+    assert (
+        "fleet of nobody.invalid:50050: MISSING: the name does not resolve to any router" in summary
+    )
     assert "fleet of kubernetes:///router:grpc: MISSING: ValueError: --routers kube" in summary
 
 
@@ -167,7 +169,7 @@ def test_files_of_logs_are_added_without_secrets(tmp_path: Path) -> None:
     words = ("--url", NOBODY, "--api-key", "sk-in-the-log")
     files = report(*words, "--logs", "pods.log", "--logs", "none.log")
     assert files["logs/pods.log"] == b"one line\nkey ********\n"
-    assert "log none.log: MISSING: no file\n" in files["summary.txt"].decode()
+    assert "log none.log: MISSING: the file does not exist\n" in files["summary.txt"].decode()
 
 
 def test_to_standard_output(capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_a_wrong_variable_costs_one_part_only(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PDSERVE_KV_TRANSPORT", "pigeon")
     files = report("--url", NOBODY)
     summary = files["summary.txt"].decode()
-    assert "options of decode here: MISSING: OptionError: --kv-transport" in summary
+    assert "local options of decode: MISSING: OptionError: --kv-transport" in summary
     assert "options/router.yaml" in files
 
 
@@ -276,7 +278,7 @@ def test_no_secret_of_any_source_is_in_it(
         words = ("--url", repeating, "--api-key", "flag-hush", "--within-s", "2")
         files = report(*words)
     summary = files["summary.txt"].decode()
-    assert "gateway /health: MISSING: not within 2 s" in summary
+    assert "gateway /health: MISSING: not finished within 2 s" in summary
     assert files["options/up-" + folder.name + ".yaml"] == b"port: 8000\n"
     assert files["rings/router-0123.ring"] == bytes(range(256))
     assert b"********" in files[f"logs/{folder.name}/gateway.log"]
@@ -297,12 +299,12 @@ def test_it_ends_in_time_and_is_not_too_large(monkeypatch: pytest.MonkeyPatch) -
         return {}
 
     began = time.monotonic()
-    made = gathered({"fails": fails, "hangs": hangs, "works": lambda: {"a": b"x"}}, 0.2)
+    made = collect_parts({"fails": fails, "hangs": hangs, "works": lambda: {"a": b"x"}}, 0.2)
     over.set()
     assert time.monotonic() - began < 30
     assert made == {
         "fails": "RuntimeError: broken",
-        "hangs": "not within 0.2 s",
+        "hangs": "not finished within 0.2 s",
         "works": {"a": b"x"},
     }
     monkeypatch.setattr(command, "MAX_FILE_BYTES", 10)
@@ -315,7 +317,7 @@ def test_it_ends_in_time_and_is_not_too_large(monkeypatch: pytest.MonkeyPatch) -
     assert files["a.log"] == b"6789abcdef"
     assert files["b.log"] == b"short"
     assert set(files) == {"summary.txt", "a.log", "b.log", "d.ring"}
-    assert "c.ring is left out" in bundle.summary()
+    assert "c.ring is omitted" in bundle.summary()
 
 
 def test_a_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,7 +109,7 @@ def test_errors(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--api-key" in capsys.readouterr().err
     server.key, server.metrics = "", "{"
     assert main(["top", "--once", "--url", server.url]) == 1
-    assert "is not pdserve's" in capsys.readouterr().err
+    assert "does not return pdserve's metrics" in capsys.readouterr().err
     assert main(["top", "--url", "http://127.0.0.1:9"]) == 1
     assert "pdserve up" in capsys.readouterr().err
 
@@ -121,7 +121,7 @@ def test_it_is_drawn_again_until_q(server: ApiServer) -> None:
         terminal.wait_for("output - tokens/s")
         terminal.wait_for("output 0.0 tokens/s")
         server.key = "now there is one"
-        terminal.wait_for("it is asked again")
+        terminal.wait_for("retrying; press q to quit")
         server.key = ""
         terminal.wait_for("2 workers")
         terminal.type("q")

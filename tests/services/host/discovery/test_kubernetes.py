@@ -340,7 +340,7 @@ def test_a_change_of_trouble_is_told_once_and_its_end(
     wait_until(lambda: "again" in caplog.text)
     texts = [(r.levelname, r.message) for r in caplog.records]
     assert len([t for level, t in texts if level == "WARNING" and "500" in t]) == 1
-    assert all("going on with the last 2 endpoints" in t for level, t in texts if "500" in t)
+    assert all("using the last 2 known endpoints" in t for level, t in texts if "500" in t)
     assert texts[-1] == ("INFO", "watching the EndpointSlices of router again")
 
 
