@@ -129,8 +129,8 @@ class JobTable:
         youngest = max(candidates, key=lambda j: j.order, default=None)
         if youngest is None:
             return None
-        own = [j for j in candidates if j.request.tenant == youngest.request.tenant]
-        return max(own, key=lambda j: j.rank)
+        same_tenant = [j for j in candidates if j.request.tenant == youngest.request.tenant]
+        return max(same_tenant, key=lambda j: j.rank)
 
     # --- sequences of running jobs
 
@@ -234,7 +234,9 @@ class JobTable:
         """
         reservation.check_open()
         if num_tokens > reservation.num_tokens:
-            raise ValueError(f"{num_tokens} tokens verified of {reservation.num_tokens}")
+            raise ValueError(
+                f"cannot verify {num_tokens} tokens: the reservation has {reservation.num_tokens}"
+            )
         tables, sequence = self.tables, reservation.job.sequences[0]
         size = tables.block_size
         full = num_tokens // size * size
@@ -304,7 +306,7 @@ class JobTable:
             lengths = [prompt_len + len(job.generated[c]) for c in job.unfinished[1:]]
             beyond = [blocks_for(length, size) - prompt_len // size for length in lengths]
         return [
-            growing + sum(tables.most_at_once(more, window) for more in beyond)
+            growing + sum(tables.needed_at_once(more, window) for more in beyond)
             for window in tables.windows
         ]
 
