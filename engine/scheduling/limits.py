@@ -37,7 +37,7 @@ class EngineLimits:
         if self.step_tokens < self.max_running + self.chunk_size:
             raise ValueError(
                 f"step_tokens {self.step_tokens} is less than max_running {self.max_running} "
-                f"+ chunk_size {self.chunk_size}: a step must hold a row of every sequence and a chunk"
+                f"+ chunk_size {self.chunk_size}: a step must fit all sequences and one chunk"
             )
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
