@@ -150,7 +150,7 @@ class SimLink(DataLink):
         except (WireClosed, FrameError, TransportRefused) as err:
             self.end(str(err))
         except Exception:
-            log.exception("hand-off connection failed")
+            log.exception("a hand-off connection failed")
             self.end("internal error")
 
     def post(self, record: bytes) -> None:
@@ -166,7 +166,7 @@ class SimLink(DataLink):
         self._pump_soon()
         return known
 
-    def close(self, reason: str = "closed here") -> None:
+    def close(self, reason: str = "closed locally") -> None:
         self.end(reason)
 
     def _pump_soon(self) -> None:

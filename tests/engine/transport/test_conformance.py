@@ -205,7 +205,7 @@ def test_a_frame_before_a_genuine_claim_closes_the_connection(ends: Ends) -> Non
     link.post(record_of(b"x", 1))
     wait_until(lambda: len(prefill.reasons) == 1)
     wait_until(lambda: len(ends.decode.reasons) == 1)
-    assert ends.decode.reasons == ["a frame before a genuine claim"]
+    assert ends.decode.reasons == ["a frame arrived before a verified Claim"]
     assert ends.decode.payloads == []
 
 
@@ -292,7 +292,7 @@ def test_slots_used_without_credit_close_the_connection(tmp_path: Path) -> None:
     wait_until(lambda: len(ends.decode.payloads) == 1)
     link.post(record_of(b"x", 2))
     wait_until(lambda: len(ends.decode.reasons) == 1)
-    assert ends.decode.reasons == ["slot used without credit"]
+    assert ends.decode.reasons == ["the slot was used again without a credit"]
     ends.close()
 
 

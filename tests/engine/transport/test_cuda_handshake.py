@@ -83,7 +83,7 @@ def refused(
 
 
 def test_another_gpu(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    refused("other_gpu", "not visible here", ends, tmp_path, FakeDevice(OTHER), caplog)
+    refused("other_gpu", "not visible to this process", ends, tmp_path, FakeDevice(OTHER), caplog)
 
 
 def test_no_peer_access(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -132,7 +132,14 @@ def test_a_process_that_is_not_visible(
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(wires, "PeerProcess", Outside)
-    refused("pid_namespace", "process is not here", ends, tmp_path, FakeDevice(), caplog)
+    refused(
+        "pid_namespace",
+        "process is not in this PID namespace",
+        ends,
+        tmp_path,
+        FakeDevice(),
+        caplog,
+    )
 
 
 def test_another_version(
@@ -264,7 +271,7 @@ def test_auto_leaves_out_what_cannot_work_and_says_so(caplog: pytest.LogCaptureF
     assert names(gpu) == ["cuda_ipc", "shm", "tcp"]
     with caplog.at_level("WARNING"):
         assert names(usable(gpu, False)) == ["shm", "tcp"]
-    assert "transport cuda_ipc is left out: no_device" in caplog.text
+    assert "transport cuda_ipc is not used: no_device" in caplog.text
 
 
 def test_auto_takes_cuda_ipc_where_both_ends_have_it(tmp_path: Path) -> None:
