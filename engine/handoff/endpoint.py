@@ -89,7 +89,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         event_log: EventLog | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()  # "stale", "refused", ...; `_count` adds to it
-        self._counting = threading.Lock()
+        self._counters_lock = threading.Lock()
         self.figures = defaultdict[str, TransportFigures](TransportFigures)  # by transport
         self._wake = wake
         self._liveness = liveness
@@ -126,7 +126,7 @@ class HandoffEndpoint(Generic[AttemptT]):
 
     def _count(self, name: str) -> None:
         """Add one to a counter; any thread may call it."""
-        with self._counting:
+        with self._counters_lock:
             self.counters[name] += 1
 
     # the engine thread
@@ -245,7 +245,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         if wake:
             self._wake()
 
-    def _genuine(self, message: messages.Signed, link: DataLink) -> AttemptT | None:
+    def _authenticated_attempt(self, message: messages.Signed, link: DataLink) -> AttemptT | None:
         """Return the live attempt of a message with a correct tag; None if the message is ignored.
         Raises FrameError."""
         attempt = self._live.get(message.ticket)
@@ -283,7 +283,7 @@ class HandoffEndpoint(Generic[AttemptT]):
                     return attempt
         return None
 
-    def _shared(self, attempt: AttemptT, message: messages.Signed) -> bool:
+    def _handle_shared(self, attempt: AttemptT, message: messages.Signed) -> bool:
         """Handle a message that both sides may receive; return False for any other message."""
         match message.body:
             case messages.Progress(liveness, passed_over):

@@ -147,8 +147,8 @@ class IncomingHandoff(HandoffAttempt):
         a block whose layers are partly written counts in part."""
         if self.bitmap is None:
             return 0.0
-        passed, self._idle_since = now - self._idle_since, now
-        return passed * self.bitmap.missing_blocks
+        elapsed_s, self._idle_since = now - self._idle_since, now
+        return elapsed_s * self.bitmap.missing_blocks
 
     @property
     def num_written(self) -> int:

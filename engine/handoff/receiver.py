@@ -100,12 +100,12 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self.actions = {
             Action.QUEUE_CLAIM: self._claims.add,
             Action.GIVE_BACK_PROMISE: lambda a: self.promises.give_back(a.promised),
-            Action.SEND_GRANTED: self._grant,
+            Action.SEND_GRANTED: self._send_granted,
             Action.FREE_BLOCKS: self._free,
             Action.COMMIT: self._commit,
             Action.SEND_COMPLETE: lambda a: a.post(messages.Complete()),
             Action.SEND_ABORT: lambda a: a.post(messages.Abort(a.state.reason)),
-            Action.SEND_GONE: self._gone,
+            Action.SEND_GONE: self._send_gone,
             Action.REPORT_DONE: self._report_done,
             Action.REPORT_LOST: lambda a: self._on_lost(a.ticket.attempt, a.state.reason),
         }
@@ -180,14 +180,14 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
     def _work(self) -> bool:
         for granted in self._claims.granted():
-            self._granted(granted)
+            self._on_reserved(granted)
         for incoming in self._to_ack:
             self._safely(incoming, self._cache_verified)
             self._acknowledge(incoming)
         self._to_ack.clear()
         return False
 
-    def _granted(self, incoming: IncomingHandoff) -> None:
+    def _on_reserved(self, incoming: IncomingHandoff) -> None:
         assert incoming.bitmap is not None  # set by the grant, like the reservation
         assert incoming.reservation is not None
         blocks = num_blocks(incoming.reservation.blocks)
@@ -199,7 +199,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self, incoming: IncomingHandoff, link: DataLink, claim: messages.Claim, arrived_s: float
     ) -> None:
         if incoming.state.final or not link.open:
-            self._gone(incoming, link)
+            self._send_gone(incoming, link)
             return
         if incoming.link is None:
             incoming.link = link
@@ -212,11 +212,11 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             reason = f"the Claim names {claim.num_tokens} tokens instead of {incoming.num_tokens}"
             self._advance(incoming, HandoffEnded(reason))
 
-    def _grant(self, incoming: IncomingHandoff) -> None:
+    def _send_granted(self, incoming: IncomingHandoff) -> None:
         assert incoming.reservation is not None
         incoming.post(messages.Granted(tuple(incoming.reservation.first_block)))
 
-    def _gone(self, incoming: IncomingHandoff, link: DataLink | None = None) -> None:
+    def _send_gone(self, incoming: IncomingHandoff, link: DataLink | None = None) -> None:
         target = link or incoming.link
         if target is not None:
             self._note(incoming, RecordKind.GONE)
@@ -337,7 +337,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def message(self, link: DataLink, message: messages.Message) -> None:
         if not isinstance(message, messages.Signed):
             raise FrameError(f"unexpected message {type(message).__name__}")
-        incoming = self._genuine(message, link)
+        incoming = self._authenticated_attempt(message, link)
         if incoming is None:
             if isinstance(message.body, messages.Claim):
                 link.post(messages.encode(messages.Gone(message.ticket)))
@@ -348,7 +348,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         if isinstance(message.body, messages.Claim):
             claim = partial(self._claim, incoming, link, message.body, self._clock())
             self._post(claim)
-        elif not self._shared(incoming, message):
+        elif not self._handle_shared(incoming, message):
             if not isinstance(message.body, messages.Computed):
                 raise FrameError(f"unexpected message {type(message.body).__name__}")
             incoming.prefill_cached = message.body.cached_tokens

@@ -424,8 +424,8 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
             return
         if not isinstance(message, messages.Signed):
             raise FrameError(f"unexpected message {type(message).__name__}")
-        outgoing = self._genuine(message, link)
-        if outgoing is None or self._shared(outgoing, message):
+        outgoing = self._authenticated_attempt(message, link)
+        if outgoing is None or self._handle_shared(outgoing, message):
             return
         match message.body:
             case messages.Granted(first_blocks):

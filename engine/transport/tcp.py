@@ -39,7 +39,7 @@ class TcpWire(Wire):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
         self._staging: memoryview | None = None
-        self._private: memoryview | None = None  # the payload that was read last
+        self._payload_buffer: memoryview | None = None  # the payload that was read last
 
     def setup(self) -> None:
         """Do nothing: the Hello is the first thing in the stream."""
@@ -78,10 +78,10 @@ class TcpWire(Wire):
         return self._staging[:size]
 
     def payload(self, slot: int, size: int) -> Payload:
-        if self._private is None:
-            self._private = memoryview(mmap.mmap(-1, self.slot_bytes))
-        self.fill(self._private[:size])
-        return self._private[:size]
+        if self._payload_buffer is None:
+            self._payload_buffer = memoryview(mmap.mmap(-1, self.slot_bytes))
+        self.fill(self._payload_buffer[:size])
+        return self._payload_buffer[:size]
 
     def skip_payload(self, slot: int, size: int) -> None:
         scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))

@@ -296,7 +296,7 @@ def test_strangers_are_few_cost_no_window_and_keep_nobody_out(make_pair: MakePai
     pair.wait(lambda: pair.receiver.counters["unproven_refused"] == 4)
     links = [link for link in pair.receiver.links if link.open]
     assert len(links) == MAX_UNPROVEN
-    assert not any(link._wire._private for link in links)
+    assert not any(link._wire._payload_buffer for link in links)
     asked = request(50)
     pair.hand_off(asked)
     assert pair.answer(asked) == local(asked), "the oldest stranger has gone"

@@ -62,7 +62,7 @@ class Replay:
         if record.event is not None:
             yield from self._step(entry)
         elif self.has_all_records:
-            yield from self._kind(entry)
+            yield from self._check_kind(entry)
 
     def end(self, engine_sequence: int, orderly: bool) -> Iterator[tuple[Entry, str]]:
         """Yield what is missing at the end of the recording.
@@ -147,7 +147,7 @@ class Replay:
         if owed:
             self._owed = (owed[0], entry)
 
-    def _kind(self, entry: Entry) -> Iterator[str]:
+    def _check_kind(self, entry: Entry) -> Iterator[str]:
         record, phase = entry.record, self.state.phase
         match record.kind:
             case RecordKind.OPENED:

@@ -92,8 +92,10 @@ def _owners(requests: Mapping[str, Sequence[Sequence[Entry]]]) -> dict[str, str]
     names = {t[0].record.attempt[:4]: name for name, tries in requests.items() for t in tries}
     owners: dict[str, str] = {}
     for name, tries in requests.items():
-        waits = [e for t in tries for e in t if (e.record.side, e.record.kind) == FOLLOWS]
-        leader = names.get(waits[0].record.argument.to_bytes(4), name) if waits else name
+        wait_entries = [e for t in tries for e in t if (e.record.side, e.record.kind) == FOLLOWS]
+        leader = (
+            names.get(wait_entries[0].record.argument.to_bytes(4), name) if wait_entries else name
+        )
         owners[name] = owners.get(leader, leader)
     return owners
 

@@ -78,7 +78,9 @@ class _DeviceSlot:
 
     def _check(self, pages: Pages) -> None:
         if pages.num_bytes > self.slot.capacity:
-            raise DeviceError(f"{pages.num_bytes} bytes for a slot of {self.slot.capacity}")
+            raise DeviceError(
+                f"{pages.num_bytes} bytes do not fit into a slot of {self.slot.capacity} bytes"
+            )
 
 
 class PeerProcess:

@@ -219,7 +219,7 @@ def test_garbage_and_silence_cost_nothing(
             sock.sendall(data)
             wait_until(lambda seen=seen: len(ends.decode.reasons) > seen)
     for wire in ends.decode.wires:
-        assert not getattr(wire, "_private", None), "no memory for strangers"
+        assert not getattr(wire, "_payload_buffer", None), "no memory for strangers"
     link = ends.dial(Recorder())
     link.push(frame_job(b"still works", 1))
     wait_until(lambda: len(ends.decode.payloads) == 1)

@@ -110,14 +110,14 @@ def test_another_namespace(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    here = wires.here
+    here = wires.local_place
 
     def elsewhere(device: FakeDevice) -> ProcessPlace:
         place = here(device)  # type: ignore[arg-type]
         return replace(place, **{name: (4, 4026539999)}) if device is prefill else place
 
     prefill = FakeDevice()
-    monkeypatch.setattr(wires, "here", elsewhere)
+    monkeypatch.setattr(wires, "local_place", elsewhere)
     text = f"{name[:3].upper()} namespace [0-9]+ here, 4026539999 there"
     refused(name, text, ends, tmp_path, prefill, caplog)
 
@@ -145,12 +145,12 @@ def test_a_process_that_is_not_visible(
 def test_another_version(
     ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, prefill = wires.here, FakeDevice()
+    here, prefill = wires.local_place, FakeDevice()
 
     def newer(device: FakeDevice) -> ProcessPlace:
         return replace(here(device), version=2 if device is prefill else 1)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(wires, "here", newer)
+    monkeypatch.setattr(wires, "local_place", newer)
     refused("version", "handshake 1 here, 2 there", ends, tmp_path, prefill, caplog)
 
 
@@ -221,7 +221,7 @@ def test_too_many_handshakes(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptu
     strangers = []
     for _ in range(MAX_PROBES):
         sock = dial_unix(Path(ends.listener.address), 1.0)
-        sock.sendall(wires.here(FakeDevice()).pack())
+        sock.sendall(wires.local_place(FakeDevice()).pack())
         assert sock.recv(1), "its answer: it has a cell now"
         strangers.append(sock)
     dial = dialer(tmp_path, FakeDevice)
