@@ -207,9 +207,7 @@ def test_what_an_embedding_cannot_have(subtests: pytest.Subtests) -> None:
     ):
         with subtests.test(param):
             engine = fake_engine(pooling="last")
-            with pytest.raises(
-                InvalidRequest, match=rf"\b{param}\b"
-            ) as refused:
+            with pytest.raises(InvalidRequest, match=rf"\b{param}\b") as refused:
                 engine.submit(replace(ask("a", [1, 2, 3], **params), pool=True))
             assert refused.value.param == param
 
