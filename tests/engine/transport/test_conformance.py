@@ -312,7 +312,7 @@ def test_a_window_that_is_not_sealed_is_refused(
 
 def test_shm_says_why_it_cannot(tmp_path: Path) -> None:
     target = Target("", b"x" * 16)
-    with pytest.raises(TransportRefused, match="shm_dir"):
+    with pytest.raises(TransportRefused, match="shm-dir"):
         transports()["shm"](TransportOptions(shm_dir="")).dial(target, 1.0)
     with pytest.raises(TransportRefused, match="No such file"):
         make_transport("shm", tmp_path / "absent").dial(target, 1.0)
