@@ -26,12 +26,12 @@ from pdserve.engine.scheduling.limits import EngineLimits
 log = logging.getLogger(__name__)
 
 CHUNK_S = 0.1  # target duration of a prefill chunk
-LEAST_SHARE = 8  # minimum of EngineLimits.shared_step_tokens, however slow rows are
+MIN_SHARE = 8  # minimum of EngineLimits.shared_step_tokens, however slow rows are
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def build_engine(
-    config: EngineConfig, progress: Callable[[str, float], None] = lambda what, fraction: None
+    config: EngineConfig, progress: Callable[[str, float], None] = lambda activity, fraction: None
 ) -> tuple[Engine, CardData]:
     """Build an engine ready to step, and its model's card with the effective context length.
 
@@ -42,9 +42,9 @@ def build_engine(
     decoder, backend, card = loaded.decoder, loaded.backend, loaded.card
     spec = KvSpec(config.block_size, decoder.kv_groups)
     progress("warming up", 0.0)
-    most = min(card.context_len, config.kv_tokens or card.context_len, CHUNKS[-1])
-    trial = (blocks_for(most, spec.block_size),) * len(spec.groups)
-    measured = measure(decoder, backend.kv_cache(spec, trial), most)
+    max_size = min(card.context_len, config.kv_tokens or card.context_len, CHUNKS[-1])
+    trial_sizes = (blocks_for(max_size, spec.block_size),) * len(spec.groups)
+    measured = measure(decoder, backend.kv_cache(spec, trial_sizes), max_size)
     chunk_size = config.chunk_size or measured.chunk_size
     num_blocks = _num_blocks(config, backend, spec, card.context_len, chunk_size)
     context_len = min(card.context_len, num_blocks * spec.block_size)
@@ -65,7 +65,7 @@ def build_engine(
             chunk_size=chunk_size,
             step_tokens=config.step_tokens,
             # The tokens that take as long as one row alone, which reads all weights.
-            shared_step_tokens=max(LEAST_SHARE, round(measured.row_s / measured.token_s)),
+            shared_step_tokens=max(MIN_SHARE, round(measured.row_s / measured.token_s)),
             max_waiting=config.max_waiting,
             eos_ids=frozenset(card.eos_ids),
             pooling=card.pooling,
@@ -101,10 +101,10 @@ def _num_blocks(
     def num_bytes(num_blocks: int) -> int:
         return spec.pool_bytes(pool_sizes(spec, num_blocks, config.max_running, chunk_size))
 
-    most = config.max_running * blocks_for(context_len, spec.block_size)
-    fit = bisect_right(range(1, most + 1), backend.pool_bytes(), key=num_bytes)
+    max_blocks = config.max_running * blocks_for(context_len, spec.block_size)
+    fit = bisect_right(range(1, max_blocks + 1), backend.pool_bytes(), key=num_bytes)
     if fit < 1:
-        raise ValueError("not enough free memory for a KV pool; --kv-tokens sets its size")
+        raise ValueError("not enough free memory for a KV pool; set its size with --kv-tokens")
     return fit
 
 
@@ -116,23 +116,23 @@ class Measured(NamedTuple):
     row_s: float  # seconds for a token alone
 
 
-def measure(model: Model, kv: KvCache, most: int) -> Measured:
-    """Warm up and measure the model with chunks of at most `most` tokens, which `kv` has blocks
+def measure(model: Model, kv: KvCache, max_size: int) -> Measured:
+    """Warm up and measure the model with chunks of at most `max_size` tokens, which `kv` has blocks
     for. Sizes expected to be further from 100 ms than the previous one are not tried."""
-    first = min(CHUNKS[0], most)
+    first_size = min(CHUNKS[0], max_size)
     longest_s = CHUNK_S / math.sqrt(2)  # above this, twice the size is further from 100 ms
     _chunk_seconds(model, kv, 1)  # the first pass reads all weights
-    taken: dict[int, float] = {}
-    for size in (first, *CHUNKS[1:]):
-        if size > most or (taken and taken[size // 2] >= longest_s):
+    durations: dict[int, float] = {}
+    for size in (first_size, *CHUNKS[1:]):
+        if size > max_size or (durations and durations[size // 2] >= longest_s):
             break
-        taken[size] = _chunk_seconds(model, kv, size)
-        if taken[size] >= longest_s:  # the first run of a size compiles or loads kernels
-            taken[size] = min(taken[size], _chunk_seconds(model, kv, size))
-    best = min(taken, key=lambda size: abs(math.log(taken[size] / CHUNK_S)))
+        durations[size] = _chunk_seconds(model, kv, size)
+        if durations[size] >= longest_s:  # the first run of a size compiles or loads kernels
+            durations[size] = min(durations[size], _chunk_seconds(model, kv, size))
+    best_size = min(durations, key=lambda size: abs(math.log(durations[size] / CHUNK_S)))
     return Measured(
-        max(best, CHUNKS[0]),
-        min(seconds / size for size, seconds in taken.items()),
+        max(best_size, CHUNKS[0]),
+        min(seconds / size for size, seconds in durations.items()),
         min(_chunk_seconds(model, kv, 1) for _ in range(2)),
     )
 

@@ -5,21 +5,21 @@ import logging
 log = logging.getLogger(__name__)
 
 
-def resolve_device(asked: str) -> str:
+def resolve_device(device: str) -> str:
     """Return "cpu" or "cuda" for a --device value. Raises ValueError if the value requires a GPU
     and none is usable."""
-    if asked == "cpu":
-        return asked
-    obstacle = _obstacle()
-    if not obstacle:
+    if device == "cpu":
+        return device
+    problem = _gpu_problem()
+    if not problem:
         return "cuda"
-    if asked != "auto":
-        raise ValueError(f"--device {asked}: {obstacle}")
-    log.info("--device auto computes on the CPU: %s", obstacle)
+    if device != "auto":
+        raise ValueError(f"--device {device}: {problem}")
+    log.info("--device auto selects the CPU: %s", problem)
     return "cpu"
 
 
-def _obstacle() -> str:
+def _gpu_problem() -> str:
     """Return why no GPU can compute; empty if one can."""
     try:
         import torch
@@ -30,5 +30,5 @@ def _obstacle() -> str:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
-        return "torch finds no GPU; nvidia-smi tells whether the driver does"
+        return "torch finds no GPU; run nvidia-smi to check whether the driver finds one"
     return ""

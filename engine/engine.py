@@ -116,7 +116,7 @@ class Engine:
         """Queue a request. Raises InvalidRequest, ContextLengthExceeded or QueueFull."""
         job = self._new_job(request)
         if len(self.jobs.waiting) >= self.limits.max_waiting:
-            raise QueueFull(f"{len(self.jobs.waiting)} requests are waiting")
+            raise QueueFull(f"the queue is full: {len(self.jobs.waiting)} requests are waiting")
         self._constrain(job)
         self.jobs.add(job)
         self._events += self._progress.end_complete(job)
@@ -131,10 +131,10 @@ class Engine:
         job = self.jobs.by_key.get(key)
         if job is None:
             return False
-        known = [c for c in choices if 0 <= c < len(job.finish)]
-        if choices and not known:
+        valid_choices = [c for c in choices if 0 <= c < len(job.finish)]
+        if choices and not valid_choices:
             return True
-        self._events += self._progress.abort(job, known)
+        self._events += self._progress.abort(job, valid_choices)
         return True
 
     def park(self, key: str) -> bool:
@@ -215,10 +215,10 @@ class Engine:
         self._poll_constraints()
         if pending.picks is None or self._events:
             return None
-        found = plan_ahead(pending.plan, self.jobs)
-        if found is None:
+        ahead = plan_ahead(pending.plan, self.jobs)
+        if ahead is None:
             return None
-        plan, picks = found
+        plan, picks = ahead
         return self._launch(plan, UnreadTokens(pending.picks.tokens, np.array(picks)))
 
     def _launch(self, plan: Plan, unread: UnreadTokens | None) -> Pending:
@@ -296,22 +296,24 @@ class Engine:
         blocks then match and enter the prefix cache for that pair of identities only.
         """
         if request.prefill_only or request.needs_whole_prompt:
-            raise InvalidRequest("its output needs the prompt to be computed here", "prompt")
+            raise InvalidRequest(
+                "the worker that generates the output must also compute this prompt", "prompt"
+            )
         job = self._new_job(request, self._refused.get(request.key), sender)
         if not job.unfinished:
-            raise InvalidRequest("every choice has ended", "choices")
-        waits = self._scheduler.must_wait(job)
-        made = None if waits else self.jobs.reserve(job)
-        while made is None and not waits and self._scheduler.evict(self._events):
-            made = self.jobs.reserve(job)
-        if made is None:
+            raise InvalidRequest("every choice has already ended", "choices")
+        must_wait = self._scheduler.must_wait(job)
+        reserved = None if must_wait else self.jobs.reserve(job)
+        while reserved is None and not must_wait and self._scheduler.evict(self._events):
+            reserved = self.jobs.reserve(job)
+        if reserved is None:
             self._refused[job.key] = job.order
             if len(self._refused) > MAX_REFUSED:  # the oldest ended without a retry
                 del self._refused[next(iter(self._refused))]
             self._scheduler.hold_up(job)
             return None
         self._refused.pop(job.key, None)
-        reservation, copies = made
+        reservation, copies = reserved
         self.kv.copy(copies)
         self._constrain(job)
         return reservation
@@ -419,8 +421,8 @@ class Engine:
         """Return, by block state, the seconds since the oldest such request arrived; 0 if none."""
         jobs, now = self.jobs, self._clock()
         return {
-            state: max((now - job.arrived_s for job in found if job.sequences), default=0.0)
-            for state, found in (
+            state: max((now - job.arrived_s for job in state_jobs if job.sequences), default=0.0)
+            for state, state_jobs in (
                 ("used", jobs.running),
                 ("held", [*jobs.held.values()]),
                 ("parked", [*jobs.parked.values()]),
@@ -439,7 +441,9 @@ class Engine:
         max_tokens = self.limits.check(request)
         self._constraints.check(request)
         if request.key in self.jobs.by_key:
-            raise InvalidRequest(f"a request {request.key!r} is under way", "request")
+            raise InvalidRequest(
+                f"a request with the key {request.key!r} already exists", "request"
+            )
         if order is None:
             self._arrivals += 1
             order = self._arrivals
@@ -458,26 +462,26 @@ class Engine:
     def _poll_constraints(self) -> None:
         """Fail requests whose grammar is wrong, and end choices that were complete before their
         grammar could say so."""
-        left: list[RequestState] = []
+        remaining: list[RequestState] = []
         for job in self._constrained:
             constraints = job.constraints
             if constraints is None:
                 continue
             try:
-                may_go_on = not constraints.is_ready and self._is_active(job)
-                if may_go_on and constraints.poll(self._clock()):
+                may_continue = not constraints.is_ready and self._is_active(job)
+                if may_continue and constraints.poll(self._clock()):
                     self._events += self._progress.end_complete(job)
             except GrammarError as error:
                 self._events += self._progress.fail(job, str(error), error.param)
             except Exception as error:
-                log.exception("the constraints of a request failed")
-                text = f"{type(error).__name__}: {error}"
-                self._events += self._progress.fail(job, text)
+                log.exception("checking the constraints of a request failed")
+                message = f"{type(error).__name__}: {error}"
+                self._events += self._progress.fail(job, message)
             if self.jobs.by_key.get(job.key) is job:
-                left.append(job)
+                remaining.append(job)
             else:
                 constraints.release()
-        self._constrained = left
+        self._constrained = remaining
 
     def _is_active(self, job: RequestState) -> bool:
         """Whether the job is queued or running."""

@@ -29,15 +29,15 @@ def isq_formats(type: str, model: ModelConfig, checkpoint: ViewedCheckpoint) -> 
         for name, role, layer in _matrices(model, checkpoint)
         for stored in [checkpoint.layout(name)]
     )
-    found, unfit, quantized = mix.plan(matrices)
-    if not found:
-        why = ", ".join(quantized) or "no row is a multiple of 32 values"
-        raise CheckpointError(f"--isq {type}: there is nothing to quantize ({why})")
+    formats, unfit, quantized = mix.plan(matrices)
+    if not formats:
+        reasons = ", ".join(quantized) or "no row length is a multiple of 32"
+        raise CheckpointError(f"--isq {type}: the model has nothing to quantize ({reasons})")
     for format, count in quantized.items():
-        log.warning("%d matrices stay %s, as they are stored", count, format)
+        log.warning("%d matrices are stored as %s and are not quantized again", count, format)
     for reason, count in unfit.items():
         log.info("%d matrices: %s", count, reason)
-    return found
+    return formats
 
 
 def _num_experts(model: ModelConfig) -> int:
@@ -51,24 +51,24 @@ def _matrices(
     """Yield name, role and layer of each matrix."""
     yield EMBEDDING, MatrixRole.HEAD if model.tied_head else MatrixRole.OTHER, 0
     for n in range(model.num_layers):
-        for name, role in _of_layer(layer_parts(model, n), checkpoint):
+        for name, role in _layer_matrices(layer_parts(model, n), checkpoint):
             yield name, role, n
     if not model.tied_head:
         yield HEAD, MatrixRole.HEAD, model.num_layers - 1
 
 
-def _of_layer(
+def _layer_matrices(
     parts: tuple[Part, ...], checkpoint: ViewedCheckpoint
 ) -> Iterator[tuple[str, MatrixRole]]:
-    before: Part | None = None  # the last part that is not a norm
+    previous: Part | None = None  # the last part that is not a norm
     for part in parts:
         match part:
             case Linear():
                 names = [spec.name for spec in part.weights]
-                roles = [_role_behind(before)] * len(names)
-                if before is None and len(names) == len(QKV):
-                    is_one = len({checkpoint.source(name) for name in names}) == 1  # one tensor
-                    roles = [MatrixRole.VALUE] * len(QKV) if is_one else [*QKV]
+                roles = [_role_after(previous)] * len(names)
+                if previous is None and len(names) == len(QKV):
+                    is_fused = len({checkpoint.source(name) for name in names}) == 1  # one tensor
+                    roles = [MatrixRole.VALUE] * len(QKV) if is_fused else [*QKV]
                 yield from zip(names, roles, strict=True)
             case HeadLinear():
                 yield part.weight.name, MatrixRole.OTHER
@@ -77,10 +77,10 @@ def _of_layer(
                     yield from ((spec.name, MatrixRole.OTHER) for spec in expert.gate_up.weights)
                     yield from ((spec.name, MatrixRole.DOWN) for spec in expert.down.weights)
         if isinstance(part, Linear | Attention | Gate | Activate):
-            before = part
+            previous = part
 
 
-def _role_behind(part: Part | None) -> MatrixRole:
+def _role_after(part: Part | None) -> MatrixRole:
     """Return the role of the matrix that follows `part`."""
     match part:
         case Attention():

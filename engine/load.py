@@ -55,54 +55,54 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     if config.device == "auto":
         device = "cpu" if config.kernels == "native" else resolve_device("auto")
         config = replace(config, device=device)
-    chosen = choose(config)  # first, so that errors come before slow work
+    backend_type = choose(config)  # first, so that errors come before slow work
     resolve_device(config.device)  # raises if a required GPU is missing
     isq = find_type(config.isq) if config.isq else ""
-    found = resolve(config.model, progress)
+    resolved = resolve(config.model, progress)
     try:
-        return _load(config, found, chosen, isq, progress)
+        return _load(config, resolved, backend_type, isq, progress)
     except (CheckpointError, UnsupportedModel) as error:
-        if str(found.path) in str(error):
+        if str(resolved.path) in str(error):
             raise CheckpointError(str(error)) from error
-        raise CheckpointError(f"{found.path}: {error}") from error
+        raise CheckpointError(f"{resolved.path}: {error}") from error
 
 
 def _load(
     config: EngineConfig,
-    found: Resolved,
-    chosen: type[Backend],
+    resolved: Resolved,
+    backend_type: type[Backend],
     isq: str,
     progress: Progress,
 ) -> LoadedModel:
     """Load the resolved model. Raises CheckpointError or UnsupportedModel."""
-    opened = under_model(open_checkpoint(found.path))
+    opened = under_model(open_checkpoint(resolved.path))
     spec = find_spec(opened.hf_config)
     model = spec.parse(opened.hf_config)
     has_head = model.tied_head or HEAD in spec.view(opened, model).names()
     task = find_task(config, opened, has_head)
     model = task.of(model)
-    asked = config.context_len or model.context_len
-    model = replace(model, context_len=min(asked, model.context_len))
+    requested_len = config.context_len or model.context_len
+    model = replace(model, context_len=min(requested_len, model.context_len))
     if any(layer.rope and layer.rope.kind in BY_CONTEXT for layer in model.layers):
-        log.info("rope is that of a context of %d tokens (--context-len)", model.context_len)
+        log.info("rope is scaled for a context of %d tokens (--context-len)", model.context_len)
     checkpoint = spec.view(opened, model)
     progress("reading the tokenizer", 0.0)
     text = _text_files(checkpoint)  # before the weights, so that errors show at once
     unused = {HEAD} if model.tied_head else set()
     check_names(checkpoint, tensor_shapes(model), unused | ({HEAD_BIAS} if task.kind else set()))
     quantized = isq_formats(isq, model, checkpoint) if isq else {}
-    backend = chosen(config)
-    turned = sorted(set(checkpoint.expanded()) - quantized.keys())
-    if turned and backend.weights_format is None:
+    backend = backend_type(config)
+    expanded = sorted(set(checkpoint.expanded()) - quantized.keys())
+    if expanded and backend.weights_format is None:
         log.warning(
-            "%d weights are kept as float32: what they are stored as has no transpose (%s%s)",
-            len(turned),
-            ", ".join(turned[:3]),
-            ", ..." * (len(turned) > 3),
+            "%d weights are kept as float32: their stored format has no transpose (%s%s)",
+            len(expanded),
+            ", ".join(expanded[:3]),
+            ", ..." * (len(expanded) > 3),
         )
     cache = DigestCache(part=" without head" if task.kind else "")
     decoder, digest = _load_weights(checkpoint, model, backend, quantized, cache, progress)
-    card = _card(config, found, checkpoint, text, model, task, quantized, digest)
+    card = _card(config, resolved, checkpoint, text, model, task, quantized, digest)
     return LoadedModel(decoder, backend, card)
 
 
@@ -114,11 +114,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def find_mapping(arch: str) -> tuple[str, GgufMapping]:
     """Return the architecture's name and its GGUF mapping, by GGUF's general.architecture. Raises
     CheckpointError that lists the known values."""
-    known = {spec.gguf.arch: spec for spec in known_specs() if spec.gguf}
-    if arch not in known:
-        names = ", ".join(sorted(known))
-        raise CheckpointError(f"GGUF architecture {arch!r} is not known; known: {names}")
-    spec = known[arch]
+    specs = {spec.gguf.arch: spec for spec in known_specs() if spec.gguf}
+    if arch not in specs:
+        names = ", ".join(sorted(specs))
+        raise CheckpointError(f"unknown GGUF architecture {arch!r}; known architectures: {names}")
+    spec = specs[arch]
     assert spec.gguf is not None
     return spec.architectures[0], spec.gguf
 
@@ -144,7 +144,7 @@ def _load_weights(
     """Return (decoder, weights digest)."""
     digest = cache.get(checkpoint.files)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
-    doing = "quantizing weights" if quantized else "loading weights"
+    activity = "quantizing weights" if quantized else "loading weights"
     with WeightLoader(
         checkpoint,
         tensor_shapes(model),
@@ -152,7 +152,7 @@ def _load_weights(
         threads,
         hashed=digest is None,
         copied=backend.copies_weights,
-        progress=lambda fraction: progress(doing, fraction),
+        progress=lambda fraction: progress(activity, fraction),
         quantized=quantized,
     ) as weights:
         decoder = backend.decoder(model, weights)
@@ -167,7 +167,7 @@ def _load_weights(
 
 def _card(
     config: EngineConfig,
-    found: Resolved,
+    resolved: Resolved,
     checkpoint: Checkpoint,
     text: TextFiles,
     model: ModelConfig,
@@ -179,7 +179,7 @@ def _card(
     layouts |= {name: layouts[name]._replace(format=format) for name, format in quantized.items()}
     stats = [os.stat(file) for file in checkpoint.files]
     return CardData(
-        name=config.served_name or found.name,
+        name=config.served_name or resolved.name,
         architecture=model.architecture,
         context_len=model.context_len,
         vocab_size=model.vocab_size,
@@ -193,7 +193,7 @@ def _card(
         quantization=quantization_label(layouts.values()),
         created=int(max(stat.st_mtime for stat in stats)),
         weights_bytes=sum(stat.st_size for stat in stats),
-        generation_config=with_recommended(text.generation_config, found.name),
+        generation_config=with_recommended(text.generation_config, resolved.name),
         config_digest=configuration_digest(model, task.kind),
         pooling=task.kind,
         normalizes=task.pooling is not None and task.pooling.normalizes,

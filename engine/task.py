@@ -34,8 +34,8 @@ class ModelTask:
         """
         if self.pooling is None:
             return model
-        most = min(model.context_len, self.pooling.max_len or model.context_len)
-        return replace(model, tied_head=True, head_bias=False, context_len=most)
+        max_len = min(model.context_len, self.pooling.max_len or model.context_len)
+        return replace(model, tied_head=True, head_bias=False, context_len=max_len)
 
 
 def find_task(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> ModelTask:
@@ -46,18 +46,20 @@ def find_task(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> M
     """
     for field, value in CAUSAL.items():
         if checkpoint.hf_config.get(field) is value:
-            raise CheckpointError(f"config field {field}={value}: attention must be causal")
-    asked = config.task
+            raise CheckpointError(
+                f"config field {field}={value} is not supported: attention must be causal"
+            )
+    task = config.task
     if config.pooling != "auto":
-        if asked not in ("auto", "embed"):
-            raise ValueError(f"--pooling {config.pooling} contradicts --task {asked}")
-        asked = "embed"
-    if asked in ("generate", "score"):
+        if task not in ("auto", "embed"):
+            raise ValueError(f"--pooling {config.pooling} contradicts --task {task}")
+        task = "embed"
+    if task in ("generate", "score"):
         if not has_head:
-            raise CheckpointError(f"--task {asked}: the model has no head, it can only embed")
-        return ModelTask(scores=asked == "score")
+            raise CheckpointError(f"--task {task}: the model has no output head and can only embed")
+        return ModelTask(scores=task == "score")
     stored = _stored_pooling(config, checkpoint)
-    if asked == "auto" and stored is None and has_head:
+    if task == "auto" and stored is None and has_head:
         return ModelTask()
     # Like vLLM, normalize the vectors of a model whose files do not say.
     stored = stored or StoredPooling("last", normalizes=True)
@@ -72,7 +74,9 @@ def _stored_pooling(config: EngineConfig, checkpoint: Checkpoint) -> StoredPooli
     except CheckpointError as error:
         if config.pooling == "auto":
             raise
-        log.warning("--pooling stands in for what the files say: %s", error)
+        log.warning(
+            "--pooling replaces the model's pooling settings, which cannot be used: %s", error
+        )
         return None
 
 
@@ -82,5 +86,7 @@ def score_ids(tokenizer_json: bytes) -> tuple[int, int]:
     tokenizer = load_tokenizer(tokenizer_json)
     yes, no = tokenizer.token_to_id(YES), tokenizer.token_to_id(NO)
     if yes is None or no is None:
-        raise CheckpointError(f"--task score: the vocabulary has no tokens {YES!r} and {NO!r}")
+        raise CheckpointError(
+            f"--task score: the vocabulary must have the tokens {YES!r} and {NO!r}"
+        )
     return yes, no

@@ -77,7 +77,11 @@ class EngineThread:
     def stack(self) -> str:
         """Return the thread's stack as text; any thread may call it."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        return "".join(traceback.format_stack(frame)) if frame is not None else "it does not run"
+        return (
+            "".join(traceback.format_stack(frame))
+            if frame is not None
+            else "the engine thread is not running"
+        )
 
     def start(self) -> None:
         """Start the thread."""
@@ -126,7 +130,7 @@ class EngineThread:
         self._resting = False
         while not self._closing:
             self._liveness.beat(time.monotonic())
-            self._carry_out_posted()
+            self._run_posted()
             more = self._poll()
             if not self._step() and not more:
                 self._idle()
@@ -139,7 +143,7 @@ class EngineThread:
                 self._resting = False
             self._wake = False
 
-    def _carry_out_posted(self) -> None:
+    def _run_posted(self) -> None:
         for _ in range(len(self._posted)):
             fn, future = self._posted.popleft()
             if not future.set_running_or_notify_cancel():
@@ -169,23 +173,23 @@ class EngineThread:
             if pending is None:
                 pending = self._launch()
             else:
-                self._note(pending.plan)
+                self._record_step(pending.plan)
             if pending is not None:
                 self._ahead = self._engine.launch_ahead(pending)
-                self._tell(self._engine.collect(pending))
+                self._send_events(self._engine.collect(pending))
         except DeviceLost as error:
-            log.critical("the device is lost; no step is computed any more", exc_info=error)
+            log.critical("the device is lost; the engine stops computing steps", exc_info=error)
             self._lost = str(error)
             return True  # so that the polls notice the loss at once
         except Exception as error:
-            return self._give_up(error)
+            return self._fail_requests(error)
         return pending is not None
 
     def _plan(self) -> Plan | None:
         """Plan the next step; pass on its first events at once."""
         plan = self._step_plan = self._engine.schedule()
         if plan is not None and plan.events:
-            self._tell(self._engine.announce(plan))
+            self._send_events(self._engine.announce(plan))
         return plan
 
     def _launch(self) -> Pending | None:
@@ -193,30 +197,33 @@ class EngineThread:
         plan = self._plan()
         if plan is None:
             return None
-        self._note(plan)
+        self._record_step(plan)
         return self._engine.launch(plan)
 
-    def _note(self, plan: Plan) -> None:
+    def _record_step(self, plan: Plan) -> None:
         """Record the step that this thread waits for from now on."""
         self._step_plan = plan
         self._liveness.beat(time.monotonic(), self._engine.expected_s(plan))
 
-    def _give_up(self, error: Exception) -> bool:
+    def _fail_requests(self, error: Exception) -> bool:
         """Fail all requests. Returns False if that raises; the next turn then comes after a
         second."""
-        log.error("an engine step failed; all its requests are given up", exc_info=error)
+        log.error("an engine step failed; all requests of the engine fail", exc_info=error)
         try:
             self._engine.fail_all(f"{type(error).__name__}: {error}")
         except Exception:
-            log.critical("the engine cannot give its requests up", exc_info=True)
+            log.critical(
+                "failing the requests raised an error; the thread continues after a pause",
+                exc_info=True,
+            )
             return False
         return True
 
-    def _tell(self, step: Step) -> None:
+    def _send_events(self, step: Step) -> None:
         try:
             self._on_step(step)
         except Exception:
-            log.exception("on_step failed; step %d", step.index)
+            log.exception("on_step raised an error for step %d", step.index)
 
     def _cancel_posted(self) -> None:
         while self._posted:

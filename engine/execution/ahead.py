@@ -32,7 +32,7 @@ def plan_ahead(plan: Plan, jobs: JobTable) -> tuple[Plan, list[int]] | None:
             copies = jobs.extend(sequence, end + 1)
             if copies is None:
                 return None
-            assert not copies, "the step before writes into that block already"
+            assert not copies, "the previous step already writes into that block"
         following.rows.append(Row(sequence, end, end + 1, choices, end))
         picks.append(pick)
     following.num_decode_rows = len(picks)

@@ -23,20 +23,20 @@ def free_host_bytes(
     available = _named_values(proc)["MemAvailable:"] * 1024
     for limit, usage, statistics, reclaimable in _CGROUPS:
         try:
-            most = (cgroup / limit).read_text().strip()
-            if most == "max":
+            max_bytes = (cgroup / limit).read_text().strip()
+            if max_bytes == "max":
                 continue
             used = int((cgroup / usage).read_text())
             cached = _named_values(cgroup / statistics).get(reclaimable, 0)
         except OSError:
             continue  # not this version of cgroups
-        available = min(available, max(0, int(most) - used + cached))
+        available = min(available, max(0, int(max_bytes) - used + cached))
     return available
 
 
 def _named_values(path: Path) -> dict[str, int]:
     lines = (line.split() for line in path.read_text().splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1}
+    return {fields[0]: int(fields[1]) for fields in lines if len(fields) > 1}
 
 
 def keep_freed_memory() -> None:

@@ -16,10 +16,10 @@ def with_states(
     """
     if hidden is None or not any(row.sequence.job.pooled for row in rows):
         return outcomes
-    found, output = list(outcomes), 0
+    pooled, output = list(outcomes), 0
     for i, row in enumerate(rows):
         end = output + row.end - row.first_output
         if row.sequence.job.pooled is not None and end > output:
-            found[i] = outcomes[i]._replace(states=model.states(hidden[output:end]))
+            pooled[i] = outcomes[i]._replace(states=model.states(hidden[output:end]))
         output = end
-    return found
+    return pooled

@@ -83,27 +83,27 @@ class ModelRunner:
             kv_lens.append(end)
             ids.append(sequence.ids[start] if unread is None else 0)
             positions.append(start)
-            for found, blocks in zip(slots, sequence.block_tables, strict=True):
-                found.append(blocks[start // size] * size + start % size)
+            for row_slots, blocks in zip(slots, sequence.block_tables, strict=True):
+                row_slots.append(blocks[start // size] * size + start % size)
         starts += range(1, num_decode_rows + 1)
-        at = num_decode_rows  # of the row's first token in the flat batch
+        offset = num_decode_rows  # of the row's first token in the flat batch
         for sequence, start, end, _, first_output in rows[num_decode_rows:]:
             self._sync(sequence)
             table_rows.append(sequence.slot)
             kv_lens.append(end)
             ids += sequence.ids[start:end]
             positions += range(start, end)
-            outputs += range(at + first_output - start, at + end - start)
-            for found, blocks in zip(slots, sequence.block_tables, strict=True):
-                found += _slots(blocks, start, end, size)
-            at += end - start
-            starts.append(at)
+            outputs += range(offset + first_output - start, offset + end - start)
+            for row_slots, blocks in zip(slots, sequence.block_tables, strict=True):
+                row_slots += _slots(blocks, start, end, size)
+            offset += end - start
+            starts.append(offset)
         # One numpy call for all arrays: separate calls dominate the engine's time in a short step.
         token_ids, position, *token_slots = np.array([ids, positions, *slots])
         width = blocks_for(max(kv_lens), size)
         groups = tuple(
-            GroupTable(table[table_rows, :width], some)
-            for table, some in zip(self._tables, token_slots, strict=True)
+            GroupTable(table[table_rows, :width], new_slots)
+            for table, new_slots in zip(self._tables, token_slots, strict=True)
         )
         return Batch(
             token_ids=token_ids,
@@ -122,20 +122,20 @@ class ModelRunner:
         for group, start in enumerate(sequence.rewritten_from):
             blocks = sequence.block_tables[group]
             if start < len(blocks):
-                line = self._tables[group][sequence.slot]
-                line[start : len(blocks)] = blocks[start:]
+                table_row = self._tables[group][sequence.slot]
+                table_row[start : len(blocks)] = blocks[start:]
                 if not start:
-                    line[len(blocks) :] = 0  # another sequence had the slot before
+                    table_row[len(blocks) :] = 0  # another sequence had the slot before
                 sequence.rewritten_from[group] = len(blocks)
 
 
 def _slots(blocks: Seq[int], start: int, end: int, size: int) -> list[int]:
     """Return the slots of tokens start .. end - 1 of a sequence: block * size + offset."""
-    found: list[int] = []
+    slots: list[int] = []
     while start < end:
         block, offset = divmod(start, size)
         count = min(end - start, size - offset)
         first = blocks[block] * size + offset
-        found += range(first, first + count)
+        slots += range(first, first + count)
         start += count
-    return found
+    return slots

@@ -28,7 +28,7 @@ SCORED_BYTES = 64 << 20  # maximum size of the logits computed at a time for pro
 NOTHING = Outcome()
 LATE = Outcome(is_late=True)
 NOT_FINITE = Pick(-1, error="the logits are not finite")
-NO_TOKEN = "no token is left that the request's parameters allow"
+NO_TOKEN = "the request's parameters allow no further token"
 
 
 class Sampler:
@@ -90,8 +90,8 @@ class Sampler:
             if i in late:
                 outcomes.append(LATE)
             else:
-                own = tuple(islice(picks, len(row.choices)))
-                outcomes.append(Outcome(own, scores.get(i, ())))
+                row_picks = tuple(islice(picks, len(row.choices)))
+                outcomes.append(Outcome(row_picks, scores.get(i, ())))
         return outcomes
 
     def _pick(self, rows: Seq[Row], late: set[int], logits: Any) -> list[Pick]:
@@ -135,18 +135,18 @@ class Sampler:
         for i, params in scored.items():
             if tokens[i] >= 0:
                 row_logits = logits[outputs[i] : outputs[i] + 1]
-                count, also = params.logprobs or 0, params.logprob_token_ids
-                (found,) = self._logprobs(row_logits, [tokens[i]], count, also)
-                picks[i] = Pick(tokens[i], found)
+                count, extra_ids = params.logprobs or 0, params.logprob_token_ids
+                (token_logprob,) = self._logprobs(row_logits, [tokens[i]], count, extra_ids)
+                picks[i] = Pick(tokens[i], token_logprob)
         for i, error_pick in errors.items():
             picks[i] = error_pick
         return picks
 
     def _logprobs(
-        self, logits: Any, tokens: list[int], count: int, also: Seq[int] = ()
+        self, logits: Any, tokens: list[int], count: int, extra_ids: Seq[int] = ()
     ) -> list[TokenLogprob]:
-        found = self._ops.logprobs(logits, tokens, count, also)
-        return [TokenLogprob(own, top) for own, top in found]
+        results = self._ops.logprobs(logits, tokens, count, extra_ids)
+        return [TokenLogprob(logprob, top) for logprob, top in results]
 
     def _is_finite(self, logits: Any) -> bool:
         """Whether the best score of one row is finite."""
@@ -164,12 +164,12 @@ class Sampler:
             return ()
         tokens = sequence.ids[row.start + 1 : row.end + 1]
         size = max(1, SCORED_BYTES // (4 * self._limits.vocab_size))
-        found: list[TokenLogprob] = []
+        scores: list[TokenLogprob] = []
         for start in range(0, len(tokens), size):
-            some = tokens[start : start + size]
-            at = output + start
-            found += self._logprobs(head(hidden[at : at + len(some)]), some, count)
-        return tuple(found)
+            part = tokens[start : start + size]
+            first = output + start
+            scores += self._logprobs(head(hidden[first : first + len(part)]), part, count)
+        return tuple(scores)
 
     def _stream(self, job: RequestState, choice: int, vocab: int) -> Any:
         """Make the stream of a choice that has none yet."""

@@ -44,7 +44,9 @@ class ClaimQueue:
         """Add an attempt that waits for blocks; one that ends first leaves the queue."""
         self._queue.append(incoming)
         ordered = by_priority(
-            self._queue, lambda it: it.request.tenant, lambda it: it.request.priority
+            self._queue,
+            lambda incoming: incoming.request.tenant,
+            lambda incoming: incoming.request.priority,
         )
         self._queue = deque(ordered)
 
@@ -60,7 +62,7 @@ class ClaimQueue:
                 reservation = self._engine.reserve(head.request, head.sender)
             except Exception as err:
                 if not isinstance(err, EngineError):
-                    log.exception("a reservation failed")
+                    log.exception("reserving blocks for a hand-off failed")
                 self._queue.popleft()
                 self._refused(head, f"reservation: {err}")
                 continue

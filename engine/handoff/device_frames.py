@@ -14,14 +14,14 @@ from typing import Any, NamedTuple, Protocol
 
 from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.incoming import IncomingHandoff
-from pdserve.engine.handoff.open_blocks import BlocksLeft, FrameCopy, OpenBlocks, PagedKv
+from pdserve.engine.handoff.open_blocks import BlocksReleased, FrameCopy, OpenBlocks, PagedKv
 from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.protocol.layout import Piece
 from pdserve.engine.transport.base import DeviceSource
 
 log = logging.getLogger(__name__)
 
-LOOK_S, REST_S = 0.0001, 0.002  # pauses between polls while nothing moves: first, longest
+MIN_PAUSE_S, MAX_PAUSE_S = 0.0001, 0.002  # pauses between polls while nothing moves: first, longest
 
 
 class ReceivedFrame(NamedTuple):
@@ -39,7 +39,7 @@ class _RunningCopy:
 
     frame: ReceivedFrame
     blocks: OpenBlocks
-    begun: FrameCopy
+    frame_copy: FrameCopy
 
 
 class FrameVerdicts(Protocol):
@@ -105,21 +105,21 @@ class DeviceFrames:
             try:
                 moved = self.poll()
             except Exception:
-                log.exception("copying frames failed")
+                log.exception("copying frames on the device failed")
                 moved = False
             if not self.busy:
                 pause = None
             elif moved or pause is None:
-                pause = LOOK_S
+                pause = MIN_PAUSE_S
             else:
-                pause = min(2 * pause, REST_S)
+                pause = min(2 * pause, MAX_PAUSE_S)
 
     def poll(self) -> bool:
         """Read the verdicts of finished copies and begin the copies that can begin. Return
         whether there were any."""
         moved = False
         for pending in list(self._pending):
-            copy, failure = pending.begun.copy, None
+            copy, failure = pending.frame_copy.copy, None
             assert copy is not None
             try:
                 if not copy.done():
@@ -127,64 +127,64 @@ class DeviceFrames:
             except Exception as err:
                 failure = err  # a failed device never reports that it is done
             self._pending.remove(pending)  # first, so it is credited once even if something raises
-            self._ended(pending, failure)
+            self._finish(pending, failure)
             moved = True
         for _ in range(len(self._waiting)):
             frame = self._waiting.popleft()
-            if self._begins(frame):
+            if self._begin(frame):
                 moved = True
             else:
                 self._waiting.append(frame)
         return moved
 
-    def _begins(self, frame: ReceivedFrame) -> bool:
+    def _begin(self, frame: ReceivedFrame) -> bool:
         """Return whether the frame's copy has begun or needs none; otherwise the frame waits."""
         incoming, source, blocks = frame.attempt, frame.source, frame.attempt.blocks
         assert source is not None
         key = incoming.peer_key.copy_key(frame.header.sequence)
         try:
             if blocks is None:
-                raise BlocksLeft
-            begun = blocks.begin_copy(self._kv, frame.header, source, key)
+                raise BlocksReleased
+            frame_copy = blocks.begin_copy(self._kv, frame.header, source, key)
         except Exception as err:
             frame.link.credit(frame.header)
             self._not_written(frame, err)
             return True
-        if begun is None:
+        if frame_copy is None:
             return False
-        if begun.copy is None:
+        if frame_copy.copy is None:
             frame.link.credit(frame.header)
-            self._tell(self._verdicts.accepted, frame, None)
+            self._report(self._verdicts.accepted, frame, None)
         else:
-            self._pending.append(_RunningCopy(frame, blocks, begun))
+            self._pending.append(_RunningCopy(frame, blocks, frame_copy))
         return True
 
-    def _ended(self, pending: _RunningCopy, failure: Exception | None) -> None:
-        frame, (piece, copy) = pending.frame, pending.begun
+    def _finish(self, pending: _RunningCopy, failure: Exception | None) -> None:
+        frame, (piece, copy) = pending.frame, pending.frame_copy
         assert copy is not None
         frame.link.credit(frame.header)  # first, since an answer also returns the slot
-        before = frame.attempt.num_inside
+        num_before = frame.attempt.num_written
         try:
-            pending.blocks.end_copy(pending.begun)
-        except BlocksLeft as err:
+            pending.blocks.end_copy(pending.frame_copy)
+        except BlocksReleased as err:
             failure = failure or err
         if failure is not None:
             self._not_written(frame, failure)
         elif not copy.intact:
-            self._tell(self._verdicts.damaged, frame)
+            self._report(self._verdicts.damaged, frame)
         else:  # wake the engine thread only for a whole chunk
-            wake = frame.attempt.num_inside > before
-            self._tell(self._verdicts.accepted, frame, piece, wake)
+            wake = frame.attempt.num_written > num_before
+            self._report(self._verdicts.accepted, frame, piece, wake)
 
     def _not_written(self, frame: ReceivedFrame, error: Exception) -> None:
-        if isinstance(error, BlocksLeft):
-            self._tell(self._verdicts.late, frame)
+        if isinstance(error, BlocksReleased):
+            self._report(self._verdicts.late, frame)
         elif isinstance(error, FrameError):
-            self._tell(self._verdicts.refused, frame, error)
+            self._report(self._verdicts.refused, frame, error)
         else:
-            self._tell(self._verdicts.failed, frame, error)
+            self._report(self._verdicts.failed, frame, error)
 
-    def _tell(self, verdict: Callable[..., None], frame: ReceivedFrame, *more: Any) -> None:
+    def _report(self, verdict: Callable[..., None], frame: ReceivedFrame, *more: Any) -> None:
         try:
             verdict(frame, *more)
         except FrameError as err:  # the inbox of the engine thread is full

@@ -52,14 +52,14 @@ class TransportFigures:
 class HandoffAttempt:
     """One side of one hand-off."""
 
-    def __init__(self, ticket: Ticket, state: Handoff, own: TagKey, peer: TagKey) -> None:
+    def __init__(self, ticket: Ticket, state: Handoff, own_key: TagKey, peer_key: TagKey) -> None:
         self.ticket = ticket
         self.state = state
         self.link: DataLink | None = None
-        self.peer_key = peer
+        self.peer_key = peer_key
         self.progress: PeerProgress | None = None  # the newest; the reader thread sets it
         self.passed_over = False  # the peer computes other requests only; the reader thread sets it
-        self.own_key = own
+        self.own_key = own_key
         self.sequence = itertools.count(1)  # of every record that this side signs
 
     def post(self, body: messages.Body) -> None:
@@ -89,7 +89,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         event_log: EventLog | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()  # "stale", "refused", ...; `_count` adds to it
-        self._counting = threading.Lock()
+        self._counters_lock = threading.Lock()
         self.figures = defaultdict[str, TransportFigures](TransportFigures)  # by transport
         self._wake = wake
         self._liveness = liveness
@@ -126,7 +126,7 @@ class HandoffEndpoint(Generic[AttemptT]):
 
     def _count(self, name: str) -> None:
         """Add one to a counter; any thread may call it."""
-        with self._counting:
+        with self._counters_lock:
             self.counters[name] += 1
 
     # the engine thread
@@ -153,19 +153,19 @@ class HandoffEndpoint(Generic[AttemptT]):
 
     def cancel(self, attempt: bytes, reason: str) -> bool:
         """End an attempt here and at the peer; return False if it is not live."""
-        found = self.attempt(attempt)
-        if found is None:
+        live_attempt = self.attempt(attempt)
+        if live_attempt is None:
             return False
-        self._advance(found, HandoffEnded(reason))
+        self._advance(live_attempt, HandoffEnded(reason))
         return True
 
     def _add(self, attempt: AttemptT, promised: int = 0) -> None:
         """Register a new attempt with `promised` promised blocks."""
         self._live[attempt.ticket.id] = attempt
         self._by_attempt[attempt.ticket.attempt] = attempt
-        left_s = max(0.0, attempt.state.deadline - self._clock())
-        left_ms = int(min(left_s * 1000, MAX_ARGUMENT))
-        self._note(attempt, RecordKind.OPENED, promised, left_ms)
+        remaining_s = max(0.0, attempt.state.deadline - self._clock())
+        remaining_ms = int(min(remaining_s * 1000, MAX_ARGUMENT))
+        self._note(attempt, RecordKind.OPENED, promised, remaining_ms)
 
     def _note(
         self, attempt: HandoffAttempt, kind: RecordKind, detail: int = 0, argument: int = 0
@@ -179,9 +179,9 @@ class HandoffEndpoint(Generic[AttemptT]):
         raises, the others are still carried out, so blocks and promise are always released. A
         commit that raises did not happen.
         """
-        before = attempt.state
-        attempt.state, actions = step(before, event, self._clock())
-        self._event_log.step(attempt.ticket.attempt, event, before, attempt.state, actions)
+        old_state = attempt.state
+        attempt.state, actions = step(old_state, event, self._clock())
+        self._event_log.step(attempt.ticket.attempt, event, old_state, attempt.state, actions)
         if attempt.state.final:
             self._live.pop(attempt.ticket.id, None)
             self._by_attempt.pop(attempt.ticket.attempt, None)
@@ -189,7 +189,7 @@ class HandoffEndpoint(Generic[AttemptT]):
             if action is Action.COUNT_STALE:
                 self._count("stale")
             elif not self._safely(attempt, self.actions[action]) and action is Action.COMMIT:
-                attempt.state = before
+                attempt.state = old_state
                 self._note(attempt, RecordKind.UNDONE)
                 self._advance(attempt, HandoffEnded(INTERNAL))
                 return
@@ -240,12 +240,12 @@ class HandoffEndpoint(Generic[AttemptT]):
         """Add to the inbox; without `wake` the action waits for the next poll, at most one tick.
         Raises FrameError if the inbox is full."""
         if len(self._inbox) >= MAX_INBOX:
-            raise FrameError("the engine does not keep up")
+            raise FrameError("the inbox of the engine thread is full")
         self._inbox.append(action)
         if wake:
             self._wake()
 
-    def _genuine(self, message: messages.Signed, link: DataLink) -> AttemptT | None:
+    def _authenticated_attempt(self, message: messages.Signed, link: DataLink) -> AttemptT | None:
         """Return the live attempt of a message with a correct tag; None if the message is ignored.
         Raises FrameError."""
         attempt = self._live.get(message.ticket)
@@ -258,10 +258,10 @@ class HandoffEndpoint(Generic[AttemptT]):
                 self._count("stale")
             return attempt
         if attempt.link is not None and attempt.link is not link:
-            raise FrameError("a message of another connection's attempt")
+            raise FrameError("the message is about an attempt of another connection")
         if not message.genuine(attempt.peer_key):
             self._count("refused")
-            raise FrameError("control message with a bad tag")
+            raise FrameError("a control message has a wrong tag")
         return attempt
 
     def _signer(
@@ -283,7 +283,7 @@ class HandoffEndpoint(Generic[AttemptT]):
                     return attempt
         return None
 
-    def _shared(self, attempt: AttemptT, message: messages.Signed) -> bool:
+    def _handle_shared(self, attempt: AttemptT, message: messages.Signed) -> bool:
         """Handle a message that both sides may receive; return False for any other message."""
         match message.body:
             case messages.Progress(liveness, passed_over):

@@ -1,7 +1,7 @@
 """The state of one attempt at decode.
 
 The engine thread owns it; threads of its connection call `write`, `arrives`, `frame_done`, `has`
-and `num_inside`.
+and `num_written`.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pdserve.engine.api.request import Request, prefix_ids
 from pdserve.engine.handoff.endpoint import HandoffAttempt
-from pdserve.engine.handoff.open_blocks import BlocksLeft, OpenBlocks, WritableKv
+from pdserve.engine.handoff.open_blocks import BlocksReleased, OpenBlocks, WritableKv
 from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.protocol.keys import Ticket, TicketKeys
 from pdserve.engine.handoff.protocol.layout import Bitmap, Piece
@@ -98,9 +98,9 @@ class IncomingHandoff(HandoffAttempt):
     ) -> None:
         """Give the attempt its blocks, which may be written after `ready` (OpenBlocks)."""
         self.reservation = reservation
-        shape = spec, reservation.num_tokens, reservation.first_block
-        self.bitmap = Bitmap(*shape)
-        self.blocks = OpenBlocks(reservation.blocks, Bitmap(*shape), ready)
+        bitmap_args = spec, reservation.num_tokens, reservation.first_block
+        self.bitmap = Bitmap(*bitmap_args)
+        self.blocks = OpenBlocks(reservation.blocks, Bitmap(*bitmap_args), ready)
         self.num_verified = self.bitmap.num_leading
         self.times.granted = self._idle_since = now
         self.slow_peer = SlowPeerDetector.begin(now)
@@ -130,10 +130,10 @@ class IncomingHandoff(HandoffAttempt):
         if self.bitmap is None or self.slow_peer is None:
             return 0
         blocks = self.bitmap.num_leading
-        more = blocks > self.num_verified
-        self.slow_peer = self.slow_peer.arrived(now, chunk=more)
+        has_grown = blocks > self.num_verified
+        self.slow_peer = self.slow_peer.arrived(now, chunk=has_grown)
         self.num_verified = blocks
-        return min(self.num_tokens, blocks * block_size) if more else 0
+        return min(self.num_tokens, blocks * block_size) if has_grown else 0
 
     def is_slow(self, now: float) -> bool:
         """Return whether the attempt's prefill has become slow. Call it several times a second."""
@@ -147,19 +147,19 @@ class IncomingHandoff(HandoffAttempt):
         a block whose layers are partly written counts in part."""
         if self.bitmap is None:
             return 0.0
-        passed, self._idle_since = now - self._idle_since, now
-        return passed * self.bitmap.missing_blocks
+        elapsed_s, self._idle_since = now - self._idle_since, now
+        return elapsed_s * self.bitmap.missing_blocks
 
     @property
-    def num_inside(self) -> int:
+    def num_written(self) -> int:
         """Leading blocks that are verified and written; `num_verified` follows on the engine
         thread."""
         return self.blocks.num_leading if self.blocks is not None else 0
 
     def write(self, kv: WritableKv, header: FrameHeader, payload: memoryview) -> Piece | None:
-        """Call OpenBlocks.write; also raises BlocksLeft if the attempt has no blocks yet."""
+        """Call OpenBlocks.write; also raises BlocksReleased if the attempt has no blocks yet."""
         if self.blocks is None:
-            raise BlocksLeft
+            raise BlocksReleased
         return self.blocks.write(kv, header, payload)
 
     def settle(self) -> None:

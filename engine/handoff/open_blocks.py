@@ -39,7 +39,7 @@ class WritableKv(PagedKv, Protocol):
     def ready(self) -> Any: ...
 
 
-class BlocksLeft(Exception):
+class BlocksReleased(Exception):
     """Raised if the blocks no longer belong to this attempt."""
 
 
@@ -59,7 +59,7 @@ class OpenBlocks:
         the event after the work that was launched for the blocks' previous owners."""
         self._tables = tables
         self._ready = ready
-        self._inside = empty  # under the lock
+        self._written = empty  # under the lock
         self._copies: list[FrameCopy] = []  # begun, verdict not read yet; under the lock
         self._open = True  # under the lock
         self._lock = threading.Lock()
@@ -68,14 +68,14 @@ class OpenBlocks:
     def write(self, kv: WritableKv, header: FrameHeader, payload: memoryview) -> Piece | None:
         """Write a verified frame; return None if all of it was present before.
 
-        Raises BlocksLeft, and FrameError if the frame does not fit or overlaps verified blocks.
+        Raises BlocksReleased, and FrameError if the frame does not fit or overlaps verified blocks.
         """
         with self._lock:
             piece = self._piece(header)
-            if self._inside.has(piece):
+            if self._written.has(piece):
                 return None
-            if self._inside.touches(piece):
-                raise FrameError("it overlaps verified blocks")
+            if self._written.touches(piece):
+                raise FrameError("the frame overlaps verified blocks")
             kv.write(piece.group, piece.layers, self._blocks(piece), payload)
             self._add(piece)
             return piece
@@ -90,47 +90,47 @@ class OpenBlocks:
         """
         with self._lock:
             piece = self._piece(header)
-            if self._inside.has(piece):
+            if self._written.has(piece):
                 return FrameCopy(piece, None)
             if any(other.piece.overlaps(piece) for other in self._copies) or not source.ready():
                 return None
-            if self._inside.touches(piece):
-                raise FrameError("it overlaps verified blocks")
+            if self._written.touches(piece):
+                raise FrameError("the frame overlaps verified blocks")
             pages = kv.pages(piece.group, piece.layers, self._blocks(piece), self._ready)
-            begun = FrameCopy(piece, source.copy_in(pages, key))
-            self._copies.append(begun)
-            return begun
+            frame_copy = FrameCopy(piece, source.copy_in(pages, key))
+            self._copies.append(frame_copy)
+            return frame_copy
 
-    def end_copy(self, done: FrameCopy) -> None:
-        """Record a finished copy; an intact one then counts as written. Raises BlocksLeft."""
+    def end_copy(self, frame_copy: FrameCopy) -> None:
+        """Record a finished copy; an intact one then counts as written. Raises BlocksReleased."""
         with self._lock:
             if not self._open:
-                raise BlocksLeft
-            self._copies.remove(done)
-            if done.copy is not None and done.copy.intact:
-                self._add(done.piece)
+                raise BlocksReleased
+            self._copies.remove(frame_copy)
+            if frame_copy.copy is not None and frame_copy.copy.intact:
+                self._add(frame_copy.piece)
 
     def close(self) -> None:
         """Forbid further writes and wait for the running copies."""
         with self._lock:
             self._open = False
             copies, self._copies = self._copies, []
-        for begun in copies:
+        for frame_copy in copies:
             try:
-                assert begun.copy is not None
-                begun.copy.wait()
+                assert frame_copy.copy is not None
+                frame_copy.copy.wait()
             except DeviceError:
                 log.exception("a copy on the device failed")
 
     def _piece(self, header: FrameHeader) -> Piece:
         if not self._open:
-            raise BlocksLeft
-        return self._inside.piece(header)
+            raise BlocksReleased
+        return self._written.piece(header)
 
     def _blocks(self, piece: Piece) -> Sequence[int]:
         """Return the pool blocks that a piece goes into."""
         return self._tables[piece.group][piece.blocks.start : piece.blocks.stop]
 
     def _add(self, piece: Piece) -> None:
-        self._inside.add(piece)
-        self.num_leading = self._inside.num_leading
+        self._written.add(piece)
+        self.num_leading = self._written.num_leading

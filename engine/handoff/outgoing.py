@@ -114,7 +114,9 @@ class OutgoingHandoff(HandoffAttempt):
         ready = kv.ready() if direct else None
         for piece in pieces:
             blocks = tuple(table[piece.blocks.start : piece.blocks.stop])
-            assert len(blocks) == len(piece.blocks), "blocks that the engine does not hold"
+            assert len(blocks) == len(piece.blocks), (
+                "the engine does not hold all blocks of the piece"
+            )
             pages = kv.pages(piece.group, piece.layers, blocks, ready) if direct else None
             jobs.append(partial(self._build, kv, piece, blocks, resends, pages))
         self.link.push(*jobs)
@@ -198,7 +200,7 @@ class OutgoingHandoff(HandoffAttempt):
         zero: a copy of the payload and its tag has begun."""
         if sink is not None:
             assert pages is not None
-            assert not self.encrypted, "decode refuses the connection"
+            assert not self.encrypted, "decode refuses encrypted payloads on a device"
             self.copies.append(sink.copy_out(pages, self.own_key.copy_key(sequence)))
             while self.copies[0].done() and len(self.copies) > 1:
                 self.copies.popleft()

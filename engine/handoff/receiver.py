@@ -25,7 +25,7 @@ from pdserve.engine.handoff.incoming import (
     ReceiveTimes,
     ReceivingEngine,
 )
-from pdserve.engine.handoff.open_blocks import BlocksLeft, WritableKv
+from pdserve.engine.handoff.open_blocks import BlocksReleased, WritableKv
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.compatibility import HandoffCompatibility
 from pdserve.engine.handoff.protocol.frames import ID_BYTES, FrameError, FrameHeader
@@ -70,7 +70,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         identity: KvIdentity,
         on_received: Callable[[Received], None],
         on_lost: Callable[[bytes, str], None],
-        on_verified: Callable[[bytes, int, int], None] = lambda attempt, tokens, before: None,
+        on_verified: Callable[[bytes, int, int], None] = lambda attempt, tokens, cached: None,
         wake: Callable[[], None],
         liveness: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
@@ -90,7 +90,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._on_lost = on_lost
         self._on_verified = on_verified
         self._claims = ClaimQueue(
-            engine, kv, self._clock, lambda a, why: self._advance(a, HandoffEnded(why))
+            engine, kv, self._clock, lambda a, reason: self._advance(a, HandoffEnded(reason))
         )
         self._device_frames = DeviceFrames(kv, self)
         self._to_ack: dict[IncomingHandoff, None] = {}  # in order of arrival
@@ -100,12 +100,12 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self.actions = {
             Action.QUEUE_CLAIM: self._claims.add,
             Action.GIVE_BACK_PROMISE: lambda a: self.promises.give_back(a.promised),
-            Action.SEND_GRANTED: self._grant,
+            Action.SEND_GRANTED: self._send_granted,
             Action.FREE_BLOCKS: self._free,
             Action.COMMIT: self._commit,
             Action.SEND_COMPLETE: lambda a: a.post(messages.Complete()),
             Action.SEND_ABORT: lambda a: a.post(messages.Abort(a.state.reason)),
-            Action.SEND_GONE: self._gone,
+            Action.SEND_GONE: self._send_gone,
             Action.REPORT_DONE: self._report_done,
             Action.REPORT_LOST: lambda a: self._on_lost(a.ticket.attempt, a.state.reason),
         }
@@ -144,23 +144,23 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def cancel_choices(self, attempt: bytes, choices: Sequence[int]) -> bool:
         """Cancel single choices, so that they do not join the batch; return False if the attempt is
         not live."""
-        found = self.attempt(attempt)
-        if found is None:
+        incoming = self.attempt(attempt)
+        if incoming is None:
             return False
-        found.cancelled.update(choices)
+        incoming.cancelled.update(choices)
         return True
 
     def park(self, attempt: bytes, parked: bool) -> bool:
         """Set whether the request joins the engine parked; the hand-off continues. Return False if
         the attempt is not live."""
-        if (found := self.attempt(attempt)) is not None:
-            found.parked = parked
-        return found is not None
+        if (incoming := self.attempt(attempt)) is not None:
+            incoming.parked = parked
+        return incoming is not None
 
     def is_waiting(self, attempt: bytes) -> bool:
         """Return whether the attempt is live and has no blocks yet."""
-        found = self.attempt(attempt)
-        return found is not None and not found.state.holds
+        incoming = self.attempt(attempt)
+        return incoming is not None and not incoming.state.holds
 
     @property
     def promised_tokens(self) -> int:
@@ -180,14 +180,14 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
     def _work(self) -> bool:
         for granted in self._claims.granted():
-            self._granted(granted)
+            self._on_reserved(granted)
         for incoming in self._to_ack:
             self._safely(incoming, self._cache_verified)
             self._acknowledge(incoming)
         self._to_ack.clear()
         return False
 
-    def _granted(self, incoming: IncomingHandoff) -> None:
+    def _on_reserved(self, incoming: IncomingHandoff) -> None:
         assert incoming.bitmap is not None  # set by the grant, like the reservation
         assert incoming.reservation is not None
         blocks = num_blocks(incoming.reservation.blocks)
@@ -196,27 +196,27 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._commit_if_complete(incoming)
 
     def _claim(
-        self, incoming: IncomingHandoff, link: DataLink, claim: messages.Claim, at: float
+        self, incoming: IncomingHandoff, link: DataLink, claim: messages.Claim, arrived_s: float
     ) -> None:
         if incoming.state.final or not link.open:
-            self._gone(incoming, link)
+            self._send_gone(incoming, link)
             return
         if incoming.link is None:
             incoming.link = link
             assert link.hello is not None  # its Hello was accepted
             incoming.sender = self._compatibility.other_identity(link.hello)
-            started = at - claim.age_ms / 1000
+            started = arrived_s - claim.age_ms / 1000
             incoming.times.claimed = max(incoming.times.admitted, started)
         self._advance(incoming, Claimed())
         if claim.num_tokens != incoming.num_tokens:
-            reason = f"claim of {claim.num_tokens} tokens, not {incoming.num_tokens}"
+            reason = f"the Claim names {claim.num_tokens} tokens instead of {incoming.num_tokens}"
             self._advance(incoming, HandoffEnded(reason))
 
-    def _grant(self, incoming: IncomingHandoff) -> None:
+    def _send_granted(self, incoming: IncomingHandoff) -> None:
         assert incoming.reservation is not None
         incoming.post(messages.Granted(tuple(incoming.reservation.first_block)))
 
-    def _gone(self, incoming: IncomingHandoff, link: DataLink | None = None) -> None:
+    def _send_gone(self, incoming: IncomingHandoff, link: DataLink | None = None) -> None:
         target = link or incoming.link
         if target is not None:
             self._note(incoming, RecordKind.GONE)
@@ -243,7 +243,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         incoming.frame_done(header)
         self._commit_if_complete(incoming)
 
-    def _again(self, frame: ReceivedFrame) -> None:
+    def _acknowledge_duplicate(self, frame: ReceivedFrame) -> None:
         """Acknowledge a duplicate of a written frame."""
         if frame.attempt.state.holds:
             self._accepted(frame, None)
@@ -274,10 +274,10 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             return
         tokens = incoming.newly_verified(self._kv.spec.block_size, self._clock())
         if tokens and incoming.reservation is not None:
-            kept = self._engine.verified(incoming.reservation, tokens)
+            num_cached = self._engine.verified(incoming.reservation, tokens)
             if not incoming.sender:  # only that identity can use its KV
-                before = incoming.reservation.cached_tokens
-                self._on_verified(incoming.ticket.attempt, kept, before)
+                num_cached_before = incoming.reservation.cached_tokens
+                self._on_verified(incoming.ticket.attempt, num_cached, num_cached_before)
 
     def _check(self, attempt: IncomingHandoff) -> None:
         super()._check(attempt)
@@ -286,8 +286,10 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             self._advance(attempt, HandoffEnded("prefill slow"))
 
     def _acknowledge(self, incoming: IncomingHandoff) -> None:
-        for at in range(0, len(incoming.acks), messages.MAX_SEQUENCES):
-            incoming.post(messages.Ack(tuple(incoming.acks[at : at + messages.MAX_SEQUENCES])))
+        for start in range(0, len(incoming.acks), messages.MAX_SEQUENCES):
+            incoming.post(
+                messages.Ack(tuple(incoming.acks[start : start + messages.MAX_SEQUENCES]))
+            )
         incoming.acks.clear()
 
     def _commit(self, incoming: IncomingHandoff) -> None:
@@ -334,21 +336,21 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
     def message(self, link: DataLink, message: messages.Message) -> None:
         if not isinstance(message, messages.Signed):
-            raise FrameError(f"unexpected {type(message).__name__}")
-        incoming = self._genuine(message, link)
+            raise FrameError(f"unexpected message {type(message).__name__}")
+        incoming = self._authenticated_attempt(message, link)
         if incoming is None:
             if isinstance(message.body, messages.Claim):
                 link.post(messages.encode(messages.Gone(message.ticket)))
             return
         if incoming.ticket.prefill_boot != link.peer:
-            raise FrameError("a ticket of another prefill process")
+            raise FrameError("the ticket belongs to another prefill process")
         link.trust()
         if isinstance(message.body, messages.Claim):
             claim = partial(self._claim, incoming, link, message.body, self._clock())
             self._post(claim)
-        elif not self._shared(incoming, message):
+        elif not self._handle_shared(incoming, message):
             if not isinstance(message.body, messages.Computed):
-                raise FrameError(f"unexpected {type(message.body).__name__}")
+                raise FrameError(f"unexpected message {type(message.body).__name__}")
             incoming.prefill_cached = message.body.cached_tokens
             incoming.times.computed = incoming.times.computed or self._clock()
 
@@ -361,12 +363,14 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             return False
         if not incoming.peer_key.matches(Domain.HEADER, header.sequence, covered, tag):
             self._count("refused")
-            raise FrameError("frame header with a bad tag")
+            raise FrameError("a frame header has a wrong tag")
         if incoming.arrives(header):
             return True
         self._count("duplicate_frames")
         if incoming.has(header):  # acknowledge a written frame like its first copy
-            self._on_engine_thread(ReceivedFrame(incoming, link, header), self._again)
+            self._on_engine_thread(
+                ReceivedFrame(incoming, link, header), self._acknowledge_duplicate
+            )
         return False
 
     def payload(self, link: DataLink, header: FrameHeader, payload: Payload) -> None:
@@ -386,17 +390,17 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         if verified is None:
             self.damaged(frame)
             return
-        before = incoming.num_inside
+        num_before = incoming.num_written
         try:
             piece = incoming.write(self._kv, header, verified)
-        except BlocksLeft:
+        except BlocksReleased:
             self.late(frame)
         except FrameError as err:
             self.refused(frame, err)
         except Exception as err:
             self.failed(frame, err)
         else:  # wake the engine thread only for a whole chunk
-            self.accepted(frame, piece, piece is None or incoming.num_inside > before)
+            self.accepted(frame, piece, piece is None or incoming.num_written > num_before)
 
     # FrameVerdicts
 
@@ -404,7 +408,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._on_engine_thread(frame, partial(self._accepted, written=written), wake)
 
     def damaged(self, frame: ReceivedFrame) -> None:
-        _ask_again(frame)
+        _request_resend(frame)
         self._on_engine_thread(frame, self._count_damaged)
 
     def refused(self, frame: ReceivedFrame, error: FrameError) -> None:
@@ -417,13 +421,13 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._on_engine_thread(frame, partial(_fail, error=error))
 
     def _on_engine_thread(
-        self, frame: ReceivedFrame, what: Callable[[ReceivedFrame], None], wake: bool = True
+        self, frame: ReceivedFrame, handler: Callable[[ReceivedFrame], None], wake: bool = True
     ) -> None:
-        """Call `what(frame)` on the engine thread."""
-        self._post(partial(self._safely, frame.attempt, lambda _: what(frame)), wake)
+        """Call `handler(frame)` on the engine thread."""
+        self._post(partial(self._safely, frame.attempt, lambda _: handler(frame)), wake)
 
 
-def _ask_again(frame: ReceivedFrame) -> None:
+def _request_resend(frame: ReceivedFrame) -> None:
     """Request that frame again from prefill; any thread may call it."""
     frame.attempt.frame_done(frame.header)
     frame.attempt.post(messages.Nack(frame.header.sequence))

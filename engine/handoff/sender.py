@@ -224,16 +224,16 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self,
         ticket: Ticket,
         address: str,
-        num: int,
+        num_tokens: int,
         deadline: float,
         receiver: bytes,
         held_key: str,
     ) -> OutgoingHandoff:
         keys = derive_keys(ticket, self._digest, receiver or self._identity.digest)
         state, times = Handoff(Side.SEND, deadline), SendTimes(self._clock())
-        secret = self._encrypted
+        encrypted = self._encrypted
         outgoing = OutgoingHandoff(
-            ticket, state, keys, address, num, times, self._event_log, secret, held_key
+            ticket, state, keys, address, num_tokens, times, self._event_log, encrypted, held_key
         )
         self._add(outgoing)
         return outgoing
@@ -250,7 +250,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 self._computed(outgoing, num_tokens, done)
             case RequestFailed():
                 outgoing.settle()  # the engine has freed the blocks
-                self._advance(outgoing, HandoffEnded("the engine gave it up"))
+                self._advance(outgoing, HandoffEnded("the engine failed the request"))
 
     def _computed(self, outgoing: OutgoingHandoff, num_tokens: int, done: bool) -> None:
         outgoing.num_computed = num_tokens
@@ -270,11 +270,11 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         if all(start >= ready for start in outgoing.next_blocks):
             return
         tables = self._engine.held_blocks(outgoing.key)
-        most = outgoing.link.slot_bytes
+        max_bytes = outgoing.link.slot_bytes
         for group, start in enumerate(outgoing.next_blocks):
             if start < ready:
                 outgoing.next_blocks[group] = ready
-                pieces = cut(self._kv.spec, group, range(start, ready), most)
+                pieces = cut(self._kv.spec, group, range(start, ready), max_bytes)
                 outgoing.push(self._kv, pieces, tables[group], 0)
 
     def _send_claim(self, outgoing: OutgoingHandoff) -> None:
@@ -309,12 +309,14 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                     self._claim_on(outgoing, link)
                 self._claimed(outgoing)
             else:
-                end = HandoffEnded(reason or "the connection closed at once", peer_notified=True)
+                end = HandoffEnded(
+                    reason or "the connection closed immediately", peer_notified=True
+                )
                 self._advance(outgoing, end)
 
     def _granted(self, outgoing: OutgoingHandoff, first_blocks: tuple[int, ...]) -> None:
         if len(first_blocks) != len(self._kv.spec.groups):
-            self._advance(outgoing, HandoffEnded("granted for another KV layout"))
+            self._advance(outgoing, HandoffEnded("decode granted blocks of another KV layout"))
             return
         if not outgoing.next_blocks:
             outgoing.next_blocks = list(first_blocks)
@@ -327,13 +329,13 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
 
     def _refused(self, outgoing: OutgoingHandoff, sequence: int) -> None:
         """Resend a frame that decode read differently than signed, at most MAX_RESENDS times."""
-        found = outgoing.answered(sequence)
-        if found is None or not outgoing.state.holds or outgoing.link is None:
+        pushed = outgoing.answered(sequence)
+        if pushed is None or not outgoing.state.holds or outgoing.link is None:
             self._count("stale")
             return
-        piece, resends = found.piece, found.resends + 1
+        piece, resends = pushed.piece, pushed.resends + 1
         if resends > MAX_RESENDS:
-            self._advance(outgoing, HandoffEnded(f"a frame was refused {resends} times"))
+            self._advance(outgoing, HandoffEnded(f"decode refused a frame {resends} times"))
             return
         self._count("resent")
         table = self._engine.held_blocks(outgoing.key)[piece.group]
@@ -399,7 +401,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         except TransportRefused as err:
             reason = f"cannot reach decode: {err}"
         except Exception:
-            log.exception("dialling failed")
+            log.exception("connecting to decode failed")
             reason = "internal error"
         self._inbox.append(partial(self._dialed, target.boot, link, reason))
         self._wake()
@@ -417,13 +419,13 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         if isinstance(message, messages.Gone):
             gone = self._live.get(message.ticket)
             if gone is not None and gone.link is link:
-                end = HandoffEnded("gone at decode", peer_notified=True)
+                end = HandoffEnded("decode does not know the attempt", peer_notified=True)
                 self._post(partial(self._advance, gone, end))
             return
         if not isinstance(message, messages.Signed):
-            raise FrameError(f"unexpected {type(message).__name__}")
-        outgoing = self._genuine(message, link)
-        if outgoing is None or self._shared(outgoing, message):
+            raise FrameError(f"unexpected message {type(message).__name__}")
+        outgoing = self._authenticated_attempt(message, link)
+        if outgoing is None or self._handle_shared(outgoing, message):
             return
         match message.body:
             case messages.Granted(first_blocks):
@@ -436,4 +438,4 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 outgoing.times.completed = self._clock()
                 self._post(partial(self._completed, outgoing))
             case _:
-                raise FrameError(f"unexpected {type(message.body).__name__}")
+                raise FrameError(f"unexpected message {type(message.body).__name__}")

@@ -45,9 +45,9 @@ class SlowPeerDetector:
         `passed_over`: prefill computes other prompts, so the time since the last look does not
         count.
         """
-        lost = now - self.looked - (0.0 if passed_over else LOOK_S)
-        lost = max(0.0, lost)
-        chunk_at, moved = min(now, self.chunk_at + lost), min(now, self.moved + lost)
+        discounted = now - self.looked - (0.0 if passed_over else LOOK_S)
+        discounted = max(0.0, discounted)
+        chunk_at, moved = min(now, self.chunk_at + discounted), min(now, self.moved + discounted)
         return replace(self, looked=now, chunk_at=chunk_at, moved=moved)
 
     def slow(self, now: float) -> bool:

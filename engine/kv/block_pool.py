@@ -78,7 +78,7 @@ class BlockPool:
         """Return `count` blocks with one reference each, evicting cached ones. Raises ValueError if
         `count` exceeds num_available."""
         if count > self.num_available:
-            raise ValueError(f"{count} blocks asked of {self.num_available}")
+            raise ValueError(f"cannot allocate {count} blocks: {self.num_available} are available")
         blocks = []
         for _ in range(count):
             if not self._free:
@@ -103,10 +103,10 @@ class BlockPool:
         for block in blocks:
             refs = self._reserved if reserved else self._used
             if not refs[block]:
-                raise ValueError(f"block {block} released twice")
-            before = self._state(block)
+                raise ValueError(f"block {block} has no reference to release")
+            old_state = self._state(block)
             refs[block] -= 1
-            self._count(before, self._state(block))
+            self._count(old_state, self._state(block))
             if not self._used[block] and not self._reserved[block]:
                 if block in self._hash_of:
                     self._idle[block] = None
@@ -119,10 +119,10 @@ class BlockPool:
         for block in blocks:
             if not self._reserved[block]:
                 raise ValueError(f"block {block} is not reserved")
-            before = self._state(block)
+            old_state = self._state(block)
             self._reserved[block] -= 1
             self._used[block] += 1
-            self._count(before, self._state(block))
+            self._count(old_state, self._state(block))
 
     def writable(self, block: int) -> bool:
         """Whether the block's one holder may write it: not shared, and not findable by hash."""
@@ -172,14 +172,14 @@ class BlockPool:
         self._free.append(block)
 
     def _refer(self, block: int, reserved: bool) -> None:
-        before = self._state(block)
+        old_state = self._state(block)
         refs = self._reserved if reserved else self._used
         refs[block] += 1
-        self._count(before, self._state(block))
+        self._count(old_state, self._state(block))
 
     def _state(self, block: int) -> int:
         return 2 if self._used[block] else 1 if self._reserved[block] else 0
 
-    def _count(self, before: int, after: int) -> None:
-        self._num_used += (after == 2) - (before == 2)
-        self._num_reserved += (after == 1) - (before == 1)
+    def _count(self, old_state: int, new_state: int) -> None:
+        self._num_used += (new_state == 2) - (old_state == 2)
+        self._num_reserved += (new_state == 1) - (old_state == 1)

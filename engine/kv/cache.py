@@ -74,9 +74,9 @@ class KvCache:
             return
         pool = self._bytes[group]
         buffer = np.frombuffer(payload, np.uint8).reshape(len(layers), len(blocks), -1)
-        for at, run in _runs(tuple(blocks)):
+        for index, run in _runs(tuple(blocks)):
             for i, n in enumerate(layers):
-                source = buffer[i, at : at + len(run)].reshape(-1)
+                source = buffer[i, index : index + len(run)].reshape(-1)
                 copy_past_caches(pool[n, run.start : run.stop].reshape(-1), source)
 
     def pages(self, group: int, layers: range, blocks: Sequence[int], ready: Any = None) -> Pages:
@@ -86,7 +86,7 @@ class KvCache:
         """
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
         if not layers or not blocks:
-            raise ValueError("no blocks")
+            raise ValueError("layers and blocks must not be empty")
         base, layer_bytes = self._address(group)
         return Pages(base, layer_bytes, self._block_bytes[group], layers, tuple(blocks), ready)
 
@@ -97,9 +97,9 @@ class KvCache:
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Run block copies in order, over all layers of their group."""
-        for one in copies:
-            data = self.data[one.group]
-            data[:, one.target] = data[:, one.source]
+        for block_copy in copies:
+            data = self.data[block_copy.group]
+            data[:, block_copy.target] = data[:, block_copy.source]
 
     def _zeros(self, shape: tuple[int, ...], group: LayerGroup) -> Any:
         """Return anonymous pages, which the operating system zeroes when they are touched. np.zeros
@@ -126,26 +126,26 @@ class KvCache:
 
     def _check(self, group: int, layers: range, blocks: Sequence[int], nbytes: int) -> None:
         if not 0 <= group < len(self.data):
-            raise ValueError(f"no layer group {group}")
+            raise ValueError(f"layer group {group} does not exist")
         num_layers = len(self.spec.groups[group].layers)
         if layers and not (min(layers) >= 0 and max(layers) < num_layers):
-            raise ValueError(f"layers {layers} of a group of {num_layers}")
+            raise ValueError(f"layers {layers} are not all within the group's {num_layers} layers")
         runs = _runs(tuple(blocks))
         if not all(run.start > 0 and run.stop <= self.num_blocks[group] + 1 for _, run in runs):
-            raise ValueError("a block outside the pool")
+            raise ValueError("a block is outside the pool")
         if nbytes != self.num_bytes(group, layers, blocks):
             raise ValueError(
-                f"{nbytes} bytes for {len(layers)} layers of {len(blocks)} blocks, which are "
-                f"{self.num_bytes(group, layers, blocks)}"
+                f"{nbytes} bytes do not match {len(layers)} layers of {len(blocks)} blocks, which "
+                f"take {self.num_bytes(group, layers, blocks)} bytes"
             )
 
 
 @lru_cache(64)  # the same blocks are read or written layer after layer
 def _runs(blocks: tuple[int, ...]) -> tuple[tuple[int, range], ...]:
     """Return (index in `blocks`, ids) of the longest runs of consecutive ids."""
-    found, start = [], 0
-    for at in range(1, len(blocks) + 1):
-        if at == len(blocks) or blocks[at] != blocks[at - 1] + 1:
-            found.append((start, range(blocks[start], blocks[at - 1] + 1)))
-            start = at
-    return tuple(found)
+    runs, start = [], 0
+    for index in range(1, len(blocks) + 1):
+        if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
+            runs.append((start, range(blocks[start], blocks[index - 1] + 1)))
+            start = index
+    return tuple(runs)

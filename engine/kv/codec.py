@@ -21,21 +21,21 @@ _PART = struct.Struct("<H")  # length of one part of an identity
 
 def encode_spec(spec: KvSpec) -> bytes:
     """Return canonical bytes, equal only for equal specs."""
-    out = _SPEC.pack(VERSION, spec.block_size, len(spec.groups))
-    for g in spec.groups:
-        out += _GROUP.pack(
-            _KINDS.index(g.kind),
-            g.window,
-            g.num_kv_heads,
-            g.head_dim,
-            _DTYPES.index(g.dtype),
-            g.head_start,
-            g.head_end,
-            g.keys_by_dim,
-            len(g.layers),
+    encoded = _SPEC.pack(VERSION, spec.block_size, len(spec.groups))
+    for group in spec.groups:
+        encoded += _GROUP.pack(
+            _KINDS.index(group.kind),
+            group.window,
+            group.num_kv_heads,
+            group.head_dim,
+            _DTYPES.index(group.dtype),
+            group.head_start,
+            group.head_end,
+            group.keys_by_dim,
+            len(group.layers),
         )
-        out += struct.pack(f"<{len(g.layers)}H", *g.layers)
-    return out
+        encoded += struct.pack(f"<{len(group.layers)}H", *group.layers)
+    return encoded
 
 
 def decode_spec(data: bytes) -> KvSpec:
@@ -43,25 +43,25 @@ def decode_spec(data: bytes) -> KvSpec:
     try:
         version, block_size, count = _SPEC.unpack_from(data)
         if version != VERSION:
-            raise ValueError(f"KV layout of version {version}, not {VERSION}")
+            raise ValueError(f"the KV layout has version {version}; expected version {VERSION}")
         offset = _SPEC.size
         groups = []
         for _ in range(count):
-            kind, window, heads, dim, dtype, start, end, by_dim, num = _GROUP.unpack_from(
-                data, offset
+            kind, window, heads, head_dim, dtype, start, end, by_dim, num_layers = (
+                _GROUP.unpack_from(data, offset)
             )
             if by_dim > 1:
-                raise ValueError(f"KV layout with a flag of {by_dim}")
+                raise ValueError(f"the KV layout has an invalid flag: {by_dim}")
             offset += _GROUP.size
-            layers = struct.unpack_from(f"<{num}H", data, offset)
-            offset += 2 * num
+            layers = struct.unpack_from(f"<{num_layers}H", data, offset)
+            offset += 2 * num_layers
             groups.append(
                 LayerGroup(
                     layers=layers,
                     kind=_KINDS[kind],
                     window=window,
                     num_kv_heads=heads,
-                    head_dim=dim,
+                    head_dim=head_dim,
                     dtype=_DTYPES[dtype],
                     head_start=start,
                     head_end=end,
@@ -69,9 +69,9 @@ def decode_spec(data: bytes) -> KvSpec:
                 )
             )
     except (struct.error, IndexError) as err:
-        raise ValueError(f"KV layout: {err}") from None
+        raise ValueError(f"the KV layout is malformed: {err}") from None
     if offset != len(data):
-        raise ValueError("KV layout with trailing bytes")
+        raise ValueError("the KV layout has trailing bytes")
     return KvSpec(block_size, tuple(groups))
 
 
@@ -95,11 +95,11 @@ def decode_identity(data: bytes) -> tuple[KvIdentity, bytes]:
         try:
             (size,) = _PART.unpack_from(data, offset)
         except struct.error as err:
-            raise ValueError(f"KV identity: {err}") from None
+            raise ValueError(f"the KV identity is malformed: {err}") from None
         offset += _PART.size
         parts.append(data[offset : offset + size])
         offset += size
     if offset > len(data):
-        raise ValueError("KV identity cut short")
+        raise ValueError("the KV identity is truncated")
     digest, *texts = parts
     return KvIdentity(digest, *(text.decode() for text in texts)), data[offset:]

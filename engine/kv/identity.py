@@ -64,35 +64,35 @@ class Difference:
     text: str
 
 
-def differences(here: KvIdentity, there: KvIdentity) -> list[Difference]:
+def differences(local: KvIdentity, remote: KvIdentity) -> list[Difference]:
     """Return all known differences; empty if both processes compute the same KV."""
-    found = []
-    for what, name in _COMPARED.items():
-        ours, theirs = getattr(here, what), getattr(there, what)
-        if ours and theirs and ours != theirs:
-            text = f"{name} {_word(here, what)} here, {_word(there, what)} there"
-            found.append(Difference(what, text))
-    complete = all(getattr(one, what) for one in (here, there) for what in _HASHED)
-    if here.digest != there.digest and not (found and complete):
-        x, y = here.digest.hex()[:SHORT], there.digest.hex()[:SHORT]
-        found.append(Difference("identity", f"KV identity {x} here, {y} there"))
-    return found
+    result = []
+    for part, name in _COMPARED.items():
+        local_value, remote_value = getattr(local, part), getattr(remote, part)
+        if local_value and remote_value and local_value != remote_value:
+            text = f"{name} {_part_text(local, part)} here, {_part_text(remote, part)} there"
+            result.append(Difference(part, text))
+    complete = all(getattr(identity, part) for identity in (local, remote) for part in _HASHED)
+    if local.digest != remote.digest and not (result and complete):
+        x, y = local.digest.hex()[:SHORT], remote.digest.hex()[:SHORT]
+        result.append(Difference("identity", f"KV identity {x} here, {y} there"))
+    return result
 
 
-def refusal(here: KvIdentity, there: KvIdentity, mixing: Mixing) -> Difference | None:
+def refusal(local: KvIdentity, remote: KvIdentity, mixing: Mixing) -> Difference | None:
     """Return the first difference that is not accepted."""
-    return None if here is there or here == there else _refusal(here, there, mixing)
+    return None if local is remote or local == remote else _refusal(local, remote, mixing)
 
 
 @lru_cache(maxsize=1024)
-def _refusal(here: KvIdentity, there: KvIdentity, mixing: Mixing) -> Difference | None:
+def _refusal(local: KvIdentity, remote: KvIdentity, mixing: Mixing) -> Difference | None:
     admitted = {"weights": mixing.weights, "numerics": mixing.numerics}
-    return next((d for d in differences(here, there) if not admitted.get(d.what)), None)
+    return next((d for d in differences(local, remote) if not admitted.get(d.what)), None)
 
 
-def _word(identity: KvIdentity, what: str) -> str:
-    value: str = getattr(identity, what)
-    if what in ("kv_dtype", "numerics"):
+def _part_text(identity: KvIdentity, part: str) -> str:
+    value: str = getattr(identity, part)
+    if part in ("kv_dtype", "numerics"):
         return value
-    label = f" ({identity.quantization})" if what == "weights" and identity.quantization else ""
+    label = f" ({identity.quantization})" if part == "weights" and identity.quantization else ""
     return value[:SHORT] + label

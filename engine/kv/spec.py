@@ -82,19 +82,19 @@ def pool_sizes(spec: KvSpec, num_blocks: int, max_running: int, chunk_size: int)
         if group.kind != "window":
             return num_blocks
         needed = window_blocks(group.window, chunk_size, spec.block_size)
-        kept = blocks_for(group.window, spec.block_size) + 1
-        return min(num_blocks, max_running * (needed + kept))
+        extra = blocks_for(group.window, spec.block_size) + 1
+        return min(num_blocks, max_running * (needed + extra))
 
     return tuple(map(size, spec.groups))
 
 
-def spec_difference(ours: KvSpec, theirs: KvSpec) -> str:
+def spec_difference(local: KvSpec, remote: KvSpec) -> str:
     """Return a description of the first field that differs; empty if none does."""
-    if ours.block_size != theirs.block_size:
-        return f"block size {ours.block_size} here, {theirs.block_size} there"
-    if len(ours.groups) != len(theirs.groups):
-        return f"{len(ours.groups)} layer groups here, {len(theirs.groups)} there"
-    for i, (a, b) in enumerate(zip(ours.groups, theirs.groups, strict=True)):
+    if local.block_size != remote.block_size:
+        return f"block size {local.block_size} here, {remote.block_size} there"
+    if len(local.groups) != len(remote.groups):
+        return f"{len(local.groups)} layer groups here, {len(remote.groups)} there"
+    for i, (a, b) in enumerate(zip(local.groups, remote.groups, strict=True)):
         for name in LayerGroup.__slots__:
             x, y = getattr(a, name), getattr(b, name)
             if x != y:

@@ -28,8 +28,8 @@ class DeviceKvCache(KvCache):
     ) -> None:
         """`stream`: None selects the current stream of this thread."""
         self.device = torch.cuda.current_device()
-        self._computing = stream or torch.cuda.current_stream()
-        self._copying = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._compute_stream = stream or torch.cuda.current_stream()
+        self._copy_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         super().__init__(spec, num_blocks)
 
     def read(self, group: int, layers: range, blocks: Sequence[int]) -> list[memoryview]:
@@ -37,13 +37,13 @@ class DeviceKvCache(KvCache):
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
         if not blocks or not layers:
             return []
-        with torch.cuda.stream(self._copying):
-            self._copying.wait_stream(self._computing)
+        with torch.cuda.stream(self._copy_stream):
+            self._copy_stream.wait_stream(self._compute_stream)
             index = self._index(blocks)
-            some = self._bytes[group][layers.start : layers.stop].index_select(1, index)
-            pinned = torch.empty(some.shape, dtype=some.dtype, pin_memory=True)
-            pinned.copy_(some, non_blocking=True)
-            self._copying.synchronize()
+            selected = self._bytes[group][layers.start : layers.stop].index_select(1, index)
+            pinned = torch.empty(selected.shape, dtype=selected.dtype, pin_memory=True)
+            pinned.copy_(selected, non_blocking=True)
+            self._copy_stream.synchronize()
         return [layer.flatten().numpy().data for layer in pinned]
 
     def write(self, group: int, layers: range, blocks: Sequence[int], payload: memoryview) -> None:
@@ -53,36 +53,39 @@ class DeviceKvCache(KvCache):
             return
         pinned = torch.empty(payload.nbytes, dtype=torch.uint8, pin_memory=True)
         pinned.numpy().data[:] = payload
-        with torch.cuda.stream(self._copying):
-            self._copying.wait_stream(self._computing)  # it may still read the old contents
-            rows = pinned.to(self._place, non_blocking=True).view(len(layers), len(blocks), -1)
+        with torch.cuda.stream(self._copy_stream):
+            # The computation may still read the old contents.
+            self._copy_stream.wait_stream(self._compute_stream)
+            rows = pinned.to(self._device_name, non_blocking=True).view(
+                len(layers), len(blocks), -1
+            )
             index = self._index(blocks)
             self._bytes[group][layers.start : layers.stop].index_copy_(1, index, rows)
-        self._computing.wait_stream(self._copying)
+        self._compute_stream.wait_stream(self._copy_stream)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        with torch.cuda.stream(self._computing):
+        with torch.cuda.stream(self._compute_stream):
             super().copy(copies)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
         """Copy through pinned memory: a copy from other memory would wait for the stream."""
         pinned = torch.empty(len(blocks), dtype=torch.int64, pin_memory=True)
         pinned.copy_(torch.tensor(list(blocks)))
-        return pinned.to(self._place, non_blocking=True)
+        return pinned.to(self._device_name, non_blocking=True)
 
     def ready(self) -> Any:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._computing)
+        event.record(self._compute_stream)
         return event
 
     @property
-    def _place(self) -> str:
+    def _device_name(self) -> str:
         return f"cuda:{self.device}"
 
     def _zeros(self, shape: tuple[int, ...], group: LayerGroup) -> Tensor:
         dtype = getattr(torch, group.dtype)
-        with torch.cuda.stream(self._computing):
-            return torch.zeros(shape, dtype=dtype, device=self._place)
+        with torch.cuda.stream(self._compute_stream):
+            return torch.zeros(shape, dtype=dtype, device=self._device_name)
 
     def _as_bytes(self) -> list[Any]:
         return [data.view(*data.shape[:2], -1).view(torch.uint8) for data in self.data]

@@ -18,13 +18,16 @@ def discrepancy(jobs: JobTable, recount: bool = False) -> str:
     for group, pool in enumerate(jobs.tables.pools):
         counts = pool.counts()
         if counts.total != pool.num_blocks or min(counts.used, counts.reserved) < 0:
-            return f"group {group}: {counts} of {pool.num_blocks} blocks"
+            return f"group {group}: {counts} do not add up to {pool.num_blocks} blocks"
         if not jobs.by_key and (counts.used or counts.reserved):
-            return f"group {group}: {counts}, and no request"
+            return f"group {group}: {counts}, but the engine has no requests"
         if recount:
             used, reserved = _references(jobs, group)
             if (used, reserved) != pool.references():
-                return f"group {group}: {counts}; sequences refer to {used} and {reserved}"
+                return (
+                    f"group {group}: {counts}; the references of sequences are {used}, of "
+                    f"reservations {reserved}"
+                )
     return ""
 
 
@@ -32,7 +35,7 @@ def _references(jobs: JobTable, group: int) -> tuple[Counter[int], Counter[int]]
     """Return, by block, the references of sequences and those of reservations."""
     used, reserved = Counter[int](), Counter[int]()
     for job in jobs.by_key.values():
-        counted = reserved if job.key in jobs.reserved else used
+        references = reserved if job.key in jobs.reserved else used
         for sequence in job.sequences:
-            counted.update(b for b in sequence.block_tables[group] if b != NULL_BLOCK)
+            references.update(b for b in sequence.block_tables[group] if b != NULL_BLOCK)
     return used, reserved

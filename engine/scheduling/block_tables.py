@@ -50,8 +50,8 @@ class BlockTables:
 
     def num_found(self, chain: Seq[bytes]) -> int:
         """Return how many leading blocks of a chain of hashes the main pool can find."""
-        found = (index for index, link in enumerate(chain) if self.main_pool.find(link) is None)
-        return next(found, len(chain))
+        missing = (index for index, link in enumerate(chain) if self.main_pool.find(link) is None)
+        return next(missing, len(chain))
 
     def take_prefix_events(self) -> tuple[list[bytes], list[bytes]]:
         """Return net (added, removed) chain hashes of the main group since the last call."""
@@ -66,11 +66,11 @@ class BlockTables:
         Groups with full attention need every block; window groups need those that the next token
         sees.
         """
-        most = min(len(hashes), blocks_for(limit, self.block_size))
+        max_hit = min(len(hashes), blocks_for(limit, self.block_size))
         for pool, window in zip(self.pools, self.windows, strict=True):
             if not window:
-                most = next((i for i in range(most) if pool.find(hashes[i]) is None), most)
-        for hit in range(most, 0, -1):
+                max_hit = next((i for i in range(max_hit) if pool.find(hashes[i]) is None), max_hit)
+        for hit in range(max_hit, 0, -1):
             if all(
                 pool.find(hashes[i]) is not None
                 for pool, window in zip(self.pools, self.windows, strict=True)
@@ -84,7 +84,7 @@ class BlockTables:
         """Return the first block that a token at `position` or later attends to."""
         return max(0, position - window + 1) // self.block_size if window else 0
 
-    def most_at_once(self, num_blocks: int, window: int) -> int:
+    def needed_at_once(self, num_blocks: int, window: int) -> int:
         """Return how many of `num_blocks` unfilled blocks a sequence needs at once in a group with
         this window."""
         if not window:
@@ -112,23 +112,27 @@ class BlockTables:
         copied = num_cached % size != 0
         next_token = len(sequence.ids) - 1 if reserved else num_cached
         groups: list[tuple[int, list[int], int]] = []  # null blocks, cached ones, how many new
-        for pool, window, left in zip(self.pools, self.windows, spare or self._zeros, strict=True):
+        for pool, window, num_spare in zip(
+            self.pools, self.windows, spare or self._zeros, strict=True
+        ):
             first = self.first_seen(next_token, window)
             blocks = [pool.find(h) for h in hashes[first:hit]]
             shared = [b for b in blocks if b is not None]
-            assert len(shared) == max(0, hit - first), "not what match() found"
-            fresh = total - max(first, hit) + copied
+            assert len(shared) == max(0, hit - first), (
+                "the cache has lost blocks that match() returned"
+            )
+            num_new = total - max(first, hit) + copied
             if not reserved:
-                fresh = self.most_at_once(fresh, window)
-            kept = sum(map(pool.is_cached, shared))
-            if fresh + kept + left > pool.num_available:
+                num_new = self.needed_at_once(num_new, window)
+            from_cache = sum(map(pool.is_cached, shared))
+            if num_new + from_cache + num_spare > pool.num_available:
                 return None
-            groups.append((first, shared, fresh))
+            groups.append((first, shared, num_new))
         copies: list[BlockCopy] = []
-        for group, (first, shared, fresh) in enumerate(groups):
+        for group, (first, shared, num_new) in enumerate(groups):
             pool = self.pools[group]
             pool.share(shared, reserved)
-            new = pool.allocate(fresh, reserved)
+            new = pool.allocate(num_new, reserved)
             if copied:
                 copies.append(BlockCopy(group, shared[-1], new[0]))
                 pool.release([shared.pop()], reserved)
@@ -148,10 +152,10 @@ class BlockTables:
         short.
         """
         total = blocks_for(num_tokens, self.block_size)
-        at = sequence.num_computed // self.block_size
+        index = sequence.num_computed // self.block_size
         needs: list[tuple[int, bool]] = []
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
-            copied = at < len(table) and not pool.writable(table[at])
+            copied = index < len(table) and not pool.writable(table[index])
             missing = max(0, total - len(table))
             if missing + copied > pool.num_available:
                 return None
@@ -161,15 +165,15 @@ class BlockTables:
             if not missing and not copied:
                 continue
             pool, table = self.pools[group], sequence.block_tables[group]
-            start = at if copied else len(table)
+            start = index if copied else len(table)
             if copied:
                 (target,) = pool.allocate(1)
-                copies.append(BlockCopy(group, table[at], target))
-                pool.release([table[at]])
-                table[at] = target
+                copies.append(BlockCopy(group, table[index], target))
+                pool.release([table[index]])
+                table[index] = target
             table.extend(pool.allocate(missing))
             sequence.rewritten_from[group] = min(sequence.rewritten_from[group], start)
-        sequence.writable_to = (at + 1) * self.block_size
+        sequence.writable_to = (index + 1) * self.block_size
         return copies
 
     def fork(self, sequence: Sequence, ids: list[int], choices: tuple[int, ...]) -> Sequence:

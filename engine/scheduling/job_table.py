@@ -117,20 +117,20 @@ class JobTable:
         self.waiting[job.key] = job
         self.preemptions += 1
 
-    def victim(self, spared: set[int]) -> RequestState | None:
+    def victim(self, excluded: set[int]) -> RequestState | None:
         """Return the job to preempt: the last by rank of the youngest job's tenant, so that
-        priorities do not let a tenant keep more blocks. `spared`: orders of jobs in the step."""
+        priorities do not let a tenant keep more blocks. `excluded`: orders of jobs in the step."""
         with_blocks = [j for j in self.waiting.values() if j.sequences]
         candidates = [
             job
             for job in [*self.running, *with_blocks]
-            if job.order not in spared and not job.request.prefill_only
+            if job.order not in excluded and not job.request.prefill_only
         ]
         youngest = max(candidates, key=lambda j: j.order, default=None)
         if youngest is None:
             return None
-        own = [j for j in candidates if j.request.tenant == youngest.request.tenant]
-        return max(own, key=lambda j: j.rank)
+        same_tenant = [j for j in candidates if j.request.tenant == youngest.request.tenant]
+        return max(same_tenant, key=lambda j: j.rank)
 
     # --- sequences of running jobs
 
@@ -234,7 +234,9 @@ class JobTable:
         """
         reservation.check_open()
         if num_tokens > reservation.num_tokens:
-            raise ValueError(f"{num_tokens} tokens verified of {reservation.num_tokens}")
+            raise ValueError(
+                f"cannot verify {num_tokens} tokens: the reservation has {reservation.num_tokens}"
+            )
         tables, sequence = self.tables, reservation.job.sequences[0]
         size = tables.block_size
         full = num_tokens // size * size
@@ -297,14 +299,14 @@ class JobTable:
         """Return the blocks to leave in each group for the growth of running jobs and for the job's
         other, longer choices."""
         tables = self.tables
-        growing = sum(len(j.sequences) for j in self.running if j.request.generates)
-        beyond: list[int] = []
+        num_growing = sum(len(j.sequences) for j in self.running if j.request.generates)
+        extra_blocks: list[int] = []
         if job.request.generates:
             size, prompt_len = tables.block_size, job.prompt_len
             lengths = [prompt_len + len(job.generated[c]) for c in job.unfinished[1:]]
-            beyond = [blocks_for(length, size) - prompt_len // size for length in lengths]
+            extra_blocks = [blocks_for(length, size) - prompt_len // size for length in lengths]
         return [
-            growing + sum(tables.most_at_once(more, window) for more in beyond)
+            num_growing + sum(tables.needed_at_once(more, window) for more in extra_blocks)
             for window in tables.windows
         ]
 

@@ -37,7 +37,7 @@ class EngineLimits:
         if self.step_tokens < self.max_running + self.chunk_size:
             raise ValueError(
                 f"step_tokens {self.step_tokens} is less than max_running {self.max_running} "
-                f"+ chunk_size {self.chunk_size}: a step must hold a row of each and one chunk"
+                f"+ chunk_size {self.chunk_size}: a step must fit all sequences and one chunk"
             )
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
@@ -63,7 +63,9 @@ class EngineLimits:
         if not prompt_len:
             raise InvalidRequest("the prompt is empty", "prompt")
         if request.choices and len(request.choices) != params.n:
-            raise InvalidRequest(f"{len(request.choices)} choices for n = {params.n}", "n")
+            raise InvalidRequest(
+                f"the request has {len(request.choices)} choices, but n is {params.n}", "n"
+            )
         for ids in (request.prompt_ids, *(c.generated_ids for c in request.choices)):
             if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
                 raise InvalidRequest("a token id is outside the vocabulary", "prompt")
@@ -75,54 +77,59 @@ class EngineLimits:
             _check_pooled(params)
         if not request.generates:
             if params.prompt_logprobs is not None or request.choices:
-                raise InvalidRequest("a prompt alone has no choices and no logprobs", "prompt")
+                raise InvalidRequest(
+                    "a request that generates no tokens cannot have choices or prompt_logprobs",
+                    "prompt",
+                )
             if prompt_len > self.context_len:
                 raise ContextLengthExceeded(self._too_long(prompt_len, 0, 1), "prompt")
             if blocks_for(prompt_len, self.block_size) > self.num_blocks:
                 raise ContextLengthExceeded("the prompt exceeds the KV pool", "prompt")
             return 0
-        room = min(self.context_len - prompt_len, self._pool_room(prompt_len, params.n))
+        max_new_tokens = min(
+            self.context_len - prompt_len, self._pool_capacity(prompt_len, params.n)
+        )
         if params.max_tokens is None:
-            if room < 1:
+            if max_new_tokens < 1:
                 raise ContextLengthExceeded(self._too_long(prompt_len, 1, params.n), "prompt")
-            max_tokens = room
+            max_tokens = max_new_tokens
         else:
             max_tokens = params.max_tokens
-            if max_tokens > room:
+            if max_tokens > max_new_tokens:
                 too_long = self._too_long(prompt_len, max_tokens, params.n)
                 raise ContextLengthExceeded(too_long, "max_tokens")
         if params.min_tokens > max_tokens:
-            raise InvalidRequest("min_tokens is more than max_tokens", "min_tokens")
+            raise InvalidRequest("min_tokens must be at most max_tokens", "min_tokens")
         return max_tokens
 
     def _check_sampling(self, request: Request) -> None:
         """Raise InvalidRequest if a parameter is out of range."""
         params = request.params
         for name, bounds in BOUNDS.items():
-            given = request.seed if name == "seed" else getattr(params, name)
-            for value in given.values() if isinstance(given, dict) else (given,):
+            setting = request.seed if name == "seed" else getattr(params, name)
+            for value in setting.values() if isinstance(setting, dict) else (setting,):
                 if value is not None and not bounds.engine.has(value):
                     raise InvalidRequest(f"{name} must be {bounds.engine}, not {value}", name)
         for name in ("logit_bias", "stop_token_ids"):
             if not all(0 <= token < self.vocab_size for token in getattr(params, name)):
                 raise InvalidRequest(f"{name} has a token id outside the vocabulary", name)
-        for name, value, most, what in (
+        for name, value, limit, limit_name in (
             ("logprobs", params.logprobs, self.vocab_size, "the vocabulary's size"),
             ("prompt_logprobs", params.prompt_logprobs, self.vocab_size, "the vocabulary's size"),
             ("n", params.n, self.max_running, "the batch's size"),
         ):
-            if value is not None and value > most:
-                raise InvalidRequest(f"{name} must be at most {most}, {what}", name)
+            if value is not None and value > limit:
+                raise InvalidRequest(f"{name} must be at most {limit}, {limit_name}", name)
         check_constraints(params, self.vocab_size, self.eos_ids)
 
-    def _pool_room(self, prompt_len: int, n: int) -> int:
+    def _pool_capacity(self, prompt_len: int, n: int) -> int:
         """Return the tokens that each of n choices can generate in an otherwise empty pool.
 
         Full prompt blocks are shared; no KV is kept for the last token of a choice.
         """
         shared = prompt_len // self.block_size
-        each = (self.num_blocks - shared) // n
-        return max(0, each * self.block_size - prompt_len % self.block_size + 1)
+        blocks_per_choice = (self.num_blocks - shared) // n
+        return max(0, blocks_per_choice * self.block_size - prompt_len % self.block_size + 1)
 
     def _too_long(self, prompt_len: int, max_tokens: int, n: int) -> str:
         """Return the error text in OpenAI's words, which clients look for."""
@@ -139,7 +146,7 @@ class EngineLimits:
 def _check_pooled(params: SamplingParams) -> None:
     """Raise InvalidRequest for params that only apply to generated tokens."""
     if params.n > 1:
-        raise InvalidRequest("an embedding has no n", "n")
+        raise InvalidRequest("n must be 1 for an embedding", "n")
     for name in ("allowed_token_ids", "bad_words", "grammar", "thinking"):
         if getattr(params, name):
-            raise InvalidRequest(f"an embedding has no {name}", name)
+            raise InvalidRequest(f"an embedding does not support {name}", name)

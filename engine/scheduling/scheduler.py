@@ -37,16 +37,16 @@ class Scheduler:
         self._jobs = jobs
         self._limits = limits
         self._turns = Turns()
-        self._short: RequestState | None = None  # the next job to admit, if it lacks blocks
+        self._blocked: RequestState | None = None  # the next job to admit, if it lacks blocks
         self._refused: RequestState | None = None  # job refused a reservation since the last step
         # By tenant with more decode rows than its share: the rank of the first job left out.
-        self._left_out: dict[bytes, tuple[int, int]] = {}
-        self._gave_way = False  # whether the last step left out rows for another's prompt
-        self._kept_out = False  # whether the last step kept out a tenant's chunk for its size
+        self._next_ranks: dict[bytes, tuple[int, int]] = {}
+        self._yielded = False  # whether the last step left out rows for another's prompt
+        self._skipped_chunk = False  # whether the last step kept out a tenant's chunk for its size
 
     def must_wait(self, reserving: RequestState) -> bool:
         """Whether a queued job that lacks blocks precedes the job that requests a reservation."""
-        return self._short is not None and self._short.precedes(reserving)
+        return self._blocked is not None and self._blocked.precedes(reserving)
 
     def hold_up(self, refused: RequestState) -> None:
         """Record a refused reservation: in the next step no job that it precedes gets blocks."""
@@ -70,7 +70,7 @@ class Scheduler:
         share = limits.shared_step_tokens if shared else limits.step_tokens
         self._add_decode_rows(plan, in_step, share)
         chunks = self._chunks(now_s, plan, in_step, share)
-        if not plan.rows and not chunks and self._gave_way:  # the other's prompt cannot run yet
+        if not plan.rows and not chunks and self._yielded:  # the other's prompt cannot run yet
             self._add_decode_rows(plan, in_step, share)
         plan.rows += [row for row in chunks if row.num_tokens == 1]
         plan.num_decode_rows = len(plan.rows)
@@ -84,28 +84,28 @@ class Scheduler:
         tenants: dict[bytes, list[RequestState]] = {}
         for job in self._jobs.running:
             tenants.setdefault(job.request.tenant, []).append(job)
-        newcomer = any(job.request.tenant not in tenants for job in self._waiting())
-        gives_way = newcomer and self._jobs.num_free_slots > 0 and not self._gave_way
-        self._gave_way = False
-        following, self._left_out = self._left_out, {}
+        has_new_tenant = any(job.request.tenant not in tenants for job in self._waiting())
+        yields = has_new_tenant and self._jobs.num_free_slots > 0 and not self._yielded
+        self._yielded = False
+        first_ranks, self._next_ranks = self._next_ranks, {}
         for tenant, jobs in tenants.items():
             jobs.sort(key=lambda job: job.rank)
-            if gives_way and tenant in following:
-                self._left_out[tenant] = following[tenant]
-                self._gave_way = True
+            if yields and tenant in first_ranks:
+                self._next_ranks[tenant] = first_ranks[tenant]
+                self._yielded = True
                 continue
-            next_rank = following.get(tenant, jobs[0].rank)
+            next_rank = first_ranks.get(tenant, jobs[0].rank)
             first = bisect_left(jobs, next_rank, key=lambda job: job.rank)
-            room = share
+            free_rows = share
             for job in jobs[first:] + jobs[:first]:
                 rows = self._decode_rows(job)
-                if len(rows) > room and room < share:
-                    self._left_out[tenant] = job.rank
+                if len(rows) > free_rows and free_rows < share:
+                    self._next_ranks[tenant] = job.rank
                     break
                 if rows and self._grow(job, rows, plan, in_step):
                     plan.rows += rows
                     in_step.add(job.order)
-                    room -= len(rows)
+                    free_rows -= len(rows)
 
     def _decode_rows(self, job: RequestState) -> list[Row]:
         """Return the rows of its sequences that lack the KV of exactly one token."""
@@ -131,7 +131,7 @@ class Scheduler:
         A job that cannot be admitted holds up the jobs behind it. If it lacks blocks, jobs that
         already have blocks still pass, because they will free the blocks that it waits for.
         """
-        catches_up, self._kept_out = self._kept_out, False
+        is_catching_up, self._skipped_chunk = self._skipped_chunk, False
         used: Counter[bytes] = Counter()
         in_prefill = [
             (job, sequence)
@@ -142,14 +142,14 @@ class Scheduler:
         chunks: list[Row] = []
         budget = self._limits.step_tokens - len(plan.rows)
         lacks_slots = False
-        short: RequestState | None = None
+        blocked: RequestState | None = None
         for job, sequence in self._queue(now_s, in_prefill):
             if budget <= 0:
-                if short is None and self._short in self._jobs.waiting.values():
-                    short = self._short  # the budget ended before it was reached
+                if blocked is None and self._blocked in self._jobs.waiting.values():
+                    blocked = self._blocked  # the budget ended before it was reached
                 break
             if sequence is None:
-                if lacks_slots or (not job.sequences and (short or self._held_up(job))):
+                if lacks_slots or (not job.sequences and (blocked or self._held_up(job))):
                     continue
                 if min(job.num_left, self._limits.chunk_size) > budget:
                     continue
@@ -158,7 +158,7 @@ class Scheduler:
                     continue
                 sequence = self._admit(job, plan)
                 if sequence is None:
-                    short = short or job
+                    blocked = blocked or job
                     continue
             elif sequence not in job.sequences:
                 continue  # preempted in this step
@@ -167,9 +167,9 @@ class Scheduler:
             row, tenant = self._row(sequence), job.request.tenant
             if row is None:
                 continue
-            is_first = not used[tenant] if catches_up else not used
+            is_first = not used[tenant] if is_catching_up else not used
             if used[tenant] + row.num_tokens > share and not is_first:
-                self._kept_out |= not used[tenant]
+                self._skipped_chunk |= not used[tenant]
                 continue
             if row.num_tokens <= budget and self._grow(job, [row], plan, in_step):
                 chunks.append(row)
@@ -177,7 +177,7 @@ class Scheduler:
                 budget -= row.num_tokens
                 used[tenant] += row.num_tokens
                 self._turns.computed(tenant, row.num_tokens)
-        self._short = short
+        self._blocked = blocked
         self._refused = None
         return chunks
 
@@ -195,9 +195,9 @@ class Scheduler:
         """Return sequences in prefill, and waiting jobs with None, in the order to compute them."""
         queue: list[tuple[float, int, int, RequestState, Sequence | None]] = []
 
-        def add(job: RequestState, size: int, left: int, sequence: Sequence | None) -> None:
+        def add(job: RequestState, size: int, num_left: int, sequence: Sequence | None) -> None:
             ratio = (now_s - job.arrived_s) / max(1, size)
-            queue.append((-ratio, left, job.order, job, sequence))
+            queue.append((-ratio, num_left, job.order, job, sequence))
 
         for job, sequence in in_prefill:
             if sequence in job.sequences:  # otherwise its job was preempted

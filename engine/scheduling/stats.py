@@ -8,7 +8,7 @@ from pdserve.engine.scheduling.plan import Plan
 SMOOTHING = 0.2  # weight of the last prefill step in the measured rate
 FADING = 0.98  # the slowest time fades by this factor with every faster step
 GROWTH = 2.0  # one slower step raises it by at most this factor, as a step may have hung
-LEAST_CHUNK = 32  # a step with fewer chunk tokens does not measure the time of one
+MIN_CHUNK = 32  # a step with fewer chunk tokens does not measure the time of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class StepMeter:
             if computed > start:
                 self.recomputed_tokens += max(0, computed - max(start, prompt_len))
         chunks = plan.num_tokens - plan.num_decode_rows
-        if chunks >= LEAST_CHUNK:
+        if chunks >= MIN_CHUNK:
             self._token_s = _slowest(self._token_s, wall_s / chunks)
         elif not chunks and plan.num_decode_rows:
             self._rows_s = _slowest(self._rows_s, wall_s)
@@ -72,5 +72,5 @@ class StepMeter:
             self.prefill_tokens_s = old + SMOOTHING * (rate - old)
 
 
-def _slowest(known: float, new: float) -> float:
-    return max(min(new, GROWTH * known or new), FADING * known)
+def _slowest(slowest: float, latest: float) -> float:
+    return max(min(latest, GROWTH * slowest or latest), FADING * slowest)

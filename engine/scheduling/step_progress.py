@@ -112,10 +112,10 @@ class StepProgress:
                 events.append(PromptScored(job.key, tuple(job.prompt_scores)))
                 job.prompt_scores = None
             self._fork(job, sequence)
-        wrong = [pick for pick in outcome.picks if pick.error]
-        for pick in wrong:
+        failed = [pick for pick in outcome.picks if pick.error]
+        for pick in failed:
             # A choice whose constraints allow no token ends alone if others remain.
-            if not pick.no_token or not pick.param or len(wrong) == job.request.params.n:
+            if not pick.no_token or not pick.param or len(failed) == job.request.params.n:
                 # Its KV may be wrong: requests that would share it must not fail too.
                 if not pick.param:
                     self._jobs.forget(job)

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-MOST_PASSED = 8  # steps in a row that pass over a waiting tenant before it comes first
+MAX_PASSED = 8  # steps in a row that pass over a waiting tenant before it comes first
 ACTIVE_S = 1.0  # a tenant counts as active this long after its last request has ended
 
 
@@ -15,10 +15,13 @@ def by_priority(
 ) -> list[T]:
     """Return each tenant's entries in order of priority, stable within one priority. Each tenant
     keeps the places it had, so none gains against another."""
-    own: dict[bytes, list[T]] = {}
+    by_tenant: dict[bytes, list[T]] = {}
     for entry in entries:
-        own.setdefault(tenant(entry), []).append(entry)
-    ordered = {name: iter(sorted(found, key=priority)) for name, found in own.items()}
+        by_tenant.setdefault(tenant(entry), []).append(entry)
+    ordered = {
+        name: iter(sorted(tenant_entries, key=priority))
+        for name, tenant_entries in by_tenant.items()
+    }
     return [next(ordered[tenant(entry)]) for entry in entries]
 
 
@@ -26,7 +29,7 @@ class Turns:
     """Order of tenants with prompts to compute, the one with the fewest computed tokens first.
 
     A new tenant comes before those of which something has been computed, and behind earlier
-    arrivals and those passed over for more than MOST_PASSED steps.
+    arrivals and those passed over for more than MAX_PASSED steps.
     """
 
     def __init__(self) -> None:
@@ -41,7 +44,9 @@ class Turns:
             self._active[tenant] = now_s
         if len(self._active) > 1:
             oldest = now_s - ACTIVE_S
-            self._active = {name: at for name, at in self._active.items() if at >= oldest}
+            self._active = {
+                name: active_s for name, active_s in self._active.items() if active_s >= oldest
+            }
         return len(self._active) > 1
 
     def order(self, entries: Sequence[T], tenant: Callable[[T], bytes]) -> Sequence[T]:
@@ -58,14 +63,14 @@ class Turns:
         self._passed = Counter({name: self._passed[name] + 1 for name in tenants})
         if len(tenants) < 2:
             return entries
-        before: Counter[bytes] = Counter()
+        num_earlier: Counter[bytes] = Counter()
         ranked: list[tuple[int, int, int, T]] = []
         for entry in entries:
             name = tenant(entry)
-            overdue = max(0, self._passed[name] - MOST_PASSED)
-            ranked.append((before[name], -overdue, self._computed[name], entry))
-            before[name] += 1
-        ranked.sort(key=lambda found: found[:3])
+            overdue = max(0, self._passed[name] - MAX_PASSED)
+            ranked.append((num_earlier[name], -overdue, self._computed[name], entry))
+            num_earlier[name] += 1
+        ranked.sort(key=lambda item: item[:3])
         return [entry for *_, entry in ranked]
 
     def computed(self, tenant: bytes, tokens: int) -> None:

@@ -140,20 +140,20 @@ class Wire(ABC):
         """Call `receive` until it returns bytes or their number, not 0. Raises WireClosed."""
         while True:
             if self.deadline is not None:
-                left = self.deadline - time.monotonic()
-                if left <= 0:
-                    raise WireClosed("peer took too long to introduce itself")
-                self.sock.settimeout(left)
+                remaining_s = self.deadline - time.monotonic()
+                if remaining_s <= 0:
+                    raise WireClosed("the peer took too long to introduce itself")
+                self.sock.settimeout(remaining_s)
             try:
-                found = receive()
+                received = receive()
             except TimeoutError:
                 continue
             except OSError as err:
                 raise WireClosed(f"connection lost: {err.strerror or err}") from None
-            if not found:
+            if not received:
                 raise WireClosed("connection closed by the peer")
             self.heard = time.monotonic()
-            return found
+            return received
 
     def trust(self) -> None:
         """Lift the deadline: the peer has proven itself."""
@@ -196,7 +196,7 @@ class Wire(ABC):
 
     def open_window(self, data: bytes) -> None:
         """prefill: open the window by the data of decode's `window`. Raises TransportRefused."""
-        raise TransportRefused("a window that nobody waits for")
+        raise TransportRefused("this transport does not use a window")
 
     @property
     def writable(self) -> bool:
@@ -209,11 +209,15 @@ class Wire(ABC):
 
     @abstractmethod
     def send_frame(
-        self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
+        self,
+        record: bytes,
+        slot: int,
+        parts: Sequence[memoryview],
+        release_parts: Callable[[], None],
     ) -> None:
-        """prefill: send a frame's record and its payload through the slot. `taken` is called as
-        soon as the parts are no longer needed, within a few milliseconds whatever the peer does.
-        Raises WireClosed."""
+        """prefill: send a frame's record and its payload through the slot. `release_parts` is
+        called as soon as the parts are no longer needed, within a few milliseconds whatever the
+        peer does. Raises WireClosed."""
 
     @abstractmethod
     def payload(self, slot: int, size: int) -> Payload:
@@ -256,7 +260,11 @@ class WindowReader(Wire):
     """decode's end of a connection whose payloads pass through a window."""
 
     def send_frame(
-        self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
+        self,
+        record: bytes,
+        slot: int,
+        parts: Sequence[memoryview],
+        release_parts: Callable[[], None],
     ) -> None:
         raise WireClosed("decode does not send frames")
 
@@ -282,7 +290,7 @@ class Listener:
         self._accepted = accepted
         self._cleanup = cleanup
         self._closed = threading.Event()
-        self._failing = ""  # why the last try failed
+        self._last_failure = ""  # why the last try failed
         self._thread = threading.Thread(target=self._run, name="kv-accept")
         self._thread.start()
 
@@ -309,13 +317,13 @@ class Listener:
                 peer.close()
                 self._failed(str(err))
                 continue
-            self._failing = ""
+            self._last_failure = ""
 
-    def _failed(self, why: str) -> None:
+    def _failed(self, reason: str) -> None:
         """Log once why connections fail, until one succeeds."""
-        if why != self._failing:
-            self._failing = why
-            log.warning("cannot accept a connection on %s: %s", self.address, why)
+        if reason != self._last_failure:
+            self._last_failure = reason
+            log.warning("cannot accept a connection on %s: %s", self.address, reason)
 
 
 class KvTransport(ABC):

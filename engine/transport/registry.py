@@ -20,12 +20,14 @@ def make_transports(choice: str, options: TransportOptions) -> list[KvTransport]
 
     Raises ValueError.
     """
-    known = transports()
-    if choice != "auto" and choice not in known:
-        raise ValueError(f"unknown transport {choice!r}; there are auto, {', '.join(known)}")
+    by_name = transports()
+    if choice != "auto" and choice not in by_name:
+        raise ValueError(
+            f"unknown transport {choice!r}; known transports: auto, {', '.join(by_name)}"
+        )
     if choice != "auto":
-        return [known[choice](options)]
-    return [cls(options) for cls in known.values() if cls.applies(options)]
+        return [by_name[choice](options)]
+    return [cls(options) for cls in by_name.values() if cls.applies(options)]
 
 
 def _subclasses() -> Iterator[type[KvTransport]]:

@@ -59,14 +59,18 @@ class ShmWriter(WindowWriter):
         return self._nonce
 
     def send_frame(
-        self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
+        self,
+        record: bytes,
+        slot: int,
+        parts: Sequence[memoryview],
+        release_parts: Callable[[], None],
     ) -> None:
-        at = slot * self.slot_bytes
+        offset = slot * self.slot_bytes
         for part in parts:
-            window = np.frombuffer(self._memory, np.uint8, len(part), at)
+            window = np.frombuffer(self._memory, np.uint8, len(part), offset)
             copy_past_caches(window, np.frombuffer(part, np.uint8))
-            at += len(part)
-        taken()
+            offset += len(part)
+        release_parts()
         self.write(record)
 
     def close(self) -> None:
@@ -86,19 +90,19 @@ class ShmReader(WindowReader):
                 self.sock.settimeout(max(0.01, self.deadline - time.monotonic()))
             head, fds, _, _ = socket.recv_fds(self.sock, 1, 1)
             if head != _HEAD or len(fds) != 1:
-                raise WireClosed("no window was passed")
+                raise WireClosed("prefill did not pass a window")
             if fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise WireClosed("the window is not sealed")
             self._memory = mmap.mmap(fds[0], os.fstat(fds[0]).st_size, prot=mmap.PROT_READ)
         except (OSError, ValueError) as err:
-            raise WireClosed(f"no window: {err}") from None
+            raise WireClosed(f"the window cannot be mapped: {err}") from None
         finally:
             for fd in fds:
                 os.close(fd)
 
     def proof(self) -> bytes:
         if self._memory is None or len(self._memory) != SLOTS * self.slot_bytes:
-            raise TransportRefused("the window has another size")
+            raise TransportRefused("the window has an unexpected size")
         return self._memory[:PROOF_BYTES]
 
     def payload(self, slot: int, size: int) -> Payload:

@@ -39,7 +39,7 @@ class TcpWire(Wire):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
         self._staging: memoryview | None = None
-        self._private: memoryview | None = None  # the payload that was read last
+        self._payload_buffer: memoryview | None = None  # the payload that was read last
 
     def setup(self) -> None:
         """Do nothing: the Hello is the first thing in the stream."""
@@ -48,36 +48,40 @@ class TcpWire(Wire):
         return bytes(16)  # a stream that carried the Hello carries the rest
 
     def send_frame(
-        self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
+        self,
+        record: bytes,
+        slot: int,
+        parts: Sequence[memoryview],
+        release_parts: Callable[[], None],
     ) -> None:
-        left = deque([memoryview(record), *parts])
-        self._write_at_once(left)
-        rest = self._stage(left, len(record) + self.slot_bytes) if left else b""
-        taken()
-        self.write(rest)
+        views = deque([memoryview(record), *parts])
+        self._write_at_once(views)
+        staged = self._stage(views, len(record) + self.slot_bytes) if views else b""
+        release_parts()
+        self.write(staged)
 
-    def _write_at_once(self, left: deque[memoryview]) -> None:
+    def _write_at_once(self, views: deque[memoryview]) -> None:
         poll = select.poll()
         poll.register(self.sock, select.POLLOUT)
-        end = time.monotonic() + AT_ONCE_S
-        while left and (wait_s := end - time.monotonic()) > 0 and poll.poll(wait_s * 1000):
+        deadline = time.monotonic() + AT_ONCE_S
+        while views and (wait_s := deadline - time.monotonic()) > 0 and poll.poll(wait_s * 1000):
             with contextlib.suppress(BlockingIOError):
-                self.write_some(left, socket.MSG_DONTWAIT)
+                self.write_some(views, socket.MSG_DONTWAIT)
 
-    def _stage(self, left: deque[memoryview], most: int) -> memoryview:
+    def _stage(self, views: deque[memoryview], capacity: int) -> memoryview:
         if self._staging is None:
-            self._staging = memoryview(mmap.mmap(-1, most))
-        at = 0
-        for view in left:
-            self._staging[at : at + len(view)] = view
-            at += len(view)
-        return self._staging[:at]
+            self._staging = memoryview(mmap.mmap(-1, capacity))
+        size = 0
+        for view in views:
+            self._staging[size : size + len(view)] = view
+            size += len(view)
+        return self._staging[:size]
 
     def payload(self, slot: int, size: int) -> Payload:
-        if self._private is None:
-            self._private = memoryview(mmap.mmap(-1, self.slot_bytes))
-        self.fill(self._private[:size])
-        return self._private[:size]
+        if self._payload_buffer is None:
+            self._payload_buffer = memoryview(mmap.mmap(-1, self.slot_bytes))
+        self.fill(self._payload_buffer[:size])
+        return self._payload_buffer[:size]
 
     def skip_payload(self, slot: int, size: int) -> None:
         scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
@@ -131,5 +135,5 @@ def split_address(address: str) -> tuple[str, int]:
     """Split host:port or [v6]:port. Raises ValueError."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"not an address: {address!r}")
+        raise ValueError(f"the address must be host:port, not {address!r}")
     return host.strip("[]"), int(port)

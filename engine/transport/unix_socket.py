@@ -14,7 +14,7 @@ _MAX_PATH = 107  # sun_path minus its terminating zero
 def socket_path(folder: str, boot: bytes, suffix: str) -> Path:
     """Return the path of decode's socket. Raises TransportRefused without a folder."""
     if not folder:
-        raise TransportRefused("no directory for its sockets (shm_dir) is set")
+        raise TransportRefused("no directory for unix sockets is set (--shm-dir)")
     return Path(folder) / f"{boot.hex()}{suffix}"
 
 
@@ -30,8 +30,8 @@ def listen_unix(
     except OSError as err:
         raise TransportRefused(f"{path.parent}: {err.strerror}") from None
     try:
-        with _sun_path(path) as short:
-            sock.bind(short)
+        with _sun_path(path) as socket_name:
+            sock.bind(socket_name)
         path.chmod(0o600)
         sock.listen(2 * SLOTS)
     except OSError as err:
@@ -50,8 +50,8 @@ def dial_unix(path: Path, timeout_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
-        with _sun_path(path) as short:
-            sock.connect(short)
+        with _sun_path(path) as socket_name:
+            sock.connect(socket_name)
         sock.settimeout(None)
     except OSError as err:
         sock.close()

@@ -193,7 +193,9 @@ def test_what_cannot_be_quantized(models: dict[str, tuple[Path, Path]], tmp_path
     with pytest.raises(ValueError, match="'q9' is not known; known: q4_0"):
         load(directory, isq="q9")
     quantize_gguf(plain, tmp_path / "out.gguf", "q8_0", lambda fraction: None)
-    with pytest.raises(CheckpointError, match=r"out.gguf: --isq q4k: there is nothing .*\(Q8_0\)"):
+    with pytest.raises(
+        CheckpointError, match=r"out.gguf: --isq q4k: the model has nothing .*\(Q8_0\)"
+    ):
         load(tmp_path / "out.gguf", isq="q4k")
 
 

@@ -193,7 +193,7 @@ def test_a_generating_model_has_no_embeddings() -> None:
     ],
 )
 def test_what_a_prompt_alone_cannot_have(changes: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="a prompt alone has no choices and no logprobs"):
+    with pytest.raises(InvalidRequest, match="cannot have choices or prompt_logprobs"):
         fake_engine(pooling="last").submit(replace(pool("a", [1, 2, 3]), **changes))
 
 
@@ -207,7 +207,7 @@ def test_what_an_embedding_cannot_have(subtests: pytest.Subtests) -> None:
     ):
         with subtests.test(param):
             engine = fake_engine(pooling="last")
-            with pytest.raises(InvalidRequest, match=f"an embedding has no {param}") as refused:
+            with pytest.raises(InvalidRequest, match=rf"\b{param}\b") as refused:
                 engine.submit(replace(ask("a", [1, 2, 3], **params), pool=True))
             assert refused.value.param == param
 
@@ -224,7 +224,7 @@ def test_a_mean_publishes_no_prefix_that_nobody_could_use() -> None:
 
 def test_it_is_neither_reserved_nor_held() -> None:
     engine = fake_engine(pooling="mean")
-    with pytest.raises(InvalidRequest, match="needs the prompt to be computed here"):
+    with pytest.raises(InvalidRequest, match="must also compute this prompt"):
         engine.reserve(pool("a", [1, 2, 3]))
     engine.submit(pool("b", list(range(17))))
     engine.step()

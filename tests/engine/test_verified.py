@@ -143,7 +143,7 @@ class Cluster:
             self.reached["two have verified the same"] += other is not one and same
 
     def arrived(self, one: Receiving) -> int:
-        have = one.bitmap._have[0][0] | ((1 << one.reservation.first_block[0]) - 1)
+        have = one.bitmap._present[0][0] | ((1 << one.reservation.first_block[0]) - 1)
         return (have.bit_length() - 1) * SIZE
 
     def end(self) -> None:
@@ -290,7 +290,7 @@ def test_only_an_open_reservation_is_verified_and_not_beyond_its_end() -> None:
     engine = make_engine(40, 0)
     reservation = engine.reserve(ask("a", range(33)))
     assert reservation is not None
-    with pytest.raises(ValueError, match="33 tokens verified of 32"):
+    with pytest.raises(ValueError, match="cannot verify 33 tokens: the reservation has 32"):
         engine.verified(reservation, 33)
     engine.release(reservation)
     with pytest.raises(ValueError, match="is released"):

@@ -11,7 +11,7 @@ import pytest
 from builders.manifests import Manifest, Workload, of_kind, rendered, selects, workloads
 from oracles.manifest_rules.labels import WORKERS
 
-from pdserve.engine.handoff.recorder.ring import KEPT
+from pdserve.engine.handoff.recorder.ring import MAX_DEAD_RINGS
 from pdserve.services.cli.commands import COMMANDS, known_names
 from pdserve.services.host.auth.roles import Role
 from pdserve.services.options.options import ENV_PREFIX, Option
@@ -175,7 +175,7 @@ def test_rings_have_room_beside_their_process(servers: dict[str, Workload]) -> N
         (mount,) = [m for m in container(servers[role])["volumeMounts"] if m["mountPath"] == folder]
         (volume,) = [v for v in servers[role].pod["volumes"] if v["name"] == mount["name"]]
         room = float(volume["emptyDir"]["sizeLimit"].removesuffix("Mi"))
-        assert room > (KEPT + 1) * options(role)["PDSERVE_TRACE_MB"].default
+        assert room > (MAX_DEAD_RINGS + 1) * options(role)["PDSERVE_TRACE_MB"].default
 
 
 def test_each_role_has_its_own_certificate(

@@ -34,7 +34,7 @@ def test_cancel_before_the_claim_is_answered_gone(pair: Pair) -> None:
     assert pair.at_decode(lambda r: r.cancel(ticket.attempt, "cancel"))
     pair.start(asked, ticket)
     pair.wait(lambda: ticket.attempt in pair.sent)
-    assert pair.sent[ticket.attempt].reason == "gone at decode"
+    assert pair.sent[ticket.attempt].reason == "decode does not know the attempt"
     assert pair.lost == {ticket.attempt: "cancel"}
     pair.assert_clean()
 
@@ -63,7 +63,7 @@ def test_abort_at_each_phase(pair: Pair, side: str, chunk: int) -> None:
         assert pair.lost[attempt] == "peer: cancel"
     elif attempt in pair.lost:
         assert pair.lost[attempt] == "cancel"
-        assert pair.sent[attempt].reason in ("peer: cancel", "gone at decode")
+        assert pair.sent[attempt].reason in ("peer: cancel", "decode does not know the attempt")
     if attempt in pair.received:
         pair.answer(asked)
     pair.assert_clean()
@@ -148,7 +148,7 @@ def test_a_frame_refused_three_times_fails_the_attempt(
     pair = make_pair()
     attempt = pair.hand_off(request(200))
     pair.wait(lambda: attempt in pair.sent and attempt in pair.lost)
-    assert pair.sent[attempt].reason == "a frame was refused 3 times"
+    assert pair.sent[attempt].reason == "decode refused a frame 3 times"
     assert not pair.received
     pair.assert_clean()
 
@@ -170,7 +170,7 @@ def test_a_frame_header_signed_with_another_key_is_refused(
     attempt = pair.hand_off(request(50))
     pair.wait(lambda: attempt in pair.sent and attempt in pair.lost)
     assert hits
-    assert pair.lost[attempt] == "connection: frame header with a bad tag"
+    assert pair.lost[attempt] == "connection: a frame header has a wrong tag"
     assert pair.receiver.counters["refused"] == 1
     pair.assert_clean()
 
@@ -296,7 +296,7 @@ def test_strangers_are_few_cost_no_window_and_keep_nobody_out(make_pair: MakePai
     pair.wait(lambda: pair.receiver.counters["unproven_refused"] == 4)
     links = [link for link in pair.receiver.links if link.open]
     assert len(links) == MAX_UNPROVEN
-    assert not any(link._wire._private for link in links)
+    assert not any(link._wire._payload_buffer for link in links)
     asked = request(50)
     pair.hand_off(asked)
     assert pair.answer(asked) == local(asked), "the oldest stranger has gone"
@@ -347,5 +347,5 @@ def test_ids_of_another_length_are_refused(make_pair: MakePair) -> None:
     assert ticket is not None
     pair.start(asked, ticket, prompt(30))
     pair.wait(lambda: ticket.attempt in pair.lost and ticket.attempt in pair.sent)
-    assert pair.lost[ticket.attempt] == "claim of 30 tokens, not 49"
+    assert pair.lost[ticket.attempt] == "the Claim names 30 tokens instead of 49"
     pair.assert_clean()

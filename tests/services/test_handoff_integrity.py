@@ -166,7 +166,7 @@ def test_no_plain_kv_passes_the_wire_when_it_is_sealed(
 
 def test_nothing_is_sealed_on_a_device(make_pair: MakePair) -> None:
     pair = make_pair("cuda_ipc", encrypted=True)
-    assert refused(pair).endswith("encrypted payloads cannot stay on a device (--encrypt-kv)")
+    assert refused(pair).endswith("encrypted payloads cannot be copied on a device (--encrypt-kv)")
 
 
 def test_a_sealed_frame_that_was_changed_is_sent_again_under_a_new_nonce(

@@ -92,7 +92,10 @@ def test_blocks_that_are_not_given_back(noted: Noted) -> None:
     noted.hand_off(asked)
     noted.wait(lambda: attempt in noted.lost)
     assert noted.lost == {attempt: "cancelled"}
-    assert {"it owes FREED", "it has blocks at an orderly end"} <= noted.rules()
+    assert {
+        "the record FREED is missing",
+        "the attempt had blocks when the process ended in order",
+    } <= noted.rules()
 
 
 @pytest.mark.parametrize("action", [Action.GIVE_BACK_PROMISE, Action.SEND_COMPLETE])
@@ -109,7 +112,7 @@ def test_an_action_that_is_left_out(
     attempt = noted.hand_off(request(200))
     noted.wait(lambda: attempt in noted.received)
     (rule,) = noted.rules()
-    assert rule.startswith("the machine says: ")
+    assert rule.startswith("the machine's actions are: ")
     assert action.value in rule
 
 
@@ -129,6 +132,6 @@ def test_blocks_that_are_given_back_too_early(
     attempt = noted.hand_off(request(200))
     noted.wait(lambda: attempt in noted.sent)
     assert {
-        "the machine goes to receiving",
-        "the machine says: send_frames",
+        "the machine's next phase is receiving",
+        "the machine's actions are: send_frames",
     } <= noted.rules()

@@ -33,7 +33,7 @@ class SimWire(TcpWire):
         self.link: SimLink | None = None
         self.other: SimWire | None = None  # while the two introduce themselves
         self._staging = None
-        self._private = None
+        self._payload_buffer = None
         self._connection = connection
         client = connection.client is process
         self._out: Pipe = connection.up if client else connection.down
@@ -150,7 +150,7 @@ class SimLink(DataLink):
         except (WireClosed, FrameError, TransportRefused) as err:
             self.end(str(err))
         except Exception:
-            log.exception("hand-off connection failed")
+            log.exception("a hand-off connection failed")
             self.end("internal error")
 
     def post(self, record: bytes) -> None:
@@ -166,7 +166,7 @@ class SimLink(DataLink):
         self._pump_soon()
         return known
 
-    def close(self, reason: str = "closed here") -> None:
+    def close(self, reason: str = "closed locally") -> None:
         self.end(reason)
 
     def _pump_soon(self) -> None:
@@ -179,7 +179,7 @@ class SimLink(DataLink):
         self._guarded(self._write_ready)
 
     def _write_ready(self) -> None:
-        while (work := self._ready()) is not None:
+        while (work := self._next_work()) is not None:
             self._write(work)
 
 

@@ -100,12 +100,12 @@ class LoopEngineThread(EngineThread):
         if wrong := self._engine.discrepancy(recount=True):
             log.error("blocks do not add up: %s", wrong)
         self._liveness.beat(self._process.time())
-        self._carry_out_posted()
+        self._run_posted()
         more = self._poll()
         try:
             plan = self._plan()
         except Exception as error:
-            self._give_up(error)
+            self._fail_requests(error)
             more, plan = True, None
         if plan is not None:
             self._computing = True
@@ -124,10 +124,10 @@ class LoopEngineThread(EngineThread):
         if self._closing:
             return
         try:
-            self._note(plan)
-            self._tell(self._engine.collect(self._engine.launch(plan)))
+            self._record_step(plan)
+            self._send_events(self._engine.collect(self._engine.launch(plan)))
         except Exception as error:
-            self._give_up(error)
+            self._fail_requests(error)
         self._turn_soon()
 
 

@@ -56,9 +56,9 @@ class DataListeners:
     def refusal(self, link: DataLink, hello: messages.Hello) -> str:
         """Return why a process that has introduced itself is refused; empty if it is accepted."""
         if hello.decode_boot != self._boot:
-            return "this is another decode process than the ticket's"
+            return "the ticket names another decode process"
         if link.direct and self._compatibility.encrypted:
-            return "encrypted payloads cannot stay on a device (--encrypt-kv)"
+            return "encrypted payloads cannot be copied on a device (--encrypt-kv)"
         return self._compatibility.refusal(hello)
 
     def close(self) -> None:
@@ -71,8 +71,8 @@ class DataListeners:
         link = DataLink(wire, transport, self._handler)
         self._links[link] = None
         if len(unproven) >= MAX_UNPROVEN:
-            ((crowd, _),) = Counter(one.host for one in unproven).most_common(1)
-            oldest = next(one for one in unproven if one.host == crowd)
-            oldest.end("too many connections that prove nothing")
+            ((busiest_host, _),) = Counter(other.host for other in unproven).most_common(1)
+            oldest = next(other for other in unproven if other.host == busiest_host)
+            oldest.end("too many unproven connections")
             self._count("unproven_refused")
         link.accept()

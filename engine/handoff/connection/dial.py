@@ -22,17 +22,17 @@ DIAL_S = 1.0  # for all transports together; then the attempt is lost and the ro
 def usable(transports: Sequence[KvTransport], chosen: bool) -> list[KvTransport]:
     """Return the transports that can work in this process. Raises TransportRefused if one that is
     configured by name (`chosen`) cannot."""
-    found = []
+    working = []
     for transport in transports:
         try:
             transport.check()
         except TransportRefused as err:
             if chosen:
                 raise
-            log.warning("transport %s is left out: %s", transport.name, err)
+            log.warning("transport %s is not used: %s", transport.name, err)
             continue
-        found.append(transport)
-    return found
+        working.append(transport)
+    return working
 
 
 def listen_all(
@@ -52,7 +52,7 @@ def listen_all(
                 for listener in opened.values():
                     listener.close()
                 raise
-            log.warning("transport %s is left out: %s", transport.name, err)
+            log.warning("transport %s is not used: %s", transport.name, err)
     return opened
 
 
@@ -66,24 +66,26 @@ class Dialer:
 
     def dial(self, target: Target, hello: Hello) -> DataLink:
         """Connect; blocks for at most DIAL_S. Raises TransportRefused with every reason."""
-        end = time.monotonic() + DIAL_S
+        deadline = time.monotonic() + DIAL_S
         reasons = []
         for transport in self._transports:
-            left = max(0.01, end - time.monotonic())
+            remaining_s = max(0.01, deadline - time.monotonic())
             try:
-                wire = transport.dial(target, left)
-                left = max(0.01, end - time.monotonic())
-                named = replace(hello, transport=transport.name)
-                link = DataLink.dial(wire, transport.name, self._handler, named, left)
+                wire = transport.dial(target, remaining_s)
+                remaining_s = max(0.01, deadline - time.monotonic())
+                named_hello = replace(hello, transport=transport.name)
+                link = DataLink.dial(wire, transport.name, self._handler, named_hello, remaining_s)
             except TransportRefused as err:
                 self.refusals[transport.name] += 1
                 reasons.append(f"{transport.name}: {err}")
-                log.info("transport %s to %s refused: %s", transport.name, _short(target), err)
+                log.info(
+                    "transport %s to %s was refused: %s", transport.name, _target_name(target), err
+                )
                 continue
-            log.info("transport %s to %s", transport.name, _short(target))
+            log.info("transport %s connected to %s", transport.name, _target_name(target))
             return link
         raise TransportRefused("; ".join(reasons))
 
 
-def _short(target: Target) -> str:
+def _target_name(target: Target) -> str:
     return f"decode {target.boot.hex()[:8]}"

@@ -105,11 +105,11 @@ class DataLink:
                 case messages.Welcome(proof) if proof == wire.proof():
                     wire.trust()
                 case messages.Welcome():
-                    raise TransportRefused("decode does not see this window")
+                    raise TransportRefused("decode cannot read this process's window")
                 case messages.Refused(reason):
                     raise TransportRefused(f"refused by decode: {reason}")
                 case _:
-                    raise TransportRefused("no welcome")
+                    raise TransportRefused("decode did not answer with Welcome")
         except (WireClosed, FrameError) as err:
             wire.close()
             raise TransportRefused(str(err)) from None
@@ -179,17 +179,17 @@ class DataLink:
     def post(self, record: bytes) -> None:
         """Send a control record, ahead of waiting frames. Never blocks; a closed link drops the
         record."""
-        failed = ""
+        failure = ""
         with self._wake:
             self._posted.append(memoryview(record))
             if len(self._posted) > MAX_POSTED:
-                failed = "the peer does not read"
+                failure = "the peer does not read its messages"
             elif not self._writing:
-                failed = self._write_now()
+                failure = self._write_now()
             if self._posted:
                 self._wake.notify()
-        if failed:
-            self.end(failed)
+        if failure:
+            self.end(failure)
 
     def _write_now(self) -> str:
         """Write at once instead of waking the idle writer thread; called with the lock. Return why
@@ -228,12 +228,12 @@ class DataLink:
             self._wake.notify()
         return True
 
-    def close(self, reason: str = "closed here") -> None:
+    def close(self, reason: str = "closed locally") -> None:
         """End the link and wait for its threads, unless the caller is one of them or they could not
         be started."""
         self.end(reason)
-        own = threading.current_thread() in (self._reader, self._writer)
-        if self._reader.is_alive() and not own:
+        on_link_thread = threading.current_thread() in (self._reader, self._writer)
+        if self._reader.is_alive() and not on_link_thread:
             self._reader.join()
 
     def end(self, reason: str) -> None:
@@ -268,7 +268,7 @@ class DataLink:
         except (WireClosed, FrameError, TransportRefused) as err:
             self.end(str(err))
         except Exception:
-            log.exception("hand-off connection failed")
+            log.exception("a hand-off connection failed")
             self.end("internal error")
         finally:
             self._writer.join()
@@ -283,11 +283,11 @@ class DataLink:
             self._skip_rest()
             raise
         if not isinstance(hello, messages.Hello):
-            raise FrameError("no hello")
+            raise FrameError("the first message is not Hello")
         self.hello = hello
         reason = self._handler.introduced(self, hello)
         if not reason and hello.transport != self.transport:
-            reason = f"transport {hello.transport} on a {self.transport} listener"
+            reason = f"the peer names transport {hello.transport} on a {self.transport} listener"
         try:
             reply = messages.Refused(reason) if reason else messages.Welcome(self._wire.proof())
         except TransportRefused as err:
@@ -320,7 +320,7 @@ class DataLink:
         if isinstance(message, messages.Credit):  # ignored if doubled, damaged or after an answer
             self.slot_returned(message.slot, message.mark)
         elif isinstance(message, messages.SlotWindow):
-            self._opened(message.data)
+            self._open_window(message.data)
         else:
             self._handler.message(self, message)
 
@@ -332,11 +332,11 @@ class DataLink:
 
     def _read_frame(self, prefix: Prefix) -> None:
         if not self._genuine:
-            raise FrameError("a frame before a genuine claim")
+            raise FrameError("a frame arrived before a verified Claim")
         record = prefix.pack() + self._wire.take(prefix.length)
         header, covered, tag = FrameHeader.unpack(record)
         if header.payload_bytes > self._wire.slot_bytes:
-            raise FrameError("payload larger than a slot")
+            raise FrameError("the payload is larger than a slot")
         mark, lent = mark_of(tag), self._lent.check(header.slot)
         if not self._handler.frame(self, header, covered, tag):
             self._wire.skip_payload(header.slot, header.payload_bytes)
@@ -355,7 +355,7 @@ class DataLink:
         """Collect a credit; several go out in one write, since each write wakes a thread."""
         self._credits.append(_credit(slot, mark))
 
-    def _opened(self, window: bytes) -> None:
+    def _open_window(self, window: bytes) -> None:
         """prefill: open the window, which makes the slots available."""
         self._wire.open_window(window)
         with self._wake:
@@ -371,18 +371,18 @@ class DataLink:
         except WireClosed as err:
             self.end(str(err))
         except Exception:
-            log.exception("hand-off connection failed")
+            log.exception("a hand-off connection failed")
             self.end("internal error")
 
     def _next(self) -> bytes | tuple[int, FrameJob] | None:
         with self._wake:
             self._writing = False
-            while (work := self._ready()) is None and not self._reason:
+            while (work := self._next_work()) is None and not self._reason:
                 self._wake.wait()
             self._writing = True
             return work
 
-    def _ready(self) -> bytes | tuple[int, FrameJob] | None:
+    def _next_work(self) -> bytes | tuple[int, FrameJob] | None:
         """Return what to write now; None if there is nothing, or if the link has ended."""
         if self._reason:
             return None
@@ -401,15 +401,15 @@ class DataLink:
             self._write_frame(*work)
 
     def _write_frame(self, slot: int, job: FrameJob) -> None:
-        with ExitStack() as held:
-            frame = held.enter_context(job(slot, self._wire.sink(slot)))
+        with ExitStack() as stack:
+            frame = stack.enter_context(job(slot, self._wire.sink(slot)))
             with self._wake:
                 if frame is None:
                     self._slots.put_back(slot)
                     return
                 self._slots.sent(slot, mark_of(frame.record))
             start = time.monotonic()
-            self._wire.send_frame(frame.record, slot, frame.parts, held.close)
+            self._wire.send_frame(frame.record, slot, frame.parts, stack.close)
             self._busy_s += time.monotonic() - start
 
 

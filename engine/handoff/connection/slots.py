@@ -29,7 +29,7 @@ class WriterSlots:
     def open(self, count: int) -> None:
         """Make the slots available. Raises FrameError if they were available before."""
         if self._free or self._filling or self._in_flight:
-            raise FrameError("a second window")
+            raise FrameError("decode sent a second window")
         self._free.extend(range(count))
 
     def take(self) -> int:
@@ -53,7 +53,7 @@ class WriterSlots:
     def credited(self, slot: int) -> None:
         """Free the slot. Raises FrameError if it is not in flight."""
         if slot not in self._in_flight:
-            raise FrameError("credit for a slot that is not in flight")
+            raise FrameError("a credit names a slot that is not in flight")
         del self._in_flight[slot]
         self._free.append(slot)
 
@@ -68,13 +68,13 @@ class ReaderSlots:
     def check(self, slot: int) -> bool:
         """Return whether the slot is lent. Raises FrameError if there is no such slot."""
         if slot >= self._count:
-            raise FrameError("slot out of range")
+            raise FrameError("the slot number is out of range")
         return slot in self._lent
 
     def lend(self, slot: int, mark: bytes = b"") -> None:
         """Lend the slot to a frame that has arrived. Raises FrameError if it is lent already."""
         if self.check(slot):
-            raise FrameError("slot used without credit")
+            raise FrameError("the slot was used again without a credit")
         self._lent[slot] = mark
 
     def credit(self, slot: int) -> bytes:

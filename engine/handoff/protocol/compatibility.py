@@ -22,18 +22,18 @@ class HandoffCompatibility:
         """Return what differs and is not admitted; empty if the peer is compatible. Raises
         FrameError."""
         if hello.encrypted != self.encrypted:
-            here, there = ("encrypted" if x else "not" for x in (self.encrypted, hello.encrypted))
-            return f"KV encryption: {here} here, {there} there (--encrypt-kv)"
-        other = refusal(self.identity, hello.identity, self.mixing)
-        if other:
-            return other.text
+            local, remote = ("encrypted" if x else "not" for x in (self.encrypted, hello.encrypted))
+            return f"KV encryption: {local} here, {remote} there (--encrypt-kv)"
+        difference = refusal(self.identity, hello.identity, self.mixing)
+        if difference:
+            return difference.text
         try:
-            theirs = decode_spec(hello.spec)
+            peer_spec = decode_spec(hello.spec)
         except ValueError as err:
             raise FrameError(str(err)) from None
-        return spec_difference(self.spec, theirs)
+        return spec_difference(self.spec, peer_spec)
 
     def other_identity(self, hello: Hello) -> bytes:
         """Return the digest of the peer's KV identity; empty if it equals the local one."""
-        other = hello.identity.digest
-        return other if other != self.identity.digest else b""
+        digest = hello.identity.digest
+        return digest if digest != self.identity.digest else b""

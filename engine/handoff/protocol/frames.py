@@ -45,15 +45,15 @@ class Prefix(NamedTuple):
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> "Prefix":
         if len(data) != PREFIX_BYTES:
-            raise FrameError("short record prefix")
+            raise FrameError("a record prefix has a wrong length")
         magic, version, kind, length = _PREFIX.unpack(data)
         if magic != MAGIC:
-            raise FrameError("bad magic")
+            raise FrameError("a record has a wrong magic number")
         if version != WIRE_VERSION:
             raise OtherVersion(f"wire version {WIRE_VERSION} here, {version} there")
         bound = FRAME_BODY_BYTES if kind == FRAME_TYPE else MAX_CONTROL_BYTES
         if length > bound or (kind == FRAME_TYPE and length != bound):
-            raise FrameError(f"record of type {kind} with {length} bytes")
+            raise FrameError(f"a record of type {kind} has an invalid length of {length} bytes")
         return cls(kind, length)
 
 
@@ -91,15 +91,15 @@ class FrameHeader(NamedTuple):
     def unpack(cls, record: bytes | memoryview) -> tuple["FrameHeader", bytes, bytes]:
         """Return (header, the bytes that its tag covers, the tag). Raises FrameError."""
         if len(record) != FRAME_BYTES:
-            raise FrameError("short frame header")
+            raise FrameError("a frame header has a wrong length")
         record = bytes(record)
         if Prefix.unpack(record[:PREFIX_BYTES]).type != FRAME_TYPE:
-            raise FrameError("not a frame")
+            raise FrameError("the record is not a frame")
         ticket, sequence, slot, group, l0, l1, t0, t1, h0, h1, size, tag = _FRAME.unpack(
             record[PREFIX_BYTES:-TAG_BYTES]
         )
         if not (l0 < l1 and t0 < t1 and h0 < h1 and 0 < size <= MAX_SLOT_BYTES):
-            raise FrameError("empty or oversized range in a frame header")
+            raise FrameError("a frame header has an empty or oversized range")
         header = cls(
             ticket, sequence, slot, group, range(l0, l1), range(t0, t1), range(h0, h1), size, tag
         )

@@ -59,7 +59,7 @@ class Bitmap:
         self._spec = spec
         self._end = -(-num_tokens // spec.block_size)
         self._first = tuple(min(first, self._end) for first in first_blocks)
-        self._have = [[0] * len(g.layers) for g in spec.groups]
+        self._present = [[0] * len(g.layers) for g in spec.groups]
         self._missing = sum(
             len(g.layers) * (self._end - first)
             for g, first in zip(spec.groups, self._first, strict=True)
@@ -83,10 +83,12 @@ class Bitmap:
         """The number of leading blocks that every layer of every group has; blocks that were not
         requested count."""
         lead = self._end
-        for layers, first in zip(self._have, self._first, strict=True):
-            have = (1 << first) - 1
-            have |= reduce(and_, layers)
-            lead = min(lead, (~have & (have + 1)).bit_length() - 1)  # the lowest bit that is 0
+        for layers, first in zip(self._present, self._first, strict=True):
+            present = (1 << first) - 1
+            present |= reduce(and_, layers)
+            lead = min(
+                lead, (~present & (present + 1)).bit_length() - 1
+            )  # the lowest bit that is 0
         return lead
 
     def piece(self, header: FrameHeader) -> Piece:
@@ -94,38 +96,40 @@ class Bitmap:
         does not fit this prompt."""
         size = self._spec.block_size
         if header.group >= len(self._spec.groups):
-            raise FrameError(f"no layer group {header.group}")
+            raise FrameError(f"layer group {header.group} does not exist")
         group = self._spec.groups[header.group]
         if header.tokens.start % size or header.tokens.stop % size:
-            raise FrameError("token range is not whole blocks")
+            raise FrameError("the token range does not cover whole blocks")
         blocks = range(header.tokens.start // size, header.tokens.stop // size)
         if blocks.start < self._first[header.group] or blocks.stop > self._end:
-            raise FrameError(f"blocks {blocks.start}-{blocks.stop} were not asked for")
+            raise FrameError(f"blocks {blocks.start}-{blocks.stop} were not requested")
         if header.layers.stop > len(group.layers):
-            raise FrameError(f"group {header.group} has {len(group.layers)} layers")
+            raise FrameError(f"group {header.group} has only {len(group.layers)} layers")
         if header.heads != range(group.head_start, group.head_end):
-            raise FrameError(f"heads {header.heads.start}-{header.heads.stop}")
+            raise FrameError(
+                f"heads {header.heads.start}-{header.heads.stop} do not match the layout"
+            )
         expected = len(header.layers) * len(blocks) * group.block_bytes(size)
         if header.payload_bytes != expected:
-            raise FrameError(f"payload of {header.payload_bytes} bytes, not {expected}")
+            raise FrameError(f"the payload has {header.payload_bytes} bytes; expected {expected}")
         return Piece(header.group, header.layers, blocks)
 
     def has(self, piece: Piece) -> bool:
         mask = self._mask(piece)
-        have = self._have[piece.group]
-        return all(have[layer] & mask == mask for layer in piece.layers)
+        present = self._present[piece.group]
+        return all(present[layer] & mask == mask for layer in piece.layers)
 
     def touches(self, piece: Piece) -> bool:
         """Return whether any cell of the piece is present."""
         mask = self._mask(piece)
-        return any(self._have[piece.group][layer] & mask for layer in piece.layers)
+        return any(self._present[piece.group][layer] & mask for layer in piece.layers)
 
     def add(self, piece: Piece) -> None:
         mask = self._mask(piece)
-        have = self._have[piece.group]
+        present = self._present[piece.group]
         for layer in piece.layers:
-            self._missing -= (mask & ~have[layer]).bit_count()
-            have[layer] |= mask
+            self._missing -= (mask & ~present[layer]).bit_count()
+            present[layer] |= mask
 
     def _mask(self, piece: Piece) -> int:
         return ((1 << len(piece.blocks)) - 1) << piece.blocks.start

@@ -190,7 +190,7 @@ def decode(record: bytes) -> Message:
     """Decode a whole record, prefix included. Raises FrameError."""
     prefix = Prefix.unpack(record[:PREFIX_BYTES])
     if len(record) != PREFIX_BYTES + prefix.length:
-        raise FrameError("record length")
+        raise FrameError("the record's length does not match its prefix")
     body = record[PREFIX_BYTES:]
     codec = _CODECS.get(prefix.type)
     if codec is None:
@@ -200,18 +200,18 @@ def decode(record: bytes) -> Message:
             plain: Plain = codec.unpack(body)
             return plain
         if len(body) < _ENVELOPE.size + TAG_BYTES:
-            raise FrameError("short message")
+            raise FrameError("a message is too short")
         ticket, sequence = _ENVELOPE.unpack_from(body)
         content = codec.unpack(body[_ENVELOPE.size : -TAG_BYTES])
         return Signed(ticket, sequence, content, record[:-TAG_BYTES], record[-TAG_BYTES:])
     except (struct.error, ValueError) as err:
-        raise FrameError(f"record of type {prefix.type}: {err}") from None
+        raise FrameError(f"malformed record of type {prefix.type}: {err}") from None
 
 
 def _record(kind: int, content: bytes, extra: int = 0) -> bytes:
     length = len(content) + extra
     if length > MAX_CONTROL_BYTES:
-        raise FrameError(f"message of {length} bytes")
+        raise FrameError(f"the message is too long: {length} bytes")
     return Prefix(kind, length).pack() + content
 
 
@@ -236,7 +236,7 @@ def _fixed(cls: Any, layout: str, *names: str) -> _Codec:
 def _text(cls: Any) -> _Codec:
     def unpack(data: bytes) -> Any:
         if len(data) > MAX_REASON_BYTES:
-            raise FrameError("reason too long")
+            raise FrameError("the reason is too long")
         return cls(data.decode())
 
     return _Codec(
@@ -244,13 +244,13 @@ def _text(cls: Any) -> _Codec:
     )
 
 
-def _numbers(cls: Any, name: str, code: str, most: int) -> _Codec:
+def _numbers(cls: Any, name: str, code: str, max_count: int) -> _Codec:
     size = struct.calcsize("<" + code)
 
     def unpack(data: bytes) -> Any:
-        count, rest = divmod(len(data), size)
-        if rest or count > most:
-            raise FrameError(f"{cls.__name__} with {len(data)} bytes")
+        count, remainder = divmod(len(data), size)
+        if remainder or count > max_count:
+            raise FrameError(f"{cls.__name__} has an invalid length of {len(data)} bytes")
         return cls(struct.unpack(f"<{count}{code}", data))
 
     return _Codec(

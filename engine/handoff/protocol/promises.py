@@ -28,13 +28,13 @@ class Promises:
         `running`: sequences in the batch. An idle decode worker promises whatever fits its whole
         pool, since nothing else competes.
         """
-        room = available - self._growth * running - self.blocks
-        if blocks > room and (self.blocks or running):
+        unpromised = available - self._growth * running - self.blocks
+        if blocks > unpromised and (self.blocks or running):
             return False
         self.blocks += blocks
         return True
 
     def give_back(self, blocks: int) -> None:
         if blocks > self.blocks:
-            raise ValueError(f"gave back {blocks} blocks of {self.blocks} promised")
+            raise ValueError(f"cannot give back {blocks} blocks: {self.blocks} are promised")
         self.blocks -= blocks

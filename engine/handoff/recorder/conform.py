@@ -40,9 +40,9 @@ ORDER = (
 # Besides the machine's events, only the engine thread records these.
 BY_ENGINE = (RecordKind.OPENED, RecordKind.TAKEN, RecordKind.END)
 
-NO_BEGINNING = "nothing says that it was opened"
+NOT_OPENED = "no record opens the attempt"
 
-Wrong = tuple[Entry, str]
+BrokenRule = tuple[Entry, str]
 Sides = dict[str, dict[int, list[Entry]]]  # by side and recording
 
 
@@ -63,13 +63,13 @@ def check(recordings: Iterable[Recording]) -> list[Violation]:
     """Return every violation; empty if these processes did what the machine says."""
     timeline = merge(recordings)
     ends = [_end(recording) for recording in timeline.recordings]
-    found = []
+    violations = []
     for attempt, entries in timeline.attempts().items():
         sides = _by_side(entries)
-        wrong = [*_alone(timeline, sides, ends), *_together(timeline, sides)]
-        for entry, rule in wrong:
-            found.append(Violation(attempt, rule, entry, _around(timeline, entries, entry)))
-    return found
+        broken_rules = [*_check_sides(timeline, sides, ends), *_check_pairs(timeline, sides)]
+        for entry, rule in broken_rules:
+            violations.append(Violation(attempt, rule, entry, _around(timeline, entries, entry)))
+    return violations
 
 
 def _end(recording: Recording) -> tuple[int, bool]:
@@ -81,9 +81,9 @@ def _end(recording: Recording) -> tuple[int, bool]:
 
 
 def _around(timeline: Timeline, entries: Sequence[Entry], entry: Entry) -> tuple[str, ...]:
-    at = entries.index(entry)
+    index = entries.index(entry)
     lines = []
-    for other in entries[max(0, at - AROUND) : at + AROUND + 1]:
+    for other in entries[max(0, index - AROUND) : index + AROUND + 1]:
         recording, ms = timeline.of(other), (other.at_ns - entry.at_ns) / 1e6
         lines.append(
             f"{'>' if other is entry else ' '} {ms:+11.3f} ms {recording.name} "
@@ -93,13 +93,15 @@ def _around(timeline: Timeline, entries: Sequence[Entry], entry: Entry) -> tuple
 
 
 def _by_side(entries: Sequence[Entry]) -> Sides:
-    found: Sides = {}
+    sides: Sides = {}
     for entry in entries:
-        found.setdefault(entry.record.side, {}).setdefault(entry.source, []).append(entry)
-    return found
+        sides.setdefault(entry.record.side, {}).setdefault(entry.source, []).append(entry)
+    return sides
 
 
-def _alone(timeline: Timeline, sides: Sides, ends: Sequence[tuple[int, bool]]) -> Iterator[Wrong]:
+def _check_sides(
+    timeline: Timeline, sides: Sides, ends: Sequence[tuple[int, bool]]
+) -> Iterator[BrokenRule]:
     """Check each side in each process separately."""
     for side, sources in sides.items():
         for source, entries in sources.items():
@@ -111,18 +113,18 @@ def _alone(timeline: Timeline, sides: Sides, ends: Sequence[tuple[int, bool]]) -
                     and ends[source][1]
                     and entries[-1].record.kind is RecordKind.OPENED
                 ):
-                    yield entries[-1], "it waits at an orderly end"
+                    yield entries[-1], "the follower still waited when the process ended in order"
                 continue
             replay = Replay(recording, entries[0])
             if not replay.begins:
-                yield entries[0], NO_BEGINNING
+                yield entries[0], NOT_OPENED
             for entry in entries:
                 for rule in replay.take(entry):
                     yield entry, rule
             yield from replay.end(*ends[source])
 
 
-def _opened_and_closed(recording: Recording, entries: Sequence[Entry]) -> Iterator[Wrong]:
+def _opened_and_closed(recording: Recording, entries: Sequence[Entry]) -> Iterator[BrokenRule]:
     """Check that OPENED comes once, then CLOSED once."""
     if recording.damaged:
         return
@@ -136,30 +138,30 @@ def _opened_and_closed(recording: Recording, entries: Sequence[Entry]) -> Iterat
             if closed:
                 yield entry, "closed twice"
             elif not opened and not (recording.lost and number == 0):
-                yield entry, NO_BEGINNING
+                yield entry, NOT_OPENED
             closed = True
 
 
-def _together(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
+def _check_pairs(timeline: Timeline, sides: Sides) -> Iterator[BrokenRule]:
     """Check what the sides say about each other."""
     for entries in sides.get(FOLLOW, {}).values():
         if RECEIVE in sides:
-            yield entries[0], "it waits for the KV of another, and is handed its own"
+            yield entries[0], "a follower that waits for another attempt's KV was handed KV"
     for side in (SEND, RECEIVE):
         processes = list(sides.get(side, {}).values())
         if len(processes) > 1:
-            yield max(entries[0] for entries in processes), f"two processes {side} it"
+            yield max(entries[0] for entries in processes), f"two processes {side} the attempt"
             return
     for (cause_side, cause), (effect_side, effect) in ORDER:
         causes = _complete(timeline, sides, cause_side)
-        heard = _first(_complete(timeline, sides, effect_side) or (), effect)
-        if causes is None or heard is None:
+        effect_entry = _first(_complete(timeline, sides, effect_side) or (), effect)
+        if causes is None or effect_entry is None:
             continue
-        source = _first(causes, cause)
-        if source is None:
-            yield heard, f"{effect} on {effect_side}, never {cause} on {cause_side}"
-        elif timeline.one_host and source.at_ns > heard.at_ns:
-            yield heard, f"{effect} on {effect_side} before {cause} on {cause_side}"
+        cause_entry = _first(causes, cause)
+        if cause_entry is None:
+            yield effect_entry, f"{effect} on {effect_side} without {cause} on {cause_side}"
+        elif timeline.one_host and cause_entry.at_ns > effect_entry.at_ns:
+            yield effect_entry, f"{effect} on {effect_side} before {cause} on {cause_side}"
     yield from _frames(timeline, sides)
 
 
@@ -176,7 +178,7 @@ def _first(entries: Sequence[Entry], event: str) -> Entry | None:
     return next((e for e in entries if event_name(e.record) == event), None)
 
 
-def _frames(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
+def _frames(timeline: Timeline, sides: Sides) -> Iterator[BrokenRule]:
     """Check that a frame is written after it was sent."""
     sent = _complete(timeline, sides, SEND)
     written = _complete(timeline, sides, RECEIVE)
@@ -187,8 +189,8 @@ def _frames(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
         if entry.record.kind is RecordKind.WRITTEN:
             frame = frames.get(entry.record.detail)
             if frame is None:
-                yield entry, "a frame that was never sent"
+                yield entry, "the frame was never sent"
             elif entry.record.argument > frame.record.argument:
-                yield entry, "more cells than the frame had"
+                yield entry, "more cells were written than the frame has"
             elif timeline.one_host and frame.at_ns > entry.at_ns:
-                yield entry, "written before it was sent"
+                yield entry, "the frame was written before it was sent"

@@ -225,8 +225,8 @@ class EventLog:
     def route(self, attempt: bytes, number: int, request: int) -> None:
         """Record that the router begins try `number` of its request number `request`."""
         if self._sink is not None:
-            tries, which = number & MAX_DETAIL, request & MAX_ARGUMENT
-            self._sink.append(RecordKind.OPENED, attempt, _ROUTE, tries, which)
+            try_number, request_number = number & MAX_DETAIL, request & MAX_ARGUMENT
+            self._sink.append(RecordKind.OPENED, attempt, _ROUTE, try_number, request_number)
 
     def unroute(self, attempt: bytes, reason: str) -> None:
         """Record that the router has finished with the attempt; `reason` says why it is lost, if it
@@ -236,8 +236,10 @@ class EventLog:
     def follow(self, attempt: bytes, blocks: int, leader: bytes) -> None:
         """Record that decode makes the attempt wait for `blocks` blocks of the attempt `leader`."""
         if self._sink is not None:
-            other = int.from_bytes(leader[:4], "big")
-            self._sink.append(RecordKind.OPENED, attempt, _FOLLOW, blocks & MAX_DETAIL, other)
+            leader_prefix = int.from_bytes(leader[:4], "big")
+            self._sink.append(
+                RecordKind.OPENED, attempt, _FOLLOW, blocks & MAX_DETAIL, leader_prefix
+            )
 
     def unfollow(self, attempt: bytes, reason: str) -> None:
         """Record that this wait is over."""

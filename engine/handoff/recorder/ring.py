@@ -40,7 +40,7 @@ VERSION = 1
 SUFFIX = ".ring"
 HEADER_BYTES = 4096
 MAX_MB = 32
-KEPT = 32  # the newest rings of dead processes that stay in a folder
+MAX_DEAD_RINGS = 32  # the newest rings of dead processes that stay in a folder
 ID_BYTES = 16
 POSITION_AT = 112
 REASONS_AT = 128
@@ -107,9 +107,9 @@ class Ring:
             if self._map.closed:
                 return
             sequence = self._sequence = self._sequence + 1
-            at = HEADER_BYTES + sequence % self._capacity * RECORD_BYTES
+            offset = HEADER_BYTES + sequence % self._capacity * RECORD_BYTES
             time_ns = self._clock() - self._epoch
-            self._map[at : at + RECORD_BYTES] = pack(
+            self._map[offset : offset + RECORD_BYTES] = pack(
                 time_ns, code, attempt, sequence, state, detail, argument
             )
             self._position[0] = sequence
@@ -124,8 +124,8 @@ class Ring:
             if number >= NUM_REASONS or self._map.closed:
                 return FIRST_REASONS.index(MORE)
             data = text.encode()[: REASON_BYTES - 1].decode(errors="ignore").encode()
-            at = REASONS_AT + number * REASON_BYTES
-            self._map[at : at + 1 + len(data)] = bytes([len(data)]) + data
+            offset = REASONS_AT + number * REASON_BYTES
+            self._map[offset : offset + 1 + len(data)] = bytes([len(data)]) + data
             self._reasons[text] = number
             return number
 
@@ -170,20 +170,20 @@ def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | Non
     return ring
 
 
-def sweep(folder: Path, kept: int = KEPT) -> None:
-    """Remove the oldest rings of this user whose writers have died; keep the newest `kept`."""
+def sweep(folder: Path, limit: int = MAX_DEAD_RINGS) -> None:
+    """Remove the oldest rings of this user whose writers have died; keep the newest `limit`."""
     dead: list[tuple[float, Path]] = []
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError):
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                found = os.fstat(file)
-                if found.st_uid == os.getuid():
+                status = os.fstat(file)
+                if status.st_uid == os.getuid():
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    dead.append((found.st_mtime, path))
+                    dead.append((status.st_mtime, path))
             finally:
                 os.close(file)
-    for _, path in sorted(dead)[: max(0, len(dead) - kept)]:
+    for _, path in sorted(dead)[: max(0, len(dead) - limit)]:
         with suppress(OSError):
             path.unlink()
 
@@ -191,7 +191,7 @@ def sweep(folder: Path, kept: int = KEPT) -> None:
 def read_ring(path: Path) -> Recording:
     """Read a ring whose writer may be alive or dead. Raises RingError."""
     if path.exists() and not path.is_file():
-        raise RingError(f"{path}: not a file")
+        raise RingError(f"{path}: the path is not a regular file")
     try:
         with path.open("rb") as file:
             data = file.read(HEADER_BYTES + (MAX_MB << 20))
@@ -209,47 +209,47 @@ def read_rings(paths: Iterable[Path]) -> list[Recording]:
     Records of this host that are younger than the start of the call are left out, so every record
     comes with its cause. Raises RingError.
     """
-    now, here = time.monotonic_ns(), host_boot()
-    found = []
+    now, local_host = time.monotonic_ns(), host_boot()
+    recordings = []
     for recording in map(read_ring, paths):
-        if recording.host == here:
-            until = now - recording.epoch_ns
+        if recording.host == local_host:
+            end_ns = now - recording.epoch_ns
             recording = replace(
-                recording, records=[r for r in recording.records if r.time_ns <= until]
+                recording, records=[r for r in recording.records if r.time_ns <= end_ns]
             )
-        found.append(recording)
-    return found
+        recordings.append(recording)
+    return recordings
 
 
 def parse_ring(data: bytes) -> Recording:
     """Parse the bytes of a ring; if the end is missing, its records are missing too. Raises
     RingError."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
-        raise RingError("no ring")
+        raise RingError("the file is not a ring")
     head = data[: _HEADER.size]
     _, version, vocabulary, capacity, epoch, wall, boot, host, role = _HEADER.unpack(head)
     if crc32(head) != _CHECK.unpack_from(data, _HEADER.size)[0]:
-        raise RingError("a damaged header")
+        raise RingError("the ring has a damaged header")
     if not capacity:
-        raise RingError("a ring of no records")
+        raise RingError("the ring has a capacity of 0 records")
     if version != VERSION or vocabulary != VOCABULARY:
-        raise RingError("written by another version of pdserve")
+        raise RingError("the ring was written by another version of pdserve")
     position = int.from_bytes(data[POSITION_AT : POSITION_AT + 8], "little")
-    found = []
-    for at in range(HEADER_BYTES, len(data) - RECORD_BYTES + 1, RECORD_BYTES):
-        slot = data[at : at + RECORD_BYTES]
+    records = []
+    for offset in range(HEADER_BYTES, len(data) - RECORD_BYTES + 1, RECORD_BYTES):
+        slot = data[offset : offset + RECORD_BYTES]
         record = None if slot == _EMPTY else unpack(slot)
         if record is not None:
             # The full sequence is the one with these low bits that is nearest to the position.
             gap = (record.sequence - position + (1 << 31)) % (1 << 32) - (1 << 31)
             sequence = position + gap
-            if sequence > 0 and HEADER_BYTES + sequence % capacity * RECORD_BYTES == at:
-                found.append(record._replace(sequence=sequence))
-    found.sort(key=lambda record: record.sequence)
-    newest = found[-1].sequence if found else 0
-    records = [r for r in found if r.sequence > newest - capacity]
+            if sequence > 0 and HEADER_BYTES + sequence % capacity * RECORD_BYTES == offset:
+                records.append(record._replace(sequence=sequence))
+    records.sort(key=lambda record: record.sequence)
+    newest = records[-1].sequence if records else 0
+    kept_records = [r for r in records if r.sequence > newest - capacity]
     # The slot after the newest record may be torn; it held the oldest record.
-    whole = min(max(newest, position), capacity - 1)
+    expected = min(max(newest, position), capacity - 1)
     return Recording(
         role=role.rstrip(b"\0").decode("utf-8", "replace"),
         boot=boot,
@@ -257,16 +257,16 @@ def parse_ring(data: bytes) -> Recording:
         epoch_ns=epoch,
         wall_ns=wall,
         reasons=_reasons(data),
-        records=records,
+        records=kept_records,
         lost=max(0, newest - capacity),
-        damaged=max(0, whole - len(records)),
+        damaged=max(0, expected - len(kept_records)),
     )
 
 
 def _reasons(data: bytes) -> tuple[str, ...]:
-    found = []
+    reasons = []
     for number in range(NUM_REASONS):
-        at = REASONS_AT + number * REASON_BYTES
-        size = min(data[at], REASON_BYTES - 1)
-        found.append(data[at + 1 : at + 1 + size].decode("utf-8", "replace"))
-    return tuple(found)
+        offset = REASONS_AT + number * REASON_BYTES
+        size = min(data[offset], REASON_BYTES - 1)
+        reasons.append(data[offset + 1 : offset + 1 + size].decode("utf-8", "replace"))
+    return tuple(reasons)

@@ -41,21 +41,23 @@ def scenario(timeline: Timeline, attempts: Mapping[bytes, Sequence[Entry]]) -> d
     requests = _requests(attempts)
     first = min((tries[0][0].at_ns for tries in requests.values()), default=0)
     owners = _owners(requests)
-    asks, faults, struck = [], [], set()
+    scenario_requests, faults, seen = [], [], set()
     for name, tries in requests.items():
         at_s = (tries[0][0].at_ns - first) / 1e9
-        asks.append(_ask(name, at_s, owners[name], requests[owners[name]]))
+        scenario_requests.append(
+            _scenario_request(name, at_s, owners[name], requests[owners[name]])
+        )
         for entries in tries:
-            kind, at = _fault(timeline, entries)
-            if kind and (kind, at.at_ns // 10**9) not in struck:
-                struck.add((kind, at.at_ns // 10**9))
-                phase, index = _phase(entries, at, kind)
+            kind, end = _fault(timeline, entries)
+            if kind and (kind, end.at_ns // 10**9) not in seen:
+                seen.add((kind, end.at_ns // 10**9))
+                phase, index = _phase(entries, end, kind)
                 seed = crc32(entries[0].record.attempt)
                 fault = {"kind": kind, "phase": phase, "request": name, "index": index}
                 faults.append(fault | {"seed": seed})
     return {
         "seed": crc32(b"".join(attempts)),
-        "asks": asks,
+        "asks": scenario_requests,
         "faults": faults,
         "gateways": 1,
         "routers": _processes(timeline, "router"),
@@ -68,20 +70,20 @@ def scenario(timeline: Timeline, attempts: Mapping[bytes, Sequence[Entry]]) -> d
 
 
 def _processes(timeline: Timeline, role: str) -> int:
-    found = sum(recording.role == role for recording in timeline.recordings)
-    return min(max(found, 1), MAX_PROCESSES)
+    count = sum(recording.role == role for recording in timeline.recordings)
+    return min(max(count, 1), MAX_PROCESSES)
 
 
 def _requests(attempts: Mapping[bytes, Sequence[Entry]]) -> dict[str, list[Sequence[Entry]]]:
     """Group the tries by request; an attempt that no router recorded is a separate request."""
-    found: dict[str, list[Sequence[Entry]]] = {}
+    requests: dict[str, list[Sequence[Entry]]] = {}
     for attempt, entries in attempts.items():
         opened = [
             e for e in entries if e.record.side == ROUTE and e.record.kind is RecordKind.OPENED
         ]
         name = f"{opened[0].source}-{opened[0].record.argument}" if opened else attempt.hex()
-        found.setdefault(name, []).append(entries)
-    return found
+        requests.setdefault(name, []).append(entries)
+    return requests
 
 
 def _owners(requests: Mapping[str, Sequence[Sequence[Entry]]]) -> dict[str, str]:
@@ -90,20 +92,24 @@ def _owners(requests: Mapping[str, Sequence[Sequence[Entry]]]) -> dict[str, str]
     names = {t[0].record.attempt[:4]: name for name, tries in requests.items() for t in tries}
     owners: dict[str, str] = {}
     for name, tries in requests.items():
-        waits = [e for t in tries for e in t if (e.record.side, e.record.kind) == FOLLOWS]
-        leader = names.get(waits[0].record.argument.to_bytes(4), name) if waits else name
+        wait_entries = [e for t in tries for e in t if (e.record.side, e.record.kind) == FOLLOWS]
+        leader = (
+            names.get(wait_entries[0].record.argument.to_bytes(4), name) if wait_entries else name
+        )
         owners[name] = owners.get(leader, leader)
     return owners
 
 
-def _ask(name: str, at_s: float, owner: str, tries: Sequence[Sequence[Entry]]) -> dict[str, Any]:
+def _scenario_request(
+    name: str, at_s: float, owner: str, tries: Sequence[Sequence[Entry]]
+) -> dict[str, Any]:
     """Return one request of the scenario; `tries` are those of the owner of its prompt."""
-    taken = [e.record.detail for t in tries for e in t if e.record.kind is RecordKind.TAKEN]
-    length = BLOCK * min(max([1, *taken]), MAX_BLOCKS)
+    block_counts = [e.record.detail for t in tries for e in t if e.record.kind is RecordKind.TAKEN]
+    length = BLOCK * min(max([1, *block_counts]), MAX_BLOCKS)
     seed = crc32(owner.encode())
     prompt = [(seed + 7 * i + i * i) % 63 + 1 for i in range(length)]
-    ask: dict[str, Any] = {"name": name, "at_s": round(at_s, 6), "prompt": prompt, "seed": seed}
-    return ask | {"max_tokens": MAX_TOKENS, "n": 1, "timeout_s": 120.0, "gateway": 0}
+    request: dict[str, Any] = {"name": name, "at_s": round(at_s, 6), "prompt": prompt, "seed": seed}
+    return request | {"max_tokens": MAX_TOKENS, "n": 1, "timeout_s": 120.0, "gateway": 0}
 
 
 def _fault(timeline: Timeline, entries: Sequence[Entry]) -> tuple[str, Entry]:
@@ -117,9 +123,11 @@ def _fault(timeline: Timeline, entries: Sequence[Entry]) -> tuple[str, Entry]:
         reason = timeline.of(entry).reason(record.detail & ~PEER_NOTIFIED)
         if not reason or reason == "busy":
             continue
-        killed = [role for role in ("prefill", "decode") if _died(timeline, entries, role, entry)]
-        if killed:
-            return f"SIGKILL {killed[0]}", entry
+        dead_roles = [
+            role for role in ("prefill", "decode") if _died(timeline, entries, role, entry)
+        ]
+        if dead_roles:
+            return f"SIGKILL {dead_roles[0]}", entry
         if reason in ("peer silent", "peer frozen"):
             return SILENT[record.side], entry
         return next((kind for part, kind in REASONS if part in reason), ""), entry

@@ -43,24 +43,24 @@ class Timeline:
     def attempts(self) -> dict[bytes, list[Entry]]:
         """Return the entries by the attempt's first eight bytes, in the order in which the attempts
         began."""
-        found: dict[bytes, list[Entry]] = {}
+        by_attempt: dict[bytes, list[Entry]] = {}
         for entry in self.entries:
             if entry.record.code != RecordKind.END:
-                found.setdefault(entry.record.attempt, []).append(entry)
-        return found
+                by_attempt.setdefault(entry.record.attempt, []).append(entry)
+        return by_attempt
 
 
 def merge(recordings: Iterable[Recording]) -> Timeline:
     """Merge recordings, each with its records in order, into one timeline."""
-    all_of = tuple(recordings)
-    one_host = len({recording.host for recording in all_of}) < 2
+    all_recordings = tuple(recordings)
+    one_host = len({recording.host for recording in all_recordings}) < 2
     entries = [
         Entry((r.epoch_ns if one_host else r.wall_ns) + record.time_ns, source, record)
-        for source, r in enumerate(all_of)
+        for source, r in enumerate(all_recordings)
         for record in r.records
     ]
     entries.sort(key=lambda entry: entry.at_ns)  # stable: each recording keeps its order
-    return Timeline(all_of, tuple(entries), one_host)
+    return Timeline(all_recordings, tuple(entries), one_host)
 
 
 def describe(recording: Recording, record: Record) -> str:
@@ -74,17 +74,19 @@ def describe(recording: Recording, record: Record) -> str:
         case RecordKind.OPENED if record.side == FOLLOW:
             return f"waits for {detail} blocks of attempt {argument:08x}"
         case RecordKind.OPENED:
-            left = "no deadline" if argument == MAX_ARGUMENT else f"{argument / 1000:g} s left"
+            deadline = (
+                "no deadline" if argument == MAX_ARGUMENT else f"deadline in {argument / 1000:g} s"
+            )
             promised = f", {detail} blocks promised" if detail else ""
-            return f"opened: {left}{promised}"
+            return f"opened: {deadline}{promised}"
         case RecordKind.TAKEN:
             return f"took {detail} blocks" + (f", {argument} cells to fill" if argument else "")
         case RecordKind.FREED:
-            return "gave the blocks back"
+            return "freed the blocks"
         case RecordKind.HANDED:
-            return "the blocks belong to the sequence"
+            return "handed the blocks to the sequence"
         case RecordKind.UNDONE:
-            return f"the commit failed: {record.after.value} again"
+            return f"the commit failed; the phase is {record.after.value} again"
         case RecordKind.SENT:
             return f"frame {detail} sent: {argument} cells"
         case RecordKind.WRITTEN:
@@ -92,7 +94,7 @@ def describe(recording: Recording, record: Record) -> str:
         case RecordKind.LATE:
             return f"frame {detail} dropped: late"
         case RecordKind.GONE:
-            return "answered Gone"
+            return "answered the Claim with Gone"
         case RecordKind.CLOSED:
             reason = recording.reason(detail)
             return f"closed: {reason}" if reason else "closed"
@@ -104,10 +106,10 @@ def _step(recording: Recording, record: Record) -> str:
     reason = recording.reason(record.detail)
     event = event_name(record)
     notified = ", peer notified" if record.detail & PEER_NOTIFIED else ""
-    why = f" ({reason}{notified})" if reason else ""
+    reason_text = f" ({reason}{notified})" if reason else ""
     moved = record.before is not record.after
     phases = f"{record.before.value} -> {record.after.value}" if moved else record.before.value
-    return f"{event}{why}: {phases}; {', '.join(a.value for a in record.actions)}"
+    return f"{event}{reason_text}: {phases}; {', '.join(a.value for a in record.actions)}"
 
 
 def event_name(record: Record) -> str:

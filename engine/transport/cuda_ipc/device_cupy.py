@@ -37,11 +37,15 @@ def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
 
     def open_device() -> Device:
         if encrypted:
-            raise DeviceError("payloads cannot be sealed on a device (--encrypt-kv)", "encrypted")
+            raise DeviceError(
+                "payloads on a device cannot be encrypted (--encrypt-kv)", "encrypted"
+            )
         for group in kv.spec.groups:
             size = group.block_bytes(kv.spec.block_size)
             if size % UNIT_BYTES:
-                raise DeviceError(f"blocks of {size} bytes, not a multiple of {UNIT_BYTES}")
+                raise DeviceError(
+                    f"a block has {size} bytes, which is not a multiple of {UNIT_BYTES}"
+                )
         return CudaDevice(index)
 
     return open_device
@@ -74,7 +78,7 @@ class CudaDevice:
             self._streams: list[
                 _CudaStream
             ] = []  # of connections; they live as long as the process
-            self._aside = self._make_stream()  # for operations that are waited for at once
+            self._side_stream = self._make_stream()  # for operations that are waited for at once
 
     @contextmanager
     def active(self) -> Iterator[Any]:
@@ -97,14 +101,15 @@ class CudaDevice:
                     if cuda.deviceCanAccessPeer(self._index, other):
                         return None
                     return "no_peer_access", f"GPU {self._index} cannot access GPU {other}"
-        return "other_gpu", f"GPU {uuids.UUID(bytes=uuid)} is not visible here"
+        return "other_gpu", f"GPU {uuids.UUID(bytes=uuid)} is not visible to this process"
 
     def allocate(self, size: int) -> "_Memory":
         with self.active() as cuda:
             address = int(cuda.malloc(-(-size // EXPORT_BYTES) * EXPORT_BYTES))
             try:
-                cuda.memsetAsync(address, 0, size, self._aside)
-                cuda.streamSynchronize(self._aside)  # a process that opens it may write at once
+                cuda.memsetAsync(address, 0, size, self._side_stream)
+                # Wait: a process that opens the memory may write at once.
+                cuda.streamSynchronize(self._side_stream)
             except Exception:
                 cuda.free(address)
                 raise
@@ -124,12 +129,12 @@ class CudaDevice:
 
     def share_stream(self) -> "_CudaStream":
         with self._lock, self.active():
-            found = min(self._streams, key=lambda stream: stream.num_users, default=None)
-            if found is None or (found.num_users and len(self._streams) < MAX_STREAMS):
-                found = _CudaStream(self, self._make_stream())
-                self._streams.append(found)
-            found.num_users += 1
-            return found
+            shared = min(self._streams, key=lambda stream: stream.num_users, default=None)
+            if shared is None or (shared.num_users and len(self._streams) < MAX_STREAMS):
+                shared = _CudaStream(self, self._make_stream())
+                self._streams.append(shared)
+            shared.num_users += 1
+            return shared
 
     def leave_stream(self, stream: "_CudaStream") -> None:
         with self._lock:
@@ -152,20 +157,20 @@ class CudaDevice:
         source = np.frombuffer(data, np.uint8)
         with self.active() as cuda:  # cudaMemcpy returns while the last bytes are on their way
             kind = cuda.memcpyHostToDevice
-            cuda.memcpyAsync(address, source.ctypes.data, len(data), kind, self._aside)
-            cuda.streamSynchronize(self._aside)
+            cuda.memcpyAsync(address, source.ctypes.data, len(data), kind, self._side_stream)
+            cuda.streamSynchronize(self._side_stream)
 
     def get(self, address: int, size: int) -> bytes:
         target = np.empty(size, np.uint8)
         with self.active() as cuda:  # not on the legacy stream, which waits for the engine's steps
             kind = cuda.memcpyDeviceToHost
-            cuda.memcpyAsync(target.ctypes.data, address, size, kind, self._aside)
-            cuda.streamSynchronize(self._aside)
+            cuda.memcpyAsync(target.ctypes.data, address, size, kind, self._side_stream)
+            cuda.streamSynchronize(self._side_stream)
         return target.tobytes()
 
     def _stream_of(self, slot: Slot) -> int:
         if slot.stream is None:
-            return self._aside
+            return self._side_stream
         assert isinstance(slot.stream, _CudaStream)
         return slot.stream.number
 
@@ -225,34 +230,34 @@ class CudaDevice:
 
     def _scratch(self, slot: Slot, plan_bytes: int, shares_bytes: int) -> "_Scratch":
         """Return the slot's scratch, after its previous copy; replace one that is too small."""
-        found: _Scratch | None = slot.scratch
-        if found is not None and not found.fits(plan_bytes, shares_bytes):
+        scratch: _Scratch | None = slot.scratch
+        if scratch is not None and not scratch.fits(plan_bytes, shares_bytes):
             self.release(slot)
-            found = None
-        if found is None:
+            scratch = None
+        if scratch is None:
             with self._lock:
                 fitting = [s for s in self.spare if s.fits(plan_bytes, shares_bytes)]
                 if fitting:
-                    found = fitting[0]
-                    self.spare.remove(found)
-        if found is None:
-            found = self._make_scratch(2 * plan_bytes, 2 * shares_bytes)
-        slot.scratch = found
-        if found.copy is not None:
-            found.copy.wait()
-        return found
+                    scratch = fitting[0]
+                    self.spare.remove(scratch)
+        if scratch is None:
+            scratch = self._make_scratch(2 * plan_bytes, 2 * shares_bytes)
+        slot.scratch = scratch
+        if scratch.copy is not None:
+            scratch.copy.wait()
+        return scratch
 
     def _make_scratch(self, plan_bytes: int, shares_bytes: int) -> "_Scratch":
-        with self.active() as cuda, ExitStack() as made:
+        with self.active() as cuda, ExitStack() as cleanup:
             plan = int(cuda.malloc(plan_bytes))
-            made.callback(cuda.free, plan)
+            cleanup.callback(cuda.free, plan)
             shares = int(cuda.malloc(shares_bytes))
-            made.callback(cuda.free, shares)
+            cleanup.callback(cuda.free, shares)
             flags = cuda.hostAllocMapped | cuda.hostAllocPortable
             host = int(cuda.hostAlloc(_VERDICT_BYTES + plan_bytes, flags))
-            made.callback(cuda.freeHost, host)
+            cleanup.callback(cuda.freeHost, host)
             event = _Event(self, int(cuda.eventCreateWithFlags(_LOCAL)))
-            made.pop_all()
+            cleanup.pop_all()
         verdict = ctypes.c_uint32.from_address(host)
         return _Scratch(plan, plan_bytes, shares, shares_bytes, host, verdict, event)
 

@@ -18,17 +18,17 @@ VERSION = 1
 PROBE_BYTES = 4096
 REASONS = {
     "no_device": "the KV pool is not on a CUDA device, or the device or CuPy does not work",
-    "encrypted": "--encrypt-kv: payloads cannot be sealed on a device",
-    "version": "the two ends speak another handshake",
+    "encrypted": "payloads on a device cannot be encrypted (--encrypt-kv)",
+    "version": "the two ends use different versions of the handshake",
     "pid_namespace": "the processes are in different PID namespaces",
     "ipc_namespace": "the processes are in different IPC namespaces",
     "other_gpu": "decode's GPU is not visible to prefill",
     "no_peer_access": "prefill's GPU cannot access decode's",
     "window_memory": "decode's device has no memory for another window",
     "open_failed": "prefill could not open decode's memory or event",
-    "copy_check": "decode read other bytes than prefill had copied",
+    "copy_check": "decode did not read the bytes that prefill had copied",
     "copy_timeout": "prefill's copy did not end in time",
-    "busy": "too many handshakes at once",
+    "busy": "too many handshakes run at the same time",
 }
 
 _PLACE = struct.Struct("<4sH16sQQQQ")
@@ -56,7 +56,7 @@ class ProcessPlace:
     def unpack(cls, data: bytes) -> "ProcessPlace":
         """Decode a place. Raises ValueError."""
         if len(data) != PLACE_BYTES or data[:4] != _MAGIC:
-            raise ValueError("not a cuda_ipc peer")
+            raise ValueError("the peer does not use cuda_ipc")
         _, version, uuid, p0, p1, i0, i1 = _PLACE.unpack(data)
         return cls(uuid, (p0, p1), (i0, i1), version)
 
@@ -76,7 +76,7 @@ class Refusal:
     def unpack(cls, data: bytes) -> "Refusal":
         """Decode an answer. Raises ValueError."""
         if len(data) != ANSWER_BYTES:
-            raise ValueError("not an answer")
+            raise ValueError("an answer has a wrong length")
         reason, text = (part.rstrip(b"\0").decode() for part in _ANSWER.unpack(data))
         if reason and reason not in REASONS:
             raise ValueError(f"unknown reason {reason!r}")
@@ -101,13 +101,13 @@ class HandshakeOffer:
         return cls(*_OFFER.unpack(data))
 
 
-def namespace_refusal(ours: ProcessPlace, theirs: ProcessPlace) -> Refusal:
+def namespace_refusal(local: ProcessPlace, remote: ProcessPlace) -> Refusal:
     """Return decode's refusal if the versions or namespaces differ."""
-    if ours.version != theirs.version:
-        return Refusal("version", f"handshake {ours.version} here, {theirs.version} there")
+    if local.version != remote.version:
+        return Refusal("version", f"handshake {local.version} here, {remote.version} there")
     for name in ("pid_namespace", "ipc_namespace"):
-        mine, other = getattr(ours, name), getattr(theirs, name)
-        if mine != other:
-            words = name.split("_")[0].upper()
-            return Refusal(name, f"{words} namespace {mine[1]} here, {other[1]} there")
+        local_id, remote_id = getattr(local, name), getattr(remote, name)
+        if local_id != remote_id:
+            label = name.split("_")[0].upper()
+            return Refusal(name, f"{label} namespace {local_id[1]} here, {remote_id[1]} there")
     return Refusal()

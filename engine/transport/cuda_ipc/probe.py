@@ -44,12 +44,12 @@ class Cell:
             self.memory.handle(), self.memory.size, self.offset, self.slot.signal.handle(), self.key
         )
 
-    def verify(self, device: Device, end: float) -> Refusal:
-        """Wait for the peer's copy until `end` (time.monotonic), then copy it out and check its
-        tag."""
+    def verify(self, device: Device, deadline: float) -> Refusal:
+        """Wait for the peer's copy until `deadline` (time.monotonic), then copy it out and check
+        its tag."""
         try:
             while not self.slot.signal.done():
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     return Refusal("copy_timeout", "prefill's copy did not end in time")
                 time.sleep(SPIN_S)
             copy = device.copy_in(probe_pages(self.copy_address), self.slot, self.key)
@@ -68,14 +68,16 @@ class Probes:
         self._lock = threading.Lock()
         self._closed = False
         self._slots: list[tuple[int, Slot]] = []
-        with ExitStack() as made:
+        with ExitStack() as cleanup:
             self._memory = device.allocate(MAX_PROBES * _CELL_BYTES)
-            made.callback(self._memory.close)
-            for at in range(0, MAX_PROBES * _CELL_BYTES, _CELL_BYTES):
+            cleanup.callback(self._memory.close)
+            for offset in range(0, MAX_PROBES * _CELL_BYTES, _CELL_BYTES):
                 signal = device.make_signal()
-                made.callback(signal.close)
-                self._slots.append((at, Slot(self._memory.address + at, PROBE_BYTES, signal)))
-            made.pop_all()
+                cleanup.callback(signal.close)
+                self._slots.append(
+                    (offset, Slot(self._memory.address + offset, PROBE_BYTES, signal))
+                )
+            cleanup.pop_all()
         self._free = list(self._slots)
 
     @contextmanager

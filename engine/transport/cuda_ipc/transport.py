@@ -52,11 +52,11 @@ class CudaIpcTransport(KvTransport):
         return options.device is not None
 
     def check(self) -> None:
-        self._opened()
+        self._open_device()
 
     def listen(self, boot: bytes, accept: Callable[[Wire], None]) -> Listener:
         path = socket_path(self.options.shm_dir, boot, ".cuda.sock")
-        device, size = self._opened(), self.options.device_slot_bytes
+        device, size = self._open_device(), self.options.device_slot_bytes
         windows = DeviceWindows(lambda: make_window(device, size))
         try:
             windows.prepare()
@@ -80,10 +80,10 @@ class CudaIpcTransport(KvTransport):
 
     def dial(self, target: Target, timeout_s: float) -> Wire:
         path = socket_path(self.options.shm_dir, target.boot, ".cuda.sock")
-        end = time.monotonic() + timeout_s
-        device = self._opened()
+        deadline = time.monotonic() + timeout_s
+        device = self._open_device()
         wire = CudaWriter(dial_unix(path, timeout_s), self.options.device_slot_bytes, device)
-        wire.deadline = end
+        wire.deadline = deadline
         try:
             source = self._source(device)
             try:
@@ -96,7 +96,7 @@ class CudaIpcTransport(KvTransport):
             raise
         except (WireClosed, ValueError) as err:
             wire.close()
-            raise TransportRefused(f"no handshake: {err}") from None
+            raise TransportRefused(f"the handshake failed: {err}") from None
         except DeviceError as err:
             wire.close()
             raise TransportRefused(f"no_device: {err}") from None
@@ -108,7 +108,7 @@ class CudaIpcTransport(KvTransport):
         for source in sources:
             source.close()
 
-    def _opened(self) -> Device:
+    def _open_device(self) -> Device:
         if self.options.device is None:
             raise TransportRefused("no_device: the KV pool is not on a CUDA device")
         with self._lock:
@@ -129,14 +129,14 @@ class CudaIpcTransport(KvTransport):
 def make_window(device: Device, slot_bytes: int) -> DeviceWindow:
     """Allocate a window of SLOTS adjacent slots, each with room for its tag. Raises DeviceError."""
     slots = []
-    with ExitStack() as made:
+    with ExitStack() as cleanup:
         memory = device.allocate(SLOTS * slot_stride(slot_bytes))
-        made.callback(memory.close)
+        cleanup.callback(memory.close)
         stream = device.share_stream()
-        made.callback(stream.close)
-        for at in range(memory.address, memory.address + memory.size, slot_stride(slot_bytes)):
+        cleanup.callback(stream.close)
+        for address in range(memory.address, memory.address + memory.size, slot_stride(slot_bytes)):
             signal = device.make_signal()
-            made.callback(signal.close)
-            slots.append(Slot(at, slot_bytes, signal, stream))
-        made.pop_all()
+            cleanup.callback(signal.close)
+            slots.append(Slot(address, slot_bytes, signal, stream))
+        cleanup.pop_all()
     return DeviceWindow(memory, slots, stream)

@@ -19,7 +19,7 @@ from pdserve.engine.transport.device import HANDLE_BYTES, CopyStream, Memory, Sl
 log = logging.getLogger(__name__)
 
 CLOSE_S = 2.0  # total wait for writers that close their windows when their connections end
-_LOOK_S = 0.005
+_POLL_S = 0.005
 
 
 class Writer(Protocol):
@@ -44,7 +44,7 @@ class DeviceWindow:
         """Return what prefill opens: the memory's handle, then one signal handle per slot."""
         return self.memory.handle() + b"".join(slot.signal.handle() for slot in self.slots)
 
-    def left(self) -> bool:
+    def is_unused(self) -> bool:
         """Forget the writers that have gone; return whether no process has the window open."""
         for writer in [writer for writer in self.writers if writer.gone()]:
             self.writers.remove(writer)
@@ -69,7 +69,7 @@ class DeviceWindows:
         self._make = make
         self._lock = threading.Lock()
         self._spare: list[DeviceWindow] = []
-        self._left: list[DeviceWindow] = []
+        self._abandoned: list[DeviceWindow] = []
         self._end: float | None = None  # once closed: deadline of the wait for writers
 
     def prepare(self) -> None:
@@ -81,10 +81,12 @@ class DeviceWindows:
     def take(self, writer: Writer) -> DeviceWindow:
         with self._lock:
             if not self._reclaim():
-                own = [it for it in self._left if it.writers[-1].pid == writer.pid]
-                if own:
-                    self._left.remove(own[0])
-                self._spare.append(own[0] if own else self._make())
+                same_process = [
+                    window for window in self._abandoned if window.writers[-1].pid == writer.pid
+                ]
+                if same_process:
+                    self._abandoned.remove(same_process[0])
+                self._spare.append(same_process[0] if same_process else self._make())
             window = self._spare.pop()
             window.writers.append(writer)
             return window
@@ -93,7 +95,7 @@ class DeviceWindows:
         """Take back a window whose connection has ended; its writer may still be alive."""
         with self._lock:
             if self._end is None:
-                self._left.append(window)
+                self._abandoned.append(window)
                 return
         self._free(window)
 
@@ -101,25 +103,28 @@ class DeviceWindows:
         """Free what is not lent, and the rest as it is returned."""
         with self._lock:
             self._end = time.monotonic() + CLOSE_S
-            windows = self._spare + self._left
-            self._spare, self._left = [], []
+            windows = self._spare + self._abandoned
+            self._spare, self._abandoned = [], []
         for window in windows:
             self._free(window)
 
     def _free(self, window: DeviceWindow) -> None:
-        while not window.left():
+        while not window.is_unused():
             if self._end is None or time.monotonic() > self._end:
                 pids = [writer.pid for writer in window.writers]
-                log.warning("processes %s have a window open: it stays until this one ends", pids)
+                log.warning(
+                    "processes %s still have a window open; it stays allocated until this one ends",
+                    pids,
+                )
                 for writer in window.writers:
                     writer.close()
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         window.close()
 
     def _reclaim(self) -> bool:
         """Make windows that no process has open spare again; return whether a spare one exists."""
-        free = [window for window in self._left if window.left()]
-        self._left = [window for window in self._left if window.writers]
+        free = [window for window in self._abandoned if window.is_unused()]
+        self._abandoned = [window for window in self._abandoned if window.writers]
         self._spare += free
         return bool(self._spare)

@@ -78,26 +78,28 @@ class _DeviceSlot:
 
     def _check(self, pages: Pages) -> None:
         if pages.num_bytes > self.slot.capacity:
-            raise DeviceError(f"{pages.num_bytes} bytes for a slot of {self.slot.capacity}")
+            raise DeviceError(
+                f"{pages.num_bytes} bytes do not fit into a slot of {self.slot.capacity} bytes"
+            )
 
 
 class PeerProcess:
     """The process at the other end of a unix socket; safe against a reused pid."""
 
-    def __init__(self, sock: socket.socket, said: int | None = None) -> None:
-        """`said`: the peer's eventfd, which it writes when it has closed its window; this object
-        owns it. Raises OSError if the peer is not in this PID namespace."""
+    def __init__(self, sock: socket.socket, closed_fd: int | None = None) -> None:
+        """`closed_fd`: the peer's eventfd, which it writes when it has closed its window. This
+        object owns it. Raises OSError if the peer is not in this PID namespace."""
         data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
         self.pid = int(_PEERCRED.unpack(data)[0])
         self._fds = [os.pidfd_open(self.pid)]  # readable when it has exited
-        if said is not None:
-            self._fds.append(said)
+        if closed_fd is not None:
+            self._fds.append(closed_fd)
 
     def gone(self) -> bool:
         poll = select.poll()
         for fd in self._fds:
             poll.register(fd, select.POLLIN)
-        return any(found & select.POLLIN for _, found in poll.poll(0))
+        return any(events & select.POLLIN for _, events in poll.poll(0))
 
     def close(self) -> None:
         for fd in self._fds:
@@ -115,7 +117,7 @@ class CudaWriter(WindowWriter):
         self._memory: Memory | None = None
         self._stream: CopyStream | None = None
         self._slots: list[Slot] = []
-        self._said = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # decode has a copy
+        self._closed_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # decode has a copy
         self._proof = b""
 
     def introduce(self, source: Memory) -> None:
@@ -123,10 +125,10 @@ class CudaWriter(WindowWriter):
         WireClosed, ValueError."""
         self._send_place()
         _raise_if_refused(_answer(self))
-        theirs = ProcessPlace.unpack(self.take(PLACE_BYTES))
+        peer_place = ProcessPlace.unpack(self.take(PLACE_BYTES))
         offer = HandshakeOffer.unpack(self.take(OFFER_BYTES))
-        far = self._device.unreachable(theirs.uuid)
-        refusal = Refusal(*far) if far else self._probe(offer, source)
+        obstacle = self._device.unreachable(peer_place.uuid)
+        refusal = Refusal(*obstacle) if obstacle else self._probe(offer, source)
         self.write(refusal.pack())
         _raise_if_refused(refusal)
         _raise_if_refused(_answer(self))
@@ -140,15 +142,17 @@ class CudaWriter(WindowWriter):
 
     def open_window(self, data: bytes) -> None:
         if self._slots or len(data) != handles_bytes(SLOTS):
-            raise TransportRefused("an unexpected window")
-        handles = [data[at : at + HANDLE_BYTES] for at in range(0, len(data), HANDLE_BYTES)]
+            raise TransportRefused("decode sent an unexpected window")
+        handles = [
+            data[start : start + HANDLE_BYTES] for start in range(0, len(data), HANDLE_BYTES)
+        ]
         try:
             self._memory = self._device.open_memory(
                 handles[0], SLOTS * slot_stride(self.slot_bytes)
             )
             self._stream = self._device.share_stream()
-            for at, handle in enumerate(handles[1:]):
-                address = self._memory.address + at * slot_stride(self.slot_bytes)
+            for i, handle in enumerate(handles[1:]):
+                address = self._memory.address + i * slot_stride(self.slot_bytes)
                 signal = self._device.open_signal(handle)
                 self._slots.append(Slot(address, self.slot_bytes, signal, self._stream))
         except DeviceError as err:
@@ -158,9 +162,13 @@ class CudaWriter(WindowWriter):
         return _DeviceSlot(self._device, self._slots[slot])
 
     def send_frame(
-        self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
+        self,
+        record: bytes,
+        slot: int,
+        parts: Sequence[memoryview],
+        release_parts: Callable[[], None],
     ) -> None:
-        taken()  # the attempt tracks the copies from the pool
+        release_parts()  # the attempt tracks the copies from the pool
         self.write(record)
 
     def close(self) -> None:
@@ -177,13 +185,13 @@ class CudaWriter(WindowWriter):
         with contextlib.suppress(DeviceError):
             if self._memory is not None:
                 self._memory.close()
-            os.eventfd_write(self._said, 1)
-        os.close(self._said)
+            os.eventfd_write(self._closed_fd, 1)
+        os.close(self._closed_fd)
 
     def _send_place(self) -> None:
-        place = here(self._device).pack()
+        place = local_place(self._device).pack()
         try:
-            sent = socket.send_fds(self.sock, [place], [self._said])
+            sent = socket.send_fds(self.sock, [place], [self._closed_fd])
         except OSError as err:
             raise WireClosed(f"connection lost: {err.strerror or err}") from None
         self.write(place[sent:])
@@ -226,28 +234,28 @@ class CudaReader(WindowReader):
         self._probes = probes
         self._peer: PeerProcess | None = None
         self._window: DeviceWindow | None = None
-        self._said: int | None = None  # eventfd of prefill, until `_peer` owns it
+        self._closed_fd: int | None = None  # eventfd of prefill, until `_peer` owns it
         self._proof = b""
 
     def setup(self) -> None:
         try:
-            theirs = ProcessPlace.unpack(self._take_place())
-            ours = here(self._device)
-            refusal = namespace_refusal(ours, theirs)
+            peer_place = ProcessPlace.unpack(self._take_place())
+            local = local_place(self._device)
+            refusal = namespace_refusal(local, peer_place)
             with self._probes.lend() as cell:
                 if not refusal.reason:
                     refusal = self._prepare(cell)
                 self._send_answer(refusal)
                 assert cell is not None  # otherwise refused as busy
-                self.write(ours.pack(), cell.offer().pack())
+                self.write(local.pack(), cell.offer().pack())
                 _raise_if_refused(_answer(self))
-                end = self.deadline or time.monotonic() + 1.0
-                refusal = cell.verify(self._device, end)
+                deadline = self.deadline or time.monotonic() + 1.0
+                refusal = cell.verify(self._device, deadline)
                 if not refusal.reason:
                     self._proof = self._device.get(cell.copy_address, PROOF_BYTES)
                 self._send_answer(refusal)
         except (ValueError, DeviceError) as err:
-            raise WireClosed(f"no handshake: {err}") from None
+            raise WireClosed(f"the handshake failed: {err}") from None
         except TransportRefused as err:
             log.info("transport cuda_ipc refused by prefill: %s", err)
             raise WireClosed(f"refused by prefill: {err}") from None
@@ -265,13 +273,13 @@ class CudaReader(WindowReader):
 
     def payload(self, slot: int, size: int) -> Payload:
         if self._window is None:
-            raise WireClosed("a frame before the window")
+            raise WireClosed("a frame arrived before the window was lent")
         return _DeviceSlot(self._device, self._window.slots[slot])
 
     def close(self) -> None:
         super().close()
-        if self._said is not None:
-            os.close(self._said)
+        if self._closed_fd is not None:
+            os.close(self._closed_fd)
         if self._window is not None:
             self._windows.give_back(self._window)
         elif self._peer is not None:
@@ -283,7 +291,7 @@ class CudaReader(WindowReader):
         def receive() -> bytes:
             flags = socket.MSG_CMSG_CLOEXEC
             data, fds, _, _ = socket.recv_fds(self.sock, PLACE_BYTES, 1, flags)
-            self._said = fds[0] if fds else None
+            self._closed_fd = fds[0] if fds else None
             return data
 
         self._ahead += self._received(receive)
@@ -293,12 +301,14 @@ class CudaReader(WindowReader):
         """Check the peer and prepare its window now, while prefill can still choose another
         transport."""
         if cell is None:
-            return Refusal("busy", f"{MAX_PROBES} handshakes at once")
+            return Refusal("busy", f"{MAX_PROBES} handshakes run already")
         try:
-            self._peer, self._said = PeerProcess(self.sock, self._said), None
+            self._peer, self._closed_fd = PeerProcess(self.sock, self._closed_fd), None
             self._windows.prepare()
         except OSError as err:
-            return Refusal("pid_namespace", f"prefill's process is not here: {err.strerror}")
+            return Refusal(
+                "pid_namespace", f"prefill's process is not in this PID namespace: {err.strerror}"
+            )
         except DeviceError as err:
             return Refusal("window_memory", str(err))
         return Refusal()
@@ -311,7 +321,7 @@ class CudaReader(WindowReader):
             raise WireClosed(f"refused: {refusal.reason}: {refusal.text}")
 
 
-def here(device: Device) -> ProcessPlace:
+def local_place(device: Device) -> ProcessPlace:
     """Return the place of this process."""
     pid, ipc = (os.stat(f"/proc/self/ns/{name}") for name in ("pid", "ipc"))
     return ProcessPlace(device.uuid, (pid.st_dev, pid.st_ino), (ipc.st_dev, ipc.st_ino))

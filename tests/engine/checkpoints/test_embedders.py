@@ -93,7 +93,7 @@ def test_no_head_alone_makes_an_embedding_model(embedder: Path) -> None:
     (embedder / "modules.json").unlink()
     card, _ = load(embedder)
     assert (card.pooling, card.normalizes) == ("last", True)
-    refused(embedder, "--task generate: the model has no head", task="generate")
+    refused(embedder, "--task generate: the model has no output head", task="generate")
 
 
 def test_options_say_otherwise(embedder: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_reranker_has_its_two_tokens(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     path = write_tiny(tmp_path / "m", "qwen3", vocab_size=300)
-    refused(path, "--task score: the vocabulary has no tokens 'yes' and 'no'", task="score")
+    refused(path, "--task score: the vocabulary must have the tokens 'yes' and 'no'", task="score")
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer.add_tokens(["yes", "no"])
     tokenizer.save(str(path / "tokenizer.json"))

@@ -327,7 +327,8 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
     data = gguf.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1)
     gguf.write_bytes(data)
     with pytest.raises(
-        CheckpointError, match=r"'mamba' is not known; known: deepseek2, gemma, gemma2"
+        CheckpointError,
+        match=r"architecture 'mamba'; known architectures: deepseek2, gemma, gemma2",
     ):
         open_checkpoint(gguf)
 

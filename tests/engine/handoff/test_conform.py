@@ -83,55 +83,55 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "a frame is missing": (lambda r, d, p: without(d, "WRITTEN"), "committed with 3 of 6 cells"),
     "a cell twice": (
         lambda r, d, p: changed(d, "WRITTEN", argument=CELLS),
-        "9 cells, and it asked for 6",
+        "9 cells written, but 6 were requested",
     ),
     "a step is missing": (
         lambda r, d, p: without(d, "Reserved"),
-        "it was claimed, the record says receiving",
+        "the phase was claimed, but the record says receiving",
     ),
-    "blocks taken twice": (lambda r, d, p: twice(d, "TAKEN"), "blocks taken once more"),
-    "blocks never taken": (lambda r, d, p: without(p, "TAKEN"), "it has no blocks"),
-    "blocks freed twice": (lambda r, d, p: twice(p, "FREED"), "the machine has not said so"),
-    "blocks handed twice": (lambda r, d, p: twice(d, "HANDED"), "the machine has not said so"),
-    "blocks never freed": (lambda r, d, p: without(p, "FREED"), "it owes FREED"),
-    "blocks never handed": (lambda r, d, p: without(d, "HANDED"), "it owes HANDED"),
+    "blocks taken twice": (lambda r, d, p: twice(d, "TAKEN"), "blocks were taken twice"),
+    "blocks never taken": (lambda r, d, p: without(p, "TAKEN"), "the attempt has no blocks"),
+    "blocks freed twice": (lambda r, d, p: twice(p, "FREED"), "the machine did not order this"),
+    "blocks handed twice": (lambda r, d, p: twice(d, "HANDED"), "the machine did not order this"),
+    "blocks never freed": (lambda r, d, p: without(p, "FREED"), "the record FREED is missing"),
+    "blocks never handed": (lambda r, d, p: without(d, "HANDED"), "the record HANDED is missing"),
     "freed before the end": (
         lambda r, d, p: changed(d, "WRITTEN", code=int(RecordKind.FREED)),
-        "the machine has not said so",
+        "the machine did not order this",
     ),
     "written after the end": (
         lambda r, d, p: again(d, "WRITTEN"),
-        "written into blocks that it does not have",
+        "a frame was written into blocks that the attempt does not have",
     ),
     "sent after the end": (
         lambda r, d, p: again(p, "SENT"),
-        "a frame of blocks that it does not have",
+        "a frame was sent from blocks that the attempt does not have",
     ),
     "another action": (
         lambda r, d, p: changed(d, "Claimed", argument=0),
-        "the machine says: queue_claim",
+        "the machine's actions are: queue_claim",
     ),
     "another phase": (
         lambda r, d, p: changed(p, "ClaimGranted", state=_state(Phase.CLAIMED, Phase.COMMITTED)),
-        "the machine goes to receiving",
+        "the machine's next phase is receiving",
     ),
     "opened twice": (lambda r, d, p: twice(d, "OPENED"), "opened twice"),
-    "never opened": (lambda r, d, p: without(p, "OPENED"), "nothing says that it was opened"),
+    "never opened": (lambda r, d, p: without(p, "OPENED"), "no record opens the attempt"),
     "alive at the end": (
         lambda r, d, p: without(p, "Filled"),
-        "it is alive at an orderly end",
+        "the attempt had not ended when the process ended in order",
     ),
     "late, but waited for": (
         lambda r, d, p: changed(d, "WRITTEN", code=int(RecordKind.LATE)),
-        "a frame dropped as late, and it was waiting for it",
+        "a frame was dropped as late while the attempt was receiving",
     ),
     "a frame from nowhere": (
         lambda r, d, p: changed(d, "WRITTEN", detail=99),
-        "a frame that was never sent",
+        "the frame was never sent",
     ),
     "a frame that grew": (
         lambda r, d, p: changed(p, "SENT", argument=1),
-        "more cells than the frame had",
+        "more cells were written than the frame has",
     ),
     "claimed first": (
         lambda r, d, p: shifted(d, -3),
@@ -145,10 +145,10 @@ BROKEN: dict[str, tuple[Break, str]] = {
         lambda r, d, p: shifted(p, -9),
         "filled on send before filled on receive",
     ),
-    "written first": (lambda r, d, p: shifted(p, 5), "written before it was sent"),
+    "written first": (lambda r, d, p: shifted(p, 5), "the frame was written before it was sent"),
     "never done there": (
         lambda r, d, p: d.records.__delitem__(slice(number_of(d, "Filled"), None)),
-        "filled on send, never filled on receive",
+        "filled on send without filled on receive",
     ),
     "unrouted": (
         lambda r, d, p: shifted(r, 5),
@@ -156,7 +156,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "routed twice": (lambda r, d, p: twice(r, "OPENED"), "opened twice"),
     "closed twice": (lambda r, d, p: twice(r, "CLOSED"), "closed twice"),
-    "closed unopened": (lambda r, d, p: without(r, "OPENED"), "nothing says that it was opened"),
+    "closed unopened": (lambda r, d, p: without(r, "OPENED"), "no record opens the attempt"),
 }
 
 
@@ -180,7 +180,7 @@ def test_a_broken_rule_is_found(subtests: pytest.Subtests) -> None:
 
 def test_two_receivers_of_one_attempt() -> None:
     first, second = whole_handoff(ATTEMPT), whole_handoff(ATTEMPT)
-    assert rules(*first, second[1]) == ["two processes receive it"]
+    assert rules(*first, second[1]) == ["two processes receive the attempt"]
 
 
 def test_a_tick_finds_only_what_time_has_brought(subtests: pytest.Subtests) -> None:
@@ -215,7 +215,7 @@ def test_a_commit_that_raised_is_undone() -> None:
     notes.close()
     assert rules(notes) == []
     without(notes, "UNDONE")
-    assert "it was committed, the record says receiving" in rules(notes)
+    assert "the phase was committed, but the record says receiving" in rules(notes)
 
 
 def test_what_was_overwritten_is_no_violation() -> None:
@@ -287,7 +287,7 @@ def test_any_run_of_the_machine_conforms_and_any_other_action_is_found(
     if steps:
         at = steps[broken % len(steps)]
         notes.records[at] = notes.records[at]._replace(argument=notes.records[at].argument ^ bits)
-        assert any(rule.startswith("the machine says") for rule in rules(notes))
+        assert any(rule.startswith("the machine's actions are") for rule in rules(notes))
 
 
 def test_every_phase_was_reached() -> None:

@@ -94,7 +94,7 @@ class Run:
         self.link: Any = SimpleNamespace(credit=lambda header: self.credits.update([header.slot]))
         self.attempt: Any = SimpleNamespace(
             bitmap=Bitmap(SPEC, NUM_TOKENS, (0,)),
-            num_inside=0,
+            num_written=0,
             peer_key=SimpleNamespace(copy_key=lambda sequence: bytes(32)),
             blocks=OpenBlocks([range(NUM_TOKENS // 4)], Bitmap(SPEC, NUM_TOKENS, (0,)), READY),
         )
@@ -206,7 +206,7 @@ def test_a_frame_over_part_of_verified_blocks_is_refused() -> None:
     run.frames.poll()
     assert not run.frames.busy
     assert len(run.copies) == 1
-    assert run.told == {"taken": 1, "it overlaps verified blocks": 1}
+    assert run.told == {"taken": 1, "the frame overlaps verified blocks": 1}
     assert run.credits == {0: 1, 1: 1}
     run.check()
 
@@ -300,7 +300,7 @@ def test_frames_arrive_while_the_engine_computes_one_step(
         device.resume()
         (incoming,) = pair.receiver.live
         num_blocks = -(-incoming.num_tokens // decode.kv.spec.block_size)
-        wait_until(lambda: incoming.num_inside == num_blocks, limit_s=5.0)
+        wait_until(lambda: incoming.num_written == num_blocks, limit_s=5.0)
         assert device.num["in"] > 4 * SLOTS
     finally:
         over.set()

@@ -51,10 +51,10 @@ def test_it_is_told_in_words() -> None:
 
 def test_what_is_wrong_is_found(subtests: pytest.Subtests) -> None:
     for broken, rule in (
-        ("waits", "it waits at an orderly end"),
+        ("waits", "the follower still waited when the process ended in order"),
         ("twice", "closed twice"),
         ("before", "opened on follow before opened on route"),
-        ("handed", "it waits for the KV of another, and is handed its own"),
+        ("handed", "a follower that waits for another attempt's KV was handed KV"),
     ):
         with subtests.test(broken=broken, rule=rule):
             made = Processes()

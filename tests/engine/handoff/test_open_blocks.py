@@ -10,7 +10,7 @@ from builders.engine_kit import ask
 from fakes.memory_link import MemoryLink
 from systems.eventually import LIMIT_S
 
-from pdserve.engine.handoff.open_blocks import BlocksLeft, OpenBlocks
+from pdserve.engine.handoff.open_blocks import BlocksReleased, OpenBlocks
 from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.protocol.keys import Domain
 from pdserve.engine.handoff.protocol.layout import Bitmap
@@ -81,7 +81,7 @@ def test_what_does_not_fit_changes_nothing(subtests: pytest.Subtests) -> None:
         (range(3, 5), range(1, 3), "overlaps"),  # half of it is there
         (range(2, 4), range(2, 4), "overlaps"),
         (range(6, 7), range(1), "6 layers"),
-        (range(1), range(3, 5), "not asked for"),
+        (range(1), range(3, 5), "not requested"),
     ):
         with subtests.test(reason, layers=layers, blocks=blocks):
             kv, inside = KvCache(SPEC, [16]), open_blocks()
@@ -127,7 +127,7 @@ def test_closing_waits_for_the_write_under_way_and_lets_no_other_begin() -> None
     assert not closer.is_alive()
     before = content(kv)
     assert bytes(payload) == before[: len(payload)]
-    with pytest.raises(BlocksLeft):
+    with pytest.raises(BlocksReleased):
         blocks.write(kv, second, payload_of(second))
     assert content(kv) == before
 

@@ -29,5 +29,5 @@ def test_never_more_than_the_room(orders: list[tuple[int, bool]], running: int) 
 
 
 def test_giving_back_too_much_is_an_error() -> None:
-    with pytest.raises(ValueError, match="gave back"):
+    with pytest.raises(ValueError, match="cannot give back"):
         Promises(32).give_back(1)

@@ -32,7 +32,7 @@ from pdserve.engine.handoff.recorder.event_log import (
 )
 from pdserve.engine.handoff.recorder.ring import (
     HEADER_BYTES,
-    KEPT,
+    MAX_DEAD_RINGS,
     MORE,
     NUM_REASONS,
     POSITION_AT,
@@ -272,7 +272,7 @@ def test_no_folder_or_no_size_is_no_ring(tmp_path: Path) -> None:
 
 def test_of_the_dead_the_newest_are_kept(tmp_path: Path) -> None:
     alive = open_ring(str(tmp_path), "decode", bytes(16), 1)
-    for number in range(KEPT + 3):
+    for number in range(MAX_DEAD_RINGS + 3):
         path = tmp_path / f"dead-{number}.ring"
         path.touch()
         os.utime(path, (number, number))
@@ -281,7 +281,7 @@ def test_of_the_dead_the_newest_are_kept(tmp_path: Path) -> None:
     sweep(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {
-        *(f"dead-{number}.ring" for number in range(3, KEPT + 3)),
+        *(f"dead-{number}.ring" for number in range(3, MAX_DEAD_RINGS + 3)),
         f"decode-{'0' * 12}.ring",
         "other.txt",
     }
@@ -355,10 +355,10 @@ def test_a_header_of_another_version_is_refused(subtests: pytest.Subtests, good:
 def test_errors_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(RingError, match=r"nowhere.ring: No such file"):
         read_ring(tmp_path / "nowhere.ring")
-    with pytest.raises(RingError, match="not a file"):
+    with pytest.raises(RingError, match="not a regular file"):
         read_ring(tmp_path)
     (tmp_path / "text.ring").write_text("hello\n" * 1000)
-    with pytest.raises(RingError, match=r"text.ring: no ring"):
+    with pytest.raises(RingError, match=r"text.ring: the file is not a ring"):
         read_ring(tmp_path / "text.ring")
 
 

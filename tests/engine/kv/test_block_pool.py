@@ -52,11 +52,11 @@ def test_a_double_release_is_refused(reserved: bool) -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(1, reserved)
     pool.release(blocks, reserved)
-    with pytest.raises(ValueError, match="released twice"):
+    with pytest.raises(ValueError, match="has no reference to release"):
         pool.release(blocks, reserved)
     with pytest.raises(ValueError, match="is free"):
         pool.share(blocks)
-    with pytest.raises(ValueError, match="asked of"):
+    with pytest.raises(ValueError, match="cannot allocate"):
         pool.allocate(3)
     assert pool.counts().free == 2
 

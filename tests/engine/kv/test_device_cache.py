@@ -79,7 +79,7 @@ class FakeTorch:
 
 
 class HostDeviceCache(DeviceKvCache):
-    _place = "cpu"
+    _device_name = "cpu"
 
 
 @pytest.fixture
@@ -134,6 +134,6 @@ def test_wrong_blocks_are_refused_before_any_wait(world: FakeTorch) -> None:
     kv = HostDeviceCache(fake_spec(4), [9])
     with pytest.raises(ValueError, match="outside the pool"):
         kv.read(0, range(1), [10])
-    with pytest.raises(ValueError, match="bytes for"):
+    with pytest.raises(ValueError, match="bytes do not match"):
         kv.write(0, range(1), [1], memoryview(b"short"))
     assert not world.notes

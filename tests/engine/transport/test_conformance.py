@@ -205,7 +205,7 @@ def test_a_frame_before_a_genuine_claim_closes_the_connection(ends: Ends) -> Non
     link.post(record_of(b"x", 1))
     wait_until(lambda: len(prefill.reasons) == 1)
     wait_until(lambda: len(ends.decode.reasons) == 1)
-    assert ends.decode.reasons == ["a frame before a genuine claim"]
+    assert ends.decode.reasons == ["a frame arrived before a verified Claim"]
     assert ends.decode.payloads == []
 
 
@@ -219,7 +219,7 @@ def test_garbage_and_silence_cost_nothing(
             sock.sendall(data)
             wait_until(lambda seen=seen: len(ends.decode.reasons) > seen)
     for wire in ends.decode.wires:
-        assert not getattr(wire, "_private", None), "no memory for strangers"
+        assert not getattr(wire, "_payload_buffer", None), "no memory for strangers"
     link = ends.dial(Recorder())
     link.push(frame_job(b"still works", 1))
     wait_until(lambda: len(ends.decode.payloads) == 1)
@@ -292,7 +292,7 @@ def test_slots_used_without_credit_close_the_connection(tmp_path: Path) -> None:
     wait_until(lambda: len(ends.decode.payloads) == 1)
     link.post(record_of(b"x", 2))
     wait_until(lambda: len(ends.decode.reasons) == 1)
-    assert ends.decode.reasons == ["slot used without credit"]
+    assert ends.decode.reasons == ["the slot was used again without a credit"]
     ends.close()
 
 
@@ -312,7 +312,7 @@ def test_a_window_that_is_not_sealed_is_refused(
 
 def test_shm_says_why_it_cannot(tmp_path: Path) -> None:
     target = Target("", b"x" * 16)
-    with pytest.raises(TransportRefused, match="shm_dir"):
+    with pytest.raises(TransportRefused, match="shm-dir"):
         transports()["shm"](TransportOptions(shm_dir="")).dial(target, 1.0)
     with pytest.raises(TransportRefused, match="No such file"):
         make_transport("shm", tmp_path / "absent").dial(target, 1.0)

@@ -171,7 +171,7 @@ def test_a_writer_that_has_closed_its_window_says_so(ends: Ends) -> None:
     link.push(frame(1, lambda slot: None))
     first(ends)
     window = window_of(ends, 0)
-    assert not window.left()
+    assert not window.is_unused()
     link.close()
     wait_until(window.left)
 

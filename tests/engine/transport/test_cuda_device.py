@@ -32,8 +32,8 @@ def test_a_pool_in_host_memory_has_no_device() -> None:
 @pytest.mark.parametrize(
     ("pool", "encrypted", "reason", "text"),
     [
-        (cuda_pool(), True, "encrypted", "cannot be sealed on a device"),
-        (cuda_pool(5), False, "no_device", "blocks of 10 bytes, not a multiple of 16"),
+        (cuda_pool(), True, "encrypted", "cannot be encrypted"),
+        (cuda_pool(5), False, "no_device", "10 bytes, which is not a multiple of 16"),
         (cuda_pool(), False, "no_device", "CuPy is not installed"),
     ],
 )

@@ -83,7 +83,7 @@ def refused(
 
 
 def test_another_gpu(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    refused("other_gpu", "not visible here", ends, tmp_path, FakeDevice(OTHER), caplog)
+    refused("other_gpu", "not visible to this process", ends, tmp_path, FakeDevice(OTHER), caplog)
 
 
 def test_no_peer_access(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -110,14 +110,14 @@ def test_another_namespace(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    here = wires.here
+    here = wires.local_place
 
     def elsewhere(device: FakeDevice) -> ProcessPlace:
         place = here(device)  # type: ignore[arg-type]
         return replace(place, **{name: (4, 4026539999)}) if device is prefill else place
 
     prefill = FakeDevice()
-    monkeypatch.setattr(wires, "here", elsewhere)
+    monkeypatch.setattr(wires, "local_place", elsewhere)
     text = f"{name[:3].upper()} namespace [0-9]+ here, 4026539999 there"
     refused(name, text, ends, tmp_path, prefill, caplog)
 
@@ -132,18 +132,25 @@ def test_a_process_that_is_not_visible(
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(wires, "PeerProcess", Outside)
-    refused("pid_namespace", "process is not here", ends, tmp_path, FakeDevice(), caplog)
+    refused(
+        "pid_namespace",
+        "process is not in this PID namespace",
+        ends,
+        tmp_path,
+        FakeDevice(),
+        caplog,
+    )
 
 
 def test_another_version(
     ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, prefill = wires.here, FakeDevice()
+    here, prefill = wires.local_place, FakeDevice()
 
     def newer(device: FakeDevice) -> ProcessPlace:
         return replace(here(device), version=2 if device is prefill else 1)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(wires, "here", newer)
+    monkeypatch.setattr(wires, "local_place", newer)
     refused("version", "handshake 1 here, 2 there", ends, tmp_path, prefill, caplog)
 
 
@@ -214,7 +221,7 @@ def test_too_many_handshakes(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptu
     strangers = []
     for _ in range(MAX_PROBES):
         sock = dial_unix(Path(ends.listener.address), 1.0)
-        sock.sendall(wires.here(FakeDevice()).pack())
+        sock.sendall(wires.local_place(FakeDevice()).pack())
         assert sock.recv(1), "its answer: it has a cell now"
         strangers.append(sock)
     dial = dialer(tmp_path, FakeDevice)
@@ -264,7 +271,7 @@ def test_auto_leaves_out_what_cannot_work_and_says_so(caplog: pytest.LogCaptureF
     assert names(gpu) == ["cuda_ipc", "shm", "tcp"]
     with caplog.at_level("WARNING"):
         assert names(usable(gpu, False)) == ["shm", "tcp"]
-    assert "transport cuda_ipc is left out: no_device" in caplog.text
+    assert "transport cuda_ipc is not used: no_device" in caplog.text
 
 
 def test_auto_takes_cuda_ipc_where_both_ends_have_it(tmp_path: Path) -> None:

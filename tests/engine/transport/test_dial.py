@@ -24,7 +24,7 @@ def options(folder: Path | str) -> TransportOptions:
 
 def test_the_registry_finds_every_file() -> None:
     assert list(transports()) == ["cuda_ipc", "shm", "tcp"], "in the order of preference"
-    there = "there are auto, cuda_ipc, shm, tcp"
+    there = "known transports: auto, cuda_ipc, shm, tcp"
     with pytest.raises(ValueError, match=f"unknown transport 'nixl'; {there}"):
         make_transports("nixl", TransportOptions())
 
@@ -49,7 +49,7 @@ def test_auto_falls_back_and_counts_the_refusal(
         link = dialer.dial(Target(tcp.listener.address, BOOT), HELLO)
     assert link.transport == "tcp"
     assert dialer.refusals == {"shm": 1}
-    assert "transport shm to decode 44444444 refused" in caplog.text
+    assert "transport shm to decode 44444444 was refused" in caplog.text
     link.close()
     tcp.close()
 
@@ -76,7 +76,7 @@ def test_a_peer_that_does_not_read_loses_its_connection(
         link.post(bytes(4096))
         if not link.open:
             break
-    assert recorder.reasons == ["the peer does not read"]
+    assert recorder.reasons == ["the peer does not read its messages"]
     tcp.decode.go_on()
     tcp.close()
 

@@ -57,7 +57,7 @@ class SlotsMachine(RuleBasedStateMachine):
         slot, frame = self.records.popleft()
         self.reader.lend(slot)
         self.lent[slot] = frame
-        with pytest.raises(FrameError, match="without credit"):
+        with pytest.raises(FrameError, match="without a credit"):
             self.reader.lend(slot)
 
     @precondition(lambda self: self.lent)

@@ -144,4 +144,4 @@ def test_a_window_that_is_open_elsewhere_is_not_freed(
             windows.give_back(window)
         assert window.memory.closed == freed  # type: ignore[attr-defined]
         assert writer.closed == 1
-    assert "processes [2] have a window open" in caplog.text
+    assert "processes [2] still have a window open" in caplog.text

@@ -75,7 +75,7 @@ def test_check_tells_violations_by_its_code(
     extra.close()
     assert main(["replay", str(rings), "--check"]) == 1
     out = capsys.readouterr().out
-    assert "attempt 7878787878787878: the machine says: leave_queue, report_lost" in out
+    assert "attempt 7878787878787878: the machine's actions are: leave_queue, report_lost" in out
     assert "> " in out
     assert out.endswith("3 attempts, 38 records, 1 violations\n")
     assert main(["replay", str(rings), "--check", "--attempt", "00"]) == 0
@@ -150,7 +150,7 @@ def test_what_is_no_ring_is_named(
     assert "no .ring file in this folder" in capsys.readouterr().err
     path.write_bytes(content)
     assert main(["replay", str(path)]) == 1
-    assert "bad.ring: no ring" in capsys.readouterr().err
+    assert "bad.ring: the file is not a ring" in capsys.readouterr().err
 
 
 def test_losses_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def test_a_lost_hand_off_is_told(with_pair: Callable[..., None]) -> None:
         admitted = await pair.decode.wait("admitted", attempt)
         pair.start_prefill(attempt, prompt(30), admitted.ticket)  # not the ids it was promised for
         lost = await pair.decode.wait("handoff_lost", attempt)
-        assert lost.reason == "claim of 30 tokens, not 59"
+        assert lost.reason == "the Claim names 30 tokens instead of 59"
         failed = await pair.prefill.wait("failed", attempt)
         assert failed.failure.code == pb.UNAVAILABLE
         await pair.at_rest()

@@ -62,7 +62,12 @@ def ticket(pair: Pair, **change: Any) -> wire.Ticket:
         ({}, {"ids": [1] * 5000}, pb.CONTEXT_LENGTH_EXCEEDED, "5000"),
         ({"data_address": "127.0.0.1:9"}, {}, pb.UNAVAILABLE, "127.0.0.1:9"),
         ({"decode_boot": b"?" * 16}, {}, pb.UNAVAILABLE, "another decode process"),
-        ({}, {}, pb.UNAVAILABLE, "gone at decode"),  # a ticket that decode never gave
+        (
+            {},
+            {},
+            pb.UNAVAILABLE,
+            "decode does not know the attempt",
+        ),  # a ticket that decode never gave
     ],
 )
 def test_what_it_refuses_is_named(
@@ -237,7 +242,11 @@ async def prompt_tokens(pair: Pair) -> int:
 
 @pytest.mark.parametrize(
     ("end", "word", "text"),
-    [("gone", "failed", "gone at decode"), ("cancel", "failed", "cancelled"), ("done", "done", "")],
+    [
+        ("gone", "failed", "decode does not know the attempt"),
+        ("cancel", "failed", "cancelled"),
+        ("done", "done", ""),
+    ],
 )
 def test_what_has_ended_does_not_begin_anew_and_its_end_is_said_again(
     with_pair: Callable[..., None], end: str, word: str, text: str

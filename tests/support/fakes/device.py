@@ -114,7 +114,7 @@ class FakeDevice:
     def unreachable(self, uuid: bytes) -> tuple[str, str] | None:
         if uuid == self.uuid:
             return None
-        return self.peers.get(uuid, ("other_gpu", f"GPU {uuid!r} is not visible here"))
+        return self.peers.get(uuid, ("other_gpu", f"GPU {uuid!r} is not visible to this process"))
 
     def allocate(self, size: int) -> FakeMemory:
         if size > self.most_bytes:

@@ -67,7 +67,7 @@ class MemoryLink:
             self.reason = reason
             self.handler.closed(self, reason)
 
-    def close(self, reason: str = "closed here") -> None:
+    def close(self, reason: str = "closed locally") -> None:
         self.end(reason)
 
     # what its owner does

@@ -106,7 +106,7 @@ class Victim:
             for data in self.engine.kv.data:
                 pool.update(data.tobytes())
             bitmaps = {
-                live.ticket.id.hex(): repr(live.bitmap._have)
+                live.ticket.id.hex(): repr(live.bitmap._present)
                 for live in self.receiver.live
                 if live.ticket.id in tickets and live.bitmap
             }
