@@ -1,4 +1,4 @@
-"""Phi 1 to 2: layer norms with biases, attention and a plain feed-forward side by side."""
+"""Phi 1 to 2: layer norms with biases, attention and a plain feed-forward in parallel."""
 
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.checkpoints.views import View, fused, renamed

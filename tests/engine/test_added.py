@@ -91,7 +91,7 @@ def test_a_weight_format_of_three_parts(tmp_path: Path) -> None:
         assert loaded.card.quantization == added.Grouped8.name
     name = next(name for name in parts if name.endswith("scales"))
     save_file({**parts, name: parts[name][:, 1:].copy()}, stored / "model.safetensors")
-    with pytest.raises(CheckpointError, match="is quantized: scales or zeros do not fit"):
+    with pytest.raises(CheckpointError, match=r"quantized tensor .*: scales or zeros do not fit"):
         load(stored)
 
 

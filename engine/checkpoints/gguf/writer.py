@@ -44,17 +44,17 @@ def quantize_gguf(
     layouts = {name: Layout(info.format, info.shape) for name, (_, info) in stored.items()}
     formats = new_formats(type, metadata, layouts)
     if not formats:
-        found = ", ".join(sorted({info.format for _, info in stored.values()}))
-        raise CheckpointError(f"{source}: there is nothing to quantize ({found})")
+        present = ", ".join(sorted({info.format for _, info in stored.values()}))
+        raise CheckpointError(f"{source}: there is nothing to quantize ({present})")
     if target.exists():
-        raise FileExistsError(errno.EEXIST, "it exists already", str(target))
+        raise FileExistsError(errno.EEXIST, "the output file already exists", str(target))
     part = target.with_name(f".{target.name}.part")
     try:
-        counted = _write(readers[0].path, part, type, stored, formats, progress)
+        counts = _write(readers[0].path, part, type, stored, formats, progress)
         os.rename(part, target)
     finally:
         part.unlink(missing_ok=True)
-    return counted
+    return counts
 
 
 def new_formats(
@@ -62,11 +62,11 @@ def new_formats(
 ) -> dict[str, str]:
     """Return the new format of each tensor whose format changes, by GGUF's names."""
     is_tied = "output.weight" not in stored
-    placed = ((name, layout, tensor_role(name, is_tied)) for name, layout in stored.items())
+    with_roles = ((name, layout, tensor_role(name, is_tied)) for name, layout in stored.items())
     matrices = (
-        StoredMatrix(name, *found, layout.format, layout.shape[-1])
-        for name, layout, found in placed
-        if found and len(layout.shape) > 1 and 0 not in layout.shape
+        StoredMatrix(name, *role, layout.format, layout.shape[-1])
+        for name, layout, role in with_roles
+        if role and len(layout.shape) > 1 and 0 not in layout.shape
     )
     return _mix(type, metadata).plan(matrices).formats
 
@@ -74,8 +74,8 @@ def new_formats(
 def _mix(type: str, metadata: Mapping[str, Any]) -> Mix:
     def number(key: str) -> int:
         """Return a metadata number; 0 if it is missing or differs between layers."""
-        found = metadata.get(f"{metadata.get('general.architecture')}.{key}", 0)
-        return found if isinstance(found, int) and found > 0 else 0
+        value = metadata.get(f"{metadata.get('general.architecture')}.{key}", 0)
+        return value if isinstance(value, int) and value > 0 else 0
 
     heads, kv_heads = number("attention.head_count"), number("attention.head_count_kv")
     n_gqa = heads // kv_heads if kv_heads else 1
@@ -104,10 +104,10 @@ def _write(
     writer.add_quantization_version(VERSION)
     if "general.alignment" in fields:
         writer.data_alignment = fields["general.alignment"].contents()
-    counted: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for name, (_, info) in stored.items():
         format = formats.get(name, info.format)
-        counted[format] += 1
+        counts[format] += 1
         size = quantized_bytes(info.shape, format) if name in formats else info.num_bytes
         code = gguf.GGMLQuantizationType[format]
         writer.add_tensor_info(name, info.shape, np.dtype(np.float32), size, code)
@@ -128,7 +128,7 @@ def _write(
                 progress(done / total)
     finally:
         writer.close()
-    return counted
+    return counts
 
 
 def _quantized(
@@ -138,7 +138,7 @@ def _quantized(
     out = quantized_empty(raw.shape, format)
     pieces = row_runs(raw.shape, PIECE_VALUES)
     try:
-        list(pool.map(lambda some: quantize_into(raw.rows(some), out.rows(some)), pieces))
+        list(pool.map(lambda rows: quantize_into(raw.rows(rows), out.rows(rows)), pieces))
     except ValueError as error:
         raise CheckpointError(f"tensor {name}: {error}") from error
     blocks: NDArray[np.uint8] = out.parts[BLOCKS]

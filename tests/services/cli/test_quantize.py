@@ -23,7 +23,7 @@ def test_a_file_is_written_and_described(plain: Path, capsys: pytest.CaptureFixt
     assert "22 Q4_0, 13 F32, 1 Q8_0" in said.out
     assert "out.gguf: quantizing 100%" in said.err
     assert main(["quantize", str(plain), str(out)]) == 1
-    assert f"exists already: '{out}'" in capsys.readouterr().err
+    assert f"already exists: '{out}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_what_cannot_be_done(
     [
         ("org/name", "out.gguf", "org/name is a repository: name a GGUF file of it, as org/name:"),
         ("org/name@main", "out.gguf", "org/name is a repository"),
-        ("org/name:file.gguf", "plain.gguf", "it exists already"),
-        ("org/name", "plain.gguf", "it exists already"),
+        ("org/name:file.gguf", "plain.gguf", "already exists"),
+        ("org/name", "plain.gguf", "already exists"),
     ],
 )
 def test_nothing_is_downloaded_for_what_cannot_be_done(
