@@ -25,7 +25,7 @@ def parse(hf: HfConfig) -> ModelConfig:
         norms=NORMS,
         norm_kind="layer",
         norm_bias=True,
-        norm_eps=positive(hf, "layer_norm_eps", 1e-5, most=1.0),
+        norm_eps=positive(hf, "layer_norm_eps", 1e-5, maximum=1.0),
         parallel=True,
         gated=False,
         qkv_bias=True,

@@ -22,7 +22,7 @@ def parse(hf: HfConfig) -> ModelConfig:
         norms=phi.NORMS if parallel else PRE_NORMS,
         norm_kind="layer",
         norm_bias=True,
-        norm_eps=positive(hf, "layer_norm_eps", 1e-5, most=1.0),
+        norm_eps=positive(hf, "layer_norm_eps", 1e-5, maximum=1.0),
         parallel=parallel,
         # GGUF uses the name that other architectures have.
         qkv_bias=bool(hf.get("use_qkv_bias", hf.get("attention_bias", False))),

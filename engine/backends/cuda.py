@@ -39,8 +39,8 @@ class CudaBackend(Backend):
         if self._capability < LEAST_CAPABILITY:
             major, minor = self._capability
             raise ValueError(
-                f"--kernels cuda needs compute capability 8.0, and this GPU has {major}.{minor}; "
-                "--kernels reference can do without"
+                f"--kernels cuda needs compute capability 8.0, but this GPU has {major}.{minor}; "
+                "use --kernels reference"
             )
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self.sampling = CudaSampling(self._stream)
@@ -52,7 +52,7 @@ class CudaBackend(Backend):
         if config.weights == "float32":
             return "--weights float32"
         if config.block_size % 16:
-            return f"--block-size {config.block_size}, which is no multiple of 16"
+            return f"--block-size {config.block_size}, which is not a multiple of 16"
         return ""
 
     @property

@@ -36,7 +36,7 @@ def text_of(
         text = dict(table(hf, "text_config"))
         if text.get("model_type") != model_type:
             raise UnsupportedModel(
-                f"the text model of {architecture} is {text.get('model_type')!r}: want {model_type}"
+                f"text model of {architecture} is {text.get('model_type')!r}: expected {model_type}"
             )
         outer = {key: hf[key] for key in ("tie_word_embeddings",) if key in hf}
         text = {**defaults, **outer, **text, "architectures": list(spec.architectures)}
@@ -50,8 +50,10 @@ def inside(config: ModelConfig) -> dict[str, View]:
     has."""
     views: dict[str, View] = {}
     for name in tensor_shapes(config):
-        own = next(prefix for prefix in PREFIXES if name.startswith(prefix))
-        views[name] = first_of(*(View(p + name.removeprefix(own)) for p in PREFIXES[own]))
+        model_prefix = next(prefix for prefix in PREFIXES if name.startswith(prefix))
+        views[name] = first_of(
+            *(View(p + name.removeprefix(model_prefix)) for p in PREFIXES[model_prefix])
+        )
     return views
 
 

@@ -21,9 +21,9 @@ def choose_experts(
     if routing.groups > 1:
         grouped = ranks.view(len(ranks), routing.groups, -1)
         quality = grouped.topk(routing.group_best, dim=-1).values.sum(-1)
-        kept = _best(quality, routing.kept_groups)
-        outside = torch.ones_like(quality, dtype=torch.bool).scatter_(1, kept, False)
-        ranks = grouped.masked_fill(outside[..., None], -torch.inf).flatten(1)
+        kept_groups = _best(quality, routing.kept_groups)
+        dropped = torch.ones_like(quality, dtype=torch.bool).scatter_(1, kept_groups, False)
+        ranks = grouped.masked_fill(dropped[..., None], -torch.inf).flatten(1)
     chosen = _best(ranks, routing.top_k)
     weights = scores.gather(1, chosen)
     if routing.normalized:

@@ -29,7 +29,7 @@ def test_a_file_is_written_and_described(plain: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("model", "out", "words", "code", "says"),
     [
-        ("plain.gguf", "out.gguf", ["--type", "q9"], 2, "'q9' is not known; known: q4_0"),
+        ("plain.gguf", "out.gguf", ["--type", "q9"], 2, "'q9' is not supported; supported: q4_0"),
         ("plain.gguf", "none/out.gguf", [], 1, "No such file or directory"),
         ("missing.gguf", "out.gguf", [], 1, "no model '"),
         ("tiny", "out.gguf", [], 1, "convert_hf_to_gguf.py makes of it; --isq q4k quantizes"),

@@ -177,7 +177,7 @@ DIRECTORIES = {
     "layers without end": WrongFile(config(num_hidden_layers=10**6), "num_hidden_layers"),
     "more layers": WrongFile(config(num_hidden_layers=4), "missing 9 tensors: model.layers.3"),
     "fewer layers": WrongFile(config(num_hidden_layers=2), "unexpected 9 tensors: model.layers.2"),
-    "heads": WrongFile(config(num_attention_heads=5), "5 heads are no multiple of 2"),
+    "heads": WrongFile(config(num_attention_heads=5), "5 heads are not a multiple of 2"),
     "vocabulary": WrongFile(config(vocab_size=300), r"config says \[300, 48\]"),
     "activation": WrongFile(config(hidden_act="relu6"), "activation 'relu6'"),
     "rope": WrongFile(config(rope_parameters={"rope_type": "spiral"}), "rope scaling 'spiral'"),
@@ -428,7 +428,9 @@ LATENTS = {
     "latent: odd rope": WrongFile(sized(LATENT, qk_rope_head_dim=7), "rope over 7"),
     "latent: more heads": WrongFile(sized(LATENT, num_attention_heads=6), "config says 6 heads of"),
     "latent: more experts": WrongFile(sized(LATENT, n_routed_experts=12), "missing 24 tensors"),
-    "latent: groups": WrongFile(sized(LATENT, n_group=3), "8 experts in 3 groups"),
+    "latent: groups": WrongFile(
+        sized(LATENT, n_group=3), "8 experts cannot be split into 3 groups"
+    ),
     "latent: no dense layer": WrongFile(
         sized(LATENT, first_k_dense_replace=0), "missing .*mlp.experts.0"
     ),
