@@ -10,7 +10,7 @@ from typing import Any
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.spec import ModelSpec
 
-WITH_HEAD = "ForCausalLM"  # suffix of class names; class names without a head end in "Model"
+HEAD_SUFFIX = "ForCausalLM"  # suffix of class names; class names without a head end in "Model"
 _specs: dict[str, ModelSpec] = {}
 
 
@@ -42,7 +42,7 @@ def find_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
     architectures = hf_config.get("architectures")
     names = [str(name) for name in architectures] if isinstance(architectures, list | tuple) else []
     for name in names:
-        for candidate in (name, *(f"{stem}{WITH_HEAD}" for stem in _without_head(name))):
+        for candidate in (name, *(f"{stem}{HEAD_SUFFIX}" for stem in _without_head(name))):
             if candidate in _specs:
                 return _specs[candidate]
     listed = ", ".join(names) or "config.json names none"

@@ -16,7 +16,7 @@ from pdserve.engine.models.spec import ModelSpec
 
 # Prefixes of a text model's tensors in transformers, before and since its version 4.52.
 PREFIXES = {"model.": ("language_model.model.", "model.language_model."), "": ("language_model.",)}
-OTHERS = tuple(
+UNUSED_PREFIXES = tuple(
     f"{prefix}{part}."
     for prefix in ("", "model.")
     for part in ("vision_tower", "vision_model", "multi_modal_projector", "audio_tower")
@@ -42,10 +42,10 @@ def text_of(
         text = {**defaults, **outer, **text, "architectures": list(spec.architectures)}
         return replace(spec.parse(text), architecture=architecture)
 
-    return ModelSpec((architecture,), parse, stored=inside, unused=is_other)
+    return ModelSpec((architecture,), parse, stored=text_views, unused=is_unused)
 
 
-def inside(config: ModelConfig) -> dict[str, View]:
+def text_views(config: ModelConfig) -> dict[str, View]:
     """Return views of the model's tensors under the first of their prefixes that the checkpoint
     has."""
     views: dict[str, View] = {}
@@ -57,5 +57,5 @@ def inside(config: ModelConfig) -> dict[str, View]:
     return views
 
 
-def is_other(config: ModelConfig, name: str) -> bool:
-    return name.startswith(OTHERS)
+def is_unused(config: ModelConfig, name: str) -> bool:
+    return name.startswith(UNUSED_PREFIXES)

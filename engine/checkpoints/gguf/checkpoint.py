@@ -66,7 +66,7 @@ class GgufCheckpoint:
         with _well_formed(path):
             common = common_config(metadata, stored, factors)
             overrides = self._mapping.config(metadata)
-        if unknown := metadata.not_understood():
+        if unknown := metadata.unread_keys():
             raise CheckpointError(f"{path}: metadata keys of {arch} are not supported: {unknown}")
         vocab_size = stored["token_embd.weight"][1].shape[0]
         self._config = {

@@ -116,7 +116,7 @@ class ReadMetadata(Mapping[str, Any]):
     def __contains__(self, key: object) -> bool:
         return key in self._metadata
 
-    def not_understood(self) -> list[str]:
+    def unread_keys(self) -> list[str]:
         """Return the architecture's keys that were not read and could affect results."""
         arch = self._metadata["general.architecture"]
         unscaled = self._metadata.get(f"{arch}.rope.scaling.type", "none") == "none"

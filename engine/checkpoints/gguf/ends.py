@@ -13,7 +13,7 @@ TEXTS = (
     "[EOS]", "</s>", "<eos>", "<end_of_utterance>", "<turn|>", "<|tool_response>",
 )  # fmt: skip
 # Tokens that end only a part of an answer if the vocabulary also has the other tokens.
-NO_END = (
+PARTIAL_ENDS = (
     ("<|end|>", {"<|return|>", "<|call|>"}),
     ("<|end|>", {"<|flush|>", "<|call|>"}),
     ("<|end|>", {"<|flush|>", "<|calls|>"}),
@@ -33,7 +33,7 @@ def _ends(metadata: Metadata, id_of: Callable[[str], int | None]) -> Iterator[ob
     for key in KEYS:
         yield metadata.get(f"tokenizer.ggml.{key}_token_id")
     present = {text for text in TEXTS if id_of(text) is not None}
-    not_ends = {text for text, others in NO_END if others <= present}
+    not_ends = {text for text, others in PARTIAL_ENDS if others <= present}
     for text in TEXTS:
         if text in present - not_ends:
             yield id_of(text)

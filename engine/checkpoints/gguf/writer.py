@@ -21,8 +21,8 @@ from pdserve.engine.weights.mix import TYPES, Mix, StoredMatrix
 from pdserve.engine.weights.quantize import quantize_into, quantized_bytes, quantized_empty
 
 # Keys that are not copied: those that the writer sets, and those of the split.
-OWN_KEYS = ("general.architecture", "general.file_type", "general.quantization_version")
-OWN_GROUPS = ("GGUF.", "split.")
+SKIPPED_KEYS = ("general.architecture", "general.file_type", "general.quantization_version")
+SKIPPED_PREFIXES = ("GGUF.", "split.")
 VERSION = 2  # general.quantization_version: version of GGML's block formats
 MIXES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # type -> llama.cpp's name
 
@@ -95,7 +95,7 @@ def _write(
     fields = gguf.GGUFReader(first).fields
     writer = gguf.GGUFWriter(target, fields["general.architecture"].contents())
     for key, field in fields.items():
-        if key not in OWN_KEYS and not key.startswith(OWN_GROUPS):
+        if key not in SKIPPED_KEYS and not key.startswith(SKIPPED_PREFIXES):
             content, (kind, *item) = field.contents(), field.types
             if not item or content:  # the package cannot write empty arrays
                 writer.add_key_value(key, content, kind, item[-1] if item else None)

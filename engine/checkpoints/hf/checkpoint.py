@@ -28,7 +28,7 @@ from pdserve.engine.weights.plain import PLAIN
 
 INDEX = "model.safetensors.index.json"
 # Files in which older tools describe the quantization.
-OWN_FILES = {
+METHOD_FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
@@ -84,13 +84,13 @@ class DirectoryCheckpoint:
         if name not in self._quantized:
             return self._reader(name).layout(name)
         assert self._method is not None
-        with self._explained(name):
+        with self._read_errors(name):
             return self._method.layout(self._stored_parts(name))
 
     def tensor(self, name: str) -> RawTensor:
         if name in self._quantized:
             assert self._method is not None
-            with self._explained(name):
+            with self._read_errors(name):
                 raw = self._method.read(self._stored_parts(name))
                 if (raw.format, raw.shape) != self.layout(name):
                     raise ValueError(f"the weight was read as {raw.format} {list(raw.shape)}")
@@ -134,7 +134,7 @@ class DirectoryCheckpoint:
         }
 
     @contextmanager
-    def _explained(self, name: str) -> Iterator[None]:
+    def _read_errors(self, name: str) -> Iterator[None]:
         try:
             yield
         except (ValueError, LookupError, ArithmeticError) as error:
@@ -154,7 +154,7 @@ def _quantization(path: Path, config: Mapping[str, Any]) -> tuple[Path, Any]:
     if isinstance(config.get("quantization"), dict) and not has_method:  # MLX names no method
         settings = {"quant_method": "mlx"}
     if settings is None:
-        for name, method in OWN_FILES.items():
+        for name, method in METHOD_FILES.items():
             if (path / name).exists():
                 return path / name, {"quant_method": method, **read_json(path / name)}
     return path / "config.json", settings

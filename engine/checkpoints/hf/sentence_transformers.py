@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pdserve.engine.checkpoints.hf.json_file import (
     read_json,
-    read_json_if_there,
+    read_json_if_exists,
     read_json_list,
 )
 from pdserve.engine.checkpoints.source import CheckpointError, StoredPooling
@@ -34,7 +34,7 @@ def sentence_pooling(path: Path) -> StoredPooling | None:
         raise CheckpointError(
             f"{path / MODULES}: a model in a subfolder is not supported: {modules[0][1]!r}"
         )
-    settings = read_json_if_there(path / "sentence_bert_config.json")
+    settings = read_json_if_exists(path / "sentence_bert_config.json")
     if settings.get("do_lower_case"):
         raise CheckpointError(f"{path}: do_lower_case is not supported")
     max_len = settings.get("max_seq_length")

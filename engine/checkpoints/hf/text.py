@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pdserve.engine.checkpoints.chat_template import one_template, with_token_names
-from pdserve.engine.checkpoints.hf.json_file import read_bytes, read_json_if_there
+from pdserve.engine.checkpoints.hf.json_file import read_bytes, read_json_if_exists
 from pdserve.engine.checkpoints.source import CheckpointError, TextFiles
 from pdserve.engine.checkpoints.text_card import checked_ids, load_tokenizer, puts_before_prompt
 
@@ -17,8 +17,8 @@ def directory_text_files(path: Path, config: dict[str, Any]) -> TextFiles:
         raise CheckpointError(f"{path} has no tokenizer.json")
     encoded = read_bytes(path / "tokenizer.json")
     tokenizer = load_tokenizer(encoded)
-    tokenizer_config = read_json_if_there(path / "tokenizer_config.json")
-    generation = read_json_if_there(path / "generation_config.json")
+    tokenizer_config = read_json_if_exists(path / "tokenizer_config.json")
+    generation = read_json_if_exists(path / "generation_config.json")
     size = tokenizer.get_vocab_size()
     ends = [_token_id(tokenizer, tokenizer_config.get("eos_token"))]
     for source in (generation, config):
@@ -56,7 +56,7 @@ def _template(path: Path, tokenizer_config: dict[str, Any]) -> str:
             name: read_bytes(file).decode("utf-8", "replace") for name, file in files.items()
         }
         return with_token_names(one_template(templates), _token_names(tokenizer_config))
-    template = read_json_if_there(path / "chat_template.json").get("chat_template")
+    template = read_json_if_exists(path / "chat_template.json").get("chat_template")
     template = template or tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several by name
         template = {e["name"]: e.get("template") for e in template if _is_named(e)}

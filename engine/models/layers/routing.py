@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pdserve.engine.models.parts import ExpertRouting
 
-LEAST_SUM = 1e-20  # lower bound of the divisor of normalized weights
+MIN_SUM = 1e-20  # lower bound of the divisor of normalized weights
 
 
 def choose_experts(
@@ -27,7 +27,7 @@ def choose_experts(
     chosen = _best(ranks, routing.top_k)
     weights = scores.gather(1, chosen)
     if routing.normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+        weights = weights / (weights.sum(-1, keepdim=True) + MIN_SUM)
     return chosen, weights * routing.scale
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LEAST_SUM: tl.constexpr = tl.constexpr(1e-20)  # added to the divisor of normalized weights
+MIN_SUM: tl.constexpr = tl.constexpr(1e-20)  # added to the divisor of normalized weights
 MIN_KEY: tl.constexpr = tl.constexpr(-(1 << 63))  # below the key of any number
 
 
@@ -115,7 +115,7 @@ def _choose(
     is_chosen = (keys == MIN_KEY) & valid
     if NORMALIZED:
         total = tl.sum(tl.sum(tl.where(is_chosen, scores, 0.0), 1), 0)
-        scores = scores / (total + LEAST_SUM)
+        scores = scores / (total + MIN_SUM)
     count = is_chosen.to(tl.int32)
     group_counts = tl.sum(count, 1)
     rank = (tl.cumsum(group_counts, 0) - group_counts)[:, None] + tl.cumsum(count, 1) - count

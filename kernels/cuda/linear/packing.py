@@ -30,7 +30,7 @@ SCALE_TYPES = {
 }
 COMPUTE = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN_BLOCK = 64  # columns
-MODEST = 2.0**100  # limit of scales whose products with 2^12 cannot overflow
+MAX_FAST_SCALE = 2.0**100  # limit of scales whose products with 2^12 cannot overflow
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PackedLayout:
     """The layout of a matrix; kernels are specialized for it.
 
     `kind`: PLAIN, LEVELS (integers with a scale and a zero point), FAST_LEVELS (LEVELS whose scales
-    have 16 bits and are at most MODEST), FP8 or AFFINE (4-bit integers with a scale and an offset:
+    have 16 bits and are at most MAX_FAST_SCALE), FP8 or AFFINE (4-bit integers with a scale and an offset:
     Q4_K).
     """
 
@@ -186,14 +186,16 @@ def _grouped(
         levels = torch.stack((levels & 15, levels >> 4), -1).view(rows, cols)
     scale_type, stored = SCALE_TYPES[scales.dtype], _tensor(scales, device)
     is_wide = scale_type == "F32"
-    is_modest = (stored.view(torch.bfloat16) if scale_type == "BF16" else stored).abs() <= MODEST
+    is_in_range = (
+        stored.view(torch.bfloat16) if scale_type == "BF16" else stored
+    ).abs() <= MAX_FAST_SCALE
     zero_words = None if zeros is None else _tensor(zeros, device).int()
     per_word = 2 if not is_wide and zeros is None and group < block else 1
     if not is_wide and per_word == 1:
         stored = stored.view(torch.int16).int() & 0xFFFF
         if zero_words is not None:
             stored, zero_words = stored | zero_words << 16, None
-    is_fast = bits == 4 and not is_wide and bool(is_modest.all())
+    is_fast = bits == 4 and not is_wide and bool(is_in_range.all())
     layout = PackedLayout(
         "FP8" if format == "FP8" else "FAST_LEVELS" if is_fast else "LEVELS",
         block,

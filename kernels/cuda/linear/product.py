@@ -178,7 +178,7 @@ def _weights(words, scale, zero, LAYOUT: tl.constexpr, FIELD: tl.constexpr):
     The unsigned n of a field becomes the lower bits of a mantissa, base + n, because conversion of
     integers has a fourth of the speed; two fields need the same shift. FAST_LEVELS multiplies
     before it subtracts: a scale has 11 bits and base + n has 12, so the product is exact and the
-    result equals that of LEVELS for scales up to MODEST.
+    result equals that of LEVELS for scales up to MAX_FAST_SCALE.
     """
     if LAYOUT.kind == "FP8":  # sign and 7 bits where float32 has them; exponents differ by 120
         bits = ((words << (24 - 8 * FIELD)) >> 4) & -0x78100000

@@ -10,7 +10,7 @@
 //     vector, that of inputs 4k to 4k + 3
 //   block of kU8: 8 vectors; vector j holds inputs 4j to 4j + 3 of output i
 //   block of kU6: like kU4 and two more vectors; bits 2k and 2k + 1 of byte n of the first belong
-//     to byte n of the k-th vector, that of inputs 4k to 4k + 3; those of the second to vector 4 + k
+//     to byte n of the k-th vector, that of inputs 4k to 4k + 3; those of the second to 4 + k
 //   block of kU2: two such vectors; of kU3: these and a vector of third bits, like kU5's fifth bits
 //   block of kFp4 and kIq4: like kU4; each nibble is the index of one of 16 levels
 //   kF8: a vector of 16 outputs per input, no blocks
