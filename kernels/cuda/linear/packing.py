@@ -38,8 +38,8 @@ class PackedLayout:
     """The layout of a matrix; kernels are specialized for it.
 
     `kind`: PLAIN, LEVELS (integers with a scale and a zero point), FAST_LEVELS (LEVELS whose scales
-    have 16 bits and are at most MAX_FAST_SCALE), FP8 or AFFINE (4-bit integers with a scale and an offset:
-    Q4_K).
+    have 16 bits and are at most MAX_FAST_SCALE), FP8 or AFFINE (4-bit integers with a scale and an
+    offset: Q4_K).
     """
 
     kind: str
