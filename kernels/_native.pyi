@@ -1,4 +1,4 @@
-"""The compiled kernels: what each file of native/bind declares, in the order of module.cpp."""
+"""Type stubs of the compiled kernels, ordered by the files of native/bind in module.cpp."""
 
 from collections.abc import Mapping, Sequence
 

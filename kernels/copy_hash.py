@@ -21,8 +21,8 @@ def expand_key(key: bytes) -> NDArray[np.uint64]:
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
     words = []
-    for at in (0, KEY_BYTES // 2):
-        r, pad = (int.from_bytes(key[i : i + 8], "little") % PRIME for i in (at, at + 8))
+    for offset in (0, KEY_BYTES // 2):
+        r, pad = (int.from_bytes(key[i : i + 8], "little") % PRIME for i in (offset, offset + 8))
         powers = [r, r * r % PRIME, pow(r, 3, PRIME), pow(r, 4, PRIME)]
         words += [*powers, pow(r, 4 * _THREADS, PRIME), pow(r, 4 * _TILE_UNITS, PRIME), pad]
     return np.array(words, dtype=np.uint64)

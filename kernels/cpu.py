@@ -69,5 +69,5 @@ def _bytes(numbers: NDArray[Any]) -> NDArray[np.uint8]:
 
 def default_threads() -> int:
     """Return OMP_NUM_THREADS if set, else the number of cores that this process may use."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() and int(given) else len(os.sched_getaffinity(0))
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    return int(setting) if setting.isdecimal() and int(setting) else len(os.sched_getaffinity(0))

@@ -56,23 +56,24 @@ class StreamSettings:
         return self.prompt_ids[-self.penalty_window :] if self.penalizes else ()
 
     def penalty_changes(
-        self, generated: Sequence[int], since: int
+        self, generated: Sequence[int], num_covered: int
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Return the ids that the penalties newly cover and the ids that have left the window since
-        `since` ids were generated. The cost depends on the number of new ids only."""
+        `num_covered` ids were generated. The cost depends on the number of new ids only."""
         if not self.penalty_window:
-            return generated[since:], ()
+            return generated[num_covered:], ()
         prompt_len = len(self.prompt_ids)
-        old, new = (
-            max(0, prompt_len + count - self.penalty_window) for count in (since, len(generated))
+        old_begin, new_begin = (
+            max(0, prompt_len + count - self.penalty_window)
+            for count in (num_covered, len(generated))
         )
-        old_end = prompt_len + since
-        left_end = min(new, old_end)
-        left = (
-            *self.prompt_ids[old:left_end],
-            *generated[max(0, old - prompt_len) : max(0, left_end - prompt_len)],
+        old_end = prompt_len + num_covered
+        removed_end = min(new_begin, old_end)
+        removed = (
+            *self.prompt_ids[old_begin:removed_end],
+            *generated[max(0, old_begin - prompt_len) : max(0, removed_end - prompt_len)],
         )
-        return generated[max(new, old_end) - prompt_len :], left
+        return generated[max(new_begin, old_end) - prompt_len :], removed
 
 
 class Picks(Protocol):

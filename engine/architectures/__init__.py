@@ -10,7 +10,7 @@ from typing import Any
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.spec import ModelSpec
 
-WITH_HEAD = "ForCausalLM"  # suffix of class names; class names without a head end in "Model"
+HEAD_SUFFIX = "ForCausalLM"  # suffix of class names; class names without a head end in "Model"
 _specs: dict[str, ModelSpec] = {}
 
 
@@ -39,14 +39,14 @@ def find_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
     """Return the spec of config.json's `architectures`. Raises UnsupportedModel with the known
     names."""
     _discover()
-    given = hf_config.get("architectures")
-    names = [str(name) for name in given] if isinstance(given, list | tuple) else []
+    architectures = hf_config.get("architectures")
+    names = [str(name) for name in architectures] if isinstance(architectures, list | tuple) else []
     for name in names:
-        for known in (name, *(f"{stem}{WITH_HEAD}" for stem in _without_head(name))):
-            if known in _specs:
-                return _specs[known]
-    asked = ", ".join(names) or "none named in its config"
-    raise UnsupportedModel(f"unknown architecture ({asked}); known: {', '.join(sorted(_specs))}")
+        for candidate in (name, *(f"{stem}{HEAD_SUFFIX}" for stem in _without_head(name))):
+            if candidate in _specs:
+                return _specs[candidate]
+    listed = ", ".join(names) or "config.json names none"
+    raise UnsupportedModel(f"unknown architecture ({listed}); known: {', '.join(sorted(_specs))}")
 
 
 def _without_head(name: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""DeepSeek V2, V3 and R1, and GLM 4.7 Flash: latent attention, and a mixture of experts in groups
-behind some dense layers (arXiv:2405.04434, arXiv:2412.19437).
+"""DeepSeek V2, V3, R1 and GLM 4.7 Flash: latent attention, and a grouped mixture of experts after
+the first dense layers (arXiv:2405.04434, arXiv:2412.19437).
 """
 
 from collections.abc import Collection
@@ -29,7 +29,9 @@ FIRST_K_DENSE = {V3: 3, GLM: 1}  # defaults of first_k_dense_replace
 
 def parse(hf: HfConfig) -> ModelConfig:
     if hf.get("attention_bias"):
-        raise UnsupportedModel("config field attention_bias=True: latent attention has none here")
+        raise UnsupportedModel(
+            "config field attention_bias=True: biases of latent attention are not supported"
+        )
     name = str(hf["architectures"][0])
     rank = integer(hf, "q_lora_rank", 0, minimum=0) if hf.get("q_lora_rank") is not None else 0
     latent = LatentAttention(
@@ -50,8 +52,8 @@ def parse(hf: HfConfig) -> ModelConfig:
         attn_scale=latent.q_dim**-0.5 * scores_magnitude(hf),
     )
     size = integer(hf, "moe_intermediate_size")
-    by_class = "softmax" if name == V2 else "sigmoid"
-    scores = hf.get("scoring_func", by_class)
+    default_scores = "softmax" if name == V2 else "sigmoid"
+    scores = hf.get("scoring_func", default_scores)
     mixture = MixtureOfExperts(
         num_experts(hf),
         size,

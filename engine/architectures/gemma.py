@@ -1,4 +1,4 @@
-"""Gemma 1: Llama with scaled embeddings, norms of 1 + weight, a gate of GELU (arXiv:2403.08295)."""
+"""Gemma 1: Llama with scaled embeddings, norms of 1 + weight and a GELU gate (arXiv:2403.08295)."""
 
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel

@@ -1,5 +1,5 @@
-"""Gemma 2: norms before and after each part, caps on scores and logits, every other layer with a
-window (arXiv:2408.00118).
+"""Gemma 2: norms before and after each part, caps on scores and logits, a sliding window on every
+other layer (arXiv:2408.00118).
 """
 
 from typing import Any

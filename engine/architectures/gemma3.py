@@ -1,5 +1,5 @@
-"""Gemma 3, text: norms before and after each part, q/k norms, five window layers to one global
-layer with a rope of its own (arXiv:2503.19786).
+"""Gemma 3, text only: norms before and after each part, q and k norms, five sliding-window layers
+per global layer, which has a separate rope (arXiv:2503.19786).
 """
 
 from collections.abc import Sequence
@@ -53,12 +53,12 @@ def layers(hf: HfConfig) -> tuple[LayerConfig, ...]:
     pattern = integer(hf, "sliding_window_pattern", integer(hf, "_sliding_window_pattern", 6))
     has_window = windowed(hf, [bool((n + 1) % pattern) for n in range(num_layers(hf))])
     size = head_dim(hf)
-    whole = LayerConfig(read_rope(hf, size, "full_attention", default_theta=1e6))
-    local = LayerConfig(
+    global_layer = LayerConfig(read_rope(hf, size, "full_attention", default_theta=1e6))
+    local_layer = LayerConfig(
         read_rope(hf, size, "sliding_attention", "rope_local_base_freq", scaled=False),
         sliding_window(hf, 4096),
     )
-    return tuple(local if has else whole for has in has_window)
+    return tuple(local_layer if has else global_layer for has in has_window)
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Gemma 3 with its vision tower, of which only the text is served: 4B and larger come so."""
+"""Gemma 3 with a vision tower (4B and larger); only the text part is served."""
 
 from pdserve.engine.architectures.gemma3 import SPEC as TEXT
 from pdserve.engine.models.text_of import text_of

@@ -1,5 +1,5 @@
-"""GLM 4 of 2025 (GLM-4-0414): norms before and after each part, rope over neighbours in half of
-each head, gate and up in one tensor.
+"""GLM 4 of 2025 (GLM-4-0414): norms before and after each part, rope over neighbouring dims in
+half of each head, gate and up in one tensor.
 """
 
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping

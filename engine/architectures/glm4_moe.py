@@ -1,4 +1,4 @@
-"""GLM 4.5 and 4.6: a mixture of experts behind some dense layers, rope in half of each head
+"""GLM 4.5 and 4.6: a mixture of experts after the first dense layers, rope in half of each head
 (arXiv:2508.06471).
 """
 

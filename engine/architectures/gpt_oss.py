@@ -1,5 +1,5 @@
-"""gpt-oss: experts with biases and a clamped gate, attention sinks, a window on every other layer
-(arXiv:2508.10925).
+"""gpt-oss: experts with biases and a clamped gate, attention sinks, a sliding window on every
+other layer (arXiv:2508.10925).
 """
 
 from typing import Any
@@ -39,9 +39,9 @@ STACKS = {
 
 
 def parse(hf: HfConfig) -> ModelConfig:
-    for key, known in GATE.items():
-        if positive(hf, key, known) != known:
-            raise UnsupportedModel(f"config field {key}={hf[key]!r}: want {known}")
+    for key, supported in GATE.items():
+        if positive(hf, key, supported) != supported:
+            raise UnsupportedModel(f"config field {key}={hf[key]!r}: expected {supported}")
     hf = {"rms_norm_eps": 1e-5, "rope_theta": 150_000.0, **hf}
     if not hf.get("rope_parameters") and not hf.get("rope_scaling"):
         hf = {**hf, "rope_scaling": YARN}
@@ -77,17 +77,17 @@ def stored(config: ModelConfig) -> dict[str, View]:
         views |= renamed(prefix + "mlp.", {"gate": "router"})
         views[prefix + "self_attn.sinks"] = View(prefix + "self_attn.sinks.weight")  # GGUF's
         for e in range(count):
-            one = Nth(e, count)
+            nth = Nth(e, count)
             for name, (stack, rows) in STACKS.items():
                 stored_as = experts + stack
                 views[f"{experts}{e}.{name}.weight"] = first_of(
-                    View(f"{stored_as}.weight", rows, one),
-                    View(stored_as, rows, one, transposed=True),
-                    View(f"{experts}{name}.weight", matrix=one),  # GGUF
+                    View(f"{stored_as}.weight", rows, nth),
+                    View(stored_as, rows, nth, transposed=True),
+                    View(f"{experts}{name}.weight", matrix=nth),  # GGUF
                 )
                 views[f"{experts}{e}.{name}.bias"] = first_of(
-                    View(f"{stored_as}_bias", rows, one),
-                    View(f"{experts}{name}.bias", matrix=one),  # GGUF
+                    View(f"{stored_as}_bias", rows, nth),
+                    View(f"{experts}{name}.bias", matrix=nth),  # GGUF
                 )
     return views
 

@@ -1,4 +1,4 @@
-"""Granite 3 and 4 (dense): Llama with multipliers of embedding, scores, residuals and logits."""
+"""Granite 3 and 4 (dense): Llama with multipliers for embeddings, scores, residuals and logits."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Llama 1 to 3 and what is built like them (SmolLM2, TinyLlama): arXiv:2302.13971."""
+"""Llama 1 to 3 and models with the same structure (SmolLM2, TinyLlama) (arXiv:2302.13971)."""
 
 from typing import Any
 

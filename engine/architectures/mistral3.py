@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 and 3.2: Mistral with a vision tower, of which only the text is served."""
+"""Mistral Small 3.1 and 3.2: Mistral with a vision tower; only the text part is served."""
 
 from pdserve.engine.architectures.mistral import SPEC as TEXT
 from pdserve.engine.models.text_of import text_of

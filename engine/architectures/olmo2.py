@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind each part and none before, and over all of q and of k (arXiv:2501.00656)."""
+"""OLMo 2: norms after each part and none before, and over all of q and of k (arXiv:2501.00656)."""
 
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.models.config import ModelConfig, NormPlacement

@@ -1,4 +1,4 @@
-"""Phi 1 to 2: layer norms with biases, attention and a plain feed-forward side by side."""
+"""Phi 1 to 2: layer norms with biases, attention and a plain feed-forward in parallel."""
 
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.checkpoints.views import View, fused, renamed
@@ -25,7 +25,7 @@ def parse(hf: HfConfig) -> ModelConfig:
         norms=NORMS,
         norm_kind="layer",
         norm_bias=True,
-        norm_eps=positive(hf, "layer_norm_eps", 1e-5, most=1.0),
+        norm_eps=positive(hf, "layer_norm_eps", 1e-5, maximum=1.0),
         parallel=True,
         gated=False,
         qkv_bias=True,

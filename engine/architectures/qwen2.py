@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: Llama with biases on q, k and v, and a window on the upper layers if asked."""
+"""Qwen 2 and 2.5: Llama with biases on q, k and v, and an optional window on the upper layers."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 with a mixture of experts and one that every token goes to (arXiv:2407.10671)."""
+"""Qwen 1.5 and 2 with a mixture of experts and an always active expert (arXiv:2407.10671)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases on q, k and v, and perhaps on o."""
+"""Seed-OSS: Llama with biases on q, k and v, and optionally on o and the feed-forward."""
 
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.models.config import ModelConfig

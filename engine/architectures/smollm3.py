@@ -1,4 +1,4 @@
-"""SmolLM 3: Llama, of whose layers every fourth has no rope."""
+"""SmolLM 3: Llama without rope on every fourth layer."""
 
 from dataclasses import replace
 
@@ -17,13 +17,19 @@ from pdserve.engine.models.spec import ModelSpec
 
 def has_rope(hf: HfConfig) -> list[bool]:
     """Return whether each layer has rope."""
-    given, count = hf.get("no_rope_layers"), num_layers(hf)
-    if given is None:
+    flags, count = hf.get("no_rope_layers"), num_layers(hf)
+    if flags is None:
         interval = integer(hf, "no_rope_layer_interval", 4)
         return [bool((n + 1) % interval) for n in range(count)]
-    if not isinstance(given, list) or len(given) < count or any(one not in (0, 1) for one in given):
-        raise UnsupportedModel(f"config field no_rope_layers={given!r}: want {count} of 0 and 1")
-    return [bool(one) for one in given[:count]]
+    if (
+        not isinstance(flags, list)
+        or len(flags) < count
+        or any(flag not in (0, 1) for flag in flags)
+    ):
+        raise UnsupportedModel(
+            f"config field no_rope_layers={flags!r}: expected {count} values of 0 or 1"
+        )
+    return [bool(flag) for flag in flags[:count]]
 
 
 def layers(hf: HfConfig) -> tuple[LayerConfig, ...]:

@@ -1,5 +1,5 @@
-"""StableLM 2 and 3B: layer norms, rope over a quarter of each head, perhaps both parts of a layer
-side by side (arXiv:2402.17834).
+"""StableLM 2 and 3B: layer norms, rope over a quarter of each head, optionally both parts of a
+layer in parallel (arXiv:2402.17834).
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def parse(hf: HfConfig) -> ModelConfig:
         norms=phi.NORMS if parallel else PRE_NORMS,
         norm_kind="layer",
         norm_bias=True,
-        norm_eps=positive(hf, "layer_norm_eps", 1e-5, most=1.0),
+        norm_eps=positive(hf, "layer_norm_eps", 1e-5, maximum=1.0),
         parallel=parallel,
         # GGUF uses the name that other architectures have.
         qkv_bias=bool(hf.get("use_qkv_bias", hf.get("attention_bias", False))),

@@ -65,8 +65,8 @@ class Backend(ABC):
 
     @property
     def kv_dtype(self) -> str:
-        asked = self._config.kv_dtype
-        return self.default_kv_dtype if asked == "auto" else KV_DTYPES.get(asked, asked)
+        requested = self._config.kv_dtype
+        return self.default_kv_dtype if requested == "auto" else KV_DTYPES.get(requested, requested)
 
     @abstractmethod
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> ModelDecoder:
@@ -129,15 +129,15 @@ def _find(name: str, reason: str) -> type[Backend]:
     if name in _added:
         return _added[name]
     if name not in names():
-        known = ", ".join(("auto", *sorted(names())))
-        raise ValueError(f"--kernels {name} is not known; known: {known}")
+        supported = ", ".join(("auto", *sorted(names())))
+        raise ValueError(f"--kernels {name} is not supported; supported: {supported}")
     try:
-        found: type[Backend] = import_module(f"{__name__}.{name}").BACKEND
+        backend: type[Backend] = import_module(f"{__name__}.{name}").BACKEND
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
         raise ValueError(
-            f"{reason} needs the {name} backend, and it computes with {error.name}, which is not "
-            f"installed: pip install 'pdserve[{EXTRAS[error.name]}]'"
+            f"{reason} selects the {name} backend, but its dependency {error.name} is not "
+            f"installed; run: pip install 'pdserve[{EXTRAS[error.name]}]'"
         ) from None
-    return found
+    return backend

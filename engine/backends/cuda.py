@@ -19,7 +19,7 @@ from pdserve.kernels.cuda.attention.paged import LATENT_SPLIT, SPLIT
 from pdserve.kernels.cuda.sampling.step import CudaSampling
 
 KERNELS = "cuda-2"  # increment when results change
-LEAST_CAPABILITY = (8, 0)  # for bfloat16 products
+MIN_CAPABILITY = (8, 0)  # for bfloat16 products
 CUDA_SHARE = 0.9  # of free memory; the rest is for fragmentation and others
 WINDOWS_BYTES = 2 * SLOTS * DEVICE_SLOT_BYTES  # for two prefill workers that send at once
 
@@ -36,11 +36,11 @@ class CudaBackend(Backend):
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._steps_bytes = 0  # set with the model
         self._capability = torch.cuda.get_device_capability(self._device)
-        if self._capability < LEAST_CAPABILITY:
+        if self._capability < MIN_CAPABILITY:
             major, minor = self._capability
             raise ValueError(
-                f"--kernels cuda needs compute capability 8.0, and this GPU has {major}.{minor}; "
-                "--kernels reference can do without"
+                f"--kernels cuda needs compute capability 8.0, but this GPU has {major}.{minor}; "
+                "use --kernels reference"
             )
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self.sampling = CudaSampling(self._stream)
@@ -52,7 +52,7 @@ class CudaBackend(Backend):
         if config.weights == "float32":
             return "--weights float32"
         if config.block_size % 16:
-            return f"--block-size {config.block_size}, which is no multiple of 16"
+            return f"--block-size {config.block_size}, which is not a multiple of 16"
         return ""
 
     @property

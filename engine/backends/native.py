@@ -39,7 +39,7 @@ class NativeBackend(Backend):
         if config.device != "cpu":
             return f"--device {config.device}"
         if config.block_size % KV_BLOCK:
-            return f"--block-size {config.block_size}, which is no multiple of {KV_BLOCK}"
+            return f"--block-size {config.block_size}, which is not a multiple of {KV_BLOCK}"
         return ""
 
     @property
@@ -47,12 +47,12 @@ class NativeBackend(Backend):
         return EXPANDED.get(self._config.weights)
 
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> NativeDecoder:
-        made = NativeDecoder(model, weights, self._kernels, self.kv_dtype)
+        decoder = NativeDecoder(model, weights, self._kernels, self.kv_dtype)
         if self.kv_dtype == "int8":
             warning = int8_warning(model, lambda name: unpack(weights(name)))
             if warning:
                 log.warning("--kv-dtype int8: %s", warning)
-        return made
+        return decoder
 
     def kv_cache(self, spec: KvSpec, num_blocks: Sequence[int]) -> KvCache:
         return KvCache(spec, num_blocks)

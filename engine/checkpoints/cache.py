@@ -57,8 +57,8 @@ class DigestCache:
     def get(self, files: Sequence[str]) -> str | None:
         """Return the digest of the weights in `files`; None if missing or a file has changed."""
         text = (self._files.get(files) or b"").decode("ascii", "replace")
-        good = len(text) == 64 and not set(text) - set("0123456789abcdef")
-        return text if good else None
+        is_digest = len(text) == 64 and not set(text) - set("0123456789abcdef")
+        return text if is_digest else None
 
     def put(self, files: Sequence[str], digest: str) -> None:
         """Store a digest; do nothing if it cannot be written."""
@@ -78,10 +78,10 @@ class TextCache:
             facts = json.loads(head)
             digest = facts.pop("sha256")
             facts["eos_ids"] = tuple(facts["eos_ids"])
-            found = TextFiles(tokenizer, **facts)
+            text = TextFiles(tokenizer, **facts)
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
-        return found if line and hashlib.sha256(tokenizer).hexdigest() == digest else None
+        return text if line and hashlib.sha256(tokenizer).hexdigest() == digest else None
 
     def put(self, files: Sequence[str], text: TextFiles) -> None:
         """Store an entry; do nothing if it cannot be written."""

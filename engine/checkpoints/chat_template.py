@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping
 
 
-def one_template(named: Mapping[str, str]) -> str:
+def one_template(templates: Mapping[str, str]) -> str:
     """Return the template `default`, or else the first; it switches to `tool_use` if a request has
-    tools, like transformers. Empty if `named` is empty."""
-    default = named.get("default", next(iter(named.values()), ""))
-    with_tools = named.get("tool_use", default)
+    tools, like transformers. Empty if `templates` is empty."""
+    default = templates.get("default", next(iter(templates.values()), ""))
+    with_tools = templates.get("tool_use", default)
     if with_tools == default:
         return default
     # A plus sign keeps the white space next to a tag; jinja2 drops the last line break.

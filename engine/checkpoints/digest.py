@@ -19,17 +19,17 @@ def leaf(name: str, raw: RawTensor) -> bytes:
     """Return the hash of one tensor. For several parts, it covers their hashes in the order of
     their names; for reordered columns, also their order."""
     hashes = {
-        part: hashlib.sha256(np.ascontiguousarray(held).data) for part, held in raw.parts.items()
+        part: hashlib.sha256(np.ascontiguousarray(array).data) for part, array in raw.parts.items()
     }
     if len(hashes) == 1:
-        (only,) = hashes.values()
-        content = only.digest()
+        (digest,) = hashes.values()
+        content = digest.digest()
     else:
-        told = [
-            [part, held.dtype.str, list(held.shape), hashes[part].hexdigest()]
-            for part, held in sorted(raw.parts.items())
+        description = [
+            [part, array.dtype.str, list(array.shape), hashes[part].hexdigest()]
+            for part, array in sorted(raw.parts.items())
         ]
-        content = hashlib.sha256(json.dumps(told).encode()).digest()
+        content = hashlib.sha256(json.dumps(description).encode()).digest()
     if raw.columns is not None:
         content = hashlib.sha256(content + raw.columns.tobytes()).digest()
     head = json.dumps([name, raw.format, list(raw.shape)], separators=(",", ":")).encode()
@@ -39,8 +39,8 @@ def leaf(name: str, raw: RawTensor) -> bytes:
 def quantized_digest(digest: str, formats: Mapping[str, str]) -> str:
     """Return the digest of weights that are quantized at load: over the digest of the stored
     weights, the quantizer's version and the format of each quantized tensor, by name."""
-    told = [digest, QUANTIZER, sorted(formats.items())]
-    return hashlib.sha256(b"quantized " + json.dumps(told).encode()).hexdigest()
+    content = [digest, QUANTIZER, sorted(formats.items())]
+    return hashlib.sha256(b"quantized " + json.dumps(content).encode()).hexdigest()
 
 
 def merkle_root(leaves: Mapping[str, bytes]) -> str:

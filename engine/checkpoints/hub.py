@@ -35,7 +35,7 @@ def download(
     """
     from huggingface_hub import snapshot_download  # slow to import, and rarely needed
 
-    wanted = list(shard_names(model.file) if model.file else DIRECTORY_FILES)
+    patterns = list(shard_names(model.file) if model.file else DIRECTORY_FILES)
     bar = _bar(model.repo, progress)
     try:
         folder = snapshot_download(
@@ -43,14 +43,14 @@ def download(
             revision=model.revision,
             cache_dir=cache,
             endpoint=os.environ.get("HF_ENDPOINT"),
-            allow_patterns=wanted,
+            allow_patterns=patterns,
             ignore_patterns=None if model.file else list(IGNORED),
             tqdm_class=bar,
         )
     except Exception as error:  # the package and its HTTP client have no common base class
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(
-            f"{model.repo} is no path here and cannot be fetched from the hub: {reason}"
+            f"{model.repo} is not a local path and cannot be downloaded from the hub: {reason}"
         ) from error
     path = Path(folder)
     if model.file is None:

@@ -36,8 +36,8 @@ class MappedFile:
         count = math.prod(shape)
         if count == 0:
             return np.empty(shape, dtype)
-        found = np.frombuffer(self.map, dtype, count, start).reshape(shape)
-        return found if found.flags.aligned else found.copy()
+        values = np.frombuffer(self.map, dtype, count, start).reshape(shape)
+        return values if values.flags.aligned else values.copy()
 
     def release(self, start: int, count: int) -> None:
         """Free the memory of `count` bytes; the next access reads them from the file again."""

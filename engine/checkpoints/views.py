@@ -52,11 +52,13 @@ class RopeRows(NamedTuple):
     def order(self) -> NDArray[np.int64]:
         """Return the stored index of each row, int64 [heads * head_dim]. The sizes come from a
         config, so compare them with a stored shape first."""
-        one = np.arange(self.head_dim)
-        rope = one[self.begin : self.begin + self.rope_dim]
+        head_rows = np.arange(self.head_dim)
+        rope = head_rows[self.begin : self.begin + self.rope_dim]
         first = rope.reshape(-1, 2).T.reshape(-1) if self.interleaved else rope
-        one = np.concatenate((first, one[: self.begin], one[self.begin + self.rope_dim :]))
-        return (np.arange(self.heads)[:, None] * self.head_dim + one).reshape(-1)
+        head_rows = np.concatenate(
+            (first, head_rows[: self.begin], head_rows[self.begin + self.rope_dim :])
+        )
+        return (np.arange(self.heads)[:, None] * self.head_dim + head_rows).reshape(-1)
 
 
 Rows = slice | RopeRows
@@ -92,17 +94,17 @@ class View:
             shape = shape[1:]
         if self.heads:
             if len(shape) != 2 or shape[0] != self.heads.heads * self.heads.rows:
-                raise self._unlike(stored, self.heads.heads, self.heads.rows)
+                raise self._mismatch(stored, self.heads.heads, self.heads.rows)
             shape = (self.heads.heads, self.heads.end - self.heads.begin, *shape[1:])
         if self.transposed:
             shape = (*shape[:-2], *shape[:-3:-1])
         if isinstance(self.rows, slice):
             shape = (len(range(*self.rows.indices(shape[0]))), *shape[1:])
         elif self.rows and shape[:1] != (self.rows.heads * self.rows.head_dim,):
-            raise self._unlike(stored, self.rows.heads, self.rows.head_dim)
+            raise self._mismatch(stored, self.rows.heads, self.rows.head_dim)
         return (1, *shape) if self.is_row and len(shape) == 1 else shape
 
-    def _unlike(self, stored: tuple[int, ...], heads: int, rows: int) -> CheckpointError:
+    def _mismatch(self, stored: tuple[int, ...], heads: int, rows: int) -> CheckpointError:
         return CheckpointError(
             f"tensor {self.source} is {list(stored)}, config says {heads} heads of {rows} rows"
         )
@@ -143,15 +145,15 @@ class ViewedCheckpoint:
         """Wrap a checkpoint. A tensor stored under the model's name takes precedence over a view of
         another tensor. `unused` returns whether the model ignores a stored name."""
         self._checkpoint = checkpoint
-        own = {name for name in checkpoint.names() if not unused(name)}
-        found = ((name, _first(view, own)) for name, view in views.items())
+        stored = {name for name in checkpoint.names() if not unused(name)}
+        candidates = ((name, _first(view, stored)) for name, view in views.items())
         views = {
             name: view
-            for name, view in found
-            if view is not None and (view.source == name or name not in own)
+            for name, view in candidates
+            if view is not None and (view.source == name or name not in stored)
         }
         used = {view.source for view in views.values()}
-        self._views = {name: View(name) for name in own - used} | views
+        self._views = {name: View(name) for name in stored - used} | views
 
     @property
     def hf_config(self) -> dict[str, Any]:
@@ -225,16 +227,16 @@ def fused(prefix: str, source: str, parts: Mapping[str, int]) -> dict[str, View]
 def renamed(prefix: str, names: Mapping[str, str]) -> dict[str, View]:
     """Return views of modules that are stored under other names; `names` maps name to stored."""
     return {
-        f"{prefix}{ours}.{leaf}": View(f"{prefix}{theirs}.{leaf}")
-        for ours, theirs in names.items()
+        f"{prefix}{name}.{leaf}": View(f"{prefix}{stored}.{leaf}")
+        for name, stored in names.items()
         for leaf in ("weight", "bias")
     }
 
 
-def first_of(*places: View) -> View:
+def first_of(*views: View) -> View:
     """Chain views: the first whose source is stored applies."""
-    found: View | None = None
-    for place in reversed(places):
-        found = replace(place, fallback=found)
-    assert found is not None
-    return found
+    chain: View | None = None
+    for view in reversed(views):
+        chain = replace(view, fallback=chain)
+    assert chain is not None
+    return chain

@@ -37,22 +37,22 @@ def check_names(
     """Raise CheckpointError, which names missing tensors, unused tensors and a tensor whose shape
     contradicts the config. Stored copies of `tied` tensors are tolerated.
     """
-    there = {name for name in checkpoint.names() if not name.endswith(COMPUTED)} - {*tied}
+    present = {name for name in checkpoint.names() if not name.endswith(COMPUTED)} - {*tied}
     problems = [
-        f"{what} {len(names)} tensors: {', '.join(sorted(names)[:5])}{', ...' * (len(names) > 5)}"
-        for what, names in (
-            ("it lacks", shapes.keys() - there),
-            ("its config has no use for", there - shapes.keys()),
+        f"{kind} {len(names)} tensors: {', '.join(sorted(names)[:5])}{', ...' * (len(names) > 5)}"
+        for kind, names in (
+            ("missing", shapes.keys() - present),
+            ("unexpected", present - shapes.keys()),
         )
         if names
     ]
-    for name in sorted(there & shapes.keys()):
+    for name in sorted(present & shapes.keys()):
         stored = checkpoint.layout(name).shape
         if stored != shapes[name]:
             problems.append(f"{name} is {list(stored)}, config says {list(shapes[name])}")
             break
     if problems:
-        raise CheckpointError("the model does not fit its config: " + "; ".join(problems))
+        raise CheckpointError("the model does not match its config: " + "; ".join(problems))
 
 
 class WeightLoader:
@@ -80,7 +80,7 @@ class WeightLoader:
         self._quantized = quantized
         self._hashed = hashed
         self._copied = copied
-        self._given = ""  # name of the last returned tensor
+        self._last_name = ""  # of the last returned tensor
         self._progress = progress
         self._ahead = deque(shapes)
         self._pending: dict[str, _Pending] = {}
@@ -103,14 +103,14 @@ class WeightLoader:
         trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
-        self._release(self._given)
+        self._release(self._last_name)
 
     def __call__(self, name: str) -> RawTensor:
         """Return the tensor; vectors may be requested again. Raises the errors of its loading."""
         if name in self._vectors:
             return self._vectors[name]
-        self._release(self._given)
-        self._given = name
+        self._release(self._last_name)
+        self._last_name = name
         if name not in self._pending:
             self._ahead.remove(name)
             self._start(name)
@@ -150,9 +150,9 @@ class WeightLoader:
             result = quantized_empty(raw.shape, format)
         pieces = [
             self._pool.submit(
-                self._convert, name, raw.rows(some), self._quantized.get(name), result.rows(some)
+                self._convert, name, raw.rows(rows), self._quantized.get(name), result.rows(rows)
             )
-            for some in row_runs(raw.shape, PIECE_VALUES)
+            for rows in row_runs(raw.shape, PIECE_VALUES)
         ]
         self._pending[name] = _Pending(result, pieces)
 

@@ -23,5 +23,5 @@ class BadWords:
 
     def bitmask(self) -> Bitmask | None:
         recent = tuple(self._recent)
-        now = {word[-1] for word in self._long if recent[-len(word) + 1 :] == word[:-1]}
-        return all_but(self._never | now, self._vocab_size) if now else self._always
+        completing = {word[-1] for word in self._long if recent[-len(word) + 1 :] == word[:-1]}
+        return all_but(self._never | completing, self._vocab_size) if completing else self._always

@@ -23,7 +23,7 @@ def check_constraints(params: SamplingParams, vocab_size: int, eos_ids: Collecti
     if not all(params.bad_words):
         raise InvalidRequest("bad_words has an empty sequence", "bad_words")
     if params.logprob_token_ids and params.logprobs is None:
-        raise InvalidRequest("logprob_token_ids needs logprobs", "logprob_token_ids")
+        raise InvalidRequest("logprob_token_ids requires logprobs", "logprob_token_ids")
     _check_thinking(params, eos_ids)
     _check_grammar(params)
 
@@ -33,13 +33,13 @@ def _check_thinking(params: SamplingParams, eos_ids: Collection[int]) -> None:
     if budget is None:
         return
     if budget.max_tokens < 0:
-        raise InvalidRequest("thinking must have at least 0 tokens", "thinking")
+        raise InvalidRequest("thinking must allow at least 0 tokens", "thinking")
     if not budget.end_ids:
-        raise InvalidRequest("thinking needs the token ids that end it", "thinking")
+        raise InvalidRequest("thinking requires the token ids that end it", "thinking")
     allowed = {*params.allowed_token_ids, *params.stop_token_ids, *eos_ids}
     if params.allowed_token_ids and not allowed.issuperset(budget.end_ids):
         raise InvalidRequest(
-            "allowed_token_ids lacks a token that ends thinking", "allowed_token_ids"
+            "allowed_token_ids must include the tokens that end thinking", "allowed_token_ids"
         )
 
 
@@ -53,7 +53,7 @@ def _check_grammar(params: SamplingParams) -> None:
         raise InvalidRequest(f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes", "grammar")
     if params.min_tokens:
         raise InvalidRequest(
-            "min_tokens cannot be used with a grammar, which says itself where an answer may end",
+            "min_tokens cannot be used with a grammar, which defines where an answer may end",
             "min_tokens",
         )
 

@@ -39,8 +39,8 @@ class ChoiceConstraints:
 
     def bitmask(self) -> Bitmask | None:
         """Return the tokens that may come next; None: all. The grammar's mask must be ready."""
-        found = [constraint.bitmask() for constraint in self._all]
-        masks = [bitmask for bitmask in found if bitmask is not None]
+        bitmasks = [constraint.bitmask() for constraint in self._all]
+        masks = [bitmask for bitmask in bitmasks if bitmask is not None]
         if not masks:
             return None
         bitmask, *others = masks

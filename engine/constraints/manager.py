@@ -50,7 +50,7 @@ class ConstraintManager:
         if self._grammars is None:
             raise InvalidRequest("this engine has no tokenizer for grammars", "grammar")
         if not self._grammars.has_room(grammar.source, request.tenant):
-            raise QueueFull("too many grammars wait to be compiled")
+            raise QueueFull("too many grammars are waiting to be compiled")
 
     def of_request(
         self, request: Request, generated: Sequence[list[int]], now_s: float
@@ -206,10 +206,10 @@ class RequestConstraints:
 
     def bitmask(self, choice: int) -> Bitmask | None:
         """Return the tokens that may come next; None: all. Raises GrammarError."""
-        found = self._choices[choice]
-        if found.grammar is not None and found.grammar.failure is not None:
-            raise found.grammar.failure
-        return found.bitmask()
+        constraints = self._choices[choice]
+        if constraints.grammar is not None and constraints.grammar.failure is not None:
+            raise constraints.grammar.failure
+        return constraints.bitmask()
 
     def param(self, choice: int) -> str:
         """Return the request field to name when no token is allowed."""

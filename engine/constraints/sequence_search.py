@@ -13,18 +13,18 @@ class SequenceSearch:
         self._shorter = [0]  # [n - 1]: next shorter prefix that ends the first n ids
         length = 0
         for token in self.ids[1:]:
-            length = self._after(length, token)
+            length = self._length_after(length, token)
             self._shorter.append(length)
 
     def push(self, token: int) -> bool:
         """Whether this id completes the sequence; the search then restarts."""
-        self.num_matched = self._after(self.num_matched, token)
+        self.num_matched = self._length_after(self.num_matched, token)
         if self.num_matched < len(self.ids):
             return False
         self.num_matched = 0
         return True
 
-    def _after(self, length: int, token: int) -> int:
+    def _length_after(self, length: int, token: int) -> int:
         while length and self.ids[length] != token:
             length = self._shorter[length - 1]
         return length + (self.ids[length] == token)

@@ -15,7 +15,13 @@ from pdserve.engine.kv.spec import LayerGroup
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import EMBEDDING, HEAD, HEAD_BIAS, final_norm, layer_parts
 from pdserve.engine.models.layers.stored import Weights, expand, hold, rows
-from pdserve.engine.models.layers.torch_part import LayerStep, RopeTensors, Setup, TorchPart, made
+from pdserve.engine.models.layers.torch_part import (
+    LayerStep,
+    RopeTensors,
+    Setup,
+    TorchPart,
+    make_part,
+)
 from pdserve.engine.models.parts import Add, Attention, Hold
 from pdserve.engine.models.rope import RopeTable
 from pdserve.kernels.ops import Ops
@@ -50,18 +56,16 @@ class Decoder:
         self.dtype = dtype
         self.numerics = numerics
         self._device = device
-        nothing = torch.empty(0)
+        empty = torch.empty(0)
         self._ropes = {
-            layer.rope: RopeTensors(
-                RopeTable(layer.rope, config.context_len), device, nothing, nothing
-            )
+            layer.rope: RopeTensors(RopeTable(layer.rope, config.context_len), device, empty, empty)
             for layer in config.layers
             if layer.rope
         }
         self._embedding = hold(weights(EMBEDDING), dtype, device)
         setup = Setup(ops, weights, dtype, device, self._ropes)
         self._layers = [_Layer(config, n, setup) for n in range(config.num_layers)]
-        self._norm = made(final_norm(config), setup)
+        self._norm = make_part(final_norm(config), setup)
         self._head = self._embedding if config.tied_head else hold(weights(HEAD), dtype, device)
         self._head_bias = expand(weights(HEAD_BIAS), dtype, device) if config.head_bias else None
         self._ops = ops
@@ -103,8 +107,8 @@ class Decoder:
 
     def states(self, hidden: Tensor) -> NDArray[np.float32]:
         """Return the states that `forward` returned, float32 [n, hidden], in host memory."""
-        found: NDArray[np.float32] = hidden.float().cpu().numpy()
-        return found
+        states: NDArray[np.float32] = hidden.float().cpu().numpy()
+        return states
 
 
 class _Layer:
@@ -113,14 +117,14 @@ class _Layer:
     def __init__(self, config: ModelConfig, n: int, setup: Setup) -> None:
         parts = layer_parts(config, n)
         self._parts: list[TorchPart | Add | Hold] = [
-            part if isinstance(part, Add | Hold) else made(part, setup) for part in parts
+            part if isinstance(part, Add | Hold) else make_part(part, setup) for part in parts
         ]
-        self._storing = 1 + next(i for i, p in enumerate(parts) if isinstance(p, Attention))
+        self._num_kv_parts = 1 + next(i for i, p in enumerate(parts) if isinstance(p, Attention))
 
     def __call__(self, stream: Tensor, step: LayerStep) -> Tensor:
         """Return the stream [tokens, hidden] after this layer; meaningless with `step.kv_only`."""
         x = held = stream
-        for part in self._parts[: self._storing] if step.kv_only else self._parts:
+        for part in self._parts[: self._num_kv_parts] if step.kv_only else self._parts:
             match part:
                 case Hold():
                     x, held = stream, x
@@ -134,16 +138,18 @@ class _Layer:
 def on(batch: Batch[Ints], device: torch.device | str) -> Batch[Tensor]:
     """Return the batch with its arrays as tensors on a device."""
 
-    def moved(array: Ints) -> Tensor:
+    def to_device(array: Ints) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     return Batch(
-        token_ids=moved(batch.token_ids),
-        positions=moved(batch.positions),
+        token_ids=to_device(batch.token_ids),
+        positions=to_device(batch.positions),
         starts=batch.starts,
         kv_lens=batch.kv_lens,
         num_decode_rows=batch.num_decode_rows,
-        groups=tuple(GroupTable(moved(g.block_table), moved(g.slots)) for g in batch.groups),
-        logit_tokens=moved(batch.logit_tokens),
+        groups=tuple(
+            GroupTable(to_device(g.block_table), to_device(g.slots)) for g in batch.groups
+        ),
+        logit_tokens=to_device(batch.logit_tokens),
         kv_only=batch.kv_only,
     )

@@ -31,10 +31,10 @@ class MixtureOfExperts:
         mlp, hidden = prefix + "mlp.", config.hidden_size
 
         def expert(name: str, size: int, has_bias: bool = False) -> Expert:
-            at = f"{mlp}{name}."
+            module = f"{mlp}{name}."
             return Expert(
-                linear(at, {"gate_proj": size, "up_proj": size}, hidden, has_bias),
-                linear(at, {"down_proj": hidden}, size, has_bias),
+                linear(module, {"gate_proj": size, "up_proj": size}, hidden, has_bias),
+                linear(module, {"down_proj": hidden}, size, has_bias),
             )
 
         correction = TensorSpec(mlp + "gate.e_score_correction_bias", (self.num_experts,))
@@ -74,14 +74,14 @@ def stored_experts(config: "ModelConfig") -> dict[str, View]:
         count, size = layer.feed_forward.num_experts, layer.feed_forward.size
         rows = {"gate_proj": slice(0, size), "up_proj": slice(size, None)}
         for expert in range(count):
-            one = Nth(expert, count)
-            for ours, theirs in MIXTRAL.items():
-                stack = mlp + "experts." + ("gate_up_proj" if ours in rows else ours)
-                views[f"{mlp}experts.{expert}.{ours}.weight"] = first_of(
-                    View(f"{mixtral}experts.{expert}.{theirs}.weight"),
-                    View(f"{mlp}experts.{ours}.weight", matrix=one),  # GGUF
-                    View(f"{stack}.weight", rows.get(ours), one),  # GGUF
-                    View(stack, rows.get(ours), one),  # transformers
+            nth = Nth(expert, count)
+            for name, mixtral_name in MIXTRAL.items():
+                stack = mlp + "experts." + ("gate_up_proj" if name in rows else name)
+                views[f"{mlp}experts.{expert}.{name}.weight"] = first_of(
+                    View(f"{mixtral}experts.{expert}.{mixtral_name}.weight"),
+                    View(f"{mlp}experts.{name}.weight", matrix=nth),  # GGUF
+                    View(f"{stack}.weight", rows.get(name), nth),  # GGUF
+                    View(stack, rows.get(name), nth),  # transformers
                 )
         views |= renamed(mlp, {f"shared_experts.{p}": f"shared_expert.{p}" for p in MIXTRAL})
     return views

@@ -18,15 +18,15 @@ def int8_warning(config: ModelConfig, vector: Callable[[str], Floats]) -> str:
     `vector` returns biases by name."""
     if config.latent:
         return (
-            f"{config.architecture} caches one vector of a token; its dims with rope and its "
-            "latent dims then share one scale, and what that costs has not been measured"
+            f"{config.architecture} caches one vector per token, so its rope dims and its "
+            "latent dims share one scale; the effect on accuracy has not been measured"
         )
     error = int8_score_error(config, vector)
     if error <= LARGEST_ERROR:
         return ""
     return (
         "this model's keys have large biases, and rounding them to 8 bits changes attention scores "
-        f"by {error:.2g}; float16 does not"
+        f"by {error:.2g}; use float16 to avoid this"
     )
 
 
@@ -42,12 +42,12 @@ def int8_score_error(config: ModelConfig, vector: Callable[[str], Floats]) -> fl
     for n in range(config.num_layers):
         parts = layer_parts(config, n)
         attention = next(part for part in parts if isinstance(part, Attention))
-        first = next(part for part in parts if isinstance(part, Linear))
-        if not first.biases or any(isinstance(part, HeadNorm) for part in parts):
+        qkv = next(part for part in parts if isinstance(part, Linear))
+        if not qkv.biases or any(isinstance(part, HeadNorm) for part in parts):
             continue
         heads = attention.heads
-        q, k = (vector(bias.name).reshape(-1, heads.dim) for bias in first.biases[:2])
-        most = np.abs(k).max(1)
+        q, k = (vector(bias.name).reshape(-1, heads.dim) for bias in qkv.biases[:2])
+        largest = np.abs(k).max(1)
         length = np.sqrt((q**2).sum(1) + heads.dim).reshape(heads.kv, -1).max(1)
-        worst = max(worst, float((length * most).max() * INT8_STEP * attention.scale))
+        worst = max(worst, float((length * largest).max() * INT8_STEP * attention.scale))
     return worst

@@ -101,13 +101,15 @@ class LatentAttention:
                 "kv_a_proj_with_mqa": self._rope_first(1, self.kv_rank),
             }
             views |= {f"{attn}{m}.weight": View(f"{attn}{m}.weight", r) for m, r in rows.items()}
-            both = f"{attn}kv_b_proj.weight"
-            of_keys = HeadRows(heads, 0, nope, nope + self.value_dim)
-            of_values = of_keys._replace(begin=nope, end=nope + self.value_dim)
-            views[f"{attn}k_b_proj.weight"] = View(both, heads=of_keys, transposed=True)
-            views[f"{attn}v_b_proj.weight"] = View(both, heads=of_values)
+            kv_b = f"{attn}kv_b_proj.weight"
+            key_rows = HeadRows(heads, 0, nope, nope + self.value_dim)
+            value_rows = key_rows._replace(begin=nope, end=nope + self.value_dim)
+            views[f"{attn}k_b_proj.weight"] = View(kv_b, heads=key_rows, transposed=True)
+            views[f"{attn}v_b_proj.weight"] = View(kv_b, heads=value_rows)
         return views
 
-    def _rope_first(self, heads: int, before: int) -> RopeRows:
-        """Return the view that puts the rows of rope before the `before` others of each head."""
-        return RopeRows(heads, before + self.rope_dim, self.rope_dim, before, self.interleaved)
+    def _rope_first(self, heads: int, num_others: int) -> RopeRows:
+        """Return the view that puts rope's rows before the `num_others` other rows of each head."""
+        return RopeRows(
+            heads, num_others + self.rope_dim, self.rope_dim, num_others, self.interleaved
+        )

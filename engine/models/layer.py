@@ -32,7 +32,7 @@ PRE_NORMS = NormPlacement(attn_in="input_layernorm", ffn_in="post_attention_laye
 
 def layer_parts(config: ModelConfig, n: int) -> tuple[Part, ...]:
     """Return the parts of layer n in the order in which they are computed."""
-    layer, prefix, places = config.layers[n], f"model.layers.{n}.", config.norms
+    layer, prefix, placement = config.layers[n], f"model.layers.{n}.", config.norms
     heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
     attn, hidden = prefix + "self_attn.", config.hidden_size
     qkv = qkv_sizes(config)
@@ -44,10 +44,10 @@ def layer_parts(config: ModelConfig, n: int) -> tuple[Part, ...]:
 
     def head_norm() -> Iterator[Part]:
         if config.qk_norm:
-            of_heads = config.qk_norm == "head"
+            per_head = config.qk_norm == "head"
             sizes = {
-                "q": heads.dim if of_heads else q_size,
-                "k": heads.dim if of_heads else kv_size,
+                "q": heads.dim if per_head else q_size,
+                "k": heads.dim if per_head else kv_size,
             }
             q, k = (TensorSpec(f"{attn}{name}_norm.weight", (n,)) for name, n in sizes.items())
             yield HeadNorm(heads, q, k, config.norm_offset, config.norm_eps)
@@ -65,19 +65,22 @@ def layer_parts(config: ModelConfig, n: int) -> tuple[Part, ...]:
     ffn = layer.feed_forward.parts(config, prefix) if layer.feed_forward else _mlp(config, prefix)
     attention: tuple[Part, ...]
     if config.latent:
-        attention, attended = config.latent.parts(config, n), heads.q * config.latent.value_dim
+        attention, attention_size = (
+            config.latent.parts(config, n),
+            heads.q * config.latent.value_dim,
+        )
     else:
-        attention, attended = plain(), q_size
+        attention, attention_size = plain(), q_size
     return (
-        *norm(places.attn_in),
+        *norm(placement.attn_in),
         *attention,
-        linear(attn, {"o_proj": hidden}, attended, config.o_bias),
-        *norm(places.attn_out),
+        linear(attn, {"o_proj": hidden}, attention_size, config.o_bias),
+        *norm(placement.attn_out),
         *scale,
         Hold() if config.parallel else Add(),
-        *norm(places.ffn_in),
+        *norm(placement.ffn_in),
         *ffn,
-        *norm(places.ffn_out),
+        *norm(placement.ffn_out),
         *scale,
         Add(held=config.parallel),
     )

@@ -99,7 +99,7 @@ class NativeDecoder:
         )
         self._logits = np.empty((0, config.vocab_size), np.float32)
         for format, count in self._expanded.items():
-            log.warning("%d weights of %s are kept as float32", count, format)
+            log.warning("%d weights of format %s are kept as float32", count, format)
 
     def forward(self, batch: Batch[Ints], kv: ArrayKv) -> Floats:
         """Run Decoder.forward's step in float32. Raises ValueError for an index out of range."""
@@ -154,7 +154,9 @@ class NativeDecoder:
     def _add_layer(self, n: int, weights: Weights) -> None:
         group = self._group_of[n]
         parts = layer_parts(self.config, n)
-        self._stack.add_layer([one for p in parts for one in self._fields(p, weights, group)])
+        self._stack.add_layer(
+            [native_part for p in parts for native_part in self._fields(p, weights, group)]
+        )
 
     def _fields(self, part: Part, weights: Weights, group: int) -> list[NativePart]:
         """Convert a part to the form of the native stack. Raises UnsupportedModel for a kind that
@@ -164,8 +166,8 @@ class NativeDecoder:
                 return [("norm", _norm(part, part.weight, weights))]
             case LayerNorm():
                 bias = unpack(weights(part.bias.name)) if part.bias else None
-                given = {"weight": unpack(weights(part.weight.name)), "bias": bias}
-                return [("layer_norm", given | {"eps": part.eps})]
+                fields = {"weight": unpack(weights(part.weight.name)), "bias": bias}
+                return [("layer_norm", fields | {"eps": part.eps})]
             case Linear():
                 return self._linear(part, weights)
             case HeadNorm():
@@ -186,12 +188,12 @@ class NativeDecoder:
                 shape = {"heads": heads.q, "kv_heads": heads.kv, "head_dim": heads.dim}
                 scores = {"scale": part.scale, "soft_cap": part.soft_cap, "window": part.window}
                 sinks = unpack(weights(part.sinks.name)) if part.sinks else None
-                kept = {"sinks": sinks, "latent": part.latent, "group": group}
-                return [("attention", {**shape, **scores, **kept})]
+                others = {"sinks": sinks, "latent": part.latent, "group": group}
+                return [("attention", {**shape, **scores, **others})]
             case SliceNorm():
                 weight = unpack(weights(part.weight.name))
-                place = {"begin": part.begin, "heads": 1}
-                return [("head_norm", {"weight": weight, "eps": part.eps, **place})]
+                span = {"begin": part.begin, "heads": 1}
+                return [("head_norm", {"weight": weight, "eps": part.eps, **span})]
             case HeadLinear():
                 return self._head_linear(part, weights)
             case Gate():
@@ -207,7 +209,7 @@ class NativeDecoder:
             case Add():
                 return [("add", {"held": int(part.held)})]
         raise UnsupportedModel(
-            f"the native kernels cannot compute {type(part).__name__}; --kernels reference can"
+            f"the native kernels cannot compute {type(part).__name__}; use --kernels reference"
         )
 
     def _linear(self, part: Linear, weights: Weights) -> list[NativePart]:
@@ -229,7 +231,7 @@ class NativeDecoder:
         reorder the input of each head to match."""
         raw = weights(part.weight.name)
         stack = [raw.matrix(n) for n in range(raw.shape[0])] if len(raw.shape) > 2 else [raw]
-        matrices = [self._pack(part.weight.name, one, raw.columns) for one in stack]
+        matrices = [self._pack(part.weight.name, matrix, raw.columns) for matrix in stack]
         linear: NativePart = ("head_linear", {"matrices": matrices, "kept": part.kept})
         if raw.columns is None:
             return [linear]
@@ -257,18 +259,20 @@ class NativeDecoder:
             routers.append(router(part.shared_gate))
         gates, ups, downs, gate_up_biases, down_biases = [], [], [], [], []
         for expert in part.experts:
-            (gate, up), its_biases = packed(expert.gate_up)
-            (down,), its_bias = packed(expert.down)
+            (gate, up), gate_up_bias = packed(expert.gate_up)
+            (down,), down_bias = packed(expert.down)
             gates.append(gate)
             ups.append(up)
             downs.append(down)
-            if its_biases:
-                gate_up_biases.append(np.concatenate(its_biases))
-            down_biases += its_bias
+            if gate_up_bias:
+                gate_up_biases.append(np.concatenate(gate_up_bias))
+            down_biases += down_bias
         shared: list[_native.Matrix] = []
         if part.shared:
             if part.shared.gate_up.biases or part.shared.down.biases:
-                raise UnsupportedModel("the native kernels have no bias for a shared expert")
+                raise UnsupportedModel(
+                    "the native kernels do not support biases of a shared expert"
+                )
             shared = [*packed(part.shared.gate_up)[0], *packed(part.shared.down)[0]]
         routing = part.routing
         return {
@@ -308,7 +312,7 @@ class NativeDecoder:
             (data,) = raw.parts.values()
             return self._kernels.pack(data, raw.format, *raw.shape)
         if not self._expanded[raw.format]:
-            log.warning("%s has no packed form of %s: kept as float32", name, raw.format)
+            log.warning("tensor %s cannot be packed as %s; it is kept as float32", name, raw.format)
         self._expanded[raw.format] += 1
         if raw.format in GROUPED and not has_finite_scales(raw):
             raise UnsupportedModel(f"tensor {name}: a scale is infinite or NaN")

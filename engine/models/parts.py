@@ -249,7 +249,7 @@ class Experts(Part):
     activation: Gating
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        given = (self.router_bias, self.correction, self.shared_gate)
-        optional = (spec for spec in given if spec)
+        candidates = (self.router_bias, self.correction, self.shared_gate)
+        optional = (spec for spec in candidates if spec)
         mlps = (*self.experts, self.shared) if self.shared else self.experts
         return (self.router, *optional, *(spec for mlp in mlps for spec in mlp.tensors()))

@@ -51,8 +51,8 @@ def for_context(rope: RopeConfig, context_len: int) -> RopeConfig:
         return replace(rope, kind="factors", factors=factors, long_factors=())
     if rope.kind == "dynamic":
         length = max(context_len, rope.original_context_len)
-        grown = rope.factor * length / rope.original_context_len - (rope.factor - 1)
-        theta = rope.theta * grown ** (rope.rotary_dim / (rope.rotary_dim - 2))
+        growth = rope.factor * length / rope.original_context_len - (rope.factor - 1)
+        theta = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
         return RopeConfig(theta, rope.rotary_dim)
     return rope
 
@@ -122,10 +122,10 @@ class RopeTable:
 
     def reserve(self, num_positions: int) -> None:
         """Make the tables hold positions [0, num_positions)."""
-        have = len(self.cos)
-        if num_positions <= have:
+        current_len = len(self.cos)
+        if num_positions <= current_len:
             return
-        length = max(num_positions, min(2 * have, self._context_len))
+        length = max(num_positions, min(2 * current_len, self._context_len))
         positions = np.arange(length, dtype=np.float32)
         angles = (positions[:, None] * self._frequencies).astype(np.float64)
         self.cos = (np.cos(angles) * self._scale).astype(np.float32)

@@ -23,7 +23,7 @@ def own_names(config: ModelConfig) -> Mapping[str, View]:
     return {}
 
 
-def all_used(config: ModelConfig, name: str) -> bool:
+def none_unused(config: ModelConfig, name: str) -> bool:
     """Return False: checkpoints contain only the model."""
     return False
 
@@ -54,7 +54,7 @@ class ModelSpec:
     parse: Callable[[Mapping[str, Any]], ModelConfig]  # raises UnsupportedModel
     gguf: GgufMapping | None = None
     stored: Callable[[ModelConfig], Mapping[str, View]] = own_names
-    unused: Callable[[ModelConfig, str], bool] = all_used
+    unused: Callable[[ModelConfig, str], bool] = none_unused
 
     def view(self, checkpoint: Checkpoint, config: ModelConfig) -> ViewedCheckpoint:
         """Return the checkpoint under the names that the model loads."""

@@ -16,7 +16,7 @@ from pdserve.engine.models.spec import ModelSpec
 
 # Prefixes of a text model's tensors in transformers, before and since its version 4.52.
 PREFIXES = {"model.": ("language_model.model.", "model.language_model."), "": ("language_model.",)}
-OTHERS = tuple(
+UNUSED_PREFIXES = tuple(
     f"{prefix}{part}."
     for prefix in ("", "model.")
     for part in ("vision_tower", "vision_model", "multi_modal_projector", "audio_tower")
@@ -36,24 +36,26 @@ def text_of(
         text = dict(table(hf, "text_config"))
         if text.get("model_type") != model_type:
             raise UnsupportedModel(
-                f"the text model of {architecture} is {text.get('model_type')!r}: want {model_type}"
+                f"text model of {architecture} is {text.get('model_type')!r}: expected {model_type}"
             )
         outer = {key: hf[key] for key in ("tie_word_embeddings",) if key in hf}
         text = {**defaults, **outer, **text, "architectures": list(spec.architectures)}
         return replace(spec.parse(text), architecture=architecture)
 
-    return ModelSpec((architecture,), parse, stored=inside, unused=is_other)
+    return ModelSpec((architecture,), parse, stored=text_views, unused=is_unused)
 
 
-def inside(config: ModelConfig) -> dict[str, View]:
+def text_views(config: ModelConfig) -> dict[str, View]:
     """Return views of the model's tensors under the first of their prefixes that the checkpoint
     has."""
     views: dict[str, View] = {}
     for name in tensor_shapes(config):
-        own = next(prefix for prefix in PREFIXES if name.startswith(prefix))
-        views[name] = first_of(*(View(p + name.removeprefix(own)) for p in PREFIXES[own]))
+        model_prefix = next(prefix for prefix in PREFIXES if name.startswith(prefix))
+        views[name] = first_of(
+            *(View(p + name.removeprefix(model_prefix)) for p in PREFIXES[model_prefix])
+        )
     return views
 
 
-def is_other(config: ModelConfig, name: str) -> bool:
-    return name.startswith(OTHERS)
+def is_unused(config: ModelConfig, name: str) -> bool:
+    return name.startswith(UNUSED_PREFIXES)

@@ -10,16 +10,16 @@ from pdserve.engine.weights.format import Floats
 Bytes = NDArray[np.uint8]
 
 
-def half(blocks: Bytes, at: int) -> Floats:
-    """Return the float16 at byte `at` of each block, as float32 [blocks, 1]."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+def half(blocks: Bytes, offset: int) -> Floats:
+    """Return the float16 at byte `offset` of each block, as float32 [blocks, 1]."""
+    return np.ascontiguousarray(blocks[:, offset : offset + 2]).view(np.float16).astype(np.float32)
 
 
 def fields(packed: Bytes, width: int) -> Bytes:
     """Split uint8 [..., bytes] into `width`-bit fields, lowest first: [..., 8 / width, bytes]."""
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
-    found: Bytes = (packed[..., None, :] >> shifts) & np.uint8((1 << width) - 1)
-    return found
+    values: Bytes = (packed[..., None, :] >> shifts) & np.uint8((1 << width) - 1)
+    return values
 
 
 def signed(packed: NDArray[Any]) -> Floats:
@@ -34,5 +34,5 @@ def floats(levels: NDArray[Any]) -> Floats:
 
 def flat(values: NDArray[Any]) -> Floats:
     """Reshape float32 [blocks, ...] to [blocks, values]."""
-    found: Floats = values.reshape(len(values), -1)
-    return found
+    rows: Floats = values.reshape(len(values), -1)
+    return rows

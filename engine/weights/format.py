@@ -21,7 +21,7 @@ CHUNK_VALUES = 1 << 18  # float32 at a time: smaller chunks are slower, larger o
 def row_runs(shape: tuple[int, ...], values: int) -> Iterator[slice]:
     """Split the rows of a tensor into runs of about `values` values, at least one row each."""
     step = max(1, values // max(1, math.prod(shape[1:])))
-    return (slice(at, at + step) for at in range(0, shape[0], step))
+    return (slice(begin, begin + step) for begin in range(0, shape[0], step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,8 @@ class BlockFormat(Format):
         """Return the bytes of a row. Raises ValueError if it is not a whole number of blocks."""
         if row_values % self.block_values:
             raise ValueError(
-                f"a row of {row_values} values is no multiple of {self.name}'s {self.block_values}"
+                f"a row of {row_values} values does not divide into {self.name} blocks "
+                f"of {self.block_values}"
             )
         return row_values // self.block_values * self.block_bytes
 

@@ -39,10 +39,10 @@ class LevelFormat(BlockFormat):
         scales: Floats = np.empty((len(blocks), self.scales(blocks[:1]).shape[1]), np.float32)
         codes: Bytes = np.empty((len(blocks), self.block_values), np.uint8)
 
-        def convert(some: slice) -> None:
+        def convert(run: slice) -> None:
             with np.errstate(all="ignore"):  # infinite values from a file's scales are not an error
-                scales[some] = self.scales(blocks[some])
-                codes[some] = self._codes(blocks[some], scales[some])
+                scales[run] = self.scales(blocks[run])
+                codes[run] = self._codes(blocks[run], scales[run])
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(convert, row_runs(codes.shape, CHUNK_VALUES)))

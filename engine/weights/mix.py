@@ -52,7 +52,7 @@ class Mix(NamedTuple):
     n_gqa: int  # query heads per kv head
     num_experts: int  # per layer; 0: not a mixture of experts
 
-    def wanted(self, role: MatrixRole, layer: int) -> str:
+    def preferred_format(self, role: MatrixRole, layer: int) -> str:
         """Return the format for a matrix, without regard to its row length."""
         main = TYPES[self.type]
         if main == "Q8_0":
@@ -65,9 +65,9 @@ class Mix(NamedTuple):
             if role is MatrixRole.OUTPUT:
                 return "Q5_K" if main in ("Q2_K", "Q3_K", "Q4_K") else main
         if role is MatrixRole.VALUE:
-            format = self._of_value(main, layer)
-            grown = self.num_layers == LAYERS_OF_70B and self.n_gqa > 1  # v is small there
-            return "Q5_K" if grown and format in ("Q3_K", "Q4_K") else format
+            format = self._value_format(main, layer)
+            gets_more = self.num_layers == LAYERS_OF_70B and self.n_gqa > 1  # v is small there
+            return "Q5_K" if gets_more and format in ("Q3_K", "Q4_K") else format
         match main, role:
             case "Q2_K", MatrixRole.OUTPUT | MatrixRole.DOWN:
                 return "Q3_K"
@@ -79,7 +79,7 @@ class Mix(NamedTuple):
                 return "Q6_K"
         return main
 
-    def _of_value(self, main: str, layer: int) -> str:
+    def _value_format(self, main: str, layer: int) -> str:
         match main:
             case "Q2_K":
                 return "Q4_K" if self.n_gqa >= 4 else "Q3_K"
@@ -101,10 +101,12 @@ class Mix(NamedTuple):
             if stored not in PLAIN:
                 plan.kept[stored] += 1
                 continue
-            wanted = self.wanted(role, layer)
-            format = fitting(wanted, columns)
-            if format != wanted:
-                plan.unfit[f"{columns} columns do not fit {wanted}: {format or 'as stored'}"] += 1
+            preferred = self.preferred_format(role, layer)
+            format = fitting(preferred, columns)
+            if format != preferred:
+                plan.unfit[
+                    f"{columns} columns do not fit {preferred}: {format or 'as stored'}"
+                ] += 1
             if format:
                 plan.formats[name] = format
         return plan
@@ -120,11 +122,13 @@ class FormatPlan(NamedTuple):
 
 def find_type(name: str) -> str:
     """Return the key of TYPES for a name or alias. Raises ValueError with the known names."""
-    found = name.lower()
-    found = ALIASES.get(found, found)
-    if found not in TYPES:
-        raise ValueError(f"quantization type {name!r} is not known; known: {', '.join(TYPES)}")
-    return found
+    key = name.lower()
+    key = ALIASES.get(key, key)
+    if key not in TYPES:
+        raise ValueError(
+            f"quantization type {name!r} is not supported; supported: {', '.join(TYPES)}"
+        )
+    return key
 
 
 def fitting(format: str, columns: int) -> str | None:

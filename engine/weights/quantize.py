@@ -25,9 +25,9 @@ def quantized_bytes(shape: tuple[int, ...], format: str) -> int:
     """Return the bytes of a matrix or a stack of matrices in one of QUANTIZED. Raises ValueError if
     a row is not a whole number of blocks."""
     assert format in QUANTIZED
-    found = formats()[format]
-    assert isinstance(found, BlockFormat)
-    return math.prod(shape[:-1]) * found.row_bytes(shape[-1])
+    block_format = formats()[format]
+    assert isinstance(block_format, BlockFormat)
+    return math.prod(shape[:-1]) * block_format.row_bytes(shape[-1])
 
 
 def quantized_empty(shape: tuple[int, ...], format: str) -> RawTensor:
@@ -41,8 +41,8 @@ def quantize_into(raw: RawTensor, out: RawTensor) -> None:
     """Write the values of `raw` into the blocks of `out`, of the same shape. Raises ValueError for
     a value that is not finite, or too large for a float16 scale."""
     assert raw.shape == out.shape, (raw.shape, out.shape)
-    for some in row_runs(raw.shape, CHUNK_VALUES):
-        _write(unpack(raw.rows(some)), out.format, out.parts[BLOCKS][some])
+    for rows in row_runs(raw.shape, CHUNK_VALUES):
+        _write(unpack(raw.rows(rows)), out.format, out.parts[BLOCKS][rows])
 
 
 def _write(values: Floats, format: str, blocks: NDArray[np.uint8]) -> None:

@@ -27,8 +27,8 @@ def unpack_into(raw: RawTensor, out: NDArray[Any], format: str) -> None:
     of rows; each value is rounded once."""
     assert out.shape == raw.shape, (out.shape, raw.shape)
     order = None if raw.columns is None else np.argsort(raw.columns)
-    for some in row_runs(out.shape, CHUNK_VALUES):
-        part = raw.rows(some)
+    for rows in row_runs(out.shape, CHUNK_VALUES):
+        part = raw.rows(rows)
         if raw.format not in PLAIN:
             with np.errstate(all="ignore"):  # infinite values from a file's scales are not an error
                 values: Any = formats()[raw.format].unpack(part)
@@ -38,7 +38,7 @@ def unpack_into(raw: RawTensor, out: NDArray[Any], format: str) -> None:
             values = widened(part.parts[VALUES], raw.format)
         if order is not None:
             values = values[..., order]
-        write_rounded(values, out[some], format)
+        write_rounded(values, out[rows], format)
 
 
 def as_plain(raw: RawTensor, format: str) -> RawTensor:

@@ -1,7 +1,7 @@
-// The GPU's copy with hash: one block of threads a tile; the last one to end sums up and writes.
+// The hashing copy on the GPU: one thread block per tile; the last block to finish adds the shares.
 //
-// Into a slot, the tag goes to where `tag` points (behind the slot's payload). Out of a slot, the
-// tag found there is compared with that of the copied bytes, and the verdict goes to host memory.
+// A copy into a slot writes the tag to `tag` (behind the slot's payload). A copy out of a slot
+// compares the stored tag with the tag of the copied bytes and writes the verdict to host memory.
 // Compiled at run time by CuPy (kernels/cuda/copy_hash.py), and by nvcc in the tests.
 #include "copy_hash.h"
 
@@ -13,12 +13,12 @@ using copy_hash::u32;
 using copy_hash::u64;
 using copy_hash::u8;
 
-// What a launch needs beside its numbers: uploaded in one piece, then the block numbers as int.
+// The uploaded inputs of a launch; the block numbers follow as int.
 struct Plan {
   Lane lanes[kLanes];
 };
 
-// Of one slot, on the device; `ended` is 0 between launches.
+// Scratch memory of one slot, on the device; `ended` is 0 between launches.
 struct Scratch {
   u32 ended;
   u32 unused[3];
@@ -27,7 +27,7 @@ struct Scratch {
 
 constexpr u32 kIntact = 1, kDamaged = 2;
 
-// Every thread's value summed up; the result is thread 0's.
+// Adds the values of all threads; only thread 0 gets the result.
 static __device__ u64 sum_threads(u64 value, u64* shared) {
   shared[threadIdx.x] = value;
   __syncthreads();

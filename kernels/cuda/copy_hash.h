@@ -1,7 +1,7 @@
-// Copies a payload between the blocks of a KV pool and a slot, and hashes the bytes that it copied.
+// Copies a payload between the blocks of a KV pool and a slot, and hashes the copied bytes.
 //
-// One source for the GPU (copy_hash.cu) and for the host (native/bind/copy_hash.cpp, the tests): the
-// copying, the walk over blocks and the arithmetic are here; only the sum over threads differs.
+// The GPU (copy_hash.cu) and the host (native/bind/copy_hash.cpp, for tests) share this source: the
+// copy, the walk over blocks and the arithmetic. Only the sum over threads differs.
 //
 // The hash is the polynomial hash of Carter and Wegman over the field of p = 2^61 - 1, twice, with
 // independent keys (r, s): with 32-bit little-endian words w_0 .. w_{n-1} of a payload of B bytes
@@ -10,8 +10,8 @@
 //
 // Two different payloads differ by a polynomial of degree at most n + 1, which has at most n + 1
 // roots: for r uniform in the field they collide with probability at most (n + 1) / p in one lane.
-// A slot of 64 MiB has n = 2^24 words: 2^-37 a lane, 2^-74 for both. Key and pads are used for one
-// frame only (kernels/copy_hash.py), so a tag says nothing about the key of another frame.
+// A slot of 64 MiB has n = 2^24 words: 2^-37 per lane, 2^-74 for both. Key and pads serve only one
+// frame (kernels/copy_hash.py), so a tag reveals nothing about the key of another frame.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -28,8 +28,8 @@ typedef unsigned long long u64;
 
 constexpr u64 kPrime = (1ull << 61) - 1;
 constexpr int kLanes = 2;
-constexpr u32 kUnitBytes = 16;       // what a thread loads at once: 4 words
-constexpr u32 kThreads = 256;        // of a tile; neighbours take neighbouring units
+constexpr u32 kUnitBytes = 16;       // loaded by a thread at once: 4 words
+constexpr u32 kThreads = 256;        // per tile; adjacent threads take adjacent units
 constexpr u32 kUnitsPerThread = 16;  // so a tile is 64 KiB
 constexpr u32 kTileUnits = kThreads * kUnitsPerThread;
 
@@ -51,7 +51,7 @@ COPY_HASH_FN void add_product(Wide& sum, u64 a, u64 b) {
   sum.hi += mul_high(a, b) + (sum.lo < low ? 1 : 0);
 }
 
-// The same of a word: half the multiplications.
+// The same for a 32-bit word, with half the multiplications.
 COPY_HASH_FN void add_product(Wide& sum, u32 a, u64 b) {
   u64 low = static_cast<u64>(a) * static_cast<u32>(b);
   u64 high = static_cast<u64>(a) * static_cast<u32>(b >> 32);
@@ -90,7 +90,7 @@ COPY_HASH_FN u64 power(u64 base, u32 exponent) {
   return result;
 }
 
-// One of the two keys, with the powers of r that everybody needs; made by kernels/copy_hash.py.
+// One of the two keys with the powers of r that all threads need; built by kernels/copy_hash.py.
 struct Lane {
   u64 r, r2, r3, r4;
   u64 row;   // r^(4 kThreads): from a thread's unit to its next
@@ -98,7 +98,7 @@ struct Lane {
   u64 pad;   // s
 };
 
-// Whole blocks of a run of layers, as they lie in a pool. block_bytes is a multiple of kUnitBytes.
+// Whole blocks of consecutive layers in a pool. block_bytes is a multiple of kUnitBytes.
 struct Pages {
   u8* base;  // block 0 of layer 0
   u64 layer_bytes, block_bytes;
@@ -110,7 +110,7 @@ struct alignas(16) Unit {
   u32 words[4];
 };
 
-// Loads once: what is hashed is what is stored, whatever a writer does to the source meanwhile.
+// Loads once, so that the hashed bytes are the stored bytes even if the source changes meanwhile.
 COPY_HASH_FN Unit load(const u8* from) {
   Unit unit;
 #if defined(__CUDA_ARCH__)
@@ -133,7 +133,7 @@ COPY_HASH_FN void store(u8* to, const Unit& unit) {
 #endif
 }
 
-// Horner: the sum moved on by one row of units, and the unit's own polynomial.
+// A step of Horner's rule: advances the sum by one row of units and adds the unit's polynomial.
 COPY_HASH_FN u64 step(const Lane& lane, u64 sum, const Unit& unit) {
   Wide next = {0, unit.words[0]};
   add_product(next, sum, lane.row);
@@ -143,10 +143,10 @@ COPY_HASH_FN u64 step(const Lane& lane, u64 sum, const Unit& unit) {
   return reduce(next);
 }
 
-// What one thread of one tile does: copies its units, and gives its share of each lane's sum.
+// The work of one thread of a tile: copies its units and returns its share of each lane's sum.
 COPY_HASH_FN void copy_part(const Pages& pages, u8* slot, u32 num_units, bool to_slot, u32 tile,
                             u32 thread, const Lane* lanes, u64* shares) {
-  Lane keys[kLanes];  // copies, which a store to memory cannot change
+  Lane keys[kLanes];  // local copies, so that stores to memory cannot alias them
   for (int lane = 0; lane < kLanes; ++lane) {
     keys[lane] = lanes[lane];
     shares[lane] = 0;
@@ -160,7 +160,7 @@ COPY_HASH_FN void copy_part(const Pages& pages, u8* slot, u32 num_units, bool to
   u32 unit = first + (count - 1) * kThreads;
   u32 row = unit / per_block, within = unit % per_block;
   u32 layer = row / pages.num_blocks, column = row % pages.num_blocks;
-  for (;; unit -= kThreads) {  // from the last to the first, as Horner's rule wants it
+  for (;; unit -= kThreads) {  // from the last to the first, as Horner's rule requires
     u8* page = pages.base + (pages.first_layer + layer) * pages.layer_bytes +
                static_cast<u64>(pages.blocks[column]) * pages.block_bytes +
                static_cast<u64>(within) * kUnitBytes;
@@ -172,7 +172,7 @@ COPY_HASH_FN void copy_part(const Pages& pages, u8* slot, u32 num_units, bool to
     }
     if (unit == first) break;
     u32 back = kThreads;
-    while (back > within) {  // into the block before
+    while (back > within) {  // into the previous block
       back -= within + 1;
       within = per_block - 1;
       if (column) {
@@ -189,12 +189,12 @@ COPY_HASH_FN void copy_part(const Pages& pages, u8* slot, u32 num_units, bool to
   }
 }
 
-// A tile's share of the payload's sum, from the sum of its threads' shares.
+// Computes a tile's share of the payload's sum from the sum of its threads' shares.
 COPY_HASH_FN u64 tile_share(const Lane& lane, u64 sum, u32 tile) {
   return multiply(sum, power(lane.tile, tile));
 }
 
-// The tag, from the sum of all tiles' shares.
+// Computes the tag from the sum of all tiles' shares.
 COPY_HASH_FN u64 finish(const Lane& lane, u64 sum, u64 num_bytes) {
   Wide whole = {0, lane.pad};
   add_product(whole, sum, lane.r2);

@@ -10,7 +10,7 @@ from torch import Tensor
 
 TILE = 256  # query tokens; slightly the best of 64 to 512 for chunks of 512 and 2048
 TILE_SCORES = 1 << 25  # over all heads, 128 MiB; with more keys, tiles have fewer tokens (min. 8)
-MOST_F16 = 65504.0
+MAX_FLOAT16 = 65504.0
 FUSED_FROM = 32  # queries per head from which torch's fused attention is faster
 
 
@@ -28,7 +28,7 @@ def write_kv(kv: Tensor, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
     flat = kv.view(-1, kv.shape[-1])
     for x in (k,) if v is None else (k, v):
         if kv.dtype == torch.float16:
-            x = torch.where(x.isfinite(), x.clamp(-MOST_F16, MOST_F16), x)
+            x = torch.where(x.isfinite(), x.clamp(-MAX_FLOAT16, MAX_FLOAT16), x)
         flat[rows] = x.to(kv.dtype)
         rows = rows + heads * block_size
 
@@ -94,8 +94,8 @@ def _decode(
     spans = [-(-n // block_size) - first for n, first in zip(kv_lens, firsts, strict=True)]
     out = torch.empty_like(q)
     for rows, span in _buckets(spans):
-        everyone = len(rows) == len(spans)
-        pick = slice(None) if everyone else torch.tensor(rows, device=q.device)
+        has_all_rows = len(rows) == len(spans)
+        pick = slice(None) if has_all_rows else torch.tensor(rows, device=q.device)
         lens = torch.tensor([kv_lens[row] for row in rows], device=q.device)[:, None]
         key = torch.arange(span * block_size, device=q.device)  # [span * block_size]
         if window:
@@ -181,8 +181,8 @@ def _chunk(
         seen = key <= position
         if window:
             seen &= key > position - window
-        used = slice(low - origin, end - origin)
-        keys, values = k[:, :, used], v[:, :, used]
+        span = slice(low - origin, end - origin)
+        keys, values = k[:, :, span], v[:, :, span]
         out[start : start + size] = _tile(tile, keys, values, seen, scale, soft_cap, sinks)
     return out
 
@@ -216,8 +216,8 @@ def _gather(kv: Tensor, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     part = torch.arange(planes * heads, device=kv.device).view(planes, 1, heads, 1)
     index = (blocks * (planes * heads))[:, None] + part  # [2, B, K, n]
     flat = kv.view(-1, block_size * head_dim).index_select(0, index.flatten())
-    found = flat.to(dtype).view(planes, len(blocks), heads, -1, head_dim)
-    return found[0], found[-1]
+    gathered = flat.to(dtype).view(planes, len(blocks), heads, -1, head_dim)
+    return gathered[0], gathered[-1]
 
 
 def _attend(
@@ -243,6 +243,6 @@ def _attend(
     if sinks is None:
         weights = torch.softmax(scores, dim=-1)
     else:
-        beside = sinks.expand(*scores.shape[:-1], 1)
-        weights = torch.softmax(torch.cat((scores, beside), dim=-1), dim=-1)[..., :-1]
+        sink_scores = sinks.expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((scores, sink_scores), dim=-1), dim=-1)[..., :-1]
     return torch.matmul(weights.to(q.dtype), v)

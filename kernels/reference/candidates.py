@@ -21,12 +21,12 @@ def candidates(scaled: Tensor, settings: StreamSettings) -> Tensor:
     """
     vocab = len(scaled)
     peak = scaled.max()
-    floor, kept = torch.full_like(peak, -math.inf), scaled
+    floor, remaining = torch.full_like(peak, -math.inf), scaled
     if 0 < settings.top_k < vocab:
         floor = scaled.topk(settings.top_k).values[-1]
-        kept = scaled[scaled >= floor]
+        remaining = scaled[scaled >= floor]
     if settings.top_p < 1:
-        floor = torch.maximum(floor, _nucleus_floor(kept, settings.top_p))
+        floor = torch.maximum(floor, _nucleus_floor(remaining, settings.top_p))
     if settings.min_p > 0:
         floor = torch.maximum(floor, peak + math.log(settings.min_p))
     return (scaled >= torch.minimum(floor, peak)).nonzero()[:, 0]
@@ -39,7 +39,7 @@ def _nucleus_floor(scaled: Tensor, top_p: float) -> Tensor:
     while True:
         best = scaled.topk(count).values
         mass = (best.double() - total).exp().cumsum(0)
-        inside = int((mass < top_p).sum())
-        if inside < count or count == len(scaled):
-            return best[min(inside, count - 1)]
+        num_inside = int((mass < top_p).sum())
+        if num_inside < count or count == len(scaled):
+            return best[min(num_inside, count - 1)]
         count = len(scaled)

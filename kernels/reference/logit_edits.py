@@ -49,8 +49,8 @@ class LogitEdits:
             scores[ids] += values.to(scores.device)
         if self._seen is not None:
             penalty = settings.repetition_penalty
-            lowered = torch.where(scores > 0, scores / penalty, scores * penalty)
-            torch.where(self._seen, lowered, scores, out=scores)
+            penalized = torch.where(scores > 0, scores / penalty, scores * penalty)
+            torch.where(self._seen, penalized, scores, out=scores)
         if self._counts is not None:
             scores -= settings.presence_penalty * (self._counts > 0)
             scores -= settings.frequency_penalty * self._counts
@@ -61,24 +61,24 @@ class LogitEdits:
         return self._masked is not None and num_generated < self._settings.min_tokens
 
     def _count(self, generated: list[int]) -> None:
-        entered, left = self._settings.penalty_changes(generated, self._num_counted)
+        added, removed = self._settings.penalty_changes(generated, self._num_counted)
         self._num_counted = len(generated)
-        if not entered:
+        if not added:
             return
         if self._counts is not None:
-            _add(self._counts, entered, 1)
-            _add(self._counts, left, -1)
+            _add(self._counts, added, 1)
+            _add(self._counts, removed, -1)
         if self._seen is not None:
-            self._seen[_ids(entered, self._seen.device)] = True
-        if self._seen is not None and self._counts is not None and left:
-            ids = _ids(left, self._seen.device)
+            self._seen[_ids(added, self._seen.device)] = True
+        if self._seen is not None and self._counts is not None and removed:
+            ids = _ids(removed, self._seen.device)
             self._seen[ids] = self._counts[ids] > 0
 
 
 def _add(counts: Tensor, ids: Sequence[int], times: int) -> None:
     """Add `times` to the counts for each occurrence of an id."""
-    where = _ids(ids, counts.device)
-    counts.index_add_(0, where, torch.full((len(ids),), float(times), device=counts.device))
+    index = _ids(ids, counts.device)
+    counts.index_add_(0, index, torch.full((len(ids),), float(times), device=counts.device))
 
 
 def disallowed(mask: Mask, scores: Tensor) -> Tensor:

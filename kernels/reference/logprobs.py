@@ -14,16 +14,19 @@ def logprobs(
 ) -> list[TokenScores]:
     """Return the log-probability of tokens[r] under row r of raw logits [rows, vocab], with those
     of the `count` best tokens of the row and then of the ids in `also`."""
-    picked = torch.tensor(tokens, device=logits.device)
+    token_ids = torch.tensor(tokens, device=logits.device)
     total = logits.logsumexp(dim=-1)
-    own = (logits.gather(1, picked[:, None])[:, 0] - total).tolist()
-    best = _best(logits, total, count) if count else [()] * len(own)
+    token_logprobs = (logits.gather(1, token_ids[:, None])[:, 0] - total).tolist()
+    best = _best(logits, total, count) if count else [()] * len(token_logprobs)
     if also:
-        named = (logits[:, torch.tensor(also, device=logits.device)] - total[:, None]).tolist()
+        extra_logprobs = (
+            logits[:, torch.tensor(also, device=logits.device)] - total[:, None]
+        ).tolist()
         best = [
-            (*some, *zip(also, row, strict=True)) for some, row in zip(best, named, strict=True)
+            (*pairs, *zip(also, row, strict=True))
+            for pairs, row in zip(best, extra_logprobs, strict=True)
         ]
-    return list(zip(own, best, strict=True))
+    return list(zip(token_logprobs, best, strict=True))
 
 
 def _best(rows: Tensor, total: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:

@@ -41,17 +41,17 @@ def gumbel_argmax(scores: Tensor, seeds: Tensor, choices: Tensor, positions: Ten
     winners = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
     ids = torch.arange(scores.shape[1], device=scores.device)[None]
     for row in range(len(scores)):  # the temporaries of one row fit into the CPU cache
-        one = slice(row, row + 1)
-        noise = _uniform(seeds[one], choices[one], positions[one], ids)
+        row_slice = slice(row, row + 1)
+        noise = _uniform(seeds[row_slice], choices[row_slice], positions[row_slice], ids)
         noise.log_().neg_().log_().neg_()
-        rough = noise.add_(scores[one])
-        best = rough.max()
-        margin = 1e-3 + 1e-5 * scores[one].max().abs()
-        near = (rough[0] >= best - margin).nonzero()[:, 0]
-        exact = scores[row, near] + gumbel_at(
-            seeds[one], choices[one], positions[one], near[None]
+        approximate = noise.add_(scores[row_slice])
+        best = approximate.max()
+        margin = 1e-3 + 1e-5 * scores[row_slice].max().abs()
+        contenders = (approximate[0] >= best - margin).nonzero()[:, 0]
+        exact = scores[row, contenders] + gumbel_at(
+            seeds[row_slice], choices[row_slice], positions[row_slice], contenders[None]
         ).squeeze(0)
-        winners[row] = near[exact.argmax()]
+        winners[row] = contenders[exact.argmax()]
     return winners
 
 

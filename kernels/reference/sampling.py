@@ -63,35 +63,37 @@ def sample(
         scores[i].masked_fill_(disallowed(mask, scores[i]), float("-inf"))
     best = scores.argmax(dim=-1)  # NaN counts as the largest
     finite = scores.gather(1, best[:, None])[:, 0].isfinite().tolist()
-    tokens = [t if ok else -1 for t, ok in zip(best.tolist(), finite, strict=True)]
-    hot = [i for i, s in enumerate(streams) if finite[i] and s.settings.temperature >= GREEDY_BELOW]
-    whole = [i for i in hot if not streams[i].settings.filters]
-    for i in hot:
+    tokens = [t if is_finite else -1 for t, is_finite in zip(best.tolist(), finite, strict=True)]
+    sampled = [
+        i for i, s in enumerate(streams) if finite[i] and s.settings.temperature >= GREEDY_BELOW
+    ]
+    unfiltered = [i for i in sampled if not streams[i].settings.filters]
+    for i in sampled:
         settings = streams[i].settings
         if settings.filters:
             scaled = scores[i] / settings.temperature
             ids = candidates(scaled, settings)
             noise = gumbel_at(*_keys([i], streams, generated, logits.device), ids[None])[0]
             tokens[i] = int(ids[(scaled[ids] + noise).argmax()])
-    if whole:
-        temperatures = torch.tensor([streams[i].settings.temperature for i in whole])
-        scaled = scores[whole] / temperatures[:, None].to(scores.device)
-        drawn = gumbel_argmax(scaled, *_keys(whole, streams, generated, logits.device))
-        for i, token in zip(whole, drawn.tolist(), strict=True):
+    if unfiltered:
+        temperatures = torch.tensor([streams[i].settings.temperature for i in unfiltered])
+        scaled = scores[unfiltered] / temperatures[:, None].to(scores.device)
+        chosen = gumbel_argmax(scaled, *_keys(unfiltered, streams, generated, logits.device))
+        for i, token in zip(unfiltered, chosen.tolist(), strict=True):
             tokens[i] = token
     return tokens
 
 
 def _keys(
-    which: list[int],
+    indices: list[int],
     streams: Sequence[ReferenceStream],
     generated: Sequence[list[int]],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return seeds (in two's complement), choices and positions for the noise."""
-    seeds = [streams[i].settings.seed for i in which]
+    seeds = [streams[i].settings.seed for i in indices]
     return (
         torch.tensor([s - (1 << 64) if s >> 63 else s for s in seeds], device=device),
-        torch.tensor([streams[i].settings.choice for i in which], device=device),
-        torch.tensor([len(generated[i]) for i in which], device=device),
+        torch.tensor([streams[i].settings.choice for i in indices], device=device),
+        torch.tensor([len(generated[i]) for i in indices], device=device),
     )

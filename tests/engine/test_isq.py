@@ -190,7 +190,7 @@ def test_fused_matrices_are_quantized_by_what_they_do(
 
 def test_what_cannot_be_quantized(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     directory, plain = models["llama"]
-    with pytest.raises(ValueError, match="'q9' is not known; known: q4_0"):
+    with pytest.raises(ValueError, match="'q9' is not supported; supported: q4_0"):
         load(directory, isq="q9")
     quantize_gguf(plain, tmp_path / "out.gguf", "q8_0", lambda fraction: None)
     with pytest.raises(

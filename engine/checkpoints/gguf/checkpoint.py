@@ -65,15 +65,15 @@ class GgufCheckpoint:
         metadata = ReadMetadata(self._metadata)
         with _well_formed(path):
             common = common_config(metadata, stored, factors)
-            own = self._mapping.config(metadata)
-        if unknown := metadata.not_understood():
-            raise CheckpointError(f"{path}: metadata keys of {arch} are not understood: {unknown}")
+            overrides = self._mapping.config(metadata)
+        if unknown := metadata.unread_keys():
+            raise CheckpointError(f"{path}: metadata keys of {arch} are not supported: {unknown}")
         vocab_size = stored["token_embd.weight"][1].shape[0]
         self._config = {
             "architectures": [architecture],
             "vocab_size": vocab_size,
             **common,
-            **own,
+            **overrides,
         }
 
     @property
@@ -117,8 +117,12 @@ class GgufCheckpoint:
 
     def pooling(self) -> StoredPooling | None:
         key = f"{self._metadata['general.architecture']}.pooling_type"
-        given = self._metadata.get(key, 0)
-        name = POOLING_TYPES.get(given, str(given)) if isinstance(given, int) else repr(given)
+        pooling_type = self._metadata.get(key, 0)
+        name = (
+            POOLING_TYPES.get(pooling_type, str(pooling_type))
+            if isinstance(pooling_type, int)
+            else repr(pooling_type)
+        )
         if name == "none":
             return None
         if name not in ("mean", "last"):
@@ -142,6 +146,8 @@ def _unpermuted(raw: RawTensor, heads: int, name: str) -> RawTensor:
     Only whole rows move, so this works on stored blocks.
     """
     if not isinstance(heads, int) or heads < 1 or raw.shape[0] % (2 * heads):
-        raise CheckpointError(f"{name}: {raw.shape[0]} rows are no pairs of {heads} heads")
+        raise CheckpointError(
+            f"{name}: {raw.shape[0]} rows cannot be split into pairs for {heads} heads"
+        )
     order = np.arange(raw.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2)
     return raw.rows(order.reshape(-1))

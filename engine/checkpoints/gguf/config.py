@@ -78,7 +78,9 @@ def common_config(
     value_length = metadata.get(f"{arch}.attention.value_length")
     is_latent = f"{arch}.attention.kv_lora_rank" in metadata
     if not is_latent and value_length not in (None, metadata.get(f"{arch}.attention.key_length")):
-        raise CheckpointError(f"GGUF has values of {value_length} dims and keys of another number")
+        raise CheckpointError(
+            f"GGUF values have {value_length} dims and keys have a different number"
+        )
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     config["attention_out_bias"] = "blk.0.attn_output.bias" in tensors
@@ -114,19 +116,19 @@ class ReadMetadata(Mapping[str, Any]):
     def __contains__(self, key: object) -> bool:
         return key in self._metadata
 
-    def not_understood(self) -> list[str]:
+    def unread_keys(self) -> list[str]:
         """Return the architecture's keys that were not read and could affect results."""
         arch = self._metadata["general.architecture"]
         unscaled = self._metadata.get(f"{arch}.rope.scaling.type", "none") == "none"
-        found = []
+        unknown = []
         for key, value in self._metadata.items():
-            own = key.removeprefix(f"{arch}.")
-            if own == key or key in self._read or own in HARMLESS:
+            suffix = key.removeprefix(f"{arch}.")
+            if suffix == key or key in self._read or suffix in HARMLESS:
                 continue
-            if value == NEUTRAL.get(own) or (unscaled and own.startswith("rope.scaling.")):
+            if value == NEUTRAL.get(suffix) or (unscaled and suffix.startswith("rope.scaling.")):
                 continue
-            found.append(key)
-        return sorted(found)
+            unknown.append(key)
+        return sorted(unknown)
 
 
 def one_number(metadata: Metadata, key: str) -> int | float:
@@ -135,8 +137,8 @@ def one_number(metadata: Metadata, key: str) -> int | float:
     if isinstance(value, Sequence) and not isinstance(value, str) and len(set(value)) == 1:
         value = value[0]
     if isinstance(value, bool) or not isinstance(value, int | float):
-        found = "is missing" if value is None else "is not one number"
-        raise CheckpointError(f"GGUF metadata key {key} {found}")
+        problem = "is missing" if value is None else "is not one number"
+        raise CheckpointError(f"GGUF metadata key {key} {problem}")
     return value
 
 
@@ -159,7 +161,9 @@ def rope_scaling(
         return scaling
     if factors:
         if kind != "none" or set(factors) != {"factors"}:
-            raise CheckpointError(f"GGUF has tensors for rope {sorted(factors)} and type {kind!r}")
+            raise CheckpointError(
+                f"GGUF rope tensors {sorted(factors)} do not match scaling type {kind!r}"
+            )
         return {"rope_type": "factors", **factors}
     if kind == "none":
         return None
@@ -172,8 +176,8 @@ def rope_scaling(
                 scaling[hf] = one_number(metadata, prefix + key)
         if prefix + "attn_factor" in metadata:
             # GGML multiplies attn_factor by yarn's magnitude; config.json holds the product.
-            own = 0.1 * math.log(scaling["factor"]) + 1.0
-            scaling["attention_factor"] = own * one_number(metadata, prefix + "attn_factor")
+            magnitude = 0.1 * math.log(scaling["factor"]) + 1.0
+            scaling["attention_factor"] = magnitude * one_number(metadata, prefix + "attn_factor")
     return scaling
 
 

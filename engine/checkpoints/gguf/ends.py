@@ -13,14 +13,14 @@ TEXTS = (
     "[EOS]", "</s>", "<eos>", "<end_of_utterance>", "<turn|>", "<|tool_response>",
 )  # fmt: skip
 # Tokens that end only a part of an answer if the vocabulary also has the other tokens.
-NO_END = (
+PARTIAL_ENDS = (
     ("<|end|>", {"<|return|>", "<|call|>"}),
     ("<|end|>", {"<|flush|>", "<|call|>"}),
     ("<|end|>", {"<|flush|>", "<|calls|>"}),
     ("</s>", {"<|tool_response>"}),
 )
 # Separators of files in a code prompt, by metadata key; Qwen's texts if the key is missing.
-BETWEEN = {"fim_pad": "<|fim_pad|>", "fim_rep": "<|repo_name|>", "fim_sep": "<|file_sep|>"}
+FILE_SEPARATORS = {"fim_pad": "<|fim_pad|>", "fim_rep": "<|repo_name|>", "fim_sep": "<|file_sep|>"}
 
 
 def end_ids(metadata: Metadata, id_of: Callable[[str], int | None]) -> Sequence[object]:
@@ -32,10 +32,10 @@ def end_ids(metadata: Metadata, id_of: Callable[[str], int | None]) -> Sequence[
 def _ends(metadata: Metadata, id_of: Callable[[str], int | None]) -> Iterator[object]:
     for key in KEYS:
         yield metadata.get(f"tokenizer.ggml.{key}_token_id")
-    there = {text for text in TEXTS if id_of(text) is not None}
-    kept = {text for text, others in NO_END if others <= there}
+    present = {text for text in TEXTS if id_of(text) is not None}
+    not_ends = {text for text, others in PARTIAL_ENDS if others <= present}
     for text in TEXTS:
-        if text in there - kept:
+        if text in present - not_ends:
             yield id_of(text)
-    for key, text in BETWEEN.items():
+    for key, text in FILE_SEPARATORS.items():
         yield metadata.get(f"tokenizer.ggml.{key}_token_id", id_of(text))

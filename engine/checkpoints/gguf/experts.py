@@ -30,13 +30,13 @@ KEYS = {
 SCORES = {1: "softmax", 2: "sigmoid"}  # values of expert_gating_func
 
 
-def expert_config(metadata: Metadata, *further: str, scores: str = "softmax") -> dict[str, Any]:
-    """Return the config entries of the COMMON and the `further` keys that exist. Other keys stay
+def expert_config(metadata: Metadata, *extra_keys: str, scores: str = "softmax") -> dict[str, Any]:
+    """Return the config entries of the COMMON and the `extra_keys` that exist. Other keys stay
     unread, so that the checkpoint rejects them. Raises CheckpointError if the file needs other
     scores than `scores`."""
     arch = metadata["general.architecture"]
-    given = metadata.get(f"{arch}.expert_gating_func", 0)  # 0: not specified
-    if given and SCORES.get(given) != scores:
-        raise CheckpointError(f"GGUF key {arch}.expert_gating_func is {given}: not {scores}")
-    keys = (key for key in (*COMMON, *further) if f"{arch}.{key}" in metadata)
+    gating = metadata.get(f"{arch}.expert_gating_func", 0)  # 0: not specified
+    if gating and SCORES.get(gating) != scores:
+        raise CheckpointError(f"GGUF key {arch}.expert_gating_func is {gating}: expected {scores}")
+    keys = (key for key in (*COMMON, *extra_keys) if f"{arch}.{key}" in metadata)
     return {KEYS[key]: metadata[f"{arch}.{key}"] for key in keys}

@@ -27,9 +27,14 @@ def read_shards(path: Path) -> list[GgufReader]:
         )
     readers = [GgufReader(part) for part in paths]
     for n, reader in enumerate(readers):
-        said = (reader.metadata.get("split.no", n), reader.metadata.get("split.count", len(paths)))
-        if said != (n, len(paths)):
-            raise CheckpointError(f"{reader.path} says it is part {said[0]} (from 0) of {said[1]}")
+        stated = (
+            reader.metadata.get("split.no", n),
+            reader.metadata.get("split.count", len(paths)),
+        )
+        if stated != (n, len(paths)):
+            raise CheckpointError(
+                f"{reader.path}: its metadata says part {stated[0]} (from 0) of {stated[1]}"
+            )
     return readers
 
 
@@ -39,11 +44,13 @@ def merge(readers: list[GgufReader]) -> dict[str, Place]:
     for reader in readers:
         for name, info in reader.tensors.items():
             if name in stored:
-                raise CheckpointError(f"{reader.path}: tensor {name} is in another part too")
+                raise CheckpointError(f"{reader.path}: tensor {name} is also in another part")
             stored[name] = (reader.file, info)
     total = readers[0].metadata.get("split.tensors.count", len(stored))
     if total != len(stored):
-        raise CheckpointError(f"{readers[0].path}: {len(stored)} tensors in all parts, not {total}")
+        raise CheckpointError(
+            f"{readers[0].path}: all parts hold {len(stored)} tensors, expected {total}"
+        )
     return stored
 
 
@@ -54,7 +61,7 @@ def raw_tensor(file: MappedFile, info: TensorInfo, name: str) -> RawTensor:
         return RawTensor({VALUES: values}, info.format, info.shape)
     kind = formats().get(info.format)
     if not isinstance(kind, BlockFormat):
-        raise CheckpointError(f"{file.path}: tensor {name} is {info.format}, which is no weight")
+        raise CheckpointError(f"{file.path}: tensor {name} is {info.format}, not a weight format")
     shape = (*info.shape[:-1], kind.row_bytes(info.shape[-1]))
     blocks = file.array(np.dtype(np.uint8), shape, info.start)
     return RawTensor({BLOCKS: blocks}, info.format, info.shape)

@@ -125,7 +125,7 @@ def tensor_role(gguf_name: str, tied: bool) -> tuple[MatrixRole, int] | None:
     if gguf_name in ("token_embd.weight", "output.weight"):
         is_head = tied or gguf_name == "output.weight"
         return (MatrixRole.HEAD if is_head else MatrixRole.OTHER), 0
-    of_layer = OF_LAYER.fullmatch(gguf_name)
-    if of_layer is None or of_layer[2] not in ROLES:
+    match = OF_LAYER.fullmatch(gguf_name)
+    if match is None or match[2] not in ROLES:
         return None
-    return ROLES[of_layer[2]], int(of_layer[1])
+    return ROLES[match[2]], int(match[1])

@@ -1,8 +1,7 @@
-"""How byte-level BPE vocabularies in GGUF files split text before merging: data only.
+"""Rules by which byte-level BPE vocabularies of GGUF files split text before merging. Data only.
 
-GGUF names the splitting (`tokenizer.ggml.pre`); what a name means is written nowhere but in its
-reader, llama.cpp (src/llama-vocab.cpp). Expressions are the vocabularies' own, from the
-tokenizer.json that each family publishes.
+GGUF files name the rule (`tokenizer.ggml.pre`), and only llama.cpp (src/llama-vocab.cpp) defines
+the names. The expressions come from the tokenizer.json that each model family publishes.
 """
 
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ _DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES
 )
-# Letters that have a case, as DeepSeek's first vocabularies list them.
+# Letters with a case, as listed in DeepSeek's first vocabularies.
 _WITH_CASE = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚ"
     "Ḁ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻ"  # noqa: RUF001
@@ -48,11 +47,11 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"  # noqa: RUF001
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Expressions applied one after another, each cutting its matches out as pieces."""
+    """Regular expressions that apply in order; each makes every match a separate piece."""
 
     splits: tuple[str, ...]
-    whole_words: bool = False  # a piece that is a token stays whole, whatever the merges say
-    adds_bos: bool = False  # where the file does not say
+    whole_words: bool = False  # a piece that is a token is not split, even if no merges build it
+    adds_bos: bool = False  # default for files without tokenizer.ggml.add_bos_token
 
 
 DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))

@@ -111,7 +111,9 @@ class GgufReader:
         version = cursor.number("I")
         if version not in VERSIONS:
             hint = " (big-endian?)" if version >> 16 else ""
-            raise CheckpointError(f"{path}: GGUF version {version}{hint}; can read {VERSIONS}")
+            raise CheckpointError(
+                f"{path}: unsupported GGUF version {version}{hint}; supported: {VERSIONS}"
+            )
         num_tensors = cursor.count("Q", MIN_INFO_BYTES, "tensors")
         num_pairs = cursor.count("Q", MIN_PAIR_BYTES, "metadata keys")
         self.metadata = _read_metadata(cursor, num_pairs)
@@ -119,8 +121,8 @@ class GgufReader:
 
     def _alignment(self) -> int:
         value = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        good = isinstance(value, int) and 8 <= value <= 1 << 20 and value & (value - 1) == 0
-        if not good:
+        is_valid = isinstance(value, int) and 8 <= value <= 1 << 20 and value & (value - 1) == 0
+        if not is_valid:
             raise CheckpointError(f"{self.path}: general.alignment is {value!r}")
         return int(value)
 
@@ -130,35 +132,35 @@ class _Cursor:
 
     def __init__(self, file: MappedFile) -> None:
         self.file = file
-        self.at = 0
+        self.position = 0
 
     @property
-    def left(self) -> int:
-        return self.file.size - self.at
+    def remaining(self) -> int:
+        return self.file.size - self.position
 
-    def fail(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.file.path}: {what} at byte {self.at}")
+    def fail(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.file.path}: {problem} at byte {self.position}")
 
     def take(self, size: int) -> bytes:
-        if size > self.left:
-            raise self.fail(f"{size} bytes needed, {self.left} left")
-        self.at += size
-        return self.file.map[self.at - size : self.at]
+        if size > self.remaining:
+            raise self.fail(f"{size} bytes needed, {self.remaining} remaining")
+        self.position += size
+        return self.file.map[self.position - size : self.position]
 
     def number(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
-    def count(self, code: str, item_bytes: int, what: str) -> int:
+    def count(self, code: str, item_bytes: int, items: str) -> int:
         """Read a count of items of at least `item_bytes` each; they must fit into the file."""
         value: int = self.number(code)
-        if value * item_bytes > self.left:
-            raise self.fail(f"{value} {what} do not fit the {self.left} bytes left")
+        if value * item_bytes > self.remaining:
+            raise self.fail(f"{value} {items} do not fit into the remaining {self.remaining} bytes")
         return value
 
     def text(self, limit: int | None = None) -> str:
         size = self.count("Q", 1, "bytes of text")
         if limit is not None and size > limit:
-            raise self.fail(f"a name of {size} bytes, more than {limit},")
+            raise self.fail(f"a name of {size} bytes (limit {limit})")
         try:
             return self.take(size).decode()
         except UnicodeDecodeError as error:
@@ -166,22 +168,22 @@ class _Cursor:
 
     def texts(self, count: int) -> list[str]:
         """Read `count` texts; inlined for speed, as vocabularies have hundreds of thousands."""
-        data, at, end = self.file.map, self.at, self.file.size
+        data, position, end = self.file.map, self.position, self.file.size
         length = struct.Struct("<Q").unpack_from
-        found: list[str] = []
+        texts: list[str] = []
         for _ in range(count):
-            start = at + 8
+            start = position + 8
             if start > end:
-                raise self.fail("an array of text past the end of the file")
-            at = start + length(data, start - 8)[0]
-            if at > end:
-                raise self.fail("an array of text past the end of the file")
+                raise self.fail("an array of strings extends past the end of the file")
+            position = start + length(data, start - 8)[0]
+            if position > end:
+                raise self.fail("an array of strings extends past the end of the file")
             try:
-                found.append(data[start:at].decode())
+                texts.append(data[start:position].decode())
             except UnicodeDecodeError as error:
                 raise self.fail("an array with text that is not UTF-8") from error
-        self.at = at
-        return found
+        self.position = position
+        return texts
 
 
 def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
@@ -190,7 +192,7 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     for _ in range(count):
         key = cursor.text(MAX_KEY_BYTES)
         if key in metadata:
-            raise cursor.fail(f"metadata key {key!r} a second time")
+            raise cursor.fail(f"metadata key {key!r} occurs twice")
         metadata[key] = _read_value(cursor, cursor.number("I"))
     return metadata
 
@@ -201,12 +203,12 @@ def _read_value(cursor: _Cursor, kind: int) -> Any:
     if kind in NUMBERS:
         return cursor.number(NUMBERS[kind])
     if kind != ARRAY:
-        raise cursor.fail(f"metadata of unknown type {kind}")
+        raise cursor.fail(f"a metadata value has unknown type {kind}")
     item = cursor.number("I")
     if item == STRING:
         return cursor.texts(cursor.count("Q", 8, "strings"))
     if item not in NUMBERS:
-        raise cursor.fail(f"an array of unknown type {item}")
+        raise cursor.fail(f"an array has unknown type {item}")
     numbers = array("B" if item == BOOL else NUMBERS[item])
     size = cursor.count("Q", numbers.itemsize, "numbers") * numbers.itemsize
     numbers.frombytes(cursor.take(size))
@@ -214,28 +216,28 @@ def _read_value(cursor: _Cursor, kind: int) -> Any:
 
 
 def _read_infos(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
-    found: dict[str, TensorInfo] = {}
+    infos: dict[str, TensorInfo] = {}
     for _ in range(count):
         name = cursor.text(MAX_NAME_BYTES)
-        if name in found:
-            raise cursor.fail(f"tensor {name!r} a second time")
+        if name in infos:
+            raise cursor.fail(f"tensor {name!r} occurs twice")
         num_dims = cursor.number("I")
         if not 1 <= num_dims <= MAX_DIMS:
-            raise cursor.fail(f"tensor {name!r} of {num_dims} dimensions")
+            raise cursor.fail(f"tensor {name!r} has {num_dims} dimensions")
         shape = tuple(reversed([cursor.number("Q") for _ in range(num_dims)]))
         kind, size = _stored_size(cursor, name, cursor.number("I"), shape)
         offset = cursor.number("Q")
         if offset % alignment:
-            raise cursor.fail(f"tensor {name!r} lies at {offset}, not aligned to {alignment}")
-        found[name] = TensorInfo(kind, shape, offset, size)
-    base = -(-cursor.at // alignment) * alignment
-    return _placed(cursor, found, base)
+            raise cursor.fail(f"tensor {name!r} has offset {offset}, not a multiple of {alignment}")
+        infos[name] = TensorInfo(kind, shape, offset, size)
+    base = -(-cursor.position // alignment) * alignment
+    return _positioned(cursor, infos, base)
 
 
 def _stored_size(cursor: _Cursor, name: str, kind: int, shape: tuple[int, ...]) -> tuple[str, int]:
     """Return (type name, bytes) of a tensor; Python integers cannot overflow."""
     if kind not in TYPES:
-        raise cursor.fail(f"tensor {name!r} of unknown type {kind}")
+        raise cursor.fail(f"tensor {name!r} has unknown type {kind}")
     type_name = TYPES[kind]
     block_values, block_bytes = block_size(type_name)
     if 0 in shape or shape[-1] % block_values:
@@ -254,18 +256,18 @@ def block_size(type_name: str) -> tuple[int, int]:
     return kind.block_values, kind.block_bytes
 
 
-def _placed(cursor: _Cursor, infos: dict[str, TensorInfo], base: int) -> dict[str, TensorInfo]:
+def _positioned(cursor: _Cursor, infos: dict[str, TensorInfo], base: int) -> dict[str, TensorInfo]:
     """Convert offsets to file positions; check that tensors lie in the file without overlap."""
     end = base
-    placed: dict[str, TensorInfo] = {}
+    positioned: dict[str, TensorInfo] = {}
     for name, info in sorted(infos.items(), key=lambda item: item[1].start):
         start = base + info.start
         if start < end:
-            raise cursor.fail(f"tensor {name!r} overlaps another")
+            raise cursor.fail(f"tensor {name!r} overlaps another tensor")
         end = start + info.num_bytes
         if end > cursor.file.size:
             raise cursor.fail(
-                f"tensor {name!r} ends at byte {end} of {cursor.file.size}: file cut short?"
+                f"tensor {name!r} ends at byte {end} of {cursor.file.size}: is the file truncated?"
             )
-        placed[name] = TensorInfo(info.format, info.shape, start, info.num_bytes)
-    return placed
+        positioned[name] = TensorInfo(info.format, info.shape, start, info.num_bytes)
+    return positioned

@@ -26,12 +26,12 @@ def gguf_text_files(metadata: Metadata) -> TextFiles:
     """Build the text files from the metadata. Raises CheckpointError for an unknown tokenizer."""
     encoded = tokenizer_json(metadata)
     tokenizer = load_tokenizer(encoded)
-    named = {"default": metadata.get(_TEMPLATE)} | {
+    templates = {"default": metadata.get(_TEMPLATE)} | {
         name.removeprefix(f"{_TEMPLATE}."): text
         for name, text in metadata.items()
         if name.startswith(f"{_TEMPLATE}.")
     }
-    texts = {name: text for name, text in named.items() if isinstance(text, str)}
+    texts = {name: text for name, text in templates.items() if isinstance(text, str)}
     tokens = {
         f"{name}_token": tokenizer.id_to_token(metadata[key])
         for name, key in _TOKENS.items()

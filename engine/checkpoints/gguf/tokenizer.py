@@ -34,7 +34,9 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> bytes:
     elif kind == "llama":
         tokens, parts = _sentence_piece(metadata, tokens, types)
     else:
-        raise CheckpointError(f"GGUF tokenizers of model {kind!r} are not supported: gpt2, llama")
+        raise CheckpointError(
+            f"GGUF tokenizer model {kind!r} is not supported; supported: gpt2, llama"
+        )
     document = {
         "version": "1.0",
         "truncation": None,
@@ -50,9 +52,9 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> bytes:
 
 def adds_bos(metadata: Mapping[str, Any]) -> bool:
     """Return whether bos precedes a prompt: the file's setting, else the vocabulary's default."""
-    told = metadata.get("tokenizer.ggml.add_bos_token")
-    if told is not None:
-        return bool(told)
+    setting = metadata.get("tokenizer.ggml.add_bos_token")
+    if setting is not None:
+        return bool(setting)
     if metadata.get("tokenizer.ggml.model") == "llama":
         return True
     pre = PRE_TOKENIZERS.get(metadata.get("tokenizer.ggml.pre", "default"))
@@ -99,10 +101,10 @@ def _byte_level(
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
     name = metadata.get("tokenizer.ggml.pre")
     if not name:
-        logger.warning("GGUF file without tokenizer.ggml.pre: text is split in the default way")
+        logger.warning("the GGUF file has no tokenizer.ggml.pre; using the default pre-tokenizer")
         return DEFAULT
     if name not in PRE_TOKENIZERS:
-        raise CheckpointError(f"GGUF tokenizer.ggml.pre {name!r} is not known")
+        raise CheckpointError(f"GGUF tokenizer.ggml.pre {name!r} is not supported")
     return PRE_TOKENIZERS[name]
 
 
@@ -172,7 +174,9 @@ def _is_run(token: str) -> bool:
     return not token.strip(_SPACE)
 
 
-def _bpe(tokens: Sequence[str], merges: Iterable[tuple[str, str]], **given: Any) -> dict[str, Any]:
+def _bpe(
+    tokens: Sequence[str], merges: Iterable[tuple[str, str]], **options: Any
+) -> dict[str, Any]:
     return {
         "type": "BPE",
         "dropout": None,
@@ -182,7 +186,7 @@ def _bpe(tokens: Sequence[str], merges: Iterable[tuple[str, str]], **given: Any)
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": False,
-        **given,
+        **options,
         "vocab": {token: index for index, token in enumerate(tokens)},
         "merges": list(merges),
     }
@@ -217,16 +221,16 @@ def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
     ids = {
         end: metadata.get(f"tokenizer.ggml.{end}_token_id") for end, adds in ends.items() if adds
     }
-    names = {end: _token(tokens, given) for end, given in ids.items() if given is not None}
+    names = {end: _token(tokens, token_id) for end, token_id in ids.items() if token_id is not None}
     if not names:
         return None
     signs = {end: [{"SpecialToken": {"id": name, "type_id": 0}}] for end, name in names.items()}
-    before, after = (signs.get(end, []) for end in ("bos", "eos"))
+    prefix, suffix = (signs.get(end, []) for end in ("bos", "eos"))
     first, second = ({"Sequence": {"id": x, "type_id": i}} for i, x in enumerate("AB"))
     return {
         "type": "TemplateProcessing",
-        "single": [*before, first, *after],
-        "pair": [*before, first, *after, *before, second, *after],
+        "single": [*prefix, first, *suffix],
+        "pair": [*prefix, first, *suffix, *prefix, second, *suffix],
         "special_tokens": {
             name: {"id": name, "ids": [ids[end]], "tokens": [name]} for end, name in names.items()
         },
@@ -235,24 +239,24 @@ def _post_processor(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[
 
 def _token(tokens: Sequence[str], index: Any) -> str:
     if not isinstance(index, int) or not 0 <= index < len(tokens):
-        raise CheckpointError(f"GGUF tokenizer: token id {index!r} is outside its {len(tokens)}")
+        raise CheckpointError(f"GGUF token id {index!r} is outside the vocabulary of {len(tokens)}")
     return tokens[index]
 
 
 def _strings(metadata: Mapping[str, Any], name: str) -> list[str]:
-    found = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(found, list) or not found or not all(isinstance(t, str) for t in found):
+    strings = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(strings, list) or not strings or not all(isinstance(t, str) for t in strings):
         raise CheckpointError(f"GGUF tokenizer.ggml.{name} is not a list of strings")
-    return found
+    return strings
 
 
 def _numbers(metadata: Mapping[str, Any], name: str, length: int) -> list[Any] | None:
-    found = metadata.get(f"tokenizer.ggml.{name}")
-    if found is None:
+    numbers = metadata.get(f"tokenizer.ggml.{name}")
+    if numbers is None:
         return None
-    if len(found) != length:
-        raise CheckpointError(f"GGUF tokenizer.ggml.{name} has {len(found)} items, not {length}")
-    return list(found)
+    if len(numbers) != length:
+        raise CheckpointError(f"GGUF tokenizer.ggml.{name} has {len(numbers)} items, not {length}")
+    return list(numbers)
 
 
 def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:

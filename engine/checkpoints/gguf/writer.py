@@ -21,8 +21,8 @@ from pdserve.engine.weights.mix import TYPES, Mix, StoredMatrix
 from pdserve.engine.weights.quantize import quantize_into, quantized_bytes, quantized_empty
 
 # Keys that are not copied: those that the writer sets, and those of the split.
-OWN_KEYS = ("general.architecture", "general.file_type", "general.quantization_version")
-OWN_GROUPS = ("GGUF.", "split.")
+SKIPPED_KEYS = ("general.architecture", "general.file_type", "general.quantization_version")
+SKIPPED_PREFIXES = ("GGUF.", "split.")
 VERSION = 2  # general.quantization_version: version of GGML's block formats
 MIXES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # type -> llama.cpp's name
 
@@ -44,17 +44,17 @@ def quantize_gguf(
     layouts = {name: Layout(info.format, info.shape) for name, (_, info) in stored.items()}
     formats = new_formats(type, metadata, layouts)
     if not formats:
-        found = ", ".join(sorted({info.format for _, info in stored.values()}))
-        raise CheckpointError(f"{source}: there is nothing to quantize ({found})")
+        present = ", ".join(sorted({info.format for _, info in stored.values()}))
+        raise CheckpointError(f"{source}: there is nothing to quantize ({present})")
     if target.exists():
-        raise FileExistsError(errno.EEXIST, "it exists already", str(target))
+        raise FileExistsError(errno.EEXIST, "the output file already exists", str(target))
     part = target.with_name(f".{target.name}.part")
     try:
-        counted = _write(readers[0].path, part, type, stored, formats, progress)
+        counts = _write(readers[0].path, part, type, stored, formats, progress)
         os.rename(part, target)
     finally:
         part.unlink(missing_ok=True)
-    return counted
+    return counts
 
 
 def new_formats(
@@ -62,11 +62,11 @@ def new_formats(
 ) -> dict[str, str]:
     """Return the new format of each tensor whose format changes, by GGUF's names."""
     is_tied = "output.weight" not in stored
-    placed = ((name, layout, tensor_role(name, is_tied)) for name, layout in stored.items())
+    with_roles = ((name, layout, tensor_role(name, is_tied)) for name, layout in stored.items())
     matrices = (
-        StoredMatrix(name, *found, layout.format, layout.shape[-1])
-        for name, layout, found in placed
-        if found and len(layout.shape) > 1 and 0 not in layout.shape
+        StoredMatrix(name, *role, layout.format, layout.shape[-1])
+        for name, layout, role in with_roles
+        if role and len(layout.shape) > 1 and 0 not in layout.shape
     )
     return _mix(type, metadata).plan(matrices).formats
 
@@ -74,8 +74,8 @@ def new_formats(
 def _mix(type: str, metadata: Mapping[str, Any]) -> Mix:
     def number(key: str) -> int:
         """Return a metadata number; 0 if it is missing or differs between layers."""
-        found = metadata.get(f"{metadata.get('general.architecture')}.{key}", 0)
-        return found if isinstance(found, int) and found > 0 else 0
+        value = metadata.get(f"{metadata.get('general.architecture')}.{key}", 0)
+        return value if isinstance(value, int) and value > 0 else 0
 
     heads, kv_heads = number("attention.head_count"), number("attention.head_count_kv")
     n_gqa = heads // kv_heads if kv_heads else 1
@@ -95,7 +95,7 @@ def _write(
     fields = gguf.GGUFReader(first).fields
     writer = gguf.GGUFWriter(target, fields["general.architecture"].contents())
     for key, field in fields.items():
-        if key not in OWN_KEYS and not key.startswith(OWN_GROUPS):
+        if key not in SKIPPED_KEYS and not key.startswith(SKIPPED_PREFIXES):
             content, (kind, *item) = field.contents(), field.types
             if not item or content:  # the package cannot write empty arrays
                 writer.add_key_value(key, content, kind, item[-1] if item else None)
@@ -104,10 +104,10 @@ def _write(
     writer.add_quantization_version(VERSION)
     if "general.alignment" in fields:
         writer.data_alignment = fields["general.alignment"].contents()
-    counted: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for name, (_, info) in stored.items():
         format = formats.get(name, info.format)
-        counted[format] += 1
+        counts[format] += 1
         size = quantized_bytes(info.shape, format) if name in formats else info.num_bytes
         code = gguf.GGMLQuantizationType[format]
         writer.add_tensor_info(name, info.shape, np.dtype(np.float32), size, code)
@@ -128,7 +128,7 @@ def _write(
                 progress(done / total)
     finally:
         writer.close()
-    return counted
+    return counts
 
 
 def _quantized(
@@ -138,7 +138,7 @@ def _quantized(
     out = quantized_empty(raw.shape, format)
     pieces = row_runs(raw.shape, PIECE_VALUES)
     try:
-        list(pool.map(lambda some: quantize_into(raw.rows(some), out.rows(some)), pieces))
+        list(pool.map(lambda rows: quantize_into(raw.rows(rows), out.rows(rows)), pieces))
     except ValueError as error:
         raise CheckpointError(f"tensor {name}: {error}") from error
     blocks: NDArray[np.uint8] = out.parts[BLOCKS]

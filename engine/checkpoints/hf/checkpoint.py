@@ -28,7 +28,7 @@ from pdserve.engine.weights.plain import PLAIN
 
 INDEX = "model.safetensors.index.json"
 # Files in which older tools describe the quantization.
-OWN_FILES = {
+METHOD_FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
@@ -50,16 +50,18 @@ class DirectoryCheckpoint:
             for shard, reader in self._readers.items():
                 self._owner |= dict.fromkeys(reader.names(), shard)
         for shard, reader in self._readers.items():
-            there = set(reader.names())
+            present = set(reader.names())
             claimed = {name for name, owner in self._owner.items() if owner == shard}
-            if claimed - there:
-                missing = ", ".join(sorted(claimed - there)[:5])
+            if claimed - present:
+                missing = ", ".join(sorted(claimed - present)[:5])
                 raise CheckpointError(f"{path / shard} lacks tensors that {INDEX} names: {missing}")
-        self._method_file, given = _quantization(path, self._config)
-        self._method = _method(path, given)
+        self._method_file, settings = _quantization(path, self._config)
+        self._method = _method(path, settings)
         self._quantized = self._method.find(self._owner) if self._method else {}
         if self._method and self._method.quantizes and not self._quantized:
-            raise CheckpointError(f"{path}: its config names a quantization that no weight has")
+            raise CheckpointError(
+                f"{path}: the config names a quantization method, but no weight uses it"
+            )
         self._names = self._find_names()
 
     @property
@@ -82,24 +84,24 @@ class DirectoryCheckpoint:
         if name not in self._quantized:
             return self._reader(name).layout(name)
         assert self._method is not None
-        with self._explained(name):
+        with self._read_errors(name):
             return self._method.layout(self._stored_parts(name))
 
     def tensor(self, name: str) -> RawTensor:
         if name in self._quantized:
             assert self._method is not None
-            with self._explained(name):
+            with self._read_errors(name):
                 raw = self._method.read(self._stored_parts(name))
                 if (raw.format, raw.shape) != self.layout(name):
-                    raise ValueError(f"read as {raw.format} {list(raw.shape)}")
+                    raise ValueError(f"the weight was read as {raw.format} {list(raw.shape)}")
                 return raw
         if name not in self._owner:
             raise unknown_tensor(name, self.names())
         kind, shape = self.layout(name)
         reader = self._reader(name)
         if kind not in PLAIN:
-            known = ", ".join(PLAIN)
-            raise CheckpointError(f"{reader.path}: tensor {name} is {kind}; supported: {known}")
+            supported = ", ".join(PLAIN)
+            raise CheckpointError(f"{reader.path}: tensor {name} is {kind}; supported: {supported}")
         return RawTensor({VALUES: reader.array(name)}, kind, shape)
 
     def release(self, name: str) -> None:
@@ -115,28 +117,30 @@ class DirectoryCheckpoint:
     def _find_names(self) -> frozenset[str]:
         parts = {full for parts in self._quantized.values() for full in parts.values()}
         unused = tuple(f".{leaf}" for leaf in self._method.unused) if self._method else ()
-        rest = {name for name in self._owner if not (unused and name.endswith(unused))}
+        names = {name for name in self._owner if not (unused and name.endswith(unused))}
         if self._method and self._method.adds_zero_biases:
             biases = {name.removesuffix("weight") + "bias" for name in self._quantized}
-            rest = {
-                name for name in rest if name not in biases or self._reader(name).array(name).any()
+            names = {
+                name for name in names if name not in biases or self._reader(name).array(name).any()
             }
-        return frozenset(rest - parts | self._quantized.keys())
+        return frozenset(names - parts | self._quantized.keys())
 
     def _stored_parts(self, name: str) -> dict[str, NDArray[Any]]:
         for full in self._quantized[name].values():
             if (kind := self._reader(full).layout(full).format) == "F8_E5M2":
-                raise ValueError(f"{full} is {kind}: want F8_E4M3")
+                raise ValueError(f"{full} is {kind}: expected F8_E4M3")
         return {
             part: self._reader(full).array(full) for part, full in self._quantized[name].items()
         }
 
     @contextmanager
-    def _explained(self, name: str) -> Iterator[None]:
+    def _read_errors(self, name: str) -> Iterator[None]:
         try:
             yield
         except (ValueError, LookupError, ArithmeticError) as error:
-            raise CheckpointError(f"{self._path}: {name} is quantized: {error}") from error
+            raise CheckpointError(
+                f"{self._path}: cannot read the quantized tensor {name}: {error}"
+            ) from error
 
     def _reader(self, stored: str) -> SafetensorsReader:
         return self._readers[self._owner[stored]]
@@ -144,31 +148,31 @@ class DirectoryCheckpoint:
 
 def _quantization(path: Path, config: Mapping[str, Any]) -> tuple[Path, Any]:
     """Return (file, its description of the quantization); the description is None if absent."""
-    given = config.get("quantization_config")
-    given = config.get("compression_config") if given is None else given
-    named = isinstance(given, dict) and "quant_method" in given
-    if isinstance(config.get("quantization"), dict) and not named:  # MLX names no method
-        given = {"quant_method": "mlx"}
-    if given is None:
-        for name, method in OWN_FILES.items():
+    settings = config.get("quantization_config")
+    settings = config.get("compression_config") if settings is None else settings
+    has_method = isinstance(settings, dict) and "quant_method" in settings
+    if isinstance(config.get("quantization"), dict) and not has_method:  # MLX names no method
+        settings = {"quant_method": "mlx"}
+    if settings is None:
+        for name, method in METHOD_FILES.items():
             if (path / name).exists():
                 return path / name, {"quant_method": method, **read_json(path / name)}
-    return path / "config.json", given
+    return path / "config.json", settings
 
 
-def _method(path: Path, given: Any) -> QuantizationMethod | None:
+def _method(path: Path, settings: Any) -> QuantizationMethod | None:
     """Return the quantization method. Raises CheckpointError if it is not supported."""
-    if given is None:
+    if settings is None:
         return None
     unnamed = "an unnamed method"
-    name = given.get("quant_method", unnamed) if isinstance(given, dict) else given
+    name = settings.get("quant_method", unnamed) if isinstance(settings, dict) else settings
     if not isinstance(name, str) or name not in methods():
-        known = ", ".join(sorted(methods()))
+        supported = ", ".join(sorted(methods()))
         raise CheckpointError(
-            f"{path} is quantized by {name!r}, which is not supported: {known} are"
+            f"{path}: quantization method {name!r} is not supported (supported: {supported})"
         )
     try:
-        return methods()[name](given)
+        return methods()[name](settings)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: quantization_config of {name}: {error}") from error
 
@@ -191,6 +195,6 @@ def _shards(path: Path) -> tuple[list[str], dict[str, str]]:
     if "model.safetensors" in single:
         single = ["model.safetensors"]
     if len(single) != 1:
-        found = f"several without {INDEX}: {', '.join(single[:5])}" if single else "none"
-        raise CheckpointError(f"{path}: want one *.safetensors file, found {found}")
+        actual = f"several without {INDEX}: {', '.join(single[:5])}" if single else "none"
+        raise CheckpointError(f"{path}: expected one *.safetensors file, found {actual}")
     return single, {}

@@ -45,6 +45,6 @@ def _read(path: Path) -> Any:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
 
 
-def read_json_if_there(path: Path) -> dict[str, Any]:
+def read_json_if_exists(path: Path) -> dict[str, Any]:
     """Read a JSON object like read_json; return an empty one if the file is missing."""
     return read_json(path) if path.exists() else {}

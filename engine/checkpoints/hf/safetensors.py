@@ -44,17 +44,17 @@ class SafetensorsReader:
         self.path = path
         self.file = MappedFile(path)
         if self.file.size < 8:
-            raise self._fail("too short for a header")
+            raise self._fail("the file is too short for a header")
         length = int.from_bytes(self.file.map[:8], "little")
         if length > min(MAX_HEADER_BYTES, self.file.size - 8):
-            raise self._fail(f"header of {length} bytes; the file has {self.file.size}")
+            raise self._fail(f"the header has {length} bytes and the file has {self.file.size}")
         self._base = 8 + length
         try:
             header = json.loads(self.file.map[8 : self._base], object_pairs_hook=self._unique)
         except (ValueError, RecursionError) as error:
-            raise self._fail(f"header is no JSON ({error})") from error
+            raise self._fail(f"the header is not JSON ({error})") from error
         if not isinstance(header, dict):
-            raise self._fail("header is no JSON object")
+            raise self._fail("the header is not a JSON object")
         header.pop("__metadata__", None)
         # name -> (dtype, shape, first byte in the file)
         self._tensors = self._checked(header)
@@ -75,37 +75,39 @@ class SafetensorsReader:
         """See Checkpoint.release."""
         self.file.release(self._tensors[name][2], self.array(name).nbytes)
 
-    def _fail(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {what}")
+    def _fail(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {problem}")
 
     def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise self._fail("header has a key twice")
-        return found
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
+            raise self._fail("the header has a duplicate key")
+        return entries
 
     def _checked(self, header: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        found: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
         spans: list[tuple[int, int, str]] = []
         for name, entry in header.items():
             kind, shape, first, last = self._entry(name, entry)
             spans.append((first, last, name))
-            found[name] = (kind, shape, self._base + first)
+            tensors[name] = (kind, shape, self._base + first)
         end = 0
         for first, last, name in sorted(spans):
             if first != end:
-                raise self._fail(f"tensor {name} begins at byte {first} of the data, not at {end}")
+                raise self._fail(
+                    f"tensor {name} begins at byte {first} of the data, expected {end}"
+                )
             end = last
         if end != self.file.size - self._base:
-            have = self.file.size - self._base
-            why = ": cut short?" if have < end else ""
-            raise self._fail(f"tensors take {end} bytes, the file has {have}{why}")
-        return found
+            data_bytes = self.file.size - self._base
+            hint = ": is it truncated?" if data_bytes < end else ""
+            raise self._fail(f"tensors take {end} bytes, the file has {data_bytes}{hint}")
+        return tensors
 
     def _entry(self, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
         """Return (dtype, shape, first byte, end) of a tensor; bytes are relative to the data."""
         if not isinstance(entry, dict):
-            raise self._fail(f"entry of tensor {name} is malformed")
+            raise self._fail(f"the entry of tensor {name} is malformed")
         kind: Any = entry.get("dtype")
         shape: Any = entry.get("shape")
         span: Any = entry.get("data_offsets")

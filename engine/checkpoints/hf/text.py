@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pdserve.engine.checkpoints.chat_template import one_template, with_token_names
-from pdserve.engine.checkpoints.hf.json_file import read_bytes, read_json_if_there
+from pdserve.engine.checkpoints.hf.json_file import read_bytes, read_json_if_exists
 from pdserve.engine.checkpoints.source import CheckpointError, TextFiles
 from pdserve.engine.checkpoints.text_card import checked_ids, load_tokenizer, puts_before_prompt
 
@@ -17,22 +17,22 @@ def directory_text_files(path: Path, config: dict[str, Any]) -> TextFiles:
         raise CheckpointError(f"{path} has no tokenizer.json")
     encoded = read_bytes(path / "tokenizer.json")
     tokenizer = load_tokenizer(encoded)
-    own = read_json_if_there(path / "tokenizer_config.json")
-    generation = read_json_if_there(path / "generation_config.json")
+    tokenizer_config = read_json_if_exists(path / "tokenizer_config.json")
+    generation = read_json_if_exists(path / "generation_config.json")
     size = tokenizer.get_vocab_size()
-    ends = [_token_id(tokenizer, own.get("eos_token"))]
+    ends = [_token_id(tokenizer, tokenizer_config.get("eos_token"))]
     for source in (generation, config):
-        given = source.get("eos_token_id")
-        ends += given if isinstance(given, list) else [given]
+        ids = source.get("eos_token_id")
+        ends += ids if isinstance(ids, list) else [ids]
     starts = (
-        _token_id(tokenizer, own.get("bos_token")),
+        _token_id(tokenizer, tokenizer_config.get("bos_token")),
         generation.get("bos_token_id"),
         config.get("bos_token_id"),
     )
     bos = next((start for start in starts if checked_ids([start], size)), None)
     return TextFiles(
         tokenizer_json=encoded,
-        chat_template=_template(path, own),
+        chat_template=_template(path, tokenizer_config),
         generation_config=generation,
         eos_ids=checked_ids(ends, size),
         bos_id=bos,
@@ -43,44 +43,46 @@ def directory_text_files(path: Path, config: dict[str, Any]) -> TextFiles:
 def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
     """Return the id of a token given as text or as {"content": text}."""
     text = token.get("content") if isinstance(token, dict) else token
-    found: int | None = tokenizer.token_to_id(text) if isinstance(text, str) else None
-    return found
+    token_id: int | None = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    return token_id
 
 
-def _template(path: Path, own: dict[str, Any]) -> str:
+def _template(path: Path, tokenizer_config: dict[str, Any]) -> str:
     """Read the first of chat_template.jinja, chat_template.json and tokenizer_config.json."""
     if (path / "chat_template.jinja").exists():
         files = {"default": path / "chat_template.jinja"}
         files |= {f.stem: f for f in sorted((path / "additional_chat_templates").glob("*.jinja"))}
-        named = {name: read_bytes(file).decode("utf-8", "replace") for name, file in files.items()}
-        return with_token_names(one_template(named), _token_names(own))
-    given = read_json_if_there(path / "chat_template.json").get("chat_template")
-    given = given or own.get("chat_template")
-    if isinstance(given, list):  # several by name
-        given = {e["name"]: e.get("template") for e in given if _is_named(e)}
-    if isinstance(given, str):
-        given = {"default": given}
-    named = given if isinstance(given, dict) else {}
-    texts = {name: text for name, text in named.items() if isinstance(text, str)}
-    return with_token_names(one_template(texts), _token_names(own))
+        templates = {
+            name: read_bytes(file).decode("utf-8", "replace") for name, file in files.items()
+        }
+        return with_token_names(one_template(templates), _token_names(tokenizer_config))
+    template = read_json_if_exists(path / "chat_template.json").get("chat_template")
+    template = template or tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = {e["name"]: e.get("template") for e in template if _is_named(e)}
+    if isinstance(template, str):
+        template = {"default": template}
+    templates = template if isinstance(template, dict) else {}
+    texts = {name: text for name, text in templates.items() if isinstance(text, str)}
+    return with_token_names(one_template(texts), _token_names(tokenizer_config))
 
 
 def _is_named(entry: Any) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("name"), str)
 
 
-def _token_names(own: dict[str, Any]) -> dict[str, str | None]:
+def _token_names(tokenizer_config: dict[str, Any]) -> dict[str, str | None]:
     """Return the special tokens of tokenizer_config.json by name. Omit bos and eos, whose ids come
     from the model, unless the file says that the model has none."""
-    named = {name: token for name, token in own.items() if name.endswith("_token")}
+    tokens = {name: token for name, token in tokenizer_config.items() if name.endswith("_token")}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
-        named |= own[key] if isinstance(own.get(key), dict) else {}
-    found: dict[str, str | None] = {}
-    for name, token in named.items():
+        tokens |= tokenizer_config[key] if isinstance(tokenizer_config.get(key), dict) else {}
+    names: dict[str, str | None] = {}
+    for name, token in tokens.items():
         text = token.get("content") if isinstance(token, dict) else token
         if name in ("bos_token", "eos_token"):
             if token is None:
-                found[name] = None
+                names[name] = None
         elif isinstance(text, str):
-            found[name] = text
-    return found
+            names[name] = text
+    return names

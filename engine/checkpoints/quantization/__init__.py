@@ -45,17 +45,17 @@ class QuantizationMethod(ABC):
 
     def find(self, stored: Collection[str]) -> dict[str, dict[str, str]]:
         """Find the weights among the `stored` names: name -> part -> stored name."""
-        found: dict[str, dict[str, str]] = {}
+        weights: dict[str, dict[str, str]] = {}
         for name in stored:
             prefix, _, leaf = name.rpartition(".")
             for form in self.forms:
                 parts = {part: f"{prefix}.{part}" for part in form}
                 if prefix and leaf == form[-1] and all(full in stored for full in parts.values()):
-                    more = {part: f"{prefix}.{part}" for part in self.optional}
-                    parts |= {part: full for part, full in more.items() if full in stored}
-                    if len(parts) > len(found.get(f"{prefix}.weight", ())):
-                        found[f"{prefix}.weight"] = parts
-        return found
+                    optional = {part: f"{prefix}.{part}" for part in self.optional}
+                    parts |= {part: full for part, full in optional.items() if full in stored}
+                    if len(parts) > len(weights.get(f"{prefix}.weight", ())):
+                        weights[f"{prefix}.weight"] = parts
+        return weights
 
 
 _added: dict[str, type[QuantizationMethod]] = {}
@@ -88,15 +88,15 @@ def choice(
     names the allowed values."""
     value = next((config[key] for key in keys if config.get(key) is not None), default)
     if not isinstance(value, int | str) or value not in allowed:
-        want = " or ".join(map(str, allowed))
-        raise ValueError(f"{keys[0]} is {value!r}: want {want}")
+        expected = " or ".join(map(str, allowed))
+        raise ValueError(f"{keys[0]} is {value!r}: expected {expected}")
     return value
 
 
 def size(name: str, value: Any) -> int:
     """Check a number of rows or columns and return it. Raises ValueError."""
     if type(value) is not int or not 1 <= value < 1 << 31:
-        raise ValueError(f"{name} is {value!r}: want a number of values")
+        raise ValueError(f"{name} is {value!r}: expected a positive integer")
     return value
 
 
@@ -110,13 +110,15 @@ def require(parts: Parts, name: str, dtype: type[Any], shape: tuple[int, ...]) -
     """Raise ValueError if a part has another shape, or a type that is not a subtype of `dtype`."""
     part = parts[name]
     if not np.issubdtype(part.dtype, dtype) or part.shape != shape:
-        want = "" if dtype is np.generic else f"{dtype.__name__} "
-        raise ValueError(f"{name} is {part.dtype} {list(part.shape)}, not {want}{list(shape)}")
+        expected_type = "" if dtype is np.generic else f"{dtype.__name__} "
+        raise ValueError(
+            f"{name} is {part.dtype} {list(part.shape)}, expected {expected_type}{list(shape)}"
+        )
 
 
 def packed_words(parts: Parts) -> tuple[int, int]:
     """Return the shape of `qweight` in 32-bit words. Raises ValueError if it is not 2-D int32."""
     packed = parts["qweight"]
     if packed.ndim != 2 or packed.dtype != np.int32 or 0 in packed.shape:
-        raise ValueError(f"qweight is {packed.dtype} {list(packed.shape)}: want int32, 2 dims")
+        raise ValueError(f"qweight is {packed.dtype} {list(packed.shape)}: expected int32, 2 dims")
     return packed.shape[0], packed.shape[1]

@@ -1,4 +1,4 @@
-"""AWQ (arXiv:2306.00978) as AutoAWQ writes it: integers of 4 bits packed along the outputs.
+"""AWQ (arXiv:2306.00978) as AutoAWQ writes it: 4-bit integers packed along the outputs.
 
 `qweight` int32 [inputs, outputs / 8], `qzeros` int32 [groups, outputs / 8], `scales` [groups,
 outputs]. The eight integers of a word, lowest bits first, belong to the outputs in ORDER.
@@ -44,7 +44,7 @@ class Awq(QuantizationMethod):
     def layout(self, parts: Parts) -> Layout:
         inputs, words = packed_words(parts)
         if inputs % 2:
-            raise ValueError(f"qweight has {inputs} inputs: want an even number")
+            raise ValueError(f"qweight has {inputs} inputs: expected an even number")
         groups = 1 if self._group == -1 else -(-inputs // self._group)
         require(parts, "scales", np.generic, (groups, words * 8))
         require(parts, "qzeros", np.int32, (groups, words))

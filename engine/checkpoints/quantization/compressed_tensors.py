@@ -1,4 +1,4 @@
-"""compressed-tensors (the files of llm-compressor): integers and floats of 4 and 8 bits.
+"""compressed-tensors (written by llm-compressor): integers and floats of 4 and 8 bits.
 
 The parts of a weight determine its storage; only the block size comes from the config:
 `weight_packed` int32 [outputs, inputs / n] with `weight_shape`; int8 or 8-bit float `weight`;
@@ -68,15 +68,15 @@ class CompressedTensors(QuantizationMethod):
     def __init__(self, config: Mapping[str, Any]) -> None:
         choice(config, ("format",), COMPRESSED, "dense")
         for key in UNSUPPORTED:
-            given = config.get(key) or {}
-            if given and given.get("format") != "dense":
-                raise ValueError(f"it has a {key}")
+            setting = config.get(key) or {}
+            if setting and setting.get("format") != "dense":
+                raise ValueError(f"unsupported setting {key}")
         schemes = [s.get("weights") or {} for s in (config.get("config_groups") or {}).values()]
         self.quantizes = bool(schemes)
-        given = [s["block_structure"] for s in schemes if s.get("block_structure")]
-        if any(one != given[0] for one in given):
-            raise ValueError(f"it has several sizes of blocks: {given}")
-        self._block = block_of("block_structure", given[0] if given else None)
+        blocks = [s["block_structure"] for s in schemes if s.get("block_structure")]
+        if any(block != blocks[0] for block in blocks):
+            raise ValueError(f"different block sizes are not supported: {blocks}")
+        self._block = block_of("block_structure", blocks[0] if blocks else None)
 
     def layout(self, parts: Parts) -> Layout:
         if "weight" in parts:
@@ -84,22 +84,22 @@ class CompressedTensors(QuantizationMethod):
             if weight.dtype != np.int8:
                 return float8_layout(weight)
             if weight.ndim != 2 or 0 in weight.shape:
-                raise ValueError(f"weight is {list(weight.shape)}: want 2 dims")
+                raise ValueError(f"weight is {list(weight.shape)}: expected 2 dims")
             return Layout(INT8.name, weight.shape)
         packed = parts["weight_packed"]
         if packed.ndim != 2 or 0 in packed.shape or packed.dtype not in (np.uint8, np.int32):
-            have = f"{packed.dtype} {list(packed.shape)}"
-            raise ValueError(f"weight_packed is {have}: want int32 or uint8, 2 dims")
+            actual = f"{packed.dtype} {list(packed.shape)}"
+            raise ValueError(f"weight_packed is {actual}: expected int32 or uint8, 2 dims")
         if packed.dtype == np.uint8:
             kind = FP4.name if "weight_global_scale" in parts else "MXFP4"
             return Layout(kind, (packed.shape[0], packed.shape[1] * 2))
-        outputs, inputs = _given_shape(parts)
+        outputs, inputs = _stated_shape(parts)
         for format in (INT4, INT8):
             if packed.shape == (outputs, -(-inputs * format.bits // 32)) and inputs % 2 == 0:
                 return Layout(format.name, (outputs, inputs))
         raise ValueError(
             f"weight_packed is {list(packed.shape)} for a weight of {[outputs, inputs]}: "
-            "want integers of 4 or 8 bits"
+            "expected integers of 4 or 8 bits"
         )
 
     def read(self, parts: Parts) -> RawTensor:
@@ -129,11 +129,11 @@ class CompressedTensors(QuantizationMethod):
         return grouped(format, codes, scale, zeros, columns)
 
 
-def _given_shape(parts: Parts) -> tuple[int, int]:
-    given = parts["weight_shape"]
-    if given.size != 2 or not np.issubdtype(given.dtype, np.integer):
+def _stated_shape(parts: Parts) -> tuple[int, int]:
+    shape = parts["weight_shape"]
+    if shape.size != 2 or not np.issubdtype(shape.dtype, np.integer):
         raise ValueError("weight_shape must hold two sizes")
-    outputs, inputs = (size("weight_shape", int(value)) for value in given.reshape(2))
+    outputs, inputs = (size("weight_shape", int(value)) for value in shape.reshape(2))
     return outputs, inputs
 
 
@@ -141,13 +141,15 @@ def _float4(parts: Parts) -> RawTensor:
     """Read 4-bit floats; scales are 8-bit floats over one divisor (NVFP4), or exponents (MXFP4)."""
     codes, scale = parts["weight_packed"], parts["weight_scale"]
     if scale.dtype != np.uint8 or scale.ndim != 2:
-        raise ValueError(f"weight_scale is {scale.dtype} {list(scale.shape)}: want bytes, 2 dims")
+        raise ValueError(
+            f"weight_scale is {scale.dtype} {list(scale.shape)}: expected uint8, 2 dims"
+        )
     if "weight_global_scale" not in parts:
         return mxfp4(codes, scale)
-    whole = parts["weight_global_scale"].reshape(-1)
-    if whole.dtype != np.float32 or whole.size != 1 or not 0 < whole[0] < np.inf:
+    divisor = parts["weight_global_scale"].reshape(-1)
+    if divisor.dtype != np.float32 or divisor.size != 1 or not 0 < divisor[0] < np.inf:
         raise ValueError("weight_global_scale must be one float32 above 0")
-    return float4(codes, scale, whole[0])
+    return float4(codes, scale, divisor[0])
 
 
 def _zeros(parts: Parts, shape: tuple[int, ...], bits: int) -> Bytes | None:
@@ -158,8 +160,8 @@ def _zeros(parts: Parts, shape: tuple[int, ...], bits: int) -> Bytes | None:
         return None
     outputs, groups = shape
     if stored.dtype == np.int8 and stored.size in (1, outputs * groups):
-        above = (stored.astype(np.int16) + (1 << bits >> 1)).astype(np.uint8)
-        return np.broadcast_to(above.reshape(-1, groups), shape)
+        levels = (stored.astype(np.int16) + (1 << bits >> 1)).astype(np.uint8)
+        return np.broadcast_to(levels.reshape(-1, groups), shape)
     require(parts, "weight_zero_point", np.int32, (-(-outputs * bits // 32), groups))
     packed = _bytes(stored.T)
     return (nibbles(packed) if bits == 4 else packed)[:, :outputs].T

@@ -1,4 +1,4 @@
-"""Floats of 8 bits (e4m3) with a scale for the weight, for each output, or for each block of it.
+"""8-bit floats (e4m3) with one scale per weight, per output, or per block.
 
 The fine-grained FP8 of DeepSeek and transformers stores `weight_scale_inv`, others `weight_scale`;
 a stored value is multiplied by either.
@@ -36,22 +36,22 @@ class Fp8(QuantizationMethod):
         return float8(parts["weight"], scale, self._block)
 
 
-def block_of(name: str, given: Any) -> tuple[int, int]:
+def block_of(name: str, value: Any) -> tuple[int, int]:
     """Return (outputs, inputs) of a block; the default is 128 x 128. Raises ValueError."""
-    if given is None:
+    if value is None:
         return 128, 128
-    if not isinstance(given, list | tuple) or len(given) != 2:
-        raise ValueError(f"{name} is {given!r}: want two sizes")
-    return size(name, given[0]), size(name, given[1])
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"{name} is {value!r}: expected two sizes")
+    return size(name, value[0]), size(name, value[1])
 
 
 def float8_layout(weight: NDArray[Any]) -> Layout:
     """Return the layout of a stored weight. Raises ValueError if it has no 8-bit floats."""
     if weight.dtype in (np.float32, np.float16, np.uint16):
-        raise ValueError("it has a scale, but is not compressed")
+        raise ValueError("the weight has a scale but is not quantized")
     if weight.ndim != 2 or weight.dtype != np.uint8 or 0 in weight.shape:
         raise ValueError(
-            f"weight is {weight.dtype} {list(weight.shape)}: want 8-bit floats, 2 dims"
+            f"weight is {weight.dtype} {list(weight.shape)}: expected 8-bit floats, 2 dims"
         )
     return Layout(FP8.name, (weight.shape[0], weight.shape[1]))
 
@@ -68,7 +68,7 @@ def float8(weight: NDArray[np.uint8], scale: NDArray[Any], block: tuple[int, int
     elif scale.shape == blocks:
         scales = even_groups(scale, block[1], inputs)[np.arange(outputs) // block[0]]
     else:
-        raise ValueError(f"its scale is {list(scale.shape)} for a weight of {[outputs, inputs]}")
+        raise ValueError(f"scale is {list(scale.shape)} for a weight of {[outputs, inputs]}")
     return grouped(FP8, weight, scales)
 
 

@@ -1,4 +1,4 @@
-"""GPTQ (arXiv:2210.17323): integers packed along the inputs of a weight, 32 bits at a time.
+"""GPTQ (arXiv:2210.17323): integers packed along the inputs of a weight in 32-bit words.
 
 `qweight` int32 [inputs / n, outputs], `qzeros` int32 [groups, outputs / n], `scales` [groups,
 outputs], `g_idx` int32 [inputs] the group of each input; n integers in 32 bits, the first lowest.
@@ -44,12 +44,14 @@ class Gptq(QuantizationMethod):
         self._format = {4: INT4, 8: INT8}[choice(config, ("bits",), (4, 8))]
         self._group = group_size(config, ("group_size",), -1)
         kind = choice(config, ("checkpoint_format", "format"), KINDS, "gptq")
-        self._below = 1 if kind == "gptq" else 0  # added to stored zeros to get the real ones
+        self._zero_offset = 1 if kind == "gptq" else 0  # added to stored zeros to get the real ones
         for pattern, rule in (config.get("dynamic") or {}).items():
             if pattern.startswith("-:"):  # unquantized modules are stored as plain numbers
                 continue
             if any(rule.get(key, config.get(key)) != config.get(key) for key in RULES):
-                raise ValueError(f"it has other settings for some modules (dynamic: {pattern})")
+                raise ValueError(
+                    f"different settings per module are not supported (dynamic: {pattern})"
+                )
 
     def layout(self, parts: Parts) -> Layout:
         words, outputs = packed_words(parts)
@@ -66,7 +68,7 @@ class Gptq(QuantizationMethod):
         _, (_, inputs) = self.layout(parts)
         group = inputs if self._group == -1 else self._group
         codes = np.ascontiguousarray(parts["qweight"].T).view(np.uint8)
-        zeros = self._integers(parts["qzeros"]) + np.uint8(self._below)
+        zeros = self._integers(parts["qzeros"]) + np.uint8(self._zero_offset)
         zeros &= np.uint8((1 << self._format.bits) - 1)
         columns = None
         if "g_idx" in parts:

@@ -1,4 +1,4 @@
-"""Experts of gpt-oss: 4-bit floats with an exponent for 32 of them (OCP MX).
+"""Experts of gpt-oss: 4-bit floats with one exponent per 32 values (OCP MX).
 
 `x_blocks` uint8 [experts, outputs, groups, 16] (or the last two dims as one) holds two values a
 byte, the first in the low nibble; `x_scales` uint8 [experts, outputs, groups] holds the exponents.
@@ -28,7 +28,9 @@ class Mxfp4Experts(QuantizationMethod):
     def layout(self, parts: Parts) -> Layout:
         blocks, scales = parts["blocks"], parts["scales"]
         if scales.ndim != 3 or scales.dtype != np.uint8 or 0 in scales.shape:
-            raise ValueError(f"scales are {scales.dtype} {list(scales.shape)}: want uint8, 3 dims")
+            raise ValueError(
+                f"scales are {scales.dtype} {list(scales.shape)}: expected uint8, 3 dims"
+            )
         experts, outputs, groups = scales.shape
         shape = (groups, 16) if blocks.ndim == 4 else (groups * 16,)
         require(parts, "blocks", np.uint8, (experts, outputs, *shape))
@@ -39,13 +41,13 @@ class Mxfp4Experts(QuantizationMethod):
         return mxfp4(parts["blocks"].reshape(experts, outputs, -1), parts["scales"])
 
     def find(self, stored: Collection[str]) -> dict[str, dict[str, str]]:
-        found: dict[str, dict[str, str]] = {}
+        weights: dict[str, dict[str, str]] = {}
         for name in stored:
             stem = name.removesuffix("_blocks")
             parts = {part: f"{stem}_{part}" for part in STORED}
             if stem != name and parts["scales"] in stored:
-                found[f"{stem}.weight"] = parts
-        return found
+                weights[f"{stem}.weight"] = parts
+        return weights
 
 
 METHOD = Mxfp4Experts

@@ -23,7 +23,7 @@ from pdserve.engine.constraints.grammars.thread_pool import FairThreadPool
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 4  # they mostly wait for the sandbox
-MAX_KEPT = 64  # compiled grammars
+MAX_CACHED = 64  # compiled grammars
 MAX_QUEUED = 64
 MAX_QUEUED_OF_TENANT = 32
 
@@ -53,7 +53,7 @@ class GrammarBackend:
         self._threads = FairThreadPool[Compilation](NUM_THREADS, "grammars")
         self._load_lock = threading.Lock()
         self._tokenizer: Any = None
-        self._kept: OrderedDict[str, Compilation] = OrderedDict()  # by source
+        self._compilations: OrderedDict[str, Compilation] = OrderedDict()  # by source
         self._num_users: WeakKeyDictionary[Compilation, int] = WeakKeyDictionary()  # requests
 
     def load(self) -> None:
@@ -70,7 +70,7 @@ class GrammarBackend:
 
     def has_room(self, source: str, tenant: bytes) -> bool:
         """Whether `compile` may be called: the grammar is kept, or the queue has room."""
-        return self._found(source) is not None or (
+        return self._cached(source) is not None or (
             self._threads.num_waiting < MAX_QUEUED
             and self._threads.num_of_tenant(tenant) < MAX_QUEUED_OF_TENANT
         )
@@ -79,15 +79,15 @@ class GrammarBackend:
         """Return a future of the compiled grammar or of a GrammarError; errors that are the
         grammar's fault are kept too. The caller must call `release` later; one thread makes all
         these calls."""
-        compilation = self._found(source)
+        compilation = self._cached(source)
         if compilation is None:
-            compilation = self._kept[source] = Compilation(lambda: self._compile(source))
+            compilation = self._compilations[source] = Compilation(lambda: self._compile(source))
             self._threads.add(compilation, tenant)
             self._threads.start(1)
-            done = [key for key, kept in self._kept.items() if kept.done()]
-            for key in done[: max(0, len(self._kept) - MAX_KEPT)]:
-                del self._kept[key]
-        self._kept.move_to_end(source)
+            done = [key for key, cached in self._compilations.items() if cached.done()]
+            for key in done[: max(0, len(self._compilations) - MAX_CACHED)]:
+                del self._compilations[key]
+        self._compilations.move_to_end(source)
         self._num_users[compilation] = self._num_users.get(compilation, 0) + 1
         return compilation
 
@@ -102,9 +102,9 @@ class GrammarBackend:
             compilation.cancel()
         self._sandbox.close()
 
-    def _found(self, source: str) -> Compilation | None:
-        kept = self._kept.get(source)
-        return None if kept is None or _may_be_retried(kept) else kept
+    def _cached(self, source: str) -> Compilation | None:
+        compilation = self._compilations.get(source)
+        return None if compilation is None or _may_be_retried(compilation) else compilation
 
     def _compile(self, source: str) -> CompiledGrammar:
         """Compile a grammar. Raises only GrammarError."""
@@ -114,11 +114,11 @@ class GrammarBackend:
             return CompiledGrammar(self._tokenizer, source)
         except GrammarError as error:
             if error.is_internal:
-                log.warning("a grammar was not compiled: %s", error)
+                log.warning("failed to compile a grammar: %s", error)
             raise
         except BaseException as error:  # a panic is not an Exception
-            log.exception("a grammar was not compiled")
-            text = f"the grammar was not compiled: {type(error).__name__}"
+            log.exception("failed to compile a grammar")
+            text = f"failed to compile the grammar: {type(error).__name__}"
             raise GrammarError(text, is_internal=True) from error
 
 

@@ -27,14 +27,14 @@ class MaskThreads:
     """Threads for mask tasks; `add` collects and `start` starts them, once per step.
 
     Tasks that a step waits for come first, the others by tenants in turn. Tasks stuck behind a slow
-    one at the next `start` get other threads. Only one thread may call the methods, except `tell`.
+    one at the next `start` get other threads. Only one thread may call methods other than `notify`.
     """
 
     def __init__(self) -> None:
         self._quick = FairThreadPool[MaskTask](NUM_THREADS, "masks")
         self._slow = FairThreadPool[MaskTask](NUM_SLOW_THREADS, "slow-masks")
         self._num_new = 0  # awaited tasks added since the last start
-        self._told = threading.Condition()
+        self._mask_ready = threading.Condition()
         self._is_waiting = False
 
     def add(self, task: MaskTask, tenant: bytes, *, awaited: bool) -> None:
@@ -49,25 +49,25 @@ class MaskThreads:
 
     def start(self) -> None:
         # A task not begun since the previous start is behind a slow one: start a thread for each.
-        left = max(0, self._quick.num_urgent - self._num_new)
-        new = -(-self._num_new // TASKS_PER_THREAD)
+        delayed = max(0, self._quick.num_urgent - self._num_new)
+        new_threads = -(-self._num_new // TASKS_PER_THREAD)
         self._num_new = 0
-        self._quick.start(left + new + self._quick.num_waiting)
+        self._quick.start(delayed + new_threads + self._quick.num_waiting)
         self._slow.start(self._slow.num_waiting)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Signal, on a mask thread, that a mask is ready. Costs nothing while no step waits, which
         is nearly always the case."""
         if self._is_waiting:
-            with self._told:
-                self._told.notify_all()
+            with self._mask_ready:
+                self._mask_ready.notify_all()
 
-    def wait(self, is_there: Callable[[], bool], until_s: float) -> bool:
+    def wait(self, is_ready: Callable[[], bool], until_s: float) -> bool:
         """Wait for a mask until a perf_counter time; return whether it is ready."""
-        with self._told:
-            self._is_waiting = True  # before the first look, so that `tell` cannot be missed
+        with self._mask_ready:
+            self._is_waiting = True  # before the first look, so that `notify` cannot be missed
             try:
-                return self._told.wait_for(is_there, max(0.0, until_s - time.perf_counter()))
+                return self._mask_ready.wait_for(is_ready, max(0.0, until_s - time.perf_counter()))
             finally:
                 self._is_waiting = False
 

@@ -52,11 +52,11 @@ class StepBudget:
     def spend(self, wall_s: float) -> float:
         """Count a token; return its CPU time, or an upper bound. For a quick token the wall time
         suffices: reading the CPU time takes ten times as long."""
-        took = wall_s
+        token_s = wall_s
         if wall_s > SLOW_TOKEN_S:
-            took = min(wall_s, max(0.0, time.thread_time() - self._began))
-        self._used_s += took
-        return took
+            token_s = min(wall_s, max(0.0, time.thread_time() - self._began))
+        self._used_s += token_s
+        return token_s
 
     def renew(self) -> None:
         """Start the budget of another step."""
@@ -177,7 +177,7 @@ class GrammarMatcher:
         """Accept pending ids and compute the next mask; runs on a mask thread."""
         self._compute()
         self._is_done = True
-        self._threads.tell()
+        self._threads.notify()
         # Another task may have begun by now, so only `task` is read.
         if task.is_late:
             self._on_late()
@@ -193,9 +193,9 @@ class GrammarMatcher:
             if self._bitmask is not None and not self.is_terminated:
                 started = time.thread_time()
                 fill_bitmask(self._matcher, self._address, self._bitmask.nbytes)
-                took = time.thread_time() - started
-                self._is_slow = took > SLOW_MASK_S
-                if took > MAX_MASK_S:
+                mask_s = time.thread_time() - started
+                self._is_slow = mask_s > SLOW_MASK_S
+                if mask_s > MAX_MASK_S:
                     raise GrammarError(TOO_LONG)
         except BaseException as error:  # a panic is not an Exception
             self._fail(error)
@@ -230,14 +230,14 @@ class GrammarMatcher:
         clock = time.thread_time if budget is None else time.perf_counter
         started = clock()
         matches = self._matcher.consume_token(token)
-        took = clock() - started
+        token_s = clock() - started
         if budget is not None:
-            took = budget.spend(took)
+            token_s = budget.spend(token_s)
         raise_error(self._matcher)
         if not matches:
             raise GrammarError(NO_MATCH)
-        self._num_slow_tokens = self._num_slow_tokens + 1 if took > SLOW_TOKEN_S else 0
-        if took > MAX_TOKEN_S or self._num_slow_tokens > MAX_SLOW_TOKENS:
+        self._num_slow_tokens = self._num_slow_tokens + 1 if token_s > SLOW_TOKEN_S else 0
+        if token_s > MAX_TOKEN_S or self._num_slow_tokens > MAX_SLOW_TOKENS:
             raise GrammarError(TOO_LONG)
 
 

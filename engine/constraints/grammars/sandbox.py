@@ -53,7 +53,9 @@ class CompileSandbox:
             if error:
                 raise GrammarError(error, is_internal)
             return
-        raise GrammarError("the process that checks grammars has ended", is_internal=True)
+        raise GrammarError(
+            "the process that checks grammars has ended unexpectedly", is_internal=True
+        )
 
     def close(self) -> None:
         self._closed = True
@@ -66,7 +68,7 @@ class CompileSandbox:
     def _send(self, source: bytes) -> "tuple[_SandboxProcess, Future[tuple[str, bool]]]":
         with self._lock:
             if self._closed:
-                raise GrammarError("no grammars are checked any more", is_internal=True)
+                raise GrammarError("the grammar sandbox is closed", is_internal=True)
             if self._process is None or self._process.ended:
                 self._stop()
                 self._process = _SandboxProcess(self._preamble)
@@ -85,8 +87,8 @@ class _SandboxProcess:
     def __init__(self, preamble: bytes) -> None:
         self.ended = False
         self._answers: dict[int, Future[tuple[str, bool]]] = {}
-        self._num_asked = 0
-        self._killing = threading.Lock()
+        self._num_sent = 0
+        self._kill_lock = threading.Lock()
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "pdserve.engine.constraints.grammars.sandbox_process"],
@@ -116,9 +118,9 @@ class _SandboxProcess:
     def send(self, source: bytes) -> "Future[tuple[str, bool]]":
         """Return a future of (error, whether it is internal) for a grammar; it is cancelled if the
         process ends before. Only one thread at a time may call this."""
-        self._num_asked += 1
-        answer = self._answers[self._num_asked] = Future()
-        self._outbox.put(struct.pack("<I", self._num_asked) + _framed(source))
+        self._num_sent += 1
+        answer = self._answers[self._num_sent] = Future()
+        self._outbox.put(struct.pack("<I", self._num_sent) + _framed(source))
         if self.ended:
             answer.cancel()
         return answer
@@ -126,14 +128,14 @@ class _SandboxProcess:
     def kill(self) -> None:
         """End the process and its forks, and so any wait for them; any thread may call this."""
         self.ended = True
-        with self._killing:
+        with self._kill_lock:
             if self._process.returncode is None:  # not reaped yet, so the id is valid
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         self.kill()
-        with self._killing:
+        with self._kill_lock:
             self._process.wait()
         self._outbox.put(None)
         for thread in self._threads:
@@ -144,9 +146,9 @@ class _SandboxProcess:
         try:
             with contextlib.suppress(OSError), pipe:
                 while (data := self._outbox.get()) is not None:
-                    left = memoryview(data)
-                    while left:
-                        left = left[pipe.write(left) :]
+                    unwritten = memoryview(data)
+                    while unwritten:
+                        unwritten = unwritten[pipe.write(unwritten) :]
         finally:
             self.ended = True
 
@@ -155,11 +157,11 @@ class _SandboxProcess:
             with lines:
                 for line in lines:
                     answer: dict[str, Any] = json.loads(line)
-                    found = self._answers.pop(answer["id"], None)
-                    if found is not None and found.set_running_or_notify_cancel():
-                        found.set_result((answer["error"], answer["is_internal"]))
+                    future = self._answers.pop(answer["id"], None)
+                    if future is not None and future.set_running_or_notify_cancel():
+                        future.set_result((answer["error"], answer["is_internal"]))
         except Exception:
-            log.exception("the answer of the sandbox cannot be read")
+            log.exception("cannot read the answer of the grammar sandbox")
         finally:
             self.ended = True
             for unanswered in list(self._answers.values()):

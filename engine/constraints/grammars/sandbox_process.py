@@ -89,8 +89,8 @@ def _compile(number: int, source: str, tokenizer: object) -> None:
             started = time.thread_time()
             grammar.matcher()
             error = COMPLEX if time.thread_time() - started > COPY_S else ""
-        except GrammarError as found:
-            error = str(found)
+        except GrammarError as failure:
+            error = str(failure)
         _answer(number, error)
         os._exit(0)
 

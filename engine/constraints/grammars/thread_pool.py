@@ -84,19 +84,22 @@ class FairThreadPool(Generic[T]):
     def close(self) -> list[T]:
         """End the threads after their current tasks; return the tasks that will not run."""
         with self._lock:
-            left = [*self._urgent, *(task for queue in self._queues.values() for task in queue)]
+            unfinished = [
+                *self._urgent,
+                *(task for queue in self._queues.values() for task in queue),
+            ]
             self._urgent.clear()
             self._queues.clear()
             self._num_waiting = 0
         self._executor.shutdown(wait=False, cancel_futures=True)
-        return left
+        return unfinished
 
     def _work(self) -> None:
         while (task := self._next()) is not None:
             try:
                 task.run()
             except BaseException:  # a panic is not an Exception
-                log.exception("a task has failed")
+                log.exception("a task failed")
 
     def _next(self) -> T | None:
         with self._lock:

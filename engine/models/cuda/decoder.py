@@ -52,22 +52,26 @@ class CudaDecoder:
         self._make_current()
         self._graphs: DecodeGraphs | None = None
         self._graphs_kv: LayerKv | None = None
-        held = DeviceWeights(_tied(weights) if config.tied_head else weights, dtype, device)
+        device_weights = DeviceWeights(
+            _tied(weights) if config.tied_head else weights, dtype, device
+        )
         ropes = {layer.rope for layer in config.layers if layer.rope}
         setup = LaunchSetup(
-            held, {rope: _rotation(rope, config.context_len, device) for rope in ropes}
+            device_weights, {rope: _rotation(rope, config.context_len, device) for rope in ropes}
         )
         self._launches = [launch_of(part, setup) for part in fused_parts(config)]
-        storing = [
+        kv_launches = [
             n
-            for n, one in enumerate(self._launches)
-            if isinstance(one, LaunchedHeads) and one.stores
+            for n, launch in enumerate(self._launches)
+            if isinstance(launch, LaunchedHeads) and launch.stores
         ]
-        self._storing = storing[-1] + 1  # this many launches produce all keys and values
+        self._num_kv_launches = (
+            kv_launches[-1] + 1
+        )  # this many launches produce all keys and values
         self._norm = LaunchedNorm(final_norm(config), setup)
-        self._head = held.product(head(config).weights, head(config).biases)
+        self._head = device_weights.product(head(config).weights, head(config).biases)
         plain = self._head.matrices[0].plain if config.tied_head else None
-        self._embedding = held.plain(EMBEDDING) if plain is None else plain
+        self._embedding = device_weights.plain(EMBEDDING) if plain is None else plain
         # Rounded like the other weights, as in the training of the models.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
 
@@ -100,7 +104,7 @@ class CudaDecoder:
             residual = residual * self._embed_scale
         pools = [kv.layer(n) for n in range(self.config.num_layers)]
         run = Run(residual, inputs, pools)
-        for launch in self._launches[: self._storing] if kv_only else self._launches:
+        for launch in self._launches[: self._num_kv_launches] if kv_only else self._launches:
             launch(run)
         if kv_only:
             return residual.new_empty((0, self.config.hidden_size))
@@ -119,8 +123,8 @@ class CudaDecoder:
     def states(self, hidden: Tensor) -> NDArray[np.float32]:
         """Return the states like Decoder.states."""
         self._make_current()
-        found: NDArray[np.float32] = hidden.float().cpu().numpy()
-        return found
+        states: NDArray[np.float32] = hidden.float().cpu().numpy()
+        return states
 
     def synchronize(self) -> None:
         """Wait for the stream like DeviceModel.synchronize."""

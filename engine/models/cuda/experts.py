@@ -46,8 +46,8 @@ class RoutedExperts:
         """Return the weighted sum of the chosen experts' results, plus the shared expert's."""
         tiles = tile_tokens(self._stacks, chosen.numel(), self._count)
         groups = group(chosen, self._count, tiles)
-        between = gated(self._gate_up(x, groups, by_pair=False), self._activation)
-        return combine(self._down(between, groups, by_pair=True), weights, groups, shared, gate)
+        hidden = gated(self._gate_up(x, groups, by_pair=False), self._activation)
+        return combine(self._down(hidden, groups, by_pair=True), weights, groups, shared, gate)
 
 
 class LaunchedExperts:

@@ -84,29 +84,29 @@ def fused_parts(config: ModelConfig) -> list[Part]:
     parts = list(_fused(list(layers)))
     return [
         SplitLinear(part)
-        if isinstance(part, Linear) and isinstance(after, Gate | AddNorm)
+        if isinstance(part, Linear) and isinstance(next_part, Gate | AddNorm)
         else part
-        for part, after in zip_longest(parts, parts[1:])
+        for part, next_part in zip_longest(parts, parts[1:])
     ]
 
 
 def _fused(parts: Sequence[tuple[int, Part]]) -> Iterator[Part]:
-    at = 0
-    while at < len(parts):
-        _, part = parts[at]
-        taken = 1
+    index = 0
+    while index < len(parts):
+        _, part = parts[index]
+        consumed = 1
         match part:
             case HeadNorm() if _is_of_rows(part):
                 yield from _row_norms(part)
             case HeadNorm() | Rope() | Attention():
-                found, taken = _heads(parts[at : at + 3])
-                yield from found
+                fused, consumed = _heads(parts[index : index + 3])
+                yield from fused
             case Scale() | Add():
-                found, taken = _sum(parts[at : at + 3])
-                yield from found
+                fused, consumed = _sum(parts[index : index + 3])
+                yield from fused
             case _:
                 yield part
-        at += taken
+        index += consumed
 
 
 def _is_of_rows(norm: HeadNorm) -> bool:
@@ -127,23 +127,23 @@ def _heads(parts: Iterable[tuple[int, Part]]) -> tuple[list[Part], int]:
     consumed."""
     rest = list(parts)
     norm = rope = None
-    taken = 0
-    layer, part = rest[taken]
+    consumed = 0
+    layer, part = rest[consumed]
     if isinstance(part, HeadNorm):
-        norm, taken = part, taken + 1
-        layer, part = rest[taken]
+        norm, consumed = part, consumed + 1
+        layer, part = rest[consumed]
     if isinstance(part, Rope):
-        rope, taken = part, taken + 1
-        layer, part = rest[taken] if taken < len(rest) else (layer, part)
+        rope, consumed = part, consumed + 1
+        layer, part = rest[consumed] if consumed < len(rest) else (layer, part)
     heads = norm.heads if norm else rope.heads if rope else None
     if isinstance(part, Attention) and (heads is None or _agrees(part, heads, rope)):
-        found = PrepareHeads(
+        prepare = PrepareHeads(
             part.heads, 0, norm, rope.config if rope else None, layer, not part.latent
         )
-        return [found, Attend(part, layer)], taken + 1
+        return [prepare, Attend(part, layer)], consumed + 1
     assert heads is not None
     begin = rope.begin if rope else 0
-    return [PrepareHeads(heads, begin, norm, rope.config if rope else None)], taken
+    return [PrepareHeads(heads, begin, norm, rope.config if rope else None)], consumed
 
 
 def _agrees(attention: Attention, heads: Heads, rope: Rope | None) -> bool:
@@ -153,13 +153,13 @@ def _agrees(attention: Attention, heads: Heads, rope: Rope | None) -> bool:
 def _sum(parts: Sequence[tuple[int, Part]]) -> tuple[list[Part], int]:
     """Fuse parts that begin with a scale or a sum; return also how many parts are consumed."""
     rest = [part for _, part in parts]
-    factor, taken = 1.0, 0
+    factor, consumed = 1.0, 0
     if isinstance(rest[0], Scale):
         if len(rest) < 2 or not isinstance(rest[1], Add):
             return [rest[0]], 1
-        factor, taken = rest[0].factor, 1
-    add = rest[taken]
+        factor, consumed = rest[0].factor, 1
+    add = rest[consumed]
     assert isinstance(add, Add)
-    behind = rest[taken + 1] if taken + 1 < len(rest) else None
-    norm = behind if isinstance(behind, Norm | LayerNorm) else None
-    return [AddNorm(add.held, factor, norm)], taken + (2 if norm else 1)
+    next_part = rest[consumed + 1] if consumed + 1 < len(rest) else None
+    norm = next_part if isinstance(next_part, Norm | LayerNorm) else None
+    return [AddNorm(add.held, factor, norm)], consumed + (2 if norm else 1)

@@ -85,7 +85,7 @@ class DecodeGraphs:
         for rows in reversed(self._rows):  # the largest first: the others fit into its memory
             for keys in reversed(self._keys):
                 shape = GraphShape(rows, keys)
-                inputs = buffer.put(_nothing(shape, num_groups, block_size), keys)
+                inputs = buffer.put(_empty_batch(shape, num_groups, block_size), keys)
                 self._replays[shape] = recorder.record(partial(launch, inputs))
 
     def shape_of(self, batch: Batch[Ints]) -> GraphShape | None:
@@ -104,13 +104,13 @@ class DecodeGraphs:
         return self._replays[shape]()[: batch.num_decode_rows]
 
 
-def row_counts(most: int) -> list[int]:
-    """Return powers of two, from 16 on with one count between, up to one that holds `most`."""
+def row_counts(max_rows: int) -> list[int]:
+    """Return powers of two, from 16 on with one count between, up to one that holds `max_rows`."""
     counts = [1, 2, 4, 8, 16]
-    while counts[-1] < most:
+    while counts[-1] < max_rows:
         power = 1 << counts[-1].bit_length() - 1
         counts.append(counts[-1] + power // 2)
-    return [count for n, count in enumerate(counts) if n == 0 or counts[n - 1] < most]
+    return [count for n, count in enumerate(counts) if n == 0 or counts[n - 1] < max_rows]
 
 
 def key_counts(context_len: int) -> list[int]:
@@ -127,21 +127,21 @@ def padded(batch: Batch[Ints], shape: GraphShape, block_size: int) -> Batch[Ints
     missing = shape.rows - batch.num_decode_rows
     width = -(-shape.keys // block_size)
 
-    def filled(array: Ints, value: int = 0) -> Ints:
+    def padded_array(array: Ints, value: int = 0) -> Ints:
         return np.pad(array, (0, missing), constant_values=value)
 
     groups = []
     for group in batch.groups:
         table = np.zeros((shape.rows, width), group.block_table.dtype)
         table[: batch.num_decode_rows, : group.block_table.shape[1]] = group.block_table
-        groups.append(GroupTable(table, filled(group.slots, -1)))
+        groups.append(GroupTable(table, padded_array(group.slots, -1)))
     unread = batch.unread
     if unread is not None:
-        unread = UnreadTokens(unread.tokens, filled(unread.picks))
+        unread = UnreadTokens(unread.tokens, padded_array(unread.picks))
     return replace(
         batch,
-        token_ids=filled(batch.token_ids),
-        positions=filled(batch.positions),
+        token_ids=padded_array(batch.token_ids),
+        positions=padded_array(batch.positions),
         starts=tuple(range(shape.rows + 1)),
         kv_lens=(*batch.kv_lens, *(0,) * missing),
         num_decode_rows=shape.rows,
@@ -151,9 +151,9 @@ def padded(batch: Batch[Ints], shape: GraphShape, block_size: int) -> Batch[Ints
     )
 
 
-def _nothing(shape: GraphShape, num_groups: int, block_size: int) -> Batch[Ints]:
+def _empty_batch(shape: GraphShape, num_groups: int, block_size: int) -> Batch[Ints]:
     """Return a step without rows, padded."""
-    none = np.zeros(0, np.int64)
-    group = GroupTable(np.zeros((0, 0), np.int64), none)
-    batch = Batch(none, none, (0,), (), 0, (group,) * num_groups, none)
+    empty = np.zeros(0, np.int64)
+    group = GroupTable(np.zeros((0, 0), np.int64), empty)
+    batch = Batch(empty, empty, (0,), (), 0, (group,) * num_groups, empty)
     return padded(batch, shape, block_size)

@@ -65,9 +65,9 @@ def upload(batch: Batch[Ints], device: torch.device) -> StepInputs:
     """Return the batch in newly allocated memory."""
     arrays = _arrays(batch)
     staged, offsets = _staged(arrays, device)
-    moved = staged.to(device, non_blocking=True)
+    on_device = staged.to(device, non_blocking=True)
     decode_lens = batch.kv_lens[: batch.num_decode_rows]
-    return _inputs(batch, _views(moved, arrays, offsets), max(decode_lens, default=0))
+    return _inputs(batch, _views(on_device, arrays, offsets), max(decode_lens, default=0))
 
 
 def _arrays(batch: Batch[Ints]) -> list[Numbers]:
@@ -99,9 +99,9 @@ def _staged(arrays: Sequence[Numbers], device: torch.device) -> tuple[Tensor, li
     return staged, offsets
 
 
-def _views(moved: Tensor, arrays: Sequence[Numbers], offsets: Sequence[int]) -> list[Tensor]:
+def _views(numbers: Tensor, arrays: Sequence[Numbers], offsets: Sequence[int]) -> list[Tensor]:
     return [
-        moved[offset : offset + array.size].view(array.shape)
+        numbers[offset : offset + array.size].view(array.shape)
         for offset, array in zip(offsets, arrays, strict=True)
     ]
 

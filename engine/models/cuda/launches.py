@@ -69,7 +69,7 @@ def launch_of(part: Part, setup: LaunchSetup) -> Launch:
         case Experts():
             return LaunchedExperts(part, setup.weights)
     raise UnsupportedModel(
-        f"the cuda kernels cannot compute {type(part).__name__}; --kernels reference can"
+        f"the cuda kernels cannot compute {type(part).__name__}; use --kernels reference"
     )
 
 
@@ -107,18 +107,18 @@ class LaunchedSum:
 
     def __call__(self, run: Run) -> None:
         held = run.held if self._part.held else None
-        factor, after = self._part.factor, self._norm
-        if after is None:
+        factor, stream_norm = self._part.factor, self._norm
+        if stream_norm is None:
             add(run.residual, run.sums, held, factor)
             run.x = run.residual
         else:
             run.x = add_norm(
                 run.residual,
                 run.sums,
-                after.weight,
-                after.bias,
-                after.eps,
-                is_layer=after.is_layer,
+                stream_norm.weight,
+                stream_norm.bias,
+                stream_norm.eps,
+                is_layer=stream_norm.is_layer,
                 held=held,
                 factor=factor,
             )
@@ -132,8 +132,8 @@ class LaunchedSliceNorm:
         self._part = part
 
     def __call__(self, run: Run) -> None:
-        place = run.x[:, self._part.begin : self._part.begin + len(self._weight)]
-        norm(place, self._weight, None, self._part.eps, out=place)
+        columns = run.x[:, self._part.begin : self._part.begin + len(self._weight)]
+        norm(columns, self._weight, None, self._part.eps, out=columns)
 
 
 class LaunchedLinear:
@@ -163,24 +163,26 @@ class LaunchedHeadLinear:
     def __init__(self, part: HeadLinear, setup: LaunchSetup) -> None:
         raw = setup.weights.stored(part.weight.name)
         stack = [raw.matrix(n) for n in range(raw.shape[0])] if len(raw.shape) > 2 else [raw]
-        self._products = [setup.weights.product_of([one]) for one in stack]
+        self._products = [setup.weights.product_of([matrix]) for matrix in stack]
         *_, self._outputs, self._inputs = part.weight.shape
         self._kept = part.kept
 
     def __call__(self, run: Run) -> None:
         x, kept, count = run.x, self._kept, len(self._products)
-        before, after = kept + self._inputs, kept + self._outputs
-        rest = x[:, count * before :]
-        width = count * after + rest.shape[1]
-        made = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
+        in_width, out_width = kept + self._inputs, kept + self._outputs
+        rest = x[:, count * in_width :]
+        width = count * out_width + rest.shape[1]
+        out = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
         if kept:
-            heads = x[:, : count * before].view(len(x), count, before)
-            made[:, : count * after].view(len(x), count, after)[:, :, :kept] = heads[:, :, :kept]
+            heads = x[:, : count * in_width].view(len(x), count, in_width)
+            out[:, : count * out_width].view(len(x), count, out_width)[:, :, :kept] = heads[
+                :, :, :kept
+            ]
         for n, product in enumerate(self._products):
-            inputs = x[:, n * before + kept : (n + 1) * before]
-            product(inputs, made[:, n * after + kept : (n + 1) * after])
-        made[:, count * after :] = rest
-        run.x = made
+            inputs = x[:, n * in_width + kept : (n + 1) * in_width]
+            product(inputs, out[:, n * out_width + kept : (n + 1) * out_width])
+        out[:, count * out_width :] = rest
+        run.x = out
 
 
 class LaunchedHeads:
@@ -217,8 +219,8 @@ class LaunchedAttention:
         self._part, self._layer = part.attention, part.layer
         if (dim := part.attention.heads.dim) % HEAD_STEP:
             raise UnsupportedModel(
-                f"the cuda kernels take heads of a multiple of {HEAD_STEP} values, not of {dim}; "
-                "--kernels reference takes any"
+                f"the cuda kernels support head dims that are multiples of {HEAD_STEP}, not {dim}; "
+                "use --kernels reference"
             )
         sinks = part.attention.sinks
         self._sinks = setup.weights.vector(sinks) if sinks else None

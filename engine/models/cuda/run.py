@@ -26,7 +26,7 @@ class Run:
     @property
     def x(self) -> Tensor:
         """The input of the next part."""
-        assert not isinstance(self._x, SplitSums), "its splits are not added yet"
+        assert not isinstance(self._x, SplitSums), "the split sums of x have not been added"
         return self._x
 
     @x.setter

@@ -61,7 +61,7 @@ class ExpertMatrices:
             self._biases.append(torch.cat([weights.vector(spec) for spec in linear.biases]))
 
     def product(self) -> ExpertProduct:
-        stacks = tuple((begin, stack.made()) for (begin, _), stack in self._stacks.items())
+        stacks = tuple((begin, stack.build()) for (begin, _), stack in self._stacks.items())
         return ExpertProduct(
             stacks, self._rows, torch.stack(self._biases) if self._biases else None
         )
@@ -77,19 +77,19 @@ class _Stack:
             for tensor in _tensors(first)
         ]
         self._experts: list[int] = []
-        self._of = experts
+        self._num_experts = experts
 
     def add(self, expert: int, matrix: DeviceMatrix) -> None:
-        for room, tensor in zip(self._tensors, _tensors(matrix), strict=True):
-            if room is not None and tensor is not None:
-                room[len(self._experts)].copy_(tensor)
+        for space, tensor in zip(self._tensors, _tensors(matrix), strict=True):
+            if space is not None and tensor is not None:
+                space[len(self._experts)].copy_(tensor)
         self._experts.append(expert)
 
-    def made(self) -> MatrixStack:
+    def build(self) -> MatrixStack:
         count, tensors = len(self._experts), tuple(self._tensors)
-        if count < self._of:  # the others are in another stack: free their space
-            tensors = tuple(None if room is None else room[:count].clone() for room in tensors)
-        numbers = torch.full((self._of,), -1, dtype=torch.int32)
+        if count < self._num_experts:  # the others are in another stack: free their space
+            tensors = tuple(None if space is None else space[:count].clone() for space in tensors)
+        numbers = torch.full((self._num_experts,), -1, dtype=torch.int32)
         numbers[self._experts] = torch.arange(count, dtype=torch.int32)
         values, scales, zeros = (None if t is None else t[0] for t in tensors)
         assert values is not None

@@ -40,12 +40,12 @@ class Product:
         if out is None:
             rows = sum(matrix.rows for matrix in self.matrices)
             out = torch.empty((len(x), rows), dtype=out_dtype or x.dtype, device=x.device)
-        at = 0
+        begin = 0
         for matrix in self.matrices:
-            end = at + matrix.rows
-            bias = None if self.bias is None else self.bias[at:end]
-            linear(x, matrix, bias, out[:, at:end])
-            at = end
+            end = begin + matrix.rows
+            bias = None if self.bias is None else self.bias[begin:end]
+            linear(x, matrix, bias, out[:, begin:end])
+            begin = end
         return out
 
     def split(self, x: Tensor) -> Tensor | SplitSums:
@@ -93,8 +93,8 @@ class DeviceWeights:
     ) -> tuple[DeviceMatrix, ...]:
         """Pack matrices for an input whose values are in the order of `columns`; None: in the
         original order."""
-        held = [self._ordered(raw, columns) for raw in raws]
-        joined = [_joined(held)] if _can_join(held) else held
+        ordered = [self._ordered(raw, columns) for raw in raws]
+        joined = [_joined(ordered)] if _can_join(ordered) else ordered
         return tuple(map(self._packed, joined))
 
     def float32_product(self, spec: TensorSpec, bias: Tensor | None = None) -> Product:
@@ -130,7 +130,7 @@ class DeviceWeights:
 
     def _note_expanded(self, format: str) -> None:
         if not self.expanded[format]:
-            log.info("weights of %s are held as %s", format, HELD[self.dtype])
+            log.info("weights of format %s are stored as %s", format, HELD[self.dtype])
         self.expanded[format] += 1
 
     def _pack(self, raw: RawTensor, dtype: torch.dtype) -> DeviceMatrix:

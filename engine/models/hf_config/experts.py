@@ -23,9 +23,9 @@ def num_experts(hf: HfConfig) -> int:
     return integer(hf, name, maximum=_MAX_EXPERTS)
 
 
-def routing(hf: HfConfig, **own: Any) -> ExpertRouting:
-    """Return a routing to `num_experts_per_tok` experts; `own` are further fields."""
-    return ExpertRouting(integer(hf, "num_experts_per_tok", maximum=num_experts(hf)), **own)
+def routing(hf: HfConfig, **fields: Any) -> ExpertRouting:
+    """Return a routing to `num_experts_per_tok` experts; `fields` are further fields."""
+    return ExpertRouting(integer(hf, "num_experts_per_tok", maximum=num_experts(hf)), **fields)
 
 
 def grouped_routing(
@@ -35,21 +35,24 @@ def grouped_routing(
     2.1.2)."""
     count = num_experts(hf)
     groups = integer(hf, "n_group", 1)
-    kept = integer(hf, "topk_group", 1, maximum=groups)
-    found = routing(
+    kept_groups = integer(hf, "topk_group", 1, maximum=groups)
+    expert_routing = routing(
         hf,
         scores=scores,
         normalized=bool(hf.get("norm_topk_prob", True)),
-        scale=positive(hf, "routed_scaling_factor", 1.0, most=_MAX_SCALE),
+        scale=positive(hf, "routed_scaling_factor", 1.0, maximum=_MAX_SCALE),
         groups=groups,
-        kept_groups=kept,
+        kept_groups=kept_groups,
         group_best=group_best if groups > 1 else 1,
     )
-    if count % groups or count // groups < found.group_best:
-        raise UnsupportedModel(f"{count} experts in {groups} groups")
-    if found.top_k > kept * (count // groups):
-        raise UnsupportedModel(f"{found.top_k} experts of {kept} groups of {count // groups}")
-    return found
+    if count % groups or count // groups < expert_routing.group_best:
+        raise UnsupportedModel(f"{count} experts cannot be split into {groups} groups")
+    if expert_routing.top_k > kept_groups * (count // groups):
+        raise UnsupportedModel(
+            f"{expert_routing.top_k} experts per token need more than {kept_groups} groups "
+            f"of {count // groups}"
+        )
+    return expert_routing
 
 
 def sparse_layers(hf: HfConfig) -> Collection[int]:
@@ -57,7 +60,7 @@ def sparse_layers(hf: HfConfig) -> Collection[int]:
     step = integer(hf, "decoder_sparse_step", 1)
     dense = hf.get("mlp_only_layers") or []
     if not isinstance(dense, list | tuple):
-        raise UnsupportedModel(f"config field mlp_only_layers={dense!r}: want a list")
+        raise UnsupportedModel(f"config field mlp_only_layers={dense!r}: expected a list")
     return [n for n in range(num_layers(hf)) if (n + 1) % step == 0 and n not in dense]
 
 
@@ -65,13 +68,15 @@ def with_experts(
     config: ModelConfig, mixture: MixtureOfExperts, layers: Collection[int]
 ) -> ModelConfig:
     """Return the config with experts in `layers`."""
-    wanted = set(layers)
-    if len(wanted) * mixture.num_experts > _MAX_MATRICES:
-        raise UnsupportedModel(f"{mixture.num_experts} experts in {len(wanted)} layers")
+    sparse = set(layers)
+    if len(sparse) * mixture.num_experts > _MAX_MATRICES:
+        raise UnsupportedModel(
+            f"{mixture.num_experts} experts in each of {len(sparse)} layers are too many"
+        )
     return replace(
         config,
         layers=tuple(
-            replace(layer, feed_forward=mixture) if n in wanted else layer
+            replace(layer, feed_forward=mixture) if n in sparse else layer
             for n, layer in enumerate(config.layers)
         ),
     )

@@ -23,26 +23,26 @@ def integer(
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-        raise UnsupportedModel(f"config field {key}={value!r}: want {minimum} to {maximum}")
+        raise UnsupportedModel(f"config field {key}={value!r}: expected {minimum} to {maximum}")
     return value
 
 
 def positive(
-    hf: HfConfig, key: str, default: float | None = None, most: float = _MAX_FLOAT
+    hf: HfConfig, key: str, default: float | None = None, maximum: float = _MAX_FLOAT
 ) -> float:
-    """Return hf[key] as a number > 0, at most `most`; `default` if it is absent or null."""
+    """Return hf[key] as a number > 0, at most `maximum`; `default` if it is absent or null."""
     value = hf.get(key)
-    found = _positive(key, default if value is None else value)
-    if found > most:
-        raise UnsupportedModel(f"config field {key}={found!r}: want at most {most:g}")
-    return found
+    number = _positive(key, default if value is None else value)
+    if number > maximum:
+        raise UnsupportedModel(f"config field {key}={number!r}: expected at most {maximum:g}")
+    return number
 
 
 def positives(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:
     """Return hf[key] as `count` finite numbers > 0."""
     values = hf.get(key)
     if not isinstance(values, list | tuple) or len(values) != count:
-        raise UnsupportedModel(f"config field {key}: want {count} numbers")
+        raise UnsupportedModel(f"config field {key}: expected {count} numbers")
     return tuple(_positive(key, value) for value in values)
 
 
@@ -52,11 +52,11 @@ def table(hf: HfConfig, key: str) -> HfConfig:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise UnsupportedModel(f"config field {key}={value!r}: want a table")
+        raise UnsupportedModel(f"config field {key}={value!r}: expected a table")
     return value
 
 
 def _positive(key: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MAX_FLOAT:
         return float(value)
-    raise UnsupportedModel(f"config field {key}={value!r}: want a finite number > 0")
+    raise UnsupportedModel(f"config field {key}={value!r}: expected a finite number > 0")

@@ -31,43 +31,45 @@ def read_rope(
 ) -> RopeConfig:
     """Return the rope of the layers of one type. In the older form `theta_key` names their theta,
     and `rope_scaling` applies to them if `scaled`. Raises UnsupportedModel."""
-    given = _settings(hf, layer_type, theta_key, scaled)
-    if given.get("rope_type", given.get("type")) == "su":  # the first name of longrope
-        given["rope_type"] = "longrope"
-    share = min(positive(given, "partial_rotary_factor", 1.0), 2.0)
-    rotary_dim = int(round(head_dim * share, 6))  # 30 of 44 dims stay 30
+    settings = _settings(hf, layer_type, theta_key, scaled)
+    if settings.get("rope_type", settings.get("type")) == "su":  # the first name of longrope
+        settings["rope_type"] = "longrope"
+    rotary_share = min(positive(settings, "partial_rotary_factor", 1.0), 2.0)
+    rotary_dim = int(round(head_dim * rotary_share, 6))  # 30 of 44 dims stay 30
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
-        raise UnsupportedModel(f"rope over {rotary_dim} of {head_dim} dims")
-    theta = positive(given, "rope_theta", default_theta)
+        raise UnsupportedModel(f"rope over {rotary_dim} of {head_dim} dims is not supported")
+    theta = positive(settings, "rope_theta", default_theta)
     if theta <= 1:
-        raise UnsupportedModel(f"config field rope_theta={theta}: want more than 1")
-    kind = given.get("rope_type") or given.get("type") or "default"
+        raise UnsupportedModel(f"config field rope_theta={theta}: expected a value above 1")
+    kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in ROPE_KINDS:
-        known = ", ".join(ROPE_KINDS)
-        raise UnsupportedModel(f"rope scaling {kind!r} is not supported; known: {known}")
+        supported = ", ".join(ROPE_KINDS)
+        raise UnsupportedModel(f"rope scaling {kind!r} is not supported; supported: {supported}")
     if kind == "default":
         return RopeConfig(theta, rotary_dim)
     if kind == "factors":
         return RopeConfig(
-            theta, rotary_dim, kind, factors=positives(given, "factors", rotary_dim // 2)
+            theta, rotary_dim, kind, factors=positives(settings, "factors", rotary_dim // 2)
         )
-    whole = integer(hf, "max_position_embeddings")
+    context_len = integer(hf, "max_position_embeddings")
     if kind == "longrope":
-        return _longrope(hf, given, RopeConfig(theta, rotary_dim, kind))
-    factor = positive(given, "factor")
+        return _longrope(hf, settings, RopeConfig(theta, rotary_dim, kind))
+    factor = positive(settings, "factor")
     if kind == "linear":
         return RopeConfig(theta, rotary_dim, kind, factor)
     if kind == "dynamic":
-        dynamic = RopeConfig(theta, rotary_dim, kind, factor, whole)
-        longest = factor * whole
+        dynamic = RopeConfig(theta, rotary_dim, kind, factor, context_len)
+        longest = factor * context_len
         if rotary_dim < 4 or factor < 1 or longest > MAX_SIZE:
-            raise UnsupportedModel(f"dynamic rope of factor {factor} over {rotary_dim} dims")
+            raise UnsupportedModel(
+                f"dynamic rope of factor {factor} over {rotary_dim} dims is not supported"
+            )
         if not math.isfinite(for_context(dynamic, int(longest)).theta):
-            raise UnsupportedModel(f"dynamic rope of theta {theta}")
+            raise UnsupportedModel(f"dynamic rope overflows with theta {theta}")
         return dynamic
-    original_len = integer(given, "original_max_position_embeddings", whole)
+    original_len = integer(settings, "original_max_position_embeddings", context_len)
     if kind == "llama3":
-        low, high = positive(given, "low_freq_factor"), positive(given, "high_freq_factor")
+        low, high = positive(settings, "low_freq_factor"), positive(settings, "high_freq_factor")
         if low >= high:
             raise UnsupportedModel(f"rope low_freq_factor {low} is not below {high}")
         return RopeConfig(
@@ -85,27 +87,27 @@ def read_rope(
         kind,
         factor,
         original_len,
-        beta_fast=positive(given, "beta_fast", 32.0),
-        beta_slow=positive(given, "beta_slow", 1.0),
-        truncate=bool(given.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(given, factor),
+        beta_fast=positive(settings, "beta_fast", 32.0),
+        beta_slow=positive(settings, "beta_slow", 1.0),
+        truncate=bool(settings.get("truncate", True)),
+        attention_factor=_yarn_attention_factor(settings, factor),
     )
 
 
-def _longrope(hf: HfConfig, given: HfConfig, rope: RopeConfig) -> RopeConfig:
+def _longrope(hf: HfConfig, settings: HfConfig, rope: RopeConfig) -> RopeConfig:
     """Return longrope settings; if not given, the multiplier of cos and sin follows from the ratio
     of the contexts."""
-    whole = integer(hf, "max_position_embeddings")
-    outside = integer(hf, "original_max_position_embeddings", whole)
-    original_len = integer(given, "original_max_position_embeddings", outside, minimum=2)
-    factor = positive(given, "factor", whole / original_len)
+    context_len = integer(hf, "max_position_embeddings")
+    default_len = integer(hf, "original_max_position_embeddings", context_len)
+    original_len = integer(settings, "original_max_position_embeddings", default_len, minimum=2)
+    factor = positive(settings, "factor", context_len / original_len)
     scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_len))
     return replace(
         rope,
         original_context_len=original_len,
-        attention_factor=positive(given, "attention_factor", scale),
-        factors=positives(given, "short_factor", rope.rotary_dim // 2),
-        long_factors=positives(given, "long_factor", rope.rotary_dim // 2),
+        attention_factor=positive(settings, "attention_factor", scale),
+        factors=positives(settings, "short_factor", rope.rotary_dim // 2),
+        long_factors=positives(settings, "long_factor", rope.rotary_dim // 2),
     )
 
 
@@ -113,35 +115,35 @@ def _settings(hf: HfConfig, layer_type: str, theta_key: str, scaled: bool) -> di
     """Return the settings of one layer type in the flat form, whichever form the config has."""
     parameters = table(hf, "rope_parameters")
     if parameters:
-        given = dict(table(parameters, layer_type) or parameters)
+        settings = dict(table(parameters, layer_type) or parameters)
     else:
-        given = dict(table(hf, "rope_scaling")) if scaled else {}
-    if any(isinstance(value, Mapping) for value in given.values()):
+        settings = dict(table(hf, "rope_scaling")) if scaled else {}
+    if any(isinstance(value, Mapping) for value in settings.values()):
         raise UnsupportedModel(f"config field rope_parameters has no entry {layer_type!r}")
-    given.setdefault("rope_theta", hf.get(theta_key))
-    given.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    return given
+    settings.setdefault("rope_theta", hf.get(theta_key))
+    settings.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    return settings
 
 
 def scores_magnitude(hf: HfConfig) -> float:
     """Return yarn's factor of attention scores if the config states mscale_all_dim, else 1; cos and
     sin do not include it (DeepSeek)."""
-    given = _settings(hf, "", "rope_theta", scaled=True)
-    kind = given.get("rope_type") or given.get("type")
-    if kind != "yarn" or not given.get("mscale_all_dim"):
+    settings = _settings(hf, "", "rope_theta", scaled=True)
+    kind = settings.get("rope_type") or settings.get("type")
+    if kind != "yarn" or not settings.get("mscale_all_dim"):
         return 1.0
-    return _magnitude(positive(given, "mscale_all_dim"), positive(given, "factor")) ** 2
+    return _magnitude(positive(settings, "mscale_all_dim"), positive(settings, "factor")) ** 2
 
 
 def _magnitude(weight: float, factor: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _yarn_attention_factor(given: HfConfig, factor: float) -> float:
+def _yarn_attention_factor(settings: HfConfig, factor: float) -> float:
     """Return the factor of cos and sin: given, or 0.1 ln(factor) + 1 (arXiv:2309.00071, 3.4)."""
-    if given.get("attention_factor") is not None:
-        return positive(given, "attention_factor")
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        above, below = positive(given, "mscale"), positive(given, "mscale_all_dim")
-        return _magnitude(above, factor) / _magnitude(below, factor)
+    if settings.get("attention_factor") is not None:
+        return positive(settings, "attention_factor")
+    if settings.get("mscale") and settings.get("mscale_all_dim"):
+        mscale, mscale_all_dim = positive(settings, "mscale"), positive(settings, "mscale_all_dim")
+        return _magnitude(mscale, factor) / _magnitude(mscale_all_dim, factor)
     return _magnitude(1.0, factor)

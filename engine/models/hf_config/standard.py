@@ -32,8 +32,8 @@ def activation(hf: HfConfig) -> Activation:
     """Return the activation of the gate, under either of its two names."""
     name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise UnsupportedModel(f"activation {name!r} is not supported; known: {known}")
+        supported = ", ".join(ACTIVATIONS)
+        raise UnsupportedModel(f"activation {name!r} is not supported; supported: {supported}")
     return ACTIVATIONS[name]
 
 
@@ -51,9 +51,9 @@ def windowed(hf: HfConfig, default: Sequence[bool]) -> Sequence[bool]:
     names = hf.get("layer_types")
     if names is None:
         return default
-    known = ("full_attention", "sliding_attention")
+    kinds = ("full_attention", "sliding_attention")
     fits = isinstance(names, list | tuple) and len(names) == num_layers(hf)
-    if not fits or not all(name in known for name in names):
+    if not fits or not all(name in kinds for name in names):
         raise UnsupportedModel(f"config field layer_types={names!r}")
     return [name == "sliding_attention" for name in names]
 
@@ -69,12 +69,12 @@ def plain_layers(hf: HfConfig, windows: Sequence[int]) -> tuple[LayerConfig, ...
     return tuple(LayerConfig(rope, window) for window in windows)
 
 
-def standard(hf: HfConfig, **own: Any) -> ModelConfig:
-    """Read a Llama-like config; `own` are the fields in which an architecture differs."""
+def standard(hf: HfConfig, **overrides: Any) -> ModelConfig:
+    """Read a Llama-like config; `overrides` are the fields in which an architecture differs."""
     heads = integer(hf, "num_attention_heads")
     kv_heads = integer(hf, "num_key_value_heads", heads)
     if heads % kv_heads:
-        raise UnsupportedModel(f"{heads} heads are no multiple of {kv_heads} kv heads")
+        raise UnsupportedModel(f"{heads} heads are not a multiple of {kv_heads} kv heads")
     fields: dict[str, Any] = {
         "architecture": str(hf["architectures"][0]),
         "vocab_size": integer(hf, "vocab_size"),
@@ -85,14 +85,14 @@ def standard(hf: HfConfig, **own: Any) -> ModelConfig:
         "head_dim": head_dim(hf),
         "context_len": integer(hf, "max_position_embeddings"),
         "norms": PRE_NORMS,
-        "norm_eps": positive(hf, "rms_norm_eps", 1e-6, most=1.0),
+        "norm_eps": positive(hf, "rms_norm_eps", 1e-6, maximum=1.0),
         "activation": activation(hf),
         "attn_scale": head_dim(hf) ** -0.5,
         "tied_head": bool(hf.get("tie_word_embeddings", False)),
     }
-    if "layers" not in own:
+    if "layers" not in overrides:
         fields["layers"] = plain_layers(hf, [0] * num_layers(hf))
-    made = ModelConfig(**(fields | own))
-    ropes = [layer.rope for layer in made.layers if layer.rope]
-    longer = max((rope.factor for rope in ropes if rope.kind == "dynamic"), default=1.0)
-    return replace(made, context_len=int(made.context_len * longer))
+    config = ModelConfig(**(fields | overrides))
+    ropes = [layer.rope for layer in config.layers if layer.rope]
+    scale = max((rope.factor for rope in ropes if rope.kind == "dynamic"), default=1.0)
+    return replace(config, context_len=int(config.context_len * scale))

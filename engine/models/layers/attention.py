@@ -45,8 +45,8 @@ class TorchSliceNorm:
         self._ops = setup.ops
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
-        place = x[:, self._part.begin : self._part.begin + len(self._weight)]
-        place.copy_(self._ops.rms_norm(place, self._weight, self._part.eps))
+        columns = x[:, self._part.begin : self._part.begin + len(self._weight)]
+        columns.copy_(self._ops.rms_norm(columns, self._weight, self._part.eps))
         return x
 
 
@@ -57,12 +57,12 @@ class TorchRope:
     def __init__(self, part: Rope, setup: Setup) -> None:
         heads = part.heads
         self._dim = heads.dim
-        self._place = slice(part.begin, part.begin + (heads.q + heads.kv) * heads.dim)
+        self._columns = slice(part.begin, part.begin + (heads.q + heads.kv) * heads.dim)
         self._ops = setup.ops
         self._table = setup.ropes[part.config]
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
-        qk = x[:, self._place].view(len(x), -1, self._dim)
+        qk = x[:, self._columns].view(len(x), -1, self._dim)
         table = self._table
         qk.copy_(self._ops.rope(qk, step.batch.positions, table.cos, table.sin))
         return x
@@ -81,8 +81,8 @@ class TorchAttention:
         """Store keys and values; return the attention result [T, q heads * dim], or no rows if the
         step only stores keys and values in this layer."""
         part, batch = self._part, step.batch
-        rows, first_v = in_heads(x, part.heads), part.heads.q + part.heads.kv
-        k, v = rows[:, part.heads.q : first_v], None if part.latent else rows[:, first_v:]
+        rows, v_begin = in_heads(x, part.heads), part.heads.q + part.heads.kv
+        k, v = rows[:, part.heads.q : v_begin], None if part.latent else rows[:, v_begin:]
         self._ops.write_kv(step.kv, k, v, batch.groups[step.group].slots)
         if step.kv_only:
             return x[:0]

@@ -53,5 +53,5 @@ class TorchHeadLinear:
         heads = x[:, :size].reshape(len(x), self._heads, -1)
         kept, inputs = heads[:, :, : self._kept], heads[:, :, self._kept :]
         products = [self._setup.ops.linear(inputs[:, n], matrix) for n, matrix in enumerate(weight)]
-        made = torch.cat((kept, torch.stack(products, 1)), 2).flatten(1)
-        return torch.cat((made, x[:, size:]), 1)
+        head_outputs = torch.cat((kept, torch.stack(products, 1)), 2).flatten(1)
+        return torch.cat((head_outputs, x[:, size:]), 1)

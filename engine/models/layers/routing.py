@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pdserve.engine.models.parts import ExpertRouting
 
-LEAST_SUM = 1e-20  # lower bound of the divisor of normalized weights
+MIN_SUM = 1e-20  # lower bound of the divisor of normalized weights
 
 
 def choose_experts(
@@ -21,13 +21,13 @@ def choose_experts(
     if routing.groups > 1:
         grouped = ranks.view(len(ranks), routing.groups, -1)
         quality = grouped.topk(routing.group_best, dim=-1).values.sum(-1)
-        kept = _best(quality, routing.kept_groups)
-        outside = torch.ones_like(quality, dtype=torch.bool).scatter_(1, kept, False)
-        ranks = grouped.masked_fill(outside[..., None], -torch.inf).flatten(1)
+        kept_groups = _best(quality, routing.kept_groups)
+        dropped = torch.ones_like(quality, dtype=torch.bool).scatter_(1, kept_groups, False)
+        ranks = grouped.masked_fill(dropped[..., None], -torch.inf).flatten(1)
     chosen = _best(ranks, routing.top_k)
     weights = scores.gather(1, chosen)
     if routing.normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+        weights = weights / (weights.sum(-1, keepdim=True) + MIN_SUM)
     return chosen, weights * routing.scale
 
 

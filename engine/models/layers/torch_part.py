@@ -96,7 +96,7 @@ def _discover() -> None:
         import_module(module.name)
 
 
-def made(part: Part, setup: Setup) -> TorchPart:
+def make_part(part: Part, setup: Setup) -> TorchPart:
     """Make the object that computes a part. Raises UnsupportedModel for a kind that no class
     computes."""
     _discover()

@@ -36,8 +36,10 @@ FORMATS = (MXFP4, gguf_format("NVFP4", 64, 36))
 
 def mxfp4(codes: Bytes, exponents: Bytes) -> RawTensor:
     """Return a weight, or a stack, of these parts. Raises ValueError if their shapes differ."""
-    wanted = (*exponents.shape[:-1], exponents.shape[-1] * 16)
-    if codes.shape != wanted:
-        raise ValueError(f"codes are {list(codes.shape)}, exponents {list(exponents.shape)}")
+    expected = (*exponents.shape[:-1], exponents.shape[-1] * 16)
+    if codes.shape != expected:
+        raise ValueError(
+            f"codes {list(codes.shape)} do not match exponents {list(exponents.shape)}"
+        )
     shape = (*exponents.shape[:-1], exponents.shape[-1] * 32)
     return RawTensor({CODES: codes, EXPONENTS: exponents}, MXFP4.name, shape)

@@ -73,8 +73,8 @@ def scales_of(raw: RawTensor) -> Floats:
     """Return the scale of each group, float32 [..., rows, groups]."""
     stored = raw.parts[SCALES]
     if DIVISORS in raw.parts:
-        found: Floats = E4M3[stored] / raw.parts[DIVISORS][..., None]
-        return found
+        scales: Floats = E4M3[stored] / raw.parts[DIVISORS][..., None]
+        return scales
     return widened(stored, NAMES[stored.dtype])
 
 
@@ -101,22 +101,22 @@ def grouped(
     if rows != shape[0] or groups < 1 or shape[1] % groups:
         raise ValueError(f"scales are {list(scales.shape)} for a weight of {list(shape)}")
     if zeros is not None and zeros.shape != scales.shape:
-        raise ValueError(f"zeros are {list(zeros.shape)}, scales {list(scales.shape)}")
+        raise ValueError(f"zeros {list(zeros.shape)} do not match scales {list(scales.shape)}")
     if scales.dtype not in NAMES:
-        raise ValueError(f"scales are {scales.dtype}, not of {', '.join(NAMES.values())}")
+        raise ValueError(f"scales are {scales.dtype}, expected one of {', '.join(NAMES.values())}")
     parts = {CODES: codes, SCALES: scales}
     if zeros is not None and (zeros != 1 << format.bits >> 1).any():
         parts[ZEROS] = zeros
     return RawTensor(parts, format.name, shape, columns)
 
 
-def even_groups(of_group: NDArray[Any], group: int, cols: int) -> NDArray[Any]:
+def even_groups(per_group: NDArray[Any], group: int, cols: int) -> NDArray[Any]:
     """Expand [rows, ceil(cols / group)], whose last group may be shorter, to [rows, n] for groups
     that divide `cols` evenly. Raises ValueError."""
-    if -(-cols // group) != of_group.shape[1]:
-        raise ValueError(f"{of_group.shape[1]} groups of {group} columns do not make {cols}")
+    if -(-cols // group) != per_group.shape[1]:
+        raise ValueError(f"{per_group.shape[1]} groups of {group} columns do not add up to {cols}")
     width = math.gcd(group, cols)
-    return of_group[:, np.arange(cols // width) * width // group]
+    return per_group[:, np.arange(cols // width) * width // group]
 
 
 def nibbles(packed: Bytes) -> Bytes:

@@ -27,9 +27,9 @@ def _iq1_m(blocks: Bytes) -> Floats:
     """Scales: three bits per group in four words, whose upper bits hold the block's scale."""
     stored = words(blocks[:, 48:56], np.uint16)
     upper = stored >> 12
-    whole = upper[:, 0] | upper[:, 1] << 4 | upper[:, 2] << 8 | upper[:, 3] << 12
+    scale_bits = upper[:, 0] | upper[:, 1] << 4 | upper[:, 2] << 8 | upper[:, 3] << 12
     factors = stored[:, :, None] >> np.array([0, 3, 6, 9], np.uint16) & 7
-    d = whole.astype(np.uint16).view(np.float16).astype(np.float32)
+    d = scale_bits.astype(np.uint16).view(np.float16).astype(np.float32)
     return d[:, None] * (2 * factors.reshape(len(blocks), -1) + 1).astype(np.float32) * EIGHTH
 
 

@@ -58,20 +58,20 @@ def attend_kernel(
     start = tl.load(starts + row)
     num_tokens = tl.load(starts + row + 1) - start
     first_column = first_token * GROUP + tl.program_id(0) % PARTS * N
-    past = tl.minimum(num_tokens, first_token + TOKENS) * GROUP
-    if first_column >= past:
+    end_column = tl.minimum(num_tokens, first_token + TOKENS) * GROUP
+    if first_column >= end_column:
         return
     column = first_column + tl.arange(0, N)
-    token, head, used = column // GROUP, column % GROUP, column < past
-    before = tl.load(kv_lens + row) - num_tokens
-    low = tl.maximum(before + first_column // GROUP - window + 1, 0)
-    end = before + (tl.minimum(first_column + N, past) - 1) // GROUP + 1
+    token, head, used = column // GROUP, column % GROUP, column < end_column
+    num_before = tl.load(kv_lens + row) - num_tokens
+    low = tl.maximum(num_before + first_column // GROUP - window + 1, 0)
+    end = num_before + (tl.minimum(first_column + N, end_column) - 1) // GROUP + 1
     q_rows = (start + token).to(tl.int64) * q_stride + (kv_head * GROUP + head) * D
     q_main, q_side = load_queries(q, q_rows, used, D, LATENT, MAIN, SIDE)
     keys = kv + kv_head * BLOCK * D
     blocks = table + tl.cast(row, tl.int64) * table_stride
     peak, total, main, side = no_split(LATENT, MAIN, SIDE, N)
-    for at in range(low // SPLIT * SPLIT, end, SPLIT):
+    for split_begin in range(low // SPLIT * SPLIT, end, SPLIT):
         split_peak, split_total, split_main, split_side = attend_split(
             q_main,
             q_side,
@@ -79,10 +79,10 @@ def attend_kernel(
             keys + plane_stride,
             blocks,
             block_stride,
-            tl.maximum(at, low // TILE * TILE),
+            tl.maximum(split_begin, low // TILE * TILE),
             low,
-            tl.minimum(at + SPLIT, end),
-            before + token,
+            tl.minimum(split_begin + SPLIT, end),
+            num_before + token,
             window,
             inner,
             factor,
@@ -102,7 +102,7 @@ def attend_kernel(
     start_column = tl.load(starts + row, volatile=True) * GROUP + first_column
     column = start_column + tl.arange(0, N)
     head = kv_head * GROUP + column % GROUP
-    used = column < start_column - first_column + past
+    used = column < start_column - first_column + end_column
     heads = (column // GROUP).to(tl.int64) * (tl.num_programs(1) * GROUP) + head
     if sinks is not None:
         sinks += head
@@ -141,8 +141,8 @@ def split_kernel(
     row, kv_head, split = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2)
     kv_len = tl.load(kv_lens + row)
     low = tl.maximum(kv_len - window, 0)
-    at = (low // SPLIT + split) * SPLIT
-    if at >= kv_len:
+    split_begin = (low // SPLIT + split) * SPLIT
+    if split_begin >= kv_len:
         return
     head = tl.program_id(0) % PARTS * N + tl.arange(0, N)
     used = head < GROUP
@@ -156,9 +156,9 @@ def split_kernel(
         keys + plane_stride,
         table + row.to(tl.int64) * table_stride,
         block_stride,
-        tl.maximum(at, low // TILE * TILE),
+        tl.maximum(split_begin, low // TILE * TILE),
         low,
-        tl.minimum(at + SPLIT, kv_len),
+        tl.minimum(split_begin + SPLIT, kv_len),
         tl.full((N,), 0, tl.int32) + (kv_len - 1),
         window,
         inner,
@@ -173,10 +173,10 @@ def split_kernel(
         TILE,
     )
     heads = (row.to(tl.int64) * tl.num_programs(1) + kv_head) * GROUP + head
-    place = heads * tl.num_programs(2) + split
-    tl.store(stats + place * 2, peak, mask=used)
-    tl.store(stats + place * 2 + 1, total, mask=used)
-    store_values(sums, place, used, main, side, D, LATENT, MAIN, SIDE)
+    index = heads * tl.num_programs(2) + split
+    tl.store(stats + index * 2, peak, mask=used)
+    tl.store(stats + index * 2 + 1, total, mask=used)
+    store_values(sums, index, used, main, side, D, LATENT, MAIN, SIDE)
 
 
 @triton.jit(do_not_specialize=["kv_lens", "num_splits", "window"])
@@ -204,18 +204,18 @@ def merge_kernel(
     used = tl.full((1,), True, tl.int1)
     peak, total, main, side = no_split(LATENT, MAIN, SIDE, 1)
     for split in range(tl.cdiv(kv_len, SPLIT) - first):
-        place = heads * num_splits + split
-        split_main = tl.trans(load_part(sums, place * VALUE, used, FIRST, MAIN))
+        index = heads * num_splits + split
+        split_main = tl.trans(load_part(sums, index * VALUE, used, FIRST, MAIN))
         split_side = side
         if SIDE and not LATENT:
-            split_side = tl.trans(load_part(sums + MAIN, place * VALUE, used, D - MAIN, SIDE))
+            split_side = tl.trans(load_part(sums + MAIN, index * VALUE, used, D - MAIN, SIDE))
         peak, total, main, side = merge(
             peak,
             total,
             main,
             side,
-            tl.load(stats + place * 2),
-            tl.load(stats + place * 2 + 1),
+            tl.load(stats + index * 2),
+            tl.load(stats + index * 2 + 1),
             split_main,
             split_side,
         )

@@ -18,7 +18,7 @@ SPLIT = 256  # keys
 LATENT_SPLIT = 1024  # keys; many heads share them, so smaller splits write mostly partial results
 TOKENS = 64  # per tile of Rows.tiles; with all heads of a group, they fill the columns
 HEAD_STEP = 16  # head_dim is a multiple of this
-MOST_HEAD_DIM = 512  # also for latent values; the limit is shared memory
+MAX_HEAD_DIM = 512  # also for latent values; the limit is shared memory
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 2**31 - 1
 
@@ -79,9 +79,9 @@ def paged_attention(
         kv.stride(1) if kv.shape[1] == 2 else 0,
         rows.block_table.stride(0),
     )
-    last = (window or NO_WINDOW, inner, factor)
+    score_arguments = (window or NO_WINDOW, inner, factor)
     parts = {"D": head_dim, "LATENT": latent, "MAIN": shape.main, "SIDE": shape.side}
-    how = {
+    constants = {
         "GROUP": group,
         "CAPPED": bool(soft_cap),
         "BLOCK": kv.shape[3],
@@ -92,9 +92,9 @@ def paged_attention(
         "enable_fp_fusion": False,
         **parts,
     }
-    few = min(shape.columns, 16 if group <= 16 else 32)  # columns for one token
+    decode_columns = min(shape.columns, 16 if group <= 16 else 32)  # columns for one token
     # With 16 columns and no limit, ptxas spills values to run more programs at once.
-    most_registers = {16: 255, 32: None}
+    max_registers = {16: 255, 32: None}
 
     def attend(tiles: Tensor | None, num_tiles: int, tokens: int, columns: int) -> None:
         grid = (num_tiles * -(-tokens * group // columns), kv.shape[2])
@@ -108,24 +108,24 @@ def paged_attention(
             tiles,
             sinks,
             *strides,
-            *last,
+            *score_arguments,
             TOKENS=tokens,
             N=columns,
-            maxnreg=most_registers[columns],
-            **how,
+            maxnreg=max_registers[columns],
+            **constants,
         )
 
     if len(rows.tiles):
         attend(rows.tiles, len(rows.tiles), TOKENS, shape.columns)
-    most_seen = min(rows.max_kv_len, window or NO_WINDOW)
-    if rows.num_decode_rows and most_seen <= shape.split:
-        attend(None, rows.num_decode_rows, 1, few)
+    max_visible = min(rows.max_kv_len, window or NO_WINDOW)
+    if rows.num_decode_rows and max_visible <= shape.split:
+        attend(None, rows.num_decode_rows, 1, decode_columns)
     elif rows.num_decode_rows:
         num_splits = _num_splits(rows.max_kv_len, window, shape.split)
-        places = (rows.num_decode_rows, num_heads, num_splits)
-        stats = torch.empty(*places, 2, dtype=torch.float32, device=q.device)
-        sums = torch.empty(*places, out.shape[2], dtype=torch.float32, device=q.device)
-        grid = (rows.num_decode_rows * -(-group // few), kv.shape[2], num_splits)
+        split_shape = (rows.num_decode_rows, num_heads, num_splits)
+        stats = torch.empty(*split_shape, 2, dtype=torch.float32, device=q.device)
+        sums = torch.empty(*split_shape, out.shape[2], dtype=torch.float32, device=q.device)
+        grid = (rows.num_decode_rows * -(-group // decode_columns), kv.shape[2], num_splits)
         split_kernel[grid](
             q,
             kv,
@@ -134,10 +134,10 @@ def paged_attention(
             rows.block_table,
             rows.kv_lens,
             *strides,
-            *last,
-            N=few,
-            maxnreg=most_registers[few],
-            **how,
+            *score_arguments,
+            N=decode_columns,
+            maxnreg=max_registers[decode_columns],
+            **constants,
         )
         merge_kernel[rows.num_decode_rows, num_heads](
             stats,
@@ -156,31 +156,33 @@ def paged_attention(
 
 def _check(q: Tensor, kv: Tensor, table: Tensor, scale: float, latent: int) -> None:
     if table.stride(1) != 1:
-        raise ValueError(f"block_table: columns must follow each other, not at {table.stride()}")
+        raise ValueError(f"block_table: columns must be contiguous, strides are {table.stride()}")
     _, num_heads, head_dim = q.shape
     _, planes, kv_heads, block_size, kv_dim = kv.shape
     if q.stride()[1:] != (head_dim, 1):
-        raise ValueError(f"q: the heads of a token must follow each other, not at {q.stride()}")
+        raise ValueError(f"q: the heads of a token must be contiguous, strides are {q.stride()}")
     if kv.stride()[2:] != (block_size * kv_dim, kv_dim, 1):
-        raise ValueError(f"kv: a block's keys must follow each other, not at {kv.stride()}")
+        raise ValueError(f"kv: a block's keys must be contiguous, strides are {kv.stride()}")
     if kv_dim != head_dim or head_dim % HEAD_STEP:
-        raise ValueError(f"head_dim: {head_dim} in q, {kv_dim} in kv: one multiple of 16 is needed")
+        raise ValueError(
+            f"head_dim: {head_dim} in q, {kv_dim} in kv: expected the same multiple of 16"
+        )
     if num_heads % kv_heads:
-        raise ValueError(f"kv: {num_heads} query heads are no multiple of {kv_heads} kv heads")
+        raise ValueError(f"kv: {num_heads} query heads are not a multiple of {kv_heads} kv heads")
     if planes != 1 and (planes != 2 or latent):
-        raise ValueError(f"kv: {planes} planes with latent {latent}")
+        raise ValueError(f"kv: unsupported {planes} planes with latent {latent}")
     if latent % 16 or not 0 <= latent <= head_dim:
-        raise ValueError(f"latent: {latent} is no multiple of 16 up to head_dim {head_dim}")
-    if (latent or head_dim) > MOST_HEAD_DIM:
-        raise ValueError(f"head_dim: values of {latent or head_dim}, at most {MOST_HEAD_DIM}")
+        raise ValueError(f"latent: {latent} is not a multiple of 16 up to head_dim {head_dim}")
+    if (latent or head_dim) > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim: {latent or head_dim} exceeds the limit of {MAX_HEAD_DIM}")
     if scale <= 0:
         raise ValueError(f"scale: {scale} is not positive")
 
 
 def _num_splits(max_kv_len: int, window: int, split: int) -> int:
     """Return the largest number of splits with visible keys, for rows of up to max_kv_len keys."""
-    most = -(-max_kv_len // split)
-    return min(most, (window + split - 2) // split + 1) if window else most
+    total = -(-max_kv_len // split)
+    return min(total, (window + split - 2) // split + 1) if window else total
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,19 +208,19 @@ def _shape(head_dim: int, latent: int, dtype: torch.dtype, kv_dtype: torch.dtype
         side = _padded(head_dim - main, 64)
         if side == main:
             main, side = 2 * main, 0
-    long, exact = main + side > 128, dtype == torch.float32
+    is_long, exact = main + side > 128, dtype == torch.float32
     num_stages = 3 if dtype == kv_dtype else 2  # with 3, the block table is also a stage ahead
     return _Shape(
         main,
         side,
-        tile=(16 if long else 32) if exact else 64,
+        tile=(16 if is_long else 32) if exact else 64,
         split=LATENT_SPLIT if latent else SPLIT,
-        num_warps=8 if long or exact else 4,
-        columns=16 if long or exact or kv_dtype == torch.float32 else 32,
+        num_warps=8 if is_long or exact else 4,
+        columns=16 if is_long or exact or kv_dtype == torch.float32 else 32,
         num_stages=1 if exact or (main > 256 and not latent) else num_stages,
     )
 
 
-def _padded(length: int, least: int) -> int:
-    """Return the next power of two, at least `least`; 0 for length 0 or below."""
-    return max(least, 1 << (length - 1).bit_length()) if length > 0 else 0
+def _padded(length: int, minimum: int) -> int:
+    """Return the next power of two, at least `minimum`; 0 for length 0 or below."""
+    return max(minimum, 1 << (length - 1).bit_length()) if length > 0 else 0

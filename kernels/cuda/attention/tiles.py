@@ -15,13 +15,13 @@ and its main part.
 import triton
 import triton.language as tl
 
-NOTHING = tl.constexpr(float("-inf"))  # the score of no key
+NO_SCORE = tl.constexpr(float("-inf"))  # the score of no key
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _finite(peak):
-    return tl.where(peak == NOTHING, 0.0, peak)
+    return tl.where(peak == NO_SCORE, 0.0, peak)
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def no_split(LATENT: tl.constexpr, MAIN: tl.constexpr, SIDE: tl.constexpr, N: tl
     """Return the state before any key: largest score [N], sum of weights [N], sums of weighted
     values [MAIN, N] and [SIDE, N] (unused if values have one part)."""
     OTHER: tl.constexpr = 16 if LATENT or not SIDE else SIDE
-    peak = tl.full((N,), NOTHING, tl.float32)
+    peak = tl.full((N,), NO_SCORE, tl.float32)
     total = tl.zeros((N,), tl.float32)
     return peak, total, tl.zeros((MAIN, N), tl.float32), tl.zeros((OTHER, N), tl.float32)
 
@@ -120,31 +120,31 @@ def attend_split(
     """Process one split; return a state like `no_split`."""
     dtype: tl.constexpr = q_main.dtype
     peak, total, main, side = no_split(LATENT, MAIN, SIDE, N)
-    for at in range(first, end, TILE):
-        key = at + tl.arange(0, TILE)
-        held = (key >= low) & (key < end)
-        block = tl.load(blocks + key // BLOCK, mask=held, other=0).to(tl.int64)
+    for tile_begin in range(first, end, TILE):
+        key = tile_begin + tl.arange(0, TILE)
+        valid = (key >= low) & (key < end)
+        block = tl.load(blocks + key // BLOCK, mask=valid, other=0).to(tl.int64)
         rows = block * block_stride + (key % BLOCK) * D
-        k = _load_main(keys, rows, held, D, LATENT, MAIN).to(dtype)
+        k = _load_main(keys, rows, valid, D, LATENT, MAIN).to(dtype)
         score = tl.dot(k, tl.trans(q_main), input_precision="ieee")  # [TILE, N]
         if SIDE:
-            k_side = _load_side(keys, rows, held, D, LATENT, MAIN, SIDE).to(dtype)
+            k_side = _load_side(keys, rows, valid, D, LATENT, MAIN, SIDE).to(dtype)
             score = tl.dot(k_side, tl.trans(q_side), score, input_precision="ieee")
         if CAPPED:
             score = 1.0 - 2.0 / (tl.exp2(score * inner) + 1.0)  # tanh
         seen = (position[None, :] - key[:, None]).to(tl.uint32) < window
-        score = tl.where(seen, score, NOTHING)
-        before = peak
-        peak = tl.maximum(before, tl.max(score, 0) * factor)
+        score = tl.where(seen, score, NO_SCORE)
+        previous_peak = peak
+        peak = tl.maximum(previous_peak, tl.max(score, 0) * factor)
         shift = _finite(peak)
-        decay = tl.exp2(before - shift)
+        decay = tl.exp2(previous_peak - shift)
         weight = tl.exp2(tl.fma(score, factor, -shift[None, :]))
         total = tl.fma(total, decay, tl.sum(weight, 0))
         weight = weight.to(dtype)
-        v = k if LATENT else _load_main(values, rows, held, D, LATENT, MAIN).to(dtype)
+        v = k if LATENT else _load_main(values, rows, valid, D, LATENT, MAIN).to(dtype)
         main = tl.dot(tl.trans(v), weight, main * decay[None, :], input_precision="ieee")
         if SIDE and not LATENT:
-            v_side = _load_side(values, rows, held, D, LATENT, MAIN, SIDE).to(dtype)
+            v_side = _load_side(values, rows, valid, D, LATENT, MAIN, SIDE).to(dtype)
             side = tl.dot(tl.trans(v_side), weight, side * decay[None, :], input_precision="ieee")
     return peak, total, main, side
 
@@ -154,10 +154,10 @@ def merge(peak, total, main, side, split_peak, split_total, split_main, split_si
     """Merge a later split into the state of the earlier splits."""
     highest = tl.maximum(peak, split_peak)
     shift = _finite(highest)
-    before, now = tl.exp2(peak - shift), tl.exp2(split_peak - shift)
-    total = tl.fma(total, before, split_total * now)
-    main = tl.fma(main, before[None, :], split_main * now[None, :])
-    side = tl.fma(side, before[None, :], split_side * now[None, :])
+    scale, split_scale = tl.exp2(peak - shift), tl.exp2(split_peak - shift)
+    total = tl.fma(total, scale, split_total * split_scale)
+    main = tl.fma(main, scale[None, :], split_main * split_scale[None, :])
+    side = tl.fma(side, scale[None, :], split_side * split_scale[None, :])
     return highest, total, main, side
 
 

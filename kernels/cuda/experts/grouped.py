@@ -49,8 +49,8 @@ def tile_width(
     """Return a width for twice the mean number of pairs per expert, so that the weights of most
     experts are read once. The width never affects results. Before Hopper, wider tiles of scattered
     tokens need too many registers."""
-    most = 128 if target.is_hopper else 64
-    return min(width_of(matrix, 2 * pairs // experts, target), most)
+    max_width = 128 if target.is_hopper else 64
+    return min(width_of(matrix, 2 * pairs // experts, target), max_width)
 
 
 def tiles_of_group(matrix: DeviceMatrix, width: int, target: ProductTarget = LARGEST) -> Tiles:
@@ -79,15 +79,17 @@ def grouped_product(
     inputs = pairs if by_pair else len(groups.places)
     if x.shape != (inputs, matrix.cols) or x.dtype != matrix.dtype or x.stride(1) != 1:
         raise ValueError(
-            f"x is {list(x.shape)} {x.dtype}, strides {x.stride()}, not [{inputs}, {matrix.cols}] "
-            f"{matrix.dtype}"
+            f"x is {list(x.shape)} {x.dtype}, strides {x.stride()}, "
+            f"expected [{inputs}, {matrix.cols}] {matrix.dtype}"
         )
     if out.shape != (pairs, rows) or out.stride(1) != 1:
-        raise ValueError(f"out is {list(out.shape)}, strides {out.stride()}, not [{pairs}, {rows}]")
+        raise ValueError(
+            f"out is {list(out.shape)}, strides {out.stride()}, expected [{pairs}, {rows}]"
+        )
     if len(groups.ends) != experts:
-        raise ValueError(f"groups of {len(groups.ends)} experts for matrices of {experts}")
+        raise ValueError(f"groups have {len(groups.ends)} experts, expected {experts}")
     if bias is not None and (bias.shape != (experts, rows) or bias.stride(1) != 1):
-        raise ValueError(f"bias is {list(bias.shape)}, not [{experts}, {rows}]")
+        raise ValueError(f"bias is {list(bias.shape)}, expected [{experts}, {rows}]")
     if not pairs:
         return
     tiles = tiles or tiles_of_group(matrix, groups.tile_tokens, target_of(x.device))
@@ -137,9 +139,9 @@ def _grouped(
 ):  # fmt: skip
     """Grid: row tiles times tiles of pairs, in runs of SIDE row tiles."""
     run = tl.program_id(0) // (SIDE * num_tiles)
-    within = tl.program_id(0) % (SIDE * num_tiles)
+    program = tl.program_id(0) % (SIDE * num_tiles)
     side = tl.minimum(tl.cdiv(rows, BM) - run * SIDE, SIDE)
-    row, tile = (run * SIDE + within % side) * BM, within // side
+    row, tile = (run * SIDE + program % side) * BM, program // side
     expert = tl.load(tile_experts + tile)
     number = tl.load(numbers + expert, mask=expert >= 0, other=-1)
     if number >= 0:
@@ -164,5 +166,5 @@ def _grouped(
         if bias is not None:
             bias += expert.to(tl.int64) * bias_stride
         total = finish(total, bias, r, r < rows)
-        at = place.to(tl.int64) * out_stride + r
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=(r < rows) & valid)
+        index = place.to(tl.int64) * out_stride + r
+        tl.store(out + index, total.to(out.dtype.element_ty), mask=(r < rows) & valid)

@@ -38,8 +38,8 @@ def group(chosen: Tensor, experts: int, tile_tokens: int) -> Groups:
         return torch.empty(shape, dtype=torch.int32, device=chosen.device)
 
     count = chosen.numel()
-    tiles = most_tiles(count, experts, tile_tokens)
-    found = Groups(
+    tiles = max_tiles(count, experts, tile_tokens)
+    groups = Groups(
         numbers(count),
         numbers(*chosen.shape),
         numbers(experts),
@@ -51,11 +51,11 @@ def group(chosen: Tensor, experts: int, tile_tokens: int) -> Groups:
         block = FEW_PAIRS if count <= FEW_PAIRS else MANY_PAIRS
         _group[(experts,)](
             chosen,
-            found.pairs,
-            found.places,
-            found.ends,
-            found.tile_experts,
-            found.tile_firsts,
+            groups.pairs,
+            groups.places,
+            groups.ends,
+            groups.tile_experts,
+            groups.tile_firsts,
             count,
             tiles,
             experts,
@@ -64,13 +64,13 @@ def group(chosen: Tensor, experts: int, tile_tokens: int) -> Groups:
             BLOCK=block,
             num_warps=4 if block == FEW_PAIRS else 8,
         )
-    return found
+    return groups
 
 
-def most_tiles(pairs: int, experts: int, tile_tokens: int) -> int:
+def max_tiles(pairs: int, experts: int, tile_tokens: int) -> int:
     """Return the largest possible number of tiles."""
-    busy = min(pairs, experts)
-    return busy + (pairs - busy) // tile_tokens
+    used_experts = min(pairs, experts)
+    return used_experts + (pairs - used_experts) // tile_tokens
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -82,10 +82,10 @@ def _group(
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     counts = tl.zeros((BINS,), tl.int32)
-    for at in range(0, num_pairs, BLOCK):
-        inside = at + lanes < num_pairs
-        found = tl.load(chosen + at + lanes, mask=inside, other=0)
-        counts += tl.histogram(found, BINS, mask=inside)
+    for begin in range(0, num_pairs, BLOCK):
+        valid = begin + lanes < num_pairs
+        experts_read = tl.load(chosen + begin + lanes, mask=valid, other=0)
+        counts += tl.histogram(experts_read, BINS, mask=valid)
     bins = tl.arange(0, BINS)
     tiles = (counts + (TILE - 1)) // TILE
     first = tl.sum(tl.where(bins < expert, counts, 0), 0)
@@ -93,16 +93,17 @@ def _group(
     first_tile = tl.sum(tl.where(bins < expert, tiles, 0), 0)
     end_tile = tl.sum(tl.where(bins <= expert, tiles, 0), 0)
     tl.store(ends + expert, end)
-    next_place = first
-    for at in range(0, num_pairs, BLOCK):
-        inside = at + lanes < num_pairs
-        mine = tl.load(chosen + at + lanes, mask=inside, other=-1) == expert
-        place = next_place + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(pairs + place, at + lanes, mask=mine)
-        tl.store(places + at + lanes, place, mask=mine)
-        next_place += tl.sum(mine.to(tl.int32), 0)
-    written = tl.where(expert == experts - 1, num_tiles, end_tile)  # the last expert fills the rest
-    for at in range(first_tile, written, TILE_LANES):
-        tile = at + tl.arange(0, TILE_LANES)
-        tl.store(tile_experts + tile, tl.where(tile < end_tile, expert, -1), mask=tile < written)
+    next_index = first
+    for begin in range(0, num_pairs, BLOCK):
+        valid = begin + lanes < num_pairs
+        is_own = tl.load(chosen + begin + lanes, mask=valid, other=-1) == expert
+        index = next_index + tl.cumsum(is_own.to(tl.int32), 0) - 1
+        tl.store(pairs + index, begin + lanes, mask=is_own)
+        tl.store(places + begin + lanes, index, mask=is_own)
+        next_index += tl.sum(is_own.to(tl.int32), 0)
+    # The last expert fills the rest.
+    tiles_end = tl.where(expert == experts - 1, num_tiles, end_tile)
+    for begin in range(first_tile, tiles_end, TILE_LANES):
+        tile = begin + tl.arange(0, TILE_LANES)
+        tl.store(tile_experts + tile, tl.where(tile < end_tile, expert, -1), mask=tile < tiles_end)
         tl.store(tile_firsts + tile, first + (tile - first_tile) * TILE, mask=tile < end_tile)

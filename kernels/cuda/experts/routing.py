@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LEAST_SUM: tl.constexpr = tl.constexpr(1e-20)  # added to the divisor of normalized weights
-LEAST: tl.constexpr = tl.constexpr(-(1 << 63))  # below the key of any number
+MIN_SUM: tl.constexpr = tl.constexpr(1e-20)  # added to the divisor of normalized weights
+MIN_KEY: tl.constexpr = tl.constexpr(-(1 << 63))  # below the key of any number
 
 
 def choose(
@@ -34,12 +34,13 @@ def choose(
     size = experts // groups
     if top_k > experts or size * groups != experts or group_best > size or kept_groups > groups:
         raise ValueError(
-            f"{top_k} of {experts} experts, {kept_groups} of {groups} groups by {group_best} each"
+            f"{top_k} of {experts} experts cannot be chosen from {kept_groups} of {groups} groups "
+            f"by {group_best} scores"
         )
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         raise ValueError(f"logits are {logits.dtype}, strides {logits.stride()}")
     if correction is not None and correction.shape != (experts,):
-        raise ValueError(f"correction is {list(correction.shape)}, not [{experts}]")
+        raise ValueError(f"correction is {list(correction.shape)}, expected [{experts}]")
     chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     if tokens:
@@ -81,10 +82,10 @@ def _choose(
 ):  # fmt: skip
     """Grid: tokens. Lanes are [groups, experts of a group]."""
     token = tl.program_id(0).to(tl.int64)
-    group, within = tl.arange(0, GROUP_LANES)[:, None], tl.arange(0, SIZE_LANES)[None, :]
-    inside = (group < GROUPS) & (within < SIZE)
-    expert = group * SIZE + within
-    x = tl.load(logits + token * (GROUPS * SIZE) + expert, mask=inside, other=-float("inf"))
+    group, member = tl.arange(0, GROUP_LANES)[:, None], tl.arange(0, SIZE_LANES)[None, :]
+    valid = (group < GROUPS) & (member < SIZE)
+    expert = group * SIZE + member
+    x = tl.load(logits + token * (GROUPS * SIZE) + expert, mask=valid, other=-float("inf"))
     if SOFTMAX:
         powers = tl.exp(x - tl.max(tl.max(x, 1), 0))
         scores = powers / tl.sum(tl.sum(powers, 1), 0)
@@ -92,32 +93,32 @@ def _choose(
         scores = 1.0 / (1.0 + tl.exp(-x))
     ranks = scores
     if correction is not None:
-        ranks += tl.load(correction + expert, mask=inside, other=0.0)
+        ranks += tl.load(correction + expert, mask=valid, other=0.0)
     if GROUPS > 1:
-        keys = tl.where(inside, _keys(ranks, within, SIZE_LANES), LEAST)
+        keys = tl.where(valid, _keys(ranks, member, SIZE_LANES), MIN_KEY)
         quality = tl.zeros((GROUP_LANES, 1), tl.float32)
         for _ in tl.static_range(GROUP_BEST):
             best = keys == tl.max(keys, 1)[:, None]
             quality += tl.sum(tl.where(best, ranks, 0.0), 1)[:, None]
-            keys = tl.where(best, LEAST, keys)
-        group_keys = tl.where(group < GROUPS, _keys(quality, group, GROUP_LANES), LEAST)
-        kept = group_keys == LEAST
+            keys = tl.where(best, MIN_KEY, keys)
+        group_keys = tl.where(group < GROUPS, _keys(quality, group, GROUP_LANES), MIN_KEY)
+        is_kept = group_keys == MIN_KEY
         for _ in tl.static_range(KEPT_GROUPS):
             best = group_keys == tl.max(group_keys, 0)[None, :]
-            kept = kept | best
-            group_keys = tl.where(best, LEAST, group_keys)
-        ranks = tl.where(kept, ranks, -float("inf"))
-    lanes = group * SIZE_LANES + within
-    keys = tl.where(inside, _keys(ranks, lanes, GROUP_LANES * SIZE_LANES), LEAST)
+            is_kept = is_kept | best
+            group_keys = tl.where(best, MIN_KEY, group_keys)
+        ranks = tl.where(is_kept, ranks, -float("inf"))
+    lanes = group * SIZE_LANES + member
+    keys = tl.where(valid, _keys(ranks, lanes, GROUP_LANES * SIZE_LANES), MIN_KEY)
     for _ in tl.static_range(TOP_K):
-        keys = tl.where(keys == tl.max(tl.max(keys, 1), 0), LEAST, keys)
-    is_chosen = (keys == LEAST) & inside
+        keys = tl.where(keys == tl.max(tl.max(keys, 1), 0), MIN_KEY, keys)
+    is_chosen = (keys == MIN_KEY) & valid
     if NORMALIZED:
         total = tl.sum(tl.sum(tl.where(is_chosen, scores, 0.0), 1), 0)
-        scores = scores / (total + LEAST_SUM)
+        scores = scores / (total + MIN_SUM)
     count = is_chosen.to(tl.int32)
-    of_group = tl.sum(count, 1)
-    before = (tl.cumsum(of_group, 0) - of_group)[:, None] + tl.cumsum(count, 1) - count
-    at = token * TOP_K + before
-    tl.store(chosen + at, expert, mask=is_chosen)
-    tl.store(weights + at, scores * scale, mask=is_chosen)
+    group_counts = tl.sum(count, 1)
+    rank = (tl.cumsum(group_counts, 0) - group_counts)[:, None] + tl.cumsum(count, 1) - count
+    index = token * TOP_K + rank
+    tl.store(chosen + index, expert, mask=is_chosen)
+    tl.store(weights + index, scores * scale, mask=is_chosen)

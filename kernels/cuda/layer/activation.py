@@ -38,9 +38,9 @@ def _gated_kernel(
         gate = added(x, bias, SPLITS, tokens, rows, token, column, inside).to(dtype)
         up = added(x, bias, SPLITS, tokens, rows, token, size + column, inside).to(dtype)
     else:
-        at = x + token * 2 * size + column
-        gate = tl.load(at, mask=inside, other=0.0)
-        up = tl.load(at + size, mask=inside, other=0.0)
+        source = x + token * 2 * size + column
+        gate = tl.load(source, mask=inside, other=0.0)
+        up = tl.load(source + size, mask=inside, other=0.0)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     if KIND == "swiglu_oai":
         gate = tl.minimum(gate, SWIGLU_OAI_LIMIT)

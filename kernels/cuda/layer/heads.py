@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_HEADS, WARPS = 8, 4  # per program; each warp loads rows of heads
+MAX_HEADS, WARPS = 8, 4  # per program; each warp loads rows of heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Rotation:
 
 
 @triton.jit
-def _kept(value, dtype: tl.constexpr):
+def _to_cache_dtype(value, dtype: tl.constexpr):
     """Cast to the cache's dtype; float16 clamps finite numbers to its range."""
     if dtype == tl.float16:
         is_finite = tl.abs(value) < float("inf")  # false for NaN, too
@@ -82,19 +82,19 @@ def _heads_kernel(
             squares += tl.sum(others * others, 1)
             factor = (1.0 / tl.sqrt_rn(squares / DIM + eps))[:, None]
             weight = q_weight if is_q else k_weight
-            of_first = tl.load(weight + half, mask=half < HALF, other=0.0)
-            of_second = tl.load(weight + HALF + half, mask=half < HALF, other=0.0)
-            first = (first * factor * of_first).to(dtype).to(tl.float32)
-            second = (second * factor * of_second).to(dtype).to(tl.float32)
+            first_weight = tl.load(weight + half, mask=half < HALF, other=0.0)
+            second_weight = tl.load(weight + HALF + half, mask=half < HALF, other=0.0)
+            first = (first * factor * first_weight).to(dtype).to(tl.float32)
+            second = (second * factor * second_weight).to(dtype).to(tl.float32)
             others = others * factor * tl.load(weight + rest, mask=rest < DIM, other=0.0)
     if cos is not None:
         if is_k:
-            at = tl.load(positions + token).to(tl.int64) * HALF + half
-            c = tl.load(cos + at, mask=half < HALF, other=0.0)
-            s = tl.load(sin + at, mask=half < HALF, other=0.0)
-            turned = first * c - second * s
+            index = tl.load(positions + token).to(tl.int64) * HALF + half
+            c = tl.load(cos + index, mask=half < HALF, other=0.0)
+            s = tl.load(sin + index, mask=half < HALF, other=0.0)
+            rotated = first * c - second * s
             second = second * c + first * s
-            first = turned
+            first = rotated
     first, second, others = first.to(dtype), second.to(dtype), others.to(dtype)
     if is_q:
         tl.store(source + half, first, mask=in_half)
@@ -105,10 +105,18 @@ def _heads_kernel(
         if slot >= 0:
             target = kv + slot // BLOCK_SIZE * block_stride  # all key heads, then all value heads
             target += ((heads - Q).to(tl.int64) * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM
-            kept: tl.constexpr = kv.dtype.element_ty
-            tl.store(target + half, _kept(first.to(tl.float32), kept), mask=in_half)
-            tl.store(target + HALF + half, _kept(second.to(tl.float32), kept), mask=in_half)
-            tl.store(target + rest, _kept(others.to(tl.float32), kept), mask=in_rest)
+            cache_dtype: tl.constexpr = kv.dtype.element_ty
+            tl.store(
+                target + half, _to_cache_dtype(first.to(tl.float32), cache_dtype), mask=in_half
+            )
+            tl.store(
+                target + HALF + half,
+                _to_cache_dtype(second.to(tl.float32), cache_dtype),
+                mask=in_half,
+            )
+            tl.store(
+                target + rest, _to_cache_dtype(others.to(tl.float32), cache_dtype), mask=in_rest
+            )
 
 
 def prepare_heads(
@@ -128,8 +136,10 @@ def prepare_heads(
     """
     half = rotation.cos.shape[1] if rotation else 0
     rest = heads.dim - 2 * half
-    together = min(MOST_HEADS, triton.next_power_of_2(max(heads.q, heads.kv)))
-    parts = sum(triton.cdiv(count, together) for count in (heads.q, heads.kv, heads.values))
+    heads_per_program = min(MAX_HEADS, triton.next_power_of_2(max(heads.q, heads.kv)))
+    parts = sum(
+        triton.cdiv(count, heads_per_program) for count in (heads.q, heads.kv, heads.values)
+    )
     if not len(x) or not parts:
         return
     _heads_kernel[(len(x), parts)](
@@ -139,6 +149,6 @@ def prepare_heads(
         kv, slots, kv.stride(0) if kv is not None else 0,
         heads.begin, heads.q, heads.kv, heads.values, heads.dim, half,
         triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(max(rest, 1)),
-        kv.shape[3] if kv is not None else 1, together,
+        kv.shape[3] if kv is not None else 1, heads_per_program,
         num_warps=WARPS,
     )  # fmt: skip

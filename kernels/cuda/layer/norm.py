@@ -46,23 +46,23 @@ def _add_norm_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    at = token * size + column
+    index = token * size + column
     dtype: tl.constexpr = stream.dtype.element_ty
     if SPLITS:
         new = added(x, x_bias, SPLITS, tokens, size, token, column, inside).to(dtype)
     else:
-        new = tl.load(x + at, mask=inside, other=0.0)
+        new = tl.load(x + index, mask=inside, other=0.0)
     if HAS_FACTOR:
         new = (new.to(tl.float32) * factor).to(dtype)
     if held is not None:
-        before = tl.load(held + at, mask=inside, other=0.0)
-        new = (before.to(tl.float32) + new.to(tl.float32)).to(dtype)
-    total = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32) + new.to(tl.float32)
+        held_value = tl.load(held + index, mask=inside, other=0.0)
+        new = (held_value.to(tl.float32) + new.to(tl.float32)).to(dtype)
+    total = tl.load(stream + index, mask=inside, other=0.0).to(tl.float32) + new.to(tl.float32)
     total = total.to(dtype)
-    tl.store(stream + at, total, mask=inside)
+    tl.store(stream + index, total, mask=inside)
     if HAS_NORM:
         normed = _normed(total.to(tl.float32), weight, bias, eps, column, size, IS_LAYER)
-        tl.store(out + at, normed.to(dtype), mask=inside)
+        tl.store(out + index, normed.to(dtype), mask=inside)
 
 
 def norm(

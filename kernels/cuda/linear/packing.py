@@ -30,7 +30,7 @@ SCALE_TYPES = {
 }
 COMPUTE = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN_BLOCK = 64  # columns
-MODEST = 2.0**100  # limit of scales whose products with 2^12 cannot overflow
+MAX_FAST_SCALE = 2.0**100  # limit of scales whose products with 2^12 cannot overflow
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class PackedLayout:
     """The layout of a matrix; kernels are specialized for it.
 
     `kind`: PLAIN, LEVELS (integers with a scale and a zero point), FAST_LEVELS (LEVELS whose scales
-    have 16 bits and are at most MODEST), FP8 or AFFINE (4-bit integers with a scale and an offset:
-    Q4_K).
+    have 16 bits and are at most MAX_FAST_SCALE), FP8 or AFFINE (4-bit integers with a scale and an
+    offset: Q4_K).
     """
 
     kind: str
@@ -85,8 +85,8 @@ class DeviceMatrix:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        found = (self.values, self.scales, self.zeros)
-        return tuple(tensor for tensor in found if tensor is not None)
+        tensors = (self.values, self.scales, self.zeros)
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
     @property
     def nbytes(self) -> int:
@@ -107,9 +107,13 @@ def pack(
     and optionally ZEROS. Raises ValueError for weights that the kernels do not support.
     """
     if dtype not in COMPUTE:
-        raise ValueError(f"tokens of {dtype}: the kernels take bfloat16, float16 and float32")
+        raise ValueError(
+            f"tokens of {dtype} are not supported: expected bfloat16, float16 or float32"
+        )
     if rows < 1 or cols < 1:
-        raise ValueError(f"a weight of {rows} rows and {cols} columns")
+        raise ValueError(
+            f"a weight has {rows} rows and {cols} columns, expected at least one of each"
+        )
     if format in PLAIN:
         return _plain(format, rows, cols, _part(parts, VALUES, (rows, cols)), dtype, device)
     if format == "Q4_K":
@@ -121,7 +125,7 @@ def pack(
         parts = {CODES: codes, SCALES: scales}
     if format in BITS:
         return _grouped(format, rows, cols, parts, dtype, device)
-    raise ValueError(f"no kernel reads weights of {format}")
+    raise ValueError(f"unsupported weight format {format}")
 
 
 def _plain(
@@ -133,7 +137,7 @@ def _plain(
     device: torch.device | str,
 ) -> DeviceMatrix:
     if SCALE_TYPES.get(values.dtype) != format:
-        raise ValueError(f"values of {format} are not {values.dtype}")
+        raise ValueError(f"values of {format} cannot be {values.dtype}")
     stored = _tensor(values, device)
     stored = stored.view(torch.bfloat16) if format == "BF16" else stored
     packed = _padded(stored.to(dtype), 1, PLAIN_BLOCK)
@@ -150,19 +154,23 @@ def _grouped(
 ) -> DeviceMatrix:
     bits = BITS[format]
     if cols * bits % 8:
-        raise ValueError(f"codes: a row of {cols} columns of {bits} bits is no number of bytes")
+        raise ValueError(
+            f"codes: a row of {cols} columns of {bits} bits is not a whole number of bytes"
+        )
     codes = _part(parts, CODES, (rows, cols * bits // 8), np.uint8)
     groups = parts[SCALES].shape[-1] if SCALES in parts else 0
     scales = _part(parts, SCALES, (rows, groups))
     zeros = _part(parts, ZEROS, (rows, groups), np.uint8) if ZEROS in parts else None
     if scales.dtype not in SCALE_TYPES:
-        raise ValueError(f"scales are {scales.dtype}, not float32, float16 or bfloat16's uint16")
+        raise ValueError(
+            f"scales are {scales.dtype}, expected float32, float16 or uint16 (bfloat16)"
+        )
     if not groups or cols % groups or cols // groups % WORDS[-1]:
         raise ValueError(
-            f"scales: {groups} groups in {cols} columns; each has to have a multiple of 16"
+            f"scales: {groups} groups in {cols} columns; each group must have a multiple of 16"
         )
     if format == "FP8" and zeros is not None:
-        raise ValueError("zeros: 8-bit floats have none")
+        raise ValueError("zeros: not supported for 8-bit floats")
     if format == "FP8" and ((codes & 0x7F) == 0x7F).any():
         raise ValueError("codes: an 8-bit float is NaN")
     group = cols // groups
@@ -177,24 +185,26 @@ def _grouped(
     if bits == 4:
         levels = torch.stack((levels & 15, levels >> 4), -1).view(rows, cols)
     scale_type, stored = SCALE_TYPES[scales.dtype], _tensor(scales, device)
-    wide = scale_type == "F32"
-    modest = (stored.view(torch.bfloat16) if scale_type == "BF16" else stored).abs() <= MODEST
+    is_wide = scale_type == "F32"
+    is_in_range = (
+        stored.view(torch.bfloat16) if scale_type == "BF16" else stored
+    ).abs() <= MAX_FAST_SCALE
     zero_words = None if zeros is None else _tensor(zeros, device).int()
-    per_word = 2 if not wide and zeros is None and group < block else 1
-    if not wide and per_word == 1:
+    per_word = 2 if not is_wide and zeros is None and group < block else 1
+    if not is_wide and per_word == 1:
         stored = stored.view(torch.int16).int() & 0xFFFF
         if zero_words is not None:
             stored, zero_words = stored | zero_words << 16, None
-    fast = bits == 4 and not wide and bool(modest.all())
+    is_fast = bits == 4 and not is_wide and bool(is_in_range.all())
     layout = PackedLayout(
-        "FP8" if format == "FP8" else "FAST_LEVELS" if fast else "LEVELS",
+        "FP8" if format == "FP8" else "FAST_LEVELS" if is_fast else "LEVELS",
         block,
         bits,
         words,
         max(1, block // group),
         scale_type,
         per_word,
-        zero_byte=not wide and zeros is not None,
+        zero_byte=not is_wide and zeros is not None,
     )
     return DeviceMatrix(
         format,
@@ -246,11 +256,11 @@ def _words(levels: Tensor, layout: PackedLayout) -> Tensor:
     return columns.contiguous().view(word)[..., 0]
 
 
-def _group_words(of_group: Tensor, groups: int) -> Tensor:
+def _group_words(values: Tensor, groups: int) -> Tensor:
     """Pack [rows, all groups] of 1, 2 or 4 bytes into int32 [tiles, words, TILE_ROWS], with zeros
     for the groups missing in a row's last block."""
-    whole = math.lcm(4 // of_group.element_size(), groups)
-    padded = _padded(_padded(of_group, 1, whole), 0, TILE_ROWS).contiguous()
+    multiple = math.lcm(4 // values.element_size(), groups)
+    padded = _padded(_padded(values, 1, multiple), 0, TILE_ROWS).contiguous()
     tiles = padded.view(torch.int32).view(len(padded) // TILE_ROWS, TILE_ROWS, -1)
     return tiles.transpose(1, 2).contiguous()
 
@@ -282,8 +292,10 @@ def _part(
         raise ValueError(f"{name} are missing")
     part = parts[name]
     if part.shape != shape or (dtype is not None and part.dtype != dtype):
-        wanted = "" if dtype is None else f" of {np.dtype(dtype)}"
-        raise ValueError(f"{name} are {list(part.shape)} {part.dtype}, not {list(shape)}{wanted}")
+        expected_type = "" if dtype is None else f" of {np.dtype(dtype)}"
+        raise ValueError(
+            f"{name} are {list(part.shape)} {part.dtype}, expected {list(shape)}{expected_type}"
+        )
     return part
 
 
@@ -292,5 +304,5 @@ def _blocks(
 ) -> NDArray[np.uint8]:
     """Return the part BLOCKS as [rows, blocks, bytes of a block]. Raises ValueError."""
     if cols % values:
-        raise ValueError(f"blocks: a row of {cols} columns is no multiple of {values}")
+        raise ValueError(f"blocks: a row of {cols} columns is not a multiple of {values}")
     return _part(parts, BLOCKS, (rows, cols // values * size), np.uint8).reshape(rows, -1, size)

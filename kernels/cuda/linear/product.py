@@ -79,7 +79,8 @@ def product(
         out = torch.empty(tokens, rows, dtype=out_dtype or x.dtype, device=x.device)
     elif out.shape != (tokens, rows) or out.stride(1) != 1 or out_dtype not in (None, out.dtype):
         raise ValueError(
-            f"out is {list(out.shape)} {out.dtype}, strides {out.stride()}, not [{tokens}, {rows}]"
+            f"out is {list(out.shape)} {out.dtype}, strides {out.stride()}, "
+            f"expected [{tokens}, {rows}]"
         )
     if not tokens:
         return out
@@ -98,11 +99,11 @@ def product(
 def _check(x: Tensor, matrix: DeviceMatrix, bias: Tensor | None) -> None:
     if x.shape != (len(x), matrix.cols) or x.dtype != matrix.dtype or x.stride(1) != 1:
         raise ValueError(
-            f"x is {list(x.shape)} {x.dtype}, strides {x.stride()}, not rows of {matrix.cols} "
+            f"x is {list(x.shape)} {x.dtype}, strides {x.stride()}, expected rows of {matrix.cols} "
             f"{matrix.dtype}"
         )
     if bias is not None and (bias.shape != (matrix.rows,) or not bias.is_contiguous()):
-        raise ValueError(f"bias is {list(bias.shape)}, not [{matrix.rows}]")
+        raise ValueError(f"bias is {list(bias.shape)}, expected [{matrix.rows}]")
 
 
 def _partials(x: Tensor, matrix: DeviceMatrix, tiles: Tiles) -> Tensor:
@@ -154,8 +155,8 @@ def added(partials, bias, SPLITS: tl.constexpr, tokens, rows, token, r, valid):
     constant, so that no load waits for the previous sum."""
     total = tl.zeros(r.shape, tl.float32)
     for split in tl.static_range(SPLITS):
-        at = (split * tokens + token) * rows + r
-        total = _add(total, tl.load(partials + at, mask=valid, other=0.0))
+        index = (split * tokens + token) * rows + r
+        total = _add(total, tl.load(partials + index, mask=valid, other=0.0))
     return finish(total, bias, r, valid)
 
 
@@ -177,18 +178,18 @@ def _weights(words, scale, zero, LAYOUT: tl.constexpr, FIELD: tl.constexpr):
     The unsigned n of a field becomes the lower bits of a mantissa, base + n, because conversion of
     integers has a fourth of the speed; two fields need the same shift. FAST_LEVELS multiplies
     before it subtracts: a scale has 11 bits and base + n has 12, so the product is exact and the
-    result equals that of LEVELS for scales up to MODEST.
+    result equals that of LEVELS for scales up to MAX_FAST_SCALE.
     """
     if LAYOUT.kind == "FP8":  # sign and 7 bits where float32 has them; exponents differ by 120
         bits = ((words << (24 - 8 * FIELD)) >> 4) & -0x78100000
         return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * scale
     else:
-        at: tl.constexpr = 16 - 4 * (FIELD % 2) if LAYOUT.bits == 4 else 8 * (FIELD % 2)
-        up: tl.constexpr = at - LAYOUT.bits * FIELD
-        moved = words << up if up > 0 else words >> -up
-        mask: tl.constexpr = ((1 << LAYOUT.bits) - 1) << at
-        bits = (moved & mask) | ((127 + 23 - at) << 23)
-        base: tl.constexpr = 1 << (23 - at)
+        position: tl.constexpr = 16 - 4 * (FIELD % 2) if LAYOUT.bits == 4 else 8 * (FIELD % 2)
+        shift: tl.constexpr = position - LAYOUT.bits * FIELD
+        shifted = words << shift if shift > 0 else words >> -shift
+        mask: tl.constexpr = ((1 << LAYOUT.bits) - 1) << position
+        bits = (shifted & mask) | ((127 + 23 - position) << 23)
+        base: tl.constexpr = 1 << (23 - position)
         level = bits.to(tl.float32, bitcast=True)
         if LAYOUT.kind == "FAST_LEVELS":
             return tl.fma(level, scale, -((zero + base) * scale))
@@ -232,14 +233,14 @@ def _add_affine(acc, block, x, valid, weights, lanes, WIDTH: tl.constexpr, GROUP
     words = tl.load(values + (block * TILE + lanes[:, None]) * WIDTH + lane[None, :])
     x += block * (GROUPS * WIDTH) + lane[:, None]
     for group in tl.static_range(GROUPS):
-        at = (block * GROUPS + group) * TILE + lanes
-        word = tl.load(scales + at)
+        index = (block * GROUPS + group) * TILE + lanes
+        word = tl.load(scales + index)
         if offsets is None:
             scale = word.to(tl.int16).to(tl.bfloat16, bitcast=True)
             offset = (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         else:
             scale = word.to(tl.float32, bitcast=True)
-            offset = tl.load(offsets + at).to(tl.float32, bitcast=True)
+            offset = tl.load(offsets + index).to(tl.float32, bitcast=True)
         w = _affine_weights(words, scale[:, None], offset[:, None], group)
         tokens = tl.load(x + group * WIDTH, mask=valid, other=0.0)
         acc = tl.dot(w.to(x.dtype.element_ty), tokens, acc, input_precision="ieee")
@@ -359,8 +360,8 @@ def _separate(
         strides, group_blocks, LAYOUT, BM, BN,
     )  # fmt: skip
     r, t = row + tl.arange(0, BM)[:, None], token + tl.arange(0, BN)[None, :]
-    at = (split * tokens + t).to(tl.int64) * rows + r
-    tl.store(partials + at, acc, mask=(r < rows) & (t < tokens))
+    index = (split * tokens + t).to(tl.int64) * rows + r
+    tl.store(partials + index, acc, mask=(r < rows) & (t < tokens))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -383,9 +384,9 @@ def _looped(
     """Sum all splits of a tile. Grid: row tiles times token tiles, in runs of SIDE row tiles."""
     row_tiles, token_tiles = tl.cdiv(rows, BM), tl.cdiv(tokens, BN)
     run = tl.program_id(0) // (SIDE * token_tiles)
-    within = tl.program_id(0) % (SIDE * token_tiles)
+    program = tl.program_id(0) % (SIDE * token_tiles)
     side = tl.minimum(row_tiles - run * SIDE, SIDE)
-    row, token = (run * SIDE + within % side) * BM, within // side * BN
+    row, token = (run * SIDE + program % side) * BM, program // side * BN
     x, valid = _tokens_at(x, token, x_stride, tokens, BN)
     total = row_sum(
         splits, split_blocks, blocks, row, x, valid, rows, cols, weights, strides, group_blocks,
@@ -393,5 +394,5 @@ def _looped(
     )  # fmt: skip
     r, t = row + tl.arange(0, BM)[:, None], token + tl.arange(0, BN)[None, :]
     total = finish(total, bias, r, r < rows)
-    at = t.to(tl.int64) * out_stride + r
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=(r < rows) & (t < tokens))
+    index = t.to(tl.int64) * out_stride + r
+    tl.store(out + index, total.to(out.dtype.element_ty), mask=(r < rows) & (t < tokens))

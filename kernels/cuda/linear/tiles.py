@@ -12,13 +12,13 @@ from triton.runtime import driver
 from pdserve.kernels.cuda.linear.packing import DeviceMatrix
 
 PROCESSORS = 132  # of an H100, the tuning target; results are the same on other devices
-ENOUGH_TALL = 96  # from this many programs, tall tiles are faster than split sums in memory
+MIN_TALL_TILES = 96  # from this many programs, tall tiles are faster than split sums in memory
 SPLIT_COLUMNS = 512  # at least: shorter splits take longer to add than to multiply
 # Bytes of shared memory for loads in flight.
 NARROW, TALL, WIDE, PACKED_NARROW = 56 << 10, 100 << 10, 144 << 10, 72 << 10
-MOST_STAGES, MOST_PACKED_STAGES = 5, 3
+MAX_STAGES, MAX_PACKED_STAGES = 5, 3
 OTHER_BYTES = 16 << 10  # shared memory for other uses than loads
-MOST_REGISTERS = 168  # for few sums; without a limit, the compiler spills to fit more programs
+MAX_REGISTERS = 168  # for few sums; without a limit, the compiler spills to fit more programs
 
 
 class ProductTarget(NamedTuple):
@@ -42,9 +42,9 @@ class Tiles:
 def splits_of(matrix: DeviceMatrix) -> tuple[int, int]:
     """Return the number of splits of a row, and the blocks of each but the last. Both depend on
     shape and format only. AFFINE gets more programs, to hide the latency of its steps."""
-    tiles, of_processor = -(-matrix.rows // 64), 4 if matrix.layout.kind == "AFFINE" else 2
-    wanted = -(-of_processor * PROCESSORS // tiles) if tiles < 2 * PROCESSORS else 1
-    length = max(-(-matrix.blocks // wanted), SPLIT_COLUMNS // matrix.layout.block)
+    tiles, per_processor = -(-matrix.rows // 64), 4 if matrix.layout.kind == "AFFINE" else 2
+    num_splits = -(-per_processor * PROCESSORS // tiles) if tiles < 2 * PROCESSORS else 1
+    length = max(-(-matrix.blocks // num_splits), SPLIT_COLUMNS // matrix.layout.block)
     return -(-matrix.blocks // length), length
 
 
@@ -77,9 +77,9 @@ def tiles_of(matrix: DeviceMatrix, tokens: int, target: ProductTarget = LARGEST)
     width = width_of(matrix, tokens, target)
     tall = tall_tiles(matrix, tokens)
     row_tiles = -(-matrix.rows // (128 if tall else 64))
-    enough = ENOUGH_TALL if tall else PROCESSORS
-    looped = splits_of(matrix)[0] == 1 or row_tiles * -(-tokens // width) >= enough
-    if tall and not looped and row_tiles * -(-tokens // 64) >= enough:
+    min_tiles = MIN_TALL_TILES if tall else PROCESSORS
+    looped = splits_of(matrix)[0] == 1 or row_tiles * -(-tokens // width) >= min_tiles
+    if tall and not looped and row_tiles * -(-tokens // 64) >= min_tiles:
         width, looped = 64, True
     return tiles_of_width(matrix, width, tall, looped, target)
 
@@ -101,14 +101,17 @@ def tiles_of_width(
     row_bytes = layout.word_bytes or layout.block * size
     stage_bytes = height * row_bytes + width * layout.block * size
     if is_plain:
-        room, most = (WIDE if looped and warps == 8 else TALL if tall else NARROW), MOST_STAGES
+        load_bytes, max_stages = (
+            (WIDE if looped and warps == 8 else TALL if tall else NARROW),
+            MAX_STAGES,
+        )
     else:
-        room, most = (WIDE if tall else PACKED_NARROW), MOST_PACKED_STAGES
-    stages = min(room, target.shared_bytes - OTHER_BYTES) // stage_bytes
-    return Tiles(height, width, warps, min(most, max(2, stages)), looped)
+        load_bytes, max_stages = (WIDE if tall else PACKED_NARROW), MAX_PACKED_STAGES
+    stages = min(load_bytes, target.shared_bytes - OTHER_BYTES) // stage_bytes
+    return Tiles(height, width, warps, min(max_stages, max(2, stages)), looped)
 
 
 def register_limit(tiles: Tiles, dtype: torch.dtype) -> int:
     """Return the register limit of a thread."""
     sums = 2 * tiles.rows * tiles.tokens // (32 * tiles.warps)  # of one split and of all splits
-    return 255 if dtype == torch.float32 or sums > 64 else MOST_REGISTERS
+    return 255 if dtype == torch.float32 or sums > 64 else MAX_REGISTERS

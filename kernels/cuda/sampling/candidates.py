@@ -64,30 +64,30 @@ def _scaled(scores, ids, vocab, temperature):
 
 
 @triton.jit
-def _gather(scores, vocab, temperature, low, high, kept, BLOCK: tl.constexpr):
-    """Count the scores in [low, high); store the first BLOCK of them in `kept`."""
-    tl.debug_barrier()  # all threads have read the previous content of `kept`
+def _gather(scores, vocab, temperature, low, high, gathered, BLOCK: tl.constexpr):
+    """Count the scores in [low, high); store the first BLOCK of them in `gathered`."""
+    tl.debug_barrier()  # all threads have read the previous content of `gathered`
     count = 0
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         scaled = _scaled(scores, ids, vocab, temperature)
         order = order_of(scaled)
         inside = (ids < vocab) & (order >= low) & (order < high)
-        here = tl.sum(inside.to(tl.int32), 0)
-        if here > 0:
-            at = count + tl.cumsum(inside.to(tl.int32), 0) - 1
-            tl.store(kept + at, scaled, mask=inside & (at < BLOCK))
-        count += here
+        num_in_tile = tl.sum(inside.to(tl.int32), 0)
+        if num_in_tile > 0:
+            index = count + tl.cumsum(inside.to(tl.int32), 0) - 1
+            tl.store(gathered + index, scaled, mask=inside & (index < BLOCK))
+        count += num_in_tile
     tl.debug_barrier()
     return count
 
 
 @triton.jit
-def _kept(kept, count, peak, MASS: tl.constexpr, BLOCK: tl.constexpr):
+def _gathered(gathered, count, peak, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the orders and the weights of the gathered scores."""
-    at = tl.arange(0, BLOCK)
-    scaled = tl.load(kept + at, mask=at < count, other=float("-inf"))
-    return order_of(scaled), _weights(scaled, at < count, peak, MASS)
+    index = tl.arange(0, BLOCK)
+    scaled = tl.load(gathered + index, mask=index < count, other=float("-inf"))
+    return order_of(scaled), _weights(scaled, index < count, peak, MASS)
 
 
 @triton.jit
@@ -98,17 +98,17 @@ def _measure(
     peak,
     low,
     high,
-    kept,
+    gathered,
     count,
     MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Return the weight of the `count` scores in [low, high), which are gathered if they fit."""
-    found = count.to(tl.float64)
+    weight = count.to(tl.float64)
     if MASS:
         if count <= BLOCK:
-            _, weights = _kept(kept, count, peak, MASS, BLOCK)
-            found = tl.sum(weights, 0)
+            _, weights = _gathered(gathered, count, peak, MASS, BLOCK)
+            weight = tl.sum(weights, 0)
         else:
             sums = tl.zeros([BLOCK], tl.float64)
             for start in range(0, vocab, BLOCK):
@@ -117,18 +117,18 @@ def _measure(
                 order = order_of(scaled)
                 inside = (ids < vocab) & (order >= low) & (order < high)
                 sums += _weights(scaled, inside, peak, MASS)
-            found = tl.sum(sums, 0)
-    return found
+            weight = tl.sum(sums, 0)
+    return weight
 
 
 @triton.jit
-def _descend(order, weights, low, high, above, enough):
+def _descend(order, weights, low, high, above, target):
     """Find the largest float with enough on or above it; `above` is the weight from `high` on."""
     while low + 1 < high:
         middle = _middle(low, high)
-        has = above + tl.sum(tl.where(order >= middle, weights, 0.0), 0)
-        low = tl.where(has >= enough, middle, low)
-        high = tl.where(has >= enough, high, middle)
+        weight = above + tl.sum(tl.where(order >= middle, weights, 0.0), 0)
+        low = tl.where(weight >= target, middle, low)
+        high = tl.where(weight >= target, high, middle)
     return low
 
 
@@ -140,8 +140,8 @@ def _floor(
     peak,
     low,
     guess,
-    enough,
-    kept,
+    target,
+    gathered,
     count,
     MASS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -150,25 +150,26 @@ def _floor(
     float has. If count <= BLOCK, the scores from `low` on are already gathered.
 
     Scores equal to `low` are not examined, because there may be many scores of -inf."""
-    bounded = 0  # whether a guess has had enough: until then, guesses go down in growing steps
+    # Whether a guess has had enough: until then, guesses go down in growing steps.
+    has_lower_bound = 0
     high = order_of(peak) + 1
     above = tl.full((), 0.0, tl.float64)
     step = tl.full((), STEP, tl.float32)
     turn = 0
     while (count > BLOCK) & (low + 1 < high):
         guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
-        found = _gather(scores, vocab, temperature, guess, high, kept, BLOCK)
-        has = above + _measure(
-            scores, vocab, temperature, peak, guess, high, kept, found, MASS, BLOCK
+        num_gathered = _gather(scores, vocab, temperature, guess, high, gathered, BLOCK)
+        weight = above + _measure(
+            scores, vocab, temperature, peak, guess, high, gathered, num_gathered, MASS, BLOCK
         )
-        if has >= enough:
+        if weight >= target:
             low = guess
-            count = found
-            bounded = 1
+            count = num_gathered
+            has_lower_bound = 1
         else:
             high = guess
-            above = has
-        if bounded == 0:
+            above = weight
+        if has_lower_bound == 0:
             guess = order_of(value_of(high) - step)
             step *= 2
         elif turn % 2 == 0:
@@ -176,8 +177,8 @@ def _floor(
         else:
             guess = _middle(low, high)
         turn += 1
-    order, weights = _kept(kept, tl.minimum(count, BLOCK), peak, MASS, BLOCK)
-    return _descend(order, weights, low, high, above, enough)
+    order, weights = _gathered(gathered, tl.minimum(count, BLOCK), peak, MASS, BLOCK)
+    return _descend(order, weights, low, high, above, target)
 
 
 @triton.jit
@@ -186,11 +187,11 @@ def _guess_kth(scores, vocab, temperature, k, BLOCK: tl.constexpr):
     stride = (vocab + BLOCK - 1) // BLOCK
     ids = tl.arange(0, BLOCK) * stride
     order = order_of(_scaled(scores, ids, vocab, temperature))
-    wanted = tl.maximum(k.to(tl.float32), tl.sqrt(k.to(tl.float32) * (BLOCK // 2)))
-    rank = tl.floor(wanted / stride).to(tl.float64) + 1
+    target = tl.maximum(k.to(tl.float32), tl.sqrt(k.to(tl.float32) * (BLOCK // 2)))
+    rank = tl.floor(target / stride).to(tl.float64) + 1
     weights = (ids < vocab).to(tl.float64)
-    none = tl.full((), 0.0, tl.float64)
-    return _descend(order, weights, tl.full((), LOWEST, tl.int32), tl.max(order, 0) + 1, none, rank)
+    zero = tl.full((), 0.0, tl.float64)
+    return _descend(order, weights, tl.full((), LOWEST, tl.int32), tl.max(order, 0) + 1, zero, rank)
 
 
 @triton.jit
@@ -204,7 +205,7 @@ def floors_kernel(
     num_tiles,
     best,
     mass,
-    kept,
+    gathered,
     floors,
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -212,11 +213,11 @@ def floors_kernel(
     """Compute the floor of one filtered pick: tokens whose logit / T is below it are excluded."""
     slot = tl.program_id(0).to(tl.int64)
     pick = tl.load(filtered_picks + slot).to(tl.int64)
-    kept += slot * BLOCK
+    gathered += slot * BLOCK
     temperature = field(records, pick, TEMPERATURE, tl.float32)
     tiles = tl.arange(0, TILES)
-    at = pick * num_tiles + tiles
-    tops = tl.load(best + at, mask=tiles < num_tiles, other=float("-inf"))
+    index = pick * num_tiles + tiles
+    tops = tl.load(best + index, mask=tiles < num_tiles, other=float("-inf"))
     tops = tl.math.div_rn(tops, temperature)
     peak = tl.max(tops, 0)
     if (peak > float("-inf")) & (peak < float("inf")):
@@ -224,7 +225,7 @@ def floors_kernel(
         low = tl.full((), LOWEST, tl.int32)
         top_k = field(records, pick, TOP_K, tl.int32)
         top_p = field(records, pick, TOP_P, tl.float64)
-        unknown = tl.full((), BLOCK + 1, tl.int32)
+        unknown_count = tl.full((), BLOCK + 1, tl.int32)
         narrowed = (top_k > 0) & (top_k < vocab)
         if narrowed:
             guess = low
@@ -238,32 +239,32 @@ def floors_kernel(
                 low,
                 guess,
                 top_k.to(tl.float64),
-                kept,
-                unknown,
+                gathered,
+                unknown_count,
                 False,
                 BLOCK,
             )
         if top_p < 1:
-            count = unknown
+            count = unknown_count
             if narrowed | (vocab <= BLOCK):
                 high = order_of(peak) + 1
-                count = _gather(scores, vocab, temperature, low, high, kept, BLOCK)
+                count = _gather(scores, vocab, temperature, low, high, gathered, BLOCK)
                 total = _measure(
-                    scores, vocab, temperature, peak, low, high, kept, count, True, BLOCK
+                    scores, vocab, temperature, peak, low, high, gathered, count, True, BLOCK
                 )
             else:
-                sums = tl.load(mass + at, mask=tiles < num_tiles, other=0.0)
+                sums = tl.load(mass + index, mask=tiles < num_tiles, other=0.0)
                 total = tl.sum(sums * _weights(tops, tiles < num_tiles, peak, True), 0)
-            least = peak + tl.log(total.to(tl.float32)) - 12 * 0.6931472
+            lowest = peak + tl.log(total.to(tl.float32)) - 12 * 0.6931472
             low = _floor(
                 scores,
                 vocab,
                 temperature,
                 peak,
                 low,
-                order_of(least),
+                order_of(lowest),
                 top_p * total,
-                kept,
+                gathered,
                 count,
                 True,
                 BLOCK,
@@ -278,25 +279,25 @@ def floors_of(
     logits: Tensor,
     edited_scores: Tensor,
     vocab: int,
-    found: Survey,
+    results: Survey,
 ) -> Tensor:
     """Return float32 [picks]: floors of the filtered picks, int32 [n]; others are undefined."""
-    num_picks, num = len(found.best), len(filtered_picks)
+    num_picks, num_filtered = len(results.best), len(filtered_picks)
     floors = torch.empty(num_picks, device=logits.device)
-    kept = torch.empty(num, BLOCK, device=logits.device)
-    floors_kernel[(num,)](
+    gathered = torch.empty(num_filtered, BLOCK, device=logits.device)
+    floors_kernel[(num_filtered,)](
         records,
         filtered_picks,
         logits,
         logits.stride(0),
         edited_scores,
         vocab,
-        found.num_tiles,
-        found.best,
-        found.mass,
-        kept,
+        results.num_tiles,
+        results.best,
+        results.mass,
+        gathered,
         floors,
-        TILES=triton.next_power_of_2(found.num_tiles),
+        TILES=triton.next_power_of_2(results.num_tiles),
         BLOCK=BLOCK,
         num_warps=8,
         enable_fp_fusion=False,

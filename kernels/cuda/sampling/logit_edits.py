@@ -78,22 +78,22 @@ def edit_kernel(
     x += tl.load(bias.to(tl.pointer_type(tl.float32)) + ids, mask=inside & (bias != 0), other=-0.0)
 
     address = field(records, pick, MARKS, tl.int64)
-    own_marks = address.to(tl.pointer_type(tl.int32)) + ids
-    marks = tl.load(own_marks, mask=inside & (address != 0), other=0)
+    stream_marks = address.to(tl.pointer_type(tl.int32)) + ids
+    marks = tl.load(stream_marks, mask=inside & (address != 0), other=0)
     num_fresh = field(records, pick, NUM_FRESH, tl.int32)
     if num_fresh > 0:
         fresh = words + field(records, pick, FRESH, tl.int32)
-        before = marks
+        old_marks = marks
         for i in range(num_fresh):
             word = tl.load(fresh + i)
             marks = tl.where(ids == word, (marks + 1) | SEEN, marks)
-            fewer = tl.where((marks & COUNT) > 1, marks - 1, marks & HIDDEN)
-            marks = tl.where(ids == -1 - word, fewer, marks)
-        tl.store(own_marks, marks, mask=inside & (marks != before))
+            decremented = tl.where((marks & COUNT) > 1, marks - 1, marks & HIDDEN)
+            marks = tl.where(ids == -1 - word, decremented, marks)
+        tl.store(stream_marks, marks, mask=inside & (marks != old_marks))
 
     repetition = field(records, pick, REPETITION, tl.float32)
-    lowered = tl.where(x > 0, tl.math.div_rn(x, repetition), x * repetition)
-    x = tl.where(marks < 0, lowered, x)
+    penalized = tl.where(x > 0, tl.math.div_rn(x, repetition), x * repetition)
+    x = tl.where(marks < 0, penalized, x)
     count = marks & COUNT
     x -= tl.where(count > 0, field(records, pick, PRESENCE, tl.float32), 0.0)
     x -= field(records, pick, FREQUENCY, tl.float32) * count.to(tl.float32)
@@ -110,9 +110,9 @@ def edit(
     records: Tensor, words: Tensor, edited_picks: Tensor, logits: Tensor, vocab: int
 ) -> Tensor:
     """Return the edited scores of the picks edited_picks int32 [n]: float32 [n, vocab]."""
-    num = len(edited_picks)
-    scores = torch.empty(num, vocab, device=logits.device)
-    edit_kernel[triton.cdiv(vocab, TILE), num](
+    num_picks = len(edited_picks)
+    scores = torch.empty(num_picks, vocab, device=logits.device)
+    edit_kernel[triton.cdiv(vocab, TILE), num_picks](
         records,
         words,
         edited_picks,

@@ -21,24 +21,24 @@ def best_kernel(logits, stride, vocab, count, best, best_id, mass, TILE: tl.cons
     """Write the best scores of one tile of one row with their ids, best first, ties to the lowest
     id, and the sum of exp(score - the tile's best). NaN is the best score, and its sum is NaN."""
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    at = row * tl.num_programs(0) + tile
+    index = row * tl.num_programs(0) + tile
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < vocab
     x = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf"))
     top = tl.max(tl.where(x == x, x, float("inf")), 0)
     peak = tl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
-    tl.store(mass + at, tl.sum(tl.exp(x.to(tl.float64) - peak.to(tl.float64)), 0))
+    tl.store(mass + index, tl.sum(tl.exp(x.to(tl.float64) - peak.to(tl.float64)), 0))
     # Integers in the order of the floats, NaN above all; -1 << 31 marks taken scores.
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     order = tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
-    taken = tl.full((), -(1 << 31), tl.int32)
-    order = tl.where(inside, order, taken)
+    used = tl.full((), -(1 << 31), tl.int32)
+    order = tl.where(inside, order, used)
     for i in range(tl.maximum(count, 1)):
-        most = tl.max(order, 0)
-        first = tl.min(tl.where((order == most) & (most > taken), ids, vocab), 0)
-        tl.store(best + at * tl.maximum(count, 1) + i, most)
-        tl.store(best_id + at * tl.maximum(count, 1) + i, first)
-        order = tl.where(ids == first, taken, order)
+        highest = tl.max(order, 0)
+        first = tl.min(tl.where((order == highest) & (highest > used), ids, vocab), 0)
+        tl.store(best + index * tl.maximum(count, 1) + i, highest)
+        tl.store(best_id + index * tl.maximum(count, 1) + i, first)
+        order = tl.where(ids == first, used, order)
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def scores_kernel(
     best,
     best_id,
     mass,
-    own_ids,
+    token_ids,
     also_ids,
     out,
     TILES: tl.constexpr,
@@ -61,10 +61,10 @@ def scores_kernel(
     """Write a row of `out`: its token's log-probability, `count` ids, theirs, those of also_ids."""
     row = tl.program_id(0).to(tl.int64)
     out += row * (1 + 2 * count + num_also)
-    each = tl.maximum(count, 1)
+    per_tile = tl.maximum(count, 1)
     tiles = tl.arange(0, TILES)
     tops = tl.load(
-        best + (row * num_tiles + tiles) * each, mask=tiles < num_tiles, other=-(1 << 31)
+        best + (row * num_tiles + tiles) * per_tile, mask=tiles < num_tiles, other=-(1 << 31)
     )
     tops = (tops ^ ((tops >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     tops = tl.where(tiles < num_tiles, tops, float("-inf"))
@@ -79,27 +79,27 @@ def scores_kernel(
     total = tl.where(finite, total, peak.to(tl.float64))
     total = tl.where(nan, float("nan"), total)
 
-    own = tl.load(logits + row * stride + tl.load(own_ids + row)).to(tl.float64)
-    tl.store(out, own - total)
+    token_score = tl.load(logits + row * stride + tl.load(token_ids + row)).to(tl.float64)
+    tl.store(out, token_score - total)
     if count > 0:
         entries = tl.arange(0, ENTRIES)
-        real = entries < num_tiles * count
-        at = row * num_tiles * count + entries
-        taken = tl.full((), -(1 << 31), tl.int32)
-        order = tl.load(best + at, mask=real, other=-(1 << 31))
-        ids = tl.load(best_id + at, mask=real, other=0x7FFFFFFF)
+        valid = entries < num_tiles * count
+        index = row * num_tiles * count + entries
+        used = tl.full((), -(1 << 31), tl.int32)
+        order = tl.load(best + index, mask=valid, other=-(1 << 31))
+        ids = tl.load(best_id + index, mask=valid, other=0x7FFFFFFF)
         for i in range(count):
-            most = tl.max(order, 0)
-            first = tl.min(tl.where((order == most) & (most > taken), ids, 0x7FFFFFFF), 0)
-            value = (most ^ ((most >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            highest = tl.max(order, 0)
+            first = tl.min(tl.where((order == highest) & (highest > used), ids, 0x7FFFFFFF), 0)
+            value = (highest ^ ((highest >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
             tl.store(out + 1 + i, first.to(tl.float64))
             tl.store(out + 1 + count + i, value.to(tl.float64) - total)
-            order = tl.where(ids == first, taken, order)
+            order = tl.where(ids == first, used, order)
     also = tl.arange(0, ALSO)
-    asked = also < num_also
-    ids = tl.load(also_ids + also, mask=asked, other=0)
-    value = tl.load(logits + row * stride + ids, mask=asked, other=0.0).to(tl.float64)
-    tl.store(out + 1 + 2 * count + also, value - total, mask=asked)
+    has_id = also < num_also
+    ids = tl.load(also_ids + also, mask=has_id, other=0)
+    value = tl.load(logits + row * stride + ids, mask=has_id, other=0.0).to(tl.float64)
+    tl.store(out + 1 + 2 * count + also, value - total, mask=has_id)
 
 
 @torch.inference_mode()
@@ -155,20 +155,20 @@ def logprobs(
     `count` best and of the ids `also`. Raises ValueError for ids or counts out of range."""
     rows, vocab = logits.shape
     if len(tokens) != rows:
-        raise ValueError("tokens: not one for each row of logits")
+        raise ValueError("tokens: expected one for each row of logits")
     if not 0 <= count <= vocab:
-        raise ValueError(f"count: outside 0 to {vocab}")
+        raise ValueError(f"count: must be 0 to {vocab}")
     for name, ids in (("tokens", tokens), ("also", also)):
         if ids and not (min(ids) >= 0 and max(ids) < vocab):
-            raise ValueError(f"{name}: an id outside the vocabulary of {vocab}")
+            raise ValueError(f"{name}: an id is outside the vocabulary of {vocab}")
     if not rows:
         return []
-    sent = torch.tensor([*tokens, *also], dtype=torch.int32)
+    uploaded = torch.tensor([*tokens, *also], dtype=torch.int32)
     if logits.is_cuda:
-        sent = sent.pin_memory()
-    found = launch(logits, sent.to(logits.device, non_blocking=True), count).tolist()
+        uploaded = uploaded.pin_memory()
+    results = launch(logits, uploaded.to(logits.device, non_blocking=True), count).tolist()
     answers: list[TokenScores] = []
-    for own, *rest in found:
+    for token_logprob, *rest in results:
         best = zip(map(int, rest[:count]), rest[count : 2 * count], strict=True)
-        answers.append((own, (*best, *zip(also, rest[2 * count :], strict=True))))
+        answers.append((token_logprob, (*best, *zip(also, rest[2 * count :], strict=True))))
     return answers

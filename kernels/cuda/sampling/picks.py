@@ -28,14 +28,14 @@ def survey_kernel(
     no filter, the bound of score / T + noise.
     """
     tile, pick = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    at = pick * tl.num_programs(0) + tile
+    index = pick * tl.num_programs(0) + tile
     ids = tile * TILE + tl.arange(0, TILE)
     scores = scores_of(records, pick, logits, stride, edited_scores, vocab)
     x = tl.load(scores + ids, mask=ids < vocab, other=float("-inf"))
     x = tl.where(x == x, x, float("inf"))
     top = tl.max(x, 0)
-    tl.store(best + at, top)
-    tl.store(best_id + at, tl.min(tl.where(x == top, ids, vocab), 0))
+    tl.store(best + index, top)
+    tl.store(best_id + index, tl.min(tl.where(x == top, ids, vocab), 0))
     temperature = field(records, pick, TEMPERATURE, tl.float32)
     if temperature > 0:
         scaled = tl.math.div_rn(x, temperature)
@@ -43,10 +43,10 @@ def survey_kernel(
             if field(records, pick, TOP_P, tl.float64) < 1:
                 peak = tl.math.div_rn(top, temperature)
                 peak = tl.where(peak == float("-inf"), 0.0, peak).to(tl.float64)
-                tl.store(mass + at, tl.sum(tl.exp(scaled.to(tl.float64) - peak), 0))
+                tl.store(mass + index, tl.sum(tl.exp(scaled.to(tl.float64) - peak), 0))
         else:
-            most = scaled + noise_bound(noise_bits(noise_key(records, pick), ids))
-            tl.store(bound + at, tl.max(most, 0))
+            bounds = scaled + noise_bound(noise_bits(noise_key(records, pick), ids))
+            tl.store(bound + index, tl.max(bounds, 0))
 
 
 @triton.jit
@@ -68,12 +68,12 @@ def bound_kernel(
     scores = scores_of(records, pick, logits, stride, edited_scores, vocab)
     x = tl.load(scores + ids, mask=ids < vocab, other=float("-inf"))
     scaled = tl.math.div_rn(x, field(records, pick, TEMPERATURE, tl.float32))
-    kept = scaled >= tl.load(floors + pick)
-    most = tl.full((), float("-inf"), tl.float32)
-    if tl.max(kept.to(tl.int32), 0) > 0:
+    is_candidate = scaled >= tl.load(floors + pick)
+    tile_bound = tl.full((), float("-inf"), tl.float32)
+    if tl.max(is_candidate.to(tl.int32), 0) > 0:
         noise = noise_bound(noise_bits(noise_key(records, pick), ids))
-        most = tl.max(tl.where(kept, scaled + noise, float("-inf")), 0)
-    tl.store(bound + pick * tl.num_programs(0) + tile, most)
+        tile_bound = tl.max(tl.where(is_candidate, scaled + noise, float("-inf")), 0)
+    tl.store(bound + pick * tl.num_programs(0) + tile, tile_bound)
 
 
 @triton.jit
@@ -95,34 +95,36 @@ def choose_kernel(
     """Choose the token of one pick; -1 if its best score is not finite."""
     pick = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, TILES)
-    real = tiles < num_tiles
-    at = pick * num_tiles + tiles
-    tops = tl.load(best + at, mask=real, other=float("-inf"))
+    valid = tiles < num_tiles
+    index = pick * num_tiles + tiles
+    tops = tl.load(best + index, mask=valid, other=float("-inf"))
     top = tl.max(tops, 0)
-    token = tl.min(tl.where(tops == top, tl.load(best_id + at, mask=real, other=vocab), vocab), 0)
+    token = tl.min(
+        tl.where(tops == top, tl.load(best_id + index, mask=valid, other=vocab), vocab), 0
+    )
     finite = (top > float("-inf")) & (top < float("inf"))
     temperature = field(records, pick, TEMPERATURE, tl.float32)
     if finite & (temperature > 0):
         floor = tl.load(floors + pick, mask=is_filtered(records, pick), other=float("-inf"))
         scores = scores_of(records, pick, logits, stride, edited_scores, vocab)
         key = noise_key(records, pick)
-        bounds = tl.load(bound + at, mask=real, other=float("-inf"))
-        most = tl.max(bounds, 0)
+        bounds = tl.load(bound + index, mask=valid, other=float("-inf"))
+        max_bound = tl.max(bounds, 0)
         value = tl.full((), float("-inf"), tl.float32)
-        while (most > float("-inf")) & (most >= value):
-            tile = tl.min(tl.where(bounds == most, tiles, TILES), 0)
+        while (max_bound > float("-inf")) & (max_bound >= value):
+            tile = tl.min(tl.where(bounds == max_bound, tiles, TILES), 0)
             ids = tile * TILE + tl.arange(0, TILE)
             x = tl.load(scores + ids, mask=ids < vocab, other=float("-inf"))
             scaled = tl.math.div_rn(x, temperature)
-            drawn = scaled + noise_of(noise_bits(key, ids))
-            drawn = tl.where((ids < vocab) & (scaled >= floor), drawn, float("-inf"))
-            here = tl.max(drawn, 0)
-            first = tl.min(tl.where(drawn == here, ids, vocab), 0)
-            wins = (here > value) | ((here == value) & (first < token))
+            noisy = scaled + noise_of(noise_bits(key, ids))
+            noisy = tl.where((ids < vocab) & (scaled >= floor), noisy, float("-inf"))
+            tile_best = tl.max(noisy, 0)
+            first = tl.min(tl.where(noisy == tile_best, ids, vocab), 0)
+            wins = (tile_best > value) | ((tile_best == value) & (first < token))
             token = tl.where(wins, first, token)
-            value = tl.where(wins, here, value)
+            value = tl.where(wins, tile_best, value)
             bounds = tl.where(tiles == tile, float("-inf"), bounds)
-            most = tl.max(bounds, 0)
+            max_bound = tl.max(bounds, 0)
     tl.store(tokens + pick, tl.where(finite, token, -1))
 
 
@@ -142,22 +144,22 @@ def survey(
     records: Tensor, logits: Tensor, edited_scores: Tensor, vocab: int, num_picks: int
 ) -> Survey:
     """Read the scores of every pick once; return the results per tile."""
-    found = Survey(num_picks, vocab, logits.device)
-    survey_kernel[found.num_tiles, num_picks](
+    results = Survey(num_picks, vocab, logits.device)
+    survey_kernel[results.num_tiles, num_picks](
         records,
         logits,
         logits.stride(0),
         edited_scores,
         vocab,
-        found.best,
-        found.best_id,
-        found.mass,
-        found.bound,
+        results.best,
+        results.best_id,
+        results.mass,
+        results.bound,
         TILE=TILE,
         num_warps=4,
         enable_fp_fusion=False,
     )
-    return found
+    return results
 
 
 def bound_filtered(
@@ -167,10 +169,10 @@ def bound_filtered(
     logits: Tensor,
     edited_scores: Tensor,
     vocab: int,
-    found: Survey,
+    results: Survey,
 ) -> None:
-    """Write the bounds of the filtered picks (int32 [n]) into `found`; `floors` float32 [picks]."""
-    bound_kernel[found.num_tiles, len(filtered_picks)](
+    """Write bounds of the filtered picks (int32 [n]) into `results`; `floors` float32 [picks]."""
+    bound_kernel[results.num_tiles, len(filtered_picks)](
         records,
         filtered_picks,
         floors,
@@ -178,7 +180,7 @@ def bound_filtered(
         logits.stride(0),
         edited_scores,
         vocab,
-        found.bound,
+        results.bound,
         TILE=TILE,
         num_warps=4,
         enable_fp_fusion=False,
@@ -191,10 +193,10 @@ def choose(
     logits: Tensor,
     edited_scores: Tensor,
     vocab: int,
-    found: Survey,
+    results: Survey,
 ) -> Tensor:
     """Choose the token of each pick, int32 [picks]."""
-    num_picks = len(found.best)
+    num_picks = len(results.best)
     tokens = torch.empty(num_picks, dtype=torch.int32, device=logits.device)
     choose_kernel[(num_picks,)](
         records,
@@ -203,12 +205,12 @@ def choose(
         logits.stride(0),
         edited_scores,
         vocab,
-        found.num_tiles,
-        found.best,
-        found.best_id,
-        found.bound,
+        results.num_tiles,
+        results.best,
+        results.best_id,
+        results.bound,
         tokens,
-        TILES=triton.next_power_of_2(found.num_tiles),
+        TILES=triton.next_power_of_2(results.num_tiles),
         TILE=TILE,
         num_warps=8,
         enable_fp_fusion=False,

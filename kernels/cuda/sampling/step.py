@@ -31,8 +31,8 @@ class CudaTokenStream:
         _check(settings, vocab)
         self.settings = settings
         self.vocab = vocab
-        hot = settings.temperature >= GREEDY_BELOW
-        self.is_filtered = hot and settings.filters
+        is_sampled = settings.temperature >= GREEDY_BELOW
+        self.is_filtered = is_sampled and settings.filters
         self.always_edits = settings.penalizes or bool(settings.logit_bias)
         self.hides_until = settings.min_tokens if settings.masked_ids else 0
         self.num_counted = 0
@@ -41,11 +41,11 @@ class CudaTokenStream:
         constant["seed"] = settings.seed
         constant["choice"] = settings.choice
         constant["edited"] = constant["mask"] = -1
-        constant["temperature"] = settings.temperature if hot else 0
+        constant["temperature"] = settings.temperature if is_sampled else 0
         constant["top_k"] = settings.top_k if self.is_filtered else 0
         constant["top_p"] = settings.top_p if self.is_filtered else 1
-        bounded = self.is_filtered and settings.min_p > 0
-        constant["log_min_p"] = math.log(settings.min_p) if bounded else -math.inf
+        has_min_p = self.is_filtered and settings.min_p > 0
+        constant["log_min_p"] = math.log(settings.min_p) if has_min_p else -math.inf
         constant["repetition"] = settings.repetition_penalty
         constant["presence"] = settings.presence_penalty
         constant["frequency"] = settings.frequency_penalty
@@ -77,10 +77,10 @@ class CudaTokenStream:
             return []
         if len(generated) < self.num_counted:
             raise ValueError("generated: shorter than at the stream's last pick")
-        ids, left = self.settings.penalty_changes(generated, self.num_counted)
+        ids, removed = self.settings.penalty_changes(generated, self.num_counted)
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab):
-            raise ValueError(f"generated: an id outside the vocabulary of {self.vocab}")
-        return [*ids, *(-1 - id_ for id_ in left)] if left else ids
+            raise ValueError(f"generated: an id is outside the vocabulary of {self.vocab}")
+        return [*ids, *(-1 - token for token in removed)] if removed else ids
 
 
 class CudaPicks:
@@ -101,8 +101,8 @@ class CudaPicks:
         """Wait for the copy and return the tokens."""
         if self._copied is not None:
             self._copied.synchronize()
-        found: list[int] = self._host.tolist()
-        return found
+        tokens: list[int] = self._host.tolist()
+        return tokens
 
 
 class CudaSampling:
@@ -173,8 +173,10 @@ class CudaSampling:
         packed["position"] = [len(ids) for ids in generated]
         words = _add_edits(packed, edited, fresh, streams, generated, masks)
         lists = np.array([*edited, *filtered], np.int32)
-        sent = _upload([packed.view(np.uint8), lists.view(np.uint8), words.view(np.uint8)], device)
-        records, numbers = sent[: packed.nbytes], sent[packed.nbytes :].view(torch.int32)
+        uploaded = _upload(
+            [packed.view(np.uint8), lists.view(np.uint8), words.view(np.uint8)], device
+        )
+        records, numbers = uploaded[: packed.nbytes], uploaded[packed.nbytes :].view(torch.int32)
         edited_picks, filtered_picks = numbers[: len(edited)], numbers[len(edited) : len(lists)]
 
         scores = logits
@@ -182,12 +184,12 @@ class CudaSampling:
             scores = edit(records, numbers[len(lists) :], edited_picks, logits, vocab)
             for i in edited:
                 streams[i].num_counted = len(generated[i])
-        found = survey(records, logits, scores, vocab, num_picks)
-        floors = found.best  # read for filtered picks only
+        results = survey(records, logits, scores, vocab, num_picks)
+        floors = results.best  # read for filtered picks only
         if filtered:
-            floors = floors_of(records, filtered_picks, logits, scores, vocab, found)
-            bound_filtered(records, filtered_picks, floors, logits, scores, vocab, found)
-        return choose(records, floors, logits, scores, vocab, found)
+            floors = floors_of(records, filtered_picks, logits, scores, vocab, results)
+            bound_filtered(records, filtered_picks, floors, logits, scores, vocab, results)
+        return choose(records, floors, logits, scores, vocab, results)
 
     def logprobs(
         self, logits: Tensor, tokens: list[int], count: int, also: Sequence[int] = ()
@@ -207,19 +209,19 @@ def _add_edits(
 ) -> NDArray[np.int32]:
     """Fill in the edit fields of the records; return the step's words: fresh ids and masks."""
     parts: list[NDArray[np.int32]] = []
-    at = 0
+    position = 0
     for slot, (i, ids) in enumerate(zip(edited, fresh, strict=True)):
         record = packed[i]
         record["edited"] = slot
         record["hide"] = len(generated[i]) < streams[i].hides_until
-        record["fresh"], record["num_fresh"] = at, len(ids)
+        record["fresh"], record["num_fresh"] = position, len(ids)
         parts.append(np.array(ids, np.int32))
-        at += len(ids)
+        position += len(ids)
         mask = masks[i] if masks else None
         if mask is not None:
-            record["mask"] = at
+            record["mask"] = position
             parts.append(mask.view(np.int32))
-            at += len(mask)
+            position += len(mask)
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
@@ -241,24 +243,24 @@ def _check_step(
 ) -> int:
     """Check the arguments of `launch`; return the size of the vocabulary. Raises like `launch`."""
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
-        raise TypeError("logits: not float32 [n, vocab] with adjacent columns")
+        raise TypeError("logits: expected float32 [n, vocab] with adjacent columns")
     num_rows, vocab = logits.shape
     if not len(rows) == len(streams) == len(generated):
-        raise ValueError("rows, streams and generated: not of one length")
+        raise ValueError("rows, streams and generated must have the same length")
     if not (min(rows) >= 0 and max(rows) < num_rows):
-        raise ValueError(f"rows: one is outside the {num_rows} rows of logits")
+        raise ValueError(f"rows: a row is outside the {num_rows} rows of logits")
     if any(stream.vocab != vocab for stream in streams):
-        raise ValueError(f"streams: one is for another vocabulary than the logits' {vocab}")
+        raise ValueError(f"streams: a stream's vocabulary is not the logits' {vocab}")
     if masks is not None:
         if len(masks) != len(rows):
-            raise ValueError("masks: not one for each pick")
+            raise ValueError("masks: expected one for each pick")
         for mask in masks:
             if mask is None:
                 continue
             if mask.dtype != np.uint32 or mask.ndim != 1:
-                raise TypeError("masks: one is not uint32 [(vocab + 31) // 32]")
+                raise TypeError("masks: expected uint32 [(vocab + 31) // 32]")
             if len(mask) != (vocab + 31) // 32:
-                raise ValueError(f"masks: one is not for a vocabulary of {vocab}")
+                raise ValueError(f"masks: a mask does not match the vocabulary of {vocab}")
     return vocab
 
 
@@ -269,10 +271,10 @@ def _check(settings: StreamSettings, vocab: int) -> None:
         ("prompt_ids", settings.penalized_prompt),
     ):
         if ids and not (min(ids) >= 0 and max(ids) < vocab):
-            raise ValueError(f"{name}: an id outside the vocabulary of {vocab}")
+            raise ValueError(f"{name}: an id is outside the vocabulary of {vocab}")
     if not 0 <= settings.temperature < math.inf:
-        raise ValueError("temperature: not a finite number from 0 on")
+        raise ValueError("temperature: must be a finite number of at least 0")
     if not 0 < settings.top_p <= 1:
-        raise ValueError("top_p: not in (0, 1]")
+        raise ValueError("top_p: must be in (0, 1]")
     if not 0 <= settings.min_p <= 1:
-        raise ValueError("min_p: not in [0, 1]")
+        raise ValueError("min_p: must be in [0, 1]")

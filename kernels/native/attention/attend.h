@@ -1,4 +1,4 @@
-// Keys and values as attention reads them, and one piece of its work.
+// The layout of keys and values for attention, and one task of attention.
 #pragma once
 #include "base/common.h"
 
@@ -6,12 +6,12 @@ namespace pdserve {
 
 enum class KvType : int { kF32, kBf16, kF16, kI8 };
 
-// One layer of the pool: [blocks][2][kv_heads] of block_size * head_dim values. A block's values
-// lie [block_size, head_dim], its keys [head_dim, block_size], so that a vector is 16 keys.
-// kI8: after all values of a block come its float32 scales [2][kv_heads][block_size].
+// One layer of the pool: [blocks][2][kv_heads] of block_size * head_dim numbers. A block stores
+// values as [block_size, head_dim] and keys as [head_dim, block_size], so that a vector holds 16
+// keys. kI8: the float32 scales [2][kv_heads][block_size] follow the numbers of a block.
 //
-// Latent (DeepSeek-V2, arXiv:2405.04434): [blocks][kv_heads] of keys alone, [block_size, head_dim];
-// a key's last `latent` values are its value. Its scales are [kv_heads][block_size].
+// Latent (DeepSeek-V2, arXiv:2405.04434): [blocks][kv_heads] of keys only, [block_size, head_dim];
+// the last `latent` numbers of a key are its value. The scales are [kv_heads][block_size].
 struct KvLayer {
   uint8_t* data = nullptr;
   KvType type = KvType::kF32;
@@ -19,13 +19,13 @@ struct KvLayer {
   int64_t block_size = 0;  // a multiple of 16
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
-  int64_t latent = 0;  // 0: keys have values of their own, as long as they are
+  int64_t latent = 0;  // 0: separate values, as long as the keys
 
   int64_t value_dim() const { return latent ? latent : head_dim; }
   int64_t vectors() const { return (latent ? 1 : 2) * kv_heads * block_size; }  // of a block
 };
 
-// Bytes of one block of such a layer.
+// Returns the bytes of one block of a layer.
 inline int64_t kv_block_bytes(const KvLayer& kv) {
   switch (kv.type) {
     case KvType::kF32:
@@ -39,8 +39,8 @@ inline int64_t kv_block_bytes(const KvLayer& kv) {
   return kv.vectors() * (kv.head_dim + 4);
 }
 
-// Queries of one sequence, at consecutive positions, that read the keys of one kv head: all of its
-// query heads or some.
+// Queries of one sequence at consecutive positions that read the keys of one kv head, for all or
+// some of its query heads.
 struct Attend {
   KvLayer kv;
   const int64_t* blocks = nullptr;  // blocks[c] holds positions from c * block_size
@@ -48,22 +48,22 @@ struct Attend {
   int64_t group = 0;                // query heads, adjacent in q
   int64_t tokens = 0;
   int64_t position = 0;             // of the first token; it sees keys [0, position]
-  int64_t window = 0;               // keys a token sees, its own included; 0: all
+  int64_t window = 0;               // number of keys that a token sees, including its own; 0: all
   float scale = 1;
   float soft_cap = 0;               // 0: none
-  const float* sinks = nullptr;     // [group], or null: scores beside those of the keys
+  const float* sinks = nullptr;     // [group], or null: scores that belong to no key
   const float* q = nullptr;         // token t, head g at q + t * q_stride + g * head_dim
   int64_t q_stride = 0;
-  float* out = nullptr;             // the same, with out_stride and value_dim
+  float* out = nullptr;             // like q, with out_stride and value_dim
   int64_t out_stride = 0;
-  const Attend* next = nullptr;     // what this thread may do next, or null: only prefetched
+  const Attend* next = nullptr;     // the thread's likely next task, for prefetching; or null
 };
 
-// A query's result is made of tiles of kKeyTile keys aligned to position 0. Each tile is computed
-// by itself (maximum, weights, weighted sum of values), then the tiles are merged in order.
+// A query's result is computed in tiles of kKeyTile keys aligned to position 0. Each tile is
+// computed separately (maximum, weights, weighted sum of values), then tiles are merged in order.
 constexpr int64_t kKeyTile = 64;
 
-// Tiles in which a query of the task sees a key: [first_tile, end_tile).
+// The tiles [first_tile, end_tile) contain all keys that the task's queries see.
 inline int64_t first_tile(const Attend& task) {
   bool bounded = task.window > 0 && task.position >= task.window;
   return bounded ? (task.position - task.window + 1) / kKeyTile : 0;
@@ -71,7 +71,7 @@ inline int64_t first_tile(const Attend& task) {
 inline int64_t end_tile(const Attend& task) {
   return ceil_div(task.position + task.tokens, kKeyTile);
 }
-// Floats that hold the result of one tile for all queries of the task.
+// Returns the number of floats for the result of one tile for all queries of the task.
 inline int64_t tile_floats(const Attend& task) {
   int64_t queries = task.tokens * task.group;
   return queries * (round_up(task.kv.value_dim(), kLanes) + kLanes) + round_up(queries, kLanes);

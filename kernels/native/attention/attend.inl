@@ -2,24 +2,25 @@
 // normalizer calculation for softmax, arXiv:1805.02867; the tiling of Dao et al., FlashAttention,
 // arXiv:2205.14135).
 //
-// What a query's result is, whatever the tiling: for each tile of 64 keys aligned to position 0,
-// over the keys that the query sees, in order:
+// The definition of a query's result, independent of tiling: for each tile of 64 keys aligned to
+// position 0, over the keys that the query sees, in order:
 //   score[key] = sum over dims, by fma from 0, of (q * scale * log2 e) * k
 //   m = largest score; p[key] = 2^(score - m)
 //   l[lane] = (p[lane] + p[16 + lane]) + (p[32 + lane] + p[48 + lane])
 //   acc[dim] = sum over keys, by fma from 0, of p * v
-// and over the tiles, in order, from M = -inf and L = A = 0 (with a sink from M = sink * log2 e and
-// L[0] = 1):
+// and over the tiles, in order, starting from M = -inf and L = A = 0 (with a sink: M = sink * log2
+// e and L[0] = 1):
 //   M' = max(M, m); A = fma(acc, 2^(m - M'), A * 2^(M - M')); L the same with l
-// then out = A * (1 / sum(L)). A tile without a seen key is left out. kI8: the scale of k multiplies
-// the score, that of v the p of acc. What is in slots that are not seen never reaches a result.
+// then out = A * (1 / sum(L)). Tiles without a visible key are skipped. kI8: the scale of k
+// multiplies the score, that of v the p of acc. The content of invisible slots never affects a
+// result.
 
-// Scratch of a task, floats, each part a multiple of a cache line.
+// Scratch of a task in floats; each part is a multiple of a cache line.
 struct ScratchLayout {
   int64_t q, running, tile, s, keys, values, end;
 };
 
-// Whether the task has so many queries that unpacking a tile pays; a latent layer has no other way.
+// Returns whether the task has enough queries to unpack tiles; latent layers are always unpacked.
 static bool unpacks(const Attend& task) {
   return task.kv.latent || task.tokens * task.group > 2 * kRowTile;
 }
@@ -34,15 +35,15 @@ static ScratchLayout layout(const Attend& task) {
   at.keys = at.s + kRowTile * kKeyTile;
   int64_t keys = unpacks(task) ? round_up(task.kv.head_dim, kLanes) * kKeyTile : 0;
   at.values = at.keys + keys;
-  at.end = at.values + keys;  // values begin at a vector of their key
+  at.end = at.values + keys;  // values begin at a vector boundary of their key
   return at;
 }
 
 static int64_t attend_scratch(const Attend& task) { return layout(task).end; }
 
-// Queries times the scale, [rows][head_dim].
+// Multiplies queries by the scale, into [rows][head_dim].
 static void scale_queries(const Attend& task, float* to) {
-  // Weights are powers of two; with a cap, the factor log2 e comes after it.
+  // Weights are powers of two; with a cap, the factor log2 e follows the cap.
   F factor = set1(task.soft_cap > 0 ? task.scale : task.scale * 1.44269504f);
   int64_t size = task.group * task.kv.head_dim;  // of a token: its heads are adjacent
   for (int64_t token = 0; token < task.tokens; ++token, to += size) {
@@ -53,7 +54,7 @@ static void scale_queries(const Attend& task, float* to) {
   }
 }
 
-// Adds the results of a tile to those of the tiles before, for rows [row, row + count).
+// Merges the results of a tile into those of the previous tiles, for rows [row, row + count).
 static void merge(const Attend& task, int64_t index, int64_t row, int64_t count, const float* acc,
                   const float* most, float* running, float* running_most) {
   int64_t width = round_up(task.kv.value_dim(), kLanes) + kLanes;
@@ -103,7 +104,7 @@ static void finish(const Attend& task, const float* running) {
   }
 }
 
-// Tiles [begin, end): each into its own state, or merged into the running one.
+// Computes tiles [begin, end), each into a separate state, or merged into the running state.
 static void compute(const Attend& task, int64_t begin, int64_t end, float* states, bool merging,
                     float* scratch) {
   int64_t rows = task.tokens * task.group, size = row_tile(rows);

@@ -1,5 +1,5 @@
-// One tile of keys for some queries: its scores, their weights, the weighted sum of its values.
-// What they are is said in attend.inl.
+// One tile of keys for some queries: scores, weights, and the weighted sum of values. attend.inl
+// defines them.
 
 static constexpr int kRowTile = kRegisters >= 32 ? 6 : 3;  // queries whose sums stay in registers,
 static constexpr int kVecTile = kRegisters >= 32 ? 4 : 2;  // times vectors of keys or of dims
@@ -8,23 +8,23 @@ static constexpr float kNothing = -__builtin_inff();
 
 // --- A tile of keys
 
-// Where the keys of a tile lie, by groups of 16: in the pool, or unpacked to floats.
+// The locations of a tile's keys by groups of 16, in the pool or unpacked to floats.
 struct KeyTile {
   const uint8_t* key[kGroups];    // dim d of 16 keys at key + d * key_stride
   const uint8_t* value[kGroups];  // key j of a group at value + j * value_stride
-  const float* key_scale[kGroups];  // kI8 only, of 16 keys
+  const float* key_scale[kGroups];  // kI8 only, for 16 keys
   const float* value_scale[kGroups];
   int64_t key_stride = 0, value_stride = 0;  // bytes
 };
 
-// Groups of the tile that hold a key which some query sees; the others may not be in the pool.
+// Returns the groups of the tile with a key that some query sees; others may not be in the pool.
 struct Groups { int64_t begin, end; };
-// Keys of a tile, counted from its first.
+// Keys of a tile, relative to its first.
 struct Span { int64_t begin, end; };
 
 PDS_INLINE int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x > most ? most : x; }
 
-// The keys of the tile that the token-th token of the task sees.
+// Returns the keys of the tile that the token-th token of the task sees.
 static Span seen(const Attend& task, int64_t token, int64_t tile) {
   int64_t end = task.position + token + 1 - tile * kKeyTile;
   int64_t begin = task.window > 0 ? end - task.window : -tile * kKeyTile;
@@ -43,7 +43,7 @@ static KeyTile locate(const Attend& task, int64_t tile, Groups groups) {
   found.key_stride = kv.block_size * size;
   found.value_stride = kv.head_dim * size;
   for (int64_t g = 0; g < kGroups; ++g) {
-    // Groups that are not needed point to one that is.
+    // Unneeded groups point to a needed one.
     int64_t there = g < groups.begin ? groups.begin : g >= groups.end ? groups.end - 1 : g;
     int64_t position = tile * kKeyTile + there * kLanes;
     int64_t offset = position % kv.block_size;
@@ -60,7 +60,8 @@ static KeyTile locate(const Attend& task, int64_t tile, Groups groups) {
   return found;
 }
 
-// The tile as floats, [head_dim][64] keys and [64][width] values, for tasks of many queries.
+// Unpacks the tile to floats, [head_dim][64] keys and [64][width] values, for tasks of many
+// queries.
 template <KvType type>
 static KeyTile unpack(const KeyTile& from, Groups groups, int64_t head_dim, float* keys,
                       float* values) {
@@ -88,7 +89,7 @@ static KeyTile unpack(const KeyTile& from, Groups groups, int64_t head_dim, floa
   return to;
 }
 
-// The same of a latent layer: its keys are read as they lie, [64][width], and transposed.
+// The same for a latent layer: its keys are read as stored, [64][width], and transposed.
 template <KvType type>
 static KeyTile unpack_latent(const KvLayer& kv, const KeyTile& from, Groups groups, float* keys,
                              float* values) {
@@ -135,13 +136,13 @@ static KeyTile unpack(const KvLayer& kv, const KeyTile& from, Groups groups, flo
 
 // --- The two products of a tile, for R queries
 
-// Both read a tile of the pool while they prefetch the same places of the next one (kAhead), which
-// lies in another block, where the hardware does not look: into the second cache, since the first
-// has too few misses in flight for what memory delivers.
+// Both read a tile of the pool and prefetch the same offsets of the next tile (kAhead), which is in
+// another block, beyond the hardware prefetcher. They prefetch into the second-level cache, since
+// the first supports too few outstanding misses for the memory's bandwidth.
 
 #define PDS_UNROLL _Pragma("GCC unroll 8")
 
-// s[r][16 * group + key] for V groups from `group`; q is [R][head_dim].
+// Computes s[r][16 * group + key] for V groups from `group`; q is [R][head_dim].
 template <KvType type, int R, int V, bool kAhead>
 static __attribute__((noinline)) void scores(const float* q, int64_t head_dim, const KeyTile& tile,
                                              const KeyTile& next, int64_t group, float* s) {
@@ -178,8 +179,9 @@ static __attribute__((noinline)) void scores(const float* q, int64_t head_dim, c
   }
 }
 
-// acc[r][dim] += p[r][key] * value[key][dim] over `keys`, for V vectors of dims from `dim`; kTail:
-// the last one has `tail` dims. acc has `width` floats a row; kFresh: it starts from 0.
+// Computes acc[r][dim] += p[r][key] * value[key][dim] over `keys`, for V vectors of dims from
+// `dim`. kTail: the last vector has `tail` dims. kFresh: acc, with `width` floats per row, starts
+// from 0.
 template <KvType type, int R, int V, bool kTail, bool kFresh, bool kAhead>
 static __attribute__((noinline)) void values(const float* p, const KeyTile& tile,
                                              const KeyTile& next, Span keys, int64_t dim,
@@ -214,7 +216,7 @@ static __attribute__((noinline)) void values(const float* p, const KeyTile& tile
   }
 }
 
-// CALL(V) with V = count, 1 <= count <= kVecTile, known to the compiler.
+// Calls CALL(V) with V = count as a constant, 1 <= count <= kVecTile.
 #define PDS_BY_COUNT(count, CALL)                                \
   switch (count) {                                               \
     case 1: CALL(1); break;                                      \
@@ -258,7 +260,8 @@ static void all_values(const float* p, const KeyTile& tile, const KeyTile& next,
 
 // --- A tile for R queries
 
-// Makes weights of one query's scores, in place, and their sums by lane; returns the largest score.
+// Converts one query's scores to weights in place, with their sums per lane; returns the largest
+// score.
 static float weigh(const Attend& task, const KeyTile& tile, Span span, float* s, float* l) {
   F x[kGroups];
   for (int64_t g = 0; g < kGroups; ++g) {
@@ -286,12 +289,12 @@ static float weigh(const Attend& task, const KeyTile& tile, Span span, float* s,
   return most;
 }
 
-// Queries of a task in row order (token by token, its heads side by side) are computed in tiles of
-// about equal size, at most kRowTile.
+// Queries of a task in row order (by token, then by head) are computed in tiles of about equal
+// size, at most kRowTile.
 PDS_INLINE int64_t row_tile(int64_t rows) { return ceil_div(rows, ceil_div(rows, kRowTile)); }
 
-// The results of rows [row, row + R) for one tile: acc[r] of head_dim (padded to vectors) and then
-// l of 16 lanes, most[r]. Rows that see no key of the tile get no defined result.
+// Computes rows [row, row + R) for one tile: acc[r] of head_dim (padded to vectors) followed by l
+// of 16 lanes, and most[r]. Results of rows that see no key of the tile are undefined.
 template <KvType type, int R, bool kAhead>
 static void tile_rows(const Attend& task, const KeyTile& tile, const KeyTile& next, int64_t index,
                       int64_t row, const float* q, float* s, float* acc, float* most) {
@@ -317,7 +320,7 @@ static void tile_rows(const Attend& task, const KeyTile& tile, const KeyTile& ne
   if (joint.begin == all.begin && joint.end == all.end) {
     return all_values<type, R, true, kAhead>(s, tile, next, joint, value_dim, acc, width);
   }
-  // At a border: keys that all rows see together, those before and after row by row.
+  // At a border: keys that all rows see are computed together, the others row by row.
   if (joint.end < joint.begin) joint.end = joint.begin;
   for (int r = 0; r < R; ++r) {
     Span before{spans[r].begin, spans[r].end < joint.begin ? spans[r].end : joint.begin};

@@ -5,9 +5,9 @@
 namespace pdserve {
 namespace {
 
-constexpr int64_t kChunkQueries = 192;   // in a piece: enough to pay for unpacking the keys once
-constexpr int64_t kSplitQueries = 16;    // a piece with more queries is not split by keys
-constexpr int64_t kPiecesPerThread = 4;  // small enough that threads end at about the same time
+constexpr int64_t kChunkQueries = 192;   // per piece: enough to amortize the unpacking of the keys
+constexpr int64_t kSplitQueries = 16;    // pieces with more queries are not split by keys
+constexpr int64_t kPiecesPerThread = 4;  // small enough that threads finish at about the same time
 
 template <class T>
 void grow(T& memory, int64_t& size, int64_t floats) {
@@ -20,7 +20,7 @@ void grow(T& memory, int64_t& size, int64_t floats) {
 
 }  // namespace
 
-// The sizes of a piece's work, without its pointers.
+// Returns the sizes of a piece's work; its pointers stay null.
 Attend Attention::shape(const AttentionBatch& batch, const Piece& piece) {
   Attend work;
   work.kv = batch.kv;
@@ -47,7 +47,7 @@ Attend Attention::locate(const AttentionBatch& batch, const Piece& piece) {
   return work;
 }
 
-// A tile costs its unpacking even if there is one query only.
+// Unpacking a tile has a cost even for a single query.
 int64_t Attention::cost(const Piece& piece) {
   return (piece.end - piece.begin) * (piece.tokens * piece.heads + 2);
 }
@@ -63,7 +63,7 @@ void Attention::plan(const AttentionBatch& batch, const Kernels& kernels, int th
   int64_t total = 0, scratch = 0;
   for (int64_t row = 0; row < batch.rows; ++row) {
     int64_t num_tokens = batch.starts[row + 1] - batch.starts[row];
-    // Heads are the inner loop, so that a row's blocks are read at about the same time.
+    // Heads are the inner loop, so that the reads of a row's blocks are close in time.
     for (int64_t token = 0; token < num_tokens; token += chunk) {
       for (int64_t head = 0; head < batch.heads; head += group) {
         Piece piece{row, head, group, token, std::min(chunk, num_tokens - token), -1, 0, 0, 0};
@@ -93,8 +93,8 @@ void Attention::plan(const AttentionBatch& batch, const Kernels& kernels, int th
   }
 }
 
-// Pieces of about one thread's share, each of some heads. Every piece unpacks the keys for itself:
-// there are no more of them than threads, nor than it takes to divide their keys as well.
+// Divides rows into pieces of some heads, each about one thread's share. Every piece unpacks the
+// keys again, so there are at most as many as threads and as divide_keys needs to split them.
 void Attention::divide_heads(int64_t share) {
   size_t whole = pieces_.size();
   for (size_t i = 0; i < whole; ++i) {
@@ -113,8 +113,8 @@ void Attention::divide_heads(int64_t share) {
   }
 }
 
-// Pieces of about `share`, each of some keys, whose results the last of them merges. What has some
-// of the heads only is small enough, unless it is clearly more than what a thread has to do.
+// Divides pieces by keys into pieces of cost about `share`; the last to finish merges the results.
+// A piece of only some heads is divided only if it clearly exceeds one thread's share.
 void Attention::divide_keys(const AttentionBatch& batch, int64_t share) {
   size_t whole = pieces_.size();
   for (size_t i = 0; i < whole; ++i) {
@@ -143,7 +143,7 @@ void Attention::piece(const Kernels& kernels, const AttentionBatch& batch, int64
                       int worker) {
   const Piece& piece = pieces_[static_cast<size_t>(index)];
   Attend work = locate(batch, piece), next;
-  // This thread probably takes that piece next: the others take the pieces between.
+  // This thread probably takes that piece next, since other threads take the pieces in between.
   if (index + threads_ < pieces()) {
     next = locate(batch, pieces_[static_cast<size_t>(index + threads_)]);
     work.next = &next;

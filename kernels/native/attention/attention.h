@@ -1,7 +1,7 @@
-// Attention of a batch over the pool, cut into pieces for the threads.
+// Attention of a batch over the pool, divided into pieces for the threads.
 //
-// Owns the plan and the scratch memory of all workers, kept between steps. How the work is cut
-// depends on the batch and the number of threads; no result does.
+// Owns the plan and the scratch memory of all workers, which persist between steps. The division
+// depends on the batch and the number of threads, but never affects a result.
 #pragma once
 #include <atomic>
 #include <cstdlib>
@@ -13,17 +13,17 @@
 
 namespace pdserve {
 
-// Rows as in kernels/ops.py: row r's tokens are [starts[r], starts[r + 1]), the last of them at
-// position kv_lens[r] - 1; their keys and values are in the pool already.
+// Rows as in kernels/ops.py: row r has tokens [starts[r], starts[r + 1]), the last at position
+// kv_lens[r] - 1. The pool already holds their keys and values.
 struct AttentionBatch {
   KvLayer kv;
   int64_t heads = 0;                     // of q, a multiple of kv.kv_heads
-  const float* q = nullptr;              // [tokens, heads, head_dim], q_stride floats a token
+  const float* q = nullptr;              // [tokens, heads, head_dim], q_stride floats per token
   int64_t q_stride = 0;
   float* out = nullptr;                  // [tokens, heads, value_dim], with out_stride
   int64_t out_stride = 0;
   int64_t rows = 0;
-  const int64_t* block_table = nullptr;  // [rows, ...], table_stride a row
+  const int64_t* block_table = nullptr;  // [rows, ...], table_stride per row
   int64_t table_stride = 0;
   const int64_t* starts = nullptr;       // [rows + 1]
   const int64_t* kv_lens = nullptr;      // [rows]
@@ -35,35 +35,35 @@ struct AttentionBatch {
 
 class Attention {
  public:
-  // Cuts the batch into pieces. Reads its sizes, starts, kv_lens and window only, so that one plan
-  // serves all layers that agree in these; q, out, kv.data and block_table may still be null.
+  // Divides the batch into pieces. Reads only its sizes, starts, kv_lens and window, so that one
+  // plan serves all layers that agree in these; q, out, kv.data and block_table may be null.
   void plan(const AttentionBatch& batch, const Kernels& kernels, int threads);
 
-  // Computes a batch of the planned shape, on a pool of the planned number of threads.
+  // Computes a batch of the planned shape on a pool with the planned number of threads.
   void run(Pool& pool, const Kernels& kernels, const AttentionBatch& batch) {
     pool.run(pieces(), [&](int64_t index, int worker) { piece(kernels, batch, index, worker); });
   }
 
-  // Computes the rows [begin, end), of one token each, on the calling thread, for threads that take
-  // rows through all layers by themselves; `worker` is below the planned number of threads.
+  // Computes the rows [begin, end), of one token each, on the calling thread, for threads that each
+  // take separate rows through all layers; `worker` is below the planned number of threads.
   void run_rows(const Kernels& kernels, const AttentionBatch& batch, int64_t begin, int64_t end,
                 int worker);
 
-  // Pieces of the plan, that threads take one by one.
+  // Number of pieces of the plan; threads take them one at a time.
   int64_t pieces() const { return static_cast<int64_t>(pieces_.size()); }
 
-  // The cost of a planned row; a tile of keys for one query head costs 1.
+  // Returns the cost of a planned row; a tile of keys for one query head costs 1.
   int64_t cost(int64_t row) const { return row_costs_[static_cast<size_t>(row)]; }
 
  private:
   struct Piece {
-    int64_t row, head, heads;             // query heads from `head` on, all of one kv head
-    int64_t token, tokens;                // token: the first, counted from the row's first
+    int64_t row, head, heads;             // query heads from `head` on, of one kv head
+    int64_t token, tokens;                // token: the first, relative to the row
     int64_t split;                        // index into splits_, or -1: all tiles at once
     int64_t begin, end;                   // tiles, if split
     int64_t cost;
   };
-  struct Split {  // queries whose tiles are computed by several pieces; the last one merges
+  struct Split {  // queries whose tiles several pieces compute; the last piece merges them
     int64_t first_tile, parts, states_at;
   };
   static int64_t cost(const Piece& piece);
@@ -77,13 +77,13 @@ class Attention {
   using Floats = std::unique_ptr<float[], decltype(&std::free)>;
 
   int threads_ = 1;
-  std::vector<Piece> pieces_;  // the longest first
+  std::vector<Piece> pieces_;  // longest first
   std::vector<Split> splits_;
-  int64_t states_floats_ = 0;  // that all splits need
+  int64_t states_floats_ = 0;  // for all splits
   std::vector<int64_t> row_costs_;
-  std::unique_ptr<std::atomic<int64_t>[]> done_;  // parts of each split; 0 between runs
+  std::unique_ptr<std::atomic<int64_t>[]> done_;  // finished pieces of each split; 0 between runs
   size_t done_size_ = 0;
-  Floats scratch_{nullptr, &std::free};  // scratch_floats_ a worker
+  Floats scratch_{nullptr, &std::free};  // scratch_floats_ per worker
   int64_t scratch_floats_ = 0;
   int64_t scratch_size_ = 0;
   Floats states_{nullptr, &std::free};

@@ -1,6 +1,6 @@
-// Keys and values of the cache: read as floats, and written.
+// Loads keys and values of the cache as floats, and stores them.
 
-// The stored values, 16 or n at a time, as floats.
+// Load 16 or n stored values as floats.
 template <KvType type>
 PDS_INLINE F load_kv(const uint8_t* p) {
   if constexpr (type == KvType::kF32) return load((const float*)p);
@@ -27,14 +27,14 @@ static I to_bf16(F x) {
   return select(unordered(x), set1_i(0x7fc0), rounded);
 }
 
-// A finite number beyond float16's largest as that one: infinite, a key would make NaN of its row.
+// Clamps finite numbers to float16's range: an infinite key would make its row NaN.
 static F within_f16(F x) {
   const F most = set1(65504.0f);
   const F cut = max(sub(zero(), most), min(most, x));
   return select(less(magnitude(x), set1(__builtin_inff())), cut, x);
 }
 
-// Writes 16 (or n) of a row of floats, in the stored type, to `to`.
+// Writes 16 (or n) floats of a row to `to`, in the stored type.
 static void narrow(const float* x, int64_t n, KvType type, float inverse, uint8_t* to) {
   F a = load_some(x, n);
   if (type == KvType::kF32) store((float*)to, a);
@@ -43,7 +43,7 @@ static void narrow(const float* x, int64_t n, KvType type, float inverse, uint8_
   if (type == KvType::kI8) store_i8((int8_t*)to, to_int(mul(a, set1(inverse))));
 }
 
-// The largest magnitude of a head; NaN wins, as the largest bits.
+// Returns the largest magnitude of a head; NaN wins, because its bits are the largest.
 static float largest(const float* x, int64_t n) {
   I most = set1_i(0);
   each_vector(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -55,7 +55,7 @@ static float largest(const float* x, int64_t n) {
   return result;
 }
 
-// One head of one token to consecutive elements `stride` apart.
+// Writes one head of one token to elements `stride` apart.
 static void store_head(const KvLayer& kv, const float* x, uint8_t* to, int64_t stride,
                        float* scale_to) {
   int64_t size = kv_size(kv.type);
@@ -81,7 +81,7 @@ static void store_head(const KvLayer& kv, const float* x, uint8_t* to, int64_t s
   });
 }
 
-// v is not read of a latent layer.
+// v is not read for a latent layer.
 static void store_kv(const KvLayer& kv, int64_t slot, const float* k, const float* v) {
   int64_t size = kv_size(kv.type), head_bytes = kv.block_size * kv.head_dim * size;
   int64_t offset = slot % kv.block_size;

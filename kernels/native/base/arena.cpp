@@ -24,7 +24,7 @@ struct Chunk {
     const auto address = reinterpret_cast<uintptr_t>(at);
     begin = memory + (round_up(address, kPage) - address);
     end = begin + bytes;
-    madvise(begin, bytes, MADV_HUGEPAGE);  // only advice: small pages work as well
+    madvise(begin, bytes, MADV_HUGEPAGE);  // advice only: small pages also work
   }
   ~Chunk() { munmap(memory, mapped); }
   Chunk(const Chunk&) = delete;
@@ -40,7 +40,7 @@ struct Chunk {
 
 std::shared_ptr<uint8_t> weight_memory(int64_t bytes) {
   static std::mutex mutex;
-  static std::weak_ptr<Chunk> current;  // owned by the matrices that lie in it
+  static std::weak_ptr<Chunk> current;  // owned by the matrices in it
   bytes = round_up(std::max<int64_t>(bytes, 1), kAlign);
   const std::lock_guard<std::mutex> lock(mutex);
   std::shared_ptr<Chunk> chunk = current.lock();

@@ -1,16 +1,15 @@
-// Memory for packed weights: pieces of large chunks of huge pages, one behind the other.
+// Memory for packed weights, allocated consecutively from large chunks of huge pages.
 //
-// Small matrices share pages of 2 MiB, so that reading a whole model misses few address
-// translations, and matrices lie in the order in which they were packed. A chunk is unmapped when
-// the last matrix in it is gone.
+// Small matrices share pages of 2 MiB, so that reading a model causes few TLB misses, and matrices
+// are stored in the order of packing. A chunk is unmapped when its last matrix is destroyed.
 #pragma once
 #include <cstdint>
 #include <memory>
 
 namespace pdserve {
 
-// `bytes` of 64-byte aligned zeros; physical memory is used when they are written. Throws
-// std::bad_alloc. Any thread may call.
+// Allocates `bytes` of zeros, aligned to 64 bytes; physical memory is used at the first write.
+// Throws std::bad_alloc. Thread-safe.
 std::shared_ptr<uint8_t> weight_memory(int64_t bytes);
 
 }  // namespace pdserve

@@ -1,4 +1,4 @@
-// Aligned memory that grows and never shrinks; growing loses what it held.
+// Aligned memory that grows but never shrinks; growing discards the content.
 #pragma once
 #include <cstdlib>
 #include <memory>
@@ -11,7 +11,7 @@ namespace pdserve {
 template <class T>
 class Buffer {
  public:
-  // At least `count` values.
+  // Returns memory for at least `count` values.
   T* at_least(int64_t count) {
     if (count > size_) {
       size_t bytes = static_cast<size_t>(round_up(count * static_cast<int64_t>(sizeof(T)), kAlign));

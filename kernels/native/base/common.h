@@ -1,4 +1,4 @@
-// What every file of the kernels may use: sizes, inlining, alignment.
+// Common definitions of the kernels: sizes, inlining, alignment.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Numbers of 16 bits as floats and back, exactly; by arithmetic, because not every compiler has the types.
+// Exact conversions between 16-bit numbers and floats, by arithmetic: not all compilers have the
+// types.
 #pragma once
 #include <algorithm>
 
@@ -19,20 +20,20 @@ inline float float_of_bf16(uint16_t bits) {
 inline float float_of_half(uint16_t half) {
   const uint32_t bits = half;
   const uint32_t sign = (bits & 0x8000) << 16, rest = (bits & 0x7FFF) << 13;
-  if ((bits & 0x7C00) == 0) {  // 0 and what is below the normal numbers: a multiple of 2^-24
+  if ((bits & 0x7C00) == 0) {  // 0 or subnormal: a multiple of 2^-24
     const float tiny = static_cast<float>(bits & 0x3FF) * 0x1p-24f;
     return sign ? -tiny : tiny;
   }
-  const bool special = (bits & 0x7C00) == 0x7C00;  // infinity and NaN
+  const bool special = (bits & 0x7C00) == 0x7C00;  // infinity or NaN
   return float_of_bits(sign | (rest + (special ? 224u : 112u) * (1u << 23)));  // bias 15 to 127
 }
 
-// Sets `half` to the float16 that is exactly `value`; false if there is none.
+// Sets `half` to the float16 that equals `value`; returns false if none does.
 inline bool exact_half(float value, uint16_t& half) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   const uint32_t sign = bits >> 16 & 0x8000, exponent = bits >> 23 & 0xFF;
-  const float steps = (sign ? -value : value) * 0x1p24f;  // of the subnormal numbers
+  const float steps = (sign ? -value : value) * 0x1p24f;  // in units of the subnormal numbers
   if (steps < 1024) {
     const auto whole = static_cast<uint32_t>(steps);
     half = static_cast<uint16_t>(sign | whole);
@@ -42,7 +43,7 @@ inline bool exact_half(float value, uint16_t& half) {
   return exponent <= 142 && !(bits & 0x1FFF);
 }
 
-// The nearest float16, ties to even; infinity beyond its range.
+// Returns the nearest float16, ties to even; infinity beyond its range.
 inline uint16_t half_of_float(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);

@@ -1,21 +1,21 @@
-// Functions of one vector, made of the words of simd/: relative error of a few units in the last
-// place, NaN in gives NaN out, the same bits on every target.
+// Functions of one vector, built from the words of simd/: relative errors of a few units in the
+// last place, NaN for NaN, the same bits on every target.
 //
 // Exponentials are a power of two times a polynomial on [-1/2, 1/2] binary digits (Cody and Waite,
 // Software Manual for the Elementary Functions, 1980); coefficients are minimax fits of relative
-// error. Results under 2^-126.5 are 0 and results over 2^127.5 infinite: one multiplication makes
-// the power of two, with no case for subnormals.
+// error. Results below 2^-126.5 are 0 and results above 2^127.5 infinite: one multiplication builds
+// the power of two, without a case for subnormals.
 
-// 1.5 * 2^23 + 127: x + kRound has round(x) + 127, an exponent's encoding, in its low bits.
+// 1.5 * 2^23 + 127: the low bits of x + kRound are round(x) + 127, an encoded exponent.
 static constexpr float kRound = 12583039.0f;
 
 PDS_INLINE F power_of_two(F rounded) { return as_float(shift_left(as_int(rounded), 23)); }
 PDS_INLINE F magnitude(F x) { return as_float(and_(as_int(x), set1_i(0x7fffffff))); }
 PDS_INLINE I sign(F x) { return and_(as_int(x), set1_i((int32_t)0x80000000)); }
 
-// 2^x for x <= 0 or NaN, the weights of a softmax; relative error 2e-7.
+// Returns 2^x for x <= 0 or NaN, for the weights of a softmax; relative error 2e-7.
 PDS_INLINE F exp2_nonpositive(F x) {
-  x = max(set1(-127.0f), x);  // the second operand is kept if it is NaN
+  x = max(set1(-127.0f), x);  // returns the second operand if it is NaN
   F rounded = add(x, set1(kRound));
   F f = sub(x, sub(rounded, set1(kRound)));
   F p = set1(0.001326472389f);
@@ -42,7 +42,7 @@ PDS_INLINE F exp(F x) {
   return mul(p, power_of_two(rounded));
 }
 
-// x / (1 + e^-y): sigmoid for x = 1, SiLU for x = y.
+// Returns x / (1 + e^-y): sigmoid for x = 1, SiLU for x = y.
 PDS_INLINE F times_sigmoid(F x, F y) { return div(x, add(set1(1.0f), exp(sub(zero(), y)))); }
 PDS_INLINE F sigmoid(F x) { return times_sigmoid(set1(1.0f), x); }
 

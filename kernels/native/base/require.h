@@ -1,4 +1,4 @@
-// Refusal of what does not fit, with its cause.
+// Checks of arguments.
 #pragma once
 #include <stdexcept>
 #include <string>

@@ -1,6 +1,6 @@
-// A row of floats taken as vectors, the last of which may have fewer than 16 lanes.
+// Iteration over a row of floats as vectors, the last of which may have fewer than 16 lanes.
 
-// The vectors of a row, the last of them with the lanes that are left: body(column, lanes).
+// Calls body(column, lanes) for each vector of a row; the last has the remaining lanes.
 template <class Body>
 PDS_INLINE void each_vector(int64_t cols, const Body& body) {
   int64_t i = 0;

@@ -1,5 +1,5 @@
-// Keys, values and attention over the pool, as kernels/ops.py defines them but for the pool's
-// layout: attention/attend.h.
+// Storing of keys and values, and attention over the pool, as kernels/ops.py defines them, except
+// for the pool's layout (attention/attend.h).
 #include "bind.h"
 
 #include <nanobind/stl/optional.h>
@@ -32,7 +32,7 @@ void require_sizes(int64_t kv_heads, int64_t block_size, int64_t head_dim) {
           "block_size must be a multiple of 16, at most 65536");
 }
 
-// A layer of these sizes, without memory.
+// Returns a layer of these sizes, without memory.
 KvLayer sized(const std::string& type, int64_t kv_heads, int64_t block_size, int64_t head_dim,
               int64_t latent) {
   require_sizes(kv_heads, block_size, head_dim);
@@ -60,7 +60,7 @@ KvLayer kv_layer(uint8_t* data, int64_t block_bytes, const std::string& type, in
 
 namespace {
 
-// Kernels take a layer that they may write; reading ones do not.
+// The kernels' type allows writing; kernels that read do not write.
 template <class Pool>
 KvLayer layer(const Pool& kv, const std::string& type, int64_t kv_heads, int64_t block_size,
               int64_t head_dim, int64_t latent) {

@@ -1,7 +1,7 @@
-// What the binding files share: arrays as Python hands them over, and the context of every call.
+// Shared definitions of the binding files: array arguments and the context of every call.
 //
-// An array argument is checked for dtype, dimensions and contiguity by nanobind; sizes that must
-// agree are checked by `require`, which raises ValueError. The GIL is released while kernels run.
+// nanobind checks an array argument's dtype, dimensions and contiguity; `require` checks sizes that
+// must agree and raises ValueError. The GIL is released while kernels run.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -21,7 +21,7 @@ namespace nb = nanobind;
 template <class T, int Dims>
 using Array = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
 
-// A pool and the kernels that run on it.
+// A thread pool and the kernels that run on it.
 struct Context {
   pdserve::Pool pool;
   const pdserve::Kernels& kernels;
@@ -29,22 +29,22 @@ struct Context {
 
 using pdserve::require;
 
-// An array argument, taken as it is: nanobind would pass a converted copy of an array of another
-// dtype or order, and a result written into that is lost.
+// An array argument without conversion: nanobind would otherwise pass a converted copy of an array
+// of another dtype or order, and results written to the copy would be lost.
 inline auto array(const char* name) { return nb::arg(name).noconvert(); }
 
-// 64-byte aligned memory that frees itself.
+// Allocates memory aligned to 64 bytes, owned by the result.
 template <class T>
 std::unique_ptr<T[], decltype(&std::free)> aligned(int64_t count) {
   size_t bytes = static_cast<size_t>(pdserve::round_up(count * sizeof(T) + 1, pdserve::kAlign));
   return {static_cast<T*>(std::aligned_alloc(pdserve::kAlign, bytes)), &std::free};
 }
 
-// float32, bfloat16, float16 or int8; throws std::invalid_argument for another name.
+// Parses float32, bfloat16, float16 or int8. Throws std::invalid_argument for another name.
 pdserve::KvType kv_type(const std::string& name);
 
-// A layer of these sizes with its memory, blocks of `block_bytes`; throws std::invalid_argument if a
-// size is out of range, or if the memory does not fit them.
+// Returns a layer of these sizes over memory with blocks of `block_bytes`. Throws
+// std::invalid_argument if a size is out of range or does not match the memory.
 pdserve::KvLayer kv_layer(uint8_t* data, int64_t block_bytes, const std::string& type,
                           int64_t kv_heads, int64_t block_size, int64_t head_dim, int64_t latent);
 

@@ -1,5 +1,5 @@
-// The copy with hash of kernels/cuda, built for the host: what the tests' fake device runs, and what
-// the GPU's results are compared with.
+// The hashing copy of kernels/cuda, built for the host: tests run it as a fake device and compare
+// the GPU's results with it.
 #include "../../cuda/copy_hash.h"
 
 #include <nanobind/stl/pair.h>

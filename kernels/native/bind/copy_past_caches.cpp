@@ -1,4 +1,4 @@
-// A copy whose target is next read by another core, or much later: what a hand-off moves.
+// A copy that bypasses the caches, for KV transfer: another core reads the target, or much later.
 #include <cstring>
 #include <optional>
 #if defined(__SSE2__)
@@ -10,13 +10,13 @@
 namespace {
 
 constexpr size_t kLine = 64;
-constexpr size_t kAhead = 1024;  // bytes; past the end a hint that is no access
-// Threads of connections copy while the engine's computes and wants the GIL in between: below this
-// a copy is over before it could be handed on.
+constexpr size_t kAhead = 1024;  // bytes; past the end the prefetch is harmless
+// Connection threads copy while the engine's thread computes and needs the GIL at times. A copy
+// below this size ends before releasing the GIL would help.
 constexpr size_t kLong = 64 << 10;
 
-// A line that is written whole need not be fetched first, and to take back one that another core has
-// just read costs several times the copy itself. What is read leaves the callers' data cached, too.
+// Streaming stores of whole lines need no fetch of the old line; fetching one that another core has
+// just read costs several times the copy. The copied source does not displace the caller's data.
 void copy_lines(uint8_t* to, const uint8_t* from, size_t bytes) {
 #if defined(__SSE2__)
   for (size_t at = 0; at < bytes; at += kLine) {

@@ -1,4 +1,4 @@
-// Operations on rows, each by itself: tests compare a stack of parts with them, bit for bit.
+// Single operations on rows, with which tests compare a stack of parts bit for bit.
 #include "bind.h"
 
 #include <nanobind/stl/string.h>
@@ -11,7 +11,7 @@ using Rows = Array<float, 2>;
 using ConstRows = Array<const float, 2>;
 using ConstRow = Array<const float, 1>;
 
-// body(first value of a row, in values) for every row of x, some rows at a time.
+// Calls body(index of a row's first value) for every row of x, several rows per task.
 template <class Body>
 void each_row(Context& context, const ConstRows& x, const Body& body) {
   const auto rows = static_cast<int64_t>(x.shape(0)), cols = static_cast<int64_t>(x.shape(1));

@@ -1,4 +1,4 @@
-// Matrix, the product with it, and values into blocks that it can be packed of.
+// Matrix, products with it, and quantization of values to the block formats that it can pack.
 #include "linear/linear.h"
 
 #include <nanobind/stl/optional.h>
@@ -21,7 +21,7 @@ namespace {
 
 using Numbers = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
 
-// A new array of Python's that owns its memory.
+// Returns a new Python array that owns its memory.
 Numbers new_array(int64_t rows, int64_t cols) {
   auto memory = aligned<float>(rows * cols);
   if (!memory) throw std::bad_alloc();
@@ -62,7 +62,7 @@ Matrix pack(Context& context, const std::string& format, const Array<const uint8
                        cols);
 }
 
-// The formats that pack_groups takes.
+// The formats that pack_groups accepts.
 struct GroupedFormat {
   const char* name;
   Layout layout;
@@ -142,7 +142,7 @@ Numbers row_values(const Matrix& m, Context& context, const Array<const int64_t,
   return out;
 }
 
-// The sizes of a product; throws if the arguments do not fit together.
+// Returns the sizes of a product. Throws if the arguments do not match.
 int64_t outputs_of(const Array<const float, 2>& x, const std::vector<const Matrix*>& matrices,
                    const std::optional<Array<const float, 1>>& bias) {
   require(!matrices.empty(), "a product needs a matrix");

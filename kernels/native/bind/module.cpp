@@ -1,4 +1,4 @@
-// The extension pdserve.kernels._native: everything that Python sees of the kernels.
+// The extension pdserve.kernels._native: the kernels' interface to Python.
 #include "bind.h"
 
 #include <nanobind/stl/string.h>

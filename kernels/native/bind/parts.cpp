@@ -1,4 +1,4 @@
-// The kinds of parts by name, with the fields that each of them has.
+// The kinds of parts by name, with the fields of each.
 #include "parts.h"
 
 #include "decoder/experts.h"
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kMostHeads = 1 << 16;
 
-// The fields of a part, each asked for once.
+// The fields of a part; each is read once.
 class Fields {
  public:
   explicit Fields(const nb::dict& dict) : dict_(dict) {}
@@ -49,7 +49,7 @@ class Fields {
     return {};
   }
 
-  // Of each row; none at all for None.
+  // One vector per row; empty for None.
   std::vector<std::vector<float>> rows_or_none(const char* name) {
     using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
     know(name);
@@ -73,7 +73,7 @@ class Fields {
     return as<std::vector<Matrix>>(get(name), name, "a list of Matrix");
   }
 
-  // Throws if there are fields that nobody asked for.
+  // Throws if there are fields that were not read.
   void done() const {
     for (const auto& [key, value] : dict_) {
       const auto name = nb::cast<std::string>(nb::str(key));
@@ -106,7 +106,7 @@ class Fields {
   std::string known_;
 };
 
-// One expert for each matrix of `gates`; biases for all or for none.
+// Builds one expert per matrix of `gates`; biases are given for all experts or for none.
 std::vector<Expert> experts(std::vector<Matrix> gates, std::vector<Matrix> ups,
                             std::vector<Matrix> downs,
                             std::vector<std::vector<float>> gate_up_biases,
@@ -135,7 +135,7 @@ std::unique_ptr<Part> part(Args&&... args) {
   return std::make_unique<T>(std::forward<Args>(args)...);
 }
 
-// Fields are read one statement at a time: the order of arguments of a call is the compiler's.
+// Fields are read in separate statements, because the evaluation order of arguments is unspecified.
 const PartKind kKinds[] = {
     {NormPart::kKind,
      [](Fields& f, const Stack&) {
@@ -242,7 +242,7 @@ const PartKind& kind_of(const std::string& name) {
   throw std::invalid_argument("no such kind of part; known: " + known);
 }
 
-// make(fields), its errors led by the part's name.
+// Calls make(fields); errors begin with the part's name.
 template <class Make>
 auto named(const std::string& name, const nb::dict& dict, const Make& make) {
   try {

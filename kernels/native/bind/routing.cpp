@@ -1,4 +1,4 @@
-// The choice of experts by itself: tests compare it with others' on many rows.
+// The choice of experts as a separate function, with which tests compare other implementations.
 #include <nanobind/stl/optional.h>
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Sampling as Python sees it: one call picks the tokens of a whole step, in parallel over the rows.
+// Sampling for Python: one call picks the tokens of a whole step, in parallel over the rows.
 #include "bind.h"
 
 #include <nanobind/stl/optional.h>
@@ -18,7 +18,7 @@ namespace {
 using pdserve::Filter;
 using pdserve::NoiseKey;
 
-constexpr double kGreedyBelow = 1e-5;  // a lower temperature is 0, as in the reference
+constexpr double kGreedyBelow = 1e-5;  // lower temperatures count as 0, as in the reference
 
 int64_t to_int(nb::handle object) {
   int64_t value;
@@ -26,8 +26,8 @@ int64_t to_int(nb::handle object) {
   return value;
 }
 
-// What picks the tokens of one choice: its parameters, and what it has counted of its ids so far.
-// The order of the edits and their roundings are those of kernels/reference/logit_edits.py.
+// The sampling state of one choice: its parameters and the counts of its ids. The order of the
+// edits and their rounding are those of kernels/reference/logit_edits.py.
 class Stream {
  public:
   int64_t vocab = 0;
@@ -36,7 +36,7 @@ class Stream {
   uint64_t seed = 0;
   int64_t choice = 0;
   float repetition = 1, presence = 0, frequency = 0;
-  int64_t window = 0;  // of the last ids of prompt and output, which penalties count; 0: none
+  int64_t window = 0;  // number of last ids of prompt and output that penalties cover; 0: no window
   std::vector<std::pair<int64_t, float>> bias;
   std::vector<int64_t> masked;
   int64_t min_tokens = 0;
@@ -47,7 +47,7 @@ class Stream {
 
   NoiseKey key() const { return {static_cast<int64_t>(seed), choice, position_}; }
 
-  // The prompt's ids count in a window; without one they are repeated ones, whose count stays 0.
+  // With a window, prompt ids are counted; without one, they are marked as seen with a count of 0.
   void see_prompt(const std::vector<int64_t>& ids) {
     if (window ? !counts() : repetition == 1) return;
     for (int64_t id : ids) {
@@ -59,7 +59,7 @@ class Stream {
     }
   }
 
-  // Takes note of the generated ids that are new. Needs the GIL.
+  // Counts the generated ids since the last call. Needs the GIL.
   void follow(nb::handle generated) {
     require(PyList_Check(generated.ptr()), "generated must be a list of lists");
     int64_t length = PyList_GET_SIZE(generated.ptr());
@@ -73,7 +73,7 @@ class Stream {
     position_ = length;
   }
 
-  // Edits one row in place.
+  // Edits one row of scores in place.
   void apply(float* scores) const {
     for (auto [id, value] : bias) scores[id] += value;
     for (const Tally& t : tallies_) {
@@ -109,7 +109,7 @@ class Stream {
     return entry->second;
   }
 
-  // Counts one more id, and no longer the one that it moves out of the window.
+  // Counts one more id, and stops counting the id that leaves the window.
   void count(int64_t id) {
     ++tallies_[tally(id)].count;
     if (!window) return;
@@ -127,15 +127,15 @@ class Stream {
 
   int64_t position_ = 0;
   std::deque<int64_t> recent_;  // the ids in the window
-  std::vector<Tally> tallies_;  // of the ids that penalties look at
+  std::vector<Tally> tallies_;  // of the ids that penalties affect
   std::unordered_map<int64_t, size_t> index_;
 };
 
-// Of a mask with at most so many tokens, as those between a JSON schema's strings, only these tokens
-// are looked at.
+// Masks with at most this many tokens, such as those between the strings of a JSON schema, are
+// sampled over these tokens only.
 constexpr int64_t kMaxSparse = 256;
 
-// Their ids, at most kMaxSparse, in order; -1 if there are more.
+// Writes the mask's ids in order and returns their number; -1 if there are more than kMaxSparse.
 int64_t sparse_ids(const uint32_t* words, int64_t vocab, int64_t* ids) {
   int64_t count = 0;
   for (int64_t start = 0; start < vocab; start += 32) {
@@ -154,7 +154,7 @@ struct Ranked {
   int64_t id;
 };
 
-// Picks tokens on a context's threads; owns their scratch.
+// Picks tokens on a context's threads; owns their scratch memory.
 class NativeSampler {
  public:
   explicit NativeSampler(Context& context) : context_(context), scratch_(context.pool.threads()) {}
@@ -240,7 +240,7 @@ class NativeSampler {
     int64_t token;
   };
 
-  // Its words, which live as long as the list that holds it; null for None.
+  // Returns the mask's words, which live as long as the list that holds the mask; null for None.
   static const uint32_t* mask_of(nb::handle object, int64_t vocab) {
     if (object.is_none()) return nullptr;
     Array<const uint32_t, 1> words;
@@ -256,7 +256,7 @@ class NativeSampler {
     }
   }
 
-  // -1 if the best score is not finite.
+  // Returns the picked token; -1 if the best score is not finite.
   int64_t pick(const Draw& draw, int64_t vocab, float* scratch) const {
     const pdserve::Kernels& k = context_.kernels;
     const Stream& stream = *draw.stream;
@@ -286,7 +286,7 @@ class NativeSampler {
     return k.gumbel_argmax(scores, temperature, floor, stream.key(), vocab);
   }
 
-  // The same of the only tokens that a sparse mask allows, in the order of their ids.
+  // Picks like `pick` among the tokens that a sparse mask allows, in the order of their ids.
   int64_t pick_sparse(const int64_t* ids, int64_t count, const float* scores,
                       const Stream& stream) const {
     int64_t best = -1;
@@ -310,17 +310,17 @@ class NativeSampler {
     return best;
   }
 
-  // The logarithm of the sum of all exponentials; NaN if the best score is not finite.
+  // Returns the logarithm of the sum of all exponentials; NaN if the best score is not finite.
   double total(const float* scores, int64_t vocab) const {
     if (!std::isfinite(scores[context_.kernels.argmax(scores, vocab)])) return NAN;
     return context_.kernels.log_sum_exp(scores, vocab);
   }
 
-  // Fills `best`, best first; of equal ones the lowest id. Scores with NaN have no order: id 0.
+  // Fills `best`, best first, ties by lowest id. Scores with NaN have no order: id 0.
   void rank(const float* scores, int64_t vocab, float* scratch, std::vector<Ranked>& best) const {
     float floor =
         context_.kernels.kth_score(scores, static_cast<int64_t>(best.size()), vocab, scratch);
-    size_t over = 0, equal = 0;  // those over the floor all belong to the best
+    size_t over = 0, equal = 0;  // all scores above the floor are among the best
     for (int64_t id = 0; id < vocab && over < best.size(); ++id) {
       if (scores[id] > floor) best[over++] = {scores[id], id};
     }
@@ -334,7 +334,7 @@ class NativeSampler {
 
   Context& context_;
   std::vector<std::vector<float>> scratch_;  // of each thread
-  std::vector<Draw> draws_;                  // of the call under way
+  std::vector<Draw> draws_;                  // of the current call
 };
 
 void make_stream(Stream* self, int64_t vocab, double temperature, int64_t top_k, double top_p,

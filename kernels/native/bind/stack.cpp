@@ -1,4 +1,4 @@
-// Stack: a model's layers, built once, then a step a call.
+// Stack: a model's layers, built once; each call computes one step.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -21,12 +21,12 @@ using IdTable = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device
 
 using KvArray = Array<uint8_t, 2>;
 
-// The arrays that a Stack's memory depends on are kept alive beside it.
+// A Stack, and the arrays whose memory it uses and must keep alive.
 struct Model {
   nb::object context;
   Stack stack;
   std::vector<KvArray> pools;        // the KV memory of each layer
-  std::vector<int64_t> num_blocks;   // of each group: what all of its layers have
+  std::vector<int64_t> num_blocks;   // of each group: the number that all of its layers have
   int64_t block_size = 0;
   size_t num_layers = 0;
 
@@ -62,7 +62,7 @@ void set_rope(Model& model, size_t index, Table cos, Table sin) {
   rope.sin.assign(sin.data(), sin.data() + sin.size());
 }
 
-// Changes nothing if it throws.
+// Leaves the model unchanged if it throws.
 void set_kv(Model& model, std::vector<KvArray> pools, const std::string& type,
             int64_t block_size) {
   const std::vector<AttentionPart*>& attentions = model.stack.attentions();
@@ -84,7 +84,7 @@ void set_kv(Model& model, std::vector<KvArray> pools, const std::string& type,
   model.block_size = block_size;
 }
 
-// Everything that is used as an index is in range: a wrong plan raises instead of corrupting.
+// Checks that every index is in range, so that a wrong plan raises instead of corrupting memory.
 void check(const Model& model, const pdserve::StepBatch& batch) {
   const Stack& stack = model.stack;
   const int64_t block_size = model.block_size;
@@ -103,7 +103,7 @@ void check(const Model& model, const pdserve::StepBatch& batch) {
     require(tokens > 0 && batch.kv_lens[r] >= tokens, "a row's tokens and keys");
     longest = std::max(longest, batch.kv_lens[r]);
   }
-  // The places of a step hold a row for each token.
+  // A step's buffers hold one row per token.
   require(batch.num_outputs <= batch.tokens, "more outputs than tokens");
   for (int64_t i = 0; i < batch.num_outputs; ++i) {
     require(batch.outputs[i] >= 0 && batch.outputs[i] < batch.tokens, "logit_tokens");

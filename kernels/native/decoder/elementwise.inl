@@ -1,6 +1,6 @@
-// Operations on rows of floats. Where a row is read and written, in and out may be the same.
+// Operations on rows of floats. Input and output may be the same row.
 
-// Squares are summed by 16 lanes in column order, then over the lanes.
+// Squares are summed per lane (16 lanes) in column order, then over the lanes.
 static void rms_norm(const float* x, const float* residual, const float* weight, float eps,
                      int64_t cols, float* sum, float* y) {
   F squares = zero();
@@ -20,7 +20,7 @@ static void rms_norm(const float* x, const float* residual, const float* weight,
   });
 }
 
-// Sums as in rms_norm. The mean lies in memory so that lanes beyond the row count for nothing.
+// Sums like rms_norm. The mean is loaded from memory, so that lanes beyond the row do not count.
 static void layer_norm(const float* x, const float* weight, const float* bias, float eps,
                        int64_t cols, float* y) {
   F sums = zero();
@@ -60,11 +60,11 @@ static void gated_by(const float* gate, const float* up, int64_t cols, float* y)
   });
 }
 
-// gpt-oss: gate * sigmoid(1.702 gate) * (up + 1), gate at most 7, up within 7 of 0.
+// gpt-oss: gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up in [-7, 7].
 static void swiglu_oai(const float* gate, const float* up, int64_t cols, float* y) {
   const F limit = set1(7.0f);
   each_vector(cols, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-    F g = min(limit, load_some(gate + i, n));  // of NaN and a number the second: NaN stays
+    F g = min(limit, load_some(gate + i, n));  // min returns its second operand for NaN
     F u = max(sub(zero(), limit), min(limit, load_some(up + i, n)));
     F a = times_sigmoid(g, mul(g, set1(1.702f)));
     store_some(y + i, mul(a, add(u, set1(1.0f))), n);
@@ -92,7 +92,7 @@ static void activated(const float* x, Activation kind, int64_t cols, float* y) {
     case Activation::kSilu: return activated_by<Activation::kSilu>(x, cols, y);
     case Activation::kGeluTanh: return activated_by<Activation::kGeluTanh>(x, cols, y);
     case Activation::kGelu: return activated_by<Activation::kGelu>(x, cols, y);
-    case Activation::kSwigluOai: break;  // no function of one value
+    case Activation::kSwigluOai: break;  // not a function of one value
   }
 }
 
@@ -108,7 +108,7 @@ static void exponential(float* y, int64_t cols) {
   });
 }
 
-// Products rounded before they are added, as the reference does.
+// Products are rounded before they are added, as in the reference.
 static void rope(float* x, const float* cos, const float* sin, int64_t heads, int64_t head_dim,
                  int64_t half) {
   for (int64_t head = 0; head < heads; ++head, x += head_dim) {

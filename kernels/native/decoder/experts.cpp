@@ -13,7 +13,7 @@
 namespace pdserve {
 namespace {
 
-constexpr float kLeastSum = 1e-20f;  // what normalized weights are divided by at least
+constexpr float kLeastSum = 1e-20f;  // lower bound of the divisor of normalized weights
 
 void scores_of(const Kernels& kernels, const Routing& routing, int64_t experts,
                const float* logits, float* scores) {
@@ -28,7 +28,7 @@ void scores_of(const Kernels& kernels, const Routing& routing, int64_t experts,
   for (int64_t i = 0; i < experts; ++i) scores[i] /= sum;
 }
 
-// Index of the largest rank whose `taken` is 0, of equal ones the first; NaN is below all others.
+// Returns the index of the largest rank whose `taken` is 0; ties go to the first; NaN ranks lowest.
 int64_t best_of(const float* ranks, const float* taken, int64_t count) {
   int64_t best = -1;
   for (int64_t i = 0; i < count; ++i) {
@@ -40,7 +40,7 @@ int64_t best_of(const float* ranks, const float* taken, int64_t count) {
   return best;
 }
 
-// The sum of a group's best values.
+// Returns the sum of a group's best values.
 float quality(const float* values, int64_t count, int64_t wanted) {
   if (wanted == 1) return values[best_of(values, nullptr, count)];
   float first = -std::numeric_limits<float>::infinity(), second = first;
@@ -164,7 +164,7 @@ int64_t ExpertsPart::fit(int64_t inputs) {
   return inputs;
 }
 
-// What the router says.
+// Computes the router's logits.
 void ExpertsPart::route(const Step& step, Piece& piece) const {
   const Matrix* routers[] = {&router_.front(), &router_.back()};
   piece.logits = step.scratch.logits.at_least(piece.rows * router_outputs());
@@ -176,7 +176,7 @@ void ExpertsPart::route(const Step& step, Piece& piece) const {
              router_outputs(), bias_.empty() ? nullptr : bias_.data());
 }
 
-// Each row's experts, in their order.
+// Chooses each row's experts and sorts them by number.
 void ExpertsPart::choose(const Step& step, Piece& piece) const {
   const int64_t k = routing_.top_k, floats = choosing_floats(routing_, count());
   const int64_t ranges = ceil_div(piece.rows, kRowsPerPiece);
@@ -211,7 +211,7 @@ void ExpertsPart::assign_slots(const Step& step, Piece& piece) const {
   }
 }
 
-// Rows are encoded once, and copied to their slots.
+// Encodes each row once and copies the encodings to the row's slots.
 void ExpertsPart::encode_inputs(const Step& step, Piece& piece) const {
   GroupScratch& scratch = step.scratch;
   const Rows rows{0, piece.rows, false}, slots{0, piece.slots, false};
@@ -263,7 +263,7 @@ void ExpertsPart::compute_experts(const Step& step, Piece& piece) const {
   piece.shared = shared;
 }
 
-// The weighted results of a row's experts, in their order, then of the shared one.
+// Adds the weighted results of a row's experts in order, then the shared expert's.
 void ExpertsPart::add_results(const Step& step, const Piece& piece) const {
   const int64_t k = routing_.top_k;
   each_row(step.pool, Rows{0, piece.rows, false}, k * values_, [&](int64_t row) {

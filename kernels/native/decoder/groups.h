@@ -1,5 +1,5 @@
-// Products of rows in groups, each group with matrices of its own: experts, heads. The rows of all
-// groups are divided over the threads together; no result depends on how.
+// Products of rows in groups that have separate matrices: experts, heads. The rows of all groups
+// are divided over the threads together; the division affects no result.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -10,25 +10,25 @@
 
 namespace pdserve {
 
-constexpr int64_t kMostGroupRows = 256;  // in one piece of work: bounds the scratch
+constexpr int64_t kMostGroupRows = 256;  // per piece of work, to bound the scratch memory
 
-struct Choice;  // of an expert: experts.h
+struct Choice;  // of an expert; defined in experts.h
 
-// Memory of products in groups. A stack owns one for all its layers; what is in it is gone with the
-// next part. A slot is a row in one of its groups.
+// Memory of products in groups. A stack owns one for all its layers, and the next part overwrites
+// the content. A slot is a row in one of its groups.
 struct GroupScratch {
   Buffer<int64_t> begins;     // the first slot of each group
   Buffer<float> inputs, products;
   Buffer<uint8_t> encodings;  // of the slots' inputs
 
-  // Of experts only.
+  // Used by experts only.
   Buffer<float> logits, choosing, middles, results, shared;
   Buffer<uint8_t> row_encodings, middle_encodings;
   Buffer<Choice> chosen;
   Buffer<int64_t> slot_of, row_of;
 };
 
-// Rows of values [rows, cols] with memory for their encodings.
+// Returns rows of values [rows, cols] with memory for their encodings.
 inline Activations activations_of(int64_t rows, int64_t cols, uint32_t needs, const float* values,
                                   Buffer<uint8_t>& encodings) {
   Activations made;
@@ -45,8 +45,8 @@ struct TileRange {
   int64_t begin, end;
 };
 
-// The tiles that cost from `begin` to `end`, counted from the group's first, if one costs so much.
-// Tiles are read four at a time: where ranges meet, both are rounded alike.
+// Returns the tiles of a group that cover the costs [begin, end), relative to the group's first
+// tile. Bounds are rounded up to multiples of four tiles, which are read together.
 inline TileRange tiles_between(int64_t begin, int64_t end, int64_t tile_cost, int64_t tiles) {
   const auto at = [&](int64_t cost) {
     return std::min(tiles, round_up(ceil_div(std::max<int64_t>(0, cost), tile_cost), 4));
@@ -55,13 +55,13 @@ inline TileRange tiles_between(int64_t begin, int64_t end, int64_t tile_cost, in
 }
 
 // y[slot] = x[slot] times the matrices of its group, whose slots are [begins[g], begins[g + 1]).
-// The tiles of all groups that have slots, one behind the other, are cut into pieces of like cost.
+// The consecutive tiles of all groups with slots are divided into pieces of similar cost.
 template <class MatricesOf, class BiasOf>
 void multiply_groups(const Step& step, size_t groups, const int64_t* begins, const Activations& x,
                      float* y, int64_t stride, const MatricesOf& matrices_of,
                      const BiasOf& bias_of) {
   constexpr int64_t kPiecesPerThread = 4;
-  constexpr int64_t kReading = 4;  // of a tile, which takes as long as so many products with it
+  constexpr int64_t kReading = 4;  // cost of reading a tile, in products with it
   const auto tiles_of = [&](size_t g) {
     const auto matrices = matrices_of(g);
     return total_tiles(matrices.data(), static_cast<int>(matrices.size()));

@@ -1,16 +1,15 @@
-// Products of heads, each with a matrix of its own.
+// Products of heads, each with a separate matrix.
 #pragma once
 #include "decoder/part.h"
 
 namespace pdserve {
 
-// A row begins with as many heads as there are matrices. Of each the first `kept` values stay, the
-// others are the input of the head's matrix, whose outputs take their place; what the row has
-// behind the heads stays.
+// A row begins with one head per matrix. The first `kept` values of a head stay; the head's matrix
+// replaces the others by its outputs. The values after the heads stay.
 class HeadLinearPart : public Part {
  public:
   static constexpr const char* kKind = "head_linear";
-  // Throws std::invalid_argument if the matrices are not of one size.
+  // Throws std::invalid_argument if the matrices differ in size.
   HeadLinearPart(std::vector<Matrix> matrices, int64_t kept);
 
   const char* kind() const override { return kKind; }

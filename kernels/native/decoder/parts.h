@@ -1,5 +1,5 @@
-// The kinds of parts that layers are made of. A new kind is a class here (or, if it is long, in a
-// file of its own beside this one) and a row of the table in bind/parts.cpp.
+// The kinds of parts that layers consist of. A new kind is a class here (or, if it is long, in a
+// separate file in this folder) and a row of the table in bind/parts.cpp.
 #pragma once
 #include "attention/attention.h"
 #include "decoder/part.h"
@@ -26,7 +26,7 @@ class NormPart : public Part {
   float eps_;
 };
 
-// Layer norm of the whole row: less its mean, over its deviation.
+// Layer norm of the whole row: (x - mean) / deviation.
 class LayerNormPart : public Part {
  public:
   static constexpr const char* kKind = "layer_norm";
@@ -45,13 +45,13 @@ class LayerNormPart : public Part {
   float eps_;
 };
 
-// Matrices over one input, their outputs side by side, plus a bias of all outputs unless it is
-// empty. The input is encoded row by row, the product takes rows together.
+// A product with matrices over one input, with concatenated outputs, plus a bias of all outputs
+// unless it is empty. The input is encoded row by row; the product takes rows together.
 class LinearPart : public Part {
  public:
   static constexpr const char* kKind = "linear";
   static constexpr size_t kMaxMatrices = 8;
-  // Throws std::invalid_argument if the sizes do not fit each other.
+  // Throws std::invalid_argument if the sizes do not match.
   LinearPart(std::vector<Matrix> matrices, std::vector<float> bias);
 
   const char* kind() const override { return kKind; }
@@ -67,7 +67,7 @@ class LinearPart : public Part {
   int64_t outputs() const { return outputs_; }
 
  private:
-  // x: of the first of `rows`.
+  // x points to the first of `rows`.
   Activations activations(const Step& step, const Rows& rows, const float* x) const;
 
   std::vector<Matrix> matrices_;
@@ -76,8 +76,8 @@ class LinearPart : public Part {
   uint32_t needs_ = kFloat;
 };
 
-// RMS norm of each of some heads, which are as long as the weight; the first begins at value
-// `begin` of the row.
+// RMS norm of each of some heads of the weight's length; the first begins at value `begin` of the
+// row.
 class HeadNormPart : public Part {
  public:
   static constexpr const char* kKind = "head_norm";
@@ -102,8 +102,8 @@ struct RopeTable {
   std::vector<float> sin;
 };
 
-// Rotary embedding of `heads` heads, the first at value `begin` of a row. The table outlives the
-// part and may grow.
+// Rotary embedding of `heads` heads, the first at value `begin` of a row. The table must outlive
+// the part and may grow.
 class RopePart : public Part {
  public:
   static constexpr const char* kKind = "rope";
@@ -121,19 +121,20 @@ class RopePart : public Part {
   int64_t heads_, head_dim_, begin_;
 };
 
-// Attention of rows that hold heads of q, then of k, then of v unless it is latent: stores keys and
-// values row by row, then attends. The stack runs the second half, which needs the rows of all threads.
+// Attention of rows that hold heads of q, then k, then v unless it is latent: stores keys and
+// values row by row, then attends. The stack runs the second step, which needs the rows of all
+// threads.
 class AttentionPart : public Part {
  public:
   static constexpr const char* kKind = "attention";
   int64_t heads = 0, kv_heads = 0, head_dim = 0;
   float scale = 1;
   float soft_cap = 0;  // 0: none
-  int64_t window = 0;  // keys a token sees; 0: all
-  int64_t group = 0;   // whose block tables it uses; parts of one group are planned alike
-  int64_t latent = 0;        // values at the end of a key that are its value; 0: it has its own
-  std::vector<float> sinks;  // [heads], or empty: scores beside those of the keys
-  KvLayer kv;                // its memory in the pool, set before the first step
+  int64_t window = 0;  // number of keys that a token sees; 0: all
+  int64_t group = 0;   // the group of its block tables; parts of one group share a plan
+  int64_t latent = 0;        // number of a key's last values that are its value; 0: separate
+  std::vector<float> sinks;  // [heads], or empty: scores that belong to no key
+  KvLayer kv;                // the layer's memory in the pool, set before the first step
 
   const char* kind() const override { return kKind; }
   Writes writes() const override { return Writes::kElsewhere; }
@@ -145,7 +146,7 @@ class AttentionPart : public Part {
   bool planned_like(const AttentionPart& other) const;
   int64_t inputs() const { return (heads + (latent ? 1 : 2) * kv_heads) * head_dim; }
   int64_t outputs() const { return heads * (latent ? latent : head_dim); }
-  // The work of a step on rows x, which hold q, k and v, into rows y.
+  // Returns the attention of a step from rows x, which hold q, k and v, into rows y.
   AttentionBatch task(const StepBatch& batch, const float* x, float* y) const;
 };
 
@@ -183,7 +184,7 @@ class ActivatePart : public Part {
   int64_t size_ = 0;
 };
 
-// The row times a number.
+// The row multiplied by a number.
 class ScalePart : public Part {
  public:
   static constexpr const char* kKind = "scale";
@@ -216,8 +217,8 @@ class ReorderPart : public Part {
   std::vector<int64_t> order_;
 };
 
-// Keeps the row for the next AddPart of its layer, which adds it too; the value is the stream again.
-// It comes behind the layer's attention: rows are renumbered there.
+// Keeps the row for the next AddPart of its layer, which also adds it; the value becomes the
+// stream. It must follow the layer's attention, which renumbers the rows.
 class HoldPart : public Part {
  public:
   static constexpr const char* kKind = "hold";
@@ -229,8 +230,8 @@ class HoldPart : public Part {
            float* y) const override;
 };
 
-// Adds the row to the residual stream, and what a HoldPart has kept before it. A norm behind it is
-// done on the sum in the same pass.
+// Adds the row, and the row kept by a preceding HoldPart, to the residual stream. A norm that
+// follows is computed on the sum in the same pass.
 class AddPart : public Part {
  public:
   static constexpr const char* kKind = "add";

@@ -15,7 +15,7 @@ class Planner {
  public:
   explicit Planner(int64_t hidden) { plan_.widths = {hidden, hidden}; }
 
-  // The next part of a row's way; `last`: its result is the step's.
+  // Adds the next part; `last`: its result is the step's result.
   void add(Part& part, bool last) {
     const int64_t inputs = plan_.widths[value_];
     const size_t in = value_;
@@ -48,7 +48,7 @@ class Planner {
     if (writes == Writes::kStream) return kStreamPlace;
     const bool over = writes == Writes::kAnywhere && value_ != kStreamPlace;
     if (over || writes == Writes::kInput) return value_;
-    // Each place has rows of one size, so that threads at different parts never meet in it.
+    // Each place has rows of one size, so that threads at different parts never share its memory.
     for (size_t place = kHiddenPlace + 1; place < plan_.widths.size(); ++place) {
       const bool taken = place == value_ || (plan_.held && place == plan_.held);
       if (plan_.widths[place] == width && !taken) return place;
@@ -69,12 +69,12 @@ class Planner {
       plan_.tile_costs.resize(group + 1);
     }
     if (!plan_.groups[group]) plan_.groups[group] = &attention;
-    // Such a tile takes about three times as long as that many products.
+    // A tile of attention takes about three times as long as the same number of products.
     plan_.tile_costs[group] += 3 * 2 * kKeyTile * attention.head_dim;
   }
 
   Plan plan_;
-  size_t value_ = kStreamPlace;  // where a row's value is
+  size_t value_ = kStreamPlace;  // the place of a row's value
   Pass pass_{};
   Segment segment_{};
 };
@@ -107,7 +107,7 @@ void check_layer(const Parts& parts, int64_t hidden, size_t layer) {
       refuse(layer, n, part, holds ? "it must add what is held" : "nothing is held");
     }
     if (holds && as_attention(part)) refuse(layer, n, part, "it comes before what is held");
-    if (attentions && dynamic_cast<RopePart*>(&part)) {  // positions are those of all tokens
+    if (attentions && dynamic_cast<RopePart*>(&part)) {  // positions belong to all tokens
       refuse(layer, n, part, "it comes behind the attention, where rows are renumbered");
     }
     holds = hold || (holds && !add);

@@ -9,12 +9,12 @@
 namespace pdserve {
 namespace {
 
-// Rows that one thread takes through some parts: fewer read the weights too often, more leave its
-// second cache.
+// Rows that one thread takes through some parts: fewer rows read the weights too often, more exceed
+// the second-level cache.
 constexpr int64_t kFewestAlone = 32, kMostAlone = 128;
-// Rows of decode that a thread takes through all layers: fewer read the weights too often.
+// Decode rows that a thread takes through all layers: fewer rows read the weights too often.
 constexpr int64_t kFewestShare = 16;
-constexpr double kUneven = 1.1;  // how much dearer than the mean a share may be
+constexpr double kUneven = 1.1;  // maximum cost of a share relative to the mean
 
 void fit(Part& part, const char* name, int64_t inputs) {
   try {
@@ -60,7 +60,7 @@ void Stack::set_head(std::unique_ptr<Part> norm, LinearPart head) {
   cuts_ = std::vector<Attention>(plan_.groups.size());
 }
 
-// Runs a segment on all rows, or on some at a time on each thread if there are many.
+// Runs a segment on all rows at once, or, if there are many, on some at a time on each thread.
 void Stack::run_all(const Segment& segment, const Step& step) {
   const auto body = [&](const Rows& rows) { run(segment, step, rows); };
   const int64_t threads = pool_.threads();
@@ -72,7 +72,7 @@ void Stack::run_all(const Segment& segment, const Step& step) {
   });
 }
 
-// Gives every place its memory before threads write to it: none moves until `keep_outputs`.
+// Allocates the memory of all places before threads write to them; it stays until `keep_outputs`.
 Step Stack::begin_step(const StepBatch& batch, float* hidden) {
   rows_ = batch.tokens;
   for (size_t i = 0; i < places_.size(); ++i) {
@@ -94,7 +94,7 @@ void Stack::embed(const Step& step) {
   });
 }
 
-// All passes of a segment on some rows; not its attention.
+// Runs all passes of a segment on some rows, without its attention.
 void Stack::run(const Segment& segment, const Step& step, const Rows& rows) {
   for (const Pass& pass : segment.passes) {
     each_row(pool_, rows, pass.cols, [&](int64_t row) {
@@ -120,9 +120,9 @@ void Stack::plan_attention(const StepBatch& batch) {
   }
 }
 
-// Where the rows of decode are cut, so that each thread can take a share through all layers without
-// waiting for others or reading what they wrote: the first row of each, and the end. Empty if there
-// are too few, or if the contexts are too unlike.
+// Divides decode rows so that each thread can take a share through all layers without waiting for
+// other threads or reading their results. Returns the first row of each share, and the end; empty
+// if there are too few rows or their contexts differ too much.
 std::vector<int64_t> Stack::cut(const StepBatch& batch) const {
   const int64_t threads = pool_.threads();
   if (threads < 2 || batch.rows < kFewestShare * threads) return {};
@@ -130,7 +130,7 @@ std::vector<int64_t> Stack::cut(const StepBatch& batch) const {
   for (const Segment& segment : plan_.segments) {
     if (segment.all_rows) return {};
   }
-  std::vector<int64_t> until{0};  // the cost of all rows before
+  std::vector<int64_t> until{0};  // the cost of all preceding rows
   for (int64_t row = 0; row < batch.rows; ++row) {
     int64_t cost = plan_.products;
     for (size_t g = 0; g < cuts_.size(); ++g) {
@@ -148,8 +148,8 @@ std::vector<int64_t> Stack::cut(const StepBatch& batch) const {
   return cuts;
 }
 
-// After the last attention only the rows of wanted tokens go on, in the order in which they are
-// wanted: what attention made of them, and the stream.
+// Keeps, after the last attention, only the rows of output tokens, in the order of the outputs: the
+// results of attention and the stream.
 void Stack::keep_outputs(Step& step, Place& attended) {
   const StepBatch& batch = step.batch;
   Buffer<float>* spare = spare_;

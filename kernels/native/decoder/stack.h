@@ -1,8 +1,8 @@
 // A stack of decoder layers over a paged KV cache: a whole step in one call.
 //
-// Each layer is a list of parts (parts.h). The lists are handed over once, at load, and a step runs
-// the plan that is made of them (plan.h). The residual stream is float32. Owns its weights and its
-// buffers, not the pool's memory. One caller at a time.
+// Each layer is a list of parts (parts.h). The lists are passed once, at load, and a step runs the
+// plan built from them (plan.h). The residual stream is float32. Owns its weights and buffers, but
+// not the pool's memory. Only one thread at a time may call it.
 #pragma once
 #include <deque>
 #include <optional>
@@ -27,31 +27,31 @@ class Stack {
   int64_t hidden() const { return hidden_; }
 
   Matrix embedding;             // [vocabulary, hidden]
-  std::deque<RopeTable> ropes;  // a deque: parts refer to tables
+  std::deque<RopeTable> ropes;  // a deque, because parts refer to its tables
 
-  // Throws std::invalid_argument with the part that does not fit.
+  // Throws std::invalid_argument that names the unsuitable part.
   void add_layer(Parts parts);
-  // The norm behind the last layer and the product that makes logits; then the stack is complete.
+  // Sets the final norm and the product that computes logits; this completes the stack.
   void set_head(std::unique_ptr<Part> norm, LinearPart head);
   bool complete() const { return head_.has_value(); }
   int64_t vocabulary() const { return head_->outputs(); }
 
-  // Of every layer, in order; their `kv` is set before the first step.
+  // Returns the attention of every layer, in order; set their `kv` before the first step.
   const std::vector<AttentionPart*>& attentions() const { return attentions_; }
 
   // Writes the tokens' keys and values and hidden [num_outputs, hidden], after the last norm.
   void forward(const StepBatch& batch, float* hidden);
-  // How many threads took rows of their own through all layers in the last step; 0: the threads
+  // Number of threads that took separate rows through all layers in the last step; 0: the threads
   // shared every operation.
   int64_t shares() const { return shares_; }
-  // logits [rows, vocabulary] of such hidden states.
+  // Writes logits [rows, vocabulary] of hidden states that `forward` returned.
   void logits(const float* hidden, int64_t rows, float* logits);
 
  private:
-  // Rows of one size, one for each token of a step. `at` is set at the beginning of a step.
+  // Rows of one size, one per token of a step. `at` is set at the beginning of a step.
   struct Place {
     int64_t width = 0;
-    Buffer<float> memory;  // none for the place of the step's result, which is the caller's
+    Buffer<float> memory;  // unused for the step's result, whose memory belongs to the caller
     float* at = nullptr;
 
     float* row(int64_t n) const { return at + n * width; }
@@ -75,13 +75,13 @@ class Stack {
   std::unique_ptr<Part> norm_;
   std::optional<LinearPart> head_;
   Plan plan_;
-  int64_t rows_ = 0;  // of the stream now: all tokens, or the outputs' only
+  int64_t rows_ = 0;  // current rows of the stream: all tokens, or only the outputs
   std::vector<Place> places_;
-  Buffer<float> spare_[2];  // changes places with what `keep_outputs` keeps
+  Buffer<float> spare_[2];  // swapped with the memory of the rows that `keep_outputs` keeps
   Buffer<uint8_t> encodings_;
   GroupScratch scratch_;
   int64_t shares_ = 0;
-  std::vector<Attention> cuts_;  // how each group's attention is cut for this step
+  std::vector<Attention> cuts_;  // division of each group's attention for this step
 };
 
 }  // namespace pdserve

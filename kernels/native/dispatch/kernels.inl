@@ -1,4 +1,4 @@
-// All kernels of a target, in the order in which they use each other; after its words (simd/).
+// All kernels of a target, in order of dependency; included after its words (simd/).
 #include "base/math.inl"
 #include "base/rows.inl"
 #include "linear/encode.inl"

@@ -1,4 +1,5 @@
-// The tables that this build has, best first; which of them the machine can run is asked at run time.
+// The kernel tables of this build, best first. Which of them the machine supports is checked at run
+// time.
 #pragma once
 #include <string>
 #include <vector>
@@ -7,11 +8,11 @@
 
 namespace pdserve {
 
-// Tables that this machine can run, best first; never empty.
+// Returns the tables that this machine supports, best first; never empty.
 const std::vector<const Kernels*>& targets();
 
-// The table of that name; for "" the one that the environment variable PDSERVE_NATIVE_ISA names, or
-// the best one if it is unset or empty. Throws std::invalid_argument with the names.
+// Returns the table with a name; for "", the one that the environment variable PDSERVE_NATIVE_ISA
+// names, or the best if it is unset or empty. Throws std::invalid_argument with the known names.
 const Kernels& select_target(const std::string& isa);
 
 }  // namespace pdserve

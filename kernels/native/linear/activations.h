@@ -1,20 +1,20 @@
-// Inputs of a linear product: rows of floats, and the same rows as products read them.
+// Inputs of a linear product: rows of floats, and the same rows in the encodings of products.
 //
-// Owns nothing; whoever runs a step owns the buffers, sized for it (linear.h).
+// Owns nothing; the code that runs a step owns the buffers and sizes them (linear.h).
 #pragma once
 #include "base/common.h"
 
 namespace pdserve {
 
-// Bits of a mask: what a product needs beside the floats.
+// Bits of a mask: the encodings that a product needs in addition to the floats.
 enum Encoding : uint32_t { kFloat = 0, kInt8 = 1, kBf16 = 2 };
 
-// 32 columns of a row: value = scale * q. One record holds all that a kernel reads of a block, so
-// that a row is one stream and one pointer.
+// 32 columns of a row: value = scale * q. One record holds all data of a block, so that a row is
+// one stream with one pointer.
 struct Int8Block {
   int8_t q[kBlock];
   float scale;           // largest magnitude / 127
-  float scaled_sum;      // scale * (sum of q): what a weight's minimum is multiplied by
+  float scaled_sum;      // scale * (sum of q): the factor of a weight's minimum
   int32_t minus_sum;     // -(sum of q)
   int32_t minus_half;    // -(sum of the first 16)
 };

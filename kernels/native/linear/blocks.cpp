@@ -21,7 +21,7 @@ uint16_t half_bits(const uint8_t* p) {
 
 constexpr uint32_t kSigns = 0x80808080;
 
-// Byte k of the result is `set` where bit `at` + k of mask is 1.
+// Returns a word whose byte k is `set` if bit `at` + k of the mask is 1, else 0.
 uint32_t spread(uint32_t mask, int at, uint32_t set) {
   const uint32_t nibble = mask >> at & 15;
   return (nibble & 1) * set | (nibble & 2) * (set << 7) | (nibble & 4) * (set << 14) |
@@ -34,7 +34,7 @@ void read_nibbles(const uint8_t* at, Block& out) {
   for (int j = 0; j < 4; ++j) out.q[j] = word(at + 4 * j);
 }
 
-// IQ4_NL too: its nibbles number other levels.
+// Also for IQ4_NL, whose nibbles are indices of other levels.
 void read_q4_0(const uint8_t* row, int64_t b, Block& out) {
   const uint8_t* block = row + b * 18;
   out.d[0] = half_bits(block);
@@ -48,7 +48,7 @@ void read_q4_1(const uint8_t* row, int64_t b, Block& out) {
   read_nibbles(block + 4, out);
 }
 
-// Fifth bits at `at`, nibbles behind them.
+// Reads fifth bits at `at` and the nibbles after them.
 void read_five(const uint8_t* at, Block& out) {
   const uint32_t fifth = word(at);
   for (int j = 0; j < 4; ++j) {
@@ -77,7 +77,7 @@ void read_q8_0(const uint8_t* row, int64_t b, Block& out) {
   for (int j = 0; j < 8; ++j) out.q[j] = word(block + 2 + 4 * j) ^ kSigns;
 }
 
-// A block of 256 values holds eight parts of 32; four of them lie in one run of 2-bit fields.
+// One of the eight parts of 32 values in a block of 256; four parts share one run of 2-bit fields.
 struct Part {
   int number, pair, shift;
   explicit Part(int64_t b)
@@ -116,7 +116,7 @@ void read_q3_k(const uint8_t* row, int64_t b, Block& out) {
   out.d[0] = half_bits(block + 108);
 }
 
-// Q4_K, Q5_K: scale and minimum of group g, 6 bits each, in the twelve bytes from byte 4 on.
+// Q4_K, Q5_K: reads scale and minimum of group g, 6 bits each, from the twelve bytes at byte 4.
 void read_six(const uint8_t* block, int g, Block& out) {
   const uint8_t* packed = block + 4;
   int scale, least;
@@ -171,16 +171,16 @@ void read_q6_k(const uint8_t* row, int64_t b, Block& out) {
   out.d[0] = half_bits(block + 208);
 }
 
-// A byte of exponent e: the scale 2^(e - 127), halved because levels are doubled (kFp4Levels).
+// Byte e is the exponent of the scale 2^(e - 127), halved because levels are doubled (kFp4Levels).
 void read_mxfp4(const uint8_t* row, int64_t b, Block& out) {
   const uint8_t* block = row + b * 17;
   const int e = block[0];
-  // As bfloat16: the exponent stands in bits 7 to 14, and 2^-128 and 2^-127 are subnormal.
+  // As bfloat16: the exponent is in bits 7 to 14; 2^-128 and 2^-127 are subnormal.
   out.d[0] = static_cast<uint16_t>(e > 1 ? (e - 1) << 7 : 0x20 << e);
   read_nibbles(block + 1, out);
 }
 
-// Half of an unsigned 8-bit float (4 bits of exponent, 3 of mantissa) as float16.
+// Returns half of an unsigned 8-bit float (4 exponent bits, 3 mantissa bits) as float16.
 uint16_t half_of_ue4m3(uint8_t code) {
   const uint32_t exponent = code >> 3 & 15, mantissa = code & 7;
   if (code == 0x7F) return 0;
@@ -189,7 +189,7 @@ uint16_t half_of_ue4m3(uint8_t code) {
   return kTiny[mantissa];  // a multiple of 2^-10
 }
 
-// Four scales, then four runs of 16 values: the first eight in the low nibbles of a run.
+// A block is four scales, then four runs of 16 values; a run's first eight are its low nibbles.
 void read_nvfp4(const uint8_t* row, int64_t b, Block& out) {
   const uint8_t* block = row + b / 2 * 36;
   const int first = static_cast<int>(b % 2 * 2);

@@ -1,5 +1,4 @@
-// GGUF's block formats, a block at a time: what lies where in a block (ggml-common.h), read into the
-// words of which packed tiles are made.
+// GGUF's block formats (ggml-common.h), read block by block into the words of packed tiles.
 #pragma once
 #include <string>
 #include <vector>
@@ -10,17 +9,17 @@ namespace pdserve {
 
 constexpr uint32_t kLowNibbles = 0x0F0F0F0F;  // of the bytes of a word
 
-// 32 values of one row as words of 4 bytes: 8 of them, or 4 whose low nibbles are the first 16
-// values; with their scales and minima, in the types of the format.
+// 32 values of one row, as 8 words of 4 bytes, or as 4 words whose low nibbles are the first 16
+// values; with scales and minima in the types of the format.
 struct Block {
   uint32_t q[8];
-  uint16_t d[2];       // 16 bits: of each 16 values; codes: the first is the float16 of all
-  uint16_t m;          // 16 bits; codes: the float16 of all, negated
-  int8_t code_d[2];    // of each 16 values; the first, if groups are of 32
+  uint16_t d[2];       // 16-bit scales, per 16 values; kCodes: d[0] is the float16 of all
+  uint16_t m;          // 16-bit minimum; kCodes: the float16 of all, negated
+  int8_t code_d[2];    // of each 16 values; only the first for groups of 32
   int8_t code_m[2];
 };
 
-// One stored format: a row is a run of blocks.
+// A stored format; a row is a run of blocks.
 struct StoredFormat {
   const char* name;  // GGUF's
   int64_t block_values;
@@ -32,10 +31,10 @@ struct StoredFormat {
   void (*read)(const uint8_t* row, int64_t b, Block& out);  // the b-th 32 values; null: numbers
 };
 
-// The names of all formats.
+// Returns the names of all formats.
 std::vector<std::string> stored_formats();
 
-// The format of that name. Throws std::invalid_argument with the names that exist.
+// Returns a format by name. Throws std::invalid_argument with the known names.
 const StoredFormat& stored_format(const std::string& name);
 
 }  // namespace pdserve

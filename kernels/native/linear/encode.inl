@@ -1,4 +1,4 @@
-// Activations in the encodings that weights want.
+// Encodes activations for products.
 
 // Blocks smaller than this (2^-100) count as zero: 127 / amax must be finite.
 static constexpr int32_t kTinyBits = (127 - 100) << 23;
@@ -15,7 +15,7 @@ static void encode_block(const float* x, Int8Block* out) {
   } else {
     factor = 127.0f / amax;
   }
-  // Infinity times a factor of 0 and NaN become INT32_MIN, which a sum must not meet.
+  // Infinity times a factor of 0, and NaN, become INT32_MIN, which a sum must not contain.
   const I least = set1_i(-128);
   I a = max(to_int(mul(low, set1(factor))), least);
   I b = max(to_int(mul(high, set1(factor))), least);

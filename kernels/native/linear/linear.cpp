@@ -105,11 +105,11 @@ void run_linear(Pool& pool, const Kernels& kernels, const Matrix* const* matrice
   const int64_t tiles = total_tiles(matrices, count);
   if (tiles == 0 || x.rows == 0) return;
   // Each thread reads one stream of weights. More pieces would balance better, but the beginning of
-  // a piece has not been prefetched.
+  // a piece is not prefetched.
   const int64_t wanted = pool.threads();
   const int64_t step = round_up(ceil_div(tiles, wanted), x.needs & kInt8 ? kInt8Tiles : kFloatTiles);
   const int64_t ranges = ceil_div(tiles, step);
-  // If there are fewer pieces than threads, the rows are divided as well.
+  // If there are fewer pieces than threads, the rows are also divided.
   const int64_t cuts = std::clamp<int64_t>(wanted / ranges, 1, ceil_div(x.rows, 64));
   const int64_t row_step = ceil_div(x.rows, cuts);
   pool.run(ranges * ceil_div(x.rows, row_step), [&](int64_t piece, int) {

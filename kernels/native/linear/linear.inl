@@ -1,9 +1,9 @@
-// Products of encoded activations with packed weights, whatever their layout.
+// Products of encoded activations with packed weights of any layout.
 
 using Run = void(const Matrix& m, const Activations& x, float* y, int64_t stride, int64_t begin,
                  int64_t end);
 
-// The product for integers in groups of any size. An offset is 2 to the power of kShift.
+// Computes the product for integers in groups of any size. An offset is 2 to the power of kShift.
 template <Quants kQuants, int kShift>
 static Run* run_of_integers(const Matrix& m) {
   const bool half = m.scales == Scales::kF16;
@@ -15,7 +15,7 @@ static Run* run_of_integers(const Matrix& m) {
               : &int8_linear<Kind<kQuants, Scales::kF32, Addend::kNone, kShift>>;
 }
 
-// Each kind that a stored format is packed as (pack.cpp).
+// Dispatches over the kinds that stored formats are packed as (pack.cpp).
 static Run* run_of(const Matrix& m) {
   constexpr Scales kHalf = Scales::kF16, kCodes = Scales::kCodes;
   constexpr Addend kNone = Addend::kNone, kMinima = Addend::kMinima;
@@ -54,7 +54,7 @@ static void linear(const Matrix& m, const Activations& x, float* y, int64_t stri
   run_of(m)(m, x, y, stride, begin, end);
 }
 
-// --- one row of weights, exactly as the stored format means it
+// --- one row of weights, with the exact values of the stored format
 
 static F any_scales(Scales scales, const uint8_t* at, int64_t group) {
   switch (scales) {
@@ -67,7 +67,7 @@ static F any_scales(Scales scales, const uint8_t* at, int64_t group) {
   return load_e4m3(at + 16 * group);
 }
 
-// The d, or if `addend` what goes with it, of the group of input i.
+// Returns the d of the group of input i, or its addend if `addend`.
 static float group_number(const Matrix& m, const uint8_t* tile, int64_t lane, int64_t i,
                           bool addend) {
   float lanes[16];
@@ -82,7 +82,8 @@ static float group_number(const Matrix& m, const uint8_t* tile, int64_t lane, in
   return codes ? number * lanes[lane] : number / lanes[lane];
 }
 
-// The level of input i of an output: `block` is where the output's first byte of its block is.
+// Returns the level of input i of an output; `block` points to the output's first byte in the
+// block.
 static int level_at(Layout layout, const uint8_t* block, int64_t i) {
   const int64_t j = i % 32 / 4;  // the vector of its inputs
   block += i % 4;
@@ -134,7 +135,7 @@ static void matrix_row(const Matrix& m, int64_t row, float* out) {
     }
     const int q = level_at(m.layout, tile + 64 * bits * (i / 32) + 4 * lane, i);
     const float minus = m.addend == Addend::kZeros ? addend : (float)-m.offset;
-    const float scaled = ((float)q + minus) * d;  // rounded once, as the format means it
+    const float scaled = ((float)q + minus) * d;  // rounded once, as the format defines it
     out[i] = m.addend == Addend::kMinima ? scaled + addend : scaled;
   }
 }

@@ -1,4 +1,4 @@
-// Products with weights of 8, 16 and 32 bits that are floats.
+// Products with weights that are floats of 8, 16 and 32 bits.
 
 static constexpr int kFloatTiles = kRegisters >= 32 ? 4 : 2;
 static constexpr int kFloatRows = kRegisters >= 32 ? 6 : 2;
@@ -82,7 +82,7 @@ static void float_linear(const Matrix& m, const Activations& x, float* y, int64_
   }
 }
 
-// Weights of 8 bits; each is scaled before it is multiplied.
+// 8-bit weights; each is scaled before the multiplication.
 template <int kRows, int kTiles>
 static void float8_product(const Matrix& m, const uint8_t* tile, const float* x, const Target& to) {
   F acc[kRows][kTiles];
@@ -91,7 +91,7 @@ static void float8_product(const Matrix& m, const uint8_t* tile, const float* x,
     const uint8_t* d = tile + m.scales_at + i / m.group * 64;
     F scale[kTiles];
 #pragma GCC unroll 8
-    for (int t = 0; t < kTiles; ++t) {  // load_e4m3 gives a 256th; d is below 2^119 (pack.cpp)
+    for (int t = 0; t < kTiles; ++t) {  // load_e4m3 gives value / 256; d < 2^119 (pack.cpp)
       scale[t] = mul(load((const float*)(d + t * m.tile_bytes)), set1(256.0f));
     }
     for (const int64_t end = i + m.group; i < end; ++i) {

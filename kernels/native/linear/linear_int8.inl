@@ -5,9 +5,9 @@ static constexpr int kFewRows = kRegisters >= 32 ? 8 : kRegisters >= 8 ? 4 : 2; 
 static constexpr int kManyRows = kRegisters >= 32 ? 6 : kFewRows;  // with kManyTiles
 static constexpr int kManyTiles = kRegisters >= 32 ? 2 : 1;
 static constexpr int64_t kSingleRows = 2 * kFewRows;  // more: kManyTiles at once
-static constexpr int64_t kPanelBlocks = 20;  // two tiles so wide, expanded, fit the first cache
+static constexpr int64_t kPanelBlocks = 20;  // two expanded tiles fit the first-level cache
 
-// How levels lie: see Layout; kSmall are bytes of 0 to 127, kBytes any.
+// The storage of levels, see Layout; kSmall: bytes from 0 to 127; kBytes: any bytes.
 enum class Quants { kNibbles, kFives, kFp4, kIq4, kTwos, kThrees, kSixes, kSmall, kBytes };
 
 constexpr int block_bytes(Quants quants) {
@@ -28,11 +28,11 @@ constexpr int block_bytes(Quants quants) {
 template <Quants kQuants_, Scales kScales_, Addend kAddend_, int kShift_ = 0, int kGroup_ = 32,
           bool kExpanded_ = false>
 struct Kind {
-  static constexpr bool kExpanded = kExpanded_;  // out of packed ones, for many rows
+  static constexpr bool kExpanded = kExpanded_;  // expanded from packed levels, for many rows
   static constexpr Quants kQuants = kQuants_;
   static constexpr Scales kScales = kScales_;
   static constexpr Addend kAddend = kAddend_;
-  static constexpr bool kOffset = kAddend == Addend::kNone;  // the offset is
+  static constexpr bool kOffset = kAddend == Addend::kNone;  // levels have an offset:
   static constexpr int kShift = kShift_;                   // 2 to the power of this
   static constexpr int kGroup = kGroup_;
   static constexpr int kHalves = 32 / kGroup;
@@ -40,17 +40,17 @@ struct Kind {
   static constexpr bool kSmallLevels = kQuants != Quants::kBytes && kQuants != Quants::kIq4;
   static constexpr int kBlockBytes = block_bytes(kQuants);
   static constexpr int kScaleBytes = kHalves * 16 * scale_bytes(kScales);
-  // How many bytes ahead the product of few rows prefetches, as measured on Zen 4: packed weights
-  // into the first cache, because their arithmetic is slower, and weights of 8 bits into the second.
+  // Prefetch distance in bytes for products of few rows, as measured on Zen 4: packed weights into
+  // the first-level cache, because their arithmetic is slower, 8-bit weights into the second.
   static constexpr int64_t kAhead = kPacked ? 16384 : 65536;
   static constexpr int kStreamBytes = kBlockBytes + (kOffset ? 1 : 2) * kScaleBytes;
-  // How many bytes of the next panel each register tile prefetches for each block, if rows are many.
+  // Bytes of the next panel that each register tile prefetches per block, for many rows.
   static constexpr int kFetch = kQuants == Quants::kBytes ? 256 : kPacked ? 192 : 128;
-  // If there are more rows than this, packed weights are expanded first, once for all rows.
+  // With more rows than this, packed weights are first expanded, once for all rows.
   static constexpr int64_t kDirectRows = kQuants == Quants::kNibbles ? 64 : 32;
 };
 
-// Weights of adjacent tiles: those of the first, and the distance to the same of the next.
+// Weights of adjacent tiles: pointers for the first tile, and the distance to the next tile.
 struct Panel {
   const uint8_t* q;
   const uint8_t* d;
@@ -58,7 +58,7 @@ struct Panel {
   const uint8_t* factors;  // of Matrix
   int64_t next;
   int64_t blocks;
-  const uint8_t* ahead;  // what is needed later and may be fetched now
+  const uint8_t* ahead;  // data that is needed later and may be prefetched
   int64_t first;         // number of its first block in the tile
   int64_t supers;        // of 256 columns in a tile
   int64_t group_step;    // of Matrix
@@ -71,7 +71,7 @@ PDS_INLINE F load_scales(const uint8_t* at, int64_t group) {
   return load_f16((const uint16_t*)at + 16 * group);
 }
 
-// The scale of a group in the tile `skip` bytes behind the first.
+// Returns the scales of a group in the tile `skip` bytes after the first.
 template <class K>
 PDS_INLINE F load_d(const Panel& w, int64_t skip, int64_t group) {
   if constexpr (K::kScales == Scales::kCodes) {
@@ -84,7 +84,7 @@ PDS_INLINE F load_d(const Panel& w, int64_t skip, int64_t group) {
   return load_scales<K::kScales>(w.d + skip, group);
 }
 
-// What is added for each unit of an activation: m, or -d * z.
+// Returns the term added per unit of an activation: m, or -d * z.
 template <class K>
 PDS_INLINE F load_addend(const Panel& w, int64_t skip, int64_t group, F d) {
   if constexpr (K::kAddend == Addend::kZeros) {
@@ -104,7 +104,7 @@ PDS_INLINE B with_fifths(B nibbles, B fifths, int k) {
   return nibbles;
 }
 
-// Nibbles as the levels that they stand for.
+// Converts nibbles to levels.
 template <class K>
 PDS_INLINE B levels_of(B nibbles) {
   if constexpr (K::kQuants == Quants::kFp4) return lookup(nibbles, kFp4Levels);
@@ -112,7 +112,7 @@ PDS_INLINE B levels_of(B nibbles) {
   return nibbles;
 }
 
-// The levels of inputs 4k to 4k + 3 of the block at q.
+// Returns the levels of inputs 4k to 4k + 3 of the block at q.
 template <class K>
 PDS_INLINE B level_vector(const uint8_t* q, int k) {
   if constexpr (!K::kPacked) return load_b(q + 64 * k);
@@ -156,7 +156,7 @@ PDS_INLINE void add_group(const Panel& w, int64_t group, const I (&sum)[kRows][k
   }
 }
 
-// The dot products of a block; a vector of nibbles is read once for both of its halves.
+// Computes the dot products of a block; a vector of nibbles is read once for both of its halves.
 template <class K, int kRows, int kTiles>
 PDS_INLINE void add_block(const uint8_t* q, int64_t next, const Int8Block* x, int64_t x_stride,
                           I (&sum)[kRows][kTiles]) {
@@ -197,7 +197,7 @@ static void int8_product(const Panel& w, const Int8Block* x, int64_t x_stride, c
   for (int64_t b = 0; b < w.blocks; ++b) {
     const uint8_t* q = w.q + b * K::kBlockBytes;
     if constexpr (kTiles == 1 && !K::kExpanded) {
-      // With few rows the arithmetic waits for the memory, and a matrix is one stream of bytes.
+      // With few rows, memory is the bottleneck, and a matrix is one stream of bytes.
       const uint8_t* ahead = w.q + K::kAhead + b * K::kStreamBytes;
 #pragma GCC unroll 16
       for (int at = 0; at < K::kStreamBytes; at += 64) __builtin_prefetch(ahead + at);
@@ -250,7 +250,7 @@ static void int8_product(const Panel& w, const Int8Block* x, int64_t x_stride, c
   store_sums(to, acc);
 }
 
-// The kernel for `rows` of 1 to kRows.
+// Calls the kernel for `rows` from 1 to kRows.
 template <class K, int kRows, int kTiles>
 static void int8_rows(const Panel& w, const Int8Block* x, int64_t x_stride, int64_t rows,
                       const Target& to) {
@@ -260,7 +260,7 @@ static void int8_rows(const Panel& w, const Int8Block* x, int64_t x_stride, int6
   int8_product<K, kRows, kTiles>(w, x, x_stride, to);
 }
 
-// All rows, kRows at a time.
+// Computes all rows, kRows at a time.
 template <class K, int kRows, int kTiles>
 static void int8_all(Panel w, const Int8Block* x, int64_t x_stride, int64_t rows,
                      const Target& to) {
@@ -273,7 +273,7 @@ static void int8_all(Panel w, const Int8Block* x, int64_t x_stride, int64_t rows
   }
 }
 
-// Packed levels as bytes, and float scales, of the blocks of `from` in one tile.
+// Expands the blocks of `from` in one tile to byte levels and float scales.
 template <class K>
 static void expand(const Panel& from, uint8_t* q, float* d, float* m) {
   for (int64_t b = 0; b < from.blocks; ++b) {
@@ -290,7 +290,7 @@ static void expand(const Panel& from, uint8_t* q, float* d, float* m) {
   }
 }
 
-// Packed weights against many rows: expanded a panel at a time, once for all of them.
+// Multiplies many rows by packed weights, which are expanded one panel at a time for all rows.
 template <class K, int kTiles>
 static void expanded_product(const Panel& all, const Activations& x, Target to) {
   struct alignas(64) Tile {

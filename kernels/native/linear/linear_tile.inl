@@ -1,14 +1,14 @@
 // The register tile of a product: rows times tiles of 16 outputs.
 //
-// An output has one float accumulator, to which its blocks of inputs are added in order; whatever is
-// computed beside it (other rows, other tiles, the panel it is cut into) never changes that chain.
+// An output has one float accumulator, to which its blocks of inputs are added in order. Other
+// rows, other tiles and the division into panels never change that order.
 
 // Outputs of one register tile.
 struct Target {
   float* y;
   int64_t stride;
-  int64_t outputs;  // how many exist from y on; the last tile may be partial
-  bool resume;      // y holds the sums of the blocks before
+  int64_t outputs;  // number of outputs from y on; the last tile may be partial
+  bool resume;      // y holds the sums of the previous blocks
 };
 
 template <int kRows, int kTiles>

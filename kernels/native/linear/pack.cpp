@@ -16,21 +16,21 @@ namespace {
 
 constexpr int64_t kMost = int64_t{1} << 40;  // rows or columns; keeps products within int64
 
-// Bits `at` and `at` + 1 of the bytes of four words, as the fields of one.
+// Combines bits `at` and `at` + 1 of each byte of four words into one word.
 uint32_t fields(const uint32_t* q, int at) {
   uint32_t all = 0;
   for (int k = 0; k < 4; ++k) all |= (q[k] >> at & 0x03030303u) << 2 * k;
   return all;
 }
 
-// Bit `at` of the bytes of eight words.
+// Combines bit `at` of each byte of eight words into one word.
 uint32_t flags(const uint32_t* q, int at) {
   uint32_t all = 0;
   for (int k = 0; k < 8; ++k) all |= (q[k] >> at & 0x01010101u) << k;
   return all;
 }
 
-// Eight words of levels, a byte each, as the words of a layout that has planes.
+// Converts eight words of one-byte levels to the words of a layout with bit planes.
 void split(Layout layout, uint32_t (&q)[8]) {
   if (layout == Layout::kU2 || layout == Layout::kU3) {
     const uint32_t low = fields(q, 0), high = fields(q + 4, 0), thirds = flags(q, 2);
@@ -48,7 +48,7 @@ void split(Layout layout, uint32_t (&q)[8]) {
 
 void put_half(uint8_t* at, int64_t index, uint16_t half) { std::memcpy(at + 2 * index, &half, 2); }
 
-// 16 rows of one block format; rows[i] is null where a row is padding, and the tile is zeros.
+// Packs 16 rows of a block format; rows[i] is null for padding; the tile must be zeros.
 void pack_blocks(const StoredFormat& format, const Matrix& m, const uint8_t* const* rows,
                  uint8_t* tile) {
   const int words = quant_bits(m.layout), groups = static_cast<int>(32 / m.group);
@@ -80,7 +80,7 @@ void pack_blocks(const StoredFormat& format, const Matrix& m, const uint8_t* con
   }
 }
 
-// 16 rows of plain numbers: values of T side by side, `cols` of them a row.
+// Packs 16 rows of plain numbers, `cols` values of type T per row.
 template <class T>
 void pack_numbers(int64_t cols, const uint8_t* const* rows, uint8_t* tile) {
   for (int64_t c = 0; c < cols; ++c) {
@@ -101,13 +101,13 @@ void pack_tile(const StoredFormat& format, const Matrix& m, const uint8_t* const
   }
 }
 
-// A block of 32 codes of one row as words of kU4 or kU8.
+// Reads a block of 32 codes of one row as words of kU4 or kU8.
 void read_codes(const Grouped& from, const uint8_t* codes, uint32_t* q) {
   if (from.layout == Layout::kU8) {
     std::memcpy(q, codes, 32);
     return;
   }
-  uint8_t both[16];  // inputs n and 16 + n side by side, not n and n + 1
+  uint8_t both[16];  // pairs inputs n and 16 + n, not n and n + 1
   for (int n = 0; n < 16; n += 2) {
     const uint8_t low = codes[n / 2], high = codes[8 + n / 2];
     both[n] = static_cast<uint8_t>((low & 15) | high << 4);
@@ -127,7 +127,7 @@ float wide(Scales scales, const uint8_t* d) {
   return scales == Scales::kF16 ? float_of_half(bits) : float_of_bf16(bits);
 }
 
-// Whether `holds` is true of every row; rows are divided over the threads.
+// Returns whether `holds` is true for every row; rows are divided over the threads.
 template <class Holds>
 bool all_rows(Pool& pool, int64_t rows, const Holds& holds) {
   std::atomic<bool> all{true};
@@ -140,7 +140,7 @@ bool all_rows(Pool& pool, int64_t rows, const Holds& holds) {
   return all;
 }
 
-// Whether `holds` is true of every scale.
+// Returns whether `holds` is true for every scale.
 template <class Holds>
 bool all_scales(Pool& pool, const Grouped& from, const Holds& holds) {
   return all_rows(pool, from.rows, [&](int64_t row) {
@@ -160,7 +160,7 @@ bool all_exact_halves(Pool& pool, const Grouped& from) {
   });
 }
 
-// `value`, which is finite, as a float, or as the float16 that is exactly it.
+// Writes a finite value as a float, or as the float16 that equals it.
 void put(Scales type, uint8_t* at, float value) {
   if (type == Scales::kF32) {
     std::memcpy(at, &value, 4);
@@ -174,7 +174,7 @@ void put(Scales type, uint8_t* at, float value) {
 void pack_scales(const Grouped& from, const Matrix& m, int64_t row, int64_t lane, uint8_t* tile) {
   const int64_t size = scale_bytes(m.scales);
   if (m.scales == Scales::kE4m3) {
-    // load_e4m3 gives a 256th, kFp4Levels are doubled.
+    // load_e4m3 returns 1/256 of the value, and kFp4Levels are doubled.
     put(Scales::kF32, tile + m.factors_at + lane * 4, from.divisors[row] / 128);
     for (int64_t g = 0; g < from.groups; ++g) {
       tile[m.scales_at + g * kLanes + lane] = from.d[row * from.groups + g];
@@ -227,8 +227,8 @@ int64_t quant_bytes(Layout layout, int64_t cols) {
   return cols * kLanes * quant_bits(layout) / 8;
 }
 
-// Sets what lies where in a tile of `m`, whose layout, sizes, group, scales and addend are set, and
-// gives it memory.
+// Sets the offsets within a tile of `m`, whose layout, sizes, group, scales and addend are set, and
+// allocates its memory.
 void lay_out(Matrix& m) {
   const bool numbers = m.group == 0;
   m.offset = m.addend == Addend::kNone ? offset_of(m.layout) : 0;
@@ -251,14 +251,14 @@ void lay_out(Matrix& m) {
 
 void require_no_nan(Pool& pool, const uint8_t* e4m3, int64_t rows, int64_t cols) {
   const bool none = all_rows(pool, rows, [&](int64_t row) {
-    bool found = false;  // no early end: the compiler makes vectors of it
+    bool found = false;  // no early exit, so that the compiler vectorizes the loop
     for (int64_t c = 0; c < cols; ++c) found |= (e4m3[row * cols + c] & 0x7F) == 0x7F;
     return !found;
   });
   if (!none) throw std::invalid_argument("an 8-bit float is NaN");
 }
 
-// 8-bit floats are multiplied by 256 times their scale, which is finite below this.
+// Kernels multiply 8-bit floats by 256 times their scale, which is finite below this limit.
 constexpr float kScaleLimit8 = 0x1p119f;
 
 void require_scales(Pool& pool, const Grouped& from) {
@@ -271,7 +271,7 @@ void require_scales(Pool& pool, const Grouped& from) {
   }
 }
 
-// No weight of such a row, at most 6 * 448 over its divisor, is infinite.
+// Ensures that no weight of a row, at most 6 * 448 / divisor, is infinite.
 constexpr float kLeastDivisor = 0x1p-116f;
 
 void require_divisors(const Grouped& from) {

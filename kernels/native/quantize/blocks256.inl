@@ -1,14 +1,14 @@
 // Blocks of 256 values in groups whose scales (and minima) are themselves quantized: the K formats.
 //
-// Each group's scale is searched: steps near the one that the group's range asks for are tried, and
-// for the levels of each the scale (and minimum) of least squared error is solved for. Where there
-// are minima, the error of a larger value counts more; without them that has made models worse.
-// Then the scales of all groups are rounded, to what is best of the values nearby, and the levels
-// chosen anew for the rounded ones.
+// Each group's scale is searched: several steps near the one that follows from the group's range
+// are tried, and for the levels of each, the scale (and minimum) of least squared error is
+// computed. With minima, errors of larger values count more; without minima, that made models
+// worse. Then the scales of all groups are rounded to the best of the nearby values, and the levels
+// are recomputed for the rounded scales.
 
 constexpr int kValues = 256;
 
-// To the nearest whole number, ties to even: behind the addition a float has no fraction left.
+// Rounds to the nearest integer, ties to even: after the addition, a float has no fraction bits.
 inline float rounded_level(float x, int least, int most) {
   constexpr float kNoFraction = 12582912;  // 1.5 * 2^23
   const float within = std::min(std::max(x, static_cast<float>(least)), static_cast<float>(most));
@@ -19,7 +19,7 @@ inline int level(float x, int least, int most) {
   return static_cast<int>(rounded_level(x, least, most));
 }
 
-// What a value's error counts.
+// Computes the weight of each value's error.
 template <int Size>
 void weigh(const float* x, float* weight) {
   float squares = 0;
@@ -28,15 +28,15 @@ void weigh(const float* x, float* weight) {
   for (int i = 0; i < Size; ++i) weight[i] = mean + std::fabs(x[i]);
 }
 
-constexpr int kRefinements = 4;  // of the best step: levels for its line, a line for these levels
+constexpr int kRefinements = 4;  // of the best step: levels for its line, a line for the levels
 
-// Values are d * level, the levels from -half to half - 1.
+// Returns the best d for values d * level with levels from -half to half - 1.
 template <int Size>
 float fit_scale(const float* x, int half) {
   const float top = largest(x, Size);
   if (inverse(top) == 0) return 0;
   float best = 0, best_d = 0;
-  const auto tried = [&](float id) {  // whether it is better
+  const auto tried = [&](float id) {  // returns whether it is better
     float xq = 0, qq = 0;
     for (int i = 0; i < Size; ++i) {
       const float q = rounded_level(x[i] * id, -half, half - 1);
@@ -44,7 +44,7 @@ float fit_scale(const float* x, int half) {
       qq += q * q;
     }
     if (!(qq > 0 && xq * xq > best * qq)) return false;
-    best = xq * xq / qq;  // what the squared error falls by
+    best = xq * xq / qq;  // the reduction of the squared error
     best_d = xq / qq;
     return true;
   };
@@ -59,7 +59,7 @@ struct Line {
   float d, minimum;  // values are d * level - minimum; neither is negative
 };
 
-// The levels are from 0 to top; `steps` steps are tried from (top - below) over the range on.
+// Levels are from 0 to top; tries `steps` steps, starting at (top - below) / range.
 template <int Size>
 Line fit_line(const float* x, const float* weight, int top, float below, int steps) {
   const auto [low, high] = std::minmax_element(x, x + Size);
@@ -72,8 +72,8 @@ Line fit_line(const float* x, const float* weight, int top, float below, int ste
   }
   Line best{range / static_cast<float>(top), -least};
   float best_error = INFINITY;
-  const auto tried = [&](float id, float minimum) {  // whether it is better
-    // Levels are counted from the first one, so that the sums of equal ones are exactly 0.
+  const auto tried = [&](float id, float minimum) {  // returns whether it is better
+    // Levels are relative to the first one, so that sums over equal levels are exactly 0.
     float q[Size], sum_q = 0, sum_qq = 0, sum_xq = 0;
     for (int i = 0; i < Size; ++i) q[i] = rounded_level((x[i] + minimum) * id, 0, top);
     const float first = q[0];
@@ -114,15 +114,15 @@ Line fit_line(const float* x, const float* weight, int top, float below, int ste
   return best;
 }
 
-// Rounded scales and minima of all groups: a group's are scale[g] * d and minimum[g] * m, of the
-// nearest ones and those beside them the best.
+// Rounded scales and minima of all groups, scale[g] * d and minimum[g] * m: the best of the nearest
+// values and their neighbours.
 template <int Groups>
 struct Lines {
   static constexpr int kSize = kValues / Groups;
   int scale[Groups] = {}, minimum[Groups] = {};
   float d, m;  // as float16 has them
 
-  // weight: of all values; the scales and minima are from 0 to most, the levels to top.
+  // weight: one per value; scales and minima are from 0 to most, levels from 0 to top.
   Lines(const float* x, const float* weight, const Line (&lines)[Groups], int most, int top,
         uint8_t* d_at, uint8_t* m_at) {
     float most_d = 0, most_m = 0;
@@ -165,7 +165,7 @@ struct Lines {
   }
 };
 
-// Fields of `width` bits: runs of `at_once` bytes hold the levels of 8 / width such runs in turn.
+// Writes fields of `width` bits: `at_once` bytes hold the levels of 8 / width runs of that length.
 inline void write_fields(const int* levels, int width, int at_once, int bytes, uint8_t* out) {
   const int per_byte = 8 / width;
   for (int byte = 0; byte < bytes; ++byte) {
@@ -195,7 +195,7 @@ void write_q2_k(const float* x, uint8_t* block) {
   write_fields(levels, 2, 32, 64, block + 16);
 }
 
-// Four and five bits: groups of 32, scales and minima of six bits in twelve bytes.
+// Four and five bits: groups of 32 values, 6-bit scales and minima in twelve bytes.
 template <int Bits>
 void write_q45_k(const float* x, uint8_t* block) {
   constexpr int kTop = (1 << Bits) - 1;
@@ -225,8 +225,8 @@ void write_q45_k(const float* x, uint8_t* block) {
   write_fields(levels, 1, 32, 32, block + 16);
 }
 
-// Rounded scales of 16 groups of 16 values without minima: a group's is scale[g] * d, of the nearest
-// and those beside it the best.
+// Rounded scales of 16 groups of 16 values without minima, scale[g] * d: the best of the nearest
+// value and its neighbours.
 struct Scales16 {
   int scale[16] = {};
   float d;  // as float16 has it

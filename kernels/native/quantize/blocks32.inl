@@ -1,7 +1,7 @@
-// Blocks of 32 values with one scale, and for _1 one minimum; byte for byte what the gguf package
-// makes. A level is rounded half up, as there, but of 8 bits half away from zero.
+// Blocks of 32 values with one scale, and for _1 one minimum, byte for byte like the gguf package.
+// Levels are rounded half up, as there; 8-bit levels half away from zero.
 
-inline float largest(const float* x, int count) {  // the first of the largest magnitude
+inline float largest(const float* x, int count) {  // the first value of the largest magnitude
   float found = 0;
   for (int i = 0; i < count; ++i) {
     if (std::fabs(x[i]) > std::fabs(found)) found = x[i];
@@ -11,7 +11,7 @@ inline float largest(const float* x, int count) {  // the first of the largest m
 
 inline float inverse(float d) { return std::fabs(d) > kTiny ? 1 / d : 0; }
 
-// The low nibbles of 16 bytes are the first 16 levels; a fifth bit goes into a mask of 32 bits.
+// The low nibbles of 16 bytes are the first 16 levels; fifth bits go into a mask of 32 bits.
 template <int Bits>
 void write_levels(const int (&levels)[32], uint8_t* out) {
   if (Bits == 5) {

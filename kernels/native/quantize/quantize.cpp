@@ -11,9 +11,9 @@ namespace pdserve {
 namespace {
 
 constexpr float kTiny = 1e-30f;  // far below the least float16; its inverse is finite
-constexpr float kLargest = 65504;  // float16's, so that every scale and minimum has one
+constexpr float kLargest = 65504;  // of float16, so that every scale and minimum is representable
 
-// Writes the nearest float16 and gives its value.
+// Writes the nearest float16 and returns its value.
 float put_half(float value, uint8_t* at) {
   const uint16_t half = half_of_float(value);
   std::memcpy(at, &half, 2);

@@ -1,5 +1,5 @@
-// Values into GGUF's block formats (ggml-common.h). Without instruction sets of their own: the same
-// values give the same bytes on every machine.
+// Quantization to GGUF's block formats (ggml-common.h). Uses no special instruction sets, so the
+// same values give the same bytes on every machine.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -12,15 +12,15 @@ struct QuantizedFormat {
   const char* name;  // GGUF's
   int64_t block_values;
   int64_t block_bytes;
-  void (*write)(const float* values, uint8_t* block);  // one block of finite values
+  void (*write)(const float* values, uint8_t* block);  // writes one block of finite values
 };
 
 std::vector<std::string> quantized_formats();
 
-// The format of that name. Throws std::invalid_argument with the names that exist.
+// Returns a format by name. Throws std::invalid_argument with the known names.
 const QuantizedFormat& quantized_format(const std::string& name);
 
-// Writes whole blocks. False if a value is not finite, or too large for the float16 of a scale.
+// Writes whole blocks. Returns false if a value is not finite or too large for a float16 scale.
 bool quantize(const QuantizedFormat& format, const float* values, int64_t count, uint8_t* out);
 
 }  // namespace pdserve

@@ -1,7 +1,7 @@
 // Sampling from one row of scores: the best one, Gumbel noise, floors (top_k, top_p, min_p).
 //
-// Loops over doubles and 64-bit integers are plain C in a fixed order, which compilers turn into
-// vectors: products and sums are rounded one by one, so that every target gives the same bits.
+// Loops over doubles and 64-bit integers are plain C in a fixed order, which compilers vectorize;
+// products and sums are rounded separately, so that every target gives the same bits.
 
 static constexpr float kNoScore = -__builtin_inff();
 
@@ -16,7 +16,7 @@ PDS_INLINE double bits_double(uint64_t bits) {
   return x;
 }
 
-// --- noise: kernels/reference/noise.py says what it is, and these are its operations in its order
+// --- noise: the operations of kernels/reference/noise.py, in the same order
 
 static constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
 
@@ -63,11 +63,11 @@ static void gumbel_at(const NoiseKey& key, const int64_t* ids, int64_t count, fl
   for (int64_t i = 0; i < count; ++i) out[i] = noise_of(noise_bits(stream, ids[i]));
 }
 
-// An upper bound of the noise in a few operations, at most 0.07 too high where it is over 3. With
-// v = 1 - u: -log(-log(u)) <= -log(v), and log2(v) >= exponent + fraction, which a float's bits
-// taken as an integer say. `half` is 2^31 v rounded down; its 0 gives 109, far over any noise. 2e-4
-// covers the roundings here and of noise_of: an integer below 2^31 as a float is off by 2^-25 of
-// itself, that is 2^6 / 2^23 in log2.
+// Returns an upper bound of the noise in a few operations, at most 0.07 too high where it exceeds
+// 3. With v = 1 - u: -log(-log(u)) <= -log(v), and log2(v) >= exponent + fraction, which are a
+// float's bits read as an integer. `half` is 2^31 v rounded down; half = 0 gives 109, far above any
+// noise. 2e-4 covers the rounding here and in noise_of: an integer below 2^31 as a float has a
+// relative error of 2^-25, that is 2^6 / 2^23 in log2.
 PDS_INLINE F noise_bound(I half) {
   F log2 = to_float(as_int(to_float(half)));
   return fma(log2, set1(-0.69314718f / 8388608.f), set1(158.f * 0.69314718f + 2e-4f));
@@ -137,7 +137,7 @@ static void apply_bitmask(const float* scores, const uint32_t* mask, int64_t cou
 
 // --- argmax
 
-// The first NaN, or -1.
+// Returns the index of the first NaN, or -1.
 static int64_t first_nan(const float* scores, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     if (scores[i] != scores[i]) return i;
@@ -146,7 +146,7 @@ static int64_t first_nan(const float* scores, int64_t count) {
 }
 
 static int64_t argmax(const float* scores, int64_t count) {
-  constexpr int64_t kStride = 1024;  // the best stride is remembered, and searched at the end
+  constexpr int64_t kStride = 1024;  // the best stride is remembered and searched at the end
   float best = kNoScore;
   int64_t at = 0;
   for (int64_t start = 0; start < count; start += kStride) {
@@ -168,7 +168,7 @@ static int64_t argmax(const float* scores, int64_t count) {
       sums = add(sums, some);
       most0 = max(most0, select(lanes(0, n), some, set1(kNoScore)));
     }
-    if (any(unordered(sums))) {  // a NaN, or infinities that cancel
+    if (any(unordered(sums))) {  // NaN, or infinities that cancel
       int64_t nan = first_nan(x, size);
       if (nan >= 0) return start + nan;
     }
@@ -184,7 +184,7 @@ static int64_t argmax(const float* scores, int64_t count) {
 
 // --- floors
 
-// e^x for x <= 0, to 1e-14: 2^n * a Taylor polynomial over [-ln2 / 2, ln2 / 2].
+// Returns e^x for x <= 0, to 1e-14: 2^n times a Taylor polynomial over [-ln2 / 2, ln2 / 2].
 PDS_INLINE double noise_exp(double x) {
   x = x < -700.0 ? -700.0 : x;
   double shifted = x * 1.4426950408889634 + 6755399441055744.0;  // its low bits are n
@@ -206,7 +206,7 @@ PDS_INLINE double noise_exp(double x) {
   return bits_double(double_bits(p) + (double_bits(shifted) << 52));
 }
 
-// The sum of e^(x - peak); lane i of 16 adds up elements i, i + 16, ...
+// Returns the sum of e^(x - peak); lane i of 16 adds elements i, i + 16, ...
 static double sum_exp(const float* x, float peak, int64_t count) {
   double lane[kLanes] = {};
   int64_t i = 0;
@@ -225,7 +225,7 @@ static double log_sum_exp(const float* scores, int64_t count) {
   return (double)peak + noise_log(sum_exp(scores, peak, count));
 }
 
-// Unsigned integers that are in the opposite order of the floats.
+// Returns unsigned integers in the reverse order of the floats.
 PDS_INLINE uint32_t descending(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, 4);
@@ -239,7 +239,7 @@ PDS_INLINE float from_descending(uint32_t key) {
   return x;
 }
 
-// Ascending, by bytes; `spare` is as long.
+// Sorts ascending by bytes; `spare` has the same length.
 static void radix_sort(uint32_t* keys, uint32_t* spare, int64_t count) {
   if (count <= 24) {
     for (int64_t i = 1; i < count; ++i) {
@@ -270,12 +270,12 @@ static void radix_sort(uint32_t* keys, uint32_t* spare, int64_t count) {
   }
 }
 
-// The k-th largest, 1 <= k <= count; keys and spare hold count + 16.
+// Returns the k-th largest score, 1 <= k <= count; keys and spare hold count + 16 elements.
 static float kth_largest(const float* x, int64_t k, int64_t count, uint32_t* keys,
                          uint32_t* spare) {
-  int64_t most = 4 * k > 1024 ? 4 * k : 1024;  // so that sorts cost little for each element
+  int64_t most = 4 * k > 1024 ? 4 * k : 1024;  // so that sorting costs little per element
   if (most > count) most = count;
-  float floor = kNoScore;  // what is not over it changes nothing
+  float floor = kNoScore;  // scores not above it change nothing
   int64_t found = 0;
   for (int64_t i = 0; i < count; i += kLanes) {
     int64_t n = count - i < kLanes ? count - i : kLanes;
@@ -292,7 +292,7 @@ static float kth_largest(const float* x, int64_t k, int64_t count, uint32_t* key
   return from_descending(keys[k - 1]);
 }
 
-// Keys of what is at least floor; returns how many.
+// Writes the keys of scores of at least `floor`; returns their number.
 static int64_t gather(const float* x, float floor, int64_t count, uint32_t* keys) {
   int64_t found = 0;
   for (int64_t i = 0; i < count; i += kLanes) {
@@ -305,8 +305,8 @@ static int64_t gather(const float* x, float floor, int64_t count, uint32_t* keys
   return found;
 }
 
-// The score of the last token of the nucleus of what is at least floor. Only the best are sorted:
-// more and more of them, until they hold the mass.
+// Returns the score of the last token of the nucleus among scores of at least `floor`. Sorts only
+// the best scores, increasing their number until they hold the mass.
 static float nucleus_floor(const float* x, float peak, float floor, double top_p, int64_t count,
                            uint32_t* keys, uint32_t* spare) {
   bool all = floor == kNoScore;
@@ -321,7 +321,7 @@ static float nucleus_floor(const float* x, float peak, float floor, double top_p
       for (int64_t i = 0; i < found; ++i) {
         mass += noise_exp((double)from_descending(keys[i]) - (double)peak);
       }
-      if (!(mass >= top_p * total * (1 + 1e-9))) continue;  // too little, or infinite scores
+      if (!(mass >= top_p * total * (1 + 1e-9))) continue;  // too little mass, or infinite scores
     }
     radix_sort(keys, spare, found);
     if (!all) {

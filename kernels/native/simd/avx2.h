@@ -40,7 +40,7 @@ PDS_INLINE F fma(F x, F y, F z) {
 PDS_INLINE F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 PDS_INLINE F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 
-// 8 numbers of 16 bits, those as the upper half of a float, and as a float16.
+// Loads 8 numbers of 16 bits; widens them as the upper halves of floats, or as float16.
 PDS_INLINE __m128i load_128(const void* p) { return _mm_loadu_si128((const __m128i*)p); }
 PDS_INLINE __m256 from_bf16(__m128i x) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
@@ -63,7 +63,7 @@ PDS_INLINE F load_e4m3(const uint8_t* p) {
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(wide)),
           _mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1))};
 }
-// AVX2 masks no loads under 32 bits: tails go through the stack.
+// AVX2 has no masked loads below 32 bits, so tails go through the stack.
 PDS_INLINE F load_bf16_n(const uint16_t* p, int64_t n) {
   uint16_t t[16] = {};
   for (int64_t i = 0; i < n; ++i) t[i] = p[i];
@@ -103,7 +103,7 @@ PDS_INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps
 PDS_INLINE I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 PDS_INLINE F as_float(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 PDS_INLINE I as_int(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
-// Packing works on 128-bit quarters: the permutation puts the middle ones in order.
+// Packing works on 128-bit lanes; the permutation restores the order of the middle ones.
 PDS_INLINE void store_i8(int8_t* p, I x) {
   __m256i wide = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
   __m128i low = _mm256_castsi256_si128(wide), high = _mm256_extracti128_si256(wide, 1);
@@ -191,7 +191,8 @@ PDS_INLINE B pairs(B fields, int k) {
 PDS_INLINE B with_pair(B nibbles, B fields, int k) {
   return or_shifted(nibbles, fields, 4 - 2 * k, 48);
 }
-// maddubs would saturate the sum of two large products, so even and odd bytes are widened apart.
+// maddubs would saturate the sum of two large products, so even and odd bytes are widened
+// separately.
 PDS_INLINE I dot(I acc, B w, const int8_t* x) {
   int32_t four;
   __builtin_memcpy(&four, x, 4);

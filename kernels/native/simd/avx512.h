@@ -5,7 +5,7 @@
 struct F { __m512 v; };     // 16 floats
 struct I { __m512i v; };    // 16 int32
 struct B { __m512i v; };    // 64 bytes
-struct M { __mmask16 v; };  // one bit a lane
+struct M { __mmask16 v; };  // one bit per lane
 
 static constexpr int kRegisters = 32;  // how many F or I the vector registers hold
 
@@ -48,8 +48,8 @@ PDS_INLINE F load_i8_n(const int8_t* p, int64_t n) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first_lanes(n), p)))};
 }
 
-// As float16 with its sign, exponent and mantissa where that type has them; the exponent's bias is
-// then 8 too high.
+// Converts by way of a float16 with the same sign, exponent and mantissa fields; the exponent bias
+// is then too high by 8.
 PDS_INLINE F load_e4m3(const uint8_t* p) {
   __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
   wide = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xBFFF));
@@ -145,7 +145,7 @@ PDS_INLINE float reduce_max(F a) {
   q = _mm_max_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
-// Not _mm512_reduce_add_epi32: its last sum is a C++ one, which may not wrap.
+// Not _mm512_reduce_add_epi32: its last addition is in C++, where overflow is undefined.
 PDS_INLINE int32_t reduce_add(I a) {
   __m256i h = _mm256_add_epi32(_mm512_castsi512_si256(a.v), _mm512_extracti32x8_epi32(a.v, 1));
   __m128i q = _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));

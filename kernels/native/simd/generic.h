@@ -71,7 +71,7 @@ PDS_INLINE I load_i(const int32_t* p) {
   return r;
 }
 PDS_INLINE void store_i(int32_t* p, I a) { __builtin_memcpy(p, &a, 64); }
-// Unsigned inside: overflow wraps, as it does in vector registers.
+// Computes on unsigned integers, so that overflow wraps as in vector registers.
 PDS_INLINE I add(I a, I b) {
   PDS_QUARTERS a.v[i] = (Int4)((Word4)a.v[i] + (Word4)b.v[i]);
   return a;
@@ -142,14 +142,14 @@ PDS_INLINE I to_int(F a) {
   F size = as_float(and_(as_int(a), set1_i(INT32_MAX)));
   F near = as_float(or_(as_int(sub(add(size, whole), whole)), sign));  // the sum rounds to even
   near = select(less(size, whole), near, a);
-  M fits = less(size, set1(2147483648.0f));  // not NaN; -2^31 may go with what does not fit
+  M fits = less(size, set1(2147483648.0f));  // false for NaN; -2^31 may count as not fitting
   near = select(fits, near, zero());
   I r;
   PDS_QUARTERS r.v[i] = __builtin_convertvector(near.v[i], Int4);
   return select(fits, r, set1_i(INT32_MIN));
 }
 
-// 16 numbers of 16 bits, widened.
+// Loads 16 numbers of 16 bits and widens them.
 PDS_INLINE I load_u16(const uint16_t* p) {
   I r;
   for (int i = 0; i < 16; ++i) r.v[i / 4][i % 4] = p[i];
@@ -170,8 +170,8 @@ PDS_INLINE F load_i8(const int8_t* p) {
   for (int i = 0; i < 16; ++i) r.v[i / 4][i % 4] = p[i];
   return to_float(r);
 }
-// float16 by integers, as F16C does it: subnormals are kept, a NaN becomes quiet and keeps its
-// payload.
+// Converts float16 with integer operations, like F16C: subnormals are kept; a NaN becomes quiet and
+// keeps its payload.
 PDS_INLINE F load_f16(const uint16_t* p) {
   I h = load_u16(p);
   I sign = shift_left(and_(h, set1_i(0x8000)), 16);
@@ -188,10 +188,10 @@ PDS_INLINE F load_f16(const uint16_t* p) {
 PDS_INLINE void store_f16(uint16_t* p, F a) {
   I sign = and_(shift_right(as_int(a), 16), set1_i(0x8000));
   I size = and_(as_int(a), set1_i(INT32_MAX));
-  // To nearest even: add half of the last place, less one if the place is even.
+  // Rounds to nearest even: adds half of the last place, less one if the place is even.
   I odd = and_(shift_right(size, 13), set1_i(1));
   I normal = shift_right(add(add(size, set1_i(0xFFF - (112 << 23))), odd), 13);
-  // A float that is 2^-24 in its last place: the addition rounds.
+  // Adds a float whose last place is 2^-24, so that the addition rounds.
   const F half = set1(0.5f);
   I tiny = sub(as_int(add(as_float(size), half)), as_int(half));
   I nan = or_(and_(shift_right(size, 13), set1_i(0x3FF)), set1_i(0x7E00));
@@ -250,7 +250,7 @@ PDS_INLINE B with_pair(B nibbles, B fields, int k) {
   PDS_QUARTERS nibbles.v[i] = nibbles.v[i] | ((fields.v[i] >> 2 * k & 3) << 4);
   return nibbles;
 }
-// A product of bytes fits 16 bits; the sum of two may not, so pairs are added in 32.
+// A product of bytes fits into 16 bits, but the sum of two may not, so pairs are added in 32 bits.
 PDS_INLINE I dot(I acc, B w, const int8_t* x) {
   const Short8 even = {x[0], x[2], x[0], x[2], x[0], x[2], x[0], x[2]};
   const Short8 odd = {x[1], x[3], x[1], x[3], x[1], x[3], x[1], x[3]};

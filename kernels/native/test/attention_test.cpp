@@ -1,5 +1,5 @@
-// Paged attention: every target stores the same bytes and gives the same bits, whatever part of the
-// queries or of the keys one call is given; near softmax in double.
+// Paged attention: every target stores the same bytes and gives the same bits for any part of the
+// queries or keys per call, close to a softmax in double.
 #include <algorithm>
 #include <vector>
 
@@ -9,19 +9,19 @@
 namespace pdserve {
 namespace {
 
-constexpr int64_t kBlocks = 16;  // of the pool; the sequence uses some, in no order
+constexpr int64_t kBlocks = 16;  // of the pool; the sequence uses some, unordered
 
 struct Case {
   KvType type;
   int64_t kv_heads, group, head_dim, block_size, position, tokens, window;
   float soft_cap;
   bool sinks = false;
-  int64_t latent = 0;  // values at the end of a key that are its value
+  int64_t latent = 0;  // number of last values of a key that are its value
 
   int64_t value_dim() const { return latent ? latent : head_dim; }
 };
 
-// Largest error that the storage makes of numbers up to 1, and float32 arithmetic.
+// Returns the largest error of stored numbers up to 1, including float32 arithmetic.
 double bound(KvType type) {
   switch (type) {
     case KvType::kF32: return 1e-5;
@@ -45,7 +45,7 @@ struct Sequence {
     for (std::vector<float>* each : {&keys, &values, &q, &sinks}) {
       fill(random, each->data(), static_cast<int64_t>(each->size()));
     }
-    if (c.latent) {  // what a value is; the rest of its place is not read
+    if (c.latent) {  // the value; the rest of its space is not read
       for (int64_t at = 0; at < static_cast<int64_t>(keys.size()); at += c.head_dim) {
         std::copy_n(keys.data() + at + c.head_dim - c.latent, c.latent, values.data() + at);
       }
@@ -67,7 +67,7 @@ KvLayer layer(const Case& c) {
   return kv;
 }
 
-// The pool after the sequence was stored in it.
+// Returns the pool after storing the sequence.
 Guarded<uint8_t> stored(const Kernels& kernels, const Sequence& s, KvLayer& kv) {
   Guarded<uint8_t> pool(kBlocks * kv.block_bytes);
   std::memset(pool.data(), 0, pool.size());
@@ -83,13 +83,13 @@ Guarded<uint8_t> stored(const Kernels& kernels, const Sequence& s, KvLayer& kv) 
   return pool;
 }
 
-// Memory that is aligned to 64 bytes and ends at a page that cannot be touched.
+// Returns memory that is aligned to 64 bytes and ends at an inaccessible page.
 Guarded<float> scratch_for(int64_t floats) { return Guarded<float>(round_up(floats, kLanes)); }
 
-// Tokens [from, from + count) of one kv head, by one call or by tiles in reverse order.
+// Computes tokens [from, from + count) of one kv head, by one call or by tiles in reverse order.
 void attend(const Kernels& kernels, const Sequence& s, const KvLayer& kv, int64_t head,
             int64_t from, int64_t count, bool by_tiles, float* out) {
-  const Guarded<float> q = [&] {  // exactly the tokens that are asked for
+  const Guarded<float> q = [&] {  // only the requested tokens
     Guarded<float> copy(count * s.width);
     std::memcpy(copy.data(), s.q.data() + from * s.width, copy.size() * sizeof(float));
     return copy;
@@ -178,7 +178,7 @@ void check_case(Random& random, const Case& c) {
                    expected.data(), out.size());
       }
     }
-    // The plan that the engine runs, over threads.
+    // The plan that the engine runs, on threads.
     const std::vector<int64_t> starts = {0, c.tokens}, kv_lens = {s.length};
     Guarded<float> out(expected.size());
     AttentionBatch batch;
@@ -197,7 +197,7 @@ void check_case(Random& random, const Case& c) {
     batch.window = c.window;
     batch.soft_cap = c.soft_cap;
     batch.sinks = c.sinks ? s.sinks.data() : nullptr;
-    const bool many_heads = c.group > 32;  // more than one piece has, for each thread
+    const bool many_heads = c.group > 32;  // more per thread than one piece has
     for (int count = many_heads ? 1 : 3; count <= 3; ++count) {
       Pool threads(count, {}, 5);
       Attention attention;
@@ -222,13 +222,13 @@ void test_attention() {
         {type, 3, 3, 64, 16, 130, 1, 0, 0},    // decode
         {type, 1, 4, 64, 32, 0, 70, 0, 0},     // a prompt
         {type, 2, 2, 48, 16, 60, 9, 0, 0},     // a chunk over the border of a tile
-        {type, 1, 2, 20, 16, 100, 5, 50, 0},   // a window, a head that is no multiple of 16
+        {type, 1, 2, 20, 16, 100, 5, 50, 0},   // a window, a head size that is not a multiple of 16
         {type, 2, 1, 7, 16, 20, 4, 3, 5},      // a small window, a soft cap, a small head
         {type, 1, 1, 128, 16, 190, 20, 0, 2},
         {type, 2, 3, 24, 16, 60, 12, 50, 0, true},
         {type, 1, 3, 36, 16, 70, 9, 0, 0, false, 28},  // latent
         {type, 2, 4, 80, 32, 130, 1, 0, 2, true, 64},
-        {type, 1, 50, 36, 16, 130, 1, 0, 0, true, 28},  // of one sequence, the heads are divided
+        {type, 1, 50, 36, 16, 130, 1, 0, 0, true, 28},  // one sequence: the heads are divided
         {type, 1, 50, 20, 16, 70, 1, 30, 0, true},
     };
     for (const Case& c : cases) {

@@ -1,5 +1,5 @@
-// What the tests share: their names, checks that count, reproducible random numbers, memory that ends
-// at a page that cannot be touched.
+// Shared definitions of the tests: names, counting checks, reproducible random numbers, memory that
+// ends at an inaccessible page.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -26,7 +26,7 @@ void test_decoder();
 
 inline int failures = 0;
 
-// Prints the first failures in full; main's exit status says whether there were any.
+// Prints the first failures in full; main's exit status tells whether there were any.
 #define CHECK(holds, ...)                                                       \
   do {                                                                          \
     if (!(holds) && ++failures <= 20) {                                         \
@@ -55,20 +55,21 @@ class Random {
   uint64_t state_;
 };
 
-// Whether case number i runs: with NATIVE_TEST_THIN=n every nth does, for emulators and sanitizers.
+// Returns whether case i runs: with NATIVE_TEST_THIN=n only every nth, for emulators and
+// sanitizers.
 inline bool runs(int64_t i) {
   static const char* const thin = std::getenv("NATIVE_TEST_THIN");
   static const int64_t n = thin ? std::atoll(thin) : 1;
   return i % n == 0;
 }
 
-// Mappings that no Guarded has now, by their size: emulators and sanitizers are slow at new ones.
+// Unused mappings by size: creating mappings is slow with emulators and sanitizers.
 inline std::map<size_t, std::vector<char*>>& spare_pages() {
   static std::map<size_t, std::vector<char*>> spare;
   return spare;
 }
 
-// A page that faults, `inside` bytes of NaN, and a page that faults; for one thread.
+// Returns an inaccessible page, `inside` bytes of NaN, and an inaccessible page. Not thread-safe.
 inline char* take_pages(size_t page, size_t inside) {
   std::vector<char*>& spare = spare_pages()[inside + 2 * page];
   if (spare.empty()) {
@@ -85,7 +86,7 @@ inline char* take_pages(size_t page, size_t inside) {
   return base;
 }
 
-// count values of T; the byte after the last one, and those a page before the first, fault.
+// `count` values of T; the byte after the last one and those a page before the first fault.
 template <class T>
 class Guarded {
  public:
@@ -94,7 +95,7 @@ class Guarded {
     size_t inside = ((count * sizeof(T) + 64) / page + 1) * page;
     bytes_ = inside + 2 * page;
     base_ = take_pages(page, inside);
-    // An emulator may lack the suppression of faults in masked loads: then 64 bytes are left.
+    // An emulator may not suppress faults in masked loads; then 64 more bytes are accessible.
     size_t slack = std::getenv("NATIVE_TEST_SLACK") ? 64 : 0;
     data_ = reinterpret_cast<T*>(base_ + page + inside - count * sizeof(T) - slack);
   }

@@ -1,5 +1,5 @@
 // Steps of a whole stack: equal bits on one to three threads, for a batch and for each of its tokens
-// alone, with every kind of part that computes rows together; and how products in groups are cut.
+// alone, with every kind of part that computes rows together; and the division of grouped products.
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -27,7 +27,7 @@ Matrix matrix(Random& random, int64_t rows, int64_t cols) {
               rows * cols * 4, rows, cols);
 }
 
-// Q8_0, whose inputs are encoded.
+// Returns a Q8_0 matrix, whose inputs are encoded.
 Matrix levels(Random& random, int64_t rows, int64_t cols) {
   std::vector<uint8_t> bytes(static_cast<size_t>(rows * cols / 32 * 34));
   for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<uint8_t>(random.bits());
@@ -45,7 +45,7 @@ void append(Parts& parts, Args&&... args) {
   parts.push_back(std::make_unique<T>(std::forward<Args>(args)...));
 }
 
-// Attention with keys of their own or latent ones, and before it a product for each head.
+// Attention with separate or latent values, after a product for each head.
 void append_attention(Random& random, const RopeTable& rope, Parts& parts, bool latent) {
   const int64_t rows = (kHeads + (latent ? 1 : 2)) * kDim;
   append<NormPart>(parts, ones(kHidden), 1e-5f);
@@ -95,7 +95,7 @@ void append_experts(Random& random, Parts& parts) {
   append<AddPart>(parts, false);
 }
 
-// A stack with its memory for keys, which ends at a page that cannot be touched.
+// A stack with its KV memory, which ends at an inaccessible page.
 struct Model {
   Pool pool;
   Stack stack;
@@ -133,7 +133,7 @@ struct Model {
     }
   }
 
-  // Tokens [begins[r], ends[r]) of each sequence; hidden states and logits of every one of them.
+  // Runs tokens [begins[r], ends[r]) of each sequence; returns hidden states and logits of all.
   std::vector<float> step(const std::vector<int64_t>& begins, const std::vector<int64_t>& ends) {
     std::vector<int64_t> ids, positions, starts{0}, slots, table, outputs;
     for (size_t r = 0; r < begins.size(); ++r) {
@@ -174,7 +174,7 @@ void check_bits(const Kernels& target, int threads, const std::vector<float>& go
   }
 }
 
-// Prompts, of which together experts are chosen on all threads, then some steps of decode.
+// Prompts, whose experts are chosen together on all threads, then some decode steps.
 void check_mixture(const Kernels& target) {
   const std::vector<int64_t> none{0, 0, 0}, prompts{45, 2, 17}, longer{46, 3, 18};
   Model alone(target, 1, true, 3);
@@ -185,7 +185,7 @@ void check_mixture(const Kernels& target) {
     check_bits(target, threads, model.step(none, prompts), first);
     check_bits(target, threads, model.step(prompts, longer), next);
   }
-  Model one(target, 2, true, 1);  // the first sequence, a token a step
+  Model one(target, 2, true, 1);  // the first sequence, one token per step
   for (int64_t at = 0; at < longer[0]; ++at) {
     const std::vector<float> got = one.step({at}, {at + 1});
     const float* want = at < prompts[0] ? first.data() + at * kHidden : next.data();
@@ -196,7 +196,7 @@ void check_mixture(const Kernels& target) {
   }
 }
 
-// Many rows of decode, which threads take through all layers by themselves.
+// Many decode rows, of which each thread takes a share through all layers.
 void check_shares(const Kernels& target) {
   constexpr int64_t kRows = 50;
   const std::vector<int64_t> zeros(kRows, 0), ones(kRows, 1), twos(kRows, 2);
@@ -210,7 +210,7 @@ void check_shares(const Kernels& target) {
   }
 }
 
-// What `counting` is called with, by group: which tiles, and how many rows times tiles at a time.
+// The calls of `counting` by group: the tiles, and the number of rows times tiles per call.
 struct Calls {
   std::mutex mutex;
   std::vector<std::vector<int>> of_tile;  // [groups][tiles]
@@ -226,7 +226,8 @@ void counting(const Matrix& m, const Activations& x, float*, int64_t, int64_t be
   calls->most = std::max(calls->most, x.rows * (end - begin));
 }
 
-// Groups of unlike many rows: each tile is computed once, and no piece has much more than its share.
+// Groups of very different sizes: each tile is computed once, and no piece greatly exceeds its
+// share.
 void check_cuts(Random& random) {
   constexpr int64_t kTiles = 64;
   for (int threads : {1, 2, 3}) {

@@ -1,5 +1,5 @@
-// Operations on rows: equal bits on every target for any length, near their formulas in double or
-// rounded exactly as they are defined, in place too, and no byte beyond the row read or written.
+// Operations on rows: equal bits on every target for any length, close to their formulas in double
+// or rounded exactly as defined, also in place, without access beyond the row.
 #include <algorithm>
 
 #include "kernels.h"
@@ -25,7 +25,7 @@ struct Rows {
   }
 };
 
-// What every operation makes of the rows, one result after the other.
+// Returns the results of all operations on the rows, one after the other.
 Guarded<float> apply(const Kernels& kernels, const Rows& in) {
   const int64_t cols = in.a.size();
   const float *a = in.a.data(), *b = in.b.data(), *c = in.c.data();
@@ -82,7 +82,7 @@ void check_formulas(const Rows& in, const Guarded<float>& out) {
   }
 }
 
-// What is one rounding or two is exact; the norm of a sum is near its formula to a few units.
+// Operations with one or two roundings are exact; the norm of a sum is within a few units.
 void check_roundings(const Rows& in, const Guarded<float>& out) {
   const int64_t cols = in.a.size();
   double squares = 0;
@@ -100,7 +100,7 @@ void check_roundings(const Rows& in, const Guarded<float>& out) {
   }
 }
 
-// Over its own inputs, the norm of a sum is what it is beside them, and the norm of that sum.
+// In place, the norm of a sum equals its result out of place, and the norm of the stored sum.
 void check_in_place(const Rows& in, const Guarded<float>& out) {
   const int64_t cols = in.a.size();
   for (const Kernels* target : targets()) {
@@ -116,7 +116,7 @@ void check_in_place(const Rows& in, const Guarded<float>& out) {
   }
 }
 
-// tanh behind the soft cap, to a few units over all magnitudes.
+// tanh in the soft cap, to a few units over all magnitudes.
 void check_soft_cap() {
   constexpr int64_t kSteps = 40001;
   for (float cap : {1.0f, 50.0f}) {

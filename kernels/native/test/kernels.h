@@ -1,4 +1,4 @@
-// What the tests of the kernels share: every target's result against generic's, bit for bit.
+// Shared definitions of the kernel tests: compares every target with generic, bit for bit.
 #pragma once
 #include <cmath>
 
@@ -13,8 +13,7 @@ inline bool same_bits(float a, float b) {
 
 inline const Kernels& generic_kernels() { return select_target("generic"); }
 
-// A float as float16, of those that are easy to make: the powers of two from 2^-14 to 2^15 times
-// 1 + fraction / 1024.
+// Returns a simple float16: a power of two from 2^-14 to 2^15 times 1 + fraction / 1024.
 inline uint16_t half_of(bool negative, int exponent, int fraction) {
   return static_cast<uint16_t>(negative << 15 | (exponent + 15) << 10 | fraction);
 }
@@ -28,7 +27,7 @@ inline void fill(Random& random, float* p, int64_t count, float size = 1) {
   for (int64_t i = 0; i < count; ++i) p[i] = random.uniform() * size;
 }
 
-// The same bits in all of two rows; says which kernel of which target is wrong where.
+// Checks that two rows have the same bits; the message names kernel, target and index.
 inline void check_same(const Kernels& target, const char* kernel, const float* got,
                        const float* want, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {

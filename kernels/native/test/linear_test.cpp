@@ -1,5 +1,5 @@
 // Linear products of every layout: equal bits on every target, for a row alone and among others,
-// and for any range of tiles; near the sum in double of what the weights and activations stand for.
+// and for any range of tiles; close to the sum in double of the weights' and activations' values.
 #include <memory>
 #include <vector>
 
@@ -62,7 +62,7 @@ void set_number(Random& random, Scales type, uint8_t* at) {
   set_half(at, static_cast<uint16_t>(word >> 16));
 }
 
-// Any bytes as quants, tame scales; the matrix ends at a page that cannot be read.
+// Random bytes as quants, moderate scales; the matrix ends at an inaccessible page.
 Matrix random_matrix(Random& random, const Shape& shape, int64_t rows, int64_t cols) {
   Matrix m;
   m.layout = shape.layout;
@@ -161,7 +161,7 @@ std::vector<float> product(const Kernels& kernels, const Matrix& m, const Activa
   return std::vector<float>(y.data(), y.data() + y.size());
 }
 
-// y against weights and activations in double; the error of a float chain grows with its length.
+// Compares y with a sum in double; the error of a float sum grows with its length.
 void check_values(const Matrix& m, const Inputs& in, const std::vector<float>& y) {
   Guarded<float> weights(m.cols);
   for (int64_t o = 0; o < m.rows; ++o) {
@@ -173,7 +173,7 @@ void check_values(const Matrix& m, const Inputs& in, const std::vector<float>& y
         sum += term;
         size += std::fabs(term);
       }
-      // Minima cancel against quants, so that the terms of the sum are larger than the products.
+      // Minima and quants cancel, so the terms of the sum are larger than the products.
       double bound = 1e-6 * (size + 64) * 16;
       float got = y[r * m.rows + o];
       CHECK(std::fabs(got - sum) <= bound, "layout %d row %d output %d: %g, not %g",
@@ -201,7 +201,7 @@ void check_matrix(Random& random, const Shape& shape, int64_t rows, int64_t outp
       CHECK(same_bits(y[i], expected[i]), "%s: layout %d, %d rows, output %d: %a, not %a",
             target->isa, layout, static_cast<int>(rows), static_cast<int>(i), y[i], expected[i]);
     }
-    // One row and one range of tiles by themselves.
+    // One row and one range of tiles, separately.
     const int64_t row = random.below(rows), tile = random.below(m.tiles());
     const Inputs alone(*target, m, values.data() + row * cols, 1);
     const int64_t from = tile * kLanes, to = outputs < from + kLanes ? outputs : from + kLanes;
@@ -224,7 +224,7 @@ void check_matrix(Random& random, const Shape& shape, int64_t rows, int64_t outp
 
 constexpr int64_t kPoisoned = 768;  // inputs of a row
 
-// A NaN or an infinity makes its own row non-finite, and no other.
+// A NaN or an infinity makes only its own row non-finite.
 void check_poison(const Shape& shape, float poison) {
   Random random(9);
   const Matrix m = random_matrix(random, shape, 20, kPoisoned);

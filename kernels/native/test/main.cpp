@@ -1,5 +1,5 @@
-// Runs the tests named on the command line, or all, on every target that this machine can run.
-// Exits with 1 if a check was false.
+// Runs the tests named on the command line, or all, on every target that this machine supports.
+// Exits with 1 if a check fails.
 #include "dispatch/targets.h"
 #include "check.h"
 

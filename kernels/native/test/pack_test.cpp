@@ -1,5 +1,5 @@
-// Packing of weights: no byte beyond what is given is read, a row's values are the same whatever
-// other rows there are and however many threads pack, and those in groups are what their numbers say.
+// Packing of weights: reads only the given bytes; a row's values depend neither on other rows nor
+// on the number of threads; grouped values are exact.
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -32,7 +32,7 @@ Guarded<T> random_bytes(Random& random, int64_t count) {
   return made;
 }
 
-// Why it is refused; empty if it is not.
+// Returns the error message; empty if there is no error.
 template <class Make>
 std::string refusal(const Make& make) {
   try {
@@ -66,7 +66,7 @@ void check_stored(Random& random, Pool& pool, const std::string& name, int64_t r
                 }));
 }
 
-// Levels of any bytes with scales that are multiples of 1 / 64, so that a value is exact.
+// Random levels with scales that are multiples of 1 / 64, so that values are exact.
 struct Groups {
   Grouped from{};
   Guarded<uint8_t> codes, d, zeros;
@@ -125,7 +125,7 @@ void check_groups(Random& random, Pool& pool, Layout layout, Scales type, int64_
   check_refused("a scale is infinite or NaN", refusal([&] { pack_groups(pool, made.from); }));
 }
 
-// 8-bit floats of any group, and 4-bit ones: what kernels read of them is within their memory.
+// 8-bit floats with any group, and 4-bit floats: kernels read only within their memory.
 void check_floats(Random& random, Pool& pool) {
   Groups eight(random, Layout::kF8, Scales::kF32, 21, 2, 5, false);
   for (int64_t i = 0; i < eight.codes.size(); ++i) eight.codes[i] = 0x38;  // 1

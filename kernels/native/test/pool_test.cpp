@@ -1,4 +1,4 @@
-// The pool: every piece once, whoever sleeps; nothing of a round is seen in the next.
+// The pool: runs every piece once, whether helpers sleep or not; rounds do not affect each other.
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -37,7 +37,7 @@ void one_round(Pool& pool, int64_t pieces, Random& random) {
 void rounds(int threads, int spin_us, int count, int64_t pause) {
   Random random(threads * 1000 + spin_us);
   std::vector<int> cpus;
-  if (random.below(2)) cpus = {0, 0, 100000};  // the last is none: that helper stays free
+  if (random.below(2)) cpus = {0, 0, 100000};  // the last core does not exist
   Pool pool(threads, cpus, spin_us);
   CHECK(pool.threads() == threads, "%d threads", pool.threads());
   const int64_t sizes[] = {0, 1, 2, 3, threads, 17, 64, 300};
@@ -54,7 +54,7 @@ void test_pool() {
     rounds(threads, 0, 2000, 0);     // helpers go straight to sleep
     rounds(threads, 20, 500, 60);    // some sleep, some spin
     rounds(threads, 1000, 100, 0);   // more threads than cores, all spinning
-    rounds(threads, 10, 100, 2000);  // all asleep when the next round comes
+    rounds(threads, 10, 100, 2000);  // all are asleep when the next round starts
   }
   for (int k = 0; k < 300; ++k) {  // ends while helpers start, spin, sleep, or have just worked
     Random random(k);
@@ -62,7 +62,7 @@ void test_pool() {
     if (k % 2) one_round(pool, random.below(40), random);
     if (k % 4 == 0) pause_us(random.below(300));
   }
-  std::vector<std::thread> callers;  // pools do not know of each other
+  std::vector<std::thread> callers;  // pools are independent of each other
   for (int caller = 0; caller < 3; ++caller) {
     callers.emplace_back([caller] { rounds(2 + caller, 10, 300, 50); });
   }

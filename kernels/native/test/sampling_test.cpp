@@ -1,4 +1,4 @@
-// Sampling: equal bits on every target, and what a plain loop over the whole row finds.
+// Sampling: equal bits on every target, and the same results as plain loops over the whole row.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -8,7 +8,7 @@
 namespace pdserve {
 namespace {
 
-// Rows that end at a page that cannot be read: spread, coarse, flat, with -inf, rising.
+// Rows that end at an inaccessible page: spread, coarse, flat, with -inf, rising.
 Guarded<float> random_row(Random& random, int64_t count, int kind) {
   Guarded<float> row(count);
   fill(random, row.data(), count, kind == 2 ? 0.0f : 12.0f);
@@ -86,7 +86,7 @@ void test_bad_scores(const Kernels& k) {
       CHECK(k.argmax(row.data(), count) == where, "%s", k.isa);
       row[where] = INFINITY;
       CHECK(k.argmax(row.data(), count) == where, "%s", k.isa);
-      // What the callers never ask must still end, inside the row's memory.
+      // Invalid calls must still end, and stay within the row's memory.
       Guarded<float> scratch(k.filter_scratch(count));
       for (float bad : {NAN, INFINITY, -INFINITY}) {
         row[where] = bad;

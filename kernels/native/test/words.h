@@ -1,4 +1,4 @@
-// One run of every word of simd/ on the same operands, by each target and by plain scalar code.
+// Runs every word of simd/ on the same operands, on each target and in plain scalar code.
 #pragma once
 #include "base/common.h"
 
@@ -14,7 +14,7 @@ struct Operands {
   int8_t q[16];
   int64_t n;        // lanes of the words that end in _n
   int shift;
-  // The same as a, h and q, but only n of each, up to a page that cannot be read.
+  // Like a, h and q, but only n values each, which end at an inaccessible page.
   const float* a_tail;
   const uint16_t* h_tail;
   const int8_t* q_tail;
@@ -31,7 +31,7 @@ struct Result {
 
 constexpr int kMaxResults = 112;
 
-// Each fills results and returns how many.
+// Each function fills `results` and returns their number.
 namespace avx512 { int run_words(const Operands& o, Result* results); }
 namespace avx2 { int run_words(const Operands& o, Result* results); }
 namespace generic { int run_words(const Operands& o, Result* results); }

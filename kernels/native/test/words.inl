@@ -1,4 +1,4 @@
-// Runs every word of one target; the order is that of words_scalar.cpp.
+// Runs every word of one target, in the order of words_scalar.cpp.
 struct Sheet {
   Result* results;
   int count = 0;

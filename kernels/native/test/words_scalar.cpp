@@ -1,4 +1,4 @@
-// What every word of simd/ means, one lane at a time, written without a thought for speed.
+// The meaning of every word of simd/, one lane at a time, without regard to speed.
 #include <cmath>
 #include <limits>
 
@@ -62,7 +62,7 @@ uint16_t to_f16(float x) {
   if (size >= 65520) return sign | 0x7C00;
   int exponent = -14;
   while (size >= std::ldexp(2.0, exponent)) ++exponent;
-  // In units of the last place; 1024 of them are the hidden bit. A carry reaches the exponent.
+  // In units of the last place; 1024 of them are the hidden bit. A carry increments the exponent.
   auto units = static_cast<uint32_t>(std::nearbyint(std::ldexp(size, 10 - exponent)));
   return static_cast<uint16_t>(sign | (((exponent + 14) << 10) + units));
 }

@@ -1,4 +1,4 @@
-// Every word of simd/ on every target that the machine has, against its scalar meaning.
+// Compares every word of simd/ on every supported target with its scalar meaning.
 #include <cfloat>
 #include <cmath>
 
@@ -19,7 +19,7 @@ Run words_of([[maybe_unused]] const char* isa) {
   return generic::run_words;
 }
 
-// Where roundings, signs and ranges end.
+// Edge cases of rounding, signs and ranges.
 const float kFloats[] = {
     0.0f, -0.0f, 1.0f, -1.0f, 0.5f, -0.5f, 1.5f, 2.5f, -2.5f, 0.49999997f, 8388607.5f, 8388608.0f,
     8388609.0f, -8388607.5f, 2147483520.0f, 2147483648.0f, -2147483648.0f, -2147483904.0f, 4e9f,
@@ -87,7 +87,7 @@ void compare(const char* isa, const Operands& o) {
   }
 }
 
-// Fills what depends on n, in memory that ends where the tail does.
+// Fills the operands that depend on n, in memory that ends with the tail.
 void compare_with_tails(const char* isa, Operands& o) {
   Guarded<float> a(o.n), out(o.n);
   Guarded<uint16_t> h(o.n);
@@ -112,7 +112,7 @@ void test_words() {
       for (int l = 0; l < 16; ++l) {
         o.a[l] = any_float(random);
         o.b[l] = any_float(random);
-        // Tame: reduce_add and dot_bf16 start from it.
+        // Moderate values: reduce_add and dot_bf16 start from them.
         o.c[l] = random.uniform();
         o.i[l] = any_int(random);
         o.j[l] = random.below(4) ? any_int(random) : o.i[l];
@@ -123,7 +123,7 @@ void test_words() {
       int8_t low = random.below(2) ? -128 : 127;
       for (int8_t& x : o.x) x = extreme ? low : static_cast<int8_t>(random.bits());
       for (uint16_t& x : o.pair) x = bf16(random.uniform());
-      // Any bytes would do for the other words; dot_bf16 takes them for numbers.
+      // dot_bf16 reads the bytes as numbers; the other words accept any bytes.
       for (int k = 0; k < 64; k += 2) {
         uint16_t h = extreme ? 0x3F80 : bf16(random.uniform());
         std::memcpy(o.w + k, &h, 2);

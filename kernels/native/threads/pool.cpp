@@ -32,10 +32,10 @@ void pin(int cpu) {
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(cpu, &set);
-  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // some sandboxes refuse it: then not pinned
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // some sandboxes refuse this
 }
 
-// Spins until word differs from seen or the time is over; true if it differs.
+// Spins until `word` differs from `seen` or the time is over; returns whether it differs.
 bool spin(const std::atomic<uint32_t>& word, uint32_t seen, int spin_us) {
   auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us);
   do {
@@ -108,7 +108,7 @@ void Pool::help(int worker) {
   }
 }
 
-// Whether the job is open; then the helper is inside until it takes itself off gate_.
+// Enters the job; returns false if it is closed. The helper is inside until it decrements gate_.
 bool Pool::enter() {
   uint32_t inside = gate_.load(std::memory_order_relaxed);
   while (!(inside & kClosed)) {

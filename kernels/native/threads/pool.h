@@ -1,8 +1,8 @@
-// Threads for the kernels: the caller and threads - 1 helpers, each pinned to a core if told so.
+// Threads for the kernels: the caller and threads - 1 helpers, optionally pinned to one core each.
 //
-// A helper that finds no work spins for a bounded time, then sleeps in the kernel (futex). A helper
-// that the system has not scheduled when the work is done is not waited for: on a busy machine the
-// caller does it all. One caller at a time.
+// A helper without work spins for a bounded time, then sleeps in the kernel (futex). The caller
+// does not wait for helpers that the system has not scheduled before the work is done: on a busy
+// machine it does all the work. Only one thread at a time may call a pool.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace pdserve {
 
 class Pool {
  public:
-  // cpus: one core a thread, the caller's first; empty: not pinned.
+  // cpus: one core per thread, the caller's first; empty: not pinned.
   explicit Pool(int threads, const std::vector<int>& cpus = {}, int spin_us = 100);
   ~Pool();
   Pool(const Pool&) = delete;
@@ -23,8 +23,8 @@ class Pool {
 
   int threads() const { return static_cast<int>(helpers_.size()) + 1; }
 
-  // body(piece, worker) for every piece in [0, pieces), in any order, worker < threads(). Returns
-  // when all are done. body must not throw.
+  // Calls body(piece, worker) for every piece in [0, pieces), in any order, with worker <
+  // threads(). Returns when all are done. body must not throw.
   template <class Body>
   void run(int64_t pieces, const Body& body) {
     if (pieces <= 1 || helpers_.empty()) {
@@ -49,12 +49,12 @@ class Pool {
   Call call_ = nullptr;
   const void* body_ = nullptr;
   int64_t pieces_ = 0;
-  alignas(64) std::atomic<uint32_t> round_{0};  // a new job or the end
+  alignas(64) std::atomic<uint32_t> round_{0};  // changes for a new job and at the end
   std::atomic<uint32_t> sleepers_{0};
   std::atomic<bool> ending_{false};
   alignas(64) std::atomic<int64_t> next_{0};
-  // kClosed, or how many helpers are inside the job; only while it is open may one enter, and the
-  // job's fields above change only while it is closed and empty.
+  // kClosed, or the number of helpers inside the job. Helpers may enter only while it is open, and
+  // the job's fields above change only while it is closed and empty.
   static constexpr uint32_t kClosed = 1u << 31;
   alignas(64) std::atomic<uint32_t> gate_{kClosed};
   std::atomic<bool> caller_sleeps_{false};

@@ -204,7 +204,7 @@ def test_whole_words_stay_whole_where_the_family_says_so() -> None:
 def test_unknown_pre_is_an_error_and_a_missing_one_is_said(
     smollm: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(CheckpointError, match="'of-tomorrow' is not known"):
+    with pytest.raises(CheckpointError, match="'of-tomorrow' is not supported"):
         tokenizer_json({**smollm, KEY + "pre": "of-tomorrow"})
     without = {key: value for key, value in smollm.items() if key != KEY + "pre"}
     assert load(without).encode("hello").ids == [28120]
@@ -236,7 +236,7 @@ def test_end_tokens_are_special_even_if_typed_normal() -> None:
 
 def test_metadata_that_does_not_fit_together(subtests: pytest.Subtests) -> None:
     for change, reason in (
-        ({"model": "rwkv"}, "'rwkv' are not supported"),
+        ({"model": "rwkv"}, "'rwkv' is not supported"),
         ({"model": None}, "not supported"),
         ({"tokens": []}, "tokens is not a list of strings"),
         ({"tokens": [1, 2]}, "tokens is not a list of strings"),

@@ -266,7 +266,7 @@ def test_missing_and_extra_tensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load(folder)
     assert f"lacks 1 tensors: {norm}" in str(caught.value)
-    assert "no use for 1 tensors: model.layers.0.self_attn.q_proj.bias" in str(caught.value)
+    assert "unexpected 1 tensors: model.layers.0.self_attn.q_proj.bias" in str(caught.value)
 
 
 def test_wrong_shape_is_named(tmp_path: Path) -> None:

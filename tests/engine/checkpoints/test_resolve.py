@@ -137,17 +137,17 @@ def test_revision(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         download(HubModel(REPO, "v2", file), quiet, tmp_path / "cache")
         assert any("/revision/v2" in path for _, path in hub.requests)
-        with pytest.raises(CheckpointError, match="cannot be fetched"):
+        with pytest.raises(CheckpointError, match="cannot be downloaded"):
             download(HubModel(REPO, "v3", file), quiet, tmp_path / "cache")
 
 
 def test_unknown_repository_and_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_hub.serve({}) as (endpoint, hub):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        with pytest.raises(CheckpointError, match="is no path here and cannot be fetched"):
+        with pytest.raises(CheckpointError, match="is not a local path and cannot be downloaded"):
             download(HubModel("org/none"), quiet, tmp_path / "cache")
         assert hub.requests
-    with pytest.raises(CheckpointError, match="cannot be fetched"):
+    with pytest.raises(CheckpointError, match="cannot be downloaded"):
         download(HubModel("org/none"), quiet, tmp_path / "cache")
 
 

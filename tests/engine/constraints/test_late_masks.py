@@ -224,13 +224,13 @@ def test_the_end_of_a_mask_is_not_that_of_the_next(
     """A thread that is held up between the mask and the call that follows it."""
     goes_on, called = threading.Event(), threading.Semaphore(0)
 
-    tell = threads.tell
+    notify = threads.notify
 
     def held_up() -> None:
-        tell()
+        notify()
         assert goes_on.wait(60)
 
-    monkeypatch.setattr(threads, "tell", held_up)
+    monkeypatch.setattr(threads, "notify", held_up)
     monkeypatch.setattr(matcher, "SLOW_MASK_S", -1.0)
     made = matcher_of(on_late=called.release)
     threads.start()

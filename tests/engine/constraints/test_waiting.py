@@ -353,7 +353,7 @@ def test_equal_grammars_are_compiled_once(folder: Path, monkeypatch: pytest.Monk
     futures = [compiler.compile(PATTERN.source) for _ in range(3)]
     assert len({id(future.result(60)) for future in futures}) == 1
     assert compiler.compile(of_regex("b").source).result(60) is not futures[0].result()
-    monkeypatch.setattr("pdserve.engine.constraints.grammars.backend.MAX_KEPT", 1)
+    monkeypatch.setattr("pdserve.engine.constraints.grammars.backend.MAX_CACHED", 1)
     compiler.compile(of_regex("c").source).result(60)
     assert compiler.compile(PATTERN.source) is not futures[0]
     compiler.close()

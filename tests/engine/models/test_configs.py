@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a new rope": (
         "llama",
         {"rope_parameters": {"rope_type": "spiral", "factor": 2.0}},
-        r"'spiral' is not supported; known: .*llama3, yarn",
+        r"'spiral' is not supported; supported: .*llama3, yarn",
     ),
     "dynamic rope": ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "factor=None"),
     "dynamic rope of a huge factor": (
@@ -131,21 +131,25 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "dynamic", "factor": 0.5}},
         "dynamic rope of factor 0.5",
     ),
-    "one expert in groups": ("glm4_moe", {"n_routed_experts": 4, "n_group": 4}, "4 experts in 4"),
+    "one expert in groups": (
+        "glm4_moe",
+        {"n_routed_experts": 4, "n_group": 4},
+        "4 experts cannot be split into 4",
+    ),
     "more experts than the groups have": (
         "glm4_moe",
         {"num_experts_per_tok": 4, "topk_group": 1},
-        "4 experts of 1 groups of 3",
+        "4 experts per token need more than 1 groups of 3",
     ),
     "experts without end": (
         "mixtral",
         {"num_local_experts": 4096, "num_hidden_layers": 9999},
-        "4096 experts in 9999 layers",
+        "4096 experts in each of 9999 layers",
     ),
     "longrope": (
         "llama",
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 6}},
-        "long_factor: want 6 numbers",
+        "long_factor: expected 6 numbers",
     ),
     "llama3 borders": (
         "llama",
@@ -174,15 +178,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "rope factors": (
         "llama",
         {"rope_parameters": {"rope_type": "factors", "factors": [1.0]}},
-        "want 6 numbers",
+        "expected 6 numbers",
     ),
-    "activation": ("llama", {"hidden_act": "relu2"}, "'relu2' is not supported; known: silu"),
-    "heads": ("llama", {"num_attention_heads": 7}, "7 heads are no multiple of 2"),
+    "activation": ("llama", {"hidden_act": "relu2"}, "'relu2' is not supported; supported: silu"),
+    "heads": ("llama", {"num_attention_heads": 7}, "7 heads are not a multiple of 2"),
     "size": ("llama", {"hidden_size": "48"}, "hidden_size='48'"),
     "negative": ("llama", {"vocab_size": -3}, "vocab_size=-3"),
     "huge": ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
     "nan": ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
-    "norm eps": ("llama", {"rms_norm_eps": 1e300}, "rms_norm_eps=1e\\+300: want at most 1"),
+    "norm eps": ("llama", {"rms_norm_eps": 1e300}, "rms_norm_eps=1e\\+300: expected at most 1"),
     "layer types": ("gemma3", {"layer_types": ["full_attention"]}, "layer_types"),
     "bidirectional": (
         "gemma3",

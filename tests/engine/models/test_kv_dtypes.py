@@ -62,7 +62,7 @@ def test_int8_of_latent_attention_is_warned_of_by_name(
 ) -> None:
     model = write_tiny(tmp_path / "model", "deepseek_v3")
     load_model(EngineConfig(model=str(model), kv_dtype=kv_dtype), lambda *_: None)
-    said = "--kv-dtype int8: DeepseekV3ForCausalLM caches one vector of a token"
+    said = "--kv-dtype int8: DeepseekV3ForCausalLM caches one vector per token"
     assert (said in caplog.text) == (kv_dtype == "int8")
 
 

@@ -38,7 +38,7 @@ def test_another_text_model_is_refused_by_its_name(tmp_path: Path) -> None:
     config["text_config"]["model_type"] = "ministral3"
     with pytest.raises(UnsupportedModel, match=r"text model of Mistral3.* is 'ministral3'"):
         parse_config(config)
-    with pytest.raises(UnsupportedModel, match="text_config=7: want a table"):
+    with pytest.raises(UnsupportedModel, match="text_config=7: expected a table"):
         parse_config(config | {"text_config": 7})
 
 

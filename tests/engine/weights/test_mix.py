@@ -35,7 +35,7 @@ def test_names_that_are_not_known(subtests: pytest.Subtests) -> None:
     for name in ("", "q4_k_s", "q6_k_m", "q1", "iq4_nl", "f16", "q4_2"):
         with (
             subtests.test(name=name),
-            pytest.raises(ValueError, match=r"not known; known: q4_0, q4_1, .*q6k$"),
+            pytest.raises(ValueError, match=r"not supported; supported: q4_0, q4_1, .*q6k$"),
         ):
             find_type(name)
 

@@ -13,7 +13,7 @@ from pdserve.engine.models.layers.routing import choose_experts
 from pdserve.engine.models.parts import ExpertRouting
 from pdserve.kernels.cuda.experts.combine import combine
 from pdserve.kernels.cuda.experts.grouped import MatrixStack, grouped_product, tile_tokens
-from pdserve.kernels.cuda.experts.grouping import Groups, group, most_tiles
+from pdserve.kernels.cuda.experts.grouping import Groups, group, max_tiles
 from pdserve.kernels.cuda.experts.routing import choose
 from pdserve.kernels.cuda.layer.activation import gated
 from pdserve.kernels.cuda.linear.packing import DeviceMatrix
@@ -147,7 +147,7 @@ def test_the_most_tiles_that_there_can_be() -> None:
         for experts in range(1, 5):
             splits = [[]] if experts == 0 else _splits(pairs, experts)
             most = max(sum(-(-count // 3) for count in split) for split in splits)
-            assert most_tiles(pairs, experts, 3) == most
+            assert max_tiles(pairs, experts, 3) == most
 
 
 def _splits(pairs: int, experts: int) -> list[list[int]]:

@@ -246,25 +246,30 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     good = {"codes": codes, "scales": scales}
     pack("INT8", 4, 64, good, torch.bfloat16, "cpu")
     refused("INT8", 64, good, "tokens of torch.float64", torch.float64)
-    refused("Q6_K", 64, good, "no kernel reads weights of Q6_K")
+    refused("Q6_K", 64, good, "unsupported weight format Q6_K")
     refused("INT8", 0, good, "4 rows and 0 columns")
     refused("INT8", 64, {"scales": scales}, "codes are missing")
     refused("INT8", 64, {"codes": codes}, "scales are missing")
-    refused("INT8", 64, good | {"codes": codes[:3]}, r"codes are \[3, 64\] uint8, not \[4, 64\]")
-    refused("INT4", 64, good, r"codes are \[4, 64\] uint8, not \[4, 32\]")
-    refused("INT4", 63, good, "no number of bytes")
+    refused(
+        "INT8", 64, good | {"codes": codes[:3]}, r"codes are \[3, 64\] uint8, expected \[4, 64\]"
+    )
+    refused("INT4", 64, good, r"codes are \[4, 64\] uint8, expected \[4, 32\]")
+    refused("INT4", 63, good, "not a whole number of bytes")
     refused("INT8", 64, good | {"codes": codes.view(np.int8)}, "of uint8")
     refused("INT8", 64, good | {"scales": np.ones((4, 3), F32)}, "3 groups in 64 columns")
     refused("INT8", 64, good | {"scales": np.ones((4, 8), F32)}, "a multiple of 16")
     refused("INT8", 64, good | {"scales": np.ones((4, 2))}, "scales are float64")
     refused("INT8", 64, good | {"zeros": np.zeros((4, 1), np.uint8)}, r"zeros are \[4, 1\]")
     refused(
-        "FP8", 64, good | {"zeros": np.zeros((4, 2), np.uint8)}, "zeros: 8-bit floats have none"
+        "FP8",
+        64,
+        good | {"zeros": np.zeros((4, 2), np.uint8)},
+        "zeros: not supported for 8-bit floats",
     )
     refused("FP8", 64, good | {"codes": codes + 0xFF}, "8-bit float is NaN")
-    refused("Q4_K", 64, {"blocks": codes}, "no multiple of 256")
-    refused("Q8_0", 64, {"blocks": codes}, r"blocks are \[4, 64\] uint8, not \[4, 68\]")
-    refused("BF16", 64, {"values": np.zeros((4, 64), F16)}, "values of BF16 are not float16")
+    refused("Q4_K", 64, {"blocks": codes}, "not a multiple of 256")
+    refused("Q8_0", 64, {"blocks": codes}, r"blocks are \[4, 64\] uint8, expected \[4, 68\]")
+    refused("BF16", 64, {"values": np.zeros((4, 64), F16)}, "values of BF16 cannot be float16")
     refused("F32", 63, {"values": np.zeros((4, 64), F32)}, r"values are \[4, 64\]")
 
 
@@ -272,9 +277,9 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     matrix, _ = made(("F32", 64, 0, F32, False), 5, torch.float32)
     x = torch.zeros(3, 64)
     for tokens in (x[:, :63], x.half(), torch.zeros(64, 3).t()):
-        with pytest.raises(ValueError, match="not rows of 64"):
+        with pytest.raises(ValueError, match="expected rows of 64"):
             linear(tokens, matrix)
-    with pytest.raises(ValueError, match=r"bias is \[4\], not \[5\]"):
+    with pytest.raises(ValueError, match=r"bias is \[4\], expected \[5\]"):
         linear(x, matrix, torch.zeros(4))
     for out in (torch.zeros(3, 4), torch.zeros(2, 5), torch.zeros(5, 3).t()):
         with pytest.raises(ValueError, match="out is"):

@@ -29,7 +29,7 @@ def test_a_file_is_written_and_described(plain: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("model", "out", "words", "code", "says"),
     [
-        ("plain.gguf", "out.gguf", ["--type", "q9"], 2, "'q9' is not known; known: q4_0"),
+        ("plain.gguf", "out.gguf", ["--type", "q9"], 2, "'q9' is not supported; supported: q4_0"),
         ("plain.gguf", "none/out.gguf", [], 1, "No such file or directory"),
         ("missing.gguf", "out.gguf", [], 1, "no model '"),
         ("tiny", "out.gguf", [], 1, "convert_hf_to_gguf.py, or serve it with --isq q4k"),
@@ -63,8 +63,8 @@ def test_what_cannot_be_done(
             "org/name is a repository: specify one of its GGUF files, as in org/name:",
         ),
         ("org/name@main", "out.gguf", "org/name is a repository"),
-        ("org/name:file.gguf", "plain.gguf", "the file already exists"),
-        ("org/name", "plain.gguf", "the file already exists"),
+        ("org/name:file.gguf", "plain.gguf", "already exists"),
+        ("org/name", "plain.gguf", "already exists"),
     ],
 )
 def test_nothing_is_downloaded_for_what_cannot_be_done(

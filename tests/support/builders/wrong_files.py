@@ -175,26 +175,26 @@ DIRECTORIES = {
     "other hidden size": WrongFile(config(hidden_size=64), r"is \[.*\], config says"),
     "no layers": WrongFile(config(num_hidden_layers=0), "num_hidden_layers=0"),
     "layers without end": WrongFile(config(num_hidden_layers=10**6), "num_hidden_layers"),
-    "more layers": WrongFile(config(num_hidden_layers=4), "it lacks 9 tensors: model.layers.3"),
-    "fewer layers": WrongFile(config(num_hidden_layers=2), "no use for 9 tensors: model.layers.2"),
-    "heads": WrongFile(config(num_attention_heads=5), "5 heads are no multiple of 2"),
+    "more layers": WrongFile(config(num_hidden_layers=4), "missing 9 tensors: model.layers.3"),
+    "fewer layers": WrongFile(config(num_hidden_layers=2), "unexpected 9 tensors: model.layers.2"),
+    "heads": WrongFile(config(num_attention_heads=5), "5 heads are not a multiple of 2"),
     "vocabulary": WrongFile(config(vocab_size=300), r"config says \[300, 48\]"),
     "activation": WrongFile(config(hidden_act="relu6"), "activation 'relu6'"),
     "rope": WrongFile(config(rope_parameters={"rope_type": "spiral"}), "rope scaling 'spiral'"),
     "theta": WrongFile(config(rope_parameters={"rope_theta": 0.5}), "rope_theta=0.5"),
     "eps": WrongFile(config(rms_norm_eps=1e300), "rms_norm_eps=1e.300"),
     "context": WrongFile(config(max_position_embeddings=-1), "max_position_embeddings=-1"),
-    **{name: WrongFile(quantized(name), f"'{name}', which is not supported") for name in METHODS},
-    "mlx": WrongFile(config(quantization={"bits": 4, "group_size": 64}), "'mlx', which is not"),
+    **{name: WrongFile(quantized(name), f"'{name}' is not supported") for name in METHODS},
+    "mlx": WrongFile(config(quantization={"bits": 4, "group_size": 64}), "'mlx' is not supported"),
     "unnamed method": WrongFile(config(quantization_config={"bits": 4}), "an unnamed method"),
     "gptq of 3 bits": WrongFile(quantized("gptq", bits=3, group_size=32), "gptq: bits is 3"),
     "gptq without weights": WrongFile(
-        quantized("gptq", bits=4, group_size=32), "a quantization that no weight has"
+        quantized("gptq", bits=4, group_size=32), "but no weight uses it"
     ),
     "awq of rows": WrongFile(quantized("awq", bits=4, version="gemv"), "awq: version is 'gemv'"),
     "fp8 of e5m2": WrongFile(quantized("fp8", fmt="e5m2"), "fp8: fmt is 'e5m2'"),
-    "no weights": WrongFile(without("model.safetensors"), "want one .* file, found none"),
-    "pickled weights": WrongFile(directory(_pickled), "want one .* file, found none"),
+    "no weights": WrongFile(without("model.safetensors"), "expected one .* file, found none"),
+    "pickled weights": WrongFile(directory(_pickled), "expected one .* file, found none"),
     "two files": WrongFile(directory(_two_files), "several without model.safetensors.index.json"),
     "index is no JSON": WrongFile(text("model.safetensors.index.json", "{"), "index.json"),
     "index is empty": WrongFile(index({}), "has no weight_map"),
@@ -205,18 +205,20 @@ DIRECTORIES = {
     ),
     "nothing in the file": WrongFile(data(lambda held: b""), "cannot mmap an empty file"),
     "seven bytes": WrongFile(data(lambda held: held[:7]), "too short for a header"),
-    "cut header": WrongFile(data(lambda held: held[:100]), "header of .* bytes; the file has 100"),
-    "cut data": WrongFile(data(lambda held: held[:-10]), "the file has 335798: cut short"),
+    "cut header": WrongFile(
+        data(lambda held: held[:100]), "header has .* bytes and the file has 100"
+    ),
+    "cut data": WrongFile(data(lambda held: held[:-10]), "the file has 335798: is it truncated"),
     "bytes too many": WrongFile(
         data(lambda held: held + b"x"), "tensors take 335808 bytes, the file has 335809$"
     ),
     "huge header": WrongFile(
-        data(lambda held: b"\xff" * 8 + held[8:]), "header of 18446744073709551615 bytes"
+        data(lambda held: b"\xff" * 8 + held[8:]), "header has 18446744073709551615 bytes"
     ),
     "header is no JSON": WrongFile(
-        data(lambda held: held[:8] + b"x" + held[9:]), "header is no JSON"
+        data(lambda held: held[:8] + b"x" + held[9:]), "header is not JSON"
     ),
-    "header is a list": WrongFile(header(lambda held: []), "header is no JSON object"),
+    "header is a list": WrongFile(header(lambda held: []), "header is not a JSON object"),
     "dtype": WrongFile(header(lambda held: held[NORM].update(dtype="F3")), "unknown dtype 'F3'"),
     "shape": WrongFile(
         header(lambda held: held[NORM].update(shape=[49])), f"{NORM} needs 196 bytes and has 192"
@@ -232,14 +234,14 @@ DIRECTORIES = {
         tensors(model__norm__weight=lambda t: t.to(torch.int32)), f"{NORM} is I32"
     ),
     "lost tensor": WrongFile(
-        tensors(model__norm__weight=lambda t: None), f"it lacks 1 tensors: {NORM}"
+        tensors(model__norm__weight=lambda t: None), f"missing 1 tensors: {NORM}"
     ),
     "more tensors": WrongFile(
-        tensors(model__more__weight=lambda t: t.clone()), "no use for 1 tensors: model.more.weight"
+        tensors(model__more__weight=lambda t: t.clone()), "unexpected 1 tensors: model.more.weight"
     ),
     "bias without need": WrongFile(
         tensors(model__layers__0__self_attn__q_proj__bias=lambda t: t[:, 0].clone()),
-        "no use for 1 tensors: .*q_proj.bias",
+        "unexpected 1 tensors: .*q_proj.bias",
     ),
     "tensor of another shape": WrongFile(
         tensors(model__norm__weight=lambda t: t[:40]), rf"{NORM} is \[40\], config says \[48\]"
@@ -343,16 +345,16 @@ GGUF_FILES = {
     "gguf: text": WrongFile(gguf_bytes(lambda held: b"hello, world\n" * 99), "GGUF"),
     "gguf: version 1": WrongFile(patched(4, struct.pack("<I", 1)), "version"),
     "gguf: big endian": WrongFile(patched(4, struct.pack(">I", 3)), "version|endian"),
-    "gguf: tensors without end": WrongFile(patched(8, b"\xff" * 8), "tensors do not fit the"),
-    "gguf: keys without end": WrongFile(patched(16, b"\xff" * 8), "metadata keys do not fit the"),
-    "gguf: a long key": WrongFile(patched(24, b"\xff" * 8), "bytes of text do not fit the"),
+    "gguf: tensors without end": WrongFile(patched(8, b"\xff" * 8), "tensors do not fit into"),
+    "gguf: keys without end": WrongFile(patched(16, b"\xff" * 8), "metadata keys do not fit into"),
+    "gguf: a long key": WrongFile(patched(24, b"\xff" * 8), "bytes of text do not fit into"),
     "gguf: cut in the head": WrongFile(
-        gguf_bytes(lambda held: held[:20]), "30 tensors do not fit the 4 bytes"
+        gguf_bytes(lambda held: held[:20]), "30 tensors do not fit into the remaining 4 bytes"
     ),
     "gguf: cut in the metadata": WrongFile(
         gguf_bytes(lambda held: held[:3000]), "past the end of the file"
     ),
-    "gguf: cut in the data": WrongFile(gguf_bytes(lambda held: held[:-4000]), "file cut short"),
+    "gguf: cut in the data": WrongFile(gguf_bytes(lambda held: held[:-4000]), "file truncated"),
     "gguf: no architecture": WrongFile(keys(general__architecture=None), "general.architecture"),
     "gguf: architecture": WrongFile(keys(general__architecture="mamba"), "'mamba' is not known"),
     "gguf: architecture is a number": WrongFile(keys(general__architecture=5), "architecture"),
@@ -360,7 +362,7 @@ GGUF_FILES = {
     "gguf: no context": WrongFile(keys(llama__context_length=None), "llama.context_length"),
     "gguf: no heads": WrongFile(keys(llama__attention__head_count=None), "head_count"),
     "gguf: size is text": WrongFile(keys(llama__embedding_length="x"), "embedding_length"),
-    "gguf: more layers": WrongFile(keys(llama__block_count=4), "it lacks 9 tensors"),
+    "gguf: more layers": WrongFile(keys(llama__block_count=4), "missing 9 tensors"),
     "gguf: scale of scores": WrongFile(keys(llama__attention__scale=0.5), "llama.attention.scale"),
     "gguf: window": WrongFile(keys(llama__attention__sliding_window=16), "sliding_window"),
     "gguf: cap of scores": WrongFile(
@@ -370,7 +372,7 @@ GGUF_FILES = {
     "gguf: a key that nobody knows": WrongFile(keys(llama__spiral=1), "llama.spiral"),
     "gguf: rope": WrongFile(keys(llama__rope__scaling__type="spiral"), "spiral|scaling.factor"),
     "gguf: values of other dims": WrongFile(
-        keys(llama__attention__value_length=9), "values of 9 dims"
+        keys(llama__attention__value_length=9), "values have 9 dims"
     ),
     "gguf: no tokens": WrongFile(keys(tokenizer__ggml__tokens=None), "tokenizer.ggml.tokens"),
     "gguf: tokenizer": WrongFile(keys(tokenizer__ggml__model="t5x"), "t5x"),
@@ -382,7 +384,7 @@ GGUF_FILES = {
         rewritten(tensors=lambda held: held.pop("token_embd.weight")), "token_embd.weight"
     ),
     "gguf: lost tensor": WrongFile(
-        rewritten(tensors=lambda held: held.pop("output_norm.weight")), "it lacks 1 tensors"
+        rewritten(tensors=lambda held: held.pop("output_norm.weight")), "missing 1 tensors"
     ),
     "gguf: a tensor that nobody knows": WrongFile(
         rewritten(tensors=lambda held: held.update(more=held["output_norm.weight"])), "tensor more"
@@ -421,14 +423,16 @@ LATENTS = {
     "latent: values": WrongFile(sized(LATENT, v_head_dim=20), "3 heads of 36 rows"),
     "latent: a rank of queries": WrongFile(sized(LATENT, q_lora_rank=21), r"config says \[21\]"),
     "latent: queries in one": WrongFile(
-        sized(LATENT, q_lora_rank=None), "it lacks .*self_attn.q_proj.weight"
+        sized(LATENT, q_lora_rank=None), "missing .*self_attn.q_proj.weight"
     ),
     "latent: odd rope": WrongFile(sized(LATENT, qk_rope_head_dim=7), "rope over 7"),
     "latent: more heads": WrongFile(sized(LATENT, num_attention_heads=6), "config says 6 heads of"),
-    "latent: more experts": WrongFile(sized(LATENT, n_routed_experts=12), "it lacks 24 tensors"),
-    "latent: groups": WrongFile(sized(LATENT, n_group=3), "8 experts in 3 groups"),
+    "latent: more experts": WrongFile(sized(LATENT, n_routed_experts=12), "missing 24 tensors"),
+    "latent: groups": WrongFile(
+        sized(LATENT, n_group=3), "8 experts cannot be split into 3 groups"
+    ),
     "latent: no dense layer": WrongFile(
-        sized(LATENT, first_k_dense_replace=0), "it lacks .*mlp.experts.0"
+        sized(LATENT, first_k_dense_replace=0), "missing .*mlp.experts.0"
     ),
     "latent: rows of queries": WrongFile(
         tensor(LATENT, f"{AT}q_b_proj.weight", lambda t: t[:-1]),
@@ -439,7 +443,7 @@ LATENTS = {
         f"{AT}kv_b_proj.weight .* config says 3 heads of 34 rows",
     ),
     "latent: no keys and values": WrongFile(
-        tensor(LATENT, f"{AT}kv_b_proj.weight", lambda t: None), "it lacks 2 tensors: .*k_b_proj"
+        tensor(LATENT, f"{AT}kv_b_proj.weight", lambda t: None), "missing 2 tensors: .*k_b_proj"
     ),
     "latent gguf: the latent part": WrongFile(
         gguf_of(LATENT, "deepseek2.attention.kv_lora_rank", 32), r"config says \[3, 32, 16\]"
@@ -458,7 +462,8 @@ LATENTS = {
         f"{AT}v_b_proj.weight is .*, config says .3, 18, 24.",
     ),
     "latent gguf: no rank": WrongFile(
-        gguf_of(LATENT, "deepseek2.attention.kv_lora_rank", None), "kv_lora_rank|values of 24 dims"
+        gguf_of(LATENT, "deepseek2.attention.kv_lora_rank", None),
+        "kv_lora_rank|values have 24 dims",
     ),
     "latent gguf: layers behind": WrongFile(
         gguf_of(LATENT, "deepseek2.nextn_predict_layers", 3), "num_hidden_layers=0"
@@ -475,7 +480,7 @@ GPT_OSSES = {
         sized(GPT_OSS, intermediate_size=80), r"experts.0.*, config says \[.*80.*\]"
     ),
     "gpt-oss: another gate": WrongFile(
-        sized(GPT_OSS, swiglu_limit=3.0), "swiglu_limit=3.0: want 7"
+        sized(GPT_OSS, swiglu_limit=3.0), "swiglu_limit=3.0: expected 7"
     ),
     "gpt-oss: head dims": WrongFile(sized(GPT_OSS, head_dim=22), "config says"),
     "gpt-oss: heads without end": WrongFile(
@@ -495,7 +500,7 @@ GPT_OSSES = {
         tensor(GPT_OSS, f"{AT}sinks", lambda t: t[:2]), rf"{AT}sinks is \[2\], config says \[3\]"
     ),
     "gpt-oss: no sinks": WrongFile(
-        tensor(GPT_OSS, f"{AT}sinks", lambda t: None), f"it lacks 1 tensors: {AT}sinks"
+        tensor(GPT_OSS, f"{AT}sinks", lambda t: None), f"missing 1 tensors: {AT}sinks"
     ),
     "gpt-oss: a short bias": WrongFile(
         tensor(GPT_OSS, f"{EXPERTS}down_proj_bias", lambda t: t[:, 1:]),
