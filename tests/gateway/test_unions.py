@@ -16,12 +16,15 @@ import typing_extensions
 from anthropic.types import tool_result_block_param
 from anthropic.types.beta import beta_tool_result_block_param
 from openai.types.chat import chat_completion_assistant_message_param
-from openai.types.responses import response_create_params, response_input_item_param
+from openai.types.responses import (
+    namespace_tool_param,
+    response_create_params,
+    response_input_item_param,
+)
 
 from pdserve.gateway.anthropic import members as messages
 from pdserve.gateway.openai.bodies import members as chat
 from pdserve.gateway.openai.responses import members as responses
-from pdserve.gateway.openai.responses.schema import INCLUDABLE
 from pdserve.gateway.requests.members import Table
 from pdserve.gateway.text.messages import EFFORTS
 
@@ -79,6 +82,7 @@ CASES: list[tuple[Table, Any, str]] = [
     (responses.ROLES, response_input_item_param.Message, "role"),
     (responses.ROLES, openai_responses.EasyInputMessageParam, "role"),
     (responses.TOOLS, openai_responses.ToolParam, "type"),
+    (responses.TOOLS, namespace_tool_param.Tool, "type"),
     (responses.TOOL_CHOICES, response_create_params.ToolChoice, "type"),
     *(
         case
@@ -108,7 +112,6 @@ def test_every_member_has_a_row(subtests: pytest.Subtests) -> None:
 
 def test_every_value_of_a_hint_is_taken() -> None:
     assert set(literals(shared.ReasoningEffort)) == set(EFFORTS)
-    assert set(literals(openai_responses.ResponseIncludable)) <= set(INCLUDABLE)
 
 
 def test_a_new_member_would_be_found() -> None:
