@@ -90,6 +90,7 @@ TOOLS: Table = {
 TOOL_CHOICES: Table = {"auto": SERVED, "any": SERVED, "tool": SERVED, "none": SERVED}
 THINKING: Table = {
     "enabled": SERVED,
+    "auto": SERVED,  # another name of "adaptive"
     "adaptive": SERVED,
     "disabled": SERVED,
     "between_tools": HINT,

@@ -3,20 +3,20 @@
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.anthropic.conversation import conversation
 from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.anthropic.fields import LEFT_OUT as LEFT_OUT_FIELDS
 from pdserve.gateway.anthropic.members import ROLES, THINKING, TOOL_CHOICES, TOOLS
-from pdserve.gateway.http.thinking import Think, ThinkingChoice, ollama_thinking, thinking_variables
+from pdserve.gateway.http.thinking import (
+    Effort,
+    Think,
+    ThinkingChoice,
+    ollama_thinking,
+    thinking_variables,
+)
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
     ArgumentSchema,
@@ -26,15 +26,15 @@ from pdserve.gateway.http.validation import (
     ToolDescription,
     ToolName,
     check_tools,
-    first_error,
     parse_body,
+    parsed,
 )
 from pdserve.gateway.requests.members import LEFT_OUT, Fate, note
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.requests.tool_use import Tool, ToolUse
 from pdserve.gateway.sampling import bounded, refuse
-from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.text.messages import TemplateInput, suggested_variables
 from pdserve.services.host.errors import quoted
 
 MAX_MESSAGES = 4096
@@ -96,7 +96,7 @@ class OutputFormat(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort = None
     format: OutputFormat | None = None
 
 
@@ -168,9 +168,9 @@ class CountBody(StrictModel):
             ollama_thinking(self.think),
         ]
         variables = thinking_variables(fields)
-        if self.output_config and self.output_config.effort:  # also for answers without reasoning
-            variables["reasoning_effort"] = self.output_config.effort
-        return variables
+        # An effort is also for answers without reasoning.
+        effort = self.output_config.effort if self.output_config else None
+        return suggested_variables(effort, None) | variables
 
 
 def _or_unbounded(schema: dict[str, Any]) -> None:
@@ -240,13 +240,10 @@ def _parse_tools(given: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
         if fate is Fate.REFUSED:
             text = f"{quoted(kind)} is not supported by this server, only tools of the client"
             raise refuse(f"{at}.type", f"{at}.type: {text}")
-        try:
-            parsed = AnthropicTool.model_validate(tool)
-        except ValidationError as error:
-            raise first_error(error, at) from None
-        if parsed.name in tools:
-            raise refuse(f"{at}.name", f"{at}.name: two tools are called {quoted(parsed.name)}")
-        tools[parsed.name] = parsed.as_tool(index)
+        one = parsed(AnthropicTool, tool, at)
+        if one.name in tools:
+            raise refuse(f"{at}.name", f"{at}.name: two tools are called {quoted(one.name)}")
+        tools[one.name] = one.as_tool(index)
     note(Fate.LEFT_OUT, "tools", left_out)
     found = list(tools.values())
     check_tools(found)
