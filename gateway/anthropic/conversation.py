@@ -28,11 +28,11 @@ def conversation(
 ) -> list[dict[str, Any]]:
     """Return the turns of a chat; `messages` are pairs of a role and a content.
 
-    Consecutive messages of the assistant are one turn. Results of tools are separate turns, and
-    consecutive texts of the user are one turn, since many templates require turns to alternate.
-    Each system message is a turn in its place. Raises ServiceError for a block that is not served,
-    that belongs to another role, or that answers a call which is not there, and if the messages
-    have no content at all.
+    Consecutive messages of the assistant are one turn. Results of tools are separate turns right
+    after their calls, and consecutive texts of the user are one turn, since many templates require
+    turns to alternate. Each system message is a turn in its place. Raises ServiceError for a block
+    that is not served, that belongs to another role, or that answers a call which is not there, and
+    if the messages have no content at all.
     """
     made = _Turns()
     made.add_system(system or (), "system")
@@ -64,6 +64,7 @@ class _Turns:
         self.turns: list[dict[str, Any]] = []
         self.dropped: set[str] = set()
         self._calls: set[str] = set()  # ids of the calls so far
+        self._results_at = 0  # where the results of the last calls go
 
     def add_system(self, content: str | Sequence[Block], at: str) -> None:
         parts = self._texts(content, at, SYSTEM_BLOCKS)
@@ -98,6 +99,7 @@ class _Turns:
         if made:
             turn["tool_calls"] = made
         self.turns.append(turn)
+        self._results_at = len(self.turns)
 
     def add_user(self, blocks: Iterable[tuple[Block, str]]) -> None:
         for block, here in blocks:
@@ -124,7 +126,9 @@ class _Turns:
                 content = f"Error:\n{content}"
             else:
                 content.insert(0, {"type": "text", "text": "Error:"})
-        self.turns.append({"role": "tool", "tool_call_id": name, "content": content})
+        turn = {"role": "tool", "tool_call_id": name, "content": content}
+        self.turns.insert(self._results_at, turn)
+        self._results_at += 1
 
     def _texts(self, content: str | Sequence[Block], at: str, table: Table) -> list[Part]:
         """Return the texts as parts. Raises ServiceError for a block without a text."""

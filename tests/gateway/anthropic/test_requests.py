@@ -97,24 +97,14 @@ async def test_whether_the_model_thinks_has_other_names_too(make_http, subtests)
                     reply = await client.post(url, json={**BODIES[url][0], name: value})
                     assert reply.status_code == 200, reply.json()
                 assert router.prompt(-1) == f"hi {value}"
+    reply = await client.post(URL, json={**ASKED, "output_config": {"effort": "none"}})
+    assert (reply.status_code, router.prompt(-1)) == (200, "hi False")
     contrary = {**ASKED, "think": True, "thinking": {"type": "disabled"}}
     message = check(await client.post(URL, json=contrary), 400)
     assert message == "think contradicts thinking"
 
 
-# Anthropic's own, as its client lists them, betas too.
-ANTHROPIC = (
-    "betas", "billing_policy", "cache_control", "compaction", "container", "context_management",
-    "diagnostics", "fallback_credit_token", "fallbacks", "inference_geo", "max_tokens",
-    "mcp_servers", "messages", "metadata", "model", "output_config", "service_tier", "speed",
-    "stop_sequences", "stream", "system", "temperature", "thinking", "thread", "tool_choice",
-    "tools", "top_k", "top_p", "user_profile_id", "workspace_id",
-)  # fmt: skip
-
-
 def test_each_known_field_has_one_place() -> None:
-    served = MessagesBody.model_fields.keys()
-    assert set(ANTHROPIC) <= served | REFUSED.keys() | IGNORED | LEFT_OUT
     assert not (IGNORED | LEFT_OUT) & REFUSED.keys()
 
 
@@ -282,6 +272,24 @@ async def test_system_messages_keep_their_places(make_http):
         assert reply.status_code == 200, reply.json()
 
 
+def test_nothing_stands_between_a_call_and_its_result(subtests) -> None:
+    called = {"role": "assistant", "content": [USE, {**USE, "id": "d"}]}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
+    both = [result, {**result, "tool_use_id": "d"}]
+    rule = {"role": "system", "content": "a"}
+    text = {"type": "text", "text": "hi"}
+    for messages in (
+        [rule, {"role": "user", "content": [*both, text]}],
+        [rule, {"role": "user", "content": [both[0], text, both[1]]}],
+        [{"role": "user", "content": both[:1]}, rule, {"role": "user", "content": [both[1], text]}],
+        [{"role": "user", "content": [text, both[0]]}, rule, {"role": "user", "content": both[1:]}],
+    ):
+        with subtests.test(messages):
+            roles = [turn["role"] for turn in turns(*HI, called, *messages)]
+            assert roles[:4] == ["user", "assistant", "tool", "tool"]
+            assert sorted(roles[4:]) == ["system", "user"]
+
+
 def test_a_line_that_changes_with_each_request_is_no_part_of_the_prompt() -> None:
     billing = "x-anthropic-billing-header: cc_version=2.1; cch=1f;"
     for system in (
@@ -325,6 +333,9 @@ async def test_hints_are_taken(make_http, subtests):
         {"thinking": {"type": "adaptive", "display": "omitted"}},
         {"thinking": {"type": "enabled", "budget_tokens": 2.0, "display": "anything"}},
         {"thinking": {"type": "between_tools"}},
+        {"thinking": {"type": "auto"}},
+        {"output_config": {"effort": "minimal"}},
+        {"output_config": {"effort": "auto"}},
         {"top_p": 0, "max_tokens": 9.0, "top_k": 3.0},
         {"metadata": {"user_id": 7, "more": []}},
         {"tools": [TOOL], "tool_choice": "auto"},
