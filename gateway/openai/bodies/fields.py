@@ -43,9 +43,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             "return_routed_experts", "input_ids", "input_embeds", "image_data", "video_data",
             "audio_data", "return_logprob",
             # llama.cpp
-            "grammar_lazy", "lora", "id_slot", "input_prefix", "input_extra",
+            "grammar_lazy", "lora", "input_prefix", "input_extra",
             "response_fields", "return_progress",
-            "post_sampling_probs", "return_tokens", "multimodal_data", "n_discard",
+            "post_sampling_probs", "return_tokens", "multimodal_data",
             # text-generation-inference, Mistral, Hugging Face, text-generation-webui
             "adapter_id", "decoder_input_details", "watermark", "details", "parameters", "inputs",
             "safe_prompt", "bad_words_ids", "early_stopping",
@@ -99,7 +99,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "dry_multiplier": (None, 0.0),
     "top_n_sigma": (None, -1.0, 0.0),
     "n_probs": (None, 0),
-    "n_keep": (None, 0),
     "n_indent": (None, 0),
     "t_max_predict_ms": (None, 0),
     "do_sample": (None, True),
@@ -143,9 +142,9 @@ IGNORED: frozenset[str] = frozenset(
         # vLLM, SGLang
         "request_id", "rid", "stream_reasoning",
         # llama.cpp
-        "cache_prompt", "timings_per_token", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
-        "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
-        "dry_sequence_breakers",
+        "cache_prompt", "id_slot", "n_keep", "n_discard", "timings_per_token", "mirostat_tau",
+        "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base",
+        "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
         # Ollama
         "keep_alive",
     )
