@@ -193,14 +193,14 @@ def parse_body(
     instead: Mapping[str, str],
     left_out: Collection[str] = (),
 ) -> M:
-    """Parse a body with the fields of `kind`. A `refused` field may have only the values listed for
-    it, which request nothing; `instead` names what to use for it. A `left_out` field is ignored,
-    and named in the log. Unknown fields are ignored. Raises ServiceError INVALID_ARGUMENT naming
-    the first wrong field.
+    """Parse a body with the fields of `kind`. A `refused` field that is neither among them nor
+    `ignored` may have only the values listed for it, which request nothing; `instead` names what to
+    use for it. A `left_out` field is ignored, and named in the log. Unknown fields are ignored.
+    Raises ServiceError INVALID_ARGUMENT naming the first wrong field.
     """
     check_num_fields(body)
     for name, value in body.items():
-        if name in kind.model_fields or name not in refused:
+        if name in kind.model_fields or name in ignored or name not in refused:
             continue
         if not asks_nothing(value, refused[name]):
             hint = f"; use {instead[name]}" if name in instead else ""

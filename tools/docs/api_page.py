@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pdserve.gateway.anthropic import fields as anthropic
 from pdserve.gateway.anthropic import members as anthropic_members
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
+from pdserve.gateway.http import fields
 from pdserve.gateway.http.validation import NOTHING
 from pdserve.gateway.ollama import fields as ollama
 from pdserve.gateway.ollama.schema import (
@@ -24,7 +25,6 @@ from pdserve.gateway.ollama.schema import (
     OllamaGenerateBody,
     OllamaShowBody,
 )
-from pdserve.gateway.openai.bodies import fields
 from pdserve.gateway.openai.bodies import members as chat_members
 from pdserve.gateway.openai.bodies.schema import (
     Body,
@@ -95,9 +95,8 @@ SHORT = "The route is there without `/v1`, too."
 STREAMED = (
     "It streams unless `stream` is false. Of `options`, "
     + ", ".join(f"`{name}`" for name in sorted(ollama.IGNORED_OPTIONS))
-    + " are ignored; "
-    + ", ".join(f"`{name}`" for name in sorted(ollama.REFUSED_OPTIONS))
-    + " are refused but for the values that change nothing."
+    + " are ignored; `mirostat`, `tfs_z`, `typical_p` and what /v1/completions refuses are refused "
+    "but for the values that change nothing."
 )
 SERVED, IGNORED, REFUSED = "served", "ignored", "refused"
 LEFT_OUT = Fate.LEFT_OUT.value
@@ -129,11 +128,10 @@ def _openai(
     served = {name for body in bodies for name in _served_by(body)}
     refused = {name: (None,) for body in bodies for name in body.model_fields.keys() - served}
     ignored = fields.OF_REQUESTS - served
-    known = {**dict.fromkeys(fields.OTHER_NAMES, (None,)), **fields.REFUSED}
-    if not bodies[0].generates:
-        refused |= {name: known[name] for name in fields.OF_PROMPTS if name not in served}
+    checked = bodies[0].checked
+    refused |= {name: fields.REFUSED[name] for name in checked if name not in served}
+    if checked is fields.OF_PROMPTS:
         return Route(path, bodies, refused, ignored, remark=remark)
-    refused |= {name: values for name, values in known.items() if name not in served}
     ignored |= fields.IGNORED
     left_out, names = fields.LEFT_OUT, fields.OTHER_NAMES
     return Route(path, bodies, refused, ignored, left_out, names, remark, unions)
@@ -194,18 +192,20 @@ ROUTES = (
     ),
     _other(
         "/v1/messages", MessagesBody, anthropic,
-        remark="`context_management` may clear thoughts.",
+        remark="`context_management` is a hint, since prompts are never shortened. The last effort "
+        "in the `output_config` of a system message replaces the request's. A system message whose "
+        "`clear_at` is `next_user_message` is left out once a message of the user follows.",
         unions=anthropic_members.UNIONS,
     ),
     _other("/v1/messages/count_tokens", CountBody, anthropic, MessagesBody.model_fields),
+    _other("/api/chat", OllamaChatBody, ollama, remark=STREAMED),
+    _other("/api/generate", OllamaGenerateBody, ollama, remark=STREAMED),
     *(
-        _other(path, body, ollama, remark=remark)
-        for path, body, remark in (
-            ("/api/chat", OllamaChatBody, STREAMED),
-            ("/api/generate", OllamaGenerateBody, STREAMED),
-            ("/api/embed", OllamaEmbedBody, ""),
-            ("/api/embeddings", OllamaEmbeddingsBody, ""),
-            ("/api/show", OllamaShowBody, ""),
+        Route(path, (body,), ollama.UNSERVED, ollama.IGNORED - _served_by(body))
+        for path, body in (
+            ("/api/embed", OllamaEmbedBody),
+            ("/api/embeddings", OllamaEmbeddingsBody),
+            ("/api/show", OllamaShowBody),
         )
     ),
     _openai(

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
+from pdserve.gateway.http.fields import REFUSED
 from pdserve.gateway.http.thinking import thinking_budget
 from pdserve.gateway.http.validation import ModelName, TokenLimit
 from pdserve.gateway.openai.bodies import described
@@ -56,7 +57,7 @@ class Sampling(StructureFields, OwnedBody):
     """The fields that chat and plain completions share."""
 
     model_config = ConfigDict(json_schema_extra=described.completion)
-    generates = True
+    checked = REFUSED.keys()
     model: ModelName = ""
     n: int | None = None
     stream: bool | None = None

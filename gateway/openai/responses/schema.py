@@ -184,7 +184,5 @@ def parse_responses(body: Mapping[str, Any]) -> ResponsesBody:
 def parse_input_tokens(body: Mapping[str, Any]) -> InputTokensBody:
     """Parse a body of /v1/responses/input_tokens; fields that change no prompt are ignored. Raises
     ServiceError INVALID_ARGUMENT that names the field."""
-    more = ResponsesBody.model_fields.keys()
-    refused = {name: values for name, values in REFUSED.items() if name not in more}
-    ignored = IGNORED | more
-    return parse_body(InputTokensBody, body, refused=refused, ignored=ignored, instead=INSTEAD)
+    ignored = IGNORED | ResponsesBody.model_fields.keys()
+    return parse_body(InputTokensBody, body, refused=REFUSED, ignored=ignored, instead=INSTEAD)

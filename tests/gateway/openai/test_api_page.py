@@ -85,6 +85,22 @@ def test_what_clients_can_send_is_on_the_page(path: str) -> None:
     assert sent <= here(path)
 
 
+# Fields that change no answer.
+HINTS = {
+    "include", "metadata", "priority", "prompt_cache_key", "safety_identifier", "session_id",
+    "store", "stream_options", "user",
+}  # fmt: skip
+
+
+def test_what_a_route_serves_is_on_the_page_of_each() -> None:
+    """A field that is in no table would be dropped silently."""
+    generating = (CHAT, PLAIN, RESPONSES, MESSAGES, "/api/chat", "/api/generate")
+    served = {name for path in generating for name in rows(path, SERVED)}
+    assert len(served) > 60
+    for path in generating:
+        assert served - here(path) <= HINTS, path
+
+
 @pytest.fixture
 def router() -> FakeRouter:
     made = every_kind()
