@@ -243,8 +243,8 @@ def _tags(family: ToolFamily, use: ToolUse) -> dict[str, Any]:
             "schema": schema,
             "end": family.form.end,
             "lenient": not tool.strict,
-            **({"param": tool.param} if tool.param else {}),
-            **({"path": tool.place, "is_hidden": True} if tool.place else {}),
+            **({"param": tool.place or tool.param} if tool.place or tool.param else {}),
+            **({"is_hidden": True} if tool.place else {}),
         }
         for tool, schema in zip(tools, schemas, strict=True)
     ]
