@@ -60,8 +60,8 @@ class HeldLogprobs:
         self._instead = instead
         self._num_tokens = 0
         params = [prompt.params for prompt in completion.prompts]
-        most = sum(max(1, one.n) * one.max_tokens for one in params)
-        check_logprobs(self._sampling, most, instead)
+        max_tokens = sum(max(1, param.n) * param.max_tokens for param in params)
+        check_logprobs(self._sampling, max_tokens, instead)
 
     def add(self, delta: Delta) -> None:
         """Count a delta. Raises ServiceError if there are too many log-probabilities."""
@@ -121,16 +121,16 @@ class Completions:
                 if delta.choice not in answers:
                     answers[delta.choice] = CompletionResult(delta.choice, scores())
                 await answers[delta.choice].add(delta)
-        kept: list[CompletionResult[S]] = []
+        results: list[CompletionResult[S]] = []
         for run in runs:
             for choice in run.best(completion.sampling.n):
                 answer = answers[choice.index]
-                answer.index = len(kept)
+                answer.index = len(results)
                 answer.prompt_scores = run.prompt_scores
-                kept.append(answer)
-        completion_tokens = sum(answer.num_tokens for answer in kept)
+                results.append(answer)
+        completion_tokens = sum(answer.num_tokens for answer in results)
         total = sum((run.usage() for run in runs), Usage(0, 0, 0))
-        return kept, replace(total, completion_tokens=completion_tokens)
+        return results, replace(total, completion_tokens=completion_tokens)
 
     async def _collect_rounds(
         self, completion: PreparedCompletion, scores: Callable[[], S], held: HeldLogprobs

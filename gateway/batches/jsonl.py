@@ -60,9 +60,9 @@ class LineSplitter:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept = bytearray()
+        self._line = bytearray()
         self._num_bytes = 0  # of the current line
-        self._at = 0  # position of its first byte
+        self._offset = 0  # position of its first byte
         self._number = 0
 
     def push(self, data: bytes) -> Iterator[tuple[Span, bytes | None]]:
@@ -80,19 +80,19 @@ class LineSplitter:
 
     def _keep(self, data: bytes) -> None:
         self._num_bytes += len(data)
-        self._kept += data[: self._max_bytes + 1 - len(self._kept)]
+        self._line += data[: self._max_bytes + 1 - len(self._line)]
 
     def _end(self) -> Iterator[tuple[Span, bytes | None]]:
-        line, num_bytes, at = bytes(self._kept), self._num_bytes, self._at
+        line, num_bytes, offset = bytes(self._line), self._num_bytes, self._offset
         self._number += 1
-        self._at += num_bytes + 1
+        self._offset += num_bytes + 1
         self._num_bytes = 0
-        self._kept.clear()
-        if at == 0 and line.startswith(BOM):
-            line, at, num_bytes = line[len(BOM) :], len(BOM), num_bytes - len(BOM)
+        self._line.clear()
+        if offset == 0 and line.startswith(BOM):
+            line, offset, num_bytes = line[len(BOM) :], len(BOM), num_bytes - len(BOM)
         if line.strip(BLANK):
             too_long = num_bytes > self._max_bytes
-            yield Span(self._number, at, num_bytes), None if too_long else line
+            yield Span(self._number, offset, num_bytes), None if too_long else line
 
 
 def parse_line(line: bytes, endpoint: str) -> LineRequest:

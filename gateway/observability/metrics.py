@@ -65,13 +65,13 @@ class GatewayMetrics:
             return Counter(name, text, labels, registry=self.registry)
 
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.")
-        gaps = "vllm:inter_token_latency_seconds", "Between tokens of one choice."
+        itl_texts = "vllm:inter_token_latency_seconds", "Between tokens of one choice."
         self.itl: TokenHistogram
         if folder is None:
-            self.itl = MemoryHistogram(*gaps, _LATENCY_S)
+            self.itl = MemoryHistogram(*itl_texts, _LATENCY_S)
             self.registry.register(self.itl)
         else:
-            self.itl = FileHistogram(histogram(*gaps))
+            self.itl = FileHistogram(histogram(*itl_texts))
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.")
         self.queue = histogram("vllm:request_queue_time_seconds", "Waiting for a first step.")
         self.prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt's KV.")
@@ -144,7 +144,7 @@ class FleetCollector(Collector):
         blocks = GaugeMetricFamily(
             "pdserve_kv_blocks", "KV blocks by state.", labels=("worker", "state")
         )
-        moved = [
+        transfers = [
             CounterMetricFamily(name, text, labels=("worker", "transport"))
             for name, text in (
                 ("pdserve_transfer_bytes", "KV payload sent or verified."),
@@ -156,21 +156,21 @@ class FleetCollector(Collector):
         rows: list[Worker] = []
         for worker in view.workers:
             hello, load = worker.hello, worker.load
-            who = (hello.card.name, hello.address, Role.Name(hello.role).lower())
-            rows.append((who, hello, load))
-            stale.add_metric(who, load.stale_messages)
-            silent.add_metric((*who, worker.state), worker.silent_s)
+            worker_labels = (hello.card.name, hello.address, Role.Name(hello.role).lower())
+            rows.append((worker_labels, hello, load))
+            stale.add_metric(worker_labels, load.stale_messages)
+            silent.add_metric((*worker_labels, worker.state), worker.silent_s)
             for state in ("free", "used", "cached", "reserved", "total"):
                 blocks.add_metric((hello.address, state), getattr(load, f"blocks_{state}"))
             for row in load.transports:
                 values = (row.bytes, row.seconds, row.frames, row.refused)
-                for family, value in zip(moved, values, strict=True):
+                for family, value in zip(transfers, values, strict=True):
                     family.add_metric((hello.address, row.transport), value)
-        where = CounterMetricFamily(
+        prefills = CounterMetricFamily(
             "pdserve_prefill_requests", "Prompts, by who computed them.", labels=("where",)
         )
-        where.add_metric(("local",), view.prefill_local)
-        where.add_metric(("remote",), view.prefill_remote)
+        prefills.add_metric(("local",), view.prefill_local)
+        prefills.add_metric(("remote",), view.prefill_remote)
         retries = CounterMetricFamily("pdserve_router_retries", "Second and later tries.")
         retries.add_metric((), view.retries)
         moves = CounterMetricFamily(
@@ -181,5 +181,6 @@ class FleetCollector(Collector):
         moves.add_metric(("done",), view.moves)
         moves.add_metric(("failed",), view.moves_failed)
         return [
-            *engine_metrics(labels, rows), stale, silent, blocks, *moved, where, retries, moves,
+            *engine_metrics(labels, rows),
+            stale, silent, blocks, *transfers, prefills, retries, moves,
         ]  # fmt: skip

@@ -75,10 +75,10 @@ class RerankDialect:
 
 async def cohere_rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str, Any]:
     """Rerank as Cohere: documents only if the client wants them. Raises ServiceError."""
-    wanted = body.return_documents is True
-    answer = await rerank(service, body, caller, with_documents=wanted)
-    spent = {"input_tokens": answer["usage"]["prompt_tokens"], "output_tokens": 0}
-    return {**answer, "meta": {"api_version": {"version": "2"}, "tokens": spent}}
+    with_documents = body.return_documents is True
+    answer = await rerank(service, body, caller, with_documents=with_documents)
+    tokens = {"input_tokens": answer["usage"]["prompt_tokens"], "output_tokens": 0}
+    return {**answer, "meta": {"api_version": {"version": "2"}, "tokens": tokens}}
 
 
 async def rerank(

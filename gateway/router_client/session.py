@@ -96,8 +96,8 @@ class RouterConnection:
                     await self._run(channel)
             except (grpc.aio.AioRpcError, OSError, TimeoutError, ServiceError) as error:
                 self._note(error)
-            longest = MAX_REFUSED_S if self._refusal else MAX_BACKOFF_S
-            backoff = FIRST_BACKOFF_S if self.has_worked else min(longest, backoff * 2)
+            max_backoff_s = MAX_REFUSED_S if self._refusal else MAX_BACKOFF_S
+            backoff = FIRST_BACKOFF_S if self.has_worked else min(max_backoff_s, backoff * 2)
             await asyncio.sleep(backoff)
 
     def _note(self, error: Exception) -> None:

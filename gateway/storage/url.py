@@ -10,9 +10,9 @@ DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "postgres": "asyncpg"
 def check_url(url: str) -> None:
     """Raises ValueError if the URL's database cannot be used, OSError if its file could not be
     written."""
-    scheme, found, rest = url.partition("://")
+    scheme, separator, rest = url.partition("://")
     backend = scheme.partition("+")[0]
-    if not found or backend not in DRIVERS:
+    if not separator or backend not in DRIVERS:
         raise ValueError("--database-url: it must begin with sqlite:/// or postgresql://")
     if find_spec(DRIVERS[backend]) is None:
         raise ValueError(f"--database-url: {backend} needs the package {DRIVERS[backend]}")

@@ -112,17 +112,17 @@ def add_fleet(app: FastAPI, service: Service) -> None:
     clock = service.clock
     latest = _LatestView(service.upstream, clock)
 
-    def requests_here(tenant: bytes) -> RequestsShown:
+    def requests_of_process(tenant: bytes) -> RequestsShown:
         now = clock()
-        going = service.requests.open_of(tenant)
+        open_requests = service.requests.open_of(tenant)
         return RequestsShown(
-            open=[_request(one, now) for one in going[:MAX_SHOWN]],
-            num_open=len(going),
-            ended=[_request(one, now) for one in service.requests.ended_of(tenant)],
+            open=[_request(request, now) for request in open_requests[:MAX_SHOWN]],
+            num_open=len(open_requests),
+            ended=[_request(request, now) for request in service.requests.ended_of(tenant)],
         )
 
     def answer(tenant: bytes, _: str) -> bytes:
-        return requests_here(tenant).model_dump_json().encode()
+        return requests_of_process(tenant).model_dump_json().encode()
 
     service.siblings.answer("requests", answer)
 
@@ -145,19 +145,25 @@ def add_fleet(app: FastAPI, service: Service) -> None:
                 moves_failed=view.moves_failed,
             )
         others = await service.siblings.ask("requests", tenant)
-        every = [requests_here(tenant), *map(RequestsShown.model_validate_json, others)]
-        going = sorted((r for one in every for r in one.open), key=lambda r: -r.arrived_s)
-        ended = sorted((r for one in every for r in one.ended), key=lambda r: r.ended_s or 0.0)
-        found = FleetState(
+        all_shown = [requests_of_process(tenant), *map(RequestsShown.model_validate_json, others)]
+        open_requests = sorted(
+            (r for shown in all_shown for r in shown.open), key=lambda r: -r.arrived_s
+        )
+        ended = sorted(
+            (r for shown in all_shown for r in shown.ended), key=lambda r: r.ended_s or 0.0
+        )
+        fleet_state = FleetState(
             workers=sorted(workers, key=lambda worker: (worker.role, worker.address)),
             counters=counters,
             error=error,
-            open=going[:MAX_SHOWN],
-            num_open=sum(one.num_open for one in every),
+            open=open_requests[:MAX_SHOWN],
+            num_open=sum(shown.num_open for shown in all_shown),
             ended=ended[:MAX_SHOWN],
         )
         headers = {"cache-control": "no-store"}
-        return Response(found.model_dump_json(), media_type="application/json", headers=headers)
+        return Response(
+            fleet_state.model_dump_json(), media_type="application/json", headers=headers
+        )
 
 
 class _LatestView:
@@ -166,12 +172,12 @@ class _LatestView:
     def __init__(self, upstream: Upstream, clock: Callable[[], float]) -> None:
         self._upstream = upstream
         self._clock = clock
-        self._asking = asyncio.Lock()
+        self._querying = asyncio.Lock()
         self._view = FleetView()
         self._at = float("-inf")
 
     async def get(self) -> FleetView:
-        async with self._asking:
+        async with self._querying:
             if self._clock() - self._at > FRESH_S:
                 self._view = await self._upstream.fleet()
                 self._at = self._clock()
