@@ -76,7 +76,7 @@ class TextServicer(TextBase):
         self._entering = FairSemaphore(1)
 
     async def Chat(self, request: ChatRequest, context: Context) -> None:
-        def asked() -> ChatCompletionRequest:
+        def build() -> ChatCompletionRequest:
             messages = [{"role": m.role, "content": m.content} for m in request.messages]
             salt = _cache_salt(request.options)
             sampling = _sampling(request.options)
@@ -92,7 +92,7 @@ class TextServicer(TextBase):
         await self._answer(build, request.ByteSize(), context)
 
     async def Complete(self, request: CompleteRequest, context: Context) -> None:
-        def asked() -> TextCompletionRequest:
+        def build() -> TextCompletionRequest:
             sampling = _sampling(request.options)
             salt = _cache_salt(request.options)
             return TextCompletionRequest(request.model, [request.prompt], sampling, cache_salt=salt)

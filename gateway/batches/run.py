@@ -26,7 +26,7 @@ MAX_ERRORS = 100  # reported errors of an input file
 LINES_AT_ONCE = 500  # lines written in one transaction
 PAGE = 64  # lines read by one query
 CHECK_BYTES = 1 << 14  # bytes of input checked before other tasks get a turn
-RETRIED = (429, 499, 503)  # the server is busy or ends; these are not results
+RETRIED_STATUSES = (429, 499, 503)  # the server is busy or ends; these are not results
 NOT_FOUND = 404
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0  # before a line is retried
 REASONS = {
@@ -254,7 +254,7 @@ class BatchRun:
                 return None
             body = jsonl.body_of(request)
             response = await self._ask(batch.endpoint, body, tenant, batch.id)
-            if response.status in RETRIED:
+            if response.status in RETRIED_STATUSES:
                 return response
             if response.status != NOT_FOUND:
                 self._absent.found(model)

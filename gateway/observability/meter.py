@@ -320,7 +320,5 @@ class Meter:
 def _code(error: BaseException) -> str:
     if isinstance(error, ServiceError):
         return ErrorCode.Name(error.code)
-    disconnected = isinstance(
-        error, asyncio.CancelledError | GeneratorExit
-    )  # the client disconnected
+    disconnected = isinstance(error, asyncio.CancelledError | GeneratorExit)
     return "CANCELLED" if disconnected else "INTERNAL"
