@@ -146,7 +146,7 @@ class Catalog:
         if len(cards) > 1:
             names = ", ".join(sorted(card.name for card in cards))
             raise ServiceError(
-                INVALID_ARGUMENT, f"name one of the served models: {names}", param="model"
+                INVALID_ARGUMENT, f"model must be one of the served models: {names}", param="model"
             )
         return cards[0]
 
@@ -223,7 +223,7 @@ class Catalog:
         error = None if load.cancelled() else load.exception()
         failure = "" if error is None else str(error)
         if failure and self._failures.get(name) != failure:
-            log.warning("model %r: its tokenizer could not be loaded: %s", name, failure)
+            log.warning("model %r: the tokenizer could not be loaded: %s", name, failure)
         self._failures[name] = failure
         while len(self._failures) > MAX_LOADED:
             del self._failures[next(iter(self._failures))]
@@ -247,8 +247,8 @@ class Catalog:
             raise ServiceError(UNAVAILABLE, reason) from error
         if text.tool_parser == FALLBACK:
             log.warning(
-                "model %r: its chat template shows tools in a way that is not known; its calls are "
-                "read as JSON at the beginning of an answer (--tool-parser names another form)",
+                "model %r: its chat template shows tools in an unknown format; its tool calls are "
+                "parsed as JSON at the beginning of an answer (--tool-parser sets another format)",
                 card.name,
             )
         return text

@@ -165,7 +165,7 @@ async def _deny(_: Any, context: Context) -> None:
 def _cache_salt(options: TextOptions) -> bytes:
     """Return the cache salt. Raises ServiceError if it is longer than MAX_SALT_BYTES."""
     if len(options.cache_salt) > MAX_SALT_BYTES:
-        raise refuse("cache_salt", f"cache_salt: at most {MAX_SALT_BYTES} bytes")
+        raise refuse("cache_salt", f"cache_salt may have at most {MAX_SALT_BYTES} bytes")
     return options.cache_salt
 
 
@@ -177,7 +177,7 @@ def _sampling(options: TextOptions) -> RequestedSampling:
     params = options.params
     fields = {field.name: value for field, value in params.ListFields()}
     for name in _NOT_TEXT & fields.keys():
-        raise refuse(name, f"{name} is not part of text requests; use Router.Generate")
+        raise refuse(name, f"{name} is not supported in text requests; use Router.Generate")
     if params.allowed_token_ids:
         fields["allowed_token_ids"] = tuple(params.allowed_token_ids)
     if params.logit_bias:

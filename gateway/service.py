@@ -350,7 +350,9 @@ class Service:
     ) -> list[Prompt]:
         choices = len(request.prompts) * (request.sampling.best_of or request.sampling.n)
         if choices > MAX_TOTAL_CHOICES:
-            raise refuse("n", f"{choices} choices in all, at most {MAX_TOTAL_CHOICES}")
+            raise refuse(
+                "n", f"{choices} choices in total; at most {MAX_TOTAL_CHOICES} are allowed"
+            )
         prompts, field = [], request.prompt_field
         for prompt in request.prompts:
             if isinstance(prompt, str):

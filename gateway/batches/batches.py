@@ -71,7 +71,7 @@ class Batches:
             if may_be_id(input_file_id, MAX_ID):
                 file = await session.get(StoredFile, input_file_id, with_for_update=True)
             if file is None or not file.complete or file.tenant != owner:
-                text = f"there is no file {input_file_id[:MAX_ID]!r}"
+                text = f"the file {input_file_id[:MAX_ID]!r} does not exist"
                 raise ServiceError(INVALID_ARGUMENT, text, param="input_file_id")
             if file.purpose != "batch":
                 text = f"the file has the purpose {file.purpose!r}, not 'batch'"
@@ -79,7 +79,7 @@ class Batches:
             is_open = (StoredBatch.tenant == owner, StoredBatch.status.in_(OPEN))
             num_open = await session.scalar(select(func.count()).where(*is_open))
             if (num_open or 0) >= MAX_OPEN:
-                text = f"{MAX_OPEN} of your batches are open, which is the most; wait or cancel one"
+                text = f"{MAX_OPEN} of your batches are open, the maximum; cancel one or wait"
                 raise ServiceError(INVALID_ARGUMENT, text)
             created = now_us()
             batch = StoredBatch(

@@ -80,7 +80,7 @@ class Files:
         async with self._db.changing() as session:
             num_files = select(func.count()).where(StoredFile.tenant == tenant)
             if (await session.scalar(num_files) or 0) >= self.limits.max_files:
-                text = f"you have {self.limits.max_files} files, which is the most; delete some"
+                text = f"you have {self.limits.max_files} files, the maximum; delete some"
                 raise ServiceError(INVALID_ARGUMENT, text, param="file")
             session.add(
                 StoredFile(
@@ -112,7 +112,7 @@ class Files:
             session.add(FilePiece(file_id=file_id, number=number, data=data))
             total_bytes = select(func.sum(StoredFile.num_bytes)).where(StoredFile.tenant == tenant)
             if int(await session.scalar(total_bytes) or 0) > self.limits.max_bytes:
-                text = f"your files may have {self.limits.max_bytes} bytes in all"
+                text = f"your files may have at most {self.limits.max_bytes} bytes in total"
                 raise ServiceError(INVALID_ARGUMENT, f"{text}; delete some", param="file")
 
     @in_own_task

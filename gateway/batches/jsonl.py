@@ -122,7 +122,7 @@ def parse_line(line: bytes, endpoint: str) -> LineRequest:
     if not isinstance(body, dict):
         raise LineError("invalid_value", "The body must be an object.", "body")
     if body.get("stream"):
-        raise LineError("invalid_value", "A batch does not stream.", "body.stream")
+        raise LineError("invalid_value", "Requests in a batch cannot stream.", "body.stream")
     return LineRequest(custom_id, body)
 
 
@@ -140,7 +140,7 @@ class LineChecker:
         """Check a line. Raises LineError if it is invalid."""
         self.count += 1
         if self.count > MAX_LINES:
-            raise LineError("too_many_tasks", f"A batch may have {MAX_LINES} requests.")
+            raise LineError("too_many_tasks", f"A batch may have at most {MAX_LINES} requests.")
         if line is None:
             text = f"This line has more than {self._max_bytes} bytes."
             raise LineError("line_too_long", text, None, span.number)
@@ -149,7 +149,7 @@ class LineChecker:
         except LineError as error:
             raise LineError(error.code, error.message, error.param, span.number) from None
         if request.custom_id in self._seen:
-            text = f"The custom_id {cut(request.custom_id, 100)!r} is that of an earlier request."
+            text = f"The custom_id {cut(request.custom_id, 100)!r} is used by an earlier request."
             raise LineError("duplicate_custom_id", text, "custom_id", span.number)
         self._seen.add(request.custom_id)
 

@@ -134,7 +134,7 @@ class BatchRun:
                     await self._owned.add_lines(spans)
                     spans.clear()
         if not checker.count:
-            errors.append(LineError("empty_file", "The input file has no request."))
+            errors.append(LineError("empty_file", "The input file contains no requests."))
         if errors:
             await self._owned.fail([error.as_object() for error in errors])
             return False

@@ -99,7 +99,7 @@ class BatchRunner:
                         swept = loop.time()
                         await self._files.remove_stopped()
             except ServiceError as error:
-                log.warning("batches wait: %s", error.message)
+                log.warning("batches are paused; retrying: %s", error.message)
             with suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
                     await self._wake.wait()
@@ -177,7 +177,7 @@ class BatchRunner:
     def _start(self, opened: OpenBatch, ask: Ask, ending: bool) -> None:
         batch_id = opened.lease.batch_id
         if opened.lease.owner:
-            log.info("%s goes on here", batch_id)
+            log.info("%s: taken over from another gateway", batch_id)
         owned = OwnedBatch(self._db, batch_id, self._owner)
         absent = AbsentModels(opened.tenant, self._was_used, self._starting_until)
         run = BatchRun(owned, self._files, ask, self._slots, self._max_line_bytes, absent)
@@ -188,13 +188,13 @@ class BatchRunner:
         try:
             await run.run()
         except LeaseLost:
-            log.info("%s goes on elsewhere", batch_id)
+            log.info("%s: stopped here, because this gateway no longer owns it", batch_id)
         except ServiceError as error:
             self._pause(batch_id)
-            log.warning("%s waits: %s", batch_id, error.message)
+            log.warning("%s: paused; retrying: %s", batch_id, error.message)
         except Exception:
             self._pause(batch_id)
-            log.exception("%s has failed, and is tried again", batch_id)
+            log.exception("%s: failed; retrying", batch_id)
         finally:
             try:
                 with suppress(ServiceError):

@@ -77,9 +77,11 @@ def read_config(path: str) -> list[McpServer]:
         with Path(path).open("rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ValueError("it is not a regular file")
+                raise ValueError("not a regular file")
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise ValueError("it names commands to run, and others may write it: chmod go-w")
+                raise ValueError(
+                    "other users may write this file, which names commands to run; use chmod go-w"
+                )
             content = file.read(MAX_FILE_BYTES + 1)
         return servers_of(content)
     except OSError as error:
@@ -94,17 +96,17 @@ def _check_package() -> None:
     except PackageNotFoundError:
         installed = ""
     if not installed or int(installed.partition(".")[0]) < 2:
-        raise ValueError("it needs the package mcp, 2 or newer: pip install 'pdserve[mcp]'")
+        raise ValueError("the package mcp, 2 or newer, is required: pip install 'pdserve[mcp]'")
 
 
 def servers_of(content: bytes) -> list[McpServer]:
     """Return the servers in a file's content. Raises ValueError."""
     if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+        raise ValueError(f"the file has more than {MAX_FILE_BYTES} bytes")
     try:
         value = from_json(content, allow_inf_nan=False)  # bounds the depth
     except ValueError:
-        raise ValueError("it is not JSON") from None
+        raise ValueError("the file is not valid JSON") from None
     try:
         parsed = _File.model_validate(value)
     except ValidationError as error:
@@ -118,20 +120,20 @@ def _server(name: str, entry: _Entry) -> McpServer:
     if bool(entry.command) == bool(entry.url):
         raise ValueError(f"{path} needs either a command or a url")
     if entry.url:
-        _refuse(path, entry, ("args", "env"), "is for a server with a command")
+        _refuse(path, entry, ("args", "env"), "is only for a server with a command")
         _check_url(path, entry.url)
     else:
-        _refuse(path, entry, ("headers",), "is for a server with a url")
+        _refuse(path, entry, ("headers",), "is only for a server with a url")
     if entry.type is not None and (entry.type == "stdio") != bool(entry.command):
         raise ValueError(f"{path}.type contradicts its {'command' if entry.command else 'url'}")
     if any("\0" in text for text in (entry.command, *entry.args)):
-        raise ValueError(f"{path}: a command must not have a NUL")
+        raise ValueError(f"{path}: a command must not contain a NUL character")
     for key, value in entry.env.items():
         if "=" in key or "\0" in key + value:
-            raise ValueError(f"{path}.env.{key!r} is no variable of an environment")
+            raise ValueError(f"{path}.env.{key!r} is not a valid environment variable")
     for key, value in entry.headers.items():
         if not (_HEADER_NAME.fullmatch(key) and _HEADER_VALUE.fullmatch(value)):
-            raise ValueError(f"{path}.headers.{key!r} is no header of HTTP")
+            raise ValueError(f"{path}.headers.{key!r} is not a valid HTTP header")
     return McpServer(
         name,
         (entry.command, *entry.args) if entry.command else (),
@@ -167,4 +169,4 @@ def _first_error(error: ValidationError) -> str:
         return f"unknown key {path}"
     if first["type"] == "missing":
         return f"{path} is missing"
-    return f"{path or 'it'}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    return f"{path or 'the file'}: {first['msg'][:1].lower()}{first['msg'][1:]}"

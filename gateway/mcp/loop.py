@@ -244,11 +244,13 @@ class ToolRounds:
         offered = self._offered.get(call.name)
         arguments = arguments_of(call.arguments)
         if index >= MAX_CALLS:
-            return ToolResult(f"error: at most {MAX_CALLS} calls at once", True)
+            return ToolResult(f"error: at most {MAX_CALLS} calls are allowed at once", True)
         if not is_allowed:
-            return ToolResult(f"error: at most {self._request.max_tool_calls} tool calls", True)
+            return ToolResult(
+                f"error: at most {self._request.max_tool_calls} tool calls are allowed", True
+            )
         if offered is None:
-            return ToolResult("error: there is no such tool", True)
+            return ToolResult("error: this tool does not exist", True)
         if arguments is None:
             return ToolResult("error: the arguments are not a JSON object", True)
         remaining_s = max(0.0, self._remaining_s(completion))

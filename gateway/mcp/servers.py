@@ -97,7 +97,7 @@ class McpServers:
             log.info("%s, %d characters", summary, len(result.text), extra={"request": request})
         if len(result.text) > MAX_RESULT_CHARS:
             num_omitted = len(result.text) - MAX_RESULT_CHARS
-            text = f"{result.text[:MAX_RESULT_CHARS]}\n[{num_omitted} more characters are left out]"
+            text = f"{result.text[:MAX_RESULT_CHARS]}\n[{num_omitted} more characters omitted]"
             return ToolResult(text, result.is_error)
         return result
 
@@ -135,7 +135,9 @@ class _ServerTask:
                 await self._serve(self._connect)
             except Exception as error:
                 if not self._failures:
-                    log.warning("the MCP server %r is away: %s", self.config.name, _reason(error))
+                    log.warning(
+                        "the MCP server %r is unavailable: %s", self.config.name, _reason(error)
+                    )
                 self._failures += 1
             finally:
                 self._connection = None
@@ -189,7 +191,11 @@ class _ServerTask:
             missing = self.config.auto_approve - {ALL, *(tool.name for tool in self.tools)}
             if listed and missing:
                 names = ", ".join(sorted(missing))[:MAX_LOGGED_CHARS]
-                log.warning("the MCP server %r has no such tools: %s", self.config.name, names)
+                log.warning(
+                    "the MCP server %r lacks tools that autoApprove names: %s",
+                    self.config.name,
+                    names,
+                )
             self._on_change()
 
     def _bounded(self, listed: Sequence[ServerTool]) -> list[ServerTool]:
@@ -205,7 +211,11 @@ class _ServerTask:
         if skipped:
             names = ", ".join(skipped)[:MAX_LOGGED_CHARS]
             name = self.config.name
-            log.warning("the MCP server %r has tools that are not offered: %s", name, names)
+            log.warning(
+                "the MCP server %r has tools that are too large or too many to offer: %s",
+                name,
+                names,
+            )
         return tools
 
 
@@ -229,11 +239,11 @@ def _reason(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):
-        return "no answer in time"
+        return "it did not answer in time"
     if isinstance(error, ToolServerError):
         return str(error)[:MAX_LOGGED_CHARS]
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, ConnectionError):
-        return "the connection has ended"
+        return "the connection was closed"
     return type(error).__name__

@@ -84,7 +84,7 @@ class Siblings:
                 writer.write(self._answers[kind](bytes.fromhex(tenant), details) + b"\n")
                 await writer.drain()
         except (OSError, TimeoutError) as error:
-            log.debug("a gateway that asked has gone: %s", error)
+            log.debug("a gateway closed its query before the answer: %s", error)
         finally:
             writer.close()
 

@@ -106,7 +106,7 @@ class UsageLog:
             try:
                 await self.flush()
             except ServiceError as error:
-                log.warning("usage waits: %s", error.message)
+                log.warning("usage could not be written; retrying: %s", error.message)
 
     @in_own_task
     async def flush(self) -> None:

@@ -156,5 +156,5 @@ def _score(event: RequestEvent, yes: int, no: int) -> float | None:
         return None
     difference = logprobs[no] - logprobs[yes]
     if math.isnan(difference):
-        raise ServiceError(INTERNAL, "the model gives neither yes nor no a probability")
+        raise ServiceError(INTERNAL, "the model returned no probability for yes and no")
     return 1 / (1 + math.exp(min(difference, 700.0)))  # beyond 700 exp overflows

@@ -81,7 +81,7 @@ async def judging_ids(
         check_room(len(prompt), ANSWER_TOKENS, model, param)
         num_tokens += len(prompt)
         if num_tokens > MAX_CALL_TOKENS:
-            text = f"the prompts of all {param} have more than {MAX_CALL_TOKENS} tokens together"
+            text = f"the prompts of all {param} have more than {MAX_CALL_TOKENS} tokens in total"
             raise refuse(param, text)
         prompts.append(prompt)
         await asyncio.sleep(0)

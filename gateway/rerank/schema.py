@@ -118,7 +118,7 @@ class ScoreBody(ScoringBody):
         if names is None:
             pairs = ", or ".join(" and ".join(pair) for pair in PAIRS)
             missing = next((name for name in PAIRS[0] if name not in present), PAIRS[0][0])
-            raise refuse(missing, f"give {pairs}")
+            raise refuse(missing, f"set {pairs}")
         first, second = (getattr(self, name) for name in names)
         if len(first) not in (1, len(second)):
             text = f"{names[0]} must have one text, or as many as {names[1]}: {len(second)}"

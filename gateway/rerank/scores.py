@@ -51,7 +51,7 @@ async def score(service: Service, request: ScoreRequest, caller: Caller) -> Scor
     async def tokenized(model: ServedModel) -> Sequence[Collection[int]]:
         if model.card.pooling:
             if request.instruction is not None:
-                raise refuse("instruction", "instruction: the model embeds, it takes none")
+                raise refuse("instruction", "instruction: an embedding model does not support one")
             texts = ((request.queries, query_field), (request.documents, document_field))
             return [
                 ids

@@ -107,7 +107,7 @@ class RouterClient:
 
     def __init__(self, routers: Sequence[str], access: Access, boot: bytes) -> None:
         if not routers:
-            raise ValueError("no router address given")
+            raise ValueError("no router address is configured")
         self._discovery = Discovery("--routers", routers, self._on_change, ready_only=True)
         self._changed = asyncio.Event()  # set when discovery has a change
         self._resolved: set[str] = set()  # addresses of routers that may get new requests
@@ -355,7 +355,7 @@ class RouterClient:
             resolved = await asyncio.to_thread(self._discovery.look)
             unresolved = {name for name, addresses in resolved.items() if not addresses}
             for name in sorted(unresolved - reported):
-                log.warning("router %s has no address; trying again", name)
+                log.warning("router %s has no address; retrying", name)
             reported = unresolved
             self._resolved = {address for addresses in resolved.values() for address in addresses}
             for address in sorted(self._resolved - self._sessions.keys()):

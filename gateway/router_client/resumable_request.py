@@ -116,7 +116,7 @@ class ResumableRequest:
                 embedding = self._progress.take_embedding(event.embedding)
                 return event if embedding is not None else None
         except LostTokens:
-            return self.fail(INTERNAL, "a part of the answer was lost on the way")
+            return self.fail(INTERNAL, "part of the answer was lost in transit")
         if kind == "placed":
             self._placement, self._placement_dropped = event.placed.placement, False
             self._join_routers = event.placed.join_routers

@@ -182,7 +182,7 @@ class Database:
         """Wait until this share may begin a transaction. `close` waits for the turn, too."""
         task = asyncio.current_task()
         if task is None or task not in _own_tasks:
-            raise RuntimeError("a transaction must be in_own_task")
+            raise RuntimeError("a transaction must run in a function decorated with in_own_task")
         self._open.add(task)
         try:
             async with self._turns:
@@ -200,7 +200,7 @@ class Database:
                     async with asyncio.timeout(BUSY_S):
                         await turn.enter_async_context(self._write_turns)
                 except TimeoutError:
-                    raise OSError(f"others have been writing for {BUSY_S} s") from None
+                    raise OSError(f"other writers kept the database busy for {BUSY_S} s") from None
             yield
 
     @asynccontextmanager
@@ -219,9 +219,9 @@ def _service_errors() -> Iterator[None]:
     except IntegrityError:
         raise
     except (SQLAlchemyError, OSError) as error:
-        log.warning("the database: %s", _reason(error))
+        log.warning("database error: %s", _reason(error))
         raise ServiceError(
-            UNAVAILABLE, "the server's database cannot be used", retry_after_s=2.0
+            UNAVAILABLE, "the server's database is unavailable", retry_after_s=2.0
         ) from error
 
 
@@ -233,7 +233,7 @@ def _reason(error: Exception) -> str:
 def _parse(text: str) -> URL:
     """The URL with its driver. Raises ValueError whose text omits the URL, since any part of it may
     be a password."""
-    message = "--database-url: it must be sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME"
+    message = "--database-url must be sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME"
     try:
         url = make_url(text)
         url = url.set(drivername=_DIALECTS.get(url.drivername, url.drivername))
@@ -243,7 +243,7 @@ def _parse(text: str) -> URL:
             return url
     except (SQLAlchemyError, ValueError):
         pass
-    raise ValueError(f"{message}, whose sign @ is %40 in a password")
+    raise ValueError(f"{message}; write @ in a password as %40")
 
 
 def _make_private(path: str) -> None:
