@@ -23,7 +23,7 @@ FRESH_S = 0.5  # maximum age of the fleet's view, so that many viewers cost no m
 
 
 class FleetBlocks(AnswerModel):
-    """KV blocks of a worker: free, used, cached and reserved ones make up the total."""
+    """KV blocks of a worker; free, used, cached and reserved blocks make up the total."""
 
     total: int
     free: int
@@ -33,7 +33,7 @@ class FleetBlocks(AnswerModel):
 
 
 class FleetWorker(AnswerModel):
-    """`running` and `waiting` count requests; tokens and preemptions count from its start."""
+    """`running` and `waiting` count requests; tokens and preemptions are totals since its start."""
 
     boot: str
     role: str
@@ -55,7 +55,7 @@ class FleetWorker(AnswerModel):
 
 
 class FleetCounters(AnswerModel):
-    """Counters of the router, from its start; of all together where workers join some alone."""
+    """Counters of the router since its start; with --join-routers, the sums of all routers."""
 
     prefill_local: int
     prefill_remote: int
@@ -65,8 +65,8 @@ class FleetCounters(AnswerModel):
 
 
 class FleetRequest(AnswerModel):
-    """`phase` is preparing, placing, prefill, decode or ended. Times are in seconds: since its
-    arrival, but for those of the phases and `ended_s`, which is how long ago it ended."""
+    """`phase` is preparing, placing, prefill, decode or ended. Times are in seconds since the
+    request's arrival, except the durations of phases, and `ended_s`: the time since its end."""
 
     id: str
     model: str
@@ -89,7 +89,7 @@ class FleetRequest(AnswerModel):
 
 
 class FleetState(AnswerModel):
-    """`counters` is null, and `error` says why, while no router answers."""
+    """`counters` is null while no router responds; `error` is then the reason."""
 
     workers: list[FleetWorker]
     counters: FleetCounters | None
@@ -100,7 +100,7 @@ class FleetState(AnswerModel):
 
 
 class RequestsShown(BaseModel):
-    """Those of one gateway process; the others of its port have further ones."""
+    """The requests of one gateway process; other processes behind its port have their own."""
 
     open: list[FleetRequest]
     num_open: int
@@ -128,7 +128,7 @@ def add_fleet(app: FastAPI, service: Service) -> None:
 
     @app.get("/fleet/state", **described(answer=FleetState))
     async def state(request: Request) -> Response:
-        """The workers, as the router sees them, and the open and last requests of this key."""
+        """Return the workers as the router sees them, and this key's open and latest requests."""
         tenant = caller_of(request).tenant.id
         workers, counters, error = [], None, ""
         try:
