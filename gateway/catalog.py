@@ -125,20 +125,20 @@ class Catalog:
             card = self._resolved(name, cards)
         return ServedModel(card, await self._text(card))
 
-    def _model(self, name: str, known: Collection[str]) -> str | None:
+    def _model(self, name: str, names: Collection[str]) -> str | None:
         """Return the model of the name or alias; "" is the only model, None is an unknown one."""
-        if not name or name in known:
+        if not name or name in names:
             return name
         model = self._aliases.get(name)
-        return model if model == "" or model in known else None
+        return model if model == "" or model in names else None
 
     def _resolved(self, name: str, cards: Sequence[ModelCard]) -> ModelCard:
         """Return the card of the model that a name means, from the live `cards` and those seen
         earlier. The only model is always a live one. Raises ServiceError."""
-        known = {**self._seen, **{card.name: card for card in cards}}
-        model = self._model(name, known)
+        models = {**self._seen, **{card.name: card for card in cards}}
+        model = self._model(name, models)
         if model:
-            return known[model]
+            return models[model]
         if not cards:
             raise _no_model_served()
         if model is None and not self._any_model:

@@ -110,14 +110,14 @@ class Completions:
     ) -> tuple[list[CompletionResult[S]], Usage]:
         """Return whole choices, each with its own `scores`, and the Usage. Keeps the n of best_of
         candidates with the best mean log-probability. Raises ServiceError."""
-        held = HeldLogprobs(completion)
+        logprobs = HeldLogprobs(completion)
         if completion.rounds is not None:
-            return await self._collect_rounds(completion, scores, held)
+            return await self._collect_rounds(completion, scores, logprobs)
         runs = self._runs(completion)
         answers: dict[int, CompletionResult[S]] = {}
         async with aclosing(merge([run.events() for run in runs])) as events:
             async for delta in events:
-                held.add(delta)
+                logprobs.add(delta)
                 if delta.choice not in answers:
                     answers[delta.choice] = CompletionResult(delta.choice, scores())
                 await answers[delta.choice].add(delta)
@@ -133,7 +133,7 @@ class Completions:
         return results, replace(total, completion_tokens=completion_tokens)
 
     async def _collect_rounds(
-        self, completion: PreparedCompletion, scores: Callable[[], S], held: HeldLogprobs
+        self, completion: PreparedCompletion, scores: Callable[[], S], logprobs: HeldLogprobs
     ) -> tuple[list[CompletionResult[S]], Usage]:
         answer, usage = CompletionResult(0, scores()), Usage(0, 0, 0)
         async with aclosing(self.stream(completion)) as items:
@@ -141,6 +141,6 @@ class Completions:
                 if isinstance(item, Usage):
                     usage = item
                 else:
-                    held.add(item)
+                    logprobs.add(item)
                     await answer.add(item)
         return [answer], usage

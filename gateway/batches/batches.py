@@ -199,12 +199,12 @@ class Batches:
     @in_own_task
     async def renew(self, owner: str) -> dict[str, str]:
         """Renew all leases that the owner holds; return their batches' ids and statuses."""
-        held = (StoredBatch.owner == owner, StoredBatch.status.in_(OPEN))
+        is_held = (StoredBatch.owner == owner, StoredBatch.status.in_(OPEN))
         async with self._db.changing() as session:
             await session.execute(
-                update(StoredBatch).where(*held).values(beat=StoredBatch.beat + 1)
+                update(StoredBatch).where(*is_held).values(beat=StoredBatch.beat + 1)
             )
-            rows = await session.execute(select(StoredBatch.id, StoredBatch.status).where(*held))
+            rows = await session.execute(select(StoredBatch.id, StoredBatch.status).where(*is_held))
             return {row.id: row.status for row in rows}
 
     async def release(self, owner: str, batch_id: str) -> None:
@@ -265,8 +265,8 @@ class OwnedBatch:
         status."""
         async with self._db.changing() as session:
             await self._lock(session, total=total)
-            begun = {"status": "in_progress", "in_progress_at": int(time.time())}
-            await _changed(session, self._id, StoredBatch.status == "validating", **begun)
+            status = {"status": "in_progress", "in_progress_at": int(time.time())}
+            await _changed(session, self._id, StoredBatch.status == "validating", **status)
 
     @in_own_task
     async def lines(self, after: int, limit: int) -> list[Span]:
@@ -284,9 +284,9 @@ class OwnedBatch:
     @in_own_task
     async def add_result(self, number: int, data: bytes, ok: bool) -> None:
         """Store the result of a line."""
-        counted = StoredBatch.completed if ok else StoredBatch.failed
+        counter = StoredBatch.completed if ok else StoredBatch.failed
         async with self._db.changing() as session:
-            await self._lock(session, **{counted.key: counted + 1})
+            await self._lock(session, **{counter.key: counter + 1})
             await self._move(session, number, OUTPUT if ok else ERRORS, data)
 
     @in_own_task
@@ -338,8 +338,8 @@ class OwnedBatch:
     async def _lock(self, session: AsyncSession, **values: Any) -> None:
         """Lock the batch; raises LeaseLost unless this gateway owns it. The first statement of each
         transaction, so that other gateways wait for its end."""
-        held = (StoredBatch.owner == self._owner, StoredBatch.status.in_(OPEN))
-        if not await _changed(session, self._id, *held, **(values or {"owner": self._owner})):
+        is_owned = (StoredBatch.owner == self._owner, StoredBatch.status.in_(OPEN))
+        if not await _changed(session, self._id, *is_owned, **(values or {"owner": self._owner})):
             raise LeaseLost
 
     async def _move(self, session: AsyncSession, number: int, kind: str, data: bytes) -> None:

@@ -56,10 +56,10 @@ async def judging_ids(
     that names `param`."""
 
     async def ids(text: str, *, special: bool) -> "array[int]":
-        found = await service.texts.text_ids(
+        token_ids = await service.texts.text_ids(
             model, text, param, owner, add_special_tokens=False, parse_special=special
         )
-        return array("I", found)
+        return array("I", token_ids)
 
     prefix, suffix = await ids(BEFORE, special=True), await ids(AFTER, special=True)
     max_text_tokens = (

@@ -152,8 +152,10 @@ class RouterClient:
     def _candidates(self, refused_by: Container[RouterConnection] = ()) -> list[RouterConnection]:
         """Routers that may get a request: of the live ones that have not refused it, those found at
         the last look, or all if that leaves none."""
-        able = [session for session in self._live() if session not in refused_by]
-        return [session for session in able if session.address in self._resolved] or able
+        candidates = [session for session in self._live() if session not in refused_by]
+        return [
+            session for session in candidates if session.address in self._resolved
+        ] or candidates
 
     # --- requests
 
@@ -211,17 +213,17 @@ class RouterClient:
     def _router_for(self, inbox: _Inbox, now: float) -> RouterConnection | None:
         """A router that the request's worker has joined, else one that knows its model, else any.
         If none of the worker's routers knew the worker, the request drops its placement."""
-        able = {session.address: session for session in self._candidates(inbox.refused_by)}
+        candidates = {session.address: session for session in self._candidates(inbox.refused_by)}
         live = (session.address for session in self._live())
         joined = inbox.request.routers_of_its_worker(live)
         for address in joined:
-            if address in able:
-                return able[address]
+            if address in candidates:
+                return candidates[address]
         if joined and inbox.given_back_since is not None:
             inbox.request.drop_placement()
-        knowing = able.keys() & self._model_files.knowing(inbox.request.model, now)
-        preferred = [able[address] for address in sorted(knowing)]
-        return choose(preferred or list(able.values()), inbox.key, now)
+        knowing = candidates.keys() & self._model_files.knowing(inbox.request.model, now)
+        preferred = [candidates[address] for address in sorted(knowing)]
+        return choose(preferred or list(candidates.values()), inbox.key, now)
 
     @staticmethod
     def _detach(inbox: _Inbox) -> None:
@@ -256,18 +258,20 @@ class RouterClient:
         if inbox.session is not None:
             inbox.session.send(message)
 
-    async def pick(self, asked: PickRequest) -> PickReply:
+    async def pick(self, request: PickRequest) -> PickReply:
         """The placement of this prompt by the router that would get it; in a sharded fleet by
         another router if that one knows no worker there. Raises ServiceError UNAVAILABLE."""
         now = asyncio.get_running_loop().time()
-        like = Start(model=asked.model, cache_salt=asked.cache_salt, prompt_ids=asked.prompt_ids)
-        knowing, able = self._model_files.knowing(asked.model, now), self._candidates()
-        likely = [session for session in able if session.address in knowing] or able
-        first = choose(likely, conversation(like), now)
-        order = sorted(
-            able, key=lambda candidate: (candidate is not first, candidate not in likely)
+        start = Start(
+            model=request.model, cache_salt=request.cache_salt, prompt_ids=request.prompt_ids
         )
-        return await self._model_files.pick(_reachable(order), asked)
+        addresses, candidates = self._model_files.knowing(request.model, now), self._candidates()
+        preferred = [
+            session for session in candidates if session.address in addresses
+        ] or candidates
+        first = choose(preferred, conversation(start), now)
+        order = sorted(candidates, key=lambda c: (c is not first, c not in preferred))
+        return await self._model_files.pick(_reachable(order), request)
 
     # --- events of the sessions
 
