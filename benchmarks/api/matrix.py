@@ -209,6 +209,7 @@ OF_MESSAGES: Values = {
         {"effort": "low"},
         {"format": {"type": "json_schema", "schema": SCHEMA}},
     ],
+    "output_format": [{"type": "json_schema", "schema": SCHEMA}],
     "max_tokens": [1, 20],
     "stream": [False, True],
     "temperature": [0],
@@ -230,7 +231,7 @@ TOKENIZE: Values = {"add_special_tokens": [True, False], "return_token_strs": [F
 # What a field needs beside it, of each path that has it.
 CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
 NEEDS: dict[str, dict[str, Any]] = {
-    **{name: {"max_tokens": 48} for name in (*STRUCTURES, "output_config")},
+    **{name: {"max_tokens": 48} for name in (*STRUCTURES, "output_config", "output_format")},
     "constraint_type": {"constraint": REGEX, "max_tokens": 48},
     "text": {"max_output_tokens": 48},
     "stream_options": {"stream": True},

@@ -9,6 +9,8 @@ from pydantic_core import to_json
 from pdserve.gateway.anthropic.members import (
     ASSISTANT_BLOCKS,
     RESULT_BLOCKS,
+    SOURCE_BLOCKS,
+    SOURCES,
     SYSTEM_BLOCKS,
     USER_BLOCKS,
 )
@@ -26,27 +28,29 @@ def conversation(
     system: str | Sequence[Block] | None,
     messages: Sequence[tuple[str, str | Sequence[Block] | None]],
 ) -> list[dict[str, Any]]:
-    """Return the turns of a chat; `messages` are pairs of a role and a content.
+    """Return the turns of a chat; `messages` are pairs of a role and a content, None for a message
+    that is left out.
 
-    Consecutive messages of the assistant are one turn. Results of tools are separate turns, and
-    consecutive texts of the user are one turn, since many templates require turns to alternate.
-    Each system message is a turn in its place. Raises ServiceError for a block that is not served,
-    that belongs to another role, or that answers a call which is not there, and if the messages
-    have no content at all.
+    Consecutive messages of the assistant are one turn. Results of tools are separate turns right
+    after their calls, and consecutive texts of the user are one turn, since many templates require
+    turns to alternate. Each system message is a turn in its place. Raises ServiceError for a block
+    that is not served, that belongs to another role, or that answers a call which is not there, and
+    if the messages have no content at all.
     """
     made = _Turns()
     made.add_system(system or (), "system")
     num_rules = len(made.turns)
-    for role, run in groupby(enumerate(messages), lambda numbered: numbered[1][0]):
-        contents = [
-            (_given(content, role, f"messages[{index}].content"), f"messages[{index}].content")
-            for index, (_, content) in run
-        ]
+    shown = [
+        (role, content, f"messages[{index}].content")
+        for index, (role, content) in enumerate(messages)
+        if content is not None
+    ]
+    for role, run in groupby(shown, lambda message: message[0]):
         if role == "system":
-            for content, at in contents:
+            for _, content, at in run:
                 made.add_system(content, at)
             continue
-        blocks = chain.from_iterable(_blocks(content, at) for content, at in contents)
+        blocks = chain.from_iterable(_blocks(content, at) for _, content, at in run)
         if role == "assistant":
             made.add_assistant(blocks)
         else:
@@ -64,6 +68,7 @@ class _Turns:
         self.turns: list[dict[str, Any]] = []
         self.dropped: set[str] = set()
         self._calls: set[str] = set()  # ids of the calls so far
+        self._results_at = 0  # where the results of the last calls go
 
     def add_system(self, content: str | Sequence[Block], at: str) -> None:
         parts = self._texts(content, at, SYSTEM_BLOCKS)
@@ -98,6 +103,7 @@ class _Turns:
         if made:
             turn["tool_calls"] = made
         self.turns.append(turn)
+        self._results_at = len(self.turns)
 
     def add_user(self, blocks: Iterable[tuple[Block, str]]) -> None:
         for block, here in blocks:
@@ -124,7 +130,9 @@ class _Turns:
                 content = f"Error:\n{content}"
             else:
                 content.insert(0, {"type": "text", "text": "Error:"})
-        self.turns.append({"role": "tool", "tool_call_id": name, "content": content})
+        turn = {"role": "tool", "tool_call_id": name, "content": content}
+        self.turns.insert(self._results_at, turn)
+        self._results_at += 1
 
     def _texts(self, content: str | Sequence[Block], at: str, table: Table) -> list[Part]:
         """Return the texts as parts. Raises ServiceError for a block without a text."""
@@ -143,6 +151,8 @@ class _Turns:
         if kind == "text":
             return [_string(block, "text", at)]
         if member.fate is Fate.AS_TEXT:
+            if kind == "document":
+                block = {**block, "source": self._source(block.get("source"), f"{at}.source")}
             return [member.as_text(kind, block)]
         if member.fate is not Fate.DROPPED:
             text = f"blocks of type {quoted(kind)} are not supported by this server{where}"
@@ -150,12 +160,16 @@ class _Turns:
         self.dropped.add(kind)
         return []
 
-
-def _given(content: str | Sequence[Block] | None, role: str, at: str) -> str | Sequence[Block]:
-    """Return the content of a message, which may be null for the assistant. Raises ServiceError."""
-    if content is None and role != "assistant":
-        raise refuse(at, f"{at} is required")
-    return content or ()
+    def _source(self, source: Any, at: str) -> str:
+        """Return the text of a document's source. Raises ServiceError for one without a text."""
+        kind = _string(source, "type", at)
+        if SOURCES.get(kind, REFUSED) is REFUSED:
+            text = f"sources of type {quoted(kind)} are not supported by this server"
+            raise refuse(f"{at}.type", f"{at}.type: {text}")
+        if kind == "text":
+            return _string(source, "data", at)
+        parts = self._texts(source.get("content") or (), f"{at}.content", SOURCE_BLOCKS)
+        return "\n".join(part["text"] for part in parts)
 
 
 def _arguments(given: Any) -> Any:

@@ -5,54 +5,49 @@ MessagesBody in schema.py has the fields that are served.
 
 from typing import Any
 
+from pdserve.gateway.http import fields
 from pdserve.gateway.http.validation import NOTHING
 
 # fmt: off
-# Refused unless the value is one of these.
+# Refused unless the value is one of these, or the field is served.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            # Anthropic, with betas
-            "compaction", "fallbacks", "thread", "user_profile_id",
-            "context_management",  # edits that only clear reasoning are accepted (schema.py)
-            # OpenAI, vLLM
-            "seed", "stop", "logit_bias", "logprobs", "top_logprobs", "functions", "input",
-            "instructions", "prompt", "max_completion_tokens", "max_output_tokens", "reasoning",
-            "reasoning_effort", "chat_template_kwargs", "structured_outputs", "stop_token_ids",
-            "cache_salt",
-        ),
-        NOTHING,
-    ),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (*NOTHING, 0)),
-    "repetition_penalty": (*NOTHING, 1),
-    "response_format": (*NOTHING, {"type": "text"}),
-    "n": (None, 1),
+    **fields.REFUSED,
+    **dict.fromkeys(("compaction", "fallbacks", "thread", "user_profile_id"), NOTHING),
     "speed": (None, "standard"),
 }
 
-# They change no answer of this server. The provider's own tools run in a container.
+# They change no answer of this server. The provider's own tools run in a container, and prompts are
+# never shortened.
 IGNORED: frozenset[str] = frozenset(
     (
         "service_tier", "cache_control", "container", "diagnostics", "inference_geo", "betas",
-        "billing_policy", "fallback_credit_token", "workspace_id",
+        "billing_policy", "fallback_credit_token", "workspace_id", "context_management",
     )
 )
 
 # They offer tools that cannot be run here.
 LEFT_OUT: frozenset[str] = frozenset(("mcp_servers",))
 
-# OpenAI's names for fields that this API names differently.
+# Names of other APIs for fields that this one names differently.
 INSTEAD: dict[str, str] = {
-    "stop": "stop_sequences",
-    "max_completion_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "response_format": "output_config.format",
-    "structured_outputs": "output_config.format",
+    **{
+        name: {"stop": "stop_sequences"}.get(other, other)
+        for name, other in {**fields.OTHER_NAMES, "stop": "stop"}.items()
+        if other in ("stop", "max_tokens", "tools", "tool_choice")
+    },
+    **dict.fromkeys(
+        ("response_format", "structured_outputs", "guided_json", "json_schema", "format"),
+        "output_config.format",
+    ),
+    **dict.fromkeys(
+        ("thinking_token_budget", "thinking_budget", "reasoning_budget"), "thinking.budget_tokens"
+    ),
     "input": "messages",
     "prompt": "messages",
     "instructions": "system",
-    "functions": "tools",
     "reasoning": "thinking",
     "reasoning_effort": "output_config.effort",
+    "include_reasoning": "thinking.display",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 # fmt: on

@@ -33,13 +33,20 @@ _HISTORY: dict[str, Member] = {
     "tool_addition": DROPPED,  # every tool of the request is offered from the start
     "tool_removal": REFUSED,
     "image": REFUSED,
-    "document": REFUSED,
     "container_upload": REFUSED,
 }  # fmt: skip
 _TEXTS: dict[str, Member] = {
     "text": SERVED,
     "search_result": kept("title", "source", "content", of_client=True),
+    "document": kept("title", "context", "source", of_client=True),
 }
+# Of documents. The text of a source that is served is kept.
+SOURCES: Table = {
+    "text": SERVED,
+    "content": SERVED,
+    **dict.fromkeys(("base64", "url", "file"), REFUSED),
+}
+SOURCE_BLOCKS: Table = {"text": SERVED, "image": REFUSED}
 USER_BLOCKS: Table = {
     **_TEXTS,
     "tool_result": SERVED,
@@ -65,7 +72,6 @@ RESULT_BLOCKS: Table = {
     "tool_reference": kept("tool_name"),
     "browser_state": kept("tabs", "state_changes"),
     "image": REFUSED,
-    "document": REFUSED,
 }
 
 # A tool in no row is the provider's, and left out.
@@ -90,10 +96,15 @@ TOOLS: Table = {
 TOOL_CHOICES: Table = {"auto": SERVED, "any": SERVED, "tool": SERVED, "none": SERVED}
 THINKING: Table = {
     "enabled": SERVED,
+    "auto": SERVED,  # another name of "adaptive"
     "adaptive": SERVED,
     "disabled": SERVED,
     "between_tools": HINT,
 }
+# Of context_management. Prompts are never shortened.
+EDITS: Table = dict.fromkeys(
+    ("clear_tool_uses_20250919", "clear_thinking_20251015", "compact_20260112"), HINT
+)
 
 UNIONS: dict[str, Table] = {
     "roles": ROLES,
@@ -101,7 +112,10 @@ UNIONS: dict[str, Table] = {
     "blocks of the assistant": ASSISTANT_BLOCKS,
     "blocks of a system message": SYSTEM_BLOCKS,
     "blocks of a tool's result": RESULT_BLOCKS,
+    "sources of a document": SOURCES,
+    "blocks of a document's content": SOURCE_BLOCKS,
     "tools": TOOLS,
     "tool choices": TOOL_CHOICES,
     "thinking": THINKING,
+    "edits of the context": EDITS,
 }

@@ -1,22 +1,16 @@
 """Request bodies of Anthropic's API: strict types here, bounds in gateway/sampling.py."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.anthropic.conversation import conversation
 from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.anthropic.fields import LEFT_OUT as LEFT_OUT_FIELDS
 from pdserve.gateway.anthropic.members import ROLES, THINKING, TOOL_CHOICES, TOOLS
-from pdserve.gateway.http.thinking import Think, ThinkingChoice, ollama_thinking, thinking_variables
+from pdserve.gateway.http.thinking import Effort, ThinkingBody, ThinkingFields
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
     ArgumentSchema,
@@ -26,26 +20,19 @@ from pdserve.gateway.http.validation import (
     ToolDescription,
     ToolName,
     check_tools,
-    first_error,
     parse_body,
+    parsed,
 )
 from pdserve.gateway.requests.members import LEFT_OUT, Fate, note
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.requests.tool_use import Tool, ToolUse
 from pdserve.gateway.sampling import bounded, refuse
-from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.text.messages import TemplateInput, suggested_variables
 from pdserve.services.host.errors import quoted
 
 MAX_MESSAGES = 4096
 StopSequence = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
-
-
-class MessageTurn(StrictModel):
-    """One message."""
-
-    role: Literal[*ROLES]  # type: ignore[valid-type]
-    content: TextOrObjects | None = None
 
 
 class AnthropicTool(StrictModel):
@@ -78,11 +65,10 @@ def _as_object(choice: Any) -> Any:
     return {"type": {"required": "any"}.get(choice, choice)} if isinstance(choice, str) else choice
 
 
-class Thinking(StrictModel):
+class Thinking(ThinkingBody):
     """Without it the model's template decides whether the model thinks."""
 
     type: Literal[*THINKING]  # type: ignore[valid-type]
-    budget_tokens: int | None = Field(None, ge=0)
     display: Any = None  # "omitted" hides the reasoning; any other value shows it
 
 
@@ -96,11 +82,27 @@ class OutputFormat(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort = None
     format: OutputFormat | None = None
 
 
-class CountBody(StrictModel):
+class TurnConfig(OutputConfig):
+    """The configuration from a system message on."""
+
+    format: None = None  # only the request has one
+
+
+class MessageTurn(StrictModel):
+    """One message."""
+
+    role: Literal[*ROLES]  # type: ignore[valid-type]
+    content: TextOrObjects | None = None
+    # Of system messages
+    output_config: TurnConfig | None = None
+    clear_at: Literal["next_user_message", "never"] | None = None  # what ends it
+
+
+class CountBody(ThinkingFields):
     """Body of /v1/messages/count_tokens, and what other bodies share with it."""
 
     model: ModelName = ""
@@ -112,14 +114,12 @@ class CountBody(StrictModel):
         Thinking | None,
         BeforeValidator(_as_thinking, json_schema_input_type=bool | Thinking | None),
     ] = None
-    enable_thinking: bool | None = None  # Qwen, vLLM
-    think: Think = None  # Ollama
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # an earlier output_config.format
 
     def conversation(self) -> TemplateInput:
         """Return the conversation. Continues a last assistant message. Raises ServiceError."""
-        messages = [(turn.role, turn.content) for turn in self.messages]
-        turns = conversation(self.system, messages)
+        turns = conversation(self.system, list(self._shown()))
         last = turns[-1]
         continues = last["role"] == "assistant"
         if continues and last.get("tool_calls"):
@@ -131,6 +131,20 @@ class CountBody(StrictModel):
             continue_final_message=continues,
             suggested=self._template_variables(),
         )
+
+    def _shown(self) -> Iterator[tuple[str, Any]]:
+        """Yield the role and the content of each message; None if there is nothing to show. Raises
+        ServiceError for a missing content."""
+        last_user = max(
+            (n for n, turn in enumerate(self.messages) if turn.role == "user"), default=0
+        )
+        for number, turn in enumerate(self.messages):
+            missing = turn.content is None and turn.role != "assistant"
+            if missing and not (turn.output_config and turn.output_config.effort):
+                at = f"messages[{number}].content"
+                raise refuse(at, f"{at} is required")
+            cleared = turn.clear_at == "next_user_message" and number < last_user
+            yield turn.role, None if missing or cleared else turn.content or ()
 
     def tool_use(self) -> ToolUse | None:
         """Return the use of tools, None without tools. Raises ServiceError."""
@@ -154,23 +168,17 @@ class CountBody(StrictModel):
 
     def structure(self) -> Structure | None:
         form = self.output_config.format if self.output_config else None
-        if form is None:
-            return None
-        return Structure("json_schema", form.schema_, "output_config.format.schema")
+        name = "output_config.format" if form else "output_format"
+        form = form or self.output_format
+        return Structure("json_schema", form.schema_, f"{name}.schema") if form else None
 
     def _template_variables(self) -> dict[str, Any]:
         """Return the template variables, where the template allows them. Raises ServiceError for
         fields that contradict each other."""
-        thinks = self.thinking.type != "disabled" if self.thinking else None
-        fields = [
-            ThinkingChoice("thinking", thinks),
-            ThinkingChoice("enable_thinking", self.enable_thinking),
-            ollama_thinking(self.think),
-        ]
-        variables = thinking_variables(fields)
-        if self.output_config and self.output_config.effort:  # also for answers without reasoning
-            variables["reasoning_effort"] = self.output_config.effort
-        return variables
+        configs = (self.output_config, *(turn.output_config for turn in self.messages))
+        efforts = [config.effort for config in configs if config and config.effort]
+        last = efforts[-1] if efforts else None  # counts for answers without reasoning, too
+        return suggested_variables(last, None) | self.thinking_variables()
 
 
 def _or_unbounded(schema: dict[str, Any]) -> None:
@@ -240,13 +248,10 @@ def _parse_tools(given: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
         if fate is Fate.REFUSED:
             text = f"{quoted(kind)} is not supported by this server, only tools of the client"
             raise refuse(f"{at}.type", f"{at}.type: {text}")
-        try:
-            parsed = AnthropicTool.model_validate(tool)
-        except ValidationError as error:
-            raise first_error(error, at) from None
-        if parsed.name in tools:
-            raise refuse(f"{at}.name", f"{at}.name: two tools are called {quoted(parsed.name)}")
-        tools[parsed.name] = parsed.as_tool(index)
+        one = parsed(AnthropicTool, tool, at)
+        if one.name in tools:
+            raise refuse(f"{at}.name", f"{at}.name: two tools are called {quoted(one.name)}")
+        tools[one.name] = one.as_tool(index)
     note(Fate.LEFT_OUT, "tools", left_out)
     found = list(tools.values())
     check_tools(found)
@@ -267,18 +272,6 @@ B = TypeVar("B", bound=CountBody)
 
 
 def _parse(kind: type[B], body: Mapping[str, Any], ignored: Collection[str]) -> B:
-    if _only_clears_thoughts(body.get("context_management")):
-        body = {name: value for name, value in body.items() if name != "context_management"}
     return parse_body(
         kind, body, refused=REFUSED, ignored=ignored, instead=INSTEAD, left_out=LEFT_OUT_FIELDS
-    )
-
-
-def _only_clears_thoughts(management: Any) -> bool:
-    """Return whether all edits only clear reasoning. Templates decide about earlier reasoning, and
-    nothing else is ever cleared here."""
-    edits = management.get("edits") if isinstance(management, dict) else None
-    return isinstance(edits, list) and all(
-        isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking_")
-        for edit in edits
     )

@@ -1,7 +1,8 @@
 """Converts clients' texts to token ids of a model and back, within what the model can take."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
@@ -9,9 +10,9 @@ from typing import TypeVar
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.sampling import client_errors, context_overflow, refuse
-from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.text.errors import TextError, TooLong
 from pdserve.gateway.text.messages import TemplateInput
-from pdserve.services.host.errors import quoted
+from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.rate_limits import RateLimits
 
@@ -53,7 +54,7 @@ class ModelTexts:
         chars = sum(len(str(message.get("content") or "")) for message in conversation.messages)
         most = _most_chars(chars, model, conversation.messages_field)
         await self._rates.check_text(owner)
-        with client_errors():
+        with _prompt_errors(model, conversation.messages_field):
             return await model.text.processes.chat_ids(owner, conversation, max_len=most)
 
     def _with_parser(self, model: ServedModel, conversation: TemplateInput) -> TemplateInput:
@@ -82,7 +83,7 @@ class ModelTexts:
         """Return the token ids of a text; special tokens in it are parsed or taken as text."""
         most = _most_chars(len(text), model, param)
         await self._rates.check_text(owner)
-        with client_errors():
+        with _prompt_errors(model, param):
             return await model.text.processes.text_ids(
                 owner,
                 text,
@@ -172,5 +173,20 @@ def _most_chars(count: int, model: ServedModel, param: str) -> int:
     """Return a prompt's most characters. Raises ServiceError if `count` is more."""
     most = int(model.card.context_len) * CHARS_PER_TOKEN
     if count > most:
-        raise context_overflow(model.card, -(-count // CHARS_PER_TOKEN), param)  # at least so many
+        raise _overflow(count, model, param)
     return most
+
+
+@contextmanager
+def _prompt_errors(model: ServedModel, param: str) -> Iterator[None]:
+    """Convert a TextError about a prompt to the APIs' ServiceError."""
+    with client_errors():
+        try:
+            yield
+        except TooLong as error:
+            raise _overflow(error.length, model, param) from error
+
+
+def _overflow(num_chars: int, model: ServedModel, param: str) -> ServiceError:
+    """Return the error for a prompt with too many characters: it has at least so many tokens."""
+    return context_overflow(model.card, -(-num_chars // CHARS_PER_TOKEN), param)

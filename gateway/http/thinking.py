@@ -2,15 +2,28 @@
 variables of chat templates, and a bound on the tokens of reasoning.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from pdserve.gateway.http.validation import StrictModel
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.text.messages import EFFORTS, suggested_variables
+
+_OF_MODEL = ("auto", "default")  # efforts that leave the choice to the model's template
+Effort = Annotated[
+    Literal[*EFFORTS, *_OF_MODEL] | None,  # type: ignore[valid-type]
+    AfterValidator(lambda effort: None if effort in _OF_MODEL else effort),
+]
+"""How much a model thinks; null, "auto" and "default" do not say."""
 
 
 class ThinkingBody(StrictModel):
@@ -24,10 +37,15 @@ class ReasoningBody(StrictModel):
     """OpenRouter's form."""
 
     enabled: bool | None = None
-    effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
+    effort: Effort = None
     max_tokens: int | None = Field(None, ge=0)
     exclude: bool | None = None  # leave reasoning out of the answer
-    summary: Literal["auto", "concise", "detailed"] | None = None  # all of it is shown
+    summary: Any = None  # all of it is shown; in /v1/responses as the summary, too, unless null
+
+    def choice(self) -> "ThinkingChoice":
+        """Return the choice. A bound on reasoning enables it."""
+        enabled = True if self.enabled is None and self.max_tokens is not None else self.enabled
+        return ThinkingChoice("reasoning", enabled, self.effort, self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +94,7 @@ def thinking_variables(fields: Iterable[ThinkingChoice]) -> dict[str, Any]:
         effort = field.field if field.effort not in (None, "none") else effort
         if disabled and effort:
             other = disabled if effort == field.field else effort
+            other = "itself" if other == field.field else other
             raise refuse(field.field, f"{field.field} contradicts {other}")
         values = suggested_variables(field.effort, None)
         if field.enabled is not None:
@@ -85,6 +104,17 @@ def thinking_variables(fields: Iterable[ThinkingChoice]) -> dict[str, Any]:
                 raise refuse(field.field, f"{field.field} contradicts {sources[name]}")
             sources.setdefault(name, field.field)
     return variables
+
+
+def thinking_budget(bounds: Mapping[str, int]) -> dict[str, Any]:
+    """Return the only bound on reasoning tokens as fields of RequestedSampling; `bounds`: by the
+    field that sets each. -1 means no bound. Raises ServiceError for several bounds."""
+    names = list(bounds)
+    if len(names) > 1:
+        raise refuse(names[1], f"give either {names[0]} or {names[1]}")
+    if not names or bounds[names[0]] == -1:
+        return {}
+    return {"thinking_budget": bounds[names[0]], "thinking_budget_field": names[0]}
 
 
 class ThinkingFields(StrictModel):

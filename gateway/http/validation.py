@@ -18,10 +18,10 @@ from pydantic import (
     model_validator,
 )
 
-from pdserve.gateway.requests.members import Fate, note
+from pdserve.gateway.requests.members import REFUSED, SERVED, Fate, Table, note
 from pdserve.gateway.requests.tool_use import Tool
 from pdserve.gateway.sampling import refuse
-from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
+from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut, quoted
 
 log = logging.getLogger("pdserve.gateway.http")
 
@@ -115,7 +115,7 @@ def check_tools(tools: Sequence[Tool]) -> None:
 ArgumentSchema = Annotated[dict[str, Any], AfterValidator(_bounded)]
 """The JSON schema of a tool's arguments."""
 
-ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 ToolDescription = Annotated[str, StringConstraints(max_length=1 << 16)]
 
 
@@ -196,14 +196,14 @@ def parse_body(
     instead: Mapping[str, str],
     left_out: Collection[str] = (),
 ) -> M:
-    """Parse a body with the fields of `kind`. A `refused` field may have only the values listed for
-    it, which request nothing; `instead` names what to use for it. A `left_out` field is ignored,
-    and named in the log. Unknown fields are ignored. Raises ServiceError INVALID_ARGUMENT naming
-    the first wrong field.
+    """Parse a body with the fields of `kind`. A `refused` field that is neither among them nor
+    `ignored` may have only the values listed for it, which request nothing; `instead` names what to
+    use for it. A `left_out` field is ignored, and named in the log. Unknown fields are ignored.
+    Raises ServiceError INVALID_ARGUMENT naming the first wrong field.
     """
     check_num_fields(body)
     for name, value in body.items():
-        if name in kind.model_fields or name not in refused:
+        if name in kind.model_fields or name in ignored or name not in refused:
             continue
         if not asks_nothing(value, refused[name]):
             hint = f"; use {instead[name]}" if name in instead else ""
@@ -215,12 +215,27 @@ def parse_body(
 def parse_fields(kind: type[M], body: Mapping[str, Any], known: Collection[str]) -> M:
     """Parse the fields of `kind`. Others are ignored, and named in the log unless they are `known`.
     Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
-    try:
-        parsed = kind.model_validate(body)
-    except ValidationError as error:
-        raise first_error(error) from None
+    model = parsed(kind, body)
     _log_unknown(set(body) - kind.model_fields.keys() - set(known))
-    return parsed
+    return model
+
+
+def parsed(kind: type[M], value: Any, at: str = "") -> M:
+    """Return a checked value; `at` is its place in the request. Raises ServiceError
+    INVALID_ARGUMENT naming the first wrong field."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise first_error(error, at) from None
+
+
+def check_served(table: Table, kind: str, at: str) -> None:
+    """Check that a member of a union is not refused. Raises ServiceError that names what is
+    served."""
+    if table.get(kind, REFUSED).fate is Fate.REFUSED:
+        served = ", ".join(quoted(name) for name, member in table.items() if member is SERVED)
+        text = f"{quoted(kind)} is not supported by this server, only {served}"
+        raise refuse(f"{at}.type", f"{at}.type: {text}")
 
 
 def check_num_fields(body: Mapping[str, Any]) -> None:

@@ -6,33 +6,45 @@ The bodies in schema.py have the fields that are served.
 
 from typing import Any
 
+from pdserve.gateway.http import fields
 from pdserve.gateway.http.validation import NOTHING
 
 # fmt: off
 # Refused unless the value is one of these.
-REFUSED: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    (
-        "suffix", "template", "context", "images", "width", "height", "steps",
-        # OpenAI's names for fields of `options` or `format`
-        "max_tokens", "max_completion_tokens", "response_format", "tool_choice",
-    ),
-    NOTHING,
+UNSERVED: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("suffix", "template", "context", "images", "width", "height", "steps"), NOTHING
 )
+
+# The same where an answer is generated, unless the field is served.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **fields.REFUSED,
+    **UNSERVED,
+    "tool_choice": (*NOTHING, "auto"),
+}
 
 # Hints: how long a model stays loaded, and how Ollama handles a prompt that is too long.
 IGNORED: frozenset[str] = frozenset(("keep_alive", "truncate", "shift"))
 
+_LIMITS = ("max_tokens", *(n for n, other in fields.OTHER_NAMES.items() if other == "max_tokens"))
 INSTEAD: dict[str, str] = {
-    "max_tokens": "options",
-    "max_completion_tokens": "options",
-    "response_format": "format",
+    **dict.fromkeys(
+        (
+            *_LIMITS, "temperature", "top_k", "top_p", "min_p", "seed", "random_seed", "stop",
+            "stop_sequences", "repeat_penalty", "repetition_penalty", "repeat_last_n",
+            "presence_penalty", "frequency_penalty",
+        ),
+        "options",
+    ),
+    **dict.fromkeys(
+        ("response_format", "structured_outputs", "guided_json", "json_schema"), "format"
+    ),
+    **dict.fromkeys(("reasoning", "reasoning_effort"), "think"),
 }
 
-# Fields of `options`.
-REFUSED_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "mirostat": (None, 0),
-    "tfs_z": (None, 1.0),
-    "typical_p": (None, 1.0),
+# For fields of `options`, which are refused as the others are.
+INSTEAD_OPTIONS: dict[str, str] = {
+    **dict.fromkeys(_LIMITS, "num_predict"),
+    "repetition_penalty": "repeat_penalty",
 }
 
 # Options for how Ollama loads and runs a model.

@@ -14,15 +14,17 @@ from pydantic import (
 )
 
 from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
-from pdserve.gateway.http.thinking import Think, ollama_thinking, thinking_variables
+from pdserve.gateway.http import fields
+from pdserve.gateway.http.thinking import ThinkingFields
 from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, parse_body
 from pdserve.gateway.ollama.conversation import OllamaMessage, conversation
 from pdserve.gateway.ollama.fields import (
     IGNORED,
     IGNORED_OPTIONS,
     INSTEAD,
+    INSTEAD_OPTIONS,
     REFUSED,
-    REFUSED_OPTIONS,
+    UNSERVED,
 )
 from pdserve.gateway.openai.bodies.schema import MAX_MESSAGES
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
@@ -110,14 +112,14 @@ class NamedModel(StrictModel):
     model: str | None = None
 
 
-class OllamaGeneration(NamedModel):
+class OllamaGeneration(ThinkingFields, NamedModel):
     """What both routes take that generate text."""
 
     conversation_field: ClassVar[str]
+    system: str | None = None  # before the conversation
     stream: bool | None = None  # true
     format: Format = None
     options: OllamaOptions | None = None
-    think: Think = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -135,12 +137,14 @@ class OllamaGeneration(NamedModel):
         turns = self.turns()
         if not turns:
             return None
+        if self.system:
+            turns = [{"role": "system", "content": self.system}, *turns]
         continues = turns[-1]["role"] == "assistant" and not turns[-1].get("tool_calls")
         template = TemplateInput(
             turns,
             add_generation_prompt=not continues,
             continue_final_message=continues,
-            suggested=thinking_variables([ollama_thinking(self.think)]),
+            suggested=self.thinking_variables(),
             messages_field=self.conversation_field,
         )
         return ChatCompletionRequest(
@@ -153,6 +157,7 @@ class OllamaGeneration(NamedModel):
             raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
         options = self.options or OllamaOptions.model_validate({})
         limit = options.num_predict or 0
+        ((bound, budget),) = self.thinking_bounds().items() or (("", None),)
         return RequestedSampling(
             temperature=options.temperature,
             top_k=options.top_k,
@@ -163,6 +168,8 @@ class OllamaGeneration(NamedModel):
             max_tokens=limit if limit > 0 else None,
             max_tokens_field="options.num_predict",
             structure=self._structure(),
+            thinking_budget=budget,
+            thinking_budget_field=bound,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             logprobs_field="top_logprobs",
             **options.penalties(),
@@ -200,22 +207,19 @@ class OllamaGenerateBody(OllamaGeneration):
 
     conversation_field = "prompt"
     prompt: str | None = None
-    system: str | None = None
     raw: bool | None = None  # the prompt is text to continue, without a chat template
 
     def request(self) -> ChatCompletionRequest | TextCompletionRequest | None:
         if not (self.raw and self.prompt):
             return super().request()
-        for name, value in (("system", self.system), ("think", self.think)):
+        thinks = {choice.field: choice.enabled for choice in self._thinking_fields()}
+        for name, value in {"system": self.system, **thinks}.items():
             if value:
                 raise refuse(name, f"{name} needs a chat template, and raw: true has none")
         return TextCompletionRequest(self.model or "", [self.prompt], self.sampling())
 
     def turns(self) -> list[dict[str, Any]]:
-        if not self.prompt:
-            return []
-        turns = [("system", self.system), ("user", self.prompt)]
-        return [{"role": role, "content": text} for role, text in turns if text]
+        return [{"role": "user", "content": self.prompt}] if self.prompt else []
 
 
 class OllamaEmbedBody(NamedModel):
@@ -264,17 +268,19 @@ B = TypeVar("B", bound=NamedModel)
 
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
     """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    generates = issubclass(kind, OllamaGeneration)
     options = body.get("options")
-    if issubclass(kind, OllamaGeneration) and isinstance(options, Mapping):
+    if generates and isinstance(options, Mapping):
         try:
             parse_body(
                 OllamaOptions,
                 options,
-                refused=REFUSED_OPTIONS,
+                refused=fields.REFUSED,
                 ignored=IGNORED_OPTIONS,
-                instead={},
+                instead=INSTEAD_OPTIONS,
             )
         except ServiceError as error:
             at = "options." if error.param else "options: "
             raise refuse(f"options.{error.param}".rstrip("."), at + error.message) from None
-    return parse_body(kind, body, refused=REFUSED, ignored=IGNORED, instead=INSTEAD)
+    refused = REFUSED if generates else UNSERVED
+    return parse_body(kind, body, refused=refused, ignored=IGNORED, instead=INSTEAD)

@@ -5,10 +5,10 @@ Pure. Invariant: the pieces of an input add up to the same text however its JSON
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
-from pydantic_core import from_json, to_json
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError, from_json, to_json
 
 from pdserve.gateway.http.validation import StrictModel
 from pdserve.gateway.requests.tool_use import Tool
@@ -21,30 +21,45 @@ _ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|[^u])")
 _ESCAPED = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
+def _of_grammar(value: str | None, info: ValidationInfo) -> str | None:
+    if not value and info.data.get("type") == "grammar":
+        raise PydanticCustomError("missing", "is required")
+    return value
+
+
 class CustomFormat(StrictModel):
     """What the input has to match. A regular expression is kept to; a Lark grammar is shown to
     the model."""
 
     type: Literal["text", "grammar"] = "text"
-    syntax: Literal["lark", "regex"] | None = None
-    definition: str = Field("", max_length=1 << 15)
+    syntax: Annotated[Literal["lark", "regex"] | None, AfterValidator(_of_grammar)] = Field(
+        None, validate_default=True
+    )
+    definition: Annotated[str, AfterValidator(_of_grammar)] = Field(
+        "", max_length=1 << 15, validate_default=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, value: Any) -> Any:
+        """Accept a grammar that is nested in an object, as in chat requests, or has no type."""
+        if not isinstance(value, dict):
+            return value
+        if isinstance(value.get("grammar"), dict):
+            value = {**value, **value["grammar"]}
+        if value.get("type") is None and value.keys() & {"syntax", "definition"}:
+            value = {**value, "type": "grammar"}
+        return value
 
 
-def custom_tool(
-    name: str,
-    description: str,
-    form: CustomFormat | None,
-    param: str = "",
-    definition: str = "definition",
-) -> Tool:
-    """Return the function that the model is offered. `param`: the request's field with `form`,
-    which has its grammar in the field `definition`."""
+def custom_tool(name: str, description: str, form: CustomFormat | None, param: str = "") -> Tool:
+    """Return the function that the model is offered. `param`: the request's field with `form`."""
     value: dict[str, Any] = {"type": "string"}
     strict, place = False, ""
     if form is not None and form.type == "grammar":
         if form.syntax == "regex":
             value["pattern"] = f"^(?:{form.definition})$"
-            strict, place = True, f"{param}.{definition}"
+            strict, place = True, f"{param}.definition"
         else:
             description = f"{description}\n\nThe input matches this Lark grammar:\n"
             description = (description + form.definition).strip()
@@ -60,6 +75,13 @@ def custom_tool(
 def custom_arguments(text: str) -> str:
     """Return the arguments of the function, for an input."""
     return to_json({INPUT: text}).decode()
+
+
+def written(value: Any) -> str:
+    """Return the input or the arguments of an earlier call as a text."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else to_json(value).decode()
 
 
 class CustomInput:
@@ -88,19 +110,20 @@ class CustomInput:
         return self._read()
 
     def finish(self) -> str:
-        """Return the input of arguments in another form: their only text, or all of them."""
+        """Return the input of arguments in another form: their only text, or all of them as they
+        are written."""
         if self._begun:
             return ""
         raw = "".join(self._other or [self._raw])
-        try:
-            value = from_json(raw, allow_partial=True)
-        except ValueError:
-            return raw
-        if isinstance(value, Mapping):
-            texts = [value[INPUT]] if INPUT in value else list(value.values())
-            if len(texts) == 1 and isinstance(texts[0], str):
-                return texts[0]
-        return "" if value == {} else raw
+        value = _parsed(raw, "trailing-strings")
+        if value == {}:
+            return ""
+        text = value.get(INPUT) if isinstance(value, Mapping) else None
+        if text is None:
+            whole = _parsed(raw, False)  # another field counts only if no more can follow
+            if isinstance(whole, Mapping) and len(whole) == 1:
+                (text,) = whole.values()
+        return text if isinstance(text, str) else raw
 
     def _read(self) -> str:
         """Return the text up to its end, or to an incomplete escape."""
@@ -133,6 +156,13 @@ class CustomInput:
             at = end
         self._raw = raw[at:]
         return "".join(found)
+
+
+def _parsed(raw: str, partial: Literal[False, "trailing-strings"]) -> Any:
+    try:
+        return from_json(raw, allow_partial=partial)
+    except ValueError:
+        return None
 
 
 def _unescaped(escape: str) -> str:

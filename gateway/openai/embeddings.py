@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.content.model_texts import check_ids, check_room, kept_ids
 from pdserve.gateway.http.answers.json_text import JsonPieces, array_json, object_json
+from pdserve.gateway.http.fields import OF_ALL
 from pdserve.gateway.http.validation import ModelName
 from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import OwnedBody
@@ -34,7 +35,7 @@ def _inputs(value: Any) -> Any:
 class EmbeddingBody(OwnedBody):
     """Body of /v1/embeddings."""
 
-    generates = True
+    checked = OF_ALL
     model: ModelName = ""
     input: Annotated[
         Any, AfterValidator(_inputs), WithJsonSchema(described.texts_or_ids(MAX_INPUTS))

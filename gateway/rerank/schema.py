@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from pdserve.gateway.http.fields import OF_ALL
 from pdserve.gateway.http.validation import ModelName
 from pdserve.gateway.openai.bodies.body import OwnedBody
 from pdserve.gateway.rerank.scores import ScoreRequest
@@ -48,7 +49,7 @@ Texts = Annotated[
 class ScoringBody(OwnedBody):
     """The fields that both have."""
 
-    generates = True
+    checked = OF_ALL
     model: ModelName = ""
     instruction: str | None = Field(None, min_length=1)  # to a reranker
     truncate_prompt_tokens: int | None = None

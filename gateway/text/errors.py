@@ -9,5 +9,13 @@ class TextError(Exception):
         self.param = param
 
 
+class TooLong(TextError):
+    """A prompt is too long: it has `length` tokens, or as many characters."""
+
+    def __init__(self, message: str, length: int) -> None:
+        super().__init__(message)
+        self.length = length
+
+
 class UnsupportedTokenizer(Exception):
     """A model's tokenizer or chat template cannot be used; `str(error)` is the reason."""

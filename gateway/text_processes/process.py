@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from pdserve.gateway.requests.structure import Structure
-from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
+from pdserve.gateway.text.errors import TextError, TooLong, UnsupportedTokenizer
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.reasoning import reasoning_family_of
@@ -220,7 +220,9 @@ def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
             answer = _answer(asked, model, limits)
         except TextError as error:
             # Cut: the error may quote the client.
-            answer = TextMessage({"error": cut(str(error), MAX_QUOTED), "param": error.param})
+            head = {"error": cut(str(error), MAX_QUOTED), "param": error.param}
+            length = {"length": error.length} if isinstance(error, TooLong) else {}
+            answer = TextMessage({**head, **length})
         except MemoryError:
             text = f"the {subject(asked)} needs too much memory to be prepared"
             answer = TextMessage({"error": text, "last": True})
@@ -248,8 +250,8 @@ def _answer(asked: TextMessage, model: TextModel, limits: TextLimits) -> TextMes
         _set_timer(PROMPT_SIGNAL, limits.prompt_s)
         return with_ids([model.tokenizer.encode_within(text) for text in head["texts"]])
     ids = _prompt(asked, model, limits)
-    if len(ids) > head["max_len"]:  # only a hostile template exceeds this
-        raise TextError(f"the prompt has {len(ids)} tokens")
+    if len(ids) > head["max_len"]:
+        raise TooLong(f"the prompt has {len(ids)} tokens", len(ids))
     return with_ids([ids])
 
 
@@ -269,7 +271,7 @@ def _prompt(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[in
     _set_timer(RENDER_SIGNAL, 0)
     length = len(rendered.text)
     if length > head["max_len"]:  # in characters; tokenizing more would take seconds
-        raise TextError(f"the chat template writes {length} characters, which cannot fit")
+        raise TooLong(f"the chat template writes {length} characters, which cannot fit", length)
     _set_timer(PROMPT_SIGNAL, limits.prompt_s)
     return model.tokenizer.encode_rendered(rendered)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.text.errors import TextError, TooLong
 from pdserve.services.host.errors import MAX_QUOTED, cut
 
 FORK = b"f"  # to the process of a model, with the socket of a new child
@@ -126,6 +126,11 @@ def answered(answer: "TextMessage", max_bytes: int) -> bytes:
         texts = [answer.head["error"], answer.head.get("param", "")]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("an error that is no text")
+        if "length" in answer.head:
+            length = answer.head["length"]
+            if type(length) is not int or length < 1:
+                raise ValueError("an error of a length that is no number")
+            raise TooLong(cut(texts[0], MAX_QUOTED), length)
         raise TextError(*(cut(text, MAX_QUOTED) for text in texts))
     if len(answer.parts) != 1:
         raise ValueError(f"an answer of {len(answer.parts)} pieces")

@@ -81,7 +81,7 @@ def bodies(url: str) -> dict[str, tuple[str, str, dict[str, Any]]]:
         ),
         "document source": (
             MESSAGES,
-            part,
+            part.replace(".type", ".source.type"),
             {"messages": user({"type": "document", "source": source}), "max_tokens": 5},
         ),
         "image of Ollama's": (

@@ -23,7 +23,7 @@ from systems.eventually import LIMIT_S, eventually
 from systems.text_pools import LIMITS, Pool, text_processes, workers
 
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
-from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
+from pdserve.gateway.text.errors import TextError, TooLong, UnsupportedTokenizer
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.vocabulary import TextCard
@@ -212,14 +212,16 @@ async def test_a_text_process_knows_no_secret_of_the_gateway(
 
 async def test_more_tokens_than_any_prompt_has_stay_there(pool: Pool) -> None:
     text = await loaded(pool)
-    with pytest.raises(TextError, match="the prompt has 13 tokens"):
+    with pytest.raises(TooLong, match="the prompt has 13 tokens") as error:
         await text.processes.text_ids(b"", "a" * 12, add_special_tokens=False, max_len=11)
+    assert error.value.length == 13
 
 
 async def test_more_characters_than_any_prompt_has_are_not_tokenized(pool: Pool) -> None:
     text = await loaded(pool, "{{ 'a' * 2000000 }}")
-    with pytest.raises(TextError, match="writes 2000000 characters, which cannot fit"):
+    with pytest.raises(TooLong, match="writes 2000000 characters, which cannot fit") as error:
         await chat(text)
+    assert error.value.length == 2_000_000
 
 
 async def test_prompts_are_many_and_processes_few(pool: Pool) -> None:

@@ -13,15 +13,23 @@ import openai.types.responses as openai_responses
 import openai.types.shared as shared
 import pytest
 import typing_extensions
-from anthropic.types import tool_result_block_param
-from anthropic.types.beta import beta_tool_result_block_param
+from anthropic.types import document_block_param, tool_result_block_param
+from anthropic.types.beta import (
+    beta_context_management_config_param,
+    beta_request_document_block_param,
+    beta_tool_result_block_param,
+)
 from openai.types.chat import chat_completion_assistant_message_param
-from openai.types.responses import response_create_params, response_input_item_param
+from openai.types.responses import (
+    namespace_tool_param,
+    response_create_params,
+    response_input_item_param,
+)
 
 from pdserve.gateway.anthropic import members as messages
+from pdserve.gateway.anthropic.schema import MessageTurn
 from pdserve.gateway.openai.bodies import members as chat
 from pdserve.gateway.openai.responses import members as responses
-from pdserve.gateway.openai.responses.schema import INCLUDABLE
 from pdserve.gateway.requests.members import Table
 from pdserve.gateway.text.messages import EFFORTS
 
@@ -79,6 +87,7 @@ CASES: list[tuple[Table, Any, str]] = [
     (responses.ROLES, response_input_item_param.Message, "role"),
     (responses.ROLES, openai_responses.EasyInputMessageParam, "role"),
     (responses.TOOLS, openai_responses.ToolParam, "type"),
+    (responses.TOOLS, namespace_tool_param.Tool, "type"),
     (responses.TOOL_CHOICES, response_create_params.ToolChoice, "type"),
     *(
         case
@@ -93,6 +102,11 @@ CASES: list[tuple[Table, Any, str]] = [
             (messages.SYSTEM_BLOCKS, content(getattr(types, f"{prefix}SystemMessageParam")), ""),
         )
     ),
+    (messages.EDITS, beta_context_management_config_param.Edit, "type"),
+    (messages.SOURCES, document_block_param.Source, "type"),
+    (messages.SOURCES, beta_request_document_block_param.Source, "type"),
+    (messages.SOURCE_BLOCKS, content(anthropic_types.ContentBlockSourceParam), "type"),
+    (messages.SOURCE_BLOCKS, content(anthropic_beta.BetaContentBlockSourceParam), "type"),
     (messages.RESULT_BLOCKS, RESULT, "type"),
     (messages.RESULT_BLOCKS, BETA_RESULT, "type"),
 ]
@@ -106,9 +120,15 @@ def test_every_member_has_a_row(subtests: pytest.Subtests) -> None:
             assert known <= table.keys(), "a member without a row"
 
 
+def test_every_field_of_a_message_is_known() -> None:
+    for union in (anthropic_types.MessageParam, anthropic_beta.BetaMessageParam):
+        for kind in members(union):
+            known = typing.get_type_hints(kind).keys()
+            assert {"role", "content"} <= known <= MessageTurn.model_fields.keys()
+
+
 def test_every_value_of_a_hint_is_taken() -> None:
     assert set(literals(shared.ReasoningEffort)) == set(EFFORTS)
-    assert set(literals(openai_responses.ResponseIncludable)) <= set(INCLUDABLE)
 
 
 def test_a_new_member_would_be_found() -> None:

@@ -51,13 +51,14 @@ def run_all(fleet: Fleet, asked: list[Stream], kill: bool) -> None:
 
 
 def loads(fleet: Fleet) -> dict[str, Any]:
-    """The workers' loads by role, once both have joined."""
+    """The workers' loads by role, as both report them after the end of the last stream."""
 
     def both() -> dict[str, Any]:
         found = {w.hello.data_address != "": w.load for w in fleet.fleet_view().workers}
-        return found if len(found) == 2 else {}
+        is_idle = not any(load.running for load in found.values())
+        return found if len(found) == 2 and is_idle else {}
 
-    found = wait_until(both, "both workers")
+    found = wait_until(both, "both workers to be idle")
     return {"decode": found[True], "prefill": found[False]}
 
 

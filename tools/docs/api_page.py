@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pdserve.gateway.anthropic import fields as anthropic
 from pdserve.gateway.anthropic import members as anthropic_members
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
+from pdserve.gateway.http import fields
 from pdserve.gateway.http.validation import NOTHING
 from pdserve.gateway.ollama import fields as ollama
 from pdserve.gateway.ollama.schema import (
@@ -24,7 +25,6 @@ from pdserve.gateway.ollama.schema import (
     OllamaGenerateBody,
     OllamaShowBody,
 )
-from pdserve.gateway.openai.bodies import fields
 from pdserve.gateway.openai.bodies import members as chat_members
 from pdserve.gateway.openai.bodies.schema import (
     Body,
@@ -53,9 +53,10 @@ HEAD = """\
 `/docs` shows it.
 
 A field is served; or refused with a 400 that names it, because it would change the answer; or
-ignored, because it changes no answer here. A refused field may be null, or have the values that
-stand beside it; where none stand there, false and what is empty, which ask for nothing. Fields that
-are in no table are ignored, and named in the debug log.
+ignored, because it changes no answer here; or left out and logged, because it offers what cannot be
+run here. A refused field may be null, or have the values that stand beside it; where none stand
+there, false and what is empty, which ask for nothing. Fields that are in no table are ignored, and
+named in the debug log.
 
 `model` may be left out where one model is served. `max_tokens` and its other names are bounds: an
 answer ends with the context, unless the gateway has `--strict-max-tokens`. Integers may be written
@@ -67,29 +68,38 @@ context are all of them. 0 turns penalties off. Without it, and with -1, the rep
 over prompt and answer, and the other two are over the answer alone.
 
 If a chat template refuses a reasoning effort, the template gets the nearest effort that it accepts,
-or none.
+or none. The efforts `auto` and `default` leave the choice to the template.
+
+The answer continues the last message of the assistant if that has `prefix` or `partial`, or the
+body `continue_final_message`.
+
+A tool's name has up to 128 letters, digits and `_ - .`. The input of a custom tool is kept to its
+regular expression; its Lark grammar is only shown to the model.
 
 Roles, content, tools and items follow one rule on every route:
 
 - What would change the answer and cannot be honoured is refused by name.
 - A tool that is offered to the model and cannot be run here, such as a provider's web search, is
-  left out and named in the log, a field that offers it (`mcp_servers`, `web_search_options`)
-  too. A tool choice that asks for it is refused.
+  left out and named in the log, and so is a field that offers it (`mcp_servers`,
+  `web_search_options`). A tool choice that asks for it is refused.
 - History is kept as text, or dropped and named in the log where it says nothing to a model here.
 - A hint is taken, whatever its value.
 
 Below the fields of /v1/chat/completions, /v1/responses and /v1/messages are the members of their
 unions, as the packages of OpenAI and Anthropic have them (tests/gateway/test_unions.py compares).
+Of members that are in no table, a tool is left out, an item is kept as text, a call is dropped, a
+part or block is dropped from a message of the assistant and refused elsewhere, and a role or a tool
+choice is refused.
 """
 SHORT = "The route is there without `/v1`, too."
 STREAMED = (
     "It streams unless `stream` is false. Of `options`, "
     + ", ".join(f"`{name}`" for name in sorted(ollama.IGNORED_OPTIONS))
-    + " are ignored; "
-    + ", ".join(f"`{name}`" for name in sorted(ollama.REFUSED_OPTIONS))
-    + " are refused but for the values that change nothing."
+    + " are ignored; `mirostat`, `tfs_z`, `typical_p` and what /v1/completions refuses are refused "
+    "but for the values that change nothing."
 )
 SERVED, IGNORED, REFUSED = "served", "ignored", "refused"
+LEFT_OUT = Fate.LEFT_OUT.value
 USUAL = {repr(value) for value in NOTHING}
 
 
@@ -102,6 +112,7 @@ class Route:
     bodies: tuple[type[BaseModel], ...]
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: Collection[str] = ()
+    left_out: Collection[str] = ()
     other_names: Mapping[str, str] = field(default_factory=dict)
     remark: str = ""
     unions: Mapping[str, Table] = field(default_factory=dict)
@@ -117,13 +128,13 @@ def _openai(
     served = {name for body in bodies for name in _served_by(body)}
     refused = {name: (None,) for body in bodies for name in body.model_fields.keys() - served}
     ignored = fields.OF_REQUESTS - served
-    known = {**dict.fromkeys(fields.OTHER_NAMES, (None,)), **fields.REFUSED}
-    if not bodies[0].generates:
-        refused |= {name: known[name] for name in fields.OF_PROMPTS if name not in served}
+    checked = bodies[0].checked
+    refused |= {name: fields.REFUSED[name] for name in checked if name not in served}
+    if checked is fields.OF_PROMPTS:
         return Route(path, bodies, refused, ignored, remark=remark)
-    refused |= {name: values for name, values in known.items() if name not in served}
-    every = fields.IGNORED | fields.LEFT_OUT | ignored
-    return Route(path, bodies, refused, every, fields.OTHER_NAMES, remark, unions)
+    ignored |= fields.IGNORED
+    left_out, names = fields.LEFT_OUT, fields.OTHER_NAMES
+    return Route(path, bodies, refused, ignored, left_out, names, remark, unions)
 
 
 def _other(
@@ -137,9 +148,10 @@ def _other(
 ) -> Route:
     """A route that has its own table of fields."""
     served = _served_by(body)
-    ignored = {*table.IGNORED, *getattr(table, "LEFT_OUT", ()), *ignored} - served
+    ignored = {*table.IGNORED, *ignored} - served
+    left_out = getattr(table, "LEFT_OUT", ())
     refused = {n: values for n, values in table.REFUSED.items() if n not in served | ignored}
-    return Route(path, (body,), refused, ignored, table.INSTEAD, remark, unions)
+    return Route(path, (body,), refused, ignored, left_out, table.INSTEAD, remark, unions)
 
 
 def _served_by(body: type[BaseModel]) -> set[str]:
@@ -163,8 +175,7 @@ ROUTES = (
     ),
     _other(
         "/v1/responses", ResponsesBody, responses,
-        remark=f"{SHORT} The input of a custom tool is kept to its regular expression; its Lark "
-        "grammar is only shown to the model.",
+        remark=SHORT,
         unions=responses_members.UNIONS,
     ),
     _other("/v1/responses/input_tokens", InputTokensBody, responses, ResponsesBody.model_fields),
@@ -181,19 +192,20 @@ ROUTES = (
     ),
     _other(
         "/v1/messages", MessagesBody, anthropic,
-        remark="The tools of `mcp_servers` cannot be run here, and are left out. "
-        "`context_management` may clear thoughts.",
+        remark="`context_management` is a hint, since prompts are never shortened. The last effort "
+        "in the `output_config` of a system message replaces the request's. A system message whose "
+        "`clear_at` is `next_user_message` is left out once a message of the user follows.",
         unions=anthropic_members.UNIONS,
     ),
     _other("/v1/messages/count_tokens", CountBody, anthropic, MessagesBody.model_fields),
+    _other("/api/chat", OllamaChatBody, ollama, remark=STREAMED),
+    _other("/api/generate", OllamaGenerateBody, ollama, remark=STREAMED),
     *(
-        _other(path, body, ollama, remark=remark)
-        for path, body, remark in (
-            ("/api/chat", OllamaChatBody, STREAMED),
-            ("/api/generate", OllamaGenerateBody, STREAMED),
-            ("/api/embed", OllamaEmbedBody, ""),
-            ("/api/embeddings", OllamaEmbeddingsBody, ""),
-            ("/api/show", OllamaShowBody, ""),
+        Route(path, (body,), ollama.UNSERVED, ollama.IGNORED - _served_by(body))
+        for path, body in (
+            ("/api/embed", OllamaEmbedBody),
+            ("/api/embeddings", OllamaEmbeddingsBody),
+            ("/api/show", OllamaShowBody),
         )
     ),
     _openai(
@@ -227,6 +239,8 @@ def _lines() -> Iterator[str]:
             yield f"| `{name}` | {value} | {SERVED} |"
         for name in sorted(route.ignored):
             yield f"| `{name}` | | {IGNORED} |"
+        for name in sorted(route.left_out):
+            yield f"| `{name}` | | {LEFT_OUT} |"
         for name, taken in sorted(route.refused.items()):
             yield f"| `{name}` | {_taken(taken)} | {REFUSED}{_instead(route, name)} |"
         for title, table in route.unions.items():

@@ -1,16 +1,15 @@
 """Checks request bodies of this API: strict types, errors that name a field.
 
-Unknown fields are ignored and named in the debug log, as in vLLM. fields.py says how known fields
-that are not served are handled.
+Unknown fields are ignored and named in the debug log, as in vLLM. gateway/http/fields.py says how
+known fields that are not served are handled.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from pdserve.gateway.http.validation import Priority, StrictModel, check_num_fields, parse_fields
-from pdserve.gateway.openai.bodies.fields import (
+from pdserve.gateway.http.fields import (
     IGNORED,
     LEFT_OUT,
     OF_PROMPTS,
@@ -18,6 +17,7 @@ from pdserve.gateway.openai.bodies.fields import (
     REFUSED,
     refused_field,
 )
+from pdserve.gateway.http.validation import Priority, StrictModel, check_num_fields, parse_fields
 from pdserve.gateway.requests.caller import MAX_SESSION, Caller
 from pdserve.gateway.requests.members import Fate, note
 from pdserve.gateway.sampling import refuse
@@ -28,7 +28,8 @@ _KNOWN = IGNORED | LEFT_OUT | OF_REQUESTS | REFUSED.keys()
 class Body(StrictModel):
     """Of a request, or a part of one."""
 
-    generates: ClassVar[bool] = False  # False: only fields that change a prompt are checked
+    # The names in REFUSED that are checked.
+    checked: ClassVar[Collection[str]] = OF_PROMPTS
 
 
 class OwnedBody(Body):
@@ -49,7 +50,7 @@ B = TypeVar("B", bound=Body)
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
     """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
     check_num_fields(body)
-    asked = body if kind.generates else {k: v for k, v in body.items() if k in OF_PROMPTS}
+    asked = {name: value for name, value in body.items() if name in kind.checked}
     if refused := refused_field(asked, kind.model_fields):
         raise refuse(*refused)
     note(Fate.LEFT_OUT, "fields", (name for name in LEFT_OUT if body.get(name)))

@@ -18,9 +18,9 @@ TOOLS: Table = {
     "custom": SERVED,
     **dict.fromkeys(("web_search", "code_interpreter", "builtin_function", "mcp"), LEFT_OUT),
 }
-# The modes may be objects that have only their type.
+# The modes may be objects that have only their type; "any" is another name of "required".
 TOOL_CHOICES: Table = dict.fromkeys(
-    ("none", "auto", "required", "function", "custom", "allowed_tools"), SERVED
+    ("none", "auto", "required", "any", "function", "custom", "allowed_tools"), SERVED
 )
 
 UNIONS: dict[str, Table] = {

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
+from pdserve.gateway.http.fields import REFUSED
+from pdserve.gateway.http.thinking import thinking_budget
 from pdserve.gateway.http.validation import ModelName, TokenLimit
 from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import Body, OwnedBody
@@ -55,7 +57,7 @@ class Sampling(StructureFields, OwnedBody):
     """The fields that chat and plain completions share."""
 
     model_config = ConfigDict(json_schema_extra=described.completion)
-    generates = True
+    checked = REFUSED.keys()
     model: ModelName = ""
     n: int | None = None
     stream: bool | None = None
@@ -123,18 +125,8 @@ class Sampling(StructureFields, OwnedBody):
             "logit_bias": _biases(self.logit_bias or {}),
             "include_stop": bool(self.include_stop_str_in_output),
             "structure": self.structure(),
-            **self._thinking(),
+            **thinking_budget(self._bounds_of_thinking()),
         }
-
-    def _thinking(self) -> dict[str, Any]:
-        """Return the bound on reasoning; -1 means no bound."""
-        given = self._bounds_of_thinking()
-        names = list(given)
-        if len(names) > 1:
-            raise refuse(names[1], f"give either {names[0]} or {names[1]}")
-        if not names or given[names[0]] == -1:
-            return {}
-        return {"thinking_budget": given[names[0]], "thinking_budget_field": names[0]}
 
     def _bounds_of_thinking(self) -> dict[str, int]:
         """Return the bounds that are set, by their field."""

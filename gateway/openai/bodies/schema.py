@@ -6,28 +6,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, WithJsonSchema
 
-from pdserve.gateway.http.thinking import ReasoningBody, ThinkingChoice, ThinkingFields
+from pdserve.gateway.http.thinking import Effort, ReasoningBody, ThinkingChoice, ThinkingFields
 from pdserve.gateway.http.validation import MAX_TOOLS, ModelName, TokenLimit
 from pdserve.gateway.openai.bodies import described, members
 from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
 from pdserve.gateway.openai.bodies.structure import StructureFields
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
-from pdserve.gateway.openai.custom_input import custom_arguments
+from pdserve.gateway.openai.custom_input import custom_arguments, written
 from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.requests.members import DROPPED, SERVED, Fate, note
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.tool_use import ToolUse
 from pdserve.gateway.sampling import client_errors, refuse
-from pdserve.gateway.text.messages import (
-    EFFORTS,
-    VERBOSITIES,
-    TemplateInput,
-)
+from pdserve.gateway.text.messages import REASONING, VERBOSITIES, TemplateInput
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128  # of one message
 MAX_TEMPLATE_KWARGS = 32
+_THOUGHTS = (*REASONING, "reasoning_details", "thinking_blocks")  # fields of a message
 _OPTIONAL = ("name", "reasoning_content", "tool_calls", "tool_call_id")  # of a message
 MAX_PROMPTS = 128
 
@@ -82,10 +79,14 @@ class CalledFunction(Body):
     arguments: Any = ""
 
 
+_TEXTS = ("text", "thinking", "summary")  # the fields of a part of a thought that have a text
+
+
 def _joined_texts(value: Any) -> str | None:
-    """Return a text, or the joined texts of parts; None for anything else."""
-    if isinstance(value, list):
-        texts = [part.get("text") for part in value if isinstance(part, dict)]
+    """Return a text, or the joined texts of a part or of several; None for anything else."""
+    parts = [value] if isinstance(value, dict) else value
+    if isinstance(parts, list):
+        texts = [part.get(name) for part in parts if isinstance(part, dict) for name in _TEXTS]
         value = "\n".join(text for text in texts if isinstance(text, str))
     return value if isinstance(value, str) else None
 
@@ -104,17 +105,23 @@ class Message(Body):
     reasoning_content: Thought = None  # of an assistant's turn, for templates that show it
     reasoning: Thought = None  # newer vLLM's name for it
     thinking: Thought = None  # Ollama's name for it
+    thoughts: Thought = None
+    thought: Thought = None
+    tool_plan: Thought = None  # Cohere's
+    reasoning_details: Thought = None  # OpenRouter's
+    thinking_blocks: Thought = None  # LiteLLM's
     tool_calls: list[Any] | None = Field(None, max_length=MAX_TOOL_CALLS)
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None  # the one call of an older client
     prefix: bool | None = None  # the answer continues this last message (Mistral, DeepSeek)
+    partial: bool | None = None  # Moonshot's and Alibaba's name for it
 
     def as_template(self, dropped: list[str]) -> dict[str, Any]:
         """Return the message as chat templates expect it. Adds the kinds of dropped parts to
         `dropped`."""
         more = {name: getattr(self, name) for name in _OPTIONAL}
         given = {name: value for name, value in more.items() if value is not None}
-        thoughts = [self.reasoning_content, self.reasoning, self.thinking]
+        thoughts = [getattr(self, name) for name in _THOUGHTS]
         if self.role == "assistant":
             thoughts.append(_thoughts_within(self.content))
         if (thought := next(filter(None, thoughts), None)) is not None:
@@ -148,9 +155,10 @@ def _call_id(name: str) -> str:
 def _as_function(call: Any) -> Any:
     """Return a call of a custom tool as a call of the function that the model sees."""
     custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
-    if not isinstance(custom, dict) or not isinstance(custom.get("input"), str):
+    if not isinstance(custom, dict):
         return call
-    function = {"name": custom.get("name"), "arguments": custom_arguments(custom["input"])}
+    arguments = custom_arguments(written(custom.get("input")))
+    function = {"name": custom.get("name"), "arguments": arguments}
     return {"id": call.get("id"), "type": "function", "function": function}
 
 
@@ -203,7 +211,7 @@ class ConversationBody(ThinkingFields, Body):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: TemplateKwargs = None
-    reasoning_effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
+    reasoning_effort: Effort = None
     reasoning: ReasoningBody | None = None
     verbosity: Literal[*VERBOSITIES] | None = None  # type: ignore[valid-type]
     tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
@@ -216,10 +224,10 @@ class ConversationBody(ThinkingFields, Body):
         opens = self.add_generation_prompt
         *before, last = self.messages
         for index, message in enumerate(before):
-            if message.prefix:
-                where = f"messages[{index}].prefix"
+            if message.prefix or message.partial:
+                where = f"messages[{index}].{'prefix' if message.prefix else 'partial'}"
                 raise refuse(where, f"{where}: only the last message can be continued")
-        continues = bool(self.continue_final_message or last.prefix)
+        continues = bool(self.continue_final_message or last.prefix or last.partial)
         variables = self.thinking_variables()
         if self.verbosity is not None:
             variables["verbosity"] = self.verbosity
@@ -250,11 +258,8 @@ class ConversationBody(ThinkingFields, Body):
         yield from super()._thinking_fields()
         if self.reasoning_effort is not None:
             yield ThinkingChoice("reasoning_effort", effort=self.reasoning_effort)
-        if (reasoning := self.reasoning) is not None:
-            enabled = reasoning.enabled
-            if enabled is None and reasoning.max_tokens is not None:
-                enabled = True
-            yield ThinkingChoice("reasoning", enabled, reasoning.effort, reasoning.max_tokens)
+        if self.reasoning is not None:
+            yield self.reasoning.choice()
 
 
 class ChatBody(ConversationBody, Sampling):

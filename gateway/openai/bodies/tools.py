@@ -1,18 +1,20 @@
 """The fields of a chat that define which tools its model may call, and how."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import model_validator
 
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
     ArgumentSchema,
     ToolDescription,
+    ToolName,
+    check_served,
     check_tools,
 )
 from pdserve.gateway.openai.bodies.body import Body
-from pdserve.gateway.openai.bodies.members import TOOLS
+from pdserve.gateway.openai.bodies.members import TOOL_CHOICES, TOOLS
 from pdserve.gateway.openai.custom_input import CustomFormat, custom_tool
 from pdserve.gateway.requests.members import LEFT_OUT, Fate, note
 from pdserve.gateway.requests.tool_use import Tool, ToolUse
@@ -23,26 +25,30 @@ from pdserve.services.host.errors import quoted
 MODES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
 
 
-def _flat(form: Any) -> Any:
-    """Accept a format whose grammar is nested in an object, as in chat requests."""
-    if isinstance(form, dict) and isinstance(form.get("grammar"), dict):
-        return {**form["grammar"], "type": form.get("type")}
-    return form
-
-
 class FunctionBody(Body):
-    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    """A function."""
+
+    name: ToolName
     description: ToolDescription | None = None
     parameters: ArgumentSchema | None = None
     strict: bool | None = None
+
+    def tool(self, at: str) -> Tool:
+        """Return the tool; `at` is its place in the request."""
+        about, param = self.description or "", f"{at}.parameters"
+        return Tool(self.name, about, self.parameters, bool(self.strict), param)
 
 
 class CustomBody(Body):
     """A tool whose input is a text."""
 
-    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    name: ToolName
     description: ToolDescription | None = None
-    format: Annotated[CustomFormat | None, BeforeValidator(_flat)] = None
+    format: CustomFormat | None = None
+
+    def tool(self, at: str) -> Tool:
+        """Return the tool; `at` is its place in the request."""
+        return custom_tool(self.name, self.description or "", self.format, f"{at}.format")
 
 
 class ToolBody(Body):
@@ -67,23 +73,11 @@ class ToolBody(Body):
         """Return the tool, None if it is left out. Raises ServiceError."""
         if TOOLS.get(self.type, LEFT_OUT).fate is Fate.LEFT_OUT:
             return None
-        if self.type == "custom":
-            custom = self.custom
-            if custom is None:
-                raise refuse(f"{at}.custom", f"{at}.custom is required")
-            param = f"{at}.custom.format"
-            description = custom.description or ""
-            return custom_tool(custom.name, description, custom.format, param, "grammar.definition")
-        function = self.function
-        if function is None:
-            raise refuse(f"{at}.function", f"{at}.function is required")
-        return Tool(
-            function.name,
-            function.description or "",
-            function.parameters,
-            bool(function.strict),
-            f"{at}.function.parameters",
-        )
+        within = f"{at}.{self.type}"
+        body = self.custom if self.type == "custom" else self.function
+        if body is None:
+            raise refuse(within, f"{within} is required")
+        return body.tool(within)
 
 
 def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> ToolUse | None:
@@ -115,17 +109,13 @@ def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> 
         return ToolUse(tools, "none", parallel=several)
     if choice == "required":
         return ToolUse(tools, "required", parallel=several)
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind in ("function", "custom"):
-        only = _named(choice, names, "tool_choice")
-        return ToolUse(tools, "required", (only,), parallel=False)
-    if kind == "allowed_tools":
+    if not isinstance(choice, dict) or not isinstance(mode, str):
+        text = "tool_choice must be none, auto, required, or an object with a type"
+        raise refuse("tool_choice", text)
+    check_served(TOOL_CHOICES, mode, "tool_choice")
+    if mode == "allowed_tools":
         return _allowed(tools, choice, several)
-    raise refuse(
-        "tool_choice",
-        "tool_choice must be none, auto, required, or an object of type function, custom or "
-        "allowed_tools",
-    )
+    return ToolUse(tools, "required", (_named(choice, names, "tool_choice"),), parallel=False)
 
 
 def _allowed(tools: Sequence[Tool], choice: Mapping[str, Any], parallel: bool) -> ToolUse:

@@ -81,7 +81,7 @@ class ResponseCallOutput(AnswerModel):
 
 
 class OtherItem(AnswerModel):
-    """What is kept of an item of another provider's tools: its type, id and status, and what the
+    """What is kept of an item of another provider's tools: its type, ids and status, and what the
     model is shown of it."""
 
     id: str

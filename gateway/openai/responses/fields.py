@@ -5,9 +5,8 @@ ResponsesBody in schema.py has the fields that are served.
 
 from typing import Any
 
+from pdserve.gateway.http import fields
 from pdserve.gateway.http.validation import NOTHING
-from pdserve.gateway.openai.bodies import fields
-from pdserve.gateway.openai.bodies.schema import ChatBody
 
 # fmt: off
 # They change no answer of this server.
@@ -19,10 +18,8 @@ IGNORED: frozenset[str] = frozenset(
     )
 )
 
-# Refused unless the value is one of these. Fields of chats that this API does not have are refused
-# too, and so is whatever chats refuse.
+# Refused unless the value is one of these, or the field is served.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys({*ChatBody.model_fields, *fields.OTHER_NAMES} - IGNORED, NOTHING),
     **fields.REFUSED,
     **dict.fromkeys(
         (
@@ -31,9 +28,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         NOTHING,
     ),
     "truncation": (None, "disabled", "auto"),  # prompts are never shortened
-    "repeat_penalty": (None, 1.0),
-    "n": (None, 1),
-    "skip_special_tokens": (None, True),
 }
 
 # Chats' names for fields that this API names differently.

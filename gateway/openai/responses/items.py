@@ -1,18 +1,18 @@
 """Checks input items of /v1/responses and converts them to the messages of a chat; pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
-from pydantic_core import to_json
+from pydantic import Field
 
-from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, TextOrObjects, first_error
-from pdserve.gateway.openai.custom_input import custom_arguments
+from pdserve.gateway.http.thinking import Effort
+from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, TextOrObjects, parsed
+from pdserve.gateway.openai.custom_input import custom_arguments, written
 from pdserve.gateway.openai.responses.members import ITEMS, PARTS, ROLES, UNKNOWN_ITEM
 from pdserve.gateway.openai.responses.tools import joined_name
-from pdserve.gateway.requests.members import DROPPED, REFUSED, SERVED, Fate, note
+from pdserve.gateway.requests.members import DROPPED, REFUSED, SERVED, Fate, kept, note
 from pdserve.gateway.sampling import refuse
-from pdserve.gateway.text.messages import EFFORTS
 from pdserve.services.host.errors import quoted
 
 MAX_ITEMS = 4096  # of one conversation
@@ -45,15 +45,12 @@ class FunctionCallItem(StrictModel):
     arguments: Any = None
 
     def normalized(self, at: str, dropped: list[str]) -> Item:
-        given = self.arguments
-        if not isinstance(given, str):
-            given = "" if given is None else to_json(given).decode()
         return {
             "type": "function_call",
             "call_id": self.call_id,
             "name": self.name,
             **_namespace(self.namespace),
-            "arguments": given,
+            "arguments": written(self.arguments),
             "status": "completed",
         }
 
@@ -64,7 +61,7 @@ class CustomCallItem(StrictModel):
     call_id: str
     name: str
     namespace: str | None = None
-    input: str | None = None
+    input: Any = None
 
     def normalized(self, at: str, dropped: list[str]) -> Item:
         return {
@@ -72,7 +69,7 @@ class CustomCallItem(StrictModel):
             "call_id": self.call_id,
             "name": self.name,
             **_namespace(self.namespace),
-            "input": self.input or "",
+            "input": written(self.input),
             "status": "completed",
         }
 
@@ -134,7 +131,7 @@ class ToolsItem(StrictModel):
 
 
 class _Effort(StrictModel):
-    effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
+    effort: Effort = None
 
 
 class ConfigurationItem(StrictModel):
@@ -183,10 +180,10 @@ def parse_input(given: str | Sequence[Mapping[str, Any]]) -> list[Item]:
             dropped.append(kind)
             continue
         if member.fate is Fate.AS_TEXT:
-            kept = {key: item[key] for key in ("status", *member.text) if key in item}
-            made: Item = {"type": kind, **kept}
+            names = ("status", "call_id", *member.text)
+            made: Item = {"type": kind, **{name: item[name] for name in names if name in item}}
         elif kind in KINDS:
-            made = _parsed(KINDS[kind], item, at).normalized(at, dropped_parts)
+            made = parsed(KINDS[kind], item, at).normalized(at, dropped_parts)
         else:
             text = f"{at}.type: items of type {quoted(kind)} are not supported by this server"
             raise refuse(f"{at}.type", text)
@@ -206,37 +203,35 @@ def _kind(item: Mapping[str, Any], at: str) -> str:
     return REFERENCE if alone and ITEMS.get(kind) is SERVED else kind
 
 
-def _parsed(kind: Any, item: Mapping[str, Any], at: str) -> Any:
-    try:
-        return kind.model_validate(item)
-    except ValidationError as error:
-        raise first_error(error, at) from None
-
-
 def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return the messages of a chat, as templates expect them.
 
     Instructions and the rules right after them are one message, since many templates take one at
-    the beginning. Consecutive reasoning, text and calls are one turn of the assistant. Raises
-    ServiceError for the output of a call that is not there.
+    the beginning. Consecutive reasoning, text and calls are one turn of the assistant, and so is
+    what it writes until its calls are answered. Raises ServiceError for the output of a call that
+    is not there.
     """
     turns = _Turns()
+    last_outputs = {item["call_id"]: at for at, item in enumerate(items) if _is_output(item)}
     calls: set[str] = set()
+    noted: set[str] = set()  # the ids of calls that are kept as text
     if instructions:
         turns.say("system", [instructions])
-    for item in items:
+    for at, item in enumerate(items):
         match item["type"]:
             case "message":
                 turns.say(item["role"], _texts_of(item["content"]))
             case "reasoning":
                 turns.think(_texts_of(item["content"] or item["summary"]))
-            case "function_call":
+            case "function_call" | "custom_tool_call" as kind:
                 calls.add(item["call_id"])
-                turns.call(item, item["arguments"])
-            case "custom_tool_call":
-                calls.add(item["call_id"])
-                turns.call(item, custom_arguments(item["input"]))
+                is_function = kind == "function_call"
+                arguments = item["arguments"] if is_function else custom_arguments(item["input"])
+                turns.call(item, arguments, answered=last_outputs.get(item["call_id"], -1) > at)
             case "function_call_output" | "custom_tool_call_output" as kind:
+                if item["call_id"] in noted:
+                    turns.note(_OUTPUT.as_text(kind, item), of_client=True)
+                    continue
                 if item["call_id"] not in calls:
                     text = f"no call before it has the call_id {quoted(item['call_id'])}"
                     raise refuse("input", f"input: a {kind}: {text}")
@@ -245,8 +240,16 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
                 member = ITEMS.get(kind, UNKNOWN_ITEM)
                 if member.fate is Fate.AS_TEXT:
                     turns.note(member.as_text(kind, item), of_client=member.of_client)
-    turns.end()
+                    if not member.of_client and isinstance(item.get("call_id"), str):
+                        noted.add(item["call_id"])
     return [_with_text(message) for message in turns.messages]
+
+
+_OUTPUT = kept("output", of_client=True)
+
+
+def _is_output(item: Item) -> bool:
+    return KINDS.get(item["type"]) is CallOutputItem
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -268,21 +271,17 @@ class _Turns:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._unanswered: set[str] = set()  # ids of calls
-        self._held: list[tuple[str, str]] = []  # roles and texts, until these calls are answered
+        self._calling: dict[str, Any] = {}  # the last turn with calls
+        self._unanswered: set[str] = set()  # ids of its calls whose answers follow
+        self._held: list[Callable[[], None]] = []  # what is added after these answers
         self._noted: dict[str, Any] = {}  # the last turn whose content is only notes
-
-    def end(self) -> None:
-        held, self._held = self._held, []
-        for role, text in held:
-            self._add_note(role, text)
 
     def note(self, text: str, *, of_client: bool) -> None:
         """Add the kept text of an item to an existing turn, or to a new one; nothing may come
         between calls and their answers."""
         role = "user" if of_client else "assistant"
         if self._unanswered and self.messages[-1]["role"] != role:
-            self._held.append((role, text))
+            self._held.append(partial(self._add_note, role, text))
         else:
             self._add_note(role, text)
 
@@ -295,8 +294,12 @@ class _Turns:
         turn["content"].append({"type": "text", "text": text})
 
     def say(self, role: str, texts: list[str]) -> None:
-        self._unanswered.clear()
-        self.end()
+        if self._unanswered and role != "assistant":
+            self._held.append(partial(self._add, role, texts))
+        else:
+            self._add(role, texts)
+
+    def _add(self, role: str, texts: list[str]) -> None:
         parts = [{"type": "text", "text": text} for text in texts]
         rules = ("system", "developer")
         last = self.messages[-1] if self.messages else {}
@@ -304,7 +307,8 @@ class _Turns:
         after_notes = last is self._noted and last.get("role") == role
         if role == "assistant":
             turn = self._turn(open_to=("reasoning_content",))
-            turn["content"] = [*(turn["content"] or ()), *parts]
+            turn["content"] = turn["content"] or []
+            turn["content"] += parts
         elif first_rules or after_notes:
             last["content"] += parts
         else:
@@ -317,9 +321,10 @@ class _Turns:
             before = [turn["reasoning_content"]] if "reasoning_content" in turn else []
             turn["reasoning_content"] = "\n".join([*before, *texts])
 
-    def call(self, item: Item, arguments: str) -> None:
-        turn = self._turn(open_to=("reasoning_content", "content", "tool_calls"))
-        self._unanswered.add(item["call_id"])
+    def call(self, item: Item, arguments: str, *, answered: bool) -> None:
+        self._calling = turn = self._turn(open_to=("reasoning_content", "content", "tool_calls"))
+        if answered:
+            self._unanswered.add(item["call_id"])
         name = joined_name(item.get("namespace"), item["name"])
         function = {"name": name, "arguments": arguments}
         made = {"id": item["call_id"], "type": "function", "function": function}
@@ -333,10 +338,15 @@ class _Turns:
         self.messages.append(message)
         self._unanswered.discard(item["call_id"])
         if not self._unanswered:
-            self.end()
+            held, self._held = self._held, []
+            for add in held:
+                add()
 
     def _turn(self, open_to: tuple[str, ...]) -> dict[str, Any]:
-        """Return the assistant's last turn if it has only notes otherwise, or a new one."""
+        """Return the turn whose calls have no answers yet, or the assistant's last turn if it has
+        only notes otherwise, or a new one."""
+        if self._unanswered:
+            return self._calling
         last = self.messages[-1] if self.messages else {}
         if last is self._noted:
             open_to = (*open_to, "content")
@@ -362,13 +372,15 @@ def _texts(
         return [content]
     texts = []
     for index, part in enumerate(content):
-        kind = str(part.get("type"))
-        fate = PARTS.get(kind, DROPPED if history else REFUSED).fate
+        kind = part.get("type", "text" if "text" in part else None)
+        if not kind and not history:
+            raise refuse(f"{at}[{index}].type", f"{at}[{index}].type is required")
+        fate = PARTS.get(str(kind), DROPPED if history else REFUSED).fate
         if fate is Fate.DROPPED:
-            dropped.append(kind)
+            dropped.append(str(kind))
             continue
         if fate is Fate.REFUSED:
-            text = f"parts of type {quoted(kind)} are not supported by this server, only text"
+            text = f"parts of type {quoted(str(kind))} are not supported by this server, only text"
             raise refuse(f"{at}[{index}].type", f"{at}[{index}].type: {text}")
         key = "refusal" if kind == "refusal" else "text"
         if not isinstance(part.get(key), str):

@@ -30,14 +30,17 @@ class ResponseOutput:
         suffix: str,
         *,
         logprobs: bool,
+        reasons: bool = True,
         summarized: bool = False,
         offered: Mapping[str, OfferedTool] = _NO_TOOLS,
     ) -> None:
-        """`suffix` makes the items' ids unique to this response. `summarized`: reasoning is also
-        sent as its summary. `offered`: the client's tools by the names that the model knows."""
+        """`suffix` makes the items' ids unique to this response. `reasons`: reasoning is sent.
+        `summarized`: it is also sent as its summary. `offered`: the client's tools by the names
+        that the model knows."""
         self.items: list[JsonPieces] = []
         self._suffix = suffix
         self._logprobs = logprobs
+        self._reasons = reasons
         self._reasoning = _SUMMARIZED if summarized else _REASONING
         self.offered = offered
         self._open: _OpenItem | None = None
@@ -50,6 +53,8 @@ class ResponseOutput:
         if delta.content and not any(isinstance(part, TextPart) for part in delta.content):
             self._unplaced = []
         for part in delta.content:
+            if isinstance(part, ReasoningPart) and not self._reasons:
+                continue
             if self._open is None or not self._open.takes(part):
                 yield from self._close("completed", [])
                 yield from self._begin(part)

@@ -66,7 +66,10 @@ class ResponseReply:
         self._caller = caller.of_body(self._id, body.session_id, body.user)
         self._created = int(time.time())
         self._output = ResponseOutput(
-            self._suffix, logprobs=body.logprobs, summarized=body.summarized
+            self._suffix,
+            logprobs=body.logprobs,
+            reasons=body.shows_reasoning,
+            summarized=body.summarized,
         )
         self._model = body.model
         self._params: Object = {}

@@ -1,13 +1,18 @@
 """The request body of /v1/responses: strict types here, bounds in gateway/sampling.py."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import to_json
 
-from pdserve.gateway.http.thinking import ThinkingChoice, ThinkingFields, thinking_variables
+from pdserve.gateway.http.thinking import (
+    ReasoningBody,
+    ThinkingChoice,
+    ThinkingFields,
+    thinking_budget,
+    thinking_variables,
+)
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
     ModelName,
@@ -24,15 +29,9 @@ from pdserve.gateway.requests.caller import MAX_SESSION
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.sampling import PenaltyWindow, bounded, refuse, within_window
-from pdserve.gateway.text.messages import EFFORTS, VERBOSITIES, suggested_variables
+from pdserve.gateway.text.messages import VERBOSITIES, suggested_variables
 
 LOGPROBS = "message.output_text.logprobs"
-# The others concern hosted tools, images, or reasoning, which is never encrypted here.
-INCLUDABLE = (
-    LOGPROBS, "reasoning.encrypted_content", "file_search_call.results",
-    "web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs",
-    "message.input_image.image_url", "computer_call_output.output.image_url",
-)  # fmt: skip
 MAX_PAIRS = 16  # of metadata
 Key = Annotated[str, StringConstraints(max_length=64)]
 Value = Annotated[str, StringConstraints(max_length=512)]
@@ -67,11 +66,6 @@ class TextConfig(StrictModel):
     verbosity: Literal[*VERBOSITIES] | None = None  # type: ignore[valid-type]
 
 
-class ReasoningConfig(StrictModel):
-    effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
-    summary: Any = None  # unless null, the whole reasoning is also sent as its summary
-
-
 class InputTokensBody(ThinkingFields):
     """Body of /v1/responses/input_tokens, and what /v1/responses shares with it."""
 
@@ -84,7 +78,7 @@ class InputTokensBody(ThinkingFields):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateKwargs = None
     text: TextConfig | None = None
-    reasoning: ReasoningConfig | None = None
+    reasoning: ReasoningBody | None = None
 
     @property
     def effort(self) -> str | None:
@@ -95,18 +89,22 @@ class InputTokensBody(ThinkingFields):
         return self.reasoning is not None and self.reasoning.summary is not None
 
     def template_variables(self, effort: str | None) -> dict[str, Any]:
-        """Return the template variables; `effort`: an item's effort, which replaces the request's.
+        """Return the template variables; `effort`: an item's effort, which replaces `reasoning`.
         Raises ServiceError for fields that contradict each other."""
         verbosity = self.text.verbosity if self.text else None
         fields = [
-            replace(field, effort=effort or field.effort) if field.field == "reasoning" else field
+            field
             for field in self._thinking_fields()
+            if not (effort and field.field == "reasoning")
         ]
+        if effort:
+            fields.append(ThinkingChoice("reasoning", effort=effort))
         return thinking_variables(fields) | suggested_variables(None, verbosity)
 
     def _thinking_fields(self) -> Iterator[ThinkingChoice]:
         yield from super()._thinking_fields()
-        yield ThinkingChoice("reasoning", effort=self.effort)
+        if self.reasoning is not None:
+            yield self.reasoning.choice()
 
     def structure(self) -> Structure | None:
         """Return the structure. Raises ServiceError for a missing schema."""
@@ -128,7 +126,7 @@ class ResponsesBody(InputTokensBody):
     model_config = ConfigDict(json_schema_extra=bounded)
     stream: bool | None = None
     store: bool | None = None
-    include: list[Literal[*INCLUDABLE]] | None = None  # type: ignore[valid-type]
+    include: list[str] | None = None  # unless it is LOGPROBS, a hint
     max_output_tokens: TokenLimit = None
     temperature: float | None = None
     top_p: float | None = None
@@ -150,6 +148,10 @@ class ResponsesBody(InputTokensBody):
     prompt_cache_key: str | None = None
 
     @property
+    def shows_reasoning(self) -> bool:
+        return not (self.reasoning and self.reasoning.exclude)
+
+    @property
     def logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
@@ -157,7 +159,6 @@ class ResponsesBody(InputTokensBody):
         """Return the sampling. Raises ServiceError for fields that contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", f"top_logprobs needs include: ['{LOGPROBS}']")
-        ((field, budget),) = self.thinking_bounds().items() or (("", None),)
         penalties = {n: value for n in PENALTIES if (value := getattr(self, n)) is not None}
         return RequestedSampling(
             temperature=self.temperature,
@@ -170,8 +171,7 @@ class ResponsesBody(InputTokensBody):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             logprobs_field="top_logprobs",
             structure=self.structure(),
-            thinking_budget=budget,
-            thinking_budget_field=field,
+            **thinking_budget(self.thinking_bounds()),
             **within_window(penalties, self.repeat_last_n),
         )
 
@@ -184,7 +184,5 @@ def parse_responses(body: Mapping[str, Any]) -> ResponsesBody:
 def parse_input_tokens(body: Mapping[str, Any]) -> InputTokensBody:
     """Parse a body of /v1/responses/input_tokens; fields that change no prompt are ignored. Raises
     ServiceError INVALID_ARGUMENT that names the field."""
-    more = ResponsesBody.model_fields.keys()
-    refused = {name: values for name, values in REFUSED.items() if name not in more}
-    ignored = IGNORED | more
-    return parse_body(InputTokensBody, body, refused=refused, ignored=ignored, instead=INSTEAD)
+    ignored = IGNORED | ResponsesBody.model_fields.keys()
+    return parse_body(InputTokensBody, body, refused=REFUSED, ignored=ignored, instead=INSTEAD)

@@ -2,28 +2,27 @@
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
-    ArgumentSchema,
     StrictModel,
     ToolDescription,
     ToolName,
+    check_served,
     check_tools,
-    first_error,
+    parsed,
 )
-from pdserve.gateway.openai.custom_input import CustomFormat, custom_tool
+from pdserve.gateway.openai.bodies.tools import CustomBody, FunctionBody
 from pdserve.gateway.openai.responses.members import TOOL_CHOICES, TOOLS
-from pdserve.gateway.requests.members import LEFT_OUT, REFUSED, Fate
+from pdserve.gateway.requests.members import LEFT_OUT, Fate
 from pdserve.gateway.requests.tool_use import Tool, ToolUse
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import quoted
 
 MODES = ("none", "auto", "required")
-M = TypeVar("M", bound=StrictModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +78,10 @@ def joined_name(namespace: str | None, name: str) -> str:
     return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
 
 
-class FunctionTool(StrictModel):
-    """A function as this API declares it."""
+class FunctionTool(FunctionBody):
+    """A function as this API shows it."""
 
-    name: ToolName
-    description: ToolDescription | None = None
-    parameters: ArgumentSchema | None = None
-    strict: bool | None = None
-
-    def offered(self, at: str) -> OfferedTool:
-        """Return the tool as it is offered; `at` is its place in the request."""
-        param = f"{at}.parameters"
-        about = self.description or ""
-        return OfferedTool(
-            Tool(self.name, about, self.parameters, bool(self.strict), param), self.name
-        )
+    custom: ClassVar = False
 
     def shown(self) -> dict[str, Any]:
         more = {} if self.description is None else {"description": self.description}
@@ -106,16 +94,10 @@ class FunctionTool(StrictModel):
         }
 
 
-class CustomTool(StrictModel):
-    """A tool whose input is a text."""
+class CustomTool(CustomBody):
+    """A custom tool as this API shows it."""
 
-    name: ToolName
-    description: ToolDescription | None = None
-    format: CustomFormat | None = None
-
-    def offered(self, at: str) -> OfferedTool:
-        tool = custom_tool(self.name, self.description or "", self.format, f"{at}.format")
-        return OfferedTool(tool, self.name, custom=True)
+    custom: ClassVar = True
 
     def shown(self) -> dict[str, Any]:
         return {"type": "custom", **self.model_dump(exclude_unset=True)}
@@ -150,9 +132,10 @@ def _add_tools(
     given: Sequence[Mapping[str, Any]],
     at: str,
     offered: Container[str] = (),
+    namespace: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Add tools that can be served and whose names are not `offered` to `tools`, and the types of
-    others to `left_out`. Returns how a response shows them."""
+    """Add tools of a namespace that can be served and whose names are not `offered` to `tools`, and
+    the types of others to `left_out`. Returns how a response shows them."""
     shown: list[dict[str, Any]] = []
     for index, tool in enumerate(given):
         here = f"{at}[{index}]"
@@ -160,51 +143,35 @@ def _add_tools(
         if TOOLS.get(kind, LEFT_OUT).fate is Fate.LEFT_OUT:
             left_out.append(kind)
         elif kind == "namespace":
-            group = _parsed(Namespace, tool, here)
-            members = []
-            for place, member in enumerate(group.tools):
-                within = f"{here}.tools[{place}]"
-                if _is_offered(member, offered, group.name):
-                    continue
-                parsed = _parsed_tool(member, within)
-                one = replace(parsed.offered(within), namespace=group.name)
-                _add(tools, joined_name(group.name, one.name), one, within)
-                members.append(parsed.shown())
+            if namespace is not None:
+                raise refuse(f"{here}.type", f"{here}.type: a namespace cannot have namespaces")
+            group = parsed(Namespace, tool, here)
+            within = f"{here}.tools"
+            members = _add_tools(tools, left_out, group.tools, within, offered, group.name)
             about = {} if group.description is None else {"description": group.description}
             shown.append({"type": "namespace", "name": group.name, **about, "tools": members})
-        elif not _is_offered(tool, offered):
-            parsed = _parsed_tool(tool, here)
-            one = parsed.offered(here)
-            _add(tools, one.name, one, here)
-            shown.append(parsed.shown())
+        elif not _is_offered(tool, offered, namespace):
+            one = _parsed_tool(tool, kind, here)
+            name = joined_name(namespace, one.name)
+            if name in tools:
+                raise refuse(f"{here}.name", f"{here}.name: two tools have the name {quoted(name)}")
+            as_named = replace(one.tool(here), name=name)
+            tools[name] = OfferedTool(as_named, one.name, namespace, one.custom)
+            shown.append(one.shown())
     return shown
 
 
-def _is_offered(
-    tool: Mapping[str, Any], offered: Container[str], namespace: str | None = None
-) -> bool:
+def _is_offered(tool: Mapping[str, Any], offered: Container[str], namespace: str | None) -> bool:
     """Return whether an unchecked tool has one of these names."""
     name = tool.get("name")
     return isinstance(name, str) and joined_name(namespace, name) in offered
 
 
-def _parsed_tool(tool: Mapping[str, Any], at: str) -> FunctionTool | CustomTool:
+def _parsed_tool(tool: Mapping[str, Any], kind: str, at: str) -> FunctionTool | CustomTool:
     """Return a function or a custom tool."""
-    kind = _kind(tool, at)
-    if kind not in ("function", "custom"):
-        what = "is not supported by this server, only 'function' and 'custom'"
-        raise refuse(f"{at}.type", f"{at}.type: {quoted(kind)} {what}")
     if "name" not in tool and isinstance(tool.get(kind), Mapping):  # the form of a chat
         tool = tool[kind]
-    if kind == "function":
-        return _parsed(FunctionTool, tool, at)
-    return _parsed(CustomTool, tool, at)
-
-
-def _add(tools: dict[str, OfferedTool], name: str, one: OfferedTool, at: str) -> None:
-    if name in tools:
-        raise refuse(f"{at}.name", f"{at}.name: two tools have the name {quoted(name)}")
-    tools[name] = replace(one, tool=replace(one.tool, name=name))
+    return parsed(FunctionTool, tool, at) if kind == "function" else parsed(CustomTool, tool, at)
 
 
 def _kind(tool: Mapping[str, Any], at: str) -> str:
@@ -212,13 +179,6 @@ def _kind(tool: Mapping[str, Any], at: str) -> str:
     if not isinstance(kind, str):
         raise refuse(f"{at}.type", f"{at}.type must be a string")
     return kind
-
-
-def _parsed(kind: type[M], value: Mapping[str, Any], at: str) -> M:
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        raise first_error(error, at) from None
 
 
 def tool_use(offer: Offer, choice: Any, parallel: bool) -> ToolUse | None:
@@ -245,7 +205,7 @@ def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
     index = offer.index()
     if kind != "allowed_tools":
         return "required", tuple(_chosen(choice, index, "tool_choice"))
-    allowed_tools = _parsed(_Allowed, choice, "tool_choice")
+    allowed_tools = parsed(_Allowed, choice, "tool_choice")
     names: dict[str, None] = {}
     groups: set[str] = set()
     for place, tool in enumerate(allowed_tools.tools):
@@ -267,9 +227,7 @@ def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
 def _chosen(choice: Mapping[str, Any], index: Index, at: str) -> Sequence[str]:
     """Return the tools that an object of tool_choice names. Raises ServiceError."""
     kind, name, namespace = (choice.get(key) for key in ("type", "name", "namespace"))
-    if TOOL_CHOICES.get(str(kind), REFUSED).fate is Fate.REFUSED:
-        what = "is not supported by this server, only 'function' and 'custom'"
-        raise refuse(f"{at}.type", f"{at}.type: {quoted(str(kind))} {what}")
+    check_served(TOOL_CHOICES, str(kind), at)
     if not isinstance(name, str):
         raise refuse(f"{at}.name", f"{at}.name must be a string")
     words = (name, None) if kind == "namespace" else (_text(namespace), name)

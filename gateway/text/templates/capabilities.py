@@ -13,6 +13,7 @@ from pdserve.gateway.text.messages import EFFORTS, REASONING
 
 Message = Mapping[str, Any]
 NoContent = Literal["null", "absent", "empty"]
+ThinkingForm = Literal["", "parts", "blocks"]
 Tools = Sequence[Message] | None
 # Renders messages and tools; None: the template fails on them.
 Fill = Callable[[Sequence[Message], Tools], str | None]
@@ -26,9 +27,10 @@ ALWAYS = ("reasoning_content", "thinking")  # names by which transformers passes
 class Capabilities:
     """What a template can render; the defaults apply to a template that was not probed.
 
-    systems: where system turns may be besides the first: "several" at the beginning, "middle",
-        "last", after the "result" of a tool, or "alone" if no system turn is first.
+    systems: where system turns may be: "first", "several" at the beginning, "middle", "last", after
+        the "result" of a tool, or "alone" if no system turn is first.
     efforts: reasoning efforts that the template accepts.
+    thinking_form: how reasoning must be in the content; empty if it is shown otherwise or not.
     list_roles, text_roles: roles whose content may be a list of parts, or a text.
     """
 
@@ -39,11 +41,14 @@ class Capabilities:
     malformed_arguments: bool = False  # accepts a text that is not a JSON object as arguments
     parallel_calls: bool = True  # shows several calls of one turn
     no_content: NoContent = "empty"  # the content of a turn that only calls tools
+    empty_beside_calls: bool = True  # shows calls beside an empty content
+    text_beside_calls: bool = True  # shows calls beside a text
+    named_results: bool = False  # needs the name of the called function in each result
     developer: bool = False
-    systems: tuple[str, ...] = ("several", "middle", "last", "result", "alone")
+    systems: tuple[str, ...] = ("first", "several", "middle", "last", "result", "alone")
     reasoning: tuple[str, ...] = ALWAYS
     efforts: tuple[str, ...] = EFFORTS
-    thinking_parts: bool = False  # shows reasoning only if it is a part of the content
+    thinking_form: ThinkingForm = ""
     list_roles: tuple[str, ...] = ()
     text_roles: tuple[str, ...] = ("system", "developer", "user", "assistant", "tool")
 
@@ -67,7 +72,7 @@ class Capabilities:
 
 SYSTEM, RULE = "qzsystem", "qzrule"
 USER, ANSWER, RESULT, THOUGHT = "qzuser", "qzanswer", "qzresult", "qzthought"
-FIELD, SECOND = "qzfield", "qzsecond"
+FIELD, SECOND, NAMED = "qzfield", "qzsecond", "qznamed"
 TOOL, CALLED, KEY, VALUE = "qztool", "qzcalled", "qzkey", "qzvalue"
 _CALL_ID = "qzcall001"  # Mistral's templates require nine letters and digits
 _PARAMETERS = {
@@ -84,8 +89,13 @@ _TOOLS = [
 _USER = {"role": "user", "content": USER}
 _ANSWER = {"role": "assistant", "content": ANSWER}
 _RESULTS = {
-    role: {"role": role, "tool_call_id": _CALL_ID, "name": CALLED, "content": RESULT}
+    role: {"role": role, "tool_call_id": _CALL_ID, "name": NAMED, "content": RESULT}
     for role in RESULT_ROLES
+}
+# By form: the type and the field of a part with reasoning, and the type of a text part.
+_THINKING: dict[ThinkingForm, tuple[str, str, str]] = {
+    "parts": ("thinking", "thinking", "text"),
+    "blocks": ("thoughts", "text", "response"),  # Apertus
 }
 _CONTENT: dict[NoContent, dict[str, Any]] = {
     "null": {"content": None},
@@ -143,13 +153,16 @@ def probed(render: Fill, render_with_effort: FillWithEffort) -> Capabilities:
         malformed_arguments=fill([_USER, malformed, result], offered) is not None,
         parallel_calls=_shows_several(fill, offered, call, result),
         no_content=no_content,
+        empty_beside_calls=no_content == "empty" or _shows_call(texts.get("empty", "")),
+        text_beside_calls=_shows_said_calls(fill, offered, call, result),
+        named_results=_needs_names(fill, offered, call, result),
         developer=_knows_developer(fill, tools),
         systems=_systems(fill, tools, call, result),
         reasoning=names or ALWAYS,
         efforts=tuple(
             one for one in EFFORTS if render_with_effort([first], tools, one) is not None
         ),
-        thinking_parts=not names and _shows_thinking_parts(fill, offered),
+        thinking_form="" if names else _thinking_form(fill, offered),
         list_roles=tuple(role for role, form in forms.items() if form.parts),
         text_roles=tuple(role for role, form in forms.items() if form.text),
     )
@@ -249,7 +262,9 @@ def _in_lists(fill: Fill, roles: Collection[str]) -> Fill:
 
 def _in_list(message: Message) -> Message:
     content = message.get("content")
-    return {**message, "content": _parts(content)} if content else message
+    if not content or not isinstance(content, str):
+        return message
+    return {**message, "content": _parts(content)}
 
 
 def _shows_several(fill: Fill, tools: Tools, call: Message, result: Message) -> bool:
@@ -260,11 +275,31 @@ def _shows_several(fill: Fill, tools: Tools, call: Message, result: Message) -> 
     results = [_copied(result, number) for number in "12"]
     words = [f"{word}{number}" for word in (VALUE, RESULT) for number in "12"]
     one_by_one = [_USER, first, results[0], second, results[1]]
-    together, apart = (
-        all(word in text for word in words)
-        for text in (fill([_USER, both, *results], tools) or "", fill(one_by_one, tools) or "")
-    )
-    return together or not apart
+    together, apart = fill([_USER, both, *results], tools), fill(one_by_one, tools)
+    return _shows_all(together, words) or not _shows_all(apart, words)
+
+
+def _shows_all(text: str | None, words: Collection[str]) -> bool:
+    return text is not None and all(word in text for word in words)
+
+
+def _shows_said_calls(fill: Fill, tools: Tools, call: Message, result: Message) -> bool:
+    """Return whether the template shows a call beside a text. Also true if it does not show them in
+    two turns either."""
+    said, after = {"role": "assistant", "content": RULE}, [result, _ANSWER, _USER]
+    together = fill([_USER, {**call, **said}, *after], tools)
+    apart = fill([_USER, said, call, *after], tools)
+    return _shows_all(together, [VALUE]) or not _shows_all(apart, [RULE, VALUE, RESULT])
+
+
+def _needs_names(fill: Fill, tools: Tools, call: Message, result: Message) -> bool:
+    """Return whether the template fails on a result without the name of the called function, or
+    writes nothing in its place."""
+    unnamed = {key: value for key, value in result.items() if key != "name"}
+    text, without = fill([_USER, call, result], tools), fill([_USER, call, unnamed], tools)
+    if text is None:
+        return False
+    return without is None or (NAMED in text and text.replace(NAMED, "") == without)
 
 
 def _copied(message: Message, number: str) -> Any:
@@ -275,11 +310,26 @@ def _copied(message: Message, number: str) -> Any:
     return json.loads(text.replace(_CALL_ID, _CALL_ID[:-1] + number))
 
 
-def _shows_thinking_parts(fill: Fill, tools: Tools) -> bool:
-    """Return whether the template shows reasoning that is a part of the content."""
-    thought = {"type": "thinking", "thinking": THOUGHT, FIELD: FIELD}
-    text = fill([_USER, {**_ANSWER, "content": [thought, *_parts(ANSWER)]}, _USER], tools) or ""
-    return THOUGHT in text and ANSWER in text and FIELD not in text
+def thinking_content(form: ThinkingForm, thought: str | None, content: Any) -> Any:
+    """Return a content with the reasoning, if any, as its first part. `content`: a text, text parts
+    or None. An empty text is a part only without reasoning."""
+    thinking, field, said = _THINKING[form]
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
+    parts = [{"type": thinking, field: thought}] if thought else []
+    parts += [{"type": said, "text": text} for text in texts if text or not thought]
+    return {"blocks": parts} if form == "blocks" else parts
+
+
+def _thinking_form(fill: Fill, tools: Tools) -> ThinkingForm:
+    """Return the form of reasoning in the content that the template shows; empty if none."""
+    for form in _THINKING:
+        content = thinking_content(form, THOUGHT, ANSWER)
+        for part in content["blocks"] if form == "blocks" else content:
+            part[FIELD] = FIELD  # reveals a template that dumps parts as data
+        text = fill([_USER, {**_ANSWER, "content": content}, _USER], tools) or ""
+        if _shows_all(text, [THOUGHT, ANSWER]) and FIELD not in text:
+            return form
+    return ""
 
 
 def _knows_developer(fill: Fill, tools: Tools) -> bool:
@@ -292,6 +342,7 @@ def _knows_developer(fill: Fill, tools: Tools) -> bool:
 def _systems(fill: Fill, tools: Tools, call: Message, result: Message) -> tuple[str, ...]:
     first, rule = {"role": "system", "content": SYSTEM}, {"role": "system", "content": RULE}
     places: dict[str, list[Message]] = {
+        "first": [rule, _USER],
         "several": [first, rule, _USER],
         "middle": [first, _USER, _ANSWER, rule, _USER],
         "last": [first, _USER, rule],

@@ -29,7 +29,6 @@ from pdserve.gateway.text.templates.capabilities import (
 from pdserve.gateway.text.templates.described_tools import (
     described,
     in_system_turn,
-    in_user_turn,
     plain_turns,
 )
 from pdserve.gateway.text.templates.environment import compiled
@@ -45,7 +44,9 @@ from pdserve.gateway.text.templates.turns import (
     alternatives,
     shaped,
     text_of,
+    with_calls_apart,
     with_known_systems,
+    with_named_results,
     with_single_calls,
     with_texts,
 )
@@ -125,39 +126,27 @@ class ChatTemplate:
             raise TextError("this model has no chat template; use completions", field)
         messages = normalized(request.messages, field)
         can = self.capabilities
-        if request.tools and not can.tools:
-            return self._with_plain_tools(request, request.tools, messages)
+        tools = request.tools or None
+        if can.named_results:
+            messages = with_named_results(messages)
         uses_tools = any(m["role"] == "tool" or "tool_calls" in m for m in messages)
-        if uses_tools and not (can.calls and can.results):
+        if tools and not can.tools:
+            form = _form(request)
+            turns = plain_turns(with_texts(messages), form)
+            messages, tools = in_system_turn(turns, described(tools, form)), None
+        elif uses_tools and not (can.calls and can.results):
             messages = plain_turns(
                 with_texts(messages),
                 _form(request),
                 calls=not can.calls,
                 results=not (can.tools and can.results),
             )
-        elif uses_tools and not can.parallel_calls:
-            messages = with_single_calls(messages)
-        return self._rendered(request, Conversation(messages, request.tools or None))
-
-    def _with_plain_tools(
-        self,
-        request: TemplateInput,
-        tools: Sequence[Mapping[str, Any]],
-        messages: Sequence[Mapping[str, Any]],
-    ) -> Rendered:
-        """Render with tools, calls and results as text. The tools are in the system turn, or in the
-        user turn if the template has no system turn."""
-        form = _form(request)
-        turns = plain_turns(with_texts(messages), form)
-        text = described(tools, form)
-        try:
-            with_system = Conversation(in_system_turn(turns, text), None)
-            rendered = self._rendered(request, with_system)
-            if text in rendered.text:
-                return rendered
-        except _Refusal:
-            pass
-        return self._rendered(request, Conversation(in_user_turn(turns, text), None))
+        elif uses_tools:
+            if not can.parallel_calls:
+                messages = with_single_calls(messages)
+            if not can.text_beside_calls:
+                messages = with_calls_apart(messages)
+        return self._rendered(request, Conversation(messages, tools))
 
     def _rendered(self, request: TemplateInput, conversation: Conversation) -> Rendered:
         """Render the conversation, or the equivalent one with the fewest changes that the template

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdserve.gateway.text.parsing.family import CallForm
+from pdserve.gateway.text.templates.turns import with_named_results
 
 Message = Mapping[str, Any]
 
@@ -32,18 +33,15 @@ def plain_turns(
     """Return the messages with tool `calls` and `results` (role `tool`) as text. User turns that
     become adjacent through this are joined, for templates whose roles alternate."""
     turns: list[dict[str, Any]] = []
-    names: dict[str, str] = {}  # of called functions, by the ids of calls
     result_before = False
-    for message in messages:
-        turn = dict(message)
+    for turn in with_named_results(messages):
         made = turn.get("tool_calls", ())
-        names |= {str(call.get("id")): call["function"]["name"] for call in made}
         if made and calls:
             del turn["tool_calls"]
             turn["content"] = _lines(turn.get("content"), *(_call(call, form) for call in made))
         is_result = results and turn["role"] == "tool"
         if is_result:
-            turn = {"role": "user", "content": _result(turn, names)}
+            turn = {"role": "user", "content": _result(turn)}
         if turns and turns[-1]["role"] == turn["role"] == "user" and (is_result or result_before):
             turns[-1]["content"] = _lines(turns[-1]["content"], turn["content"])
         else:
@@ -61,16 +59,6 @@ def in_system_turn(turns: Sequence[Message], text: str) -> list[dict[str, Any]]:
     return [{**first, "content": content}, *map(dict, others)]
 
 
-def in_user_turn(turns: Sequence[Message], text: str) -> list[dict[str, Any]]:
-    """Return the turns with a text prepended to the first user turn, which is added if missing."""
-    made = [dict(turn) for turn in turns]
-    for turn in made:
-        if turn["role"] == "user":
-            turn["content"] = _lines(text, turn["content"], between="\n\n")
-            return made
-    return [{"role": "user", "content": text}, *made]
-
-
 def _call(call: Message, form: CallForm) -> str:
     function = call["function"]
     begin = form.begin.replace("NAME", function["name"])
@@ -78,9 +66,8 @@ def _call(call: Message, form: CallForm) -> str:
     return begin + (text if value is None else _json(value)) + form.end
 
 
-def _result(message: Message, names: Mapping[str, str]) -> str:
-    name = message.get("name") or names.get(str(message.get("tool_call_id")))
-    return f"Result of {name or 'the call'}:\n{message['content']}"
+def _result(message: Message) -> str:
+    return f"Result of {message.get('name') or 'the call'}:\n{message['content']}"
 
 
 def _lines(*texts: str | None, between: str = "\n") -> str:

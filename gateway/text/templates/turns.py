@@ -5,7 +5,7 @@ from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 from pdserve.gateway.text.messages import CallArguments, content_text
-from pdserve.gateway.text.templates.capabilities import Capabilities
+from pdserve.gateway.text.templates.capabilities import Capabilities, thinking_content
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -22,6 +22,8 @@ def shaped(message: Message, can: Capabilities) -> dict[str, Any]:
     made = dict(message)
     if message["role"] == "tool":
         made["role"] = can.results
+    if "tool_calls" in made and not can.empty_beside_calls and not text_of(made).strip():
+        made.pop("content", None)
     if "content" not in made:
         if can.no_content != "absent" or message["role"] != "assistant":
             made["content"] = None if can.no_content == "null" and "tool_calls" in made else ""
@@ -30,10 +32,12 @@ def shaped(message: Message, can: Capabilities) -> dict[str, Any]:
     if "tool_calls" in made:
         made["tool_calls"] = [_call(call, can) for call in made["tool_calls"]]
     if "reasoning_content" in made:
-        thought = made["reasoning_content"]
-        made |= dict.fromkeys(can.reasoning, thought)
-        if can.thinking_parts and thought:
-            made["content"] = _thought_first(thought, made.get("content"))
+        made |= dict.fromkeys(can.reasoning, made["reasoning_content"])
+    if can.thinking_form and message["role"] == "assistant":
+        thought, content = made.get("reasoning_content"), made.get("content")
+        # A template that reads blocks refuses texts beside them.
+        if thought or (can.thinking_form == "blocks" and content is not None):
+            made["content"] = thinking_content(can.thinking_form, thought, content)
     return made
 
 
@@ -90,6 +94,34 @@ def with_single_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return list(chain.from_iterable(turns))
 
 
+def with_calls_apart(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with no content beside calls: a text becomes a turn before the calls."""
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        turns.append(dict(message))
+        if "tool_calls" not in message:
+            continue
+        if text_of(message).strip():
+            calls = turns[-1].pop("tool_calls")
+            turns.append({"role": message["role"], "tool_calls": calls})
+        else:
+            turns[-1].pop("content", None)
+    return turns
+
+
+def with_named_results(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with the names of the called functions in results without a name."""
+    names: dict[str, str] = {}  # by the ids of calls
+    made = []
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        names |= {str(call.get("id")): call["function"]["name"] for call in calls}
+        name = names.get(str(message.get("tool_call_id")))
+        unnamed = message["role"] == "tool" and name and not message.get("name")
+        made.append({**message, "name": name} if unnamed else dict(message))
+    return made
+
+
 def _turn_of(result: Message, turns: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the turn with the call of a result."""
     name = result.get("tool_call_id")
@@ -104,7 +136,8 @@ def with_known_systems(
     """Return the messages with rules (system turns) only in places that the template shows.
 
     `places`: Capabilities.systems. Elsewhere, leading rules are joined and later ones become user
-    turns. `developer`: the template knows that role.
+    turns. Without "first", the leading rules become part of the first user turn. `developer`: the
+    template knows that role.
     """
     num_leading = _num_leading(messages)
     turns = [dict(message) for message in messages]
@@ -121,7 +154,11 @@ def with_known_systems(
             continue
         if place not in places:
             turns[index]["role"] = "user"
-    if num_leading > 1 and "several" not in places:
+    if num_leading and "first" not in places:
+        is_next_user = num_leading < len(turns) and turns[num_leading]["role"] == "user"
+        end = num_leading + is_next_user
+        turns[:end] = [{**_joined(turns[:end]), "role": "user"}]
+    elif num_leading > 1 and "several" not in places:
         turns[:num_leading] = [_joined(turns[:num_leading])]
     return turns
 
@@ -138,13 +175,6 @@ def _content(content: Any, role: str, can: Capabilities) -> Any:
             return content
         content = content_text(content, "")
     return content if role in can.text_roles else [{"type": "text", "text": content}]
-
-
-def _thought_first(thought: str, content: Any) -> list[dict[str, Any]]:
-    """Return a content as parts, with the reasoning as the first part."""
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}] if content else []
-    return [{"type": "thinking", "thinking": thought}, *(content or ())]
 
 
 def _call(call: Message, can: Capabilities) -> dict[str, Any]:
@@ -165,7 +195,7 @@ def _joined(turns: Sequence[Message]) -> dict[str, Any]:
 
 def _system_first(given: Conversation) -> Conversation:
     """Join leading rules into one system turn, and make later rules user turns."""
-    return given._replace(messages=with_known_systems(given.messages, (), developer=True))
+    return given._replace(messages=with_known_systems(given.messages, ("first",), developer=True))
 
 
 def _rules_joined(given: Conversation) -> Conversation:

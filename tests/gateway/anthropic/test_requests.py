@@ -11,8 +11,9 @@ from fakes.tool_model import THINKING, ToolModel
 from oracles.http_errors import JSON, LARGE, nested
 
 from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, LEFT_OUT, REFUSED
+from pdserve.gateway.anthropic.members import EDITS
 from pdserve.gateway.anthropic.output import MessageContent
-from pdserve.gateway.anthropic.schema import CountBody, MessagesBody, parse_messages
+from pdserve.gateway.anthropic.schema import MessagesBody, parse_messages
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.requests.tool_use import ToolUse
 from pdserve.gateway.text.parts import ReasoningPart, TextPart
@@ -22,7 +23,7 @@ URL = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "hi"}]
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": HI}
-BODIES: Any = {URL: (ASKED, MessagesBody), COUNT: ({"model": "tiny", "messages": HI}, CountBody)}
+BODIES: Any = {URL: ASKED, COUNT: {"model": "tiny", "messages": HI}}
 WANTED = (True, 7, "x", ["x"], {"x": "x"})  # of each kind of value, one that asks for something
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
@@ -47,11 +48,11 @@ def check(reply: httpx.Response, status: int, kind: str = "invalid_request_error
 async def test_what_is_not_served_is_refused_by_name(make_http, url):
     router = FakeRouter(saying("x"))
     client = make_http(router)
-    asked, kind = BODIES[url]
-    assert not (REFUSED.keys() | IGNORED) & kind.model_fields.keys()
-    for name, nothing in REFUSED.items():
+    asked = BODIES[url]
+    assert not IGNORED & MessagesBody.model_fields.keys()
+    for name in REFUSED.keys() - MessagesBody.model_fields.keys():
         for value in WANTED:
-            if value in nothing:
+            if value in REFUSED[name]:
                 continue
             message = check(await client.post(url, json={**asked, name: value}), 400)
             assert message.startswith(f"{name} is not supported")
@@ -63,9 +64,13 @@ async def test_what_is_not_served_is_refused_by_name(make_http, url):
 async def test_values_that_ask_for_nothing_are_taken(make_http, url):
     client = make_http(saying("x"))
     for number in range(max(map(len, REFUSED.values()))):
-        given = {name: nothing[min(number, len(nothing) - 1)] for name, nothing in REFUSED.items()}
+        given = {
+            name: nothing[min(number, len(nothing) - 1)]
+            for name, nothing in REFUSED.items()
+            if name not in MessagesBody.model_fields
+        }
         ignored = dict.fromkeys(IGNORED, "x")
-        asked = {**BODIES[url][0], **given, **ignored, "unknown": 1}
+        asked = {**BODIES[url], **given, **ignored, "unknown": 1}
         reply = await client.post(url, json=asked, headers={"anthropic-version": "2023-06-01"})
         assert reply.status_code == 200, reply.json()
 
@@ -94,32 +99,26 @@ async def test_whether_the_model_thinks_has_other_names_too(make_http, subtests)
         for value in (True, False):
             with subtests.test(name=name, value=value):
                 for url in (URL, COUNT):
-                    reply = await client.post(url, json={**BODIES[url][0], name: value})
+                    reply = await client.post(url, json={**BODIES[url], name: value})
                     assert reply.status_code == 200, reply.json()
                 assert router.prompt(-1) == f"hi {value}"
+    reply = await client.post(URL, json={**ASKED, "output_config": {"effort": "none"}})
+    assert (reply.status_code, router.prompt(-1)) == (200, "hi False")
     contrary = {**ASKED, "think": True, "thinking": {"type": "disabled"}}
     message = check(await client.post(URL, json=contrary), 400)
-    assert message == "think contradicts thinking"
-
-
-# Anthropic's own, as its client lists them, betas too.
-ANTHROPIC = (
-    "betas", "billing_policy", "cache_control", "compaction", "container", "context_management",
-    "diagnostics", "fallback_credit_token", "fallbacks", "inference_geo", "max_tokens",
-    "mcp_servers", "messages", "metadata", "model", "output_config", "service_tier", "speed",
-    "stop_sequences", "stream", "system", "temperature", "thinking", "thread", "tool_choice",
-    "tools", "top_k", "top_p", "user_profile_id", "workspace_id",
-)  # fmt: skip
+    assert message == "thinking contradicts think"
 
 
 def test_each_known_field_has_one_place() -> None:
-    served = MessagesBody.model_fields.keys()
-    assert set(ANTHROPIC) <= served | REFUSED.keys() | IGNORED | LEFT_OUT
     assert not (IGNORED | LEFT_OUT) & REFUSED.keys()
 
 
 def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(blocks)}]}
+
+
+def document(kind: str, **source: Any) -> dict[str, Any]:
+    return {"type": "document", "source": {"type": kind, **source}}
 
 
 WRONG = [
@@ -137,7 +136,22 @@ WRONG = [
     (said({"type": "text"}), "messages[0].content[0].text"),
     (said({"text": "x"}), "messages[0].content[0].type"),
     (said({"type": "image", "source": {}}), "messages[0].content[0].type"),
-    (said({"type": "document"}), "messages[0].content[0].type"),
+    (said({"type": "document"}), "messages[0].content[0].source.type"),
+    (said(document("url", url="x")), "messages[0].content[0].source.type"),
+    (
+        said(document("content", content=[{"type": "image"}])),
+        "messages[0].content[0].source.content[0].type",
+    ),
+    ({"messages": [*HI, {"role": "system", "output_config": {}}]}, "messages[1].content"),
+    (
+        {"messages": [{"role": "system", "content": "x", "output_config": {"format": SCHEMA}}]},
+        "messages[0].output_config.format",
+    ),
+    (
+        {"messages": [{"role": "system", "content": "x", "clear_at": "noon"}]},
+        "messages[0].clear_at",
+    ),
+    ({"output_format": {"type": "xml"}}, "output_format.type"),
     (said(USE), "messages[0].content[0].type"),
     (said({"type": "tool_result"}, role="assistant"), "messages[0].content[0].type"),
     (said(USE, role="assistant"), "messages"),
@@ -172,7 +186,6 @@ WRONG = [
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
-    ({"context_management": {"edits": [{"type": "clear_tool_uses_1"}]}}, "context_management"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     ({"output_config": {"effort": "huge", "format": SCHEMA}}, "output_config.effort"),
 ]
@@ -222,7 +235,7 @@ async def test_a_page_of_a_stranger_is_kept_out(make_http):
 async def test_limits_are_those_of_every_api(make_http, url):
     full = AdmissionLimits(1, 1)
     with full.admit(b""):
-        reply = await make_http(saying("x"), limits=full).post(url, json=BODIES[url][0])
+        reply = await make_http(saying("x"), limits=full).post(url, json=BODIES[url])
     check(reply, 429, "rate_limit_error")
     assert reply.headers["retry-after"] == "1"
 
@@ -278,8 +291,78 @@ async def test_system_messages_keep_their_places(make_http):
     ]  # fmt: skip
     client = make_http(saying("x"))
     for url in BODIES:
-        reply = await client.post(url, json={**BODIES[url][0], "messages": messages})
+        reply = await client.post(url, json={**BODIES[url], "messages": messages})
         assert reply.status_code == 200, reply.json()
+
+
+def test_nothing_stands_between_a_call_and_its_result(subtests) -> None:
+    called = {"role": "assistant", "content": [USE, {**USE, "id": "d"}]}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
+    both = [result, {**result, "tool_use_id": "d"}]
+    rule = {"role": "system", "content": "a"}
+    text = {"type": "text", "text": "hi"}
+    for messages in (
+        [rule, {"role": "user", "content": [*both, text]}],
+        [rule, {"role": "user", "content": [both[0], text, both[1]]}],
+        [{"role": "user", "content": both[:1]}, rule, {"role": "user", "content": [both[1], text]}],
+        [{"role": "user", "content": [text, both[0]]}, rule, {"role": "user", "content": both[1:]}],
+    ):
+        with subtests.test(messages):
+            roles = [turn["role"] for turn in turns(*HI, called, *messages)]
+            assert roles[:4] == ["user", "assistant", "tool", "tool"]
+            assert sorted(roles[4:]) == ["system", "user"]
+
+
+def test_a_system_message_may_end_and_set_the_effort() -> None:
+    def rule(text: str, **more: Any) -> dict[str, Any]:
+        return {"role": "system", "content": text, **more}
+
+    once = {"clear_at": "next_user_message"}
+    answer = {"role": "assistant", "content": "x"}
+    made = turns(*HI, rule("a", **once), answer, rule("b", **once), answer, *HI, rule("c", **once))
+    roles = [turn["role"] for turn in made]
+    assert roles == ["user", "assistant", "user", "system"], "one turn of the assistant"
+    assert texts(made[-1]) == ["c"]
+    kept = turns(*HI, rule("a", clear_at="never"), rule("b", clear_at=None), *HI)
+    assert [texts(turn) for turn in kept] == [["hi"], ["a"], ["b"], ["hi"]]
+    low, high = ({"output_config": {"effort": effort}} for effort in ("low", "high"))
+    for messages, fields, effort in (
+        ([*HI, {"role": "system", **low}], high, "low"),
+        ([rule("a", **low), rule("b", output_config={}), *HI], {}, "low"),
+        ([rule("a", **low), *HI, rule("b", **high, **once), *HI], {}, "high"),
+        (HI, high, "high"),
+    ):
+        body = {"max_tokens": 9, "messages": messages, **fields}
+        conversation = parse_messages(body).conversation()
+        assert conversation.suggested == {"reasoning_effort": effort}
+
+
+def test_the_text_of_a_document_is_kept() -> None:
+    plain = document("text", media_type="text/plain", data="hello")
+    parts = document("content", content=[{"type": "text", "text": text} for text in "ab"])
+    for block, text in (
+        (plain, "hello"),
+        ({**plain, "title": "T", "context": "C", "citations": {"enabled": True}}, "T\nC\nhello"),
+        ({**parts, "title": None}, "a\nb"),
+        (document("content", content="whole"), "whole"),
+    ):
+        result = {"type": "tool_result", "tool_use_id": "c", "content": [block]}
+        call = {"role": "assistant", "content": [USE]}
+        first, _, answer = turns(
+            {"role": "user", "content": [block]}, call, *said(result)["messages"]
+        )
+        assert texts(first) == texts(answer) == [f"[document]\n{text}"]
+
+
+def test_an_earlier_name_of_the_format() -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    for fields, name in (
+        ({"output_format": form}, "output_format.schema"),
+        ({"output_config": {"format": form}}, "output_config.format.schema"),
+    ):
+        structure = parse_messages({**ASKED, **fields}).structure()
+        assert structure is not None
+        assert (structure.value, structure.param) == (form["schema"], name)
 
 
 def test_a_line_that_changes_with_each_request_is_no_part_of_the_prompt() -> None:
@@ -325,11 +408,15 @@ async def test_hints_are_taken(make_http, subtests):
         {"thinking": {"type": "adaptive", "display": "omitted"}},
         {"thinking": {"type": "enabled", "budget_tokens": 2.0, "display": "anything"}},
         {"thinking": {"type": "between_tools"}},
+        {"thinking": {"type": "auto"}},
+        {"output_config": {"effort": "minimal"}},
+        {"output_config": {"effort": "auto"}},
         {"top_p": 0, "max_tokens": 9.0, "top_k": 3.0},
         {"metadata": {"user_id": 7, "more": []}},
         {"tools": [TOOL], "tool_choice": "auto"},
         {"tools": [TOOL], "tool_choice": "required"},
-        {"context_management": {"edits": [{"type": "clear_thinking_1", "keep": {"value": 1}}]}},
+        *({"context_management": {"edits": [{"type": name, "keep": {}}]}} for name in EDITS),
+        {"context_management": {"edits": [{"type": "compact_20990101"}]}},
         {"tools": [{**TOOL, "name": f"f{n}"} for n in range(150)]},
         {"messages": [*HI, {"role": "assistant", "content": None}, *HI]},
     ):

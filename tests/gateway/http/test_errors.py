@@ -3,12 +3,15 @@
 import json
 import logging
 import re
+from collections.abc import AsyncIterator
 from itertools import product
 from typing import Any
 
 import pytest
 from fakes.router import FakeRouter, failed, saying, served
-from oracles.http_errors import CHAT, HI, JSON, PLAIN, check
+from fakes.tool_model import TEMPLATE, ToolModel
+from oracles.http_errors import CHAT, HI, JSON, LARGE, PLAIN, check
+from systems.text_pools import Pool
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import context_exceeded
@@ -324,6 +327,44 @@ async def test_too_long_for_the_context(make_http, subtests):
             assert re.search(rf" \d+ tokens \(\d+ in the {param}, \d+ in the", error["message"])
             assert error["message"].count("context_length_exceeded") == 1  # LangChain knows it so
             assert router.starts == []
+
+
+@pytest.fixture
+async def pool(anyio_backend: str) -> AsyncIterator[Pool]:
+    pool = Pool(workers=1)
+    yield pool
+    await pool.close()
+
+
+async def test_arguments_and_tools_that_are_too_long_for_the_context(make_http, pool, subtests):
+    """Only the template's text shows it, with more characters than any prompt has."""
+    router = ToolModel("x", template="{{ tools | tojson }}" + TEMPLATE)
+    client = make_http(router, bounds=LARGE, text_pool=pool)
+    long = json.dumps({"a": "x" * 300_000})
+    function = {"name": "f", "description": "x" * 60_000, "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": {**function, "name": f"f{n}"}} for n in range(5)]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": long}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": long}
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": json.loads(long)}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
+    for url, body, param in (
+        (CHAT, {"messages": [*HI, called, {"role": "tool", "tool_call_id": "c", "content": "r"}]},
+         "messages"),
+        (CHAT, {"messages": HI, "tools": tools}, "messages"),
+        ("/v1/responses",
+         {"input": [*HI, item, {"type": "function_call_output", "call_id": "c", "output": "r"}]},
+         "input"),
+    ):  # fmt: skip
+        with subtests.test(url=url, fields=list(body)):
+            error = check(await client.post(url, json=body), 400, param, "context_length_exceeded")
+            words = "This model's maximum context length is 4096 tokens. However, you requested "
+            assert error["message"].startswith(words)
+    turns = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    body = {"messages": [*HI, *turns], "max_tokens": 5}
+    for url in ("/v1/messages", "/v1/messages/count_tokens"):
+        error = (await client.post(url, json=body)).json()["error"]
+        assert re.fullmatch(r"prompt is too long: 4\d{3} tokens > 4095 maximum", error["message"])
 
 
 async def test_max_tokens_is_a_bound(make_http, subtests):

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.anyio
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 BODY: dict[str, Any] = {"model": "tiny", "messages": HI}
 WHOLE = {"stream": False}
+DISABLED = {"type": "disabled"}
 WEATHER = {
     "type": "function",
     "function": {
@@ -166,6 +167,14 @@ async def test_what_would_change_the_answer_is_refused_by_name(make_http, subtes
         ),
         ("/api/generate", {**prompt, "prompt": "long " * 9999}, "prompt"),
         ("/api/chat", {**chat, "max_tokens": 5}, "use options"),
+        ("/api/chat", {**chat, "temperature": 0}, "use options"),
+        ("/api/chat", {**chat, "reasoning_effort": "none"}, "use think"),
+        ("/api/chat", {**chat, "reasoning": {"enabled": False}}, "use think"),
+        ("/api/chat", {**chat, "think": True, "thinking": False}, "thinking contradicts think"),
+        ("/api/chat", {**chat, "tools": [WEATHER], "tool_choice": "none"}, "tool_choice"),
+        ("/api/chat", {**chat, "options": {"xtc_probability": 0.5}}, "options.xtc_probability"),
+        ("/api/chat", {**chat, "options": {"max_tokens": 5}}, "use num_predict"),
+        ("/api/generate", {**prompt, "raw": True, "enable_thinking": True}, "enable_thinking"),
         ("/api/chat", {**chat, "options": {"mirostat": 2}}, "options.mirostat"),
         ("/api/chat", {**chat, "options": {"temperature": "x"}}, "options.temperature"),
         ("/api/chat", {**chat, "options": {"temperature": 9}}, "temperature"),
@@ -182,13 +191,16 @@ async def test_what_would_change_the_answer_is_refused_by_name(make_http, subtes
             assert reply.status_code == 400, reply.text
             assert reply.json().keys() == {"error"}
             assert name in reply.json()["error"]
-    nothing = {"raw": False, "suffix": "", "images": [], "context": None, "template": ""}
+    nothing = {
+        "raw": False, "suffix": "", "images": [], "context": None, "template": "", "n": 1,
+        "tool_choice": "auto", "options": {"dry_multiplier": 0.0, "max_tokens": None},
+    }  # fmt: skip
     reply = await http.post("/api/generate", json={**prompt, **nothing, **WHOLE})
     assert reply.json()["response"] == "x"
 
 
 async def test_format_and_thinking_reach_the_pipeline(make_http):
-    parts = ScriptedParts(*[CALLS] * 8)
+    parts = ScriptedParts(*[CALLS] * 13)
     http = make_http(parts)
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for form, found in (
@@ -208,6 +220,15 @@ async def test_format_and_thinking_reach_the_pipeline(make_http):
     ):
         await http.post("/api/chat", json={**BODY, "think": think})
         assert parts.asked[-1].conversation.suggested == variables
+    off = {"enable_thinking": False, "thinking": False}
+    for fields in ({"enable_thinking": False}, {"thinking": False}, {"thinking": DISABLED}):
+        await http.post("/api/chat", json={**BODY, **fields})
+        assert parts.asked[-1].conversation.suggested == off
+    await http.post("/api/chat", json={**BODY, "thinking": {"type": "enabled", "budget_tokens": 7}})
+    assert parts.asked[-1].sampling.thinking_budget == 7
+    await http.post("/api/chat", json={**BODY, "system": "be short"})
+    roles = [turn["role"] for turn in parts.asked[-1].conversation.messages]
+    assert roles == ["system", "user"]
 
 
 async def test_thoughts_and_calls_streamed_and_whole_are_the_same(make_http):

@@ -15,7 +15,6 @@ from pdserve.gateway.ollama.fields import (
     IGNORED,
     IGNORED_OPTIONS,
     REFUSED,
-    REFUSED_OPTIONS,
 )
 from pdserve.gateway.ollama.schema import (
     OllamaChatBody,
@@ -62,7 +61,7 @@ def test_what_the_client_can_send_is_served_ignored_or_refused() -> None:
         (_types.Message, OllamaMessage),
     ):
         assert sent.model_fields.keys() <= body.model_fields.keys() | IGNORED | REFUSED.keys()
-    known = OllamaOptions.model_fields.keys() | IGNORED_OPTIONS | REFUSED_OPTIONS.keys()
+    known = OllamaOptions.model_fields.keys() | IGNORED_OPTIONS | REFUSED.keys()
     assert ollama.Options.model_fields.keys() <= known
 
 

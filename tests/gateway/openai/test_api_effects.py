@@ -42,6 +42,7 @@ WITHOUT: dict[tuple[str, str], str] = {
     },
     (CHAT, "reasoning.summary"): ONE,
     (MESSAGES, "thinking.display"): ONE,
+    (MESSAGES, "output_format.type"): ONE,
     **{(MESSAGES, name): WHOSE for name in ("metadata", "metadata.user_id")},
     **{
         (path, "structured_outputs.disable_fallback"): "there is nothing to fall back to"
@@ -164,6 +165,11 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "output_config.format": tuple(
         {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+        for schema in (SCHEMA, INTEGER)
+    ),
+    "output_format.type": (GIVEN["output_format"], GIVEN["output_format"]),
+    "output_format.schema": tuple(
+        {"output_format": {"type": "json_schema", "schema": schema}}
         for schema in (SCHEMA, INTEGER)
     ),
 }  # fmt: skip

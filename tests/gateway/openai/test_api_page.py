@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from anthropic.types import message_count_tokens_params, message_create_params
-from api_page import IGNORED, REFUSED, ROUTES, SERVED, page
+from anthropic.types.beta import message_count_tokens_params, message_create_params
+from api_page import IGNORED, LEFT_OUT, REFUSED, ROUTES, SERVED, page
 from builders.api_fields import (
     BATCHES,
     COUNT,
@@ -50,6 +50,7 @@ KNOWN_TO_CLIENTS: dict[str, Any] = {
     FILES: file_create_params.FileCreateParams,
     BATCHES: batch_create_params.BatchCreateParams,
 }
+FATES = (SERVED, IGNORED, LEFT_OUT, REFUSED)
 PAIRS = {"queries", "documents", "items", "data_1", "data_2"}  # instead of text_1 and text_2
 ANYTHING = ("user",)  # the value is not looked at
 WRONG = ({"x": {"x": []}}, 0.5, "x")  # no other field takes all of them
@@ -59,20 +60,20 @@ WANTED = (True, 7, "x", ["x"], {"x": "x"})  # of each kind one
 def rows(path: str, what: str) -> dict[str, str]:
     """The field and the value of the rows of a route that say so."""
     (table,) = re.findall(rf"^## POST {path}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
-    found = re.findall(r"^\| `(\w+)` \| ?(.*?) \| (\w+)(?:;.*)? \|$", table, re.MULTILINE)
+    found = re.findall(r"^\| `(\w+)` \| ?(.*?) \| (\w[\w ]*)(?:;.*)? \|$", table, re.MULTILINE)
     return {name: value for name, value, here in found if here == what}
 
 
 def here(path: str) -> set[str]:
     """Every field of a route that the page has."""
-    return {name for what in (SERVED, IGNORED, REFUSED) for name in rows(path, what)}
+    return {name for what in FATES for name in rows(path, what)}
 
 
 def test_the_page_is_as_the_code() -> None:
     assert page() == PAGE, "`make docs` writes docs/api.md anew"
     assert {route.path for route in ROUTES} == LEAST.keys() | {FILES, BATCHES}
     for path in LEAST:
-        count = sum(len(rows(path, what)) for what in (SERVED, IGNORED, REFUSED))
+        count = sum(len(rows(path, what)) for what in FATES)
         assert count == len(here(path)), "each field has one row"
 
 
@@ -82,6 +83,22 @@ def test_what_clients_can_send_is_on_the_page(path: str) -> None:
     sent = kind.__required_keys__ | kind.__optional_keys__
     assert len(sent) >= 3
     assert sent <= here(path)
+
+
+# Fields that change no answer.
+HINTS = {
+    "include", "metadata", "priority", "prompt_cache_key", "safety_identifier", "session_id",
+    "store", "stream_options", "user",
+}  # fmt: skip
+
+
+def test_what_a_route_serves_is_on_the_page_of_each() -> None:
+    """A field that is in no table would be dropped silently."""
+    generating = (CHAT, PLAIN, RESPONSES, MESSAGES, "/api/chat", "/api/generate")
+    served = {name for path in generating for name in rows(path, SERVED)}
+    assert len(served) > 60
+    for path in generating:
+        assert served - here(path) <= HINTS, path
 
 
 @pytest.fixture
@@ -140,7 +157,7 @@ async def test_what_is_ignored_changes_no_answer(client, router, path):
         return re.sub(times, "", text), sent
 
     plain = await asked()
-    ignored = rows(path, IGNORED)
+    ignored = [*rows(path, IGNORED), *rows(path, LEFT_OUT)]
     few = "tokenize" in path or path.startswith(("/api/", "/apply"))
     assert len(ignored) > (1 if few else 5)
     for number, name in enumerate(ignored):

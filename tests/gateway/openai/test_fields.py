@@ -8,7 +8,7 @@ from fakes.router import FakeRouter, saying, served
 from oracles.http_errors import CHAT, HI, PLAIN, check
 from oracles.sse import events
 
-from pdserve.gateway.openai.bodies.fields import IGNORED, OTHER_NAMES, REFUSED
+from pdserve.gateway.http.fields import IGNORED, OTHER_NAMES, REFUSED
 from pdserve.gateway.openai.bodies.schema import ChatBody, CompletionBody
 
 pytestmark = pytest.mark.anyio

@@ -84,11 +84,16 @@ async def test_thinking_in_responses(make_http, subtests):
          "hi effort none thinking False False"),
         ({"reasoning": {"effort": "none"}}, "hi effort none thinking False False"),
         ({"reasoning": {"effort": "none"}, "input": items}, "hi effort high"),
+        ({"reasoning": {"enabled": False}}, "hi thinking False False"),
+        ({"reasoning": {"enabled": False}, "input": items}, "hi effort high"),
+        ({"reasoning": {"max_tokens": 9}}, "hi thinking True True"),
     ):  # fmt: skip
         with subtests.test(fields=fields):
             reply = await client.post("/v1/responses", json={"input": "hi", **fields})
             assert reply.status_code == 200, reply.text
             assert list(router.starts[-1].prompt_ids) == router.encode(text)
+            budget = fields.get("reasoning", {}).get("max_tokens", 0)
+            assert router.starts[-1].params.thinking.max_tokens == budget
     for path in ("/v1/responses", "/v1/responses/input_tokens"):
         for wrong in (
             {"enable_thinking": False, "reasoning": {"effort": "high"}},
@@ -120,6 +125,10 @@ async def test_thoughts_are_left_out_by_reasoning_exclude(make_http):
         deltas = [choice["delta"] for part in parts for choice in part["choices"]]
         thoughts = "".join(delta.get("reasoning_content", "") for delta in deltas)
         assert thoughts == (thought or "")
+        body = {"input": "hi", "reasoning": {"exclude": exclude}}
+        output = (await client.post("/v1/responses", json=body)).json()["output"]
+        texts = [(item["type"], item["content"][0]["text"]) for item in output]
+        assert texts == [("reasoning", "hm")] * (not exclude) + [("message", "hello")]
 
 
 async def test_an_empty_thought_hides_none_under_another_name(make_http, subtests):
@@ -332,12 +341,13 @@ async def test_the_last_message_is_a_prefix(make_http):
     card, blobs = served(template="{% for m in messages %}[{{ m.content }}]{% endfor %}")
     router = FakeRouter(saying("hello"), [card], blobs)
     client = make_http(router)
-    last = {"role": "assistant", "content": "so", "prefix": True}
-    reply = await client.post(CHAT, json={"model": "tiny", "messages": [*HI, last]})
-    assert reply.status_code == 200, reply.text
-    assert list(router.starts[-1].prompt_ids) == router.encode("[hi][so")
-    reply = await client.post(CHAT, json={"model": "tiny", "messages": [last, *HI]})
-    check(reply, 400, "messages[0].prefix")
+    for name in ("prefix", "partial"):
+        last = {"role": "assistant", "content": "so", name: True}
+        reply = await client.post(CHAT, json={"model": "tiny", "messages": [*HI, last]})
+        assert reply.status_code == 200, reply.text
+        assert list(router.starts[-1].prompt_ids) == router.encode("[hi][so")
+        reply = await client.post(CHAT, json={"model": "tiny", "messages": [last, *HI]})
+        check(reply, 400, f"messages[0].{name}")
 
 
 async def test_a_choice_of_tools_as_an_object(make_http, subtests):
@@ -378,7 +388,8 @@ async def test_what_asks_for_nothing_is_taken(make_http, subtests):
         assert (await client.post(url, json=body)).status_code == 200
         (plain,) = router.starts
         for fields in (
-            {"store": True}, {"stop": ""}, {"stop": ["", ""]}, {"modalities": []},
+            {"store": True}, {"stop": ""}, {"stop": ["", ""]}, {"modalities": []}, {"n_keep": 24},
+            {"n_keep": -1, "n_discard": 0, "id_slot": -1},
             *([{"top_logprobs": 0}, {"top_logprobs": 0, "logprobs": False}] * (url == CHAT)),
         ):  # fmt: skip
             with subtests.test(url=url, fields=fields):
@@ -394,6 +405,8 @@ async def test_thinking_as_its_field_alone_is_named(make_http, subtests):
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "hi thinking True True"),
         ({"reasoning_effort": "max"}, "hi effort max"),
         ({"reasoning": {"effort": "max"}}, "hi effort max"),
+        ({"reasoning_effort": "auto"}, "hi"),
+        ({"reasoning": {"effort": "default", "summary": "none"}}, "hi"),
     ):
         with subtests.test(fields):
             router = templated()
@@ -413,7 +426,7 @@ async def test_thinking_as_its_field_alone_is_named(make_http, subtests):
 
 async def test_tools_in_the_form_of_the_other_api(make_http, subtests):
     """Fields beside the type, or within a member that is named like it."""
-    custom = {"name": "g", "description": "a text"}
+    custom = {"name": "g.h", "description": "a text"}
     forms = (
         [{"type": "function", "function": FUNCTION}, {"type": "custom", "custom": custom}],
         [{"type": "function", **FUNCTION}, {"type": "custom", **custom}],
@@ -427,7 +440,7 @@ async def test_tools_in_the_form_of_the_other_api(make_http, subtests):
                 assert reply.status_code == 200, reply.text
             one, other = router.starts
             assert one.prompt_ids == other.prompt_ids
-            assert "tools: f g" in router.prompt(0)
+            assert "tools: f g.h<" in router.prompt(0)
 
 
 async def test_history_in_the_forms_of_other_clients(make_http, subtests):
@@ -438,9 +451,18 @@ async def test_history_in_the_forms_of_other_clients(make_http, subtests):
     parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, "a"]
     for turns, text in (
         ([{"role": "user", "content": ["a", {"text": "b"}]}], "a\nb"),
-        ([{"role": "assistant", "content": "a", "reasoning": {"text": "hm"}}], "assistant\na<"),
+        ([{"role": "assistant", "content": "a", "reasoning": {"text": "hm"}}], "thought: hm"),
+        ([{"role": "assistant", "content": "a", "reasoning": {"id": "r"}}], "assistant\na<"),
         ([{"role": "assistant", "content": "a", "reasoning": [{"text": "hm"}]}], "thought: hm"),
-        ([{"role": "assistant", "content": "a", "thinking": "hm"}], "thought: hm"),
+        *(
+            ([{"role": "assistant", "content": "a", name: thought}], "thought: hm")
+            for name, thought in (
+                ("thinking", "hm"), ("thoughts", "hm"), ("thought", "hm"), ("tool_plan", "hm"),
+                ("reasoning_details", [{"type": "reasoning.text", "text": "hm"}]),
+                ("reasoning_details", [{"type": "reasoning.summary", "summary": "hm"}]),
+                ("thinking_blocks", [{"type": "thinking", "thinking": "hm", "signature": "x"}]),
+            )
+        ),
         ([{"role": "assistant", "content": thinking}], "thought: hm"),
         ([{"role": "assistant", "content": parts}], "thought: hm"),
         ([{**called, "function_call": {"name": "f", "arguments": None}}, answered],

@@ -377,13 +377,17 @@ for _ in range(50):
 
 WRONG_TOOLS = [
     ({"tools": named(name="a b")}, "tools[0].function.name"),
-    ({"tools": named(name="x" * 65)}, "tools[0].function.name"),
+    ({"tools": named(name="x" * 129)}, "tools[0].function.name"),
     ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
     ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+    (
+        {"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]},
+        "tools[0].custom.format.syntax",
+    ),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+    ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
     ({"tools": named(parameters={"type": "array"})}, "tools[0].function.parameters"),
     ({"tools": named(parameters=DEEP)}, "tools[0].function.parameters"),
     ({"tools": named() * 2}, "tools[1].function.name"),
@@ -713,6 +717,23 @@ async def test_parts_and_messages_of_history(
         ([{"role": "assistant", "content": [refusal, {"type": "tomorrow"}]}], "I won't"),
         ([{"role": "assistant", "content": [{"type": "output_text", "text": "so"}]}], "so"),
         ([called, {"role": "function", "name": "f", "content": "result"}], "result"),
+        *(
+            (
+                [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "c", "type": "custom", "custom": call}],
+                    },
+                    {"role": "tool", "tool_call_id": "c", "content": "result"},
+                ],
+                shown,
+            )
+            for call, shown in (
+                ({"name": "f"}, '{"input": ""}'),
+                ({"name": "f", "input": None}, '{"input": ""}'),
+                ({"name": "f", "input": [1]}, '{"input": "[1]"}'),
+            )
+        ),
     ):
         with subtests.test(messages=messages):
             reply = await client.post(URL, json=body(messages=[*HI, *messages, *HI]))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import TemplateInput, normalized
 from pdserve.gateway.text.parsing.stream import CallStream
 from pdserve.gateway.text.parts import calls_of, text_of
@@ -120,8 +119,9 @@ def test_a_system_turn_keeps_what_it_says(tokenizer: Tokenizer) -> None:
         text = render("chatml", tokenizer, {"role": role, "content": "Be brief."}, user("hi"))
         shown = described([WEATHER], FORM)
         assert text.startswith(f"<|im_start|>system\nBe brief.\n\n{shown}<|im_end|>\n")
-    with pytest.raises(TextError, match="alternate"):  # as without tools
-        render("mistral", tokenizer, {"role": "system", "content": "Be brief."}, user("hi"))
+    for name, begin in (("mistral", "[INST] "), ("gemma", "<start_of_turn>user\n")):
+        text = render(name, tokenizer, {"role": "system", "content": "Be brief."}, user("hi"))
+        assert f"{begin}Be brief.\n\n{shown}\n\nhi" in text  # such templates have no system turn
 
 
 def test_without_a_turn_of_the_user_there_is_one_for_the_tools(tokenizer: Tokenizer) -> None:

@@ -350,9 +350,10 @@ def test_model_without_a_template(tokenizer: Tokenizer) -> None:
 
 
 def test_the_templates_own_complaint_reaches_the_client(tokenizer: Tokenizer) -> None:
-    template = ChatTemplate(TEMPLATES["gemma"], tokenizer)
-    with pytest.raises(TextError, match=r"^System role not supported$"):
-        template.render(TemplateInput([{"role": "system", "content": "s"}, user("u")]))
+    refusal = "{% if effort %}{{ raise_exception('no such effort') }}{% endif %}"
+    template = ChatTemplate(refusal + TEMPLATES["gemma"], tokenizer)
+    with pytest.raises(TextError, match=r"^no such effort$"):
+        template.render(TemplateInput([user("u")], variables={"effort": "some"}))
     for source in ("{{ 1 + 'a' }}", "{{ messages.x.y }}", "{{ {}['a'].b }}", "{% include 'x' %}"):
         with pytest.raises(TextError):
             ChatTemplate(source, tokenizer).render(TemplateInput([user("u")]))
@@ -553,6 +554,90 @@ def test_turns_in_orders_that_a_template_refuses(
             assert text == expected
 
 
+def test_rules_for_templates_without_a_system_turn(
+    tokenizer: Tokenizer, subtests: pytest.Subtests
+) -> None:
+    """One like Gemma's refuses them, one leaves them out: they begin the first turn of the user."""
+    turns = (
+        "{% for m in messages if m.role != 'system' %}{% if (m.role == 'user') != "
+        "(loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+        "{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    )
+    refusal = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
+
+    def rule(text: str, role: str = "system") -> dict[str, Any]:
+        return {"role": role, "content": text}
+
+    parts = [{"type": "text", "text": text} for text in ("q", "p")]
+    for source, (messages, expected) in product(
+        (turns, refusal + turns),
+        (
+            ([rule("1"), user("q")], "u:1\n\nq;"),
+            ([rule("1"), user(parts)], "u:1\n\nq\np;"),
+            ([rule("1"), rule("2", "developer"), user("q"), user("p")], "u:1\n\n2\n\nq\n\np;"),
+            (
+                [rule("1"), user("q"), assistant("a"), rule("2"), user("p")],
+                "u:1\n\nq;a:a;u:2\n\np;",
+            ),
+            ([rule("1"), assistant("a"), user("q")], "u:1;a:a;u:q;"),
+            ([rule("1"), rule("2")], "u:1\n\n2;"),
+        ),
+    ):
+        with subtests.test(source=source[:40], expected=expected):
+            assert ChatTemplate(source, tokenizer).render(TemplateInput(messages)).text == expected
+
+
+def test_contents_that_hide_calls(tokenizer: Tokenizer, subtests: pytest.Subtests) -> None:
+    """As the templates of DeepSeek R1: calls are shown only if there is no content beside them."""
+    source = (
+        "{% for m in messages %}{% if HIDES %}[{{ m.content }}]"
+        "{% else %}{% for c in m.tool_calls %}<{{ c.function.arguments | tojson }}>{% endfor %}"
+        "{% endif %}{% endfor %}"
+    )
+    calls = [call("f", '{"a": 1}'), call("f", '{"a": 2}')]
+    written = '<{"a": 1}><{"a": 2}>'
+    parts = [{"type": "text", "text": text} for text in ("s", "t")]
+    result = {"role": "tool", "content": "3", "tool_call_id": "1"}
+    for hides, (content, said) in product(
+        ("m.content is not none", "m.content is defined", "m.content or not m.tool_calls"),
+        ((None, ""), ("", ""), ("\n", ""), ([], ""), ("s", "[s]"), (parts, "[s\nt]")),
+    ):
+        with subtests.test(hides=hides, content=content):
+            template = ChatTemplate(source.replace("HIDES", hides), tokenizer)
+            turn = {"role": "assistant", "content": content, "tool_calls": calls}
+            text = template.render(TemplateInput([user("q"), turn, result, user("p")])).text
+            assert text == f"[q]{said}{written}[3][p]"
+
+
+def test_names_of_results(tokenizer: Tokenizer, subtests: pytest.Subtests) -> None:
+    """Clients of OpenAI's API send only the ids of calls. A template that writes something else in
+    place of a missing name writes that."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'tool' %}RESULT{% endif %}{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.function.arguments | tojson }}]{% endfor %}"
+        "{% endfor %}"
+    )
+    refusal = "{% if not m.name %}{{ raise_exception('no name') }}{% endif %}"
+    calls = [{**call(name, "{}"), "id": id_} for name, id_ in (("f", "1"), ("g", "2"))]
+    results = [{"role": "tool", "content": id_, "tool_call_id": id_} for id_ in "21"]
+    turns = [
+        *(user("q"), {"role": "assistant", "content": None, "tool_calls": calls}, *results),
+        {**results[0], "name": "own"},
+    ]
+    for form, expected in (
+        (refusal + "{{ m.name }}:", "g:2f:1own:2"),
+        (refusal, "212"),
+        ("{{ m['name'] + ':' }}", "g:2f:1own:2"),
+        ("{{ m.name }}:", "g:2f:1own:2"),
+        ("{{ {'name': m.name} | tojson }}", '{"name": "g"}2{"name": "f"}1{"name": "own"}2'),
+        ("{{ m.name or m.role }}:", "tool:2tool:1own:2"),
+    ):
+        with subtests.test(form=form):
+            template = ChatTemplate(source.replace("RESULT", form), tokenizer)
+            text = template.render(TemplateInput(turns)).text
+            assert text == "q[{}][{}]" + expected
+
+
 def test_a_template_that_shows_one_call_a_turn(
     tokenizer: Tokenizer, subtests: pytest.Subtests
 ) -> None:
@@ -638,7 +723,7 @@ def test_a_thought_as_a_part_of_the_content(tokenizer: Tokenizer) -> None:
         "}}]{% endfor %};{% endfor %}",
         tokenizer,
     )
-    assert template.capabilities.thinking_parts
+    assert template.capabilities.thinking_form == "parts"
     called = {"role": "assistant", "content": None, "tool_calls": [call("f", "{}")]}
     said = [{"type": "text", "text": "b"}]
     turns = [
@@ -654,3 +739,30 @@ def test_a_thought_as_a_part_of_the_content(tokenizer: Tokenizer) -> None:
     assert template.render(TemplateInput(turns)).text == expected + "(ah)d;"
     opened = TemplateInput(turns, add_generation_prompt=False, continue_final_message=True)
     assert template.render(opened).text == expected + "(ah)d"
+
+
+def test_a_thought_as_a_block_of_the_content(tokenizer: Tokenizer) -> None:
+    """As Apertus' template reads it, which refuses texts beside blocks."""
+    template = ChatTemplate(
+        "{% set ns = namespace(form='') %}{% for m in messages %}{% if m.role == 'assistant' and "
+        "m.content is not none %}{% set form = 'text' if m.content is string else 'blocks' %}"
+        "{% if ns.form not in ('', form) %}{{ raise_exception('mixed') }}{% endif %}"
+        "{% set ns.form = form %}{% for b in m.content.blocks if form == 'blocks' %}"
+        "{{ '(' + b.text + ')' if b.type == 'thoughts' else b.text + '.' }}{% endfor %}"
+        "{{ m.content + '.' if form == 'text' }}{% else %}{{ m.content or '' }}{% endif %}"
+        "{% for c in m.tool_calls or [] %}[{{ c.function.arguments | tojson }}]{% endfor %};"
+        "{% endfor %}",
+        tokenizer,
+    )
+    assert template.capabilities.thinking_form == "blocks"
+    called = {"role": "assistant", "content": None, "tool_calls": [call("f", "{}")]}
+    result = {"role": "tool", "content": "3", "tool_call_id": "1"}
+    turns = [
+        *(user("q"), assistant("a"), user("r"), {**called, "reasoning_content": "so"}, result),
+        *({**called, "content": ""}, result, called, result, assistant("")),
+        {"role": "assistant", "content": [{"type": "text", "text": "b"}], "thinking": "oh"},
+    ]
+    expected = "q;a.;r;(so)[{}];3;.[{}];3;[{}];3;.;(oh)b"
+    assert template.render(TemplateInput(turns)).text == expected + ".;"
+    opened = TemplateInput(turns, add_generation_prompt=False, continue_final_message=True)
+    assert template.render(opened).text == expected

@@ -39,6 +39,7 @@ TAG = {"begin": "<a>", "schema": SCHEMA, "end": "</a>"}
 LOGPROBS = "message.output_text.logprobs"
 # A value of each served field, with what it needs beside it.
 GIVEN: dict[str, dict[str, Any]] = {
+    "output_format": {"output_format": {"type": "json_schema", "schema": SCHEMA}},
     "model": {"model": "tiny"},
     "messages": {"messages": HI},
     "response_format": {"response_format": {"type": "json_object"}},

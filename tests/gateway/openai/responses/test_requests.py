@@ -32,6 +32,7 @@ URL = "/v1/responses"
 ASKED: dict[str, Any] = {"model": "tiny", "input": "hi"}
 WANTED = (True, 7, "x", ["x"], {"x": "x"})  # of each kind of value, one that asks for something
 TOOL = {"type": "function", "name": "f"}
+GROUP: dict[str, Any] = {"type": "namespace", "name": "n", "tools": []}
 HI = {"role": "user", "content": "hi"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
@@ -123,20 +124,8 @@ async def test_values_that_ask_for_nothing_are_taken(make_http):
         assert reply.status_code == 200, reply.json()
 
 
-# OpenAI's own, as its client lists them.
-OPENAI = (
-    "access_programs", "background", "context_management", "conversation", "image", "include",
-    "input", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "model",
-    "moderation", "parallel_tool_calls", "previous_response_id", "prompt", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention", "reasoning", "safety_identifier",
-    "service_tier", "store", "stream", "stream_options", "temperature", "text", "tool_choice",
-    "tools", "top_logprobs", "top_p", "truncation", "user",
-)  # fmt: skip
-
-
 def test_each_known_field_has_one_place() -> None:
     served = ResponsesBody.model_fields.keys()
-    assert set(OPENAI) <= served | REFUSED.keys() | IGNORED
     assert not IGNORED & (served | (REFUSED.keys() - served))
 
 
@@ -184,12 +173,24 @@ WRONG = [
         {"input": [{"role": "user", "content": [{"type": "input_text", "text": 7}]}]},
         "input[0].content[0].text",
     ),
+    ({"input": [{"role": "user", "content": [{"x": "hi"}]}]}, "input[0].content[0].type"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
     ({"input": [{"role": "user", "content": "x"}] * (MAX_ITEMS + 1)}, "input"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
     (
-        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}]},
-        "tools[0].tools[0].type",
+        {"tools": [{**GROUP, "tools": [{"type": "web_search"}, GROUP]}]},
+        "tools[0].tools[1].type",
+    ),
+    *(
+        ({"tools": [{"type": "custom", "name": "f", "format": form}]}, f"tools[0].format.{field}")
+        for form, field in (
+            ({"type": "grammar"}, "syntax"),
+            ({"type": "grammar", "definition": "start: x"}, "syntax"),
+            ({"definition": "start: x"}, "syntax"),
+            ({"type": "grammar", "syntax": "regex"}, "definition"),
+            ({"type": "grammar", "grammar": {"syntax": "lark"}}, "definition"),
+            ({"syntax": "lark", "definition": ""}, "definition"),
+        )
     ),
     ({"tools": [{"type": "custom", "name": "f"}, TOOL]}, "tools[1].name"),
     ({"tools": [{"name": "f"}]}, "tools[0].type"),
@@ -212,7 +213,11 @@ WRONG = [
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
-    ({"include": ["x"]}, "include[0]"),
+    ({"include": [7]}, "include[0]"),
+    (
+        {"thinking": {"type": "enabled", "budget_tokens": 3}, "reasoning": {"max_tokens": 4}},
+        "reasoning.max_tokens",
+    ),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -272,6 +277,7 @@ async def test_what_says_nothing_is_taken(make_http, subtests):
     for fields in (
         {"previous_response_id": ""},
         {"context_management": [compaction]},
+        {"input": [{"role": "user", "content": [{"text": "hi"}]}]},
         {"reasoning": {"effort": "max", "context": "auto", "mode": "standard"}},
         {"input": [HI, CALL, custom, *outputs]},
     ):
@@ -490,6 +496,9 @@ def test_a_custom_tools_grammar_is_kept_to_or_shown() -> None:
     assert regex.parameters["properties"]["input"] == {"type": "string", "pattern": "^(?:a|b)$"}
     assert not lark.strict
     assert lark.description.endswith("a|b")
+    for form in ({"grammar": grammar}, {"syntax": "regex", "definition": "a|b"}):
+        (offered,) = parse_tools([{**CUSTOM, "format": form}]).tools.values()
+        assert offered.tool.parameters == regex.parameters
 
 
 def test_the_pieces_of_an_input_add_up() -> None:
@@ -510,6 +519,9 @@ def test_the_pieces_of_an_input_add_up() -> None:
         ("", ""),
         ("[", "["),
         ('{"input": "cut \\u00', "cut "),
+        ('{"reason": "r", "input": "cut', "cut"),
+        ('{"reason": "r", "inp', '{"reason": "r", "inp'),
+        ('{"patch": "cut}', '{"patch": "cut}'),
     ):
         read = CustomInput()
         assert read.push(raw) + read.finish() == text
@@ -556,6 +568,48 @@ def test_nothing_stands_between_a_call_and_its_answer() -> None:
     assert len(made[2]["content"]) == 2
 
 
+def test_turns_of_calls_that_are_answered_stay_whole(subtests) -> None:
+    """What the assistant writes before the answers joins its turn; what others say comes later."""
+    call_d, output_c, output_d = (
+        {**CALL, "call_id": "d"},
+        {"type": "function_call_output", "call_id": "c", "output": "r"},
+        {"type": "function_call_output", "call_id": "d", "output": "r"},
+    )
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
+    said = {"role": "assistant", "content": "so"}
+    rule = {"role": "developer", "content": "rule"}
+    for items, turns in (
+        ([CALL, thought, call_d, output_c, output_d], "assistant:hm:cd tool tool"),
+        ([CALL, said, output_c], "assistant:so:c tool"),
+        ([CALL, rule, HI, output_c, said], "assistant:c tool developer user assistant:so"),
+        ([CALL, call_d, output_c, thought, HI, output_d], "assistant:hm:cd tool tool user"),
+        ([CALL, rule, HISTORY[2], output_c, HI], "assistant:c tool developer user"),
+        ([CALL, HI, said, HI], "assistant:c user assistant:so user"),  # there is no answer
+        ([CALL, output_c, HI, CALL, HI], "assistant:c tool user assistant:c user"),
+    ):
+        with subtests.test(turns):
+            made = []
+            for turn in conversation(None, parse_input(items)):
+                ids = "".join(call["id"] for call in turn.get("tool_calls", ()))
+                said_here = turn["content"] if turn["role"] == "assistant" else ""
+                words = (turn["role"], turn.get("reasoning_content"), said_here, ids)
+                made.append(":".join(filter(None, words)))
+            assert " ".join(made) == turns
+
+
+def test_a_call_that_is_kept_as_text_may_have_an_output() -> None:
+    for kind, output in (
+        ("function_call_output", "a.txt"),
+        ("custom_tool_call_output", [{"type": "input_text", "text": "a.txt"}]),
+    ):
+        items = [HISTORY[1], {"type": kind, "call_id": "l", "output": output}]
+        called, printed = conversation(None, parse_input(items))
+        assert (called["role"], printed["role"]) == ("assistant", "user")
+        assert printed["content"] == f"[{kind}]\na.txt"
+    unhashable = {**HISTORY[1], "call_id": [1]}
+    assert len(conversation(None, parse_input([unhashable, HI]))) == 2
+
+
 def test_what_is_kept_as_text_leaves_turns_as_they_are(subtests) -> None:
     said = {"role": "assistant", "content": "a"}
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
@@ -581,6 +635,9 @@ def test_arguments_that_are_no_object_reach_the_template_as_they_are() -> None:
     for given, taken in (("[", "["), ("null", "null"), ({"a": 1}, '{"a":1}'), (None, "")):
         (turn,) = conversation(None, parse_input([{**CALL, "arguments": given}]))
         assert turn["tool_calls"][0]["function"]["arguments"] == taken
+        custom = {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": given}
+        (turn,) = conversation(None, parse_input([custom]))
+        assert json.loads(turn["tool_calls"][0]["function"]["arguments"]) == {"input": taken}
 
 
 async def test_tools_and_effort_of_items_count(make_http):
@@ -663,7 +720,11 @@ async def test_hints_are_taken(make_http, subtests):
     for fields in (
         {"reasoning": {"summary": "detailed"}},
         {"reasoning": {"summary": "concise", "generate_summary": "auto"}},
+        {"reasoning": {"effort": "auto"}},
+        {"reasoning": {"effort": "default", "summary": "none"}},
         {"truncation": "auto"},
+        {"include": ["web_search_call.results", "an_item_of_tomorrow.results"]},
+        {"tools": [{**GROUP, "tools": [{"type": "web_search"}, {"type": "mcp"}, TOOL]}]},
         {"metadata": {"a": 1, "b": None, "c": ["x"]}},
         {"top_p": 0, "max_output_tokens": 16.0},
         {"text": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},

@@ -1,7 +1,8 @@
-"""Fields that this API knows and does not serve: refused by name, or ignored on purpose.
+"""Fields of several servers' APIs. A route refuses by name, or ignores on purpose, those that it
+does not serve.
 
-A field that would change the answer is never ignored silently. To serve one of these, add it to a
-body in schema.py or bodies/ and remove it here.
+A field that would change the answer is never ignored silently: each field that a route serves and
+that can change an answer is in REFUSED, for the routes that do not serve it.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,14 +11,28 @@ from typing import Any
 from pdserve.gateway.http.validation import NOTHING, asks_nothing
 
 # fmt: off
-# Fields that only completions have, that only chats have, or that only requests that run a model
-# have (/tokenize runs none).
+# Fields that change a generated answer alone; routes without one ignore them.
+OF_ANSWERS = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "min_tokens", "stop",
+    "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "allowed_token_ids", "bad_words",
+    "logit_bias", "repetition_penalty", "repeat_penalty", "repeat_last_n", "presence_penalty",
+    "frequency_penalty", "logprobs", "logprob_token_ids", "prompt_logprobs", "add_special_tokens",
+    "skip_special_tokens", "return_tokens_as_token_ids", "cache_salt", "reasoning_effort",
+    "thinking_token_budget", "thinking_budget", "reasoning_budget", "verbosity", "response_format",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "regex", "ebnf", "json_schema", "grammar", "structural_tag", "constraint", "constraint_type",
+    "input", "instructions", "previous_response_id", "max_tool_calls", "text", "output_config",
+    "output_format",
+)
+
+# Fields that some routes serve.
 ELSEWHERE = (
+    *OF_ANSWERS,
     "echo", "prompt", "messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice",
     "include_reasoning", "separate_reasoning", "truncate_prompt_tokens",
 )
 
-# Fields of REFUSED and OTHER_NAMES that change a prompt.
+# Fields of REFUSED that change a prompt.
 OF_PROMPTS = (
     "tools", "functions", "documents", "chat_template", "truncate_prompt_tokens", "truncate",
     "prompt_truncate_len",
@@ -43,9 +58,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             "return_routed_experts", "input_ids", "input_embeds", "image_data", "video_data",
             "audio_data", "return_logprob",
             # llama.cpp
-            "grammar_lazy", "lora", "id_slot", "input_prefix", "input_extra",
+            "grammar_lazy", "lora", "input_prefix", "input_extra",
             "response_fields", "return_progress",
-            "post_sampling_probs", "return_tokens", "multimodal_data", "n_discard",
+            "post_sampling_probs", "return_tokens", "multimodal_data",
             # text-generation-inference, Mistral, Hugging Face, text-generation-webui
             "adapter_id", "decoder_input_details", "watermark", "details", "parameters", "inputs",
             "safe_prompt", "bad_words_ids", "early_stopping",
@@ -53,7 +68,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             # Ollama
             "options", "format", "images", "raw", "system",
             # Other servers' names, below
-            "stop_words", "stop_token", "stop_sequences",
+            "stop_words", "stop_token", "stop_sequences", "random_seed", "truncate",
+            "prompt_truncate_len",
         ),
         NOTHING,
     ),
@@ -64,17 +80,28 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
     "reasoning_format": (None, "", "auto", "deepseek", "parsed"),
     **dict.fromkeys(
-        ("n_predict", "num_predict", "max_new_tokens", "max_output_tokens", "max_length"),
+        (
+            "max_tokens", "max_completion_tokens", "n_predict", "num_predict", "max_new_tokens",
+            "max_output_tokens", "max_length", "thinking_token_budget", "thinking_budget",
+            "reasoning_budget",
+        ),
         (None, -1),
     ),
-    "min_new_tokens": (None, 0),
-    "n_cmpl": (None, 1),
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), (None, 0.0)),
+    **dict.fromkeys(("top_p", "repetition_penalty", "repeat_penalty"), (None, 1.0)),
+    **dict.fromkeys(("min_tokens", "min_new_tokens"), (None, 0)),
+    **dict.fromkeys(("n", "n_cmpl"), (None, 1)),
+    "top_k": (None, -1, 0),
+    "repeat_last_n": (None, -1),
+    "skip_special_tokens": (None, True),
+    "response_format": (*NOTHING, {"type": "text"}),
+    "text": (*NOTHING, {"format": {"type": "text"}}),
     "penalty_alpha": (None, 0.0),
     "guidance_scale": (None, 1.0),
     "best_of": (None, 1),
     "tool_choice": (None, "none", "auto"),
     "function_call": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
+    "parallel_tool_calls": (None, True),
     "modalities": (None, [], ["text"]),
     "add_generation_prompt": (None, True),
     "spaces_between_special_tokens": (None, True),
@@ -99,7 +126,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "dry_multiplier": (None, 0.0),
     "top_n_sigma": (None, -1.0, 0.0),
     "n_probs": (None, 0),
-    "n_keep": (None, 0),
     "n_indent": (None, 0),
     "t_max_predict_ms": (None, 0),
     "do_sample": (None, True),
@@ -109,7 +135,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 # fmt: on
 
-# Other servers' names for fields that this one serves.
+# Fields of REFUSED that routes without a generated answer check.
+OF_ALL = REFUSED.keys() - OF_ANSWERS
+
+# Other servers' names, all in REFUSED, for fields that this one serves.
 OTHER_NAMES: dict[str, str] = {
     "max_completion_tokens": "max_tokens",
     "n_predict": "max_tokens",
@@ -143,9 +172,9 @@ IGNORED: frozenset[str] = frozenset(
         # vLLM, SGLang
         "request_id", "rid", "stream_reasoning",
         # llama.cpp
-        "cache_prompt", "timings_per_token", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
-        "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
-        "dry_sequence_breakers",
+        "cache_prompt", "id_slot", "n_keep", "n_discard", "timings_per_token", "mirostat_tau",
+        "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base",
+        "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
         # Ollama
         "keep_alive",
     )
@@ -168,8 +197,6 @@ def refused_field(given: Mapping[str, Any], served: Collection[str]) -> tuple[st
         if name in REFUSED and not asks_nothing(value, REFUSED[name]):
             what = "a field of this request" if name in ELSEWHERE else "supported by this server"
             return name, f"{name} is not {what}{_instead(name, served)}"
-        if name in OTHER_NAMES and name not in REFUSED and value is not None:
-            return name, f"{name} is not known here{_instead(name, served)}"
     return None
 
 
