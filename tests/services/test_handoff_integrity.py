@@ -225,11 +225,11 @@ def test_another_wire_version_is_refused_by_name_on_both_sides(
         sock.sendall(bytes(record))
         answer = sock.recv(1000)
     refusal = messages.decode(answer)
-    text = f"wire version {frames.WIRE_VERSION} here, {frames.WIRE_VERSION + 5} there"
+    text = f"wire version {frames.WIRE_VERSION} on this side, {frames.WIRE_VERSION + 5} on the peer"
     assert refusal == messages.Refused(text)
     as_the_other_reads_it = bytearray(answer)
     as_the_other_reads_it[2] += 1
-    with pytest.raises(frames.OtherVersion, match=f"here, {frames.WIRE_VERSION + 1} there"):
+    with pytest.raises(frames.OtherVersion, match=f"side, {frames.WIRE_VERSION + 1} on"):
         messages.decode(bytes(as_the_other_reads_it))
     asked = request(50)
     pair.hand_off(asked)

@@ -44,7 +44,7 @@ def test_each_part_is_named_and_changes_the_digest(subtests: pytest.Subtests) ->
             (found,) = differences(OURS, OTHERS[what])
             assert found.what == what
             assert " on this side, " in found.text
-            assert found.text.endswith(" there")
+            assert found.text.endswith(" on the peer")
             # No key depends on the tokenizer; it is compared besides.
             assert (OTHERS[what].digest == OURS.digest) == (what == "tokenizer")
 

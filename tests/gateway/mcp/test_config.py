@@ -51,7 +51,7 @@ def test_secrets_are_not_in_the_repr() -> None:
 WRONG = [
     (b"{", "not valid JSON"),
     (b"[" * 100_000, "not valid JSON"),
-    (b"[]", "it: "),
+    (b"[]", "the file: "),
     (b"{}", "mcpServers is missing"),
     (b'{"mcpServers": {}, "inputs": []}', "unknown key inputs"),
     (of(a={"command": "x", "autoaprove": [SECRET]}), "unknown key mcpServers.a.autoaprove"),
