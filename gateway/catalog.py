@@ -75,14 +75,14 @@ class Catalog:
         """Return the live models by the names that clients may use: model names in order, then
         aliases."""
         served = {card.name: card for card in await self.cards()}
-        only = next(iter(served.values())) if len(served) == 1 else None
-        found: dict[str, ModelCard] = {}
+        only_card = next(iter(served.values())) if len(served) == 1 else None
+        cards: dict[str, ModelCard] = {}
         for name in (*sorted(served), *self._aliases):
             model = self._model(name, self._seen.keys() | served.keys())
-            card = only if model == "" else served.get(model or "")
+            card = only_card if model == "" else served.get(model or "")
             if card is not None:
-                found[name] = card
-        return found
+                cards[name] = card
+        return cards
 
     async def knows(self, name: str) -> bool:
         """Return whether a model or an alias has the name, even while its workers are away."""
@@ -98,7 +98,7 @@ class Catalog:
         cards = await self.cards()
         card = self._resolved(name, cards)
         if all(card.name != live.name for live in cards):
-            raise _unknown(name) if cards else _no_model_yet()
+            raise _unknown(name) if cards else _no_model_served()
         return card
 
     def loaded(self, card: ModelCard) -> LoadedText | None:
@@ -125,28 +125,28 @@ class Catalog:
             card = self._resolved(name, cards)
         return ServedModel(card, await self._text(card))
 
-    def _model(self, name: str, known: Collection[str]) -> str | None:
+    def _model(self, name: str, names: Collection[str]) -> str | None:
         """Return the model of the name or alias; "" is the only model, None is an unknown one."""
-        if not name or name in known:
+        if not name or name in names:
             return name
         model = self._aliases.get(name)
-        return model if model == "" or model in known else None
+        return model if model == "" or model in names else None
 
     def _resolved(self, name: str, cards: Sequence[ModelCard]) -> ModelCard:
         """Return the card of the model that a name means, from the live `cards` and those seen
         earlier. The only model is always a live one. Raises ServiceError."""
-        known = {**self._seen, **{card.name: card for card in cards}}
-        model = self._model(name, known)
+        models = {**self._seen, **{card.name: card for card in cards}}
+        model = self._model(name, models)
         if model:
-            return known[model]
+            return models[model]
         if not cards:
-            raise _no_model_yet()
+            raise _no_model_served()
         if model is None and not self._any_model:
             raise _unknown(name)
         if len(cards) > 1:
             names = ", ".join(sorted(card.name for card in cards))
             raise ServiceError(
-                INVALID_ARGUMENT, f"name one of the served models: {names}", param="model"
+                INVALID_ARGUMENT, f"model must be one of the served models: {names}", param="model"
             )
         return cards[0]
 
@@ -185,10 +185,10 @@ class Catalog:
         """Return what is loaded from the model's files. Retries a failed load, after REFUSED_S if
         its files are the reason, and a load whose processes have died."""
         if refused := self._refused.get(_key(card)):
-            why, since = refused
-            left_s = since + REFUSED_S - asyncio.get_running_loop().time()
-            if left_s > 0:
-                raise ServiceError(UNAVAILABLE, why, retry_after_s=left_s)
+            reason, since = refused
+            remaining_s = since + REFUSED_S - asyncio.get_running_loop().time()
+            if remaining_s > 0:
+                raise ServiceError(UNAVAILABLE, reason, retry_after_s=remaining_s)
         load = self._load(card)
         if load.done() and (
             load.cancelled() or load.exception() is not None or not load.result().processes.alive
@@ -203,8 +203,8 @@ class Catalog:
         key = _key(card)
         load = self._loads.pop(key, None)
         if load is None:
-            done = [other for other, its in self._loads.items() if its.done()]
-            for other in done[: max(0, len(self._loads) + 1 - MAX_LOADED)]:
+            finished = [other for other, other_load in self._loads.items() if other_load.done()]
+            for other in finished[: max(0, len(self._loads) + 1 - MAX_LOADED)]:
                 self._drop(other)
             load = asyncio.create_task(self._fetch_and_build(card, key), name="load")
             load.add_done_callback(lambda load: self._log_failure(card.name, load))
@@ -223,7 +223,7 @@ class Catalog:
         error = None if load.cancelled() else load.exception()
         failure = "" if error is None else str(error)
         if failure and self._failures.get(name) != failure:
-            log.warning("model %r: its tokenizer could not be loaded: %s", name, failure)
+            log.warning("model %r: the tokenizer could not be loaded: %s", name, failure)
         self._failures[name] = failure
         while len(self._failures) > MAX_LOADED:
             del self._failures[next(iter(self._failures))]
@@ -242,13 +242,13 @@ class Catalog:
         try:
             text = await self._text_pool.load(text_card, files)
         except UnsupportedTokenizer as error:
-            why = f"the model cannot be served: {error}"
-            self._refused[key] = why, asyncio.get_running_loop().time()
-            raise ServiceError(UNAVAILABLE, why) from error
+            reason = f"the model cannot be served: {error}"
+            self._refused[key] = reason, asyncio.get_running_loop().time()
+            raise ServiceError(UNAVAILABLE, reason) from error
         if text.tool_parser == FALLBACK:
             log.warning(
-                "model %r: its chat template shows tools in a way that is not known; its calls are "
-                "read as JSON at the beginning of an answer (--tool-parser names another form)",
+                "model %r: its chat template shows tools in an unknown format; its tool calls are "
+                "parsed as JSON at the beginning of an answer (--tool-parser sets another format)",
                 card.name,
             )
         return text
@@ -288,5 +288,5 @@ def _unknown(name: str) -> ServiceError:
     return ServiceError(MODEL_NOT_FOUND, f"the model {quoted(name)} does not exist", param="model")
 
 
-def _no_model_yet() -> ServiceError:
+def _no_model_served() -> ServiceError:
     return ServiceError(UNAVAILABLE, "no model is served yet", retry_after_s=1.0)

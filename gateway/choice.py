@@ -104,11 +104,11 @@ async def score_prompt(
     result = []
     offset = 0
     text = vocabulary.incremental(skip_special_tokens=False)
-    for at, (token, score) in enumerate(zip(ids, [None, *scores], strict=True)):
-        if at % AT_ONCE == 0:
+    for index, (token, score) in enumerate(zip(ids, [None, *scores], strict=True)):
+        if index % AT_ONCE == 0:
             await asyncio.sleep(0)
-        of_token = scored(vocabulary, token, score, offset)
-        result.append(replace(of_token, top=of_token.top[:num_top]))
+        token_scores = scored(vocabulary, token, score, offset)
+        result.append(replace(token_scores, top=token_scores.top[:num_top]))
         offset += len(text.push([token]))
     return tuple(result)
 
@@ -194,10 +194,10 @@ class Choice:
         return Delta(self.index, (TextPart(text),), (), self.num_tokens, None, (id_,))
 
     def _delta(
-        self, update: TextUpdate, new: Sequence[int], scores: tuple[ScoredToken, ...]
+        self, update: TextUpdate, new_ids: Sequence[int], scores: tuple[ScoredToken, ...]
     ) -> Delta:
-        counted = len(update.offsets)
-        self.num_tokens += counted
+        num_counted = len(update.offsets)
+        self.num_tokens += num_counted
         self.closed = update.finish is not None
         content: tuple[ContentPart, ...]
         if self._parser is None:
@@ -208,7 +208,7 @@ class Choice:
         finish = update.finish
         if self._calls and finish == "stop":
             finish = "length" if self._cut_call else "tool_calls"
-        ids = tuple(new[:counted])
+        ids = tuple(new_ids[:num_counted])
         stop_id = None
         if update.finish == "stop" and update.stop is None and ids and ids[-1] in self._stop_ids:
             stop_id = ids[-1]

@@ -60,8 +60,8 @@ class HeldLogprobs:
         self._instead = instead
         self._num_tokens = 0
         params = [prompt.params for prompt in completion.prompts]
-        most = sum(max(1, one.n) * one.max_tokens for one in params)
-        check_logprobs(self._sampling, most, instead)
+        max_tokens = sum(max(1, param.n) * param.max_tokens for param in params)
+        check_logprobs(self._sampling, max_tokens, instead)
 
     def add(self, delta: Delta) -> None:
         """Count a delta. Raises ServiceError if there are too many log-probabilities."""
@@ -110,30 +110,30 @@ class Completions:
     ) -> tuple[list[CompletionResult[S]], Usage]:
         """Return whole choices, each with its own `scores`, and the Usage. Keeps the n of best_of
         candidates with the best mean log-probability. Raises ServiceError."""
-        held = HeldLogprobs(completion)
+        logprobs = HeldLogprobs(completion)
         if completion.rounds is not None:
-            return await self._collect_rounds(completion, scores, held)
+            return await self._collect_rounds(completion, scores, logprobs)
         runs = self._runs(completion)
         answers: dict[int, CompletionResult[S]] = {}
         async with aclosing(merge([run.events() for run in runs])) as events:
             async for delta in events:
-                held.add(delta)
+                logprobs.add(delta)
                 if delta.choice not in answers:
                     answers[delta.choice] = CompletionResult(delta.choice, scores())
                 await answers[delta.choice].add(delta)
-        kept: list[CompletionResult[S]] = []
+        results: list[CompletionResult[S]] = []
         for run in runs:
             for choice in run.best(completion.sampling.n):
                 answer = answers[choice.index]
-                answer.index = len(kept)
+                answer.index = len(results)
                 answer.prompt_scores = run.prompt_scores
-                kept.append(answer)
-        completion_tokens = sum(answer.num_tokens for answer in kept)
+                results.append(answer)
+        completion_tokens = sum(answer.num_tokens for answer in results)
         total = sum((run.usage() for run in runs), Usage(0, 0, 0))
-        return kept, replace(total, completion_tokens=completion_tokens)
+        return results, replace(total, completion_tokens=completion_tokens)
 
     async def _collect_rounds(
-        self, completion: PreparedCompletion, scores: Callable[[], S], held: HeldLogprobs
+        self, completion: PreparedCompletion, scores: Callable[[], S], logprobs: HeldLogprobs
     ) -> tuple[list[CompletionResult[S]], Usage]:
         answer, usage = CompletionResult(0, scores()), Usage(0, 0, 0)
         async with aclosing(self.stream(completion)) as items:
@@ -141,6 +141,6 @@ class Completions:
                 if isinstance(item, Usage):
                     usage = item
                 else:
-                    held.add(item)
+                    logprobs.add(item)
                     await answer.add(item)
         return [answer], usage

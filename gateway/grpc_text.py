@@ -39,7 +39,7 @@ _NOT_TEXT = {
 }  # fmt: skip
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Asked = ChatCompletionRequest | TextCompletionRequest
+ClientRequest = ChatCompletionRequest | TextCompletionRequest
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
@@ -58,7 +58,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         details: Any = handler_call_details
         if (
             details.method in TEXT_METHODS
-            and self._keys.tenant(_shown_in(details.invocation_metadata)) is None
+            and self._keys.tenant(_authorization_of(details.invocation_metadata)) is None
         ):
             return self._denial
         return await continuation(handler_call_details)
@@ -76,7 +76,7 @@ class TextServicer(TextBase):
         self._entering = FairSemaphore(1)
 
     async def Chat(self, request: ChatRequest, context: Context) -> None:
-        def asked() -> ChatCompletionRequest:
+        def build() -> ChatCompletionRequest:
             messages = [{"role": m.role, "content": m.content} for m in request.messages]
             salt = _cache_salt(request.options)
             sampling = _sampling(request.options)
@@ -89,31 +89,33 @@ class TextServicer(TextBase):
                 separate_reasoning=False,
             )
 
-        await self._answer(asked, request.ByteSize(), context)
+        await self._answer(build, request.ByteSize(), context)
 
     async def Complete(self, request: CompleteRequest, context: Context) -> None:
-        def asked() -> TextCompletionRequest:
+        def build() -> TextCompletionRequest:
             sampling = _sampling(request.options)
             salt = _cache_salt(request.options)
             return TextCompletionRequest(request.model, [request.prompt], sampling, cache_salt=salt)
 
-        await self._answer(asked, request.ByteSize(), context)
+        await self._answer(build, request.ByteSize(), context)
 
-    async def _answer(self, asked: Callable[[], Asked], num_bytes: int, context: Context) -> None:
-        """Run the request that `asked` builds from a message of `num_bytes` bytes."""
+    async def _answer(
+        self, build: Callable[[], ClientRequest], num_bytes: int, context: Context
+    ) -> None:
+        """Run the request that `build` builds from a message of `num_bytes` bytes."""
         try:
-            tenant = self._keys.tenant(_shown_in(context.invocation_metadata()))
+            tenant = self._keys.tenant(_authorization_of(context.invocation_metadata()))
             if tenant is None:  # the key was revoked meanwhile
                 raise _unauthenticated()
             request_id = f"text-{uuid4().hex}"
             trace = context_of(context.invocation_metadata())
             caller = Caller(request_id, tenant=tenant, received=time.monotonic(), trace=trace)
-            await self._deliver(asked, caller, num_bytes, context)
+            await self._deliver(build, caller, num_bytes, context)
         except ServiceError as error:
             await abort(context, error)
 
     async def _deliver(
-        self, asked: Callable[[], Asked], caller: Caller, num_bytes: int, context: Context
+        self, build: Callable[[], ClientRequest], caller: Caller, num_bytes: int, context: Context
     ) -> None:
         owner = caller.tenant.id
         try:
@@ -121,13 +123,13 @@ class TextServicer(TextBase):
                 # One request enters in each pass of the loop, as over HTTP (http/guard.py).
                 async with self._entering.turn(owner):
                     await asyncio.sleep(0)
-                await deliver(self._run(asked(), caller), context.write, self._backpressure)
+                await deliver(self._run(build(), caller), context.write, self._backpressure)
         finally:
             context.set_trailing_metadata(tuple(caller.headers.items()))
 
-    async def _run(self, asked: Asked, caller: Caller) -> AsyncGenerator[TextChunk, None]:
+    async def _run(self, request: ClientRequest, caller: Caller) -> AsyncGenerator[TextChunk, None]:
         async with (
-            self._service.prepare(asked, caller) as completion,
+            self._service.prepare(request, caller) as completion,
             aclosing(self._service.completions.stream(completion)) as items,
         ):
             async for item in items:
@@ -147,7 +149,7 @@ class TextServicer(TextBase):
                     )
 
 
-def _shown_in(metadata: Any) -> str:
+def _authorization_of(metadata: Any) -> str:
     """Return the value of 'authorization', empty if there is none."""
     return str(dict(metadata or ()).get(AUTHORIZATION, ""))
 
@@ -163,7 +165,7 @@ async def _deny(_: Any, context: Context) -> None:
 def _cache_salt(options: TextOptions) -> bytes:
     """Return the cache salt. Raises ServiceError if it is longer than MAX_SALT_BYTES."""
     if len(options.cache_salt) > MAX_SALT_BYTES:
-        raise refuse("cache_salt", f"cache_salt: at most {MAX_SALT_BYTES} bytes")
+        raise refuse("cache_salt", f"cache_salt may have at most {MAX_SALT_BYTES} bytes")
     return options.cache_salt
 
 
@@ -173,15 +175,15 @@ def _sampling(options: TextOptions) -> RequestedSampling:
     Raises ServiceError for parameters that text requests cannot carry.
     """
     params = options.params
-    given = {field.name: value for field, value in params.ListFields()}
-    for name in _NOT_TEXT & given.keys():
-        raise refuse(name, f"{name} is not part of text requests; use Router.Generate")
+    fields = {field.name: value for field, value in params.ListFields()}
+    for name in _NOT_TEXT & fields.keys():
+        raise refuse(name, f"{name} is not supported in text requests; use Router.Generate")
     if params.allowed_token_ids:
-        given["allowed_token_ids"] = tuple(params.allowed_token_ids)
+        fields["allowed_token_ids"] = tuple(params.allowed_token_ids)
     if params.logit_bias:
-        given["logit_bias"] = dict(params.logit_bias)
+        fields["logit_bias"] = dict(params.logit_bias)
     if params.stop_token_ids:
-        given["stop_token_ids"] = tuple(params.stop_token_ids)
+        fields["stop_token_ids"] = tuple(params.stop_token_ids)
     if options.HasField("seed"):
-        given["seed"] = options.seed
-    return RequestedSampling(stop=tuple(options.stop), **given)
+        fields["seed"] = options.seed
+    return RequestedSampling(stop=tuple(options.stop), **fields)

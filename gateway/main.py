@@ -97,8 +97,8 @@ def divided(settings: GatewaySettings, num: int) -> GatewaySettings:
     """Return the settings of one of `num` processes: bounds over all clients are divided, but each
     process keeps what one request needs."""
 
-    def part(whole: int, least: int = 1) -> int:
-        return min(whole, max(whole // num, least))
+    def part(total: int, minimum: int = 1) -> int:
+        return min(total, max(total // num, minimum))
 
     return replace(
         settings,

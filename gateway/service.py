@@ -53,7 +53,7 @@ class ServerTools(Protocol):
     """Tools that the gateway offers to every chat besides the client's."""
 
     def offer(
-        self, asked: ChatCompletionRequest, next_round: NextRound
+        self, request: ChatCompletionRequest, next_round: NextRound
     ) -> tuple[ChatCompletionRequest, Rounds | None]:
         """Return the request with these tools, and the rounds of its answer if it may take them."""
 
@@ -107,29 +107,29 @@ class Service:
     @asynccontextmanager
     async def prepare(
         self,
-        asked: ChatCompletionRequest | TextCompletionRequest,
+        request: ChatCompletionRequest | TextCompletionRequest,
         caller: Caller,
     ) -> AsyncIterator[PreparedCompletion]:
         """Yield the completion to run inside the block. Raises ServiceError."""
         owner = caller.tenant.id
-        text = asked if isinstance(asked, TextCompletionRequest) else None
-        sampling, form = asked.sampling, AnswerFormat()
+        text = request if isinstance(request, TextCompletionRequest) else None
+        sampling, form = request.sampling, AnswerFormat()
         rounds: Rounds | None = None
         async with self._open(caller) as (admitted, meter):
             async with self._counted(caller):
-                model = await self.catalog.get(asked.model)
+                model = await self.catalog.get(request.model)
                 _check_generates(model, "Completions" if text else "Chat Completions")
-                check(asked.sampling, model.card)
-                if isinstance(asked, ChatCompletionRequest):
-                    asked, rounds = self._offered(asked, model, caller)
-                    prompts = [await self._chat_prompt(asked, model, owner)]
-                    sampling, form = self._shape(asked, model, prompts[0].ids)
+                check(request.sampling, model.card)
+                if isinstance(request, ChatCompletionRequest):
+                    request, rounds = self._offered(request, model, caller)
+                    prompts = [await self._chat_prompt(request, model, owner)]
+                    sampling, form = self._shape(request, model, prompts[0].ids)
                 else:
-                    prompts = await self._prompts(asked, model, owner)
+                    prompts = await self._prompts(request, model, owner)
                     _, reasoning = self._families(model)
                     with client_errors():
                         sampling = thinking_bound(sampling, reasoning)
-                await self._bind(prompts, sampling, model, owner, asked.continues)
+                await self._bind(prompts, sampling, model, owner, request.continues)
                 num_tokens = sum(len(prompt.ids) for prompt in prompts)
                 await self.rates.count_tokens(owner, num_tokens)
             meter.begin(model.card.name, num_tokens)
@@ -144,11 +144,11 @@ class Service:
                 meter=meter,
                 timeout_s=self._timeout_s,
                 queue_timeout_s=self._queue_timeout_s,
-                continues=asked.continues,
+                continues=request.continues,
                 echo=text is not None and text.echo,
                 echo_only=text is not None and text.echo_only,
-                cache_salt=caller.tenant.cache_salt(asked.cache_salt),
-                priority=asked.priority,
+                cache_salt=caller.tenant.cache_salt(request.cache_salt),
+                priority=request.priority,
                 tenant=caller.tenant.id,
                 rounds=rounds,
                 format=form,
@@ -211,13 +211,13 @@ class Service:
             self.rates.tokens_spent(owner, meter.num_generated)
 
     async def _next_round(
-        self, completion: PreparedCompletion, asked: ChatCompletionRequest, number: int
+        self, completion: PreparedCompletion, request: ChatCompletionRequest, number: int
     ) -> PreparedCompletion:
         """Return the completion for another round's conversation. Raises ServiceError."""
         owner = completion.tenant
-        prompt = await self._chat_prompt(asked, completion.model, owner)
-        sampling, form = self._shape(asked, completion.model, prompt.ids)
-        await self._bind([prompt], sampling, completion.model, owner, asked.continues)
+        prompt = await self._chat_prompt(request, completion.model, owner)
+        sampling, form = self._shape(request, completion.model, prompt.ids)
+        await self._bind([prompt], sampling, completion.model, owner, request.continues)
         await self.rates.count_tokens(owner, len(prompt.ids))
         completion.meter.next_round(len(prompt.ids))
         elapsed_s = self.clock() - completion.meter.arrived
@@ -244,31 +244,31 @@ class Service:
         async with self._counted(caller):
             pass
 
-    async def count_prompt(self, asked: ChatCompletionRequest, caller: Caller) -> int:
+    async def count_prompt(self, request: ChatCompletionRequest, caller: Caller) -> int:
         """Return the number of tokens of a chat's prompt, without running a model. Raises
         ServiceError."""
         owner = caller.tenant.id
         with self.limits.admit(owner):
             await self.count(caller)
-            model = await self.catalog.get(asked.model)
-            return len(await self.prompt_ids(asked, model, caller))
+            model = await self.catalog.get(request.model)
+            return len(await self.prompt_ids(request, model, caller))
 
     async def prompt_ids(
-        self, asked: ChatCompletionRequest, model: ServedModel, caller: Caller
+        self, request: ChatCompletionRequest, model: ServedModel, caller: Caller
     ) -> list[int]:
         """Return the prompt of a chat, with the tools that it is offered. Raises ServiceError."""
-        asked, _ = self._offered(asked, model, caller)
-        return await self._chat_ids(asked, model, caller.tenant.id)
+        request, _ = self._offered(request, model, caller)
+        return await self._chat_ids(request, model, caller.tenant.id)
 
     def _offered(
-        self, asked: ChatCompletionRequest, model: ServedModel, caller: Caller
+        self, request: ChatCompletionRequest, model: ServedModel, caller: Caller
     ) -> tuple[ChatCompletionRequest, Rounds | None]:
         """Add the tools of MCP servers if the model can call tools; also return the rounds that
         carry out their calls, or None without such tools."""
         # A line of a batch may run again, which would repeat the effects of its calls.
         if self._server_tools is None or caller.background or not self.may_call_tools(model.text):
-            return asked, None
-        return self._server_tools.offer(asked, self._next_round)
+            return request, None
+        return self._server_tools.offer(request, self._next_round)
 
     async def _bind(
         self,
@@ -288,12 +288,12 @@ class Service:
             bind(constraints, prompt.params, prompt.ids, model.text.vocabulary, continues=continues)
 
     async def _chat_prompt(
-        self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes
+        self, request: ChatCompletionRequest, model: ServedModel, owner: bytes
     ) -> Prompt:
-        whole = await self._chat_ids(asked, model, owner)
-        ids = _kept(whole, asked.kept_tokens, asked.sampling, model)
-        field = asked.conversation.messages_field
-        return Prompt(ids, "", self._params(asked.sampling, model, len(ids), field))
+        all_ids = await self._chat_ids(request, model, owner)
+        ids = _truncated(all_ids, request.kept_tokens, request.sampling, model)
+        field = request.conversation.messages_field
+        return Prompt(ids, "", self._params(request.sampling, model, len(ids), field))
 
     def _params(
         self, sampling: RequestedSampling, model: ServedModel, prompt_len: int, field: str
@@ -302,11 +302,11 @@ class Service:
         return resolve(sampling, model.card, defaults, prompt_len, field, strict=strict)
 
     async def _chat_ids(
-        self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes
+        self, request: ChatCompletionRequest, model: ServedModel, owner: bytes
     ) -> list[int]:
-        conversation = asked.conversation
-        if asked.tool_use is not None and asked.tool_use.tools:
-            tools = [tool.as_template() for tool in asked.tool_use.tools]
+        conversation = request.conversation
+        if request.tool_use is not None and request.tool_use.tools:
+            tools = [tool.as_template() for tool in request.tool_use.tools]
             conversation = replace(conversation, tools=tools)
         return await self.texts.chat_ids(model, conversation, owner)
 
@@ -324,68 +324,70 @@ class Service:
         return self.parsers.families(model.text.tool_parser, model.text.reasoning_parser)
 
     def _shape(
-        self, asked: ChatCompletionRequest, model: ServedModel, ids: Sequence[int]
+        self, request: ChatCompletionRequest, model: ServedModel, ids: Sequence[int]
     ) -> tuple[RequestedSampling, AnswerFormat]:
         """Return the sampling with the constraints of the tools, and how the answer is parsed."""
         families = self._families(model)
         end = prompt_end(model.text.vocabulary, ids)
-        if asked.continues:
-            end = final_text(asked.conversation)
+        if request.continues:
+            end = final_text(request.conversation)
         form = answer_format(
             families,
-            asked.tool_use,
+            request.tool_use,
             end,
-            continues=asked.continues,
-            inline=not asked.separate_reasoning,
-            structured=asked.sampling.structure is not None,
+            continues=request.continues,
+            inline=not request.separate_reasoning,
+            structured=request.sampling.structure is not None,
         )
         with client_errors():
             sampling = shaped(
-                asked.sampling, families, asked.tool_use, end, continues=asked.continues
+                request.sampling, families, request.tool_use, end, continues=request.continues
             )
         return sampling, form
 
     async def _prompts(
-        self, asked: TextCompletionRequest, model: ServedModel, owner: bytes
+        self, request: TextCompletionRequest, model: ServedModel, owner: bytes
     ) -> list[Prompt]:
-        choices = len(asked.prompts) * (asked.sampling.best_of or asked.sampling.n)
+        choices = len(request.prompts) * (request.sampling.best_of or request.sampling.n)
         if choices > MAX_TOTAL_CHOICES:
-            raise refuse("n", f"{choices} choices in all, at most {MAX_TOTAL_CHOICES}")
-        prompts, field = [], asked.prompt_field
-        for prompt in asked.prompts:
+            raise refuse(
+                "n", f"{choices} choices in total; at most {MAX_TOTAL_CHOICES} are allowed"
+            )
+        prompts, field = [], request.prompt_field
+        for prompt in request.prompts:
             if isinstance(prompt, str):
                 text = prompt
-                whole = await self.texts.text_ids(
-                    model, prompt, field, owner, add_special_tokens=asked.add_special_tokens
+                all_ids = await self.texts.text_ids(
+                    model, prompt, field, owner, add_special_tokens=request.add_special_tokens
                 )
-                ids = _kept(whole, asked.kept_tokens, asked.sampling, model)
-                if len(ids) < len(whole):
-                    text = await self._echo_text(asked, model, ids, owner)
+                ids = _truncated(all_ids, request.kept_tokens, request.sampling, model)
+                if len(ids) < len(all_ids):
+                    text = await self._echo_text(request, model, ids, owner)
             else:
-                ids = _kept(prompt, asked.kept_tokens, asked.sampling, model)
+                ids = _truncated(prompt, request.kept_tokens, request.sampling, model)
                 check_room(len(ids), 1, model, field)
-                text = await self._echo_text(asked, model, ids, owner)
-            params = self._params(asked.sampling, model, len(ids), field)
+                text = await self._echo_text(request, model, ids, owner)
+            params = self._params(request.sampling, model, len(ids), field)
             prompts.append(Prompt(ids, text, params))
         return prompts
 
     async def _echo_text(
-        self, asked: TextCompletionRequest, model: ServedModel, ids: Sequence[int], owner: bytes
+        self, request: TextCompletionRequest, model: ServedModel, ids: Sequence[int], owner: bytes
     ) -> str:
-        field = asked.prompt_field
-        if asked.echo:
+        field = request.prompt_field
+        if request.echo:
             return await self.texts.decode(model, ids, field, owner, skip_special=False)
         check_ids(ids, model, field)
         return ""
 
 
-def _kept(
-    ids: Sequence[int], kept: int | None, sampling: RequestedSampling, model: ServedModel
+def _truncated(
+    ids: Sequence[int], kept_tokens: int | None, sampling: RequestedSampling, model: ServedModel
 ) -> Sequence[int]:
     """Apply `kept_ids`, leaving room for the requested answer, at most half of the context."""
     context_len = model.card.context_len
-    room = min(sampling.max_tokens or 1, context_len // 2)
-    return kept_ids(ids, kept, model, context_len - room)
+    answer_tokens = min(sampling.max_tokens or 1, context_len // 2)
+    return kept_ids(ids, kept_tokens, model, context_len - answer_tokens)
 
 
 def not_supported(api: str) -> ServiceError:

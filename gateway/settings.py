@@ -15,137 +15,151 @@ NO_DATABASE = "none"
 class PromptSettings(KeySettings):
     """Options for making a prompt from a body."""
 
-    max_body_bytes: int = option(8 << 20, "bytes of a request's body", min=1024, max=1 << 30)
+    max_body_bytes: int = option(
+        8 << 20, "maximum size of a request's body, in bytes", min=1024, max=1 << 30
+    )
     max_bodies_bytes: int = option(
         128 << 20,
-        "bytes of all bodies and of their parsed values until they are answered; a key beyond its "
-        "share gets 429 (all have at most twice as much)",
+        "bytes of all request bodies and their parsed values in memory; an API key above its share "
+        "gets 429 (all keys together use at most twice as much)",
         min=1024,
     )
     text_processes: int = option(
-        2, "processes of each model that tokenize and fill templates", min=1, max=64
+        2, "processes per model that tokenize text and render templates", min=1, max=64
     )
-    text_timeout_s: float = option(10.0, "seconds for preparing one prompt", min=0.001)
+    text_timeout_s: float = option(
+        10.0, "time limit for preparing one prompt, in seconds", min=0.001
+    )
     text_memory_mb: int = option(
         224,
-        "MiB that preparing one prompt or grammar may take, beside the model's tokenizer",
+        "MiB of memory for preparing one prompt or grammar, in addition to the model's tokenizer",
         min=16,
     )
     text_load_memory_mb: int = option(
-        1024, "MiB that a model's tokenizer and template may take", min=64
+        1024, "MiB of memory for a model's tokenizer and template", min=64
     )
     template_kwargs: tuple[str, ...] = option(
         ("enable_thinking", "thinking", "reasoning_effort", "verbosity"),
-        "names that a client may set for chat templates (chat_template_kwargs)",
+        "names of variables that clients may set for chat templates (chat_template_kwargs)",
     )
     tool_parser: str = option(
         "auto",
-        "how models write calls of tools; auto: as their templates show, or their prompts say",
+        "format of models' tool calls; auto: detected from the chat template or the prompt",
         choices=("auto", "none", *tool_parser_names()),
     )
     reasoning_parser: str = option(
         "auto",
-        "how models write what they think; auto: as their chat templates show",
+        "format of models' reasoning; auto: detected from the chat template",
         choices=("auto", "none", *reasoning_parser_names()),
     )
 
 
 @dataclass(frozen=True)
 class GatewaySettings(PromptSettings, PublicSettings):
-    """Where the gateway listens, which routers it uses, and what it lets clients do."""
+    """Where the gateway listens, which routers it uses, and the limits for clients."""
 
     host: str = option("127.0.0.1", "address of the REST and gRPC servers")
     workers: int = option(1, "processes behind the same ports (docs/gateways.md)", min=1, max=64)
-    port: int = option(8000, "port of the REST API; 0: any free one", min=0, max=65535)
+    port: int = option(8000, "port of the REST API; 0: any free port", min=0, max=65535)
     unix_socket: str = option(
-        "", "path at which the REST API is served too, in clear, to this user's processes"
+        "", "path of a socket that also serves the REST API, without TLS, to this user's processes"
     )
     root_path: str = option(
-        "", "path under which a proxy shows the REST API, e.g. /llm; requests may have it or not"
+        "", "path prefix under which a proxy serves the REST API, e.g. /llm; optional in requests"
     )
-    grpc_port: int = option(0, "port of the gRPC Text service; 0: any free one", min=0, max=65535)
+    grpc_port: int = option(0, "port of the gRPC Text service; 0: any free port", min=0, max=65535)
     routers: tuple[str, ...] = option(
         (),
-        "host:port of routers, names are resolved anew; or kubernetes:///SERVICE:PORT "
-        "(docs/discovery.md); requests spread over all",
+        "host:port of routers, which share the requests; names are resolved repeatedly; or "
+        "kubernetes:///SERVICE:PORT (docs/discovery.md)",
     )
-    open_metrics: bool = option(False, "/metrics needs no API key, even if there are any")
+    open_metrics: bool = option(False, "serve /metrics without an API key")
     fleet_metrics: bool = option(
-        True, "/metrics has the fleet's figures, too; off where routers and workers are scraped"
+        True, "include the fleet's metrics in /metrics; turn off if routers and workers are scraped"
     )
     allow_origins: tuple[str, ...] = option(
         (),
-        "origins whose web pages may call, e.g. https://chat.example; *: any",
+        "origins whose web pages may call the API, e.g. https://chat.example; *: any",
         flag="allow-origin",
     )
     aliases: tuple[str, ...] = option(
         (),
-        "another name of the served model, or NAME=MODEL; requests may have either",
+        "additional name of the only served model, or NAME=MODEL",
         flag="alias",
     )
-    any_model: bool = option(
-        False, "an unknown model name in a request means the served model, if it is the only one"
-    )
+    any_model: bool = option(False, "accept any model name in requests if only one model is served")
     strict_max_tokens: bool = option(
         False,
-        "a max_tokens beyond what the context leaves is refused; otherwise the answer ends where "
-        "the context does",
+        "reject a max_tokens that does not fit into the context; otherwise the answer ends at the "
+        "context's end",
     )
     request_timeout_s: float = option(
-        600.0, "seconds a request may take in all", min=0.001, max=86400
+        600.0, "time limit of a request, in seconds", min=0.001, max=86400
     )
     queue_timeout_s: float = option(
-        60.0, "seconds a request may wait for its first step", min=0.001, max=86400
+        60.0, "time that a request may wait for its first step, in seconds", min=0.001, max=86400
     )
-    max_requests: int = option(2048, "requests open at once; more are answered 429", min=1)
+    max_requests: int = option(2048, "requests in progress at once; further ones get 429", min=1)
     max_unanswered: int = option(
-        1024, "requests without a first token; more are answered 429", min=1
+        1024, "requests without a first token; further ones get 429", min=1
     )
     text_seconds_per_minute: float = option(
-        0.0, "seconds of tokenizing and templates of one API key in a minute; 0: any", min=0
+        0.0,
+        "seconds of tokenization and template rendering per API key and minute; 0: no limit",
+        min=0,
     )
     database_url: str = option(
         "",
-        "where files, batches and usage are kept: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/"
-        "NAME; none: nowhere; empty: nowhere, but for `pdserve up` a file in the user's folder",
+        "database for files, batches and usage: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/"
+        "NAME; none: no database; empty: none, or for `pdserve up` a file in the user's folder",
         secret=True,
     )
     max_answers_bytes: int = option(
         MAX_HELD_BYTES,
-        "bytes of long answers that are made and not taken, of all clients; beyond it the key that "
-        "holds most loses its oldest",
+        "bytes of long answers that clients have not read yet; above it, the oldest answer of the "
+        "key that holds the most is dropped",
         min=1024,
     )
-    max_file_bytes: int = option(200 << 20, "bytes of an uploaded file", min=1024, max=1 << 40)
-    max_files_bytes: int = option(4 << 30, "bytes of all files of one API key", min=1024)
-    max_files: int = option(1000, "files of one API key", min=1, max=100_000)
+    max_file_bytes: int = option(
+        200 << 20, "maximum size of an uploaded file, in bytes", min=1024, max=1 << 40
+    )
+    max_files_bytes: int = option(
+        4 << 30, "maximum size of all files of one API key, in bytes", min=1024
+    )
+    max_files: int = option(1000, "maximum number of files of one API key", min=1, max=100_000)
     batch_concurrency: int = option(
-        16, "lines of batches that run at once; one while other requests wait", min=1, max=1024
+        16, "batch lines that run at once; only one while other requests wait", min=1, max=1024
     )
     retention_days: int = option(
         0,
-        "days that ended batches with their files, and usage, are kept; 0: for good",
+        "days to keep usage and ended batches with their files; 0: forever",
         min=0,
         max=36500,
     )
-    body_timeout_s: float = option(30.0, "seconds for a request's body to come", min=0.001)
-    max_buffer_bytes: int = option(1 << 20, "unread bytes of an answer that are kept", min=1024)
+    body_timeout_s: float = option(
+        30.0, "time limit for receiving a request's body, in seconds", min=0.001
+    )
+    max_buffer_bytes: int = option(
+        1 << 20, "bytes of an answer to buffer for a slow client", min=1024
+    )
     stall_timeout_s: float = option(
-        30.0, "seconds a client may stop reading before its request is cancelled", min=0.001
+        30.0, "seconds without a read by the client after which its request is cancelled", min=0.001
     )
     grammar_timeout_s: float = option(
-        1.0, "seconds for compiling the grammar of a structured answer", min=0.001
+        1.0, "time limit for compiling the grammar of a structured answer, in seconds", min=0.001
     )
     lame_duck_s: float = option(
-        0.0, "seconds of the drain in which new requests are taken; /ready says no already", min=0
+        0.0,
+        "seconds at the start of a drain in which new requests are accepted while /ready fails",
+        min=0,
     )
     mcp_config: str = option(
-        "", "JSON file of MCP servers whose tools are offered to chats (docs/mcp.md); empty: none"
+        "", "JSON file of MCP servers whose tools chats may use (docs/mcp.md); empty: none"
     )
     mcp_max_rounds: int = option(
         8,
-        "times in one answer that MCP tools are called and the model is asked again; 0: clients "
-        "carry out all calls",
+        "rounds of MCP tool calls in one answer, each followed by another run of the model; 0: "
+        "clients carry out all calls",
         min=0,
         max=100,
     )

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 SHORT = 12  # hex digits of a digest in a message
+SIDES = ("on this side", "on the peer")  # names of the two processes in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +65,39 @@ class Difference:
     text: str
 
 
-def differences(local: KvIdentity, remote: KvIdentity) -> list[Difference]:
-    """Return all known differences; empty if both processes compute the same KV."""
+def differences(
+    local: KvIdentity, remote: KvIdentity, sides: tuple[str, str] = SIDES
+) -> list[Difference]:
+    """Return all known differences; empty if both processes compute the same KV. `sides` names
+    the two processes in the texts."""
     result = []
+    local_side, remote_side = sides
     for part, name in _COMPARED.items():
         local_value, remote_value = getattr(local, part), getattr(remote, part)
         if local_value and remote_value and local_value != remote_value:
-            text = f"{name} {_part_text(local, part)} here, {_part_text(remote, part)} there"
+            x, y = _part_text(local, part), _part_text(remote, part)
+            text = f"{name} {x} {local_side}, {y} {remote_side}"
             result.append(Difference(part, text))
     complete = all(getattr(identity, part) for identity in (local, remote) for part in _HASHED)
     if local.digest != remote.digest and not (result and complete):
         x, y = local.digest.hex()[:SHORT], remote.digest.hex()[:SHORT]
-        result.append(Difference("identity", f"KV identity {x} here, {y} there"))
+        result.append(Difference("identity", f"KV identity {x} {local_side}, {y} {remote_side}"))
     return result
 
 
-def refusal(local: KvIdentity, remote: KvIdentity, mixing: Mixing) -> Difference | None:
-    """Return the first difference that is not accepted."""
-    return None if local is remote or local == remote else _refusal(local, remote, mixing)
+def refusal(
+    local: KvIdentity, remote: KvIdentity, mixing: Mixing, sides: tuple[str, str] = SIDES
+) -> Difference | None:
+    """Return the first difference that is not accepted; `sides` as in `differences`."""
+    return None if local is remote or local == remote else _refusal(local, remote, mixing, sides)
 
 
 @lru_cache(maxsize=1024)
-def _refusal(local: KvIdentity, remote: KvIdentity, mixing: Mixing) -> Difference | None:
+def _refusal(
+    local: KvIdentity, remote: KvIdentity, mixing: Mixing, sides: tuple[str, str]
+) -> Difference | None:
     admitted = {"weights": mixing.weights, "numerics": mixing.numerics}
-    return next((d for d in differences(local, remote) if not admitted.get(d.what)), None)
+    return next((d for d in differences(local, remote, sides) if not admitted.get(d.what)), None)
 
 
 def _part_text(identity: KvIdentity, part: str) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pdserve.engine.kv.identity import SIDES
+
 Kind = Literal["full", "window", "latent"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}  # of one key or value
 
@@ -88,15 +90,17 @@ def pool_sizes(spec: KvSpec, num_blocks: int, max_running: int, chunk_size: int)
     return tuple(map(size, spec.groups))
 
 
-def spec_difference(local: KvSpec, remote: KvSpec) -> str:
-    """Return a description of the first field that differs; empty if none does."""
+def spec_difference(local: KvSpec, remote: KvSpec, sides: tuple[str, str] = SIDES) -> str:
+    """Return a description of the first field that differs; empty if none does. `sides` names the
+    two processes in it."""
+    local_side, remote_side = sides
     if local.block_size != remote.block_size:
-        return f"block size {local.block_size} here, {remote.block_size} there"
+        return f"block size {local.block_size} {local_side}, {remote.block_size} {remote_side}"
     if len(local.groups) != len(remote.groups):
-        return f"{len(local.groups)} layer groups here, {len(remote.groups)} there"
+        return f"{len(local.groups)} layer groups {local_side}, {len(remote.groups)} {remote_side}"
     for i, (a, b) in enumerate(zip(local.groups, remote.groups, strict=True)):
         for name in LayerGroup.__slots__:
             x, y = getattr(a, name), getattr(b, name)
             if x != y:
-                return f"{name} of group {i}: {x} here, {y} there"
+                return f"{name} of group {i}: {x} {local_side}, {y} {remote_side}"
     return ""

@@ -71,15 +71,15 @@ class Batches:
             if may_be_id(input_file_id, MAX_ID):
                 file = await session.get(StoredFile, input_file_id, with_for_update=True)
             if file is None or not file.complete or file.tenant != owner:
-                text = f"there is no file {input_file_id[:MAX_ID]!r}"
+                text = f"the file {input_file_id[:MAX_ID]!r} does not exist"
                 raise ServiceError(INVALID_ARGUMENT, text, param="input_file_id")
             if file.purpose != "batch":
                 text = f"the file has the purpose {file.purpose!r}, not 'batch'"
                 raise ServiceError(INVALID_ARGUMENT, text, param="input_file_id")
-            mine = (StoredBatch.tenant == owner, StoredBatch.status.in_(OPEN))
-            held = await session.scalar(select(func.count()).where(*mine))
-            if (held or 0) >= MAX_OPEN:
-                text = f"{MAX_OPEN} of your batches are open, which is the most; wait or cancel one"
+            is_open = (StoredBatch.tenant == owner, StoredBatch.status.in_(OPEN))
+            num_open = await session.scalar(select(func.count()).where(*is_open))
+            if (num_open or 0) >= MAX_OPEN:
+                text = f"{MAX_OPEN} of your batches are open, the maximum; cancel one or wait"
                 raise ServiceError(INVALID_ARGUMENT, text)
             created = now_us()
             batch = StoredBatch(
@@ -104,8 +104,8 @@ class Batches:
         if not may_be_id(batch_id, MAX_ID):
             return None
         async with self._db.reading() as session:
-            found = await session.get(StoredBatch, batch_id)
-        return found if found is not None and found.tenant == tenant else None
+            batch = await session.get(StoredBatch, batch_id)
+        return batch if batch is not None and batch.tenant == tenant else None
 
     @in_own_task
     async def page(self, tenant: str, page: Page) -> list[StoredBatch] | None:
@@ -148,8 +148,8 @@ class Batches:
     @in_own_task
     async def _ended_before(self, keep_s: int) -> Sequence[str]:
         async with self._db.reading() as session:
-            before = await self._db.now_s(session) - keep_s
-            ended = select(StoredBatch.id).where(StoredBatch.ended_at < before)
+            cutoff_s = await self._db.now_s(session) - keep_s
+            ended = select(StoredBatch.id).where(StoredBatch.ended_at < cutoff_s)
             return (await session.scalars(ended.limit(REMOVED_AT_ONCE))).all()
 
     @in_own_task
@@ -199,12 +199,12 @@ class Batches:
     @in_own_task
     async def renew(self, owner: str) -> dict[str, str]:
         """Renew all leases that the owner holds; return their batches' ids and statuses."""
-        held = (StoredBatch.owner == owner, StoredBatch.status.in_(OPEN))
+        is_held = (StoredBatch.owner == owner, StoredBatch.status.in_(OPEN))
         async with self._db.changing() as session:
             await session.execute(
-                update(StoredBatch).where(*held).values(beat=StoredBatch.beat + 1)
+                update(StoredBatch).where(*is_held).values(beat=StoredBatch.beat + 1)
             )
-            rows = await session.execute(select(StoredBatch.id, StoredBatch.status).where(*held))
+            rows = await session.execute(select(StoredBatch.id, StoredBatch.status).where(*is_held))
             return {row.id: row.status for row in rows}
 
     async def release(self, owner: str, batch_id: str) -> None:
@@ -212,9 +212,9 @@ class Batches:
         await self._change(batch_id, StoredBatch.owner == owner, owner="")
 
     @in_own_task
-    async def _change(self, batch_id: str, *where: Any, **values: Any) -> bool:
+    async def _change(self, batch_id: str, *conditions: Any, **values: Any) -> bool:
         async with self._db.changing() as session:
-            return await _changed(session, batch_id, *where, **values)
+            return await _changed(session, batch_id, *conditions, **values)
 
 
 class OwnedBatch:
@@ -238,7 +238,7 @@ class OwnedBatch:
     async def restart_validation(self) -> None:
         """Remove the lines that an earlier owner has found."""
         async with self._db.changing() as session:
-            await self._own(session)
+            await self._lock(session)
             await session.execute(delete(BatchLine).where(BatchLine.batch_id == self._id))
 
     @in_own_task
@@ -248,7 +248,7 @@ class OwnedBatch:
             for s in spans
         ]
         async with self._db.changing() as session:
-            await self._own(session)
+            await self._lock(session)
             await session.execute(insert(BatchLine), rows)
 
     @in_own_task
@@ -256,7 +256,7 @@ class OwnedBatch:
         """End a batch whose file cannot be run. This also applies to a batch that is being
         cancelled."""
         async with self._db.changing() as session:
-            await self._own(session, status="failed", ended_at=int(time.time()), errors=errors)
+            await self._lock(session, status="failed", ended_at=int(time.time()), errors=errors)
             await session.execute(delete(BatchLine).where(BatchLine.batch_id == self._id))
 
     @in_own_task
@@ -264,9 +264,9 @@ class OwnedBatch:
         """Record that the batch's lines are known. A batch that is being cancelled keeps its
         status."""
         async with self._db.changing() as session:
-            await self._own(session, total=total)
-            begun = {"status": "in_progress", "in_progress_at": int(time.time())}
-            await _changed(session, self._id, StoredBatch.status == "validating", **begun)
+            await self._lock(session, total=total)
+            status = {"status": "in_progress", "in_progress_at": int(time.time())}
+            await _changed(session, self._id, StoredBatch.status == "validating", **status)
 
     @in_own_task
     async def lines(self, after: int, limit: int) -> list[Span]:
@@ -284,16 +284,16 @@ class OwnedBatch:
     @in_own_task
     async def add_result(self, number: int, data: bytes, ok: bool) -> None:
         """Store the result of a line."""
-        counted = StoredBatch.completed if ok else StoredBatch.failed
+        counter = StoredBatch.completed if ok else StoredBatch.failed
         async with self._db.changing() as session:
-            await self._own(session, **{counted.key: counted + 1})
+            await self._lock(session, **{counter.key: counter + 1})
             await self._move(session, number, OUTPUT if ok else ERRORS, data)
 
     @in_own_task
     async def add_not_run(self, lines: Sequence[tuple[int, bytes]]) -> None:
         """Write lines that will not be run to the error file; they are not counted."""
         async with self._db.changing() as session:
-            await self._own(session)
+            await self._lock(session)
             for number, data in lines:
                 await self._move(session, number, ERRORS, data)
 
@@ -301,7 +301,7 @@ class OwnedBatch:
     async def finalize(self) -> None:
         """Record that no line remains. A batch that is being cancelled keeps its status."""
         async with self._db.changing() as session:
-            await self._own(session)
+            await self._lock(session)
             final = {"status": "finalizing", "finalizing_at": int(time.time())}
             await _changed(session, self._id, StoredBatch.status == "in_progress", **final)
 
@@ -310,12 +310,14 @@ class OwnedBatch:
         """End the batch with this status. From now on clients see its output and error files that
         have lines."""
         async with self._db.changing() as session:
-            await self._own(session, status=status, ended_at=int(time.time()))
+            await self._lock(session, status=status, ended_at=int(time.time()))
             batch = await session.get_one(StoredBatch, self._id)
             for kind, column in ((OUTPUT, "output_file_id"), (ERRORS, "error_file_id")):
                 file_id = result_file_id(self._id, kind)
-                size = func.sum(func.length(FilePiece.data))
-                num_bytes = await session.scalar(select(size).where(FilePiece.file_id == file_id))
+                total_bytes = func.sum(func.length(FilePiece.data))
+                num_bytes = await session.scalar(
+                    select(total_bytes).where(FilePiece.file_id == file_id)
+                )
                 if num_bytes is None:
                     continue
                 now = now_us()
@@ -333,17 +335,17 @@ class OwnedBatch:
                 )
                 setattr(batch, column, file_id)
 
-    async def _own(self, session: AsyncSession, **values: Any) -> None:
+    async def _lock(self, session: AsyncSession, **values: Any) -> None:
         """Lock the batch; raises LeaseLost unless this gateway owns it. The first statement of each
         transaction, so that other gateways wait for its end."""
-        held = (StoredBatch.owner == self._owner, StoredBatch.status.in_(OPEN))
-        if not await _changed(session, self._id, *held, **(values or {"owner": self._owner})):
+        is_owned = (StoredBatch.owner == self._owner, StoredBatch.status.in_(OPEN))
+        if not await _changed(session, self._id, *is_owned, **(values or {"owner": self._owner})):
             raise LeaseLost
 
     async def _move(self, session: AsyncSession, number: int, kind: str, data: bytes) -> None:
-        this = (BatchLine.batch_id == self._id, BatchLine.number == number)
-        gone: CursorResult[Any] = await session.execute(delete(BatchLine).where(*this))  # type: ignore[assignment]
-        if gone.rowcount != 1:
+        is_line = (BatchLine.batch_id == self._id, BatchLine.number == number)
+        deleted: CursorResult[Any] = await session.execute(delete(BatchLine).where(*is_line))  # type: ignore[assignment]
+        if deleted.rowcount != 1:
             raise LeaseLost
         file_id = result_file_id(self._id, kind)
         await session.execute(insert(FilePiece).values(file_id=file_id, number=number, data=data))
@@ -354,8 +356,8 @@ def result_file_id(batch_id: str, kind: str) -> str:
     return f"file-{batch_id.removeprefix('batch_')}-{kind}"
 
 
-async def _changed(session: AsyncSession, batch_id: str, *where: Any, **values: Any) -> bool:
+async def _changed(session: AsyncSession, batch_id: str, *conditions: Any, **values: Any) -> bool:
     """Change a batch; return whether one matched."""
-    change = update(StoredBatch).where(StoredBatch.id == batch_id, *where).values(**values)
-    done: CursorResult[Any] = await session.execute(change)  # type: ignore[assignment]
-    return done.rowcount == 1
+    statement = update(StoredBatch).where(StoredBatch.id == batch_id, *conditions).values(**values)
+    result: CursorResult[Any] = await session.execute(statement)  # type: ignore[assignment]
+    return result.rowcount == 1

@@ -78,9 +78,9 @@ class Files:
         file_id = f"file-{uuid.uuid4().hex}"
         now = now_us()
         async with self._db.changing() as session:
-            held = select(func.count()).where(StoredFile.tenant == tenant)
-            if (await session.scalar(held) or 0) >= self.limits.max_files:
-                text = f"you have {self.limits.max_files} files, which is the most; delete some"
+            num_files = select(func.count()).where(StoredFile.tenant == tenant)
+            if (await session.scalar(num_files) or 0) >= self.limits.max_files:
+                text = f"you have {self.limits.max_files} files, the maximum; delete some"
                 raise ServiceError(INVALID_ARGUMENT, text, param="file")
             session.add(
                 StoredFile(
@@ -100,20 +100,20 @@ class Files:
     async def append(self, tenant: str, file_id: str, number: int, data: bytes) -> None:
         """Add a piece. Raises ServiceError if the tenant's files then exceed their limit, or if the
         upload was aborted meanwhile."""
-        longer = (
+        statement = (
             update(StoredFile)
             .where(StoredFile.id == file_id, StoredFile.complete.is_(False))
             .values(num_bytes=StoredFile.num_bytes + len(data), touched_us=now_us())
         )
         async with self._db.changing() as session:
-            done: CursorResult[Any] = await session.execute(longer)  # type: ignore[assignment]
-            if not done.rowcount:
+            result: CursorResult[Any] = await session.execute(statement)  # type: ignore[assignment]
+            if not result.rowcount:
                 raise ServiceError(INVALID_ARGUMENT, TOO_SLOW, param="file")
             session.add(FilePiece(file_id=file_id, number=number, data=data))
-            held = select(func.sum(StoredFile.num_bytes)).where(StoredFile.tenant == tenant)
-            if int(await session.scalar(held) or 0) > self.limits.max_bytes:
-                most = f"your files may have {self.limits.max_bytes} bytes in all"
-                raise ServiceError(INVALID_ARGUMENT, f"{most}; delete some", param="file")
+            total_bytes = select(func.sum(StoredFile.num_bytes)).where(StoredFile.tenant == tenant)
+            if int(await session.scalar(total_bytes) or 0) > self.limits.max_bytes:
+                text = f"your files may have at most {self.limits.max_bytes} bytes in total"
+                raise ServiceError(INVALID_ARGUMENT, f"{text}; delete some", param="file")
 
     @in_own_task
     async def finish(self, file_id: str, filename: str, purpose: str) -> StoredFile:
@@ -145,18 +145,18 @@ class Files:
         if not may_be_id(file_id, MAX_ID):
             return None
         async with self._db.reading() as session:
-            found = await session.get(StoredFile, file_id)
-        whole = found is not None and found.complete and found.tenant == tenant
-        return found if whole else None
+            file = await session.get(StoredFile, file_id)
+        visible = file is not None and file.complete and file.tenant == tenant
+        return file if visible else None
 
     @in_own_task
     async def page(self, tenant: str, page: Page, purpose: str = "") -> list[StoredFile] | None:
         """At most one row more than `page.limit`; None if there is no row `page.after`."""
-        mine = [StoredFile.tenant == tenant, StoredFile.complete.is_(True)]
+        conditions = [StoredFile.tenant == tenant, StoredFile.complete.is_(True)]
         if purpose:
-            mine.append(StoredFile.purpose == purpose)
+            conditions.append(StoredFile.purpose == purpose)
         async with self._db.reading() as session:
-            return await rows_of(session, StoredFile, mine, page)
+            return await rows_of(session, StoredFile, conditions, page)
 
     @in_own_task
     async def delete(self, tenant: str, file_id: str) -> bool:
@@ -182,20 +182,20 @@ class Files:
         """The file's bytes in chunks. No transaction is open while the caller uses them."""
         last, largest = -1, PIECE_BYTES
         while True:
-            most = max(1, min(MAX_PAGE, PAGE_BYTES // max(1, largest)))
+            limit = max(1, min(MAX_PAGE, PAGE_BYTES // max(1, largest)))
             query = (
                 select(FilePiece.number, FilePiece.data)
                 .where(FilePiece.file_id == file_id, FilePiece.number > last)
                 .order_by(FilePiece.number)
-                .limit(most)
+                .limit(limit)
             )
-            found = await self._rows(query)
-            if not found:
+            rows = await self._rows(query)
+            if not rows:
                 return
-            last = found[-1].number
-            largest = max(len(piece.data) for piece in found)
-            data = b"".join(piece.data for piece in found)
-            del found  # the caller may take long
+            last = rows[-1].number
+            largest = max(len(piece.data) for piece in rows)
+            data = b"".join(piece.data for piece in rows)
+            del rows  # the caller may take long
             yield data
 
     @in_own_task
@@ -204,9 +204,9 @@ class Files:
             return (await session.execute(query)).all()
 
     @in_own_task
-    async def read(self, file_id: str, at: int, num_bytes: int) -> bytes:
+    async def read(self, file_id: str, offset: int, num_bytes: int) -> bytes:
         """A byte range of an uploaded file."""
-        first, last = at // PIECE_BYTES, (at + max(1, num_bytes) - 1) // PIECE_BYTES
+        first, last = offset // PIECE_BYTES, (offset + max(1, num_bytes) - 1) // PIECE_BYTES
         query = (
             select(FilePiece.data)
             .where(FilePiece.file_id == file_id, FilePiece.number.between(first, last))
@@ -214,23 +214,26 @@ class Files:
         )
         async with self._db.reading() as session:
             data = b"".join((await session.scalars(query)).all())
-        start = at - first * PIECE_BYTES
+        start = offset - first * PIECE_BYTES
         return data[start : start + num_bytes]
 
 
 async def rows_of(
-    session: AsyncSession, table: type[Stored], wanted: Sequence[ColumnElement[bool]], page: Page
+    session: AsyncSession,
+    table: type[Stored],
+    conditions: Sequence[ColumnElement[bool]],
+    page: Page,
 ) -> list[Stored] | None:
-    """A page of a table by time; None if `wanted` matches no row `page.after`."""
+    """A page of a table by time; None if `conditions` matches no row `page.after`."""
     key = tuple_(table.created_us, table.id)
-    query = select(table).where(*wanted)
+    query = select(table).where(*conditions)
     if page.after:
         if not may_be_id(page.after, MAX_ID):
             return None
-        found = await session.scalar(query.where(table.id == page.after))
-        if found is None:
+        row = await session.scalar(query.where(table.id == page.after))
+        if row is None:
             return None
-        mark = tuple_(found.created_us, found.id)
+        mark = tuple_(row.created_us, row.id)
         query = query.where(key < mark if page.descending else key > mark)
     for column in (table.created_us, table.id):
         query = query.order_by(column.desc() if page.descending else column)

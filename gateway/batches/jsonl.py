@@ -60,9 +60,9 @@ class LineSplitter:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept = bytearray()
+        self._line = bytearray()
         self._num_bytes = 0  # of the current line
-        self._at = 0  # position of its first byte
+        self._offset = 0  # position of its first byte
         self._number = 0
 
     def push(self, data: bytes) -> Iterator[tuple[Span, bytes | None]]:
@@ -80,19 +80,19 @@ class LineSplitter:
 
     def _keep(self, data: bytes) -> None:
         self._num_bytes += len(data)
-        self._kept += data[: self._max_bytes + 1 - len(self._kept)]
+        self._line += data[: self._max_bytes + 1 - len(self._line)]
 
     def _end(self) -> Iterator[tuple[Span, bytes | None]]:
-        line, num_bytes, at = bytes(self._kept), self._num_bytes, self._at
+        line, num_bytes, offset = bytes(self._line), self._num_bytes, self._offset
         self._number += 1
-        self._at += num_bytes + 1
+        self._offset += num_bytes + 1
         self._num_bytes = 0
-        self._kept.clear()
-        if at == 0 and line.startswith(BOM):
-            line, at, num_bytes = line[len(BOM) :], len(BOM), num_bytes - len(BOM)
+        self._line.clear()
+        if offset == 0 and line.startswith(BOM):
+            line, offset, num_bytes = line[len(BOM) :], len(BOM), num_bytes - len(BOM)
         if line.strip(BLANK):
             too_long = num_bytes > self._max_bytes
-            yield Span(self._number, at, num_bytes), None if too_long else line
+            yield Span(self._number, offset, num_bytes), None if too_long else line
 
 
 def parse_line(line: bytes, endpoint: str) -> LineRequest:
@@ -122,7 +122,7 @@ def parse_line(line: bytes, endpoint: str) -> LineRequest:
     if not isinstance(body, dict):
         raise LineError("invalid_value", "The body must be an object.", "body")
     if body.get("stream"):
-        raise LineError("invalid_value", "A batch does not stream.", "body.stream")
+        raise LineError("invalid_value", "Requests in a batch cannot stream.", "body.stream")
     return LineRequest(custom_id, body)
 
 
@@ -140,7 +140,7 @@ class LineChecker:
         """Check a line. Raises LineError if it is invalid."""
         self.count += 1
         if self.count > MAX_LINES:
-            raise LineError("too_many_tasks", f"A batch may have {MAX_LINES} requests.")
+            raise LineError("too_many_tasks", f"A batch may have at most {MAX_LINES} requests.")
         if line is None:
             text = f"This line has more than {self._max_bytes} bytes."
             raise LineError("line_too_long", text, None, span.number)
@@ -149,7 +149,7 @@ class LineChecker:
         except LineError as error:
             raise LineError(error.code, error.message, error.param, span.number) from None
         if request.custom_id in self._seen:
-            text = f"The custom_id {cut(request.custom_id, 100)!r} is that of an earlier request."
+            text = f"The custom_id {cut(request.custom_id, 100)!r} is used by an earlier request."
             raise LineError("duplicate_custom_id", text, "custom_id", span.number)
         self._seen.add(request.custom_id)
 

@@ -26,9 +26,9 @@ MAX_ERRORS = 100  # reported errors of an input file
 LINES_AT_ONCE = 500  # lines written in one transaction
 PAGE = 64  # lines read by one query
 CHECK_BYTES = 1 << 14  # bytes of input checked before other tasks get a turn
-AGAIN = (429, 499, 503)  # the server is busy or ends; these are not results
+RETRIED_STATUSES = (429, 499, 503)  # the server is busy or ends; these are not results
 NOT_FOUND = 404
-FIRST_PAUSE_S, MOST_PAUSE_S = 0.25, 30.0  # before a line is retried
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0  # before a line is retried
 REASONS = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "The batch was cancelled before this request was executed.",
@@ -98,7 +98,7 @@ class BatchRun:
             return
         if batch.status == "in_progress":
             await self._answer_lines(batch)
-            self._go_on()
+            self._check_stopping()
             batch = await self._owned.load()
         if await self._owned.lines(0, 1):
             cancelled = batch.status == "cancelling"
@@ -109,7 +109,7 @@ class BatchRun:
         cancelled = (await self._owned.load()).status == "cancelling"
         await self._owned.end("cancelled" if cancelled else "completed")
 
-    def _go_on(self) -> None:
+    def _check_stopping(self) -> None:
         if self.stopping.is_set():
             raise _Stopped
 
@@ -134,7 +134,7 @@ class BatchRun:
                     await self._owned.add_lines(spans)
                     spans.clear()
         if not checker.count:
-            errors.append(LineError("empty_file", "The input file has no request."))
+            errors.append(LineError("empty_file", "The input file contains no requests."))
         if errors:
             await self._owned.fail([error.as_object() for error in errors])
             return False
@@ -147,13 +147,13 @@ class BatchRun:
         splitter = LineSplitter(self._max_line_bytes)
         async with aclosing(self._files.pieces(file_id)) as pieces:
             async for piece in pieces:
-                self._go_on()
-                for at in range(0, len(piece), CHECK_BYTES):
-                    for found in splitter.push(piece[at : at + CHECK_BYTES]):
-                        yield found
+                self._check_stopping()
+                for start in range(0, len(piece), CHECK_BYTES):
+                    for line in splitter.push(piece[start : start + CHECK_BYTES]):
+                        yield line
                     await asyncio.sleep(0)
-        for found in splitter.flush():
-            yield found
+        for line in splitter.flush():
+            yield line
 
     async def _request(self, batch: StoredBatch, span: Span) -> LineRequest:
         line = await self._files.read(batch.input_file_id, span.at, span.num_bytes)
@@ -166,10 +166,10 @@ class BatchRun:
         tenant = Tenant(batch.key_name, bytes.fromhex(batch.tenant), batch.salt)
         working = asyncio.create_task(self._work(batch, tenant), name=batch.id)
         cancelling = asyncio.create_task(self.cancelling.wait())
-        left_s = max(0.0, batch.expires_at - time.time())
+        remaining_s = max(0.0, batch.expires_at - time.time())
         try:
             await asyncio.wait(
-                (working, cancelling), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                (working, cancelling), timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED
             )
             if working.done():
                 working.result()
@@ -184,7 +184,7 @@ class BatchRun:
         while True:
             self._set_aside.clear()
             await self._answer_each(batch, tenant)
-            self._go_on()
+            self._check_stopping()
             if not self._set_aside:
                 return
             await self._wait_for_a_model(batch, tenant)
@@ -196,7 +196,7 @@ class BatchRun:
         try:
             while True:
                 await self._pause(pause_s)
-                pause_s = min(2 * pause_s, MOST_PAUSE_S)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
                 for model, span in list(self._set_aside.items()):
                     del self._set_aside[model]
                     await self._ask_once(batch, tenant, span)
@@ -209,13 +209,13 @@ class BatchRun:
         """Run each line until it has a result or is set aside, or until soon after `stopping` is
         set."""
         spans = self._spans()
-        taking = asyncio.Lock()
+        spans_lock = asyncio.Lock()
 
         async def worker() -> None:
             with suppress(_Stopped):  # lines of other workers may finish
                 while True:
-                    self._go_on()
-                    async with taking:
+                    self._check_stopping()
+                    async with spans_lock:
                         span = await anext(spans, None)
                     if span is None:
                         return
@@ -223,7 +223,7 @@ class BatchRun:
 
         try:
             async with aclosing(spans), asyncio.TaskGroup() as group:
-                for _ in range(self._slots.most):
+                for _ in range(self._slots.max_running):
                     group.create_task(worker())
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -241,48 +241,50 @@ class BatchRun:
         pause_s = FIRST_PAUSE_S
         while busy := await self._ask_once(batch, tenant, span):
             await self._pause(max(busy.retry_after_s, pause_s))
-            pause_s = min(2 * pause_s, MOST_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _ask_once(self, batch: StoredBatch, tenant: Tenant, span: Span) -> Answer | None:
         """Run a line once, unless its model is known to be absent: then it is set aside. Returns a
         response that is not a result. Everything is held in memory only during the line's turn."""
         async with self._slots.turn(tenant.id):
-            self._go_on()
+            self._check_stopping()
             request = await self._request(batch, span)
             model = str(request.body.get("model"))[:MAX_NAME]
             if model in self._set_aside:
                 return None
             body = jsonl.body_of(request)
-            answer = await self._ask(batch.endpoint, body, tenant, batch.id)
-            if answer.status in AGAIN:
-                return answer
-            if answer.status != NOT_FOUND:
+            response = await self._ask(batch.endpoint, body, tenant, batch.id)
+            if response.status in RETRIED_STATUSES:
+                return response
+            if response.status != NOT_FOUND:
                 self._absent.found(model)
             elif not await self._absent.gives_up(model, asyncio.get_running_loop().time()):
                 self._set_aside.setdefault(model, span)
                 return None
-            line = jsonl.answered(answer.request_id, request.custom_id, answer.status, answer.body)
-            await self._owned.add_result(span.number, line, answer.status == 200)
+            line = jsonl.answered(
+                response.request_id, request.custom_id, response.status, response.body
+            )
+            await self._owned.add_result(span.number, line, response.status == 200)
             return None
 
-    async def _pause(self, about_s: float) -> None:
-        """Sleep for 1 to 1.5 times `about_s`; ends early when `stopping` is set."""
-        await _either(self.stopping, about_s * random.uniform(1.0, 1.5))
+    async def _pause(self, min_s: float) -> None:
+        """Sleep for 1 to 1.5 times `min_s`; ends early when `stopping` is set."""
+        await _wait_for(self.stopping, min_s * random.uniform(1.0, 1.5))
 
     # --- lines that are not run
 
     async def _give_up(self, batch: StoredBatch, code: str) -> None:
         while page := await self._owned.lines(0, LINES_AT_ONCE):
-            self._go_on()
-            rest = []
+            self._check_stopping()
+            results = []
             for span in page:
                 request = await self._request(batch, span)
                 line = jsonl.not_run(uuid.uuid4().hex, request.custom_id, code, REASONS[code])
-                rest.append((span.number, line))
-            await self._owned.add_not_run(rest)
+                results.append((span.number, line))
+            await self._owned.add_not_run(results)
 
 
-async def _either(event: asyncio.Event, wait_s: float) -> None:
+async def _wait_for(event: asyncio.Event, wait_s: float) -> None:
     """Wait until the event is set or the time is over."""
     waiting: asyncio.Task[Any] = asyncio.create_task(event.wait())
     try:

@@ -30,7 +30,7 @@ log = logging.getLogger("pdserve.gateway.batches")
 MAX_RUNS = 16  # of one gateway; a key without a run may have one more
 MAX_RUNS_OF_TENANT = 4
 MAX_ENDING = 16  # further batches that only have to end
-REST_S = 10.0  # pause after a failed run
+PAUSE_S = 10.0  # pause after a failed run
 SWEEP_S = 60.0  # between two searches for stopped uploads
 CLOSE_S = 3.0  # time to release leases at the end
 
@@ -75,7 +75,9 @@ class BatchRunner:
         self._watch = LeaseWatch()
         self._runs: dict[str, _Running] = {}
         self._claiming = asyncio.Lock()
-        self._rests: dict[str, float] = {}  # batches whose run has failed: end of their pause
+        self._paused_until: dict[
+            str, float
+        ] = {}  # batches whose run has failed: end of their pause
         self._wake = asyncio.Event()
         self._stopping = False
 
@@ -97,7 +99,7 @@ class BatchRunner:
                         swept = loop.time()
                         await self._files.remove_stopped()
             except ServiceError as error:
-                log.warning("batches wait: %s", error.message)
+                log.warning("batches are paused; retrying: %s", error.message)
             with suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
                     await self._wake.wait()
@@ -105,61 +107,61 @@ class BatchRunner:
 
     async def drain(self) -> None:
         """Begin no more lines; return when running lines have ended and the leases are released."""
-        await self._claim_no_more()
+        await self._stop_claiming()
         for running in self._runs.values():
             running.run.stopping.set()
         await asyncio.gather(*(r.task for r in self._runs.values()), return_exceptions=True)
 
     async def close(self) -> None:
         """End everything at once, and release the leases if the database responds."""
-        await self._claim_no_more()
+        await self._stop_claiming()
         tasks = [running.task for running in self._runs.values()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S)
 
-    async def _claim_no_more(self) -> None:
+    async def _stop_claiming(self) -> None:
         self._stopping = True
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S), self._claiming:
                 pass
 
     async def _renew(self) -> None:
-        held = await self._batches.renew(self._owner) if self._runs else {}
+        statuses = await self._batches.renew(self._owner) if self._runs else {}
         for batch_id, running in self._runs.items():
-            if batch_id not in held:
+            if batch_id not in statuses:
                 running.task.cancel()  # it has ended, or another gateway has claimed it
-            elif held[batch_id] == "cancelling":
+            elif statuses[batch_id] == "cancelling":
                 running.run.cancelling.set()
             elif not running.ending and not self._accepts_key(running.opened.key_name):
                 running.run.stopping.set()
 
     async def _claim(self, ask: Ask) -> None:
         """Claim batches. Keys take turns: the next batch is of a key with the fewest runs here."""
-        found = await self._batches.leases()
-        now, clock = asyncio.get_running_loop().time(), time()
-        free = {lease.batch_id for lease in self._watch.free([o.lease for o in found], now)}
+        open_batches = await self._batches.leases()
+        now, wall_now = asyncio.get_running_loop().time(), time()
+        free = {lease.batch_id for lease in self._watch.free([o.lease for o in open_batches], now)}
         claimable = [
             opened
-            for opened in found
+            for opened in open_batches
             if (opened.lease.batch_id in free or opened.lease.owner == self._owner)
             and opened.lease.batch_id not in self._runs
-            and self._rests.get(opened.lease.batch_id, 0.0) <= now
+            and self._paused_until.get(opened.lease.batch_id, 0.0) <= now
         ]
-        endings = [o for o in claimable if o.cancelling or o.expires_at <= clock]
+        endings = [o for o in claimable if o.cancelling or o.expires_at <= wall_now]
         for opened in endings:
             if sum(running.ending for running in self._runs.values()) < MAX_ENDING:
                 await self._claim_one(opened, ask, ending=True)
         waiting = [o for o in claimable if o not in endings and self._accepts_key(o.key_name)]
         while waiting and not self._stopping:
-            held = Counter(r.opened.tenant for r in self._runs.values() if r.counts)
-            following = min(waiting, key=lambda o: held[o.tenant])
-            most = MAX_RUNS_OF_TENANT if held.total() < MAX_RUNS else 1
-            if held[following.tenant] >= most:
+            num_runs = Counter(r.opened.tenant for r in self._runs.values() if r.counts)
+            candidate = min(waiting, key=lambda o: num_runs[o.tenant])
+            max_runs = MAX_RUNS_OF_TENANT if num_runs.total() < MAX_RUNS else 1
+            if num_runs[candidate.tenant] >= max_runs:
                 return
-            waiting.remove(following)
-            await self._claim_one(following, ask, ending=False)
+            waiting.remove(candidate)
+            await self._claim_one(candidate, ask, ending=False)
 
     @in_own_task
     async def _claim_one(self, opened: OpenBatch, ask: Ask, ending: bool) -> None:
@@ -175,7 +177,7 @@ class BatchRunner:
     def _start(self, opened: OpenBatch, ask: Ask, ending: bool) -> None:
         batch_id = opened.lease.batch_id
         if opened.lease.owner:
-            log.info("%s goes on here", batch_id)
+            log.info("%s: taken over from another gateway", batch_id)
         owned = OwnedBatch(self._db, batch_id, self._owner)
         absent = AbsentModels(opened.tenant, self._was_used, self._starting_until)
         run = BatchRun(owned, self._files, ask, self._slots, self._max_line_bytes, absent)
@@ -186,13 +188,13 @@ class BatchRunner:
         try:
             await run.run()
         except LeaseLost:
-            log.info("%s goes on elsewhere", batch_id)
+            log.info("%s: stopped here, because this gateway no longer owns it", batch_id)
         except ServiceError as error:
-            self._rest(batch_id)
-            log.warning("%s waits: %s", batch_id, error.message)
+            self._pause(batch_id)
+            log.warning("%s: paused; retrying: %s", batch_id, error.message)
         except Exception:
-            self._rest(batch_id)
-            log.exception("%s has failed, and is tried again", batch_id)
+            self._pause(batch_id)
+            log.exception("%s: failed; retrying", batch_id)
         finally:
             try:
                 with suppress(ServiceError):
@@ -201,7 +203,7 @@ class BatchRunner:
                 del self._runs[batch_id]
                 self._wake.set()
 
-    def _rest(self, batch_id: str) -> None:
+    def _pause(self, batch_id: str) -> None:
         now = asyncio.get_running_loop().time()
-        self._rests = {b: until for b, until in self._rests.items() if until > now}
-        self._rests[batch_id] = now + REST_S
+        self._paused_until = {b: until for b, until in self._paused_until.items() if until > now}
+        self._paused_until[batch_id] = now + PAUSE_S

@@ -14,10 +14,10 @@ class LineSlots:
     no first token, a line starts only if no other one runs, so that batches progress without
     delaying clients."""
 
-    def __init__(self, most: int, num_waiting: Callable[[], int]) -> None:
-        self.most = most
+    def __init__(self, max_running: int, num_waiting: Callable[[], int]) -> None:
+        self.max_running = max_running
         self._num_waiting = num_waiting
-        self._turns = FairSemaphore(most)
+        self._turns = FairSemaphore(max_running)
         self.running = 0
 
     @asynccontextmanager

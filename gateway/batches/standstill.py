@@ -15,8 +15,8 @@ class Standstill:
     def unchanged(self, values: Mapping[str, Hashable], for_s: float, now: float) -> set[str]:
         """The names of values unchanged for `for_s` seconds. `values` must be all values; `now` is
         in seconds of a monotonic clock."""
-        before, self._seen = self._seen, {}
+        previous, self._seen = self._seen, {}
         for name, value in values.items():
-            known, since = before.get(name, (value, now))
-            self._seen[name] = value, since if known == value else now
+            previous_value, since = previous.get(name, (value, now))
+            self._seen[name] = value, since if previous_value == value else now
         return {name for name, (_, since) in self._seen.items() if now - since >= for_s}

@@ -75,11 +75,13 @@ def read_config(path: str) -> list[McpServer]:
     try:
         _check_package()
         with Path(path).open("rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise ValueError("it is not a regular file")
-            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise ValueError("it names commands to run, and others may write it: chmod go-w")
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("not a regular file")
+            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ValueError(
+                    "other users may write this file, which names commands to run; use chmod go-w"
+                )
             content = file.read(MAX_FILE_BYTES + 1)
         return servers_of(content)
     except OSError as error:
@@ -90,21 +92,21 @@ def read_config(path: str) -> list[McpServer]:
 
 def _check_package() -> None:
     try:
-        found = version("mcp")
+        installed = version("mcp")
     except PackageNotFoundError:
-        found = ""
-    if not found or int(found.partition(".")[0]) < 2:
-        raise ValueError("it needs the package mcp, 2 or newer: pip install 'pdserve[mcp]'")
+        installed = ""
+    if not installed or int(installed.partition(".")[0]) < 2:
+        raise ValueError("the package mcp, 2 or newer, is required: pip install 'pdserve[mcp]'")
 
 
 def servers_of(content: bytes) -> list[McpServer]:
     """Return the servers in a file's content. Raises ValueError."""
     if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+        raise ValueError(f"the file has more than {MAX_FILE_BYTES} bytes")
     try:
         value = from_json(content, allow_inf_nan=False)  # bounds the depth
     except ValueError:
-        raise ValueError("it is not JSON") from None
+        raise ValueError("the file is not valid JSON") from None
     try:
         parsed = _File.model_validate(value)
     except ValidationError as error:
@@ -114,24 +116,24 @@ def servers_of(content: bytes) -> list[McpServer]:
 
 
 def _server(name: str, entry: _Entry) -> McpServer:
-    where = f"mcpServers.{name}"
+    path = f"mcpServers.{name}"
     if bool(entry.command) == bool(entry.url):
-        raise ValueError(f"{where} needs either a command or a url")
+        raise ValueError(f"{path} needs either a command or a url")
     if entry.url:
-        _refuse(where, entry, ("args", "env"), "is for a server with a command")
-        _check_url(where, entry.url)
+        _refuse(path, entry, ("args", "env"), "is only for a server with a command")
+        _check_url(path, entry.url)
     else:
-        _refuse(where, entry, ("headers",), "is for a server with a url")
+        _refuse(path, entry, ("headers",), "is only for a server with a url")
     if entry.type is not None and (entry.type == "stdio") != bool(entry.command):
-        raise ValueError(f"{where}.type contradicts its {'command' if entry.command else 'url'}")
+        raise ValueError(f"{path}.type contradicts its {'command' if entry.command else 'url'}")
     if any("\0" in text for text in (entry.command, *entry.args)):
-        raise ValueError(f"{where}: a command must not have a NUL")
+        raise ValueError(f"{path}: a command must not contain a NUL character")
     for key, value in entry.env.items():
         if "=" in key or "\0" in key + value:
-            raise ValueError(f"{where}.env.{key!r} is no variable of an environment")
+            raise ValueError(f"{path}.env.{key!r} is not a valid environment variable")
     for key, value in entry.headers.items():
         if not (_HEADER_NAME.fullmatch(key) and _HEADER_VALUE.fullmatch(value)):
-            raise ValueError(f"{where}.headers.{key!r} is no header of HTTP")
+            raise ValueError(f"{path}.headers.{key!r} is not a valid HTTP header")
     return McpServer(
         name,
         (entry.command, *entry.args) if entry.command else (),
@@ -143,28 +145,28 @@ def _server(name: str, entry: _Entry) -> McpServer:
     )
 
 
-def _refuse(where: str, entry: _Entry, names: Sequence[str], why: str) -> None:
+def _refuse(path: str, entry: _Entry, names: Sequence[str], reason: str) -> None:
     for name in names:
         if getattr(entry, name):
-            raise ValueError(f"{where}.{name} {why}")
+            raise ValueError(f"{path}.{name} {reason}")
 
 
-def _check_url(where: str, url: str) -> None:
+def _check_url(path: str, url: str) -> None:
     try:
         parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        known = False
-    if not known:
-        raise ValueError(f"{where}.url must be http://... or https://...")
+        valid = False
+    if not valid:
+        raise ValueError(f"{path}.url must be http://... or https://...")
 
 
 def _first_error(error: ValidationError) -> str:
     """Return the text of the first error, without the input, which may be a secret."""
     first: Any = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
+    path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"unknown key {where}"
+        return f"unknown key {path}"
     if first["type"] == "missing":
-        return f"{where} is missing"
-    return f"{where or 'it'}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+        return f"{path} is missing"
+    return f"{path or 'the file'}: {first['msg'][:1].lower()}{first['msg'][1:]}"

@@ -44,23 +44,23 @@ class Connection:
 
     async def tools(self) -> list[ServerTool]:
         """Return the server's tools. Raises ToolServerError, or an exception of the transport."""
-        with _told():
-            return await self._listed()
+        with _converted_errors():
+            return await self._list_tools()
 
-    async def _listed(self) -> list[ServerTool]:
-        found: list[ServerTool] = []
+    async def _list_tools(self) -> list[ServerTool]:
+        tools: list[ServerTool] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):
             page = await self._client.list_tools(cursor=cursor, cache_mode="refresh")
-            found += [ServerTool(t.name, t.description or "", t.input_schema) for t in page.tools]
+            tools += [ServerTool(t.name, t.description or "", t.input_schema) for t in page.tools]
             cursor = page.next_cursor
             if cursor is None:
                 break
-        return found
+        return tools
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Call a tool. Raises as `tools` does, ConnectionError if the server has gone."""
-        with _told():
+        with _converted_errors():
             result = await self._client.call_tool(name, dict(arguments))
         return ToolResult(_text(result), bool(result.is_error))
 
@@ -81,13 +81,13 @@ async def connect(server: McpServer) -> AsyncIterator[Connection]:
             await stack.enter_async_context(http)
             target = streamable_http_client(server.url, http_client=http)
         client = Client(target, client_info=Implementation(name="pdserve", version="1"))
-        with _told():
+        with _converted_errors():
             await stack.enter_async_context(client)
         yield Connection(client)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _converted_errors() -> Iterator[None]:
     """Convert a server's error to ToolServerError, or ConnectionError if it has closed."""
     try:
         yield

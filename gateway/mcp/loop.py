@@ -40,23 +40,27 @@ class McpTools:
         self._clock = clock
 
     def offer(
-        self, asked: ChatCompletionRequest, next_round: NextRound
+        self, request: ChatCompletionRequest, next_round: NextRound
     ) -> tuple[ChatCompletionRequest, "ToolRounds | None"]:
         """Return the request with the servers' tools, and the rounds of its answer if the gateway
         may call one of them."""
-        sampling = asked.sampling
-        bound = sampling.structure is not None or sampling.prompt_logprobs is not None
-        if not self._servers.offered or not asked.conversation.add_generation_prompt or bound:
-            return asked, None  # there is nothing to call, or the answer has no place for calls
-        use, added = with_offered(asked.tool_use, self._servers.offered)
+        sampling = request.sampling
+        constrained = sampling.structure is not None or sampling.prompt_logprobs is not None
+        if (
+            not self._servers.offered
+            or not request.conversation.add_generation_prompt
+            or constrained
+        ):
+            return request, None  # there is nothing to call, or the answer has no place for calls
+        use, added = with_offered(request.tool_use, self._servers.offered)
         if not added:
-            return asked, None
-        asked = replace(asked, tool_use=use)
+            return request, None
+        request = replace(request, tool_use=use)
         approved = any(tool.approved for tool in added.values())
         if sampling.n > 1 or not approved or not self._max_rounds:
-            return asked, None
-        return asked, ToolRounds(
-            asked, added, self._servers, next_round, self._max_rounds, self._clock
+            return request, None
+        return request, ToolRounds(
+            request, added, self._servers, next_round, self._max_rounds, self._clock
         )
 
 
@@ -73,38 +77,38 @@ class _Call:
 
 class Round:
     """Output of one round; `push` returns what the client sees of it. Calls are held back until it
-    is known who carries them out; with `apart` an empty line comes before the text."""
+    is known who carries them out; with `separated` an empty line comes before the text."""
 
-    def __init__(self, is_ours: Callable[[str], bool], *, apart: bool) -> None:
-        self._is_ours = is_ours
-        self._apart = apart
+    def __init__(self, is_gateway_call: Callable[[str], bool], *, separated: bool) -> None:
+        self._is_gateway_call = is_gateway_call
+        self._separated = separated
         self._content: list[ContentPart] = []
         self._held: list[ContentPart] = []
         self._calls: dict[int, _Call] = {}
-        self._is_clients = False
+        self._has_client_call = False
 
     def push(self, content: Sequence[ContentPart]) -> list[ContentPart]:
-        shown: list[ContentPart] = []
+        visible: list[ContentPart] = []
         for part in content:
             if not isinstance(part, ToolCallPart):
                 self._content.append(part)
-                shown += self._set_apart(part)
+                visible += self._separate(part)
                 continue
             if part.index not in self._calls:
                 self._calls[part.index] = _Call(part.id, part.name)
-                self._is_clients |= not self._is_ours(part.name)
+                self._has_client_call |= not self._is_gateway_call(part.name)
             self._calls[part.index].pieces.append(part.arguments)
             self._held.append(part)
-            if self._is_clients:
-                shown += self._held
+            if self._has_client_call:
+                visible += self._held
                 self._held = []
-        return shown
+        return visible
 
-    def _set_apart(self, part: ContentPart) -> list[ContentPart]:
-        if not self._apart or not isinstance(part, TextPart):
+    def _separate(self, part: ContentPart) -> list[ContentPart]:
+        if not self._separated or not isinstance(part, TextPart):
             return [part]
         text = part.text.lstrip()
-        self._apart = not text
+        self._separated = not text
         return [TextPart(f"\n\n{text}")] if text else []
 
     @property
@@ -112,16 +116,16 @@ class Round:
         return text_of(self._content)
 
     @property
-    def ours(self) -> list[_Call]:
+    def gateway_calls(self) -> list[_Call]:
         """Return the calls, if the gateway carries out all of them."""
-        return [] if self._is_clients else list(self._calls.values())
+        return [] if self._has_client_call else list(self._calls.values())
 
     def message(self) -> dict[str, Any]:
         """Return the assistant's turn, for the next round's prompt."""
-        made: dict[str, Any] = {"role": "assistant", "content": self.text or None}
+        message: dict[str, Any] = {"role": "assistant", "content": self.text or None}
         if thought := reasoning_of(self._content):
-            made["reasoning_content"] = thought
-        made["tool_calls"] = [
+            message["reasoning_content"] = thought
+        message["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -129,7 +133,7 @@ class Round:
             }
             for call in self._calls.values()
         ]
-        return made
+        return message
 
 
 def arguments_of(text: str) -> dict[str, Any] | None:
@@ -146,7 +150,7 @@ class ToolRounds:
 
     def __init__(
         self,
-        asked: ChatCompletionRequest,
+        request: ChatCompletionRequest,
         offered: Mapping[str, OfferedTool],
         servers: McpServers,
         next_round: NextRound,
@@ -154,9 +158,9 @@ class ToolRounds:
         clock: Callable[[], float],
     ) -> None:
         """`offered`: the servers' tools among those of the request, by name."""
-        self._asked = asked
+        self._request = request
         self._offered = offered
-        self._clients = _clients_tools(asked, offered)
+        self._client_names = _client_tools(request, offered)
         self._servers = servers
         self._next_round = next_round
         self._max_rounds = max_rounds
@@ -166,36 +170,36 @@ class ToolRounds:
         self, completion: PreparedCompletion, run: Run
     ) -> AsyncGenerator[Delta | Usage, None]:
         """Yield the deltas of all rounds as those of one choice, then the usage of all."""
-        messages = list(self._asked.conversation.messages)
+        messages = list(self._request.conversation.messages)
         usage = Usage(0, 0, 0)
         num_tokens = 0  # of the rounds before
         num_calls = 0  # of the rounds before
         written = False  # the client has text of earlier rounds
         current = completion
         for number in range(self._max_rounds + 1):
-            this = Round(self._is_ours, apart=written)
+            current_round = Round(self._is_gateway_call, separated=written)
             ended = Delta(0, (), (), 0, None)
             async with aclosing(run(current)) as items:
                 async for item in items:
                     if isinstance(item, Usage):
                         usage += item
                         continue
-                    shown = tuple(this.push(item.content))
+                    visible = tuple(current_round.push(item.content))
                     total = num_tokens + item.num_tokens
-                    delta = item._replace(content=shown, num_tokens=total)
-                    if item.finish == "tool_calls" and this.ours:
+                    delta = item._replace(content=visible, num_tokens=total)
+                    if item.finish == "tool_calls" and current_round.gateway_calls:
                         ended, delta = delta, delta._replace(finish=None)
                     yield delta
             num_tokens = ended.num_tokens
-            written = written or bool(this.text.strip())
+            written = written or bool(current_round.text.strip())
             if ended.finish is None:  # the model has ended, or the client has to carry out calls
                 yield usage
                 return
             following = None
-            if number < self._max_rounds and self._room(num_tokens):
-                results = await self._call_all(this.ours, num_calls, completion)
-                num_calls += len(this.ours)
-                messages += [this.message(), *results]
+            if number < self._max_rounds and self._may_continue(num_tokens):
+                results = await self._call_all(current_round.gateway_calls, num_calls, completion)
+                num_calls += len(current_round.gateway_calls)
+                messages += [current_round.message(), *results]
                 following = await self._follow(completion, messages, num_tokens, number + 1)
             if following is None:
                 completion.meter.cut_short()
@@ -204,30 +208,30 @@ class ToolRounds:
                 return
             current = following
 
-    def _is_ours(self, name: str) -> bool:
+    def _is_gateway_call(self, name: str) -> bool:
         """Return whether the gateway answers a call; also true for a call of an unknown tool."""
         if (offered := self._offered.get(name)) is not None:
             return offered.approved
-        return name not in self._clients
+        return name not in self._client_names
 
-    def _room(self, num_tokens: int) -> bool:
+    def _may_continue(self, num_tokens: int) -> bool:
         """Return whether the answer may have more tokens."""
-        most = self._asked.sampling.max_tokens
-        return most is None or num_tokens < most
+        limit = self._request.sampling.max_tokens
+        return limit is None or num_tokens < limit
 
     async def _call_all(
         self, calls: Sequence[_Call], num_before: int, completion: PreparedCompletion
     ) -> list[dict[str, Any]]:
         """Return the tools' turns, in the calls' order; `num_before`: calls of earlier rounds."""
-        most = self._asked.max_tool_calls
-        left = len(calls) if most is None else most - num_before
+        max_calls = self._request.max_tool_calls
+        num_allowed = len(calls) if max_calls is None else max_calls - num_before
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._call(call, place, place < left, completion))
-                for place, call in enumerate(calls)
+                group.create_task(self._call(call, index, index < num_allowed, completion))
+                for index, call in enumerate(calls)
             ]
         results = [task.result() for task in tasks]
-        if self._left_s(completion) <= 0:
+        if self._remaining_s(completion) <= 0:
             raise ServiceError(DEADLINE_EXCEEDED, "the request ran longer than its timeout")
         return [
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}
@@ -235,22 +239,24 @@ class ToolRounds:
         ]
 
     async def _call(
-        self, call: _Call, place: int, is_allowed: bool, completion: PreparedCompletion
+        self, call: _Call, index: int, is_allowed: bool, completion: PreparedCompletion
     ) -> ToolResult:
         offered = self._offered.get(call.name)
         arguments = arguments_of(call.arguments)
-        if place >= MAX_CALLS:
-            return ToolResult(f"error: at most {MAX_CALLS} calls at once", True)
+        if index >= MAX_CALLS:
+            return ToolResult(f"error: at most {MAX_CALLS} calls are allowed at once", True)
         if not is_allowed:
-            return ToolResult(f"error: at most {self._asked.max_tool_calls} tool calls", True)
+            return ToolResult(
+                f"error: at most {self._request.max_tool_calls} tool calls are allowed", True
+            )
         if offered is None:
-            return ToolResult("error: there is no such tool", True)
+            return ToolResult("error: this tool does not exist", True)
         if arguments is None:
             return ToolResult("error: the arguments are not a JSON object", True)
-        left_s = max(0.0, self._left_s(completion))
-        return await self._servers.call(offered, arguments, left_s, completion.id)
+        remaining_s = max(0.0, self._remaining_s(completion))
+        return await self._servers.call(offered, arguments, remaining_s, completion.id)
 
-    def _left_s(self, completion: PreparedCompletion) -> float:
+    def _remaining_s(self, completion: PreparedCompletion) -> float:
         return completion.timeout_s - (self._clock() - completion.meter.arrived)
 
     async def _follow(
@@ -261,17 +267,17 @@ class ToolRounds:
         number: int,
     ) -> PreparedCompletion | None:
         """Return the next round; None if the context has no room for it."""
-        asked = self._asked
+        request = self._request
         sampling = replace(
-            asked.sampling, min_tokens=max(0, asked.sampling.min_tokens - num_tokens)
+            request.sampling, min_tokens=max(0, request.sampling.min_tokens - num_tokens)
         )
         limits: list[int | None] = [None]  # None: the rest of the context
         if sampling.max_tokens is not None:
             limits.insert(0, sampling.max_tokens - num_tokens)
         for limit in limits:
             following = replace(
-                asked,
-                conversation=replace(asked.conversation, messages=messages),
+                request,
+                conversation=replace(request.conversation, messages=messages),
                 sampling=replace(sampling, max_tokens=limit),
             )
             try:
@@ -282,9 +288,9 @@ class ToolRounds:
         return None
 
 
-def _clients_tools(
-    asked: ChatCompletionRequest, offered: Mapping[str, OfferedTool]
+def _client_tools(
+    request: ChatCompletionRequest, offered: Mapping[str, OfferedTool]
 ) -> Collection[str]:
     """Return the names of the client's own tools."""
-    tools = asked.tool_use.tools if asked.tool_use is not None else ()
+    tools = request.tool_use.tools if request.tool_use is not None else ()
     return {tool.name for tool in tools} - offered.keys()

@@ -41,17 +41,17 @@ def offered_tools(
     listed: Iterable[tuple[str, ServerTool, bool]],
 ) -> tuple[OfferedTool, ...]:
     """Return the tools of (server, tool, approved), each under a unique name, `server__tool`."""
-    found: dict[str, OfferedTool] = {}
+    offered: dict[str, OfferedTool] = {}
     for server, tool, approved in listed:
-        wanted = _NOT_IN_NAMES.sub("_", f"{server}__{tool.name}")[:MAX_NAME_CHARS]
-        name, number = wanted, 1
-        while name in found:
+        full_name = _NOT_IN_NAMES.sub("_", f"{server}__{tool.name}")[:MAX_NAME_CHARS]
+        name, number = full_name, 1
+        while name in offered:
             number += 1
             ending = f"_{number}"
-            name = wanted[: MAX_NAME_CHARS - len(ending)] + ending
-        shown = Tool(name, tool.description, tool.parameters)
-        found[name] = OfferedTool(shown, server, tool.name, approved)
-    return tuple(found.values())
+            name = full_name[: MAX_NAME_CHARS - len(ending)] + ending
+        tool_for_model = Tool(name, tool.description, tool.parameters)
+        offered[name] = OfferedTool(tool_for_model, server, tool.name, approved)
+    return tuple(offered.values())
 
 
 def with_offered(
@@ -66,10 +66,10 @@ def with_offered(
         use = ToolUse(())
     if use.choice == "none" or (use.choice == "required" and not use.tools):
         return use, {}
-    own = {tool.name for tool in use.tools}
-    added = {one.tool.name: one for one in offered if one.tool.name not in own}
+    client_names = {tool.name for tool in use.tools}
+    added = {item.tool.name: item for item in offered if item.tool.name not in client_names}
     only = tuple(use.only)
     if use.choice == "required" and not only:
         only = tuple(tool.name for tool in use.tools)
-    tools = (*use.tools, *(one.tool for one in added.values()))
+    tools = (*use.tools, *(item.tool for item in added.values()))
     return replace(use, tools=tools, only=only), added

@@ -85,19 +85,19 @@ class McpServers:
         self, tool: OfferedTool, arguments: Mapping[str, Any], within_s: float, request: str
     ) -> ToolResult:
         """Return a tool's answer, or an error result, in at most `within_s` seconds."""
-        began = asyncio.get_running_loop().time()
+        start = asyncio.get_running_loop().time()
         outcome = "cancelled"
         result = ToolResult(AWAY, True)
         try:
             result, outcome = await self._servers[tool.server].call(tool.name, arguments, within_s)
         finally:
             self._calls.labels(tool.server, tool.name, outcome).inc()
-            took_s = asyncio.get_running_loop().time() - began
-            what = f"{tool.server} {tool.name}: {outcome} in {took_s:.3f}s"
-            log.info("%s, %d characters", what, len(result.text), extra={"request": request})
+            elapsed_s = asyncio.get_running_loop().time() - start
+            summary = f"{tool.server} {tool.name}: {outcome} in {elapsed_s:.3f}s"
+            log.info("%s, %d characters", summary, len(result.text), extra={"request": request})
         if len(result.text) > MAX_RESULT_CHARS:
-            more = len(result.text) - MAX_RESULT_CHARS
-            text = f"{result.text[:MAX_RESULT_CHARS]}\n[{more} more characters are left out]"
+            num_omitted = len(result.text) - MAX_RESULT_CHARS
+            text = f"{result.text[:MAX_RESULT_CHARS]}\n[{num_omitted} more characters omitted]"
             return ToolResult(text, result.is_error)
         return result
 
@@ -121,7 +121,7 @@ class _ServerTask:
         self._pace = pace
         self._on_change = on_change
         self._connection: ToolConnection | None = None
-        self._ask = asyncio.Event()  # query its tools now
+        self._poll_now = asyncio.Event()  # query its tools now
         self._failures = 0  # since its last answer
         self._listed: Sequence[ServerTool] = []
 
@@ -135,7 +135,9 @@ class _ServerTask:
                 await self._serve(self._connect)
             except Exception as error:
                 if not self._failures:
-                    log.warning("the MCP server %r is away: %s", self.config.name, _why(error))
+                    log.warning(
+                        "the MCP server %r is unavailable: %s", self.config.name, _reason(error)
+                    )
                 self._failures += 1
             finally:
                 self._connection = None
@@ -150,7 +152,7 @@ class _ServerTask:
                 connection = await stack.enter_async_context(connect(self.config))
             steady = False  # a server that ends soon after each start is still the same failure
             while True:
-                self._ask.clear()
+                self._poll_now.clear()
                 async with asyncio.timeout(self._pace.reply_s):
                     listed = await connection.tools()
                 self._connection = connection
@@ -158,7 +160,7 @@ class _ServerTask:
                 if steady:
                     self._failures = 0
                 steady = True
-                await _set_within(self._ask, self._pace.ask_s)
+                await _set_within(self._poll_now, self._pace.ask_s)
 
     async def call(
         self, name: str, arguments: Mapping[str, Any], within_s: float
@@ -174,8 +176,8 @@ class _ServerTask:
         except ToolServerError as error:
             return ToolResult(f"error: {error}", True), "error"
         except Exception as error:  # the package and its transports have other exceptions
-            self._ask.set()  # checks whether it is still there
-            log.info("the MCP server %r failed: %s", self.config.name, _why(error))
+            self._poll_now.set()  # checks whether it is still there
+            log.info("the MCP server %r failed: %s", self.config.name, _reason(error))
             return ToolResult(AWAY, True), "failed"
         if result.is_error:
             return ToolResult(f"error: {result.text}", True), "error"
@@ -189,24 +191,32 @@ class _ServerTask:
             missing = self.config.auto_approve - {ALL, *(tool.name for tool in self.tools)}
             if listed and missing:
                 names = ", ".join(sorted(missing))[:MAX_LOGGED_CHARS]
-                log.warning("the MCP server %r has no such tools: %s", self.config.name, names)
+                log.warning(
+                    "the MCP server %r lacks tools that autoApprove names: %s",
+                    self.config.name,
+                    names,
+                )
             self._on_change()
 
     def _bounded(self, listed: Sequence[ServerTool]) -> list[ServerTool]:
         """Return the tools without those that are too large to be shown; cut descriptions."""
-        kept: list[ServerTool] = []
+        tools: list[ServerTool] = []
         skipped = []
         for tool in listed:
-            large = len(to_json(tool.parameters)) > MAX_SCHEMA_BYTES
-            if large or len(kept) == MAX_TOOLS or not tool.name:
+            too_large = len(to_json(tool.parameters)) > MAX_SCHEMA_BYTES
+            if too_large or len(tools) == MAX_TOOLS or not tool.name:
                 skipped.append(tool.name)
                 continue
-            kept.append(tool._replace(description=tool.description[:MAX_DESCRIPTION_CHARS]))
+            tools.append(tool._replace(description=tool.description[:MAX_DESCRIPTION_CHARS]))
         if skipped:
             names = ", ".join(skipped)[:MAX_LOGGED_CHARS]
             name = self.config.name
-            log.warning("the MCP server %r has tools that are not offered: %s", name, names)
-        return kept
+            log.warning(
+                "the MCP server %r has tools that are too large or too many to offer: %s",
+                name,
+                names,
+            )
+        return tools
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:
@@ -224,16 +234,16 @@ def _imported_connect() -> Connect:
     return connect
 
 
-def _why(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """Return the reason to log: unknown errors may have texts with addresses and their secrets."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):
-        return "no answer in time"
+        return "it did not answer in time"
     if isinstance(error, ToolServerError):
         return str(error)[:MAX_LOGGED_CHARS]
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, ConnectionError):
-        return "the connection has ended"
+        return "the connection was closed"
     return type(error).__name__

@@ -35,15 +35,15 @@ class MemoryHistogram(Collector):
         self._models: dict[str, Observations] = {}  # only the event loop's thread changes it
 
     def of(self, model: str) -> Observer:
-        found = self._models.get(model)
-        if found is None:
-            found = self._models[model] = Observations(self._bounds)
-        return found
+        observations = self._models.get(model)
+        if observations is None:
+            observations = self._models[model] = Observations(self._bounds)
+        return observations
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=("model_name",))
-        for model, seen in list(self._models.items()):
-            family.add_metric((model,), seen.buckets(), seen.total)
+        for model, observations in list(self._models.items()):
+            family.add_metric((model,), observations.buckets(), observations.total)
         yield family
 
 

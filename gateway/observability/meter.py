@@ -116,7 +116,7 @@ class Meter:
         self._finishes: list[str] = []
         self._finish = ""
         self._phases = Phases()
-        self._where: dict[str, None] = {}  # in order, each once
+        self._prefill_places: dict[str, None] = {}  # in order, each once
         self._decode = ""
         self._attempts: dict[bytes, PlacedAttempt] = {}
 
@@ -180,7 +180,7 @@ class Meter:
                 event.phases
             )  # a copy: the message would keep its whole batch alive
         self._cached += event.cached_tokens
-        self._where[event.transport or "remote" if event.remote else "local"] = None
+        self._prefill_places[event.transport or "remote" if event.remote else "local"] = None
         for name in ("queue_s", "prefill_s", "transfer_s", "first_token_s"):
             slowest = max(getattr(self._phases, name), getattr(event.phases, name))
             setattr(self._phases, name, slowest)
@@ -227,7 +227,7 @@ class Meter:
             tenant=self._caller.tenant.id,
             model=self._model,
             phase=phase,
-            prefill_at=",".join(self._where),
+            prefill_at=",".join(self._prefill_places),
             decode_at=self._decode,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached,
@@ -291,7 +291,7 @@ class Meter:
         first = "-" if self._first is None else f"{self._first - self.arrived:.3f}s"
         phases = self._phases
         return (
-            f"prefill_at={','.join(self._where) or '-'} decode={self._decode or '-'} "
+            f"prefill_at={','.join(self._prefill_places) or '-'} decode={self._decode or '-'} "
             f"queue={phases.queue_s:.3f}s prefill={phases.prefill_s:.3f}s "
             f"transfer={phases.transfer_s:.3f}s first_token={phases.first_token_s:.3f}s "
             f"ttft={first}"
@@ -300,10 +300,10 @@ class Meter:
     def _count(self, total_s: float) -> None:
         m = self._metrics
         m.e2e.labels(self._model).observe(total_s)
-        if self._where:  # its phases are known
+        if self._prefill_places:  # its phases are known
             m.queue.labels(self._model).observe(self._phases.queue_s)
             m.prefill.labels(self._model).observe(self._phases.prefill_s)
-            if self._where.keys() - {"local"}:
+            if self._prefill_places.keys() - {"local"}:
                 m.transfer.labels(self._model).observe(self._phases.transfer_s)
         if self._first is not None:
             m.decode.labels(self._model).observe(
@@ -320,5 +320,5 @@ class Meter:
 def _code(error: BaseException) -> str:
     if isinstance(error, ServiceError):
         return ErrorCode.Name(error.code)
-    left = isinstance(error, asyncio.CancelledError | GeneratorExit)  # the client disconnected
-    return "CANCELLED" if left else "INTERNAL"
+    disconnected = isinstance(error, asyncio.CancelledError | GeneratorExit)
+    return "CANCELLED" if disconnected else "INTERNAL"

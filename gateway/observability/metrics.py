@@ -64,41 +64,53 @@ class GatewayMetrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = model) -> Counter:
             return Counter(name, text, labels, registry=self.registry)
 
-        self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.")
-        gaps = "vllm:inter_token_latency_seconds", "Between tokens of one choice."
+        self.ttft = histogram(
+            "vllm:time_to_first_token_seconds", "Time from a request's arrival to its first token"
+        )
+        itl_texts = "vllm:inter_token_latency_seconds", "Time between two tokens of one choice"
         self.itl: TokenHistogram
         if folder is None:
-            self.itl = MemoryHistogram(*gaps, _LATENCY_S)
+            self.itl = MemoryHistogram(*itl_texts, _LATENCY_S)
             self.registry.register(self.itl)
         else:
-            self.itl = FileHistogram(histogram(*gaps))
-        self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.")
-        self.queue = histogram("vllm:request_queue_time_seconds", "Waiting for a first step.")
-        self.prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt's KV.")
+            self.itl = FileHistogram(histogram(*itl_texts))
+        self.e2e = histogram(
+            "vllm:e2e_request_latency_seconds", "Time from a request's arrival to its last token"
+        )
+        self.queue = histogram(
+            "vllm:request_queue_time_seconds", "Time that a request waits for its first step"
+        )
+        self.prefill = histogram(
+            "vllm:request_prefill_time_seconds", "Time to compute the prompt's KV"
+        )
         self.transfer = histogram(
             "pdserve_request_transfer_time_seconds",
-            "Of a hand-off, what the prompt's computation did not hide.",
+            "Time of a KV transfer that did not overlap with prefill",
         )
-        self.decode = histogram("vllm:request_decode_time_seconds", "First token to last token.")
+        self.decode = histogram(
+            "vllm:request_decode_time_seconds", "Time from the first token to the last token"
+        )
         self.prompt_len = histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens of an answered request.", _TOKENS
+            "vllm:request_prompt_tokens", "Prompt tokens of an answered request", _TOKENS
         )
         self.generation_len = histogram(
-            "vllm:request_generation_tokens", "Tokens of an answered request.", _TOKENS
+            "vllm:request_generation_tokens", "Generated tokens of an answered request", _TOKENS
         )
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens that were returned.")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests")
+        self.generation_tokens = counter(
+            "vllm:generation_tokens", "Generated tokens of answered requests"
+        )
         self.success = counter(
-            "vllm:request_success", "Choices that ended.", ("model_name", "finished_reason")
+            "vllm:request_success", "Choices that ended", ("model_name", "finished_reason")
         )
         self.failures = counter(
-            "pdserve_request_failures", "Requests that ended in an error.", ("code",)
+            "pdserve_request_failures", "Requests that ended with an error", ("code",)
         )
         self.mcp_calls = counter(
-            "pdserve_mcp_calls", "Calls of tools of MCP servers.", ("server", "tool", "outcome")
+            "pdserve_mcp_calls", "Tool calls to MCP servers", ("server", "tool", "outcome")
         )
         self.open = Gauge(
-            "pdserve_gateway_requests", "Requests in the gateway.", ("state",),
+            "pdserve_gateway_requests", "Requests in the gateway", ("state",),
             registry=self.registry, multiprocess_mode="livesum",
         )  # fmt: skip
 
@@ -135,51 +147,54 @@ class FleetCollector(Collector):
         view = self._view
         labels = ("model_name", "worker", "role")
         stale = CounterMetricFamily(
-            "pdserve_stale_messages", "Messages of ended attempts, ignored.", labels=labels
+            "pdserve_stale_messages", "Messages about ended attempts", labels=labels
         )
         silent = GaugeMetricFamily(
-            "pdserve_worker_silent_seconds", "Seconds since the router last heard it.",
+            "pdserve_worker_silent_seconds", "Seconds since the worker's last message",
             labels=(*labels, "state"),
         )  # fmt: skip
         blocks = GaugeMetricFamily(
-            "pdserve_kv_blocks", "KV blocks by state.", labels=("worker", "state")
+            "pdserve_kv_blocks",
+            "KV blocks by state; held and parked blocks also count as used",
+            labels=("worker", "state"),
         )
-        moved = [
+        transfers = [
             CounterMetricFamily(name, text, labels=("worker", "transport"))
             for name, text in (
-                ("pdserve_transfer_bytes", "KV payload sent or verified."),
-                ("pdserve_transfer_seconds", "Seconds spent on it."),
-                ("pdserve_transfer_frames", "KV frames moved."),
-                ("pdserve_transfer_frames_refused", "KV frames that failed a check."),
+                ("pdserve_transfer_bytes", "KV payload moved"),
+                ("pdserve_transfer_seconds", "Seconds spent on KV payload, including checks"),
+                ("pdserve_transfer_frames", "KV frames moved"),
+                ("pdserve_transfer_frames_refused", "Frames or connections refused"),
             )
         ]
         rows: list[Worker] = []
         for worker in view.workers:
             hello, load = worker.hello, worker.load
-            who = (hello.card.name, hello.address, Role.Name(hello.role).lower())
-            rows.append((who, hello, load))
-            stale.add_metric(who, load.stale_messages)
-            silent.add_metric((*who, worker.state), worker.silent_s)
+            worker_labels = (hello.card.name, hello.address, Role.Name(hello.role).lower())
+            rows.append((worker_labels, hello, load))
+            stale.add_metric(worker_labels, load.stale_messages)
+            silent.add_metric((*worker_labels, worker.state), worker.silent_s)
             for state in ("free", "used", "cached", "reserved", "total"):
                 blocks.add_metric((hello.address, state), getattr(load, f"blocks_{state}"))
             for row in load.transports:
                 values = (row.bytes, row.seconds, row.frames, row.refused)
-                for family, value in zip(moved, values, strict=True):
+                for family, value in zip(transfers, values, strict=True):
                     family.add_metric((hello.address, row.transport), value)
-        where = CounterMetricFamily(
-            "pdserve_prefill_requests", "Prompts, by who computed them.", labels=("where",)
+        prefills = CounterMetricFamily(
+            "pdserve_prefill_requests", "Prompts by the place of their prefill", labels=("where",)
         )
-        where.add_metric(("local",), view.prefill_local)
-        where.add_metric(("remote",), view.prefill_remote)
-        retries = CounterMetricFamily("pdserve_router_retries", "Second and later tries.")
+        prefills.add_metric(("local",), view.prefill_local)
+        prefills.add_metric(("remote",), view.prefill_remote)
+        retries = CounterMetricFamily("pdserve_router_retries", "Second and later attempts")
         retries.add_metric((), view.retries)
         moves = CounterMetricFamily(
             "pdserve_router_moves",
-            "Running requests that went to another decode worker with their KV, or could not.",
+            "Moves of running requests to another decode worker, by outcome",
             labels=("outcome",),
         )
         moves.add_metric(("done",), view.moves)
         moves.add_metric(("failed",), view.moves_failed)
         return [
-            *engine_metrics(labels, rows), stale, silent, blocks, *moved, where, retries, moves,
+            *engine_metrics(labels, rows),
+            stale, silent, blocks, *transfers, prefills, retries, moves,
         ]  # fmt: skip

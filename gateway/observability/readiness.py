@@ -48,8 +48,8 @@ class Readiness:
             return ENDING
         if self._checking is None or self._checking.done():
             self._checking = asyncio.create_task(self._check(), name="readiness")
-        found = await asyncio.shield(self._checking)
-        return ENDING if self._draining else found
+        result = await asyncio.shield(self._checking)
+        return ENDING if self._draining else result
 
     async def _check(self) -> Found:
         try:

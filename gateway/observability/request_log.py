@@ -32,19 +32,19 @@ class RequestLog:
         self._ended.setdefault(meter.tenant, deque()).append(meter.state())
         self._num_ended += 1
         if self._num_ended > MAX_ENDED:
-            most, states = max(self._ended.items(), key=lambda item: len(item[1]))
+            tenant, states = max(self._ended.items(), key=lambda item: len(item[1]))
             states.popleft()
             self._num_ended -= 1
             if not states:
-                del self._ended[most]
+                del self._ended[tenant]
 
     def find(self, tenant: bytes, id_: str) -> MeteredRequest | None:
         """Return the tenant's latest request with this id, or None."""
         for meter in reversed(self._open.values()):  # open requests are later than ended ones
             if meter.tenant == tenant and id_ in meter.ids:
                 return meter.state()
-        mine = reversed(self._ended.get(tenant, ()))
-        return next((state for state in mine if id_ in state.ids), None)
+        ended = reversed(self._ended.get(tenant, ()))
+        return next((state for state in ended if id_ in state.ids), None)
 
     def open_of(self, tenant: bytes) -> list[MeteredRequest]:
         """Return the open requests of one tenant, oldest first."""

@@ -14,7 +14,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 ANSWER_S = 1.0
-MAX_QUESTION_BYTES = 1 << 18  # the word comes from an HTTP request's head, and JSON escapes it
+MAX_QUERY_BYTES = 1 << 18  # the word comes from an HTTP request's head, and JSON escapes it
 
 # Maps a tenant and a word with details to a JSON text, or to nothing.
 Answer = Callable[[bytes, str], bytes]
@@ -44,7 +44,7 @@ class Siblings:
             return
         (self._folder / self._name(self._index)).unlink(missing_ok=True)  # of a dead process
         self._server = await asyncio.start_unix_server(
-            self._serve, self._path(self._index), limit=MAX_QUESTION_BYTES
+            self._serve, self._path(self._index), limit=MAX_QUERY_BYTES
         )
 
     async def close(self) -> None:
@@ -54,18 +54,18 @@ class Siblings:
             os.close(self._fd)
             self._fd = -1
 
-    async def ask(self, kind: str, tenant: bytes, word: str = "") -> list[bytes]:
+    async def ask(self, kind: str, tenant: bytes, details: str = "") -> list[bytes]:
         """Query all siblings and return the non-empty answers received within ANSWER_S."""
         others = [index for index in range(self._num) if index != self._index]
-        asked = [self._ask_one(index, [kind, tenant.hex(), word]) for index in others]
-        return [answer for answer in await asyncio.gather(*asked) if answer]
+        queries = [self._ask_one(index, [kind, tenant.hex(), details]) for index in others]
+        return [answer for answer in await asyncio.gather(*queries) if answer]
 
-    async def _ask_one(self, index: int, question: list[str]) -> bytes:
+    async def _ask_one(self, index: int, query: list[str]) -> bytes:
         try:
             async with asyncio.timeout(ANSWER_S):
                 reader, writer = await asyncio.open_unix_connection(self._path(index))
                 try:
-                    writer.write(json.dumps(question).encode() + b"\n")
+                    writer.write(json.dumps(query).encode() + b"\n")
                     line = await reader.read()
                     return line.rstrip(b"\n") if line.endswith(b"\n") else b""  # the sibling died
                 finally:
@@ -80,11 +80,11 @@ class Siblings:
                 line = await reader.readline()
                 if not line.endswith(b"\n"):
                     return  # the caller is gone
-                kind, tenant, word = json.loads(line)
-                writer.write(self._answers[kind](bytes.fromhex(tenant), word) + b"\n")
+                kind, tenant, details = json.loads(line)
+                writer.write(self._answers[kind](bytes.fromhex(tenant), details) + b"\n")
                 await writer.drain()
         except (OSError, TimeoutError) as error:
-            log.debug("a gateway that asked has gone: %s", error)
+            log.debug("a gateway closed its query before the answer: %s", error)
         finally:
             writer.close()
 

@@ -32,16 +32,16 @@ def timeline(
 ) -> list[RequestPhase]:
     """Return the phases of a request whose body took `receive_s` to receive. The other times count
     from the end of the body. Times and phases not known yet are None."""
-    found: list[RequestPhase] = []
+    result: list[RequestPhase] = []
 
     def add(name: str, duration_s: float) -> None:
-        start_s = found[-1].end_s if found else 0.0
-        found.append(RequestPhase(name, start_s, duration_s))
+        start_s = result[-1].end_s if result else 0.0
+        result.append(RequestPhase(name, start_s, duration_s))
 
     add("receive", receive_s)
     if prepared_s is None:
         add("prepare", elapsed_s)
-        return found
+        return result
     add("prepare", prepared_s)
     until_s = elapsed_s if first_token_s is None else first_token_s
     if phases is None:
@@ -52,7 +52,7 @@ def timeline(
         add("prefill", phases.prefill_s)
         add("transfer", phases.transfer_s)
         add("first_token", phases.first_token_s)
-        add("return", max(0.0, receive_s + until_s - found[-1].end_s))
+        add("return", max(0.0, receive_s + until_s - result[-1].end_s))
     if first_token_s is not None:
         add("decode", elapsed_s - first_token_s)
-    return found
+    return result

@@ -93,7 +93,7 @@ class UsageLog:
     def count(self, caller: Caller, model: str, usage: RequestUsage) -> None:
         """Count one request."""
         tenant, start = caller.tenant.id.hex(), int(self._clock()) // HOUR_S * HOUR_S
-        session = self._known(start, tenant, model, without_nul(caller.session))
+        session = self._session_key(start, tenant, model, without_nul(caller.session))
         self._add(
             _Key(tenant, start, model, session, caller.tenant.name),
             (1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
@@ -106,7 +106,7 @@ class UsageLog:
             try:
                 await self.flush()
             except ServiceError as error:
-                log.warning("usage waits: %s", error.message)
+                log.warning("usage could not be written; retrying: %s", error.message)
 
     @in_own_task
     async def flush(self) -> None:
@@ -115,34 +115,36 @@ class UsageLog:
         async with self._flushing:
             unwritten, self._counts = self._counts, {}
             rows = list(unwritten.items())
-            done = 0
+            num_written = 0
             try:
-                for at in range(0, len(rows), ROWS_AT_ONCE):
-                    await self._write(rows[at : at + ROWS_AT_ONCE])
-                    done = at + ROWS_AT_ONCE
+                for start in range(0, len(rows), ROWS_AT_ONCE):
+                    await self._write(rows[start : start + ROWS_AT_ONCE])
+                    num_written = start + ROWS_AT_ONCE
             finally:
-                for key, counts in rows[done:]:
+                for key, counts in rows[num_written:]:
                     self._add(key, counts)
 
     @in_own_task
-    async def report(self, tenant: str, query: UsageQuery, most: int) -> Sequence[Row[Any]]:
-        """Return at most `most` rows with `bucket` (its start), the columns of `group_by` and the
+    async def report(self, tenant: str, query: UsageQuery, limit: int) -> Sequence[Row[Any]]:
+        """Return at most `limit` rows with `bucket` (its start), the columns of `group_by` and the
         sums, ordered by time."""
         # A literal: with parameters, PostgreSQL would not see that the expressions are equal.
         width: ColumnElement[int] = literal_column(str(int(query.bucket_s)))
         bucket = (UsageRow.start - UsageRow.start % width).label("bucket")
         groups = [bucket, *(getattr(UsageRow, name) for name in query.group_by)]
         sums = [func.sum(getattr(UsageRow, name)).label(name) for name in COUNTS]
-        wanted = select(*groups, *sums).where(
+        statement = select(*groups, *sums).where(
             UsageRow.tenant == tenant, UsageRow.start >= query.start, UsageRow.start < query.end
         )
         if query.models:
-            wanted = wanted.where(UsageRow.model.in_(query.models))
+            statement = statement.where(UsageRow.model.in_(query.models))
         if query.sessions:
-            wanted = wanted.where(UsageRow.session.in_(query.sessions))
+            statement = statement.where(UsageRow.session.in_(query.sessions))
         async with self._db.reading() as session:
-            found = await session.execute(wanted.group_by(*groups).order_by(*groups).limit(most))
-            return found.all()
+            result = await session.execute(
+                statement.group_by(*groups).order_by(*groups).limit(limit)
+            )
+            return result.all()
 
     @in_own_task
     async def was_used(self, tenant: str, model: str) -> bool:
@@ -150,11 +152,11 @@ class UsageLog:
         if not may_be_id(model, len(model)):
             return False
         since = int(self._clock()) - DAY_S
-        wanted = select(UsageRow.model).where(
+        query = select(UsageRow.model).where(
             UsageRow.tenant == tenant, UsageRow.start >= since, UsageRow.model == model
         )
         async with self._db.reading() as session:
-            return await session.scalar(wanted.limit(1)) is not None
+            return await session.scalar(query.limit(1)) is not None
 
     async def forget(self, keep_s: int) -> None:
         """Delete usage older than `keep_s`; several gateways may do so at once. Raises
@@ -167,33 +169,35 @@ class UsageLog:
         """Delete up to ROWS_AT_ONCE rows; return whether there may be more."""
         keys = (UsageRow.tenant, UsageRow.start, UsageRow.model, UsageRow.session)
         async with self._db.changing() as session:
-            before = await self._db.now_s(session) - keep_s - HOUR_S
-            old = select(*keys).where(UsageRow.start < before).order_by(*keys).limit(ROWS_AT_ONCE)
+            cutoff_s = await self._db.now_s(session) - keep_s - HOUR_S
+            expired = (
+                select(*keys).where(UsageRow.start < cutoff_s).order_by(*keys).limit(ROWS_AT_ONCE)
+            )
             # Another gateway may be deleting rows: on PostgreSQL, skip those that it has locked.
-            mine = old.with_for_update(skip_locked=True)
-            gone: CursorResult[Any] = await session.execute(  # type: ignore[assignment]
+            unlocked = expired.with_for_update(skip_locked=True)
+            result: CursorResult[Any] = await session.execute(  # type: ignore[assignment]
                 delete(UsageRow)
-                .where(tuple_(*keys).in_(mine))
+                .where(tuple_(*keys).in_(unlocked))
                 .execution_options(synchronize_session=False)
             )
-            return gone.rowcount == ROWS_AT_ONCE
+            return result.rowcount == ROWS_AT_ONCE
 
-    def _known(self, start: int, tenant: str, model: str, session: str) -> str:
+    def _session_key(self, start: int, tenant: str, model: str, session: str) -> str:
         if start != self._hour:
             self._hour = start
             self._sessions.clear()
-        seen = self._sessions.setdefault((tenant, model), set())
-        if session not in seen and len(seen) >= MAX_SESSIONS:
+        sessions = self._sessions.setdefault((tenant, model), set())
+        if session not in sessions and len(sessions) >= MAX_SESSIONS:
             return ""
-        seen.add(session)
+        sessions.add(session)
         return session
 
     def _add(self, key: _Key, counts: Sequence[int]) -> None:
         if key not in self._counts and len(self._counts) >= MAX_UNWRITTEN:
             key = key._replace(session="")  # the usage still counts, under no session
-        held = self._counts.setdefault(key, [0] * len(COUNTS))
+        sums = self._counts.setdefault(key, [0] * len(COUNTS))
         for index, count in enumerate(counts):
-            held[index] += count
+            sums[index] += count
 
     async def _write(self, rows: Sequence[tuple[_Key, list[int]]]) -> None:
         # Concurrent gateways lock rows in the same order, so they cannot deadlock.

@@ -69,40 +69,40 @@ class PoolingRuns:
         return self._run(prepared, Start(params=params), lambda event: _score(event, yes, no))
 
     async def _run(
-        self, prepared: PreparedInputs, asked: Start, answer: Answer[T]
+        self, prepared: PreparedInputs, template: Start, answer: Answer[T]
     ) -> AsyncGenerator[tuple[int, T], None]:
-        left = enumerate(prepared.inputs)
+        inputs = enumerate(prepared.inputs)
         lanes = [
-            self._lane(prepared, left, asked, answer)
+            self._lane(prepared, inputs, template, answer)
             for _ in range(min(AT_ONCE, len(prepared.inputs)))
         ]
         async with aclosing(merge(lanes)) as answers:
-            async for found in answers:
+            async for numbered in answers:
                 prepared.admitted.first_token()
-                yield found
+                yield numbered
         prepared.meter.ended("stop")
 
     async def _lane(
         self,
         prepared: PreparedInputs,
-        left: Iterator[tuple[int, Collection[int]]],
-        asked: Start,
+        inputs: Iterator[tuple[int, Collection[int]]],
+        template: Start,
         answer: Answer[T],
     ) -> AsyncGenerator[tuple[int, T], None]:
         """Run one input after the other, of those that no other lane has taken."""
-        for number, ids in left:
-            yield number, await self._one(prepared, number, ids, asked, answer)
+        for number, ids in inputs:
+            yield number, await self._run_one(prepared, number, ids, template, answer)
 
-    async def _one(
+    async def _run_one(
         self,
         prepared: PreparedInputs,
         number: int,
         ids: Collection[int],
-        asked: Start,
+        template: Start,
         answer: Answer[T],
     ) -> T:
-        found: T | None = None
-        start = self._start(prepared, number, ids, asked)
+        value: T | None = None
+        start = self._start(prepared, number, ids, template)
         async with aclosing(self._upstream.open(start)) as events:
             async for event in events:
                 kind = event.WhichOneof("event")
@@ -113,20 +113,20 @@ class PoolingRuns:
                 elif kind == "finished":
                     prepared.meter.finished(event.finished, {})
                 else:
-                    found = answer(event) if found is None else found
-        if found is None:
+                    value = answer(event) if value is None else value
+        if value is None:
             raise ServiceError(INTERNAL, "an answer was cut short")
         await asyncio.sleep(0)  # other tasks run between two inputs
-        return found
+        return value
 
     def _start(
-        self, prepared: PreparedInputs, number: int, ids: Collection[int], asked: Start
+        self, prepared: PreparedInputs, number: int, ids: Collection[int], template: Start
     ) -> Start:
         start = Start()
-        start.CopyFrom(asked)
-        several = len(prepared.inputs) > 1
-        left_s = prepared.timeout_s - (self._clock() - prepared.meter.arrived)
-        start.request = f"{prepared.id}-{number}" if several else prepared.id
+        start.CopyFrom(template)
+        is_multiple = len(prepared.inputs) > 1
+        remaining_s = prepared.timeout_s - (self._clock() - prepared.meter.arrived)
+        start.request = f"{prepared.id}-{number}" if is_multiple else prepared.id
         start.model = prepared.model.card.name
         start.cache_salt = prepared.cache_salt
         start.priority = prepared.priority
@@ -135,7 +135,7 @@ class PoolingRuns:
         start.trace_state = prepared.meter.span.context.state
         start.prompt_ids.extend(ids)
         start.tokenizer = prepared.model.card.kv_identity.tokenizer
-        start.remaining_ms = max(1, int(left_s * 1000))
+        start.remaining_ms = max(1, int(remaining_s * 1000))
         start.queue_remaining_ms = max(1, int(prepared.queue_timeout_s * 1000))
         return start
 
@@ -151,10 +151,10 @@ def _score(event: RequestEvent, yes: int, no: int) -> float | None:
     if not event.HasField("tokens") or not event.tokens.logprobs:
         return None
     scores = event.tokens.logprobs[0]
-    found = dict(zip(scores.top_ids, scores.top_logprobs, strict=True))
-    if yes not in found or no not in found:
+    logprobs = dict(zip(scores.top_ids, scores.top_logprobs, strict=True))
+    if yes not in logprobs or no not in logprobs:
         return None
-    difference = found[no] - found[yes]
+    difference = logprobs[no] - logprobs[yes]
     if math.isnan(difference):
-        raise ServiceError(INTERNAL, "the model gives neither yes nor no a probability")
+        raise ServiceError(INTERNAL, "the model returned no probability for yes and no")
     return 1 / (1 + math.exp(min(difference, 700.0)))  # beyond 700 exp overflows

@@ -10,9 +10,9 @@ from struct import pack
 
 def shaped(values: Sequence[float], dimensions: int | None, normalizes: bool) -> "array[float]":
     """Return the first `dimensions` numbers (None: all) as float32, of length 1 if `normalizes`."""
-    kept = values[:dimensions]
-    length = math.hypot(*kept) if normalizes else 1.0
-    return array("f", [value / length for value in kept] if length else kept)
+    selected = values[:dimensions]
+    length = math.hypot(*selected) if normalizes else 1.0
+    return array("f", [value / length for value in selected] if length else selected)
 
 
 def base64_of(vector: Sequence[float]) -> str:

@@ -52,20 +52,20 @@ class RerankDialect:
         @app.post("/v1/rerank", **rerank_fields)
         @app.post("/rerank", **rerank_fields)
         async def rerank_route(request: Request) -> Response:
-            """Documents, sorted by how well they answer a query."""
+            """Sort documents by how well they answer a query."""
             body = await self._bodies.read(request, partial(parse, RerankBody))
             return self._reply(rerank(self._service, body, caller_of(request)))
 
         @app.post("/v2/rerank", **described(RerankBody, answer=CohereRerankAnswer))
         async def rerank_v2(request: Request) -> Response:
-            """Documents, sorted by how well they answer a query, as Cohere's second API has it."""
+            """Sort documents by how well they answer a query, in the format of Cohere's API v2."""
             body = await self._bodies.read(request, partial(parse, RerankBody))
             return self._reply(cohere_rerank(self._service, body, caller_of(request)))
 
         @app.post("/v1/score", **score_fields)
         @app.post("/score", **score_fields)
         async def score_route(request: Request) -> Response:
-            """How well each text answers or resembles another."""
+            """Score how well each text answers or resembles another."""
             body = await self._bodies.read(request, partial(parse, ScoreBody))
             return self._reply(scores(self._service, body, caller_of(request)))
 
@@ -75,10 +75,10 @@ class RerankDialect:
 
 async def cohere_rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str, Any]:
     """Rerank as Cohere: documents only if the client wants them. Raises ServiceError."""
-    wanted = body.return_documents is True
-    answer = await rerank(service, body, caller, with_documents=wanted)
-    spent = {"input_tokens": answer["usage"]["prompt_tokens"], "output_tokens": 0}
-    return {**answer, "meta": {"api_version": {"version": "2"}, "tokens": spent}}
+    with_documents = body.return_documents is True
+    answer = await rerank(service, body, caller, with_documents=with_documents)
+    tokens = {"input_tokens": answer["usage"]["prompt_tokens"], "output_tokens": 0}
+    return {**answer, "meta": {"api_version": {"version": "2"}, "tokens": tokens}}
 
 
 async def rerank(

@@ -56,38 +56,42 @@ async def judging_ids(
     that names `param`."""
 
     async def ids(text: str, *, special: bool) -> "array[int]":
-        found = await service.texts.text_ids(
+        token_ids = await service.texts.text_ids(
             model, text, param, owner, add_special_tokens=False, parse_special=special
         )
-        return array("I", found)
+        return array("I", token_ids)
 
-    before, after = await ids(BEFORE, special=True), await ids(AFTER, special=True)
-    room = None if kept_tokens is None else _room(model, kept_tokens, len(before) + len(after))
-    asked: dict[str, Sequence[int]] = {}  # by query
+    prefix, suffix = await ids(BEFORE, special=True), await ids(AFTER, special=True)
+    max_text_tokens = (
+        None
+        if kept_tokens is None
+        else _max_text_tokens(model, kept_tokens, len(prefix) + len(suffix))
+    )
+    query_ids: dict[str, Sequence[int]] = {}  # by query
     prompts: list[JudgingIds] = []
     num_tokens = 0
     for query, document in pairs:
-        if query not in asked:
+        if query not in query_ids:
             text = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n"
-            asked[query] = (await ids(text, special=False))[:room]
-        begun = asked[query]
-        left = None if room is None else room - len(begun)
-        rest = (await ids(f"<Document>: {document}", special=False))[:left]
-        prompt = JudgingIds(before, begun, rest, after)
+            query_ids[query] = (await ids(text, special=False))[:max_text_tokens]
+        query_part = query_ids[query]
+        remaining = None if max_text_tokens is None else max_text_tokens - len(query_part)
+        document_part = (await ids(f"<Document>: {document}", special=False))[:remaining]
+        prompt = JudgingIds(prefix, query_part, document_part, suffix)
         check_room(len(prompt), ANSWER_TOKENS, model, param)
         num_tokens += len(prompt)
         if num_tokens > MAX_CALL_TOKENS:
-            text = f"the prompts of all {param} have more than {MAX_CALL_TOKENS} tokens together"
+            text = f"the prompts of all {param} have more than {MAX_CALL_TOKENS} tokens in total"
             raise refuse(param, text)
         prompts.append(prompt)
         await asyncio.sleep(0)
     return prompts
 
 
-def _room(model: ServedModel, kept: int, frame: int) -> int:
+def _max_text_tokens(model: ServedModel, kept_tokens: int, frame_tokens: int) -> int:
     """Return how many tokens of a text fit besides the frame's. Raises ServiceError."""
-    most = model.card.context_len - ANSWER_TOKENS
-    if kept != -1 and not frame < kept <= most:
-        limits = f"-1, or from {frame + 1} to {most}"
-        raise refuse("truncate_prompt_tokens", f"truncate_prompt_tokens must be {limits}")
-    return max(1, (most if kept == -1 else kept) - frame)
+    max_tokens = model.card.context_len - ANSWER_TOKENS
+    if kept_tokens != -1 and not frame_tokens < kept_tokens <= max_tokens:
+        allowed = f"-1, or from {frame_tokens + 1} to {max_tokens}"
+        raise refuse("truncate_prompt_tokens", f"truncate_prompt_tokens must be {allowed}")
+    return max(1, (max_tokens if kept_tokens == -1 else kept_tokens) - frame_tokens)

@@ -16,29 +16,29 @@ PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), (
 
 
 def _as_list(value: Any) -> Any:
-    given = [value] if isinstance(value, str) else value
-    if isinstance(given, list) and len(given) > MAX_TEXTS:
-        raise ValueError(f"at most {MAX_TEXTS} texts, not {len(given)}")
-    return given
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and len(texts) > MAX_TEXTS:
+        raise ValueError(f"at most {MAX_TEXTS} texts, not {len(texts)}")
+    return texts
 
 
 def _documents(value: Any) -> Any:
     """Return the texts, taking the `text` of objects that have one."""
-    given = _as_list(value)
-    if not isinstance(given, list):
-        return given
-    return [one["text"] if isinstance(one, dict) and "text" in one else one for one in given]
+    texts = _as_list(value)
+    if not isinstance(texts, list):
+        return texts
+    return [item["text"] if isinstance(item, dict) and "text" in item else item for item in texts]
 
 
 _TEXT = {"type": "string"}
-_ONE = {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}
+_TEXT_OBJECT = {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}
 
 
 def _described(*kinds: dict[str, Any], single: bool = False) -> WithJsonSchema:
     """Return the JSON schema of a list of these kinds, or with `single` also of a text."""
-    one = kinds[0] if len(kinds) == 1 else {"anyOf": list(kinds)}
-    several = {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_TEXTS}
-    return WithJsonSchema({"anyOf": [_TEXT, several]} if single else several)
+    item = kinds[0] if len(kinds) == 1 else {"anyOf": list(kinds)}
+    array = {"type": "array", "items": item, "minItems": 1, "maxItems": MAX_TEXTS}
+    return WithJsonSchema({"anyOf": [_TEXT, array]} if single else array)
 
 
 Texts = Annotated[
@@ -88,7 +88,7 @@ class RerankBody(ScoringBody):
         list[str],
         Field(min_length=1),
         BeforeValidator(_documents),
-        _described(_TEXT, _ONE, single=True),
+        _described(_TEXT, _TEXT_OBJECT, single=True),
     ]
     top_n: int | None = Field(None, ge=0)  # 0: all, as vLLM
     return_documents: bool | None = None
@@ -114,12 +114,12 @@ class ScoreBody(ScoringBody):
 
     def request(self) -> ScoreRequest:
         """Return the request. Raises ServiceError for fields that contradict each other."""
-        given = {name for pair in PAIRS for name in pair if getattr(self, name) is not None}
-        names = next((pair for pair in PAIRS if set(pair) == given), None)
+        present = {name for pair in PAIRS for name in pair if getattr(self, name) is not None}
+        names = next((pair for pair in PAIRS if set(pair) == present), None)
         if names is None:
-            known = ", or ".join(" and ".join(pair) for pair in PAIRS)
-            missing = next((name for name in PAIRS[0] if name not in given), PAIRS[0][0])
-            raise refuse(missing, f"give {known}")
+            pairs = ", or ".join(" and ".join(pair) for pair in PAIRS)
+            missing = next((name for name in PAIRS[0] if name not in present), PAIRS[0][0])
+            raise refuse(missing, f"set {pairs}")
         first, second = (getattr(self, name) for name in names)
         if len(first) not in (1, len(second)):
             text = f"{names[0]} must have one text, or as many as {names[1]}: {len(second)}"

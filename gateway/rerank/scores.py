@@ -43,57 +43,59 @@ class Scored:
     num_tokens: int  # of all prompts
 
 
-async def score(service: Service, asked: ScoreRequest, caller: Caller) -> Scored:
+async def score(service: Service, request: ScoreRequest, caller: Caller) -> Scored:
     """Return the scores of the documents. Raises ServiceError."""
     owner = caller.tenant.id
-    of_query, of_document = asked.names
+    query_field, document_field = request.names
 
     async def tokenized(model: ServedModel) -> Sequence[Collection[int]]:
         if model.card.pooling:
-            if asked.instruction is not None:
-                raise refuse("instruction", "instruction: the model embeds, it takes none")
-            texts = ((asked.queries, of_query), (asked.documents, of_document))
+            if request.instruction is not None:
+                raise refuse("instruction", "instruction: an embedding model does not support one")
+            texts = ((request.queries, query_field), (request.documents, document_field))
             return [
                 ids
-                for some, name in texts
-                for ids in await embedding_ids(service, model, some, name, owner, asked.kept_tokens)
+                for sources, name in texts
+                for ids in await embedding_ids(
+                    service, model, sources, name, owner, request.kept_tokens
+                )
             ]
         if not model.card.score_token_ids:
-            raise not_supported(asked.api)
-        pairs = [(_of(asked.queries, n), text) for n, text in enumerate(asked.documents)]
+            raise not_supported(request.api)
+        pairs = [(_query_of(request.queries, n), text) for n, text in enumerate(request.documents)]
         return await judging_ids(
-            service, model, pairs, asked.instruction, of_document, owner, asked.kept_tokens
+            service, model, pairs, request.instruction, document_field, owner, request.kept_tokens
         )
 
     async with service.prepare_inputs(
-        asked.operation, asked.model, tokenized, asked.cache_salt, asked.priority, caller
+        request.operation, request.model, tokenized, request.cache_salt, request.priority, caller
     ) as prepared:
         if prepared.model.card.pooling:
-            scores = await _alike(service, asked, prepared)
+            scores = await _similarities(service, request, prepared)
         else:
             scores = await _in_order(service.pooling.scores(prepared))
         return Scored(prepared.model.card.name, scores, prepared.num_tokens)
 
 
-async def _alike(
-    service: Service, asked: ScoreRequest, prepared: PreparedInputs
+async def _similarities(
+    service: Service, request: ScoreRequest, prepared: PreparedInputs
 ) -> Sequence[float]:
     vectors = await _in_order(service.pooling.embeddings(prepared))
-    count = len(asked.queries)
+    count = len(request.queries)
     queries, documents = vectors[:count], vectors[count:]
     scores = []
     for n, vector in enumerate(documents):
-        scores.append(cosine(_of(queries, n), vector))
+        scores.append(cosine(_query_of(queries, n), vector))
         await asyncio.sleep(0)  # a long vector takes part of a millisecond
     return scores
 
 
-def _of(queries: Sequence[T], number: int) -> T:
+def _query_of(queries: Sequence[T], number: int) -> T:
     """Return the query of a document."""
     return queries[number if len(queries) > 1 else 0]
 
 
 async def _in_order(answers: AsyncGenerator[tuple[int, T], None]) -> list[T]:
-    async with aclosing(answers) as found:
-        by_number = {number: answer async for number, answer in found}
+    async with aclosing(answers) as numbered:
+        by_number = {number: answer async for number, answer in numbered}
     return [by_number[number] for number in range(len(by_number))]

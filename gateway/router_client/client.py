@@ -79,13 +79,13 @@ class _Inbox:
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
 
-    def put_token(self, of: NumberedChoice, position: int, id_: int) -> None:
+    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> None:
         waits = self._waiter is not None and not self._waiter.done()  # whether the consumer waits
-        if not (waits and self._take_token and self.request.take_next(of, position, id_)):
-            self.put(self.request.take_as_event(of, position, id_))
+        if not (waits and self._take_token and self.request.take_next(choice, position, id_)):
+            self.put(self.request.take_as_event(choice, position, id_))
             return
         try:
-            self.put(self._take_token(of.choice, id_))
+            self.put(self._take_token(choice.choice, id_))
         except Exception as error:  # fails this request, not the session that delivered the token
             self.put(error)
 
@@ -107,10 +107,10 @@ class RouterClient:
 
     def __init__(self, routers: Sequence[str], access: Access, boot: bytes) -> None:
         if not routers:
-            raise ValueError("no router address given")
+            raise ValueError("no router address is configured")
         self._discovery = Discovery("--routers", routers, self._on_change, ready_only=True)
         self._changed = asyncio.Event()  # set when discovery has a change
-        self._found: set[str] = set()  # addresses of routers that may get new requests
+        self._resolved: set[str] = set()  # addresses of routers that may get new requests
         self._access = access
         self._boot = boot
         self._sessions: dict[str, RouterConnection] = {}  # by address
@@ -149,11 +149,13 @@ class RouterClient:
     def _live(self) -> list[RouterConnection]:
         return [session for session in self._sessions.values() if session.channel is not None]
 
-    def _able(self, refused_by: Container[RouterConnection] = ()) -> list[RouterConnection]:
+    def _candidates(self, refused_by: Container[RouterConnection] = ()) -> list[RouterConnection]:
         """Routers that may get a request: of the live ones that have not refused it, those found at
         the last look, or all if that leaves none."""
-        able = [session for session in self._live() if session not in refused_by]
-        return [session for session in able if session.address in self._found] or able
+        candidates = [session for session in self._live() if session not in refused_by]
+        return [
+            session for session in candidates if session.address in self._resolved
+        ] or candidates
 
     # --- requests
 
@@ -182,7 +184,7 @@ class RouterClient:
             del self._inboxes[start.request]
             if not request.ended:
                 self._send(inbox, GatewayMessage(cancel=Cancel(request=start.request)))
-            self._take_from(inbox)
+            self._detach(inbox)
 
     def cancel(self, request: str, choices: Sequence[int] = ()) -> None:
         inbox = self._inboxes.get(request)
@@ -197,7 +199,7 @@ class RouterClient:
 
     def _assign(self, inbox: _Inbox) -> bool:
         """Issue a request to a router. Returns False if no router may get it, so that it waits."""
-        self._take_from(inbox)
+        self._detach(inbox)
         now = asyncio.get_running_loop().time()
         session = self._router_for(inbox, now)
         if session is None:
@@ -211,20 +213,20 @@ class RouterClient:
     def _router_for(self, inbox: _Inbox, now: float) -> RouterConnection | None:
         """A router that the request's worker has joined, else one that knows its model, else any.
         If none of the worker's routers knew the worker, the request drops its placement."""
-        able = {session.address: session for session in self._able(inbox.refused_by)}
+        candidates = {session.address: session for session in self._candidates(inbox.refused_by)}
         live = (session.address for session in self._live())
-        of_its_worker = inbox.request.routers_of_its_worker(live)
-        for address in of_its_worker:
-            if address in able:
-                return able[address]
-        if of_its_worker and inbox.given_back_since is not None:
-            inbox.request.place_anew()
-        knowing = able.keys() & self._model_files.knowing(inbox.request.model, now)
-        likely = [able[address] for address in sorted(knowing)]
-        return choose(likely or list(able.values()), inbox.key, now)
+        joined = inbox.request.routers_of_its_worker(live)
+        for address in joined:
+            if address in candidates:
+                return candidates[address]
+        if joined and inbox.given_back_since is not None:
+            inbox.request.drop_placement()
+        knowing = candidates.keys() & self._model_files.knowing(inbox.request.model, now)
+        preferred = [candidates[address] for address in sorted(knowing)]
+        return choose(preferred or list(candidates.values()), inbox.key, now)
 
     @staticmethod
-    def _take_from(inbox: _Inbox) -> None:
+    def _detach(inbox: _Inbox) -> None:
         """Detach the request from its router."""
         if inbox.session is not None:
             inbox.session.num_open -= 1
@@ -240,11 +242,11 @@ class RouterClient:
                 else request.finish()
             )
             return
-        parts, rest = send_ids(start.request, start.prompt_ids)
+        parts, last_ids = send_ids(start.request, start.prompt_ids)
         if parts:
-            rest = list(rest)
+            last_ids = list(last_ids)
             del start.prompt_ids[:]
-            start.prompt_ids.extend(rest)
+            start.prompt_ids.extend(last_ids)
         for part in parts:
             self._send(inbox, GatewayMessage(ids_part=part))
         self._send(inbox, GatewayMessage(start=start))
@@ -256,16 +258,20 @@ class RouterClient:
         if inbox.session is not None:
             inbox.session.send(message)
 
-    async def pick(self, asked: PickRequest) -> PickReply:
+    async def pick(self, request: PickRequest) -> PickReply:
         """The placement of this prompt by the router that would get it; in a sharded fleet by
         another router if that one knows no worker there. Raises ServiceError UNAVAILABLE."""
         now = asyncio.get_running_loop().time()
-        like = Start(model=asked.model, cache_salt=asked.cache_salt, prompt_ids=asked.prompt_ids)
-        knowing, able = self._model_files.knowing(asked.model, now), self._able()
-        likely = [session for session in able if session.address in knowing] or able
-        first = choose(likely, conversation(like), now)
-        order = sorted(able, key=lambda one: (one is not first, one not in likely))
-        return await self._model_files.pick(_reachable(order), asked)
+        start = Start(
+            model=request.model, cache_salt=request.cache_salt, prompt_ids=request.prompt_ids
+        )
+        addresses, candidates = self._model_files.knowing(request.model, now), self._candidates()
+        preferred = [
+            session for session in candidates if session.address in addresses
+        ] or candidates
+        first = choose(preferred, conversation(start), now)
+        order = sorted(candidates, key=lambda c: (c is not first, c not in preferred))
+        return await self._model_files.pick(_reachable(order), request)
 
     # --- events of the sessions
 
@@ -286,7 +292,7 @@ class RouterClient:
             inbox.request.refused(failed)
             if failed.elsewhere and inbox.given_back_since is None:
                 inbox.given_back_since = asyncio.get_running_loop().time()
-            if self._assign(inbox) or self._is_tried_again(inbox):
+            if self._assign(inbox) or self._is_retried(inbox):
                 return
         elif kind == "placed":
             inbox.given_back_since = None
@@ -302,13 +308,13 @@ class RouterClient:
         return code == UNAVAILABLE or (sharded and code == MODEL_NOT_FOUND)
 
     @staticmethod
-    def _is_tried_again(inbox: _Inbox) -> bool:
+    def _is_retried(inbox: _Inbox) -> bool:
         """Whether to retry a request that every router has refused, since one of them may get a
         worker for it."""
         since = inbox.given_back_since
         return since is not None and asyncio.get_running_loop().time() - since < GIVEN_BACK_S
 
-    def _try_given_back_again(self) -> None:
+    def _retry_given_back(self) -> None:
         """Reissue the requests that every router has refused, to any router."""
         for inbox in list(self._inboxes.values()):
             if inbox.session is None and inbox.given_back_since is not None:
@@ -328,18 +334,18 @@ class RouterClient:
             self._down_since = now
         for inbox in list(self._inboxes.values()):
             if inbox.session is session:
-                self._take_from(inbox)
+                self._detach(inbox)
                 inbox.refused_by.clear()
                 self._assign(inbox)
-        self._fail_those_that_waited(now)
+        self._fail_unplaced(now)
 
-    def _fail_those_that_waited(self, now: float) -> None:
+    def _fail_unplaced(self, now: float) -> None:
         """Without any router, fail requests that never ran after GRACE_S."""
         if self._live():
             return
         for inbox in list(self._inboxes.values()):
-            waits = inbox.request.placed and inbox.request.deadline is not None
-            if not waits and now - max(inbox.opened, self._down_since) > GRACE_S:
+            may_wait = inbox.request.placed and inbox.request.deadline is not None
+            if not may_wait and now - max(inbox.opened, self._down_since) > GRACE_S:
                 inbox.put(inbox.request.fail(UNAVAILABLE, "no router can be reached", 1000))
 
     # --- the sessions
@@ -347,25 +353,25 @@ class RouterClient:
     async def _keep_sessions(self) -> None:
         """Open a session to each new address; close lost ones that no target resolves to any
         more."""
-        unknown: set[str] = set()
+        reported: set[str] = set()
         while True:
             self._changed.clear()
             resolved = await asyncio.to_thread(self._discovery.look)
-            nowhere = {name for name, addresses in resolved.items() if not addresses}
-            for name in sorted(nowhere - unknown):
-                log.warning("router %s has no address; trying again", name)
-            unknown = nowhere
-            self._found = {address for addresses in resolved.values() for address in addresses}
-            for address in sorted(self._found - self._sessions.keys()):
+            unresolved = {name for name, addresses in resolved.items() if not addresses}
+            for name in sorted(unresolved - reported):
+                log.warning("router %s has no address; retrying", name)
+            reported = unresolved
+            self._resolved = {address for addresses in resolved.values() for address in addresses}
+            for address in sorted(self._resolved - self._sessions.keys()):
                 self._sessions[address] = RouterConnection(address, self._access, self._boot, self)
             for session in list(self._sessions.values()):
                 if session.failure.done():
                     session.failure.result()
-                if session.address not in self._found and session.channel is None:
+                if session.address not in self._resolved and session.channel is None:
                     del self._sessions[session.address]
                     await session.close()
-            self._fail_those_that_waited(asyncio.get_running_loop().time())
-            self._try_given_back_again()
+            self._fail_unplaced(asyncio.get_running_loop().time())
+            self._retry_given_back()
             with suppress(TimeoutError):
                 async with asyncio.timeout(RESOLVE_S):
                     await self._changed.wait()

@@ -41,11 +41,11 @@ async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
     try:
         running = len(tasks)
         while running:
-            taken = await queue.get()
-            if not isinstance(taken, _End):
-                yield taken
-            elif taken.error is not None:
-                raise taken.error
+            received = await queue.get()
+            if not isinstance(received, _End):
+                yield received
+            elif received.error is not None:
+                raise received.error
             else:
                 running -= 1
     finally:

@@ -37,7 +37,7 @@ MODELS_AGE_S = 1.0  # cards are requested again after this
 PATIENCE_S = 0.5  # wait for newer cards, if there are older ones
 
 T = TypeVar("T")
-Asked = TypeVar("Asked")
+RequestT = TypeVar("RequestT")
 
 
 class LiveRouter(NamedTuple):
@@ -69,8 +69,8 @@ class ModelFiles:
         """Addresses of the routers of a sharded fleet that recently had workers of the model."""
         return {
             address
-            for address, (at, cards) in self._listed.items()
-            if now - at <= OLD_S and any(card.name == model for card in cards)
+            for address, (replied_at, cards) in self._listed.items()
+            if now - replied_at <= OLD_S and any(card.name == model for card in cards)
         }
 
     async def models(self, routers: Sequence[LiveRouter]) -> Sequence[ModelCard]:
@@ -91,45 +91,47 @@ class ModelFiles:
         """Update the cards; keep the old ones if no router replies. Raises ServiceError UNAVAILABLE
         if there are none yet."""
         try:
-            models = await self._ask_for_models(routers)
+            models = await self._query_models(routers)
         except ServiceError:
             if self._models is None:
                 raise
         else:
             self._models = asyncio.get_running_loop().time(), models
 
-    async def _ask_for_models(self, routers: Sequence[LiveRouter]) -> Sequence[ModelCard]:
+    async def _query_models(self, routers: Sequence[LiveRouter]) -> Sequence[ModelCard]:
         """The models of the first router, or of another one if it does not reply within OLDEST_S;
         if one reports that the fleet is sharded, the models of all. Raises ServiceError UNAVAILABLE
         if no router replies."""
-        asked = {r.address: asyncio.create_task(_list(r.channel)) for r in _some(routers)}
+        queries = {r.address: asyncio.create_task(_list(r.channel)) for r in _nonempty(routers)}
         try:
-            found = await _first_with_models(list(asked.values()))
+            reply = await _first_with_models(list(queries.values()))
             # The calls to the others are open already; the first may know no sharded worker.
-            await asyncio.wait(asked.values(), timeout=REST_S if self.sharded else OLDEST_S)
-            if any(t.done() and (r := t.result()) and r.sharded for t in asked.values()):
-                await asyncio.wait(asked.values(), timeout=REST_S)
-                return self._union({a: t.result() for a, t in asked.items() if t.done()}, asked)
+            await asyncio.wait(queries.values(), timeout=REST_S if self.sharded else OLDEST_S)
+            if any(t.done() and (r := t.result()) and r.sharded for t in queries.values()):
+                await asyncio.wait(queries.values(), timeout=REST_S)
+                return self._union({a: t.result() for a, t in queries.items() if t.done()}, queries)
             self._listed.clear()
         finally:
-            for task in asked.values():
+            for task in queries.values():
                 task.cancel()
-        if found is not None:
-            return tuple(found.models)
-        if all(task.result() is None for task in asked.values()):
-            raise _no_answer()
+        if reply is not None:
+            return tuple(reply.models)
+        if all(task.result() is None for task in queries.values()):
+            raise _no_reply()
         return ()
 
     def _union(
-        self, answers: Mapping[str, ListModelsResponse | None], routers: Iterable[str]
+        self, replies: Mapping[str, ListModelsResponse | None], routers: Iterable[str]
     ) -> Sequence[ModelCard]:
         """The models of these routers, by the last reply of each; of two cards with the same name,
         the first router's."""
         now = asyncio.get_running_loop().time()
-        kept = {a: listed for a, listed in self._listed.items() if now - listed[0] <= OLD_S}
-        said = {a: (now, tuple(reply.models)) for a, reply in answers.items() if reply is not None}
-        every = kept | said
-        self._listed = {address: every[address] for address in routers if address in every}
+        recent = {a: listed for a, listed in self._listed.items() if now - listed[0] <= OLD_S}
+        new = {a: (now, tuple(reply.models)) for a, reply in replies.items() if reply is not None}
+        merged_replies = recent | new
+        self._listed = {
+            address: merged_replies[address] for address in routers if address in merged_replies
+        }
         cards: dict[str, ModelCard] = {}
         for _, models in self._listed.values():
             for card in models:
@@ -141,7 +143,7 @@ class ModelFiles:
             for router in routers[:-1]:
                 with suppress(ServiceError):
                     return await read_blob(router.channel, digest)
-            return await read_blob(_some(routers)[-1].channel, digest)
+            return await read_blob(_nonempty(routers)[-1].channel, digest)
 
         data = await self._blobs.get(digest, fetch)
         assert data is not None  # else read_blob has raised
@@ -151,43 +153,43 @@ class ModelFiles:
         """The first router's view of the fleet; another one's if it does not reply or knows no
         worker; in a sharded fleet, the merged views of all. Raises ServiceError UNAVAILABLE if no
         router replies."""
-        first, *others = _some(routers)
+        first, *others = _nonempty(routers)
         view = await _fleet_of(first.channel)
         if view is not None and view.workers and not self._is_sharded(view):
             return view
-        found = [view, *await asyncio.gather(*(_fleet_of(router.channel) for router in others))]
-        views = [one for one in found if one is not None]
+        replies = [view, *await asyncio.gather(*(_fleet_of(router.channel) for router in others))]
+        views = [reply for reply in replies if reply is not None]
         if not views:
-            raise _no_answer()
-        if any(self._is_sharded(one) for one in views):
+            raise _no_reply()
+        if any(self._is_sharded(view) for view in views):
             return merged(views)
-        return next((one for one in views if one.workers), views[0])
+        return next((view for view in views if view.workers), views[0])
 
     def _is_sharded(self, view: FleetView) -> bool:
         return self.sharded or any(worker.hello.join_routers for worker in view.workers)
 
-    async def pick(self, routers: Sequence[LiveRouter], asked: PickRequest) -> PickReply:
+    async def pick(self, routers: Sequence[LiveRouter], request: PickRequest) -> PickReply:
         """The first router's reply; in a sharded fleet, the reply of the first router that a worker
         there has joined."""
-        first, *others = _some(routers)
-        reply: PickReply = await _answer(RouterStub(first.channel).Pick, asked, CALL_S)
+        first, *others = _nonempty(routers)
+        reply: PickReply = await _answer(RouterStub(first.channel).Pick, request, CALL_S)
         for router in others if self._listed else ():
             if reply.workers or reply.overloaded:
                 break
             with suppress(ServiceError):
-                next_ = await _answer(RouterStub(router.channel).Pick, asked, CALL_S)
+                next_ = await _answer(RouterStub(router.channel).Pick, request, CALL_S)
                 next_.elsewhere &= reply.elsewhere
                 reply = next_
         return reply
 
 
 async def _first_with_models(
-    asked: Sequence["asyncio.Task[ListModelsResponse | None]"],
+    queries: Sequence["asyncio.Task[ListModelsResponse | None]"],
 ) -> ListModelsResponse | None:
     """The first reply that names a model, preferably the first router's if it arrives within
     OLDEST_S; None if no reply does."""
-    await asyncio.wait(asked[:1], timeout=OLDEST_S)
-    waiting = list(asked)
+    await asyncio.wait(queries[:1], timeout=OLDEST_S)
+    waiting = list(queries)
     while waiting:
         for task in waiting:
             if task.done() and (reply := task.result()) is not None and reply.models:
@@ -222,33 +224,35 @@ def merged(views: Sequence[FleetView]) -> FleetView:
         boot = worker.hello.boot
         if boot not in workers or _preference(worker) < _preference(workers[boot]):
             workers[boot] = worker
-    whole = FleetView(workers=workers.values(), router_boot=views[0].router_boot)
+    fleet = FleetView(workers=workers.values(), router_boot=views[0].router_boot)
     for field in FleetView.DESCRIPTOR.fields:
         if field.cpp_type == field.CPPTYPE_UINT64:
-            setattr(whole, field.name, sum(getattr(view, field.name) for view in views))
-    return whole
+            setattr(fleet, field.name, sum(getattr(view, field.name) for view in views))
+    return fleet
 
 
 def _preference(worker: WorkerView) -> tuple[bool, float]:
     return worker.state == "leaving", worker.silent_s
 
 
-def _some(routers: Sequence[LiveRouter]) -> Sequence[LiveRouter]:
+def _nonempty(routers: Sequence[LiveRouter]) -> Sequence[LiveRouter]:
     """The routers. Raises ServiceError UNAVAILABLE if there are none."""
     if not routers:
         raise ServiceError(UNAVAILABLE, "no router can be reached", retry_after_s=1.0)
     return routers
 
 
-async def _answer(method: Callable[[Asked], Awaitable[T]], request: Asked, limit_s: float) -> T:
+async def _answer(
+    method: Callable[[RequestT], Awaitable[T]], request: RequestT, limit_s: float
+) -> T:
     """The reply to a unary call within `limit_s` seconds. Raises ServiceError UNAVAILABLE."""
     try:
         async with asyncio.timeout(limit_s):
             with may_be_closed():
                 return await method(request)
     except (grpc.aio.AioRpcError, ConnectionError, TimeoutError) as error:
-        raise _no_answer() from error
+        raise _no_reply() from error
 
 
-def _no_answer() -> ServiceError:
+def _no_reply() -> ServiceError:
     return ServiceError(UNAVAILABLE, "the router does not answer", retry_after_s=1.0)

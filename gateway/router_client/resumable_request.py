@@ -32,9 +32,9 @@ class ResumableRequest:
         self.id = start.request
         self.model = start.model
         self.ended = False
-        own = Start()
-        own.CopyFrom(start)
-        self._progress = RequestProgress(own, start.prompt_ids)
+        copy = Start()
+        copy.CopyFrom(start)
+        self._progress = RequestProgress(copy, start.prompt_ids)
         self._deadline = now + start.remaining_ms / 1000 if start.remaining_ms else None
         self._queue_deadline = (
             now + start.queue_remaining_ms / 1000 if start.queue_remaining_ms else None
@@ -43,7 +43,7 @@ class ResumableRequest:
         self._issued = False
         self._placement: Placement | None = None
         self._join_routers = 0  # how many routers its worker joins; 0: all
-        self._placed_anew = False  # whether its placement is dropped
+        self._placement_dropped = False  # whether its placement is dropped
         self._crash_count = start.crash_count
 
     @property
@@ -58,7 +58,7 @@ class ResumableRequest:
     def routers_of_its_worker(self, addresses: Iterable[str]) -> list[str]:
         """The routers that the request's worker joins by rendezvous hash, the first choice first;
         empty if the request has no worker, or one that joins all routers."""
-        if self._placement is None or self._placed_anew or not self._join_routers:
+        if self._placement is None or self._placement_dropped or not self._join_routers:
             return []
         return rendezvous_order(self._placement.decode_boot, addresses)[: self._join_routers]
 
@@ -79,7 +79,7 @@ class ResumableRequest:
             start.queue_remaining_ms = remaining_ms(self._queue_deadline, now)
         start.prompt_ids.extend(self._progress.prompt_ids)
         start.given_back = given_back
-        if self._placement is not None and not self._placed_anew:
+        if self._placement is not None and not self._placement_dropped:
             start.placement.CopyFrom(self._placement)
         return start
 
@@ -87,10 +87,10 @@ class ResumableRequest:
         """A router has not begun the last issue of the request."""
         self._crash_count = max(self._crash_count, failed.crash_count)
 
-    def place_anew(self) -> None:
+    def drop_placement(self) -> None:
         """Drop the placement, since no router knows its worker: any other worker may continue with
         the request's ids."""
-        self._placed_anew = True
+        self._placement_dropped = True
 
     def abort(self, choices: Sequence[int]) -> None:
         """Mark choices as ended by the gateway; all if none are given."""
@@ -106,38 +106,38 @@ class ResumableRequest:
             return None
         try:
             if kind == "prompt_logprobs":
-                fresh = self._progress.take_scores(event.prompt_logprobs)
-                return event if fresh is not None else None
+                scores = self._progress.take_scores(event.prompt_logprobs)
+                return event if scores is not None else None
             if getattr(event, kind).epoch != self._epoch:
                 return None
             if kind == "tokens":
                 return event if self._progress.take(event.tokens) is not None else None
             if kind == "embedding":
-                taken = self._progress.take_embedding(event.embedding)
-                return event if taken is not None else None
+                embedding = self._progress.take_embedding(event.embedding)
+                return event if embedding is not None else None
         except LostTokens:
-            return self.fail(INTERNAL, "a part of the answer was lost on the way")
+            return self.fail(INTERNAL, "part of the answer was lost in transit")
         if kind == "placed":
-            self._placement, self._placed_anew = event.placed.placement, False
+            self._placement, self._placement_dropped = event.placed.placement, False
             self._join_routers = event.placed.join_routers
             self._crash_count = event.placed.crash_count
         else:
             self.ended = True
         return event
 
-    def take_next(self, of: NumberedChoice, position: int, id_: int) -> bool:
+    def take_next(self, choice: NumberedChoice, position: int, id_: int) -> bool:
         """Take a token if it is the next of its choice; return whether it was."""
-        if self.ended or of.epoch != self._epoch:
+        if self.ended or choice.epoch != self._epoch:
             return False
-        return self._progress.take_next(of.choice, position, id_)
+        return self._progress.take_next(choice.choice, position, id_)
 
-    def take_as_event(self, of: NumberedChoice, position: int, id_: int) -> RequestEvent | None:
+    def take_as_event(self, choice: NumberedChoice, position: int, id_: int) -> RequestEvent | None:
         """Take a token of an unfinished choice as an event, like `take`."""
-        if of.epoch != self._epoch:
+        if choice.epoch != self._epoch:
             return None
-        tokens = Tokens(choice=of.choice, position=position, ids=(id_,), epoch=of.epoch)
+        tokens = Tokens(choice=choice.choice, position=position, ids=(id_,), epoch=choice.epoch)
         event = RequestEvent(tokens=tokens)
-        return event if self.take_next(of, position, id_) else self.take(event)
+        return event if self.take_next(choice, position, id_) else self.take(event)
 
     def finish(self) -> RequestEvent | None:
         """End the request here: its choices have all ended, but the router with its Finished is

@@ -59,9 +59,9 @@ def choose(candidates: Sequence[C], key: bytes, now: float) -> C | None:
     would leave all load below the share to one router."""
     if not candidates:
         return None
-    own = max(candidates, key=lambda c: weight(key, c.address))
+    preferred = max(candidates, key=lambda c: weight(key, c.address))
     loads = [candidate.load(now) for candidate in candidates]
-    most = max(1, math.ceil(SHARE * (sum(loads) + 1) / len(loads)))
-    if own.load(now) + 1 <= most:
-        return own
+    max_load = max(1, math.ceil(SHARE * (sum(loads) + 1) / len(loads)))
+    if preferred.load(now) + 1 <= max_load:
+        return preferred
     return min(candidates, key=lambda c: c.load(now))

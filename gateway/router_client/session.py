@@ -96,8 +96,8 @@ class RouterConnection:
                     await self._run(channel)
             except (grpc.aio.AioRpcError, OSError, TimeoutError, ServiceError) as error:
                 self._note(error)
-            longest = MAX_REFUSED_S if self._refusal else MAX_BACKOFF_S
-            backoff = FIRST_BACKOFF_S if self.has_worked else min(longest, backoff * 2)
+            max_backoff_s = MAX_REFUSED_S if self._refusal else MAX_BACKOFF_S
+            backoff = FIRST_BACKOFF_S if self.has_worked else min(max_backoff_s, backoff * 2)
             await asyncio.sleep(backoff)
 
     def _note(self, error: Exception) -> None:
@@ -108,7 +108,7 @@ class RouterConnection:
             log.warning("router %s: %s", self.address, text)
             self._refusal = ""
         elif text != self._refusal:
-            log.warning("router %s: %s; trying again", self.address, text)
+            log.warning("router %s: %s; retrying", self.address, text)
             self._refusal = text
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
@@ -185,6 +185,6 @@ async def _connect(channel: grpc.aio.Channel) -> None:
         state = channel.get_state(try_to_connect=True)
         while state is not grpc.ChannelConnectivity.READY:
             if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                raise ConnectionError("cannot connect")
+                raise ConnectionError("the connection failed")
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)

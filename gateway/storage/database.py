@@ -83,7 +83,7 @@ class Database:
     def __init__(self, url: str) -> None:
         """`url` as SQLAlchemy reads it: "sqlite:///file.db", "postgresql://host/name". Raises
         ValueError if it cannot be used."""
-        self._url = _read(url)
+        self._url = _parse(url)
         try:
             self._engine = create_async_engine(self._url, pool_pre_ping=not self.is_file)
         except (SQLAlchemyError, ImportError, ValueError) as error:
@@ -104,12 +104,12 @@ class Database:
             asyncio.Lock() if self.is_file else nullcontext()
         )
 
-    def share(self, most: int) -> "Database":
-        """The same database for work that can wait: at most `most` of its transactions run at once,
-        which leaves connections to others. Opened and closed with this one."""
-        part = copy.copy(self)
-        part._turns = asyncio.Semaphore(most)
-        return part
+    def share(self, max_transactions: int) -> "Database":
+        """The same database for work that can wait: at most `max_transactions` of its transactions
+        run at once, which leaves connections to others. Opened and closed with this one."""
+        share = copy.copy(self)
+        share._turns = asyncio.Semaphore(max_transactions)
+        return share
 
     @property
     def is_file(self) -> bool:
@@ -127,8 +127,8 @@ class Database:
         except (SQLAlchemyError, OSError) as error:
             await self._engine.dispose()
             # The URL's query may contain a password, too.
-            shown = self._url.set(query={}).render_as_string(hide_password=True)
-            raise OSError(f"--database-url {shown}: {_reason(error)}") from error
+            public_url = self._url.set(query={}).render_as_string(hide_password=True)
+            raise OSError(f"--database-url {public_url}: {_reason(error)}") from error
 
     def _make_file(self) -> None:
         """Create the file privately; SQLite would make it readable for all. SQLite's files beside
@@ -164,7 +164,7 @@ class Database:
         """A transaction that writes. Raises ServiceError UNAVAILABLE if the database cannot be
         used, IntegrityError if a row already exists."""
         async with (
-            self._own_turn(),
+            self._share_turn(),
             self._write_turn(),
             self._transaction(self._writing) as session,
         ):
@@ -174,15 +174,15 @@ class Database:
     async def reading(self) -> AsyncIterator[AsyncSession]:
         """A transaction that only reads: it sees one state, and waits for no writer. Raises
         ServiceError UNAVAILABLE if the database cannot be used."""
-        async with self._own_turn(), self._transaction(self._reading) as session:
+        async with self._share_turn(), self._transaction(self._reading) as session:
             yield session
 
     @asynccontextmanager
-    async def _own_turn(self) -> AsyncIterator[None]:
+    async def _share_turn(self) -> AsyncIterator[None]:
         """Wait until this share may begin a transaction. `close` waits for the turn, too."""
         task = asyncio.current_task()
         if task is None or task not in _own_tasks:
-            raise RuntimeError("a transaction must be in_own_task")
+            raise RuntimeError("a transaction must run in a function decorated with in_own_task")
         self._open.add(task)
         try:
             async with self._turns:
@@ -200,7 +200,7 @@ class Database:
                     async with asyncio.timeout(BUSY_S):
                         await turn.enter_async_context(self._write_turns)
                 except TimeoutError:
-                    raise OSError(f"others have been writing for {BUSY_S} s") from None
+                    raise OSError(f"other writers kept the database busy for {BUSY_S} s") from None
             yield
 
     @asynccontextmanager
@@ -219,9 +219,9 @@ def _service_errors() -> Iterator[None]:
     except IntegrityError:
         raise
     except (SQLAlchemyError, OSError) as error:
-        log.warning("the database: %s", _reason(error))
+        log.warning("database error: %s", _reason(error))
         raise ServiceError(
-            UNAVAILABLE, "the server's database cannot be used", retry_after_s=2.0
+            UNAVAILABLE, "the server's database is unavailable", retry_after_s=2.0
         ) from error
 
 
@@ -230,10 +230,10 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error)[:MAX_QUOTED]
 
 
-def _read(text: str) -> URL:
+def _parse(text: str) -> URL:
     """The URL with its driver. Raises ValueError whose text omits the URL, since any part of it may
     be a password."""
-    wrong = "--database-url: it must be sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME"
+    message = "--database-url must be sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME"
     try:
         url = make_url(text)
         url = url.set(drivername=_DIALECTS.get(url.drivername, url.drivername))
@@ -243,14 +243,14 @@ def _read(text: str) -> URL:
             return url
     except (SQLAlchemyError, ValueError):
         pass
-    raise ValueError(f"{wrong}, whose sign @ is %40 in a password")
+    raise ValueError(f"{message}; write @ in a password as %40")
 
 
 def _make_private(path: str) -> None:
     """Remove other users' permissions from a file that this user owns. The file must not be opened:
     closing it would drop SQLite's locks on it in this process."""
-    found = os.stat(path)
-    if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode) and found.st_mode & 0o077:
+    status = os.stat(path)
+    if status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode) and status.st_mode & 0o077:
         os.chmod(path, 0o600)
 
 

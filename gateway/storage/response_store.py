@@ -21,7 +21,7 @@ class ResponseStore(Protocol):
     """Keeps responses for a while, separately for each tenant. Raises ServiceError UNAVAILABLE if
     the store cannot be reached."""
 
-    async def save(self, tenant: bytes, kept: KeptResponse) -> bool:
+    async def save(self, tenant: bytes, record: KeptResponse) -> bool:
         """Store a response; False if it is too large."""
         ...
 

@@ -61,18 +61,18 @@ class DatabaseResponses:
         self._bounds = bounds
 
     @in_own_task
-    async def save(self, tenant: bytes, kept: KeptResponse) -> bool:
+    async def save(self, tenant: bytes, record: KeptResponse) -> bool:
         """Store a response; False if it is too large."""
-        now, owner, num_bytes = self._clock(), tenant.hex(), kept.num_bytes
+        now, owner, num_bytes = self._clock(), tenant.hex(), record.num_bytes
         if num_bytes > min(self._bounds.max_bytes, self._bounds.max_total_bytes):
             return False
         row = ResponseRow(
             tenant=owner,
-            id=kept.id,
+            id=record.id,
             created=now,
             num_bytes=num_bytes,
-            response=kept.response,
-            items=kept.items,
+            response=record.response,
+            items=record.items,
         )
         expired = delete(ResponseRow).where(ResponseRow.created <= now - self._bounds.keep_s)
         async with self._database.changing() as session:
@@ -86,13 +86,13 @@ class DatabaseResponses:
     async def find(self, tenant: bytes, name: str) -> KeptResponse | None:
         if not may_be_id(name, MAX_ID):
             return None
-        wanted = select(ResponseRow).where(
+        query = select(ResponseRow).where(
             ResponseRow.tenant == tenant.hex(),
             ResponseRow.id == name,
             ResponseRow.created > self._clock() - self._bounds.keep_s,
         )
         async with self._database.reading() as session:
-            row = await session.scalar(wanted)
+            row = await session.scalar(query)
         return None if row is None else KeptResponse(row.id, row.response, row.items)
 
     @in_own_task
@@ -100,30 +100,32 @@ class DatabaseResponses:
         """Remove a response; return whether it existed."""
         if not may_be_id(name, MAX_ID):
             return False
-        one = (
+        statement = (
             delete(ResponseRow)
             .where(ResponseRow.tenant == tenant.hex(), ResponseRow.id == name)
             .returning(ResponseRow.id)
         )
         async with self._database.changing() as session:
-            return await session.scalar(one) is not None
+            return await session.scalar(statement) is not None
 
     async def _prune(self, session: AsyncSession, owner: str) -> None:
         """Remove the oldest responses of a tenant that exceeds its bounds."""
-        own = ResponseRow.tenant == owner
-        sums = select(func.count(), func.coalesce(func.sum(ResponseRow.num_bytes), 0)).where(own)
+        is_owned = ResponseRow.tenant == owner
+        sums = select(func.count(), func.coalesce(func.sum(ResponseRow.num_bytes), 0)).where(
+            is_owned
+        )
         oldest = (
             select(ResponseRow.id, ResponseRow.num_bytes)
-            .where(own)
+            .where(is_owned)
             .order_by(ResponseRow.created, ResponseRow.id)
             .limit(PRUNED_AT_ONCE)
         )
         count, total = (await session.execute(sums)).one()
         while count > self._bounds.max_rows or total > self._bounds.max_total_bytes:
-            gone = []
+            removed = []
             for name, num_bytes in (await session.execute(oldest)).all():
                 if count <= self._bounds.max_rows and total <= self._bounds.max_total_bytes:
                     break
-                gone.append(name)
+                removed.append(name)
                 count, total = count - 1, total - num_bytes
-            await session.execute(delete(ResponseRow).where(own, ResponseRow.id.in_(gone)))
+            await session.execute(delete(ResponseRow).where(is_owned, ResponseRow.id.in_(removed)))

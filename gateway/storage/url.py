@@ -10,10 +10,10 @@ DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "postgres": "asyncpg"
 def check_url(url: str) -> None:
     """Raises ValueError if the URL's database cannot be used, OSError if its file could not be
     written."""
-    scheme, found, rest = url.partition("://")
+    scheme, separator, rest = url.partition("://")
     backend = scheme.partition("+")[0]
-    if not found or backend not in DRIVERS:
-        raise ValueError("--database-url: it must begin with sqlite:/// or postgresql://")
+    if not separator or backend not in DRIVERS:
+        raise ValueError("--database-url must begin with sqlite:/// or postgresql://")
     if find_spec(DRIVERS[backend]) is None:
         raise ValueError(f"--database-url: {backend} needs the package {DRIVERS[backend]}")
     if backend == "sqlite":
@@ -26,4 +26,4 @@ def check_folder(path: str) -> None:
         return
     folder = Path(path).absolute().parent
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise OSError(f"--database-url: {folder} is no folder that can be written to")
+        raise OSError(f"--database-url: {folder} is not a writable folder")

@@ -23,7 +23,7 @@ FRESH_S = 0.5  # maximum age of the fleet's view, so that many viewers cost no m
 
 
 class FleetBlocks(AnswerModel):
-    """KV blocks of a worker: free, used, cached and reserved ones make up the total."""
+    """KV blocks of a worker; free, used, cached and reserved blocks make up the total."""
 
     total: int
     free: int
@@ -33,7 +33,7 @@ class FleetBlocks(AnswerModel):
 
 
 class FleetWorker(AnswerModel):
-    """`running` and `waiting` count requests; tokens and preemptions count from its start."""
+    """`running` and `waiting` count requests; tokens and preemptions are totals since its start."""
 
     boot: str
     role: str
@@ -55,7 +55,7 @@ class FleetWorker(AnswerModel):
 
 
 class FleetCounters(AnswerModel):
-    """Counters of the router, from its start; of all together where workers join some alone."""
+    """Counters of the router since its start; with --join-routers, the sums of all routers."""
 
     prefill_local: int
     prefill_remote: int
@@ -65,8 +65,8 @@ class FleetCounters(AnswerModel):
 
 
 class FleetRequest(AnswerModel):
-    """`phase` is preparing, placing, prefill, decode or ended. Times are in seconds: since its
-    arrival, but for those of the phases and `ended_s`, which is how long ago it ended."""
+    """`phase` is preparing, placing, prefill, decode or ended. Times are in seconds since the
+    request's arrival, except the durations of phases, and `ended_s`: the time since its end."""
 
     id: str
     model: str
@@ -89,7 +89,7 @@ class FleetRequest(AnswerModel):
 
 
 class FleetState(AnswerModel):
-    """`counters` is null, and `error` says why, while no router answers."""
+    """`counters` is null while no router responds; `error` is then the reason."""
 
     workers: list[FleetWorker]
     counters: FleetCounters | None
@@ -100,7 +100,7 @@ class FleetState(AnswerModel):
 
 
 class RequestsShown(BaseModel):
-    """Those of one gateway process; the others of its port have further ones."""
+    """The requests of one gateway process; other processes behind its port have their own."""
 
     open: list[FleetRequest]
     num_open: int
@@ -112,23 +112,23 @@ def add_fleet(app: FastAPI, service: Service) -> None:
     clock = service.clock
     latest = _LatestView(service.upstream, clock)
 
-    def requests_here(tenant: bytes) -> RequestsShown:
+    def requests_of_process(tenant: bytes) -> RequestsShown:
         now = clock()
-        going = service.requests.open_of(tenant)
+        open_requests = service.requests.open_of(tenant)
         return RequestsShown(
-            open=[_request(one, now) for one in going[:MAX_SHOWN]],
-            num_open=len(going),
-            ended=[_request(one, now) for one in service.requests.ended_of(tenant)],
+            open=[_request(request, now) for request in open_requests[:MAX_SHOWN]],
+            num_open=len(open_requests),
+            ended=[_request(request, now) for request in service.requests.ended_of(tenant)],
         )
 
     def answer(tenant: bytes, _: str) -> bytes:
-        return requests_here(tenant).model_dump_json().encode()
+        return requests_of_process(tenant).model_dump_json().encode()
 
     service.siblings.answer("requests", answer)
 
     @app.get("/fleet/state", **described(answer=FleetState))
     async def state(request: Request) -> Response:
-        """The workers, as the router sees them, and the open and last requests of this key."""
+        """Return the workers as the router sees them, and this key's open and latest requests."""
         tenant = caller_of(request).tenant.id
         workers, counters, error = [], None, ""
         try:
@@ -145,19 +145,25 @@ def add_fleet(app: FastAPI, service: Service) -> None:
                 moves_failed=view.moves_failed,
             )
         others = await service.siblings.ask("requests", tenant)
-        every = [requests_here(tenant), *map(RequestsShown.model_validate_json, others)]
-        going = sorted((r for one in every for r in one.open), key=lambda r: -r.arrived_s)
-        ended = sorted((r for one in every for r in one.ended), key=lambda r: r.ended_s or 0.0)
-        found = FleetState(
+        all_shown = [requests_of_process(tenant), *map(RequestsShown.model_validate_json, others)]
+        open_requests = sorted(
+            (r for shown in all_shown for r in shown.open), key=lambda r: -r.arrived_s
+        )
+        ended = sorted(
+            (r for shown in all_shown for r in shown.ended), key=lambda r: r.ended_s or 0.0
+        )
+        fleet_state = FleetState(
             workers=sorted(workers, key=lambda worker: (worker.role, worker.address)),
             counters=counters,
             error=error,
-            open=going[:MAX_SHOWN],
-            num_open=sum(one.num_open for one in every),
+            open=open_requests[:MAX_SHOWN],
+            num_open=sum(shown.num_open for shown in all_shown),
             ended=ended[:MAX_SHOWN],
         )
         headers = {"cache-control": "no-store"}
-        return Response(found.model_dump_json(), media_type="application/json", headers=headers)
+        return Response(
+            fleet_state.model_dump_json(), media_type="application/json", headers=headers
+        )
 
 
 class _LatestView:
@@ -166,12 +172,12 @@ class _LatestView:
     def __init__(self, upstream: Upstream, clock: Callable[[], float]) -> None:
         self._upstream = upstream
         self._clock = clock
-        self._asking = asyncio.Lock()
+        self._querying = asyncio.Lock()
         self._view = FleetView()
         self._at = float("-inf")
 
     async def get(self) -> FleetView:
-        async with self._asking:
+        async with self._querying:
             if self._clock() - self._at > FRESH_S:
                 self._view = await self._upstream.fleet()
                 self._at = self._clock()

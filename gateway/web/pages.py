@@ -49,26 +49,31 @@ def add_pages(app: FastAPI, root_path: str) -> list[str]:
     """Return the paths that need no key. `root_path` is where a proxy shows the application."""
     base = f'<base href="{root_path.rstrip("/")}/">'.encode()
     assets = files("pdserve.gateway.web") / "assets"
-    known = {_name(file): file for file in assets.iterdir() if file.is_file()}
-    known |= {_name(f): f for f in (assets / "vendored").iterdir() if f.name.endswith(".gz")}
-    read: dict[str, _Asset] = {}
+    assets_by_name = {_name(file): file for file in assets.iterdir() if file.is_file()}
+    assets_by_name |= {
+        _name(f): f for f in (assets / "vendored").iterdir() if f.name.endswith(".gz")
+    }
+    cache: dict[str, _Asset] = {}
 
     def file(name: str) -> _Asset:
         """Return a file, which is read once, on its first request."""
-        if name not in read:
-            read[name] = _read(name, known[name], base)
-        return read[name]
+        if name not in cache:
+            cache[name] = _read(name, assets_by_name[name], base)
+        return cache[name]
 
     for path, name in PAGES.items():
         app.get(path, include_in_schema=False)(_page(file, name))
 
     @app.get(f"{FILES}{{name}}", include_in_schema=False)
     def asset(request: Request, name: str) -> Response:  # FastAPI runs it on a thread
-        if name not in known or name in PAGES.values():
+        if name not in assets_by_name or name in PAGES.values():
             raise HTTPException(404)
         return _answer(request, file(name))
 
-    return [*PAGES, *(f"{FILES}{name}" for name in sorted(known.keys() - set(PAGES.values())))]
+    return [
+        *PAGES,
+        *(f"{FILES}{name}" for name in sorted(assets_by_name.keys() - set(PAGES.values()))),
+    ]
 
 
 def _page(file: Callable[[str], _Asset], name: str) -> Callable[[Request], Response]:

@@ -165,7 +165,12 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         if start.attempt in self._sending:
             raise ServiceError(pb.INVALID_ARGUMENT, "the attempt id is already in use", "attempt")
         receiver_identity = KvIdentity.of(start.kv_identity)
-        difference = refusal(runtime.engine.kv_identity, receiver_identity, runtime.mixing)
+        difference = refusal(
+            runtime.engine.kv_identity,
+            receiver_identity,
+            runtime.mixing,
+            ("at prefill", "at decode"),
+        )
         if difference is not None:
             raise ServiceError(pb.INVALID_ARGUMENT, difference.text, "kv_identity")
         return Ticket(

@@ -96,7 +96,7 @@ async def test_a_broken_blob_is_the_servers_fault(make_http, caplog, monkeypatch
     pool = CountingPool()
     client = make_http(FakeRouter(saying("x"), [card], blobs), text_pool=pool)
     await client.get("/ready")  # begins to load it, and waits only so long
-    said = "model 'tiny': its tokenizer could not be loaded"
+    said = "model 'tiny': the tokenizer could not be loaded"
     await eventually(lambda: said in caplog.text)
     for _ in range(2):
         assert (await client.get("/ready")).status_code == 200

@@ -179,8 +179,8 @@ def test_a_frame_header_signed_with_another_key_is_refused(
     ("change", "named"),
     [
         ({"decode_identity": KvIdentity(b"other weights")}, "KV identity"),
-        ({"block_size": 8}, "block size 8 here, 4 there"),
-        ({"window": 10}, "2 layer groups here, 1 there"),
+        ({"block_size": 8}, "block size 8 at decode, 4 at prefill"),
+        ({"window": 10}, "2 layer groups at decode, 1 at prefill"),
     ],
 )
 def test_other_models_are_refused_and_named(

@@ -53,12 +53,18 @@ def refused(pair: Pair) -> str:
 
 
 OTHERS = [
-    (OTHER_WEIGHTS, "weights aa (Q4_1) here, bb (Q8_0) there"),
-    (OTHER_NUMERICS, "numerics id reference here, native there"),
-    (replace(OURS, tokenizer="71"), "tokenizer 70 here, 71 there"),
-    (replace(OURS, digest=b"d" * 16, kv_dtype="bf16"), "KV dtype float32 here, bf16 there"),
-    (replace(OURS, digest=b"c" * 16, configuration="cd"), "model configuration cc here, cd there"),
-    (KvIdentity(b"?" * 16), "KV identity 696969696969 here, 3f3f3f3f3f3f there"),
+    (OTHER_WEIGHTS, "weights aa (Q4_1) at decode, bb (Q8_0) at prefill"),
+    (OTHER_NUMERICS, "numerics id reference at decode, native at prefill"),
+    (replace(OURS, tokenizer="71"), "tokenizer 70 at decode, 71 at prefill"),
+    (
+        replace(OURS, digest=b"d" * 16, kv_dtype="bf16"),
+        "KV dtype float32 at decode, bf16 at prefill",
+    ),
+    (
+        replace(OURS, digest=b"c" * 16, configuration="cd"),
+        "model configuration cc at decode, cd at prefill",
+    ),
+    (KvIdentity(b"?" * 16), "KV identity 696969696969 at decode, 3f3f3f3f3f3f at prefill"),
 ]
 MIXINGS = [Mixing(), Mixing(True, False), Mixing(False, True)]
 
@@ -193,8 +199,9 @@ def test_a_sealed_frame_that_was_changed_is_sent_again_under_a_new_nonce(
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_both_sides_must_agree_on_encryption(encrypted: bool, make_pair: MakePair) -> None:
     pair = make_pair(encrypted=encrypted, decode_encrypted=not encrypted)
-    here, there = ("not", "encrypted") if encrypted else ("encrypted", "not")
-    assert refused(pair).endswith(f"KV encryption: {here} here, {there} there (--encrypt-kv)")
+    decode, prefill = ("off", "on") if encrypted else ("on", "off")
+    text = f"KV encryption {decode} at decode, {prefill} at prefill (--encrypt-kv)"
+    assert refused(pair).endswith(text)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -218,11 +225,11 @@ def test_another_wire_version_is_refused_by_name_on_both_sides(
         sock.sendall(bytes(record))
         answer = sock.recv(1000)
     refusal = messages.decode(answer)
-    text = f"wire version {frames.WIRE_VERSION} here, {frames.WIRE_VERSION + 5} there"
+    text = f"wire version {frames.WIRE_VERSION} on this side, {frames.WIRE_VERSION + 5} on the peer"
     assert refusal == messages.Refused(text)
     as_the_other_reads_it = bytearray(answer)
     as_the_other_reads_it[2] += 1
-    with pytest.raises(frames.OtherVersion, match=f"here, {frames.WIRE_VERSION + 1} there"):
+    with pytest.raises(frames.OtherVersion, match=f"side, {frames.WIRE_VERSION + 1} on"):
         messages.decode(bytes(as_the_other_reads_it))
     asked = request(50)
     pair.hand_off(asked)

@@ -1,5 +1,5 @@
-"""docs/models.md, made from what the code knows: a program that prints the page. `make docs` writes
-it, tests/test_docs.py compares it."""
+"""Prints docs/models.md, generated from the code. `make docs` writes the page, tests/test_docs.py
+compares it."""
 
 import inspect
 import re
@@ -26,55 +26,56 @@ HEAD = """\
 GGUF file.
 """
 TESTS = f"""
-Each has a tiny seeded model of awkward sizes (tests/support/builders/tiny_models.py). Its logits
-equal transformers' within 1e-4 on the reference and on the native kernels
-(tests/engine/models/test_architectures.py), its GGUF file is read as the same model
-({MAPPINGS_TEST}), and its results are bitwise the same in
-chunks, in company and on more threads (tests/engine/models/test_native_invariance.py).
+Each architecture is tested with a tiny seeded model of unusual sizes
+(tests/support/builders/tiny_models.py). Its logits differ from those of transformers by at most
+1e-4, on the reference kernels and on the native kernels
+(tests/engine/models/test_architectures.py). Its GGUF file loads as the same model
+({MAPPINGS_TEST}). Its results are bitwise equal in chunks,
+in larger batches and with more threads (tests/engine/models/test_native_invariance.py).
 
-Models that go by another name load as what their files are: Yi and DeepSeek-R1-Distill-Llama as
-Llama, QwQ and R1-Distill-Qwen as Qwen 2 (tests/engine/models/test_released_configs.py).
+Models with another name load as the architecture of their files: Yi and DeepSeek-R1-Distill-Llama
+as Llama, QwQ and R1-Distill-Qwen as Qwen 2 (tests/engine/models/test_released_configs.py).
 """
 METHODS_TAIL = """
-On the native kernels weights are computed with as they are stored. What is expanded to float32 is
-counted in the log: matrices of experts whose columns are stored in another order (desc_act of
-GPTQ), and the key half of `kv_b_proj` of latent attention, which is transposed; `--isq` quantizes
-that half anew.
+The native kernels compute with the weights as they are stored. Two kinds of matrices are expanded
+to float32, and the log counts them: expert matrices whose columns are stored in another order
+(desc_act of GPTQ), and the key half of `kv_b_proj` of latent attention, which is transposed.
+`--isq` quantizes that half again.
 """
 FORMATS_HEAD = """
 ## GGUF types
 
-Bits of a weight, in the file and in memory on the native kernels. IQ1 to IQ3 and TQ become levels
-of 8 bits with a scale for each of their groups, at load and without loss.
+The table shows the bits per weight in the file, and in memory on the native kernels. IQ1 to IQ3
+and TQ are converted at load, without loss, to levels of 8 bits with one scale per group.
 """
 QUANTIZING = """
 ## Quantizing
 
 `--isq TYPE` quantizes plain weights (float32, bfloat16, float16) while a model loads;
-`pdserve quantize MODEL.gguf OUT.gguf --type TYPE` writes a file that llama.cpp reads too. Both give
-a matrix the same format (tests/engine/test_isq.py). What is quantized already stays as it is, and
-so do vectors, routers of experts and, in a file, matrices whose names are not known.
+`pdserve quantize MODEL.gguf OUT.gguf --type TYPE` writes a file that llama.cpp can read. Both give
+a matrix the same format (tests/engine/test_isq.py). They do not change tensors that are already
+quantized, vectors, expert routers and, in a file, matrices with unknown names.
 
-A type is a mix, as llama.cpp's of its name is, q3k to q5k as Q3_K_M to Q5_K_M: the head is Q6_K
-(Q8_0 of q8_0), and q2k to q5k give some of the value, down and output matrices more bits. With 8
-experts the key and value matrices are Q8_0 in every type, and attention's output is Q5_K in q2k to
-q4k. A matrix of q, k and v in one counts as a value matrix. tests/engine/weights/test_mix.py
-compares all this with what llama-quantize says. Two things differ: rows that are no multiple of a
-type's block become Q8_0, or stay; and `--isq` counts no layers behind a model's own (MTP), which
-the GGUF of GLM 4.5 has, where it asks for the first and the last eighth of the layers.
+A type is a mix of formats, like the llama.cpp type of the same name; q3k to q5k correspond to
+Q3_K_M to Q5_K_M. The head is Q6_K (Q8_0 in q8_0), and q2k to q5k give more bits to some of the
+value, down and output matrices. With 8 experts, the key and value matrices are Q8_0 in every type,
+and the output matrix of attention is Q5_K in q2k to q4k. A fused q, k and v matrix counts as a
+value matrix. tests/engine/weights/test_mix.py compares these rules with llama-quantize. There are
+two differences: rows whose length is not a multiple of a type's block become Q8_0 or are not
+quantized; and where a rule applies to the first and last eighth of the layers, `--isq` does not
+count the additional MTP layers, which the GGUF file of GLM 4.5 contains.
 
-The types are {known}; q4, q5 and q8 stand for
-q4_0, q5_0 and q8_0, and q4_k or q4_k_m for q4k.
+The types are {known}; q4, q5 and q8 are aliases of
+q4_0, q5_0 and q8_0, and q4_k and q4_k_m are aliases of q4k.
 """
 REFUSED = """
-## What is refused
+## Unsupported models
 
-Everything else, with a message that names the model's path and the cause, and exit code 1:
-architectures and quantization methods that are not in these tables (bitsandbytes, MLX), rope
+A worker refuses any other model with exit code 1 and a message that names the model's path and the
+cause: architectures and quantization methods that are not in these tables (bitsandbytes, MLX), rope
 scalings other than {ropes},
-activations other than {activations}, tensors
-that the config has no use for or lacks, and GGUF keys that could change results and that nobody
-reads.
+activations other than {activations}, missing or
+unexpected tensors, and unknown GGUF keys that could change results.
 """
 
 
@@ -100,7 +101,7 @@ def _architectures() -> Iterator[tuple[str, ...]]:
         if "MixtralForCausalLM" in spec.architectures:
             gguf = "`llama`"
         names = ", ".join(f"`{name}`" for name in spec.architectures)
-        yield names, gguf, _said(sys.modules[module]), f"{module.rpartition('.')[2]}.py"
+        yield names, gguf, _summary(sys.modules[module]), f"{module.rpartition('.')[2]}.py"
 
 
 def _module_of(spec: ModelSpec) -> str:
@@ -116,11 +117,11 @@ def _methods() -> Iterator[tuple[str, ...]]:
         module = inspect.getmodule(method)
         assert module is not None
         quoted = ", ".join(f"`{name}`" for name in names)
-        yield quoted, _said(module), f"{module.__name__.rpartition('.')[2]}.py"
+        yield quoted, _summary(module), f"{module.__name__.rpartition('.')[2]}.py"
 
 
-def _said(module: object) -> str:
-    """The first sentence of a module's docstring."""
+def _summary(module: object) -> str:
+    """Return the first sentence of a module's docstring."""
     text = " ".join((inspect.getdoc(module) or "").partition("\n\n")[0].split())
     return re.split(r"(?<=[a-z\)])\. ", text)[0].rstrip(".")
 
@@ -139,7 +140,7 @@ def _packed_bits(stored: Mapping[str, float]) -> dict[str, float]:
     import numpy as np
 
     kernels = CpuKernels(1, "generic")
-    found = {}
+    packed_bits = {}
     for name, bits in stored.items():
         blocks = np.zeros((ROWS, int(COLS * bits) // 8), np.uint8)
         if name in FORMATS:
@@ -149,8 +150,8 @@ def _packed_bits(stored: Mapping[str, float]) -> dict[str, float]:
             if raw.format == name:
                 continue
             packed = kernels.pack_groups(raw.format, **raw.parts)
-        found[name] = 8 * packed.nbytes / (ROWS * COLS)
-    return found
+        packed_bits[name] = 8 * packed.nbytes / (ROWS * COLS)
+    return packed_bits
 
 
 def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:

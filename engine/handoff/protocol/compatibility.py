@@ -8,6 +8,8 @@ from pdserve.engine.kv.codec import decode_spec
 from pdserve.engine.kv.identity import KvIdentity, Mixing, refusal
 from pdserve.engine.kv.spec import KvSpec, spec_difference
 
+SIDES = ("at decode", "at prefill")
+
 
 @dataclass(frozen=True, slots=True)
 class HandoffCompatibility:
@@ -22,16 +24,16 @@ class HandoffCompatibility:
         """Return what differs and is not admitted; empty if the peer is compatible. Raises
         FrameError."""
         if hello.encrypted != self.encrypted:
-            local, remote = ("encrypted" if x else "not" for x in (self.encrypted, hello.encrypted))
-            return f"KV encryption: {local} here, {remote} there (--encrypt-kv)"
-        difference = refusal(self.identity, hello.identity, self.mixing)
+            local, remote = ("on" if x else "off" for x in (self.encrypted, hello.encrypted))
+            return f"KV encryption {local} at decode, {remote} at prefill (--encrypt-kv)"
+        difference = refusal(self.identity, hello.identity, self.mixing, SIDES)
         if difference:
             return difference.text
         try:
             peer_spec = decode_spec(hello.spec)
         except ValueError as err:
             raise FrameError(str(err)) from None
-        return spec_difference(self.spec, peer_spec)
+        return spec_difference(self.spec, peer_spec, SIDES)
 
     def other_identity(self, hello: Hello) -> bytes:
         """Return the digest of the peer's KV identity; empty if it equals the local one."""

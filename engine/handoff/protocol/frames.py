@@ -50,7 +50,7 @@ class Prefix(NamedTuple):
         if magic != MAGIC:
             raise FrameError("a record has a wrong magic number")
         if version != WIRE_VERSION:
-            raise OtherVersion(f"wire version {WIRE_VERSION} here, {version} there")
+            raise OtherVersion(f"wire version {WIRE_VERSION} on this side, {version} on the peer")
         bound = FRAME_BODY_BYTES if kind == FRAME_TYPE else MAX_CONTROL_BYTES
         if length > bound or (kind == FRAME_TYPE and length != bound):
             raise FrameError(f"a record of type {kind} has an invalid length of {length} bytes")

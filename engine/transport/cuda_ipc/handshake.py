@@ -104,10 +104,14 @@ class HandshakeOffer:
 def namespace_refusal(local: ProcessPlace, remote: ProcessPlace) -> Refusal:
     """Return decode's refusal if the versions or namespaces differ."""
     if local.version != remote.version:
-        return Refusal("version", f"handshake {local.version} here, {remote.version} there")
+        return Refusal(
+            "version", f"handshake version {local.version} at decode, {remote.version} at prefill"
+        )
     for name in ("pid_namespace", "ipc_namespace"):
         local_id, remote_id = getattr(local, name), getattr(remote, name)
         if local_id != remote_id:
             label = name.split("_")[0].upper()
-            return Refusal(name, f"{label} namespace {local_id[1]} here, {remote_id[1]} there")
+            return Refusal(
+                name, f"{label} namespace {local_id[1]} at decode, {remote_id[1]} at prefill"
+            )
     return Refusal()

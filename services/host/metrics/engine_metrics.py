@@ -22,24 +22,28 @@ def kv_usage(load: Load) -> float:
 
 
 _GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
-    ("vllm:num_requests_running", "Requests in the batch.", lambda load: load.running),
+    ("vllm:num_requests_running", "Requests in the batch", lambda load: load.running),
     (
         "vllm:num_requests_waiting",
-        "Requests that wait to enter the batch.",
+        "Requests that wait to enter the batch",
         lambda load: load.waiting,
     ),
-    ("vllm:kv_cache_usage_perc", "KV blocks that requests hold; 1 is all.", kv_usage),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Share of the KV blocks that requests hold, from 0 to 1",
+        kv_usage,
+    ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
-    ("vllm:num_preemptions", "Preemptions.", lambda load: load.preemptions),
+    ("vllm:num_preemptions", "Preemptions", lambda load: load.preemptions),
     (
         "vllm:prefix_cache_queries",
-        "Prompt tokens looked up in the prefix cache.",
+        "Prompt tokens looked up in the prefix cache",
         lambda load: load.prefix_queries,
     ),
     (
         "vllm:prefix_cache_hits",
-        "Prompt tokens found in the prefix cache.",
+        "Prompt tokens found in the prefix cache",
         lambda load: load.prefix_hits,
     ),
 )
@@ -60,7 +64,7 @@ def engine_metrics(labels: Sequence[str], workers: Iterable[Worker]) -> Iterator
         yield counter
     config = GaugeMetricFamily(
         "vllm:cache_config_info",
-        "Tokens of a KV block, and how many blocks there are, as labels; the value is 1.",
+        "Tokens per KV block and number of blocks, as labels; the value is 1",
         labels=(*labels, "block_size", "num_gpu_blocks"),
     )
     for label_values, hello, load in rows:

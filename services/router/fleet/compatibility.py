@@ -18,6 +18,8 @@ from pdserve.engine.kv.identity import (
 )
 from pdserve.services.router.fleet.fleet import Worker
 
+RESUME_SIDES = ("on the earlier worker", "on the new worker")
+
 log = logging.getLogger(__name__)
 
 STRANDED_S = 30.0  # a worker that crashed may be starting again
@@ -86,7 +88,7 @@ class KvCompatibility:
         self.inexact["resume"] += 1
         log.warning(
             "the request resumed on a worker with another KV identity: %s",
-            "; ".join(d.text for d in differences(origin, identity)),
+            "; ".join(d.text for d in differences(origin, identity, RESUME_SIDES)),
             extra={"request": request},
         )
         return True

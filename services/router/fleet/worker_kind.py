@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pdserve.engine.kv.identity import Difference, KvIdentity, Mixing, refusal
 from pdserve.engine.kv.spec import KvSpec, spec_difference
 
+SIDES = ("at decode", "at prefill")
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
@@ -38,8 +40,8 @@ def mismatch(prefill: WorkerKind, decode: WorkerKind, mixing: Mixing) -> Differe
         decode_text, prefill_text = ("on" if k.encrypts else "off" for k in (decode, prefill))
         text = f"KV encryption {decode_text} at decode, {prefill_text} at prefill"
         return Difference("encryption", text)
-    identity_difference = refusal(decode.identity, prefill.identity, mixing)
+    identity_difference = refusal(decode.identity, prefill.identity, mixing, SIDES)
     same_layout = decode.layout is prefill.layout or decode.layout == prefill.layout
     if identity_difference is None and not same_layout:
-        return Difference("layout", spec_difference(decode.layout, prefill.layout))
+        return Difference("layout", spec_difference(decode.layout, prefill.layout, SIDES))
     return identity_difference

@@ -146,7 +146,7 @@ def test_a_hello_that_was_cut_or_changed_is_another_hello_or_a_frame_error(
 def test_another_wire_version_is_named() -> None:
     record = bytearray(messages.encode(messages.Credit(1)))
     record[2] = 77
-    with pytest.raises(OtherVersion, match=f"wire version {WIRE_VERSION} here, 77 there"):
+    with pytest.raises(OtherVersion, match=f"wire version {WIRE_VERSION} on this side, 77 on"):
         messages.decode(bytes(record))
 
 
@@ -238,6 +238,9 @@ def test_keys_depend_on_everything_that_must_be_agreed() -> None:
 def test_kv_layout_round_trips_and_names_a_difference() -> None:
     assert decode_spec(encode_spec(SPEC)) == SPEC
     assert spec_difference(SPEC, SPEC) == ""
-    assert spec_difference(SPEC, KvSpec(16, SPEC.groups)) == "block size 32 here, 16 there"
+    assert (
+        spec_difference(SPEC, KvSpec(16, SPEC.groups))
+        == "block size 32 on this side, 16 on the peer"
+    )
     other = KvSpec(32, (SPEC.groups[0], LayerGroup((1, 3), "window", 64, 3, 64, "float32", 0, 3)))
-    assert spec_difference(SPEC, other) == "window of group 1: 48 here, 64 there"
+    assert spec_difference(SPEC, other) == "window of group 1: 48 on this side, 64 on the peer"

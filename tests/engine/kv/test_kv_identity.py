@@ -43,8 +43,8 @@ def test_each_part_is_named_and_changes_the_digest(subtests: pytest.Subtests) ->
         with subtests.test(what):
             (found,) = differences(OURS, OTHERS[what])
             assert found.what == what
-            assert " here, " in found.text
-            assert found.text.endswith(" there")
+            assert " on this side, " in found.text
+            assert found.text.endswith(" on the peer")
             # No key depends on the tokenizer; it is compared besides.
             assert (OTHERS[what].digest == OURS.digest) == (what == "tokenizer")
 
@@ -54,7 +54,7 @@ def test_a_difference_of_weights_names_both_formats() -> None:
         replace(CARD, weights_digest="bb" * 32, quantization="Q8_0"), "bf16", OURS.numerics
     )
     (found,) = differences(OURS, other)
-    assert found.text == "weights aaaaaaaaaaaa (Q4_1) here, bbbbbbbbbbbb (Q8_0) there"
+    assert found.text == "weights aaaaaaaaaaaa (Q4_1) on this side, bbbbbbbbbbbb (Q8_0) on the peer"
 
 
 def test_an_option_admits_what_it_says_and_nothing_else(subtests: pytest.Subtests) -> None:

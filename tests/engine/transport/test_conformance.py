@@ -194,8 +194,8 @@ def test_a_death_in_the_middle_of_transfers_ends_both_sides(ends: Ends) -> None:
 
 
 def test_a_refused_hello_names_its_reason(ends: Ends) -> None:
-    ends.decode.refuse = "block size 32 here, 16 there"
-    with pytest.raises(TransportRefused, match="block size 32 here, 16 there"):
+    ends.decode.refuse = "block size 32 at decode, 16 at prefill"
+    with pytest.raises(TransportRefused, match="block size 32 at decode, 16 at prefill"):
         ends.dial(Recorder())
 
 

@@ -118,7 +118,7 @@ def test_another_namespace(
 
     prefill = FakeDevice()
     monkeypatch.setattr(wires, "local_place", elsewhere)
-    text = f"{name[:3].upper()} namespace [0-9]+ here, 4026539999 there"
+    text = f"{name[:3].upper()} namespace [0-9]+ at decode, 4026539999 at prefill"
     refused(name, text, ends, tmp_path, prefill, caplog)
 
 
@@ -151,7 +151,9 @@ def test_another_version(
         return replace(here(device), version=2 if device is prefill else 1)  # type: ignore[arg-type]
 
     monkeypatch.setattr(wires, "local_place", newer)
-    refused("version", "handshake 1 here, 2 there", ends, tmp_path, prefill, caplog)
+    refused(
+        "version", "handshake version 1 at decode, 2 at prefill", ends, tmp_path, prefill, caplog
+    )
 
 
 def test_the_4_kib_differ(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -49,25 +49,25 @@ def test_secrets_are_not_in_the_repr() -> None:
 
 
 WRONG = [
-    (b"{", "not JSON"),
-    (b"[" * 100_000, "not JSON"),
-    (b"[]", "it: "),
+    (b"{", "not valid JSON"),
+    (b"[" * 100_000, "not valid JSON"),
+    (b"[]", "the file: "),
     (b"{}", "mcpServers is missing"),
     (b'{"mcpServers": {}, "inputs": []}', "unknown key inputs"),
     (of(a={"command": "x", "autoaprove": [SECRET]}), "unknown key mcpServers.a.autoaprove"),
     (of(a={}), "mcpServers.a needs either a command or a url"),
     (of(a={"command": "x", "url": "http://a"}), "either a command or a url"),
-    (of(a={"command": "x", "headers": {"a": SECRET}}), "mcpServers.a.headers is for"),
-    (of(a={"url": "http://a", "env": {"A": SECRET}}), "mcpServers.a.env is for"),
+    (of(a={"command": "x", "headers": {"a": SECRET}}), "mcpServers.a.headers is only for"),
+    (of(a={"url": "http://a", "env": {"A": SECRET}}), "mcpServers.a.env is only for"),
     (of(a={"url": f"ftp://{SECRET}"}), "mcpServers.a.url must be http"),
     (of(a={"url": f"http://[{SECRET}"}), "mcpServers.a.url must be http"),
     (of(a={"command": "x", "type": "sse"}), "mcpServers.a.type: "),
     (of(a={"command": "x", "type": "http"}), "mcpServers.a.type contradicts its command"),
     (of(a={"command": "x", "args": SECRET}), "mcpServers.a.args: "),
     (of(a={"command": "x", "env": {"A": 1}}), "mcpServers.a.env.A: "),
-    (of(a={"command": "x", "env": {"A=B": SECRET}}), "mcpServers.a.env.'A=B' is no variable"),
-    (of(a={"url": "http://a", "headers": {"A": f"{SECRET}\n"}}), "headers.'A' is no header"),
-    (of(a={"command": "x\0"}), "must not have a NUL"),
+    (of(a={"command": "x", "env": {"A=B": SECRET}}), "mcpServers.a.env.'A=B' is not a valid"),
+    (of(a={"url": "http://a", "headers": {"A": f"{SECRET}\n"}}), "headers.'A' is not a valid"),
+    (of(a={"command": "x\0"}), "must not contain a NUL"),
     (of(a={"command": "x", "timeout": 0}), "mcpServers.a.timeout: "),
     (of(**{f"s{i}": {"command": "x"} for i in range(65)}), "at most 64"),
     (of(a={"command": "x" * (1 << 20)}), "more than 1048576 bytes"),
@@ -91,7 +91,9 @@ def test_a_file_is_checked(tmp_path: Path) -> None:
     path.chmod(0o644)
     assert [server.name for server in read_config(str(path))] == ["a"]
     path.chmod(0o664)
-    with pytest.raises(ValueError, match=r"--mcp-config .*mcp\.json: .* others may write it"):
+    with pytest.raises(
+        ValueError, match=r"--mcp-config .*mcp\.json: other users may write this file"
+    ):
         read_config(str(path))
     with pytest.raises(ValueError, match="not a regular file"):
         read_config("/dev/null")

@@ -261,7 +261,7 @@ async def test_what_goes_wrong_with_a_call_is_told_to_the_model() -> None:
     for call, told in (
         (calls("s__fails"), "\nerror: no such city ["),
         (calls("s__broken"), "\nerror: the tool is not available at the moment ["),
-        (calls("s__other"), "\nerror: there is no such tool ["),
+        (calls("s__other"), "\nerror: this tool does not exist ["),
     ):
         router = ToolModel(call, "Sorry.")
         tools = Tools(fails=answers("no such city", is_error=True), broken=broken)
@@ -279,7 +279,7 @@ async def test_calls_at_once_are_bounded() -> None:
         choice = await gw.choice()
     assert choice["message"]["content"] == "Done."
     assert len(tools.called) == MAX_CALLS
-    assert router.prompt(1).count(f"at most {MAX_CALLS} calls at once") == 2
+    assert router.prompt(1).count(f"at most {MAX_CALLS} calls are allowed at once") == 2
 
 
 async def test_max_tool_calls_bounds_the_calls_of_all_rounds() -> None:

@@ -121,7 +121,7 @@ async def test_a_server_that_dies_loses_its_tools_and_comes_back(
         assert gone.text == "error: the tool is not available at the moment"
         # It is tried again and again, and said once to be away.
         await eventually(lambda: len((tmp_path / "notes").read_text().splitlines()) > starts + 2)
-        away = [r for r in caplog.records if "is away" in r.getMessage()]
+        away = [r for r in caplog.records if "is unavailable" in r.getMessage()]
         assert len(away) == 1
         crashes.unlink()
         await eventually(lambda: servers.offered)
@@ -176,9 +176,9 @@ async def test_new_tools_are_offered(tmp_path: Path) -> None:
 
 async def test_a_program_that_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
     async with running(McpServer("gone", ("/no/such/program",))) as servers:
-        await eventually(lambda: "is away" in caplog.text)
+        await eventually(lambda: "is unavailable" in caplog.text)
         assert servers.offered == ()
-    assert "the MCP server 'gone' is away: No such file or directory" in caplog.text
+    assert "the MCP server 'gone' is unavailable: No such file or directory" in caplog.text
 
 
 class Scripted:
@@ -225,10 +225,10 @@ async def test_what_servers_say_is_bounded(caplog: pytest.LogCaptureFixture) -> 
         assert "huge" not in names(servers)
         assert len(servers.offered[0].tool.description) == 8192
         result = await call(servers, "wordy")
-        assert result.text.endswith("y\n[5 more characters are left out]")
+        assert result.text.endswith("y\n[5 more characters omitted]")
         assert len(json.dumps(result.text)) < MAX_RESULT_CHARS + 100
-    assert "has tools that are not offered: huge, t127" in caplog.text
-    assert "the MCP server 's' has no such tools: wurdy\n" in caplog.text
+    assert "has tools that are too large or too many to offer: huge, t127" in caplog.text
+    assert "the MCP server 's' lacks tools that autoApprove names: wurdy\n" in caplog.text
 
 
 async def test_a_server_that_hangs_loses_its_tools(caplog: pytest.LogCaptureFixture) -> None:
@@ -242,7 +242,7 @@ async def test_a_server_that_hangs_loses_its_tools(caplog: pytest.LogCaptureFixt
         talks.hangs = False
         await eventually(lambda: servers.offered)
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert warnings == ["the MCP server 's' is away: no answer in time"]
+    assert warnings == ["the MCP server 's' is unavailable: it did not answer in time"]
 
 
 async def test_a_server_that_ends_after_each_start_is_said_once_to_be_away(
@@ -254,4 +254,4 @@ async def test_a_server_that_ends_after_each_start_is_said_once_to_be_away(
     async with running(McpServer("s", ("x",)), connect=talks, pace=pace):
         await eventually(lambda: talks.num_connected > 4)
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert warnings == ["the MCP server 's' is away: the connection has ended"]
+    assert warnings == ["the MCP server 's' is unavailable: the connection was closed"]

@@ -153,7 +153,7 @@ async def test_a_name_that_leads_nowhere_yet(served, another, monkeypatch, caplo
     try:
         await eventually(lambda: len(asked) > 3)
         assert client.num_connected == 0
-        assert caplog.text.count(f"router {name} has no address; trying again") == 1
+        assert caplog.text.count(f"router {name} has no address; retrying") == 1
         addresses += [f"127.0.0.1:{served.port}", f"127.0.0.1:{another.port}"]
         await eventually(lambda: client.num_connected == 2)
         await ids_of(client, start("first"))

@@ -67,7 +67,7 @@ async def test_a_router_too_new_is_asked_with_pauses_until_it_is_another(
     assert max(pauses) == session_module.MAX_REFUSED_S
     told = [r.message for r in caplog.records if f"router {addresses[1]}:" in r.message]
     assert len(told) == 1, "once"
-    assert told[0].endswith("trying again")
+    assert told[0].endswith("retrying")
     new.protocol = PROTOCOL_VERSION + 1
     await eventually(lambda: client.num_connected == 2)
     await client.close()

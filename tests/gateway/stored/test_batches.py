@@ -339,7 +339,7 @@ async def test_keys_see_their_own_batches_only(tmp_path):
         ):
             with pytest.raises(openai.NotFoundError):
                 await call
-        with pytest.raises(openai.BadRequestError, match="there is no file"):
+        with pytest.raises(openai.BadRequestError, match="does not exist"):
             await other.batches.create(
                 input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
             )

@@ -133,7 +133,7 @@ async def test_bounds_of_files(tmp_path):
             await client.files.create(file=b"x" * 300_001, purpose="batch")
         assert caught.value.status_code == 413
         kept = await client.files.create(file=b"x" * 300_000, purpose="batch")
-        with pytest.raises(openai.BadRequestError, match="500000 bytes in all"):
+        with pytest.raises(openai.BadRequestError, match="500000 bytes in total"):
             await client.files.create(file=b"x" * 300_000, purpose="batch")
         for _ in range(2):
             await client.files.create(file=b"x", purpose="batch")
@@ -277,7 +277,7 @@ async def test_a_database_that_fails_is_no_fault_of_the_client(tmp_path):
         for path in ("/v1/files", "/v1/batches", "/v1/usage"):
             reply = await http.get(path)
             assert reply.status_code == 503, reply.text
-            assert reply.json()["error"]["message"] == "the server's database cannot be used"
+            assert reply.json()["error"]["message"] == "the server's database is unavailable"
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
         assert (await http.post(CHAT, json=body)).status_code == 200
         (tmp_path / "gateway.db").unlink()

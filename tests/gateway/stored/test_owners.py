@@ -107,7 +107,7 @@ async def test_sigterm_lets_lines_end_and_the_process_too(tmp_path):
     [
         ("nonsense", "--database-url"),
         ("mysql://host/name", "--database-url"),
-        ("sqlite:////nowhere/at/all/gateway.db", "no folder that can be written to"),
+        ("sqlite:////nowhere/at/all/gateway.db", "is not a writable folder"),
     ],
 )
 def test_a_url_that_cannot_work_is_named(url, why):

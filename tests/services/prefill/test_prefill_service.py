@@ -57,7 +57,7 @@ def ticket(pair: Pair, **change: Any) -> wire.Ticket:
     [
         ({"id": b"short"}, {}, pb.INVALID_ARGUMENT, "ticket.id must have 16 bytes"),
         ({"secret": b""}, {}, pb.INVALID_ARGUMENT, "ticket.secret must have 32 bytes"),
-        ({}, OTHER, pb.INVALID_ARGUMENT, "KV identity 74657374 here, 6f74"),
+        ({}, OTHER, pb.INVALID_ARGUMENT, "KV identity 74657374 at prefill, 6f74"),
         ({}, {"ids": [5000]}, pb.INVALID_ARGUMENT, "outside the vocabulary"),
         ({}, {"ids": [1] * 5000}, pb.CONTEXT_LENGTH_EXCEEDED, "5000"),
         ({"data_address": "127.0.0.1:9"}, {}, pb.UNAVAILABLE, "127.0.0.1:9"),

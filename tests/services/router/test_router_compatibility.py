@@ -23,10 +23,10 @@ from pdserve.services.router.settings import RouterSettings
 @pytest.mark.parametrize(
     ("of_card", "of_hello", "what", "text"),
     [
-        (WEIGHTS, {}, "weights", "weights aa (Q4_1) here, bb (Q8_0) there"),
-        (NUMERICS, {}, "numerics", "numerics id native/avx512 here, native/avx2 there"),
-        (TOKENIZER, {}, "tokenizer", "tokenizer 70 here, 71 there"),
-        (BLOCKS, {}, "layout", "block size 16 here, 32 there"),
+        (WEIGHTS, {}, "weights", "weights aa (Q4_1) at decode, bb (Q8_0) at prefill"),
+        (NUMERICS, {}, "numerics", "numerics id native/avx512 at decode, native/avx2 at prefill"),
+        (TOKENIZER, {}, "tokenizer", "tokenizer 70 at decode, 71 at prefill"),
+        (BLOCKS, {}, "layout", "block size 16 at decode, 32 at prefill"),
         ({}, {"wire_version": 3}, "wire version", "wire version 2 at decode, 3 at prefill"),
         ({}, {"transports": ["shm"]}, "transport", "transports tcp at decode, shm at prefill"),
         ({}, {"encrypt_kv": True}, "encryption", "KV encryption off at decode, on at prefill"),
