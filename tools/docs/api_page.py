@@ -26,8 +26,8 @@ from pdserve.gateway.ollama.schema import (
     OllamaShowBody,
 )
 from pdserve.gateway.openai.bodies import members as chat_members
+from pdserve.gateway.openai.bodies.body import Body
 from pdserve.gateway.openai.bodies.schema import (
-    Body,
     ChatBatchBody,
     ChatBody,
     CompletionBody,
