@@ -412,7 +412,7 @@ def bare_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     wrapped = first == "{" and (yield from _first_key(reader)) == "tool_calls"
     if wrapped:
         before, _ = yield from reader.until("[", most=MAX_NAME_CHARS)
-        if not before.rstrip().endswith(":"):
+        if before.partition(":")[2].strip():
             raise Malformed
     if wrapped or (yield from reader.taken("[")):
         end = ","

@@ -307,6 +307,7 @@ class LiteralPieces:
     `values_left`: how many more values to read.
     """
 
+    quote = '"'
     escapes: Mapping[str, str] = _ESCAPED
 
     def __init__(self, reader: BlockReader, max_values: int = MAX_VALUES) -> None:
@@ -338,8 +339,7 @@ class LiteralPieces:
         elif first and first in "+-.0123456789TFNtfn":
             yield from self._word(head)
         else:
-            yield from reader.more()  # raises CutOff at the end of the text
-            raise Malformed
+            yield from reader.expect(self.quote)  # raises
 
     def _object(self, head: str, depth: int) -> Pieces[None]:
         reader = self._reader
@@ -373,7 +373,7 @@ class LiteralPieces:
 
     def _key(self) -> Reading[str]:
         """Read a key of an object up to its colon; return it as JSON. Raises CutOff, Malformed."""
-        opening = (yield from self._opening()) or (yield from self._reader.expect('"'))
+        opening = (yield from self._opening()) or (yield from self._reader.expect(self.quote))
         key = ""
         for piece in self._string(opening):
             if piece is None:
@@ -391,11 +391,11 @@ class LiteralPieces:
         reader = self._reader
         while True:
             rest = reader.text[reader.at : reader.at + 4]
-            if reader.ended or not _HALF_OPENING.match(rest):
-                found = _OPENING.match(rest)
+            found = _OPENING.match(rest)
+            if not _HALF_OPENING.match(rest) or (reader.ended and (found or not rest)):
                 reader.at += found.end() if found else 0
                 return found[0] if found else ""
-            yield
+            yield from reader.more()
 
     def _string(self, opening: str) -> Pieces[None]:
         """Yield the text of a string and read its end quote. Raises CutOff."""

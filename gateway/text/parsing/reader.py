@@ -34,8 +34,9 @@ class CutOff(Malformed):
     """The text ended before the expected form was complete.
 
     `name`: the known tool whose call was cut off before its arguments. `id`: the id of that call.
-    `certain`: the text cannot be anything but that call, even if no tag precedes it. `closing`: the text that completes the JSON of the yielded arguments. `value`: the value at the
-    end of the text as JSON, with any text before it that was not yielded.
+    `certain`: the text cannot be anything but that call, even if no tag precedes it. `closing`: the
+    text that completes the JSON of the yielded arguments. `value`: the value at the end of the text
+    as JSON, with any text before it that was not yielded.
     """
 
     def __init__(

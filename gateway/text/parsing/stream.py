@@ -123,7 +123,7 @@ class CallStream:
 
     def _look_for(self, openers: Sequence[str]) -> None:
         self._openers = tuple(openers)
-        tags = (*self._around, *openers)
+        tags = sorted((*self._around, *openers), key=len, reverse=True)  # the longest first
         self._marks = (*tags, FENCE)
         self._pattern = re.compile("|".join((*map(re.escape, tags), "`+")))
         self._longest = max(map(len, tags), default=0)
@@ -191,7 +191,9 @@ class CallStream:
             self._run(len(mark), behind)
             self._pass(at + len(mark))
             return True
-        if not self._ended and any(t.startswith(start) for t in self._around if t != mark):
+        if not self._ended and any(
+            tag.startswith(start) for tag in (*self._around, *self._openers) if tag != mark
+        ):
             return False  # the mark may become a longer tag
         if mark in self._around:
             self._at = found.end()

@@ -15,5 +15,5 @@ FAMILY = replace(
         {BEGIN: SEPARATOR, f"{SEPARATOR}{HEADER}": SEPARATOR, HEADER: SEPARATOR},
         lambda template: BEGIN in template or "<|role_sep|>" in template,
     ),
-    around=(MESSAGE_END,),
+    around=(SEPARATOR, MESSAGE_END),
 )

@@ -8,8 +8,6 @@ from pdserve.gateway.text.parsing.tagged import python_between
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 
 FAMILY = replace(
-    python_between(
-        "llama4_pythonic", {BEGIN: END}, lambda t: "<|header_start|>" in t, bare="[{"
-    ),
+    python_between("llama4_pythonic", {BEGIN: END}, lambda t: "<|header_start|>" in t, bare="[{"),
     form=CallForm('{"name": "NAME", "parameters": ', "}", trigger='{"name": "'),
 )
