@@ -55,17 +55,20 @@ class Vocabulary:
         keep: frozenset[str] = frozenset(),
         continues: bool = False,
     ) -> IncrementalDetokenizer:
-        """Return a detokenizer for one choice. `keep`: texts of special tokens that are not
+        """Return a detokenizer for one choice. `keep`: texts whose special tokens are not
         skipped. `continues`: keep a leading space, since a prompt precedes."""
         skip = self._special_but(keep) if skip_special_tokens else frozenset()
         return IncrementalDetokenizer(self._pieces, skip, continues)
 
     def _special_but(self, keep: frozenset[str]) -> frozenset[int]:
-        """Return the ids of special tokens not in `keep`; cached, as parsers use few sets."""
+        """Return the ids of special tokens in no text of `keep`; cached, as parsers use few
+        sets."""
         found = self._skipped.get(keep)
         if found is None:
-            kept = {i for i in self._special_ids if keep and self.token_piece(i) in keep}
-            found = self._skipped[keep] = self._special_ids - kept
+            pieces = ((i, self.token_piece(i)) for i in self._special_ids)
+            found = self._skipped[keep] = frozenset(
+                i for i, piece in pieces if not (piece and any(piece in text for text in keep))
+            )
         return found
 
     def check_ids(self, ids: Sequence[int]) -> None:

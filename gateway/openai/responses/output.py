@@ -44,6 +44,7 @@ class ResponseOutput:
         self._reasoning = _SUMMARIZED if summarized else _REASONING
         self.offered = offered
         self._open: _OpenItem | None = None
+        self._cut = False  # whether its call is cut off
         self._unplaced: list[ScoredToken] = []  # tokens whose text is yet to come
 
     def push(self, delta: Delta) -> Iterator[Event]:
@@ -56,11 +57,12 @@ class ResponseOutput:
             if isinstance(part, ReasoningPart) and not self._reasons:
                 continue
             if self._open is None or not self._open.takes(part):
-                yield from self._close("completed", [])
+                yield from self._close("incomplete" if self._cut else "completed", [])
                 yield from self._begin(part)
             assert self._open is not None
             logprobs = self._take_logprobs() if isinstance(part, TextPart) else []
             yield from self._open.push(part, logprobs)
+            self._cut = isinstance(part, ToolCallPart) and part.cut
         if delta.finish is not None:
             if self._open is None and not self.items:
                 yield from self._begin(TextPart(""))

@@ -4,6 +4,7 @@ Schemas are untrusted and may refer to themselves many times. Types are therefor
 when a call is read, once each, and within one budget per request.
 """
 
+import json
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,7 +19,6 @@ from pdserve.gateway.text.parsing.pieces import (
 from pdserve.gateway.text.parsing.reader import BlockReader, CutOff, Malformed, Pieces, T
 from pdserve.gateway.text.parsing.values import (
     MAX_VALUES,
-    Literals,
     depth_of,
     json_text,
     json_value,
@@ -34,6 +34,7 @@ _CONTAINERS = frozenset({"object", "array"})
 _OTHERS = frozenset({"object", "array", "integer", "number", "boolean", "null"})
 MAX_UNDECIDED = 512  # characters of a value that may be a string or another type
 MAX_STREAMED_VALUES = 1 << 20  # of an argument whose JSON is streamed
+_KINDS = {"properties": "object", "additionalProperties": "object", "items": "array"}  # by keyword
 _NUMERIC = frozenset("+-.0123456789eE_ \t\r\n")
 
 
@@ -96,7 +97,7 @@ class CallArguments:
 
     def knows(self, key: str) -> bool:
         """Return whether the tool has such an argument."""
-        return self._types is not None and key in self._types.properties
+        return self._types is not None and self._types.schema(key) is not None
 
     def typed(self, key: str, text: str) -> Any:
         """Convert a text to a value of its schema's type. Returns the text if the schema has no
@@ -110,13 +111,12 @@ class CallArguments:
         try:
             value = self._json(bare)
         except Malformed:
-            literals = Literals(bare, max_values=self._values.left)
+            if "string" in types and bare[:1] not in ("{", "[", "("):
+                return text
             try:
-                value = literals.whole()
+                value = self._literal(bare)
             except Malformed:
                 return text
-            finally:
-                self._values.take(literals.num_values)
         return value if _types_of(value) & types else text
 
     def member(self, gap: str, key: str, texts: Pieces[T], *, json: bool = False) -> Pieces[T]:
@@ -129,7 +129,7 @@ class CallArguments:
 
         `head` is prepended to the first piece. Strings are streamed; so are objects and lists if
         the schema allows no string. `json`: ignore the schema; the value is JSON if it parses, else
-        a string. Raises CutOff, Malformed.
+        a string. Raises CutOff; Malformed, also after the whole text if its value is malformed.
         """
 
         def whole(text: str) -> Any:
@@ -141,10 +141,15 @@ class CallArguments:
             try:
                 text = next(texts)
             except StopIteration as ended:
-                yield head + "".join(form.end(whole))
+                if piece := head + "".join(form.end(whole)):
+                    yield piece
+                if form.is_broken:
+                    raise Malformed from None
                 result: T = ended.value
                 return result
             except CutOff:
+                if form.is_broken:
+                    raise Malformed from None
                 raise CutOff(value="" if head else "".join(form.end(whole))) from None
             if text is None:
                 yield None
@@ -159,6 +164,18 @@ class CallArguments:
             raise Malformed
         return value
 
+    def _literal(self, text: str) -> Any:
+        """Parse a value in Python notation. Raises Malformed."""
+        reader = BlockReader(f"{text}\n", ended=True)  # the line break ends a number
+        literals = JsonLiteralPieces(reader, self._values.left)
+        try:
+            written = "".join(piece for piece in literals.value() if piece is not None)
+        finally:
+            self._values.left = literals.values_left
+        if reader.text[reader.at :].strip():
+            raise Malformed
+        return json.loads(written)
+
     def _json_or_text(self, text: str) -> Any:
         try:
             return self._json(text)
@@ -168,13 +185,15 @@ class CallArguments:
 
 class _Form:
     """The form of one value's text. Starts undecided, then becomes "string", "value" (streamed;
-    "over" after its last bracket or where it is malformed) or "whole" (converted when complete)."""
+    "over" after its last bracket or where it is malformed) or "whole" (converted when complete).
+    `is_broken`: the value is malformed after the part that was yielded."""
 
     def __init__(self, types: frozenset[str], *, quoted: bool) -> None:
         self._types = types
         self._quoted = quoted  # a string may be in quotes
         self._decided = "string" if types <= _STRING else ""
         self._begun = False
+        self.is_broken = False
         self._texts: list[str] = []  # held back
         self._reader = BlockReader("")
         self._value: Pieces[None] | None = None
@@ -194,6 +213,8 @@ class _Form:
             yield from self._read()
         elif self._decided == "whole":
             self._texts.append(text)
+        elif self._decided == "over" and text.strip():
+            self.is_broken = True
 
     def end(self, typed: Callable[[str], Any]) -> Iterator[str]:
         """Yield the end of the value; `typed` converts its whole text."""
@@ -241,13 +262,17 @@ class _Form:
                 reader.drop_read()
                 yield piece
             self._decided = "over"
-        except Malformed:
-            if self._begun:  # emitted pieces cannot be withdrawn
-                self._decided = "over"
-                yield self._written.closing
-            else:
+            self.is_broken = bool(reader.text[reader.at :].strip())
+        except Malformed as error:
+            if not self._begun:
                 self._texts = [reader.text]
                 self._decided = "whole"
+                return
+            self._decided = "over"  # emitted pieces cannot be withdrawn
+            if isinstance(error, CutOff):
+                yield self._written.closing
+            else:
+                self.is_broken = True
 
 
 class _Budget:
@@ -264,25 +289,29 @@ class _ArgumentTypes:
     """The type names allowed for each argument of one tool. Empty if the schema does not name any
     or the budget does not suffice to find them."""
 
-    def __init__(
-        self,
-        whole: Mapping[str, Any],
-        budget: _Budget,
-        properties: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Initialize with the schema `whole`; `properties` are those of an argument within it."""
-        self.properties = _mapping(whole.get("properties")) if properties is None else properties
+    def __init__(self, whole: Mapping[str, Any], budget: _Budget, schema: Any = None) -> None:
+        """Initialize with the schema `whole`; `schema` is that of an argument within it."""
         self._whole = whole
         self._budget = budget
+        schemas = [*self._schemas(whole if schema is None else schema)]
+        members = [_mapping(schema.get("properties")) for schema in schemas]
+        items = [{"item": schema["items"]} for schema in schemas if "items" in schema]
+        self._properties = ChainMap(*map(dict, items), *members)  # type: ignore[arg-type]
+        others = (schema.get("additionalProperties") for schema in schemas)
+        self._other = next((other for other in others if _mapping(other)), None)
         self._of: dict[str, frozenset[str]] = {}
         self._referred: dict[str, frozenset[str]] = {}  # by pointer
         self._within: dict[str, _ArgumentTypes] = {}
 
+    def schema(self, key: str) -> Any:
+        """Return the schema of an argument, or of additional ones; None if there is none."""
+        return self._properties.get(key, self._other)
+
     def of(self, key: str) -> frozenset[str]:
         if key not in self._of:
-            if key not in self.properties:
+            schema = self.schema(key)
+            if schema is None:
                 return _NOTHING
-            schema = self.properties[key]
             pointer = _pointer(schema)
             found = self._reached(schema, pointer)
             self._of[key] = found | self._referred_to(pointer) if pointer else found
@@ -291,11 +320,8 @@ class _ArgumentTypes:
     def within(self, key: str) -> "_ArgumentTypes":
         """Return the types of the members or items of an argument."""
         if key not in self._within:
-            schemas = [*self._schemas(self.properties.get(key))]
-            members = [_mapping(schema.get("properties")) for schema in schemas]
-            items = [{"item": schema["items"]} for schema in schemas if "items" in schema]
-            every = ChainMap(*map(dict, items), *members)  # type: ignore[arg-type]
-            self._within[key] = _ArgumentTypes(self._whole, self._budget, every)
+            schema = self.schema(key)
+            self._within[key] = _ArgumentTypes(self._whole, self._budget, schema or {})
         return self._within[key]
 
     def _schemas(self, schema: Any) -> Iterator[Mapping[str, Any]]:
@@ -387,8 +413,11 @@ def _own_types(schema: Mapping[str, Any]) -> set[str]:
         return {name for name in given[:MAX_OPTIONS] if isinstance(name, str)}
     found: set[str] = set()
     values = schema.get("enum")
-    for value in values[:MAX_OPTIONS] if isinstance(values, list) else ():
+    constant = [schema["const"]] if "const" in schema else []
+    for value in [*constant, *(values[:MAX_OPTIONS] if isinstance(values, list) else ())]:
         found |= {"string"} if isinstance(value, str) else _types_of(value)
+    if not found:
+        found |= {kind for key, kind in _KINDS.items() if key in schema}
     return found
 
 

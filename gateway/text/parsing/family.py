@@ -21,12 +21,14 @@ from pdserve.gateway.text.parts import ContentPart
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A piece of a tool call; the first piece has the name, and `last` ends the call."""
+    """A piece of a tool call; the first piece has the name, and `last` ends the call. `cut`: the
+    arguments are incomplete."""
 
     name: str = ""
     arguments: str = ""  # a piece of a JSON object's text
     id: str = ""  # chosen by the model
     last: bool = False
+    cut: bool = False
 
 
 Calls = Generator[CallPiece | None, None, None]  # None: needs more text
@@ -145,8 +147,8 @@ def _whole(name: str, arguments: Any) -> CallPiece:
 def called(schemas: ToolSchemas, name: str, pieces: Pieces[None], id: str = "") -> Calls:
     """Yield the call of a function whose arguments come in pieces.
 
-    Streams the arguments of a known tool; yields other calls whole. Streamed arguments end where
-    they become malformed, and open brackets are closed. Raises CutOff, Malformed.
+    Streams the arguments of a known tool; yields other calls whole. A call ends as cut where its
+    streamed arguments become malformed. Raises CutOff, Malformed.
     """
     known = name in schemas
     held: list[str] = []
@@ -163,14 +165,16 @@ def called(schemas: ToolSchemas, name: str, pieces: Pieces[None], id: str = "") 
                 held.append(piece)
     except CutOff as end:
         if not (known and held):
-            raise CutOff(name if known else "", id) from None
+            raise CutOff(name if known else "", id, certain=True) from None
         written.push(end.value)
         raise CutOff(id=id, closing=end.value + written.closing) from None
     except Malformed:
         if not (known and held):
             raise
+        yield CallPiece(last=True, cut=True)
+        return
     if known and held:
-        yield CallPiece(arguments=written.closing, last=True)
+        yield CallPiece(last=True)
     else:
         yield replace(_whole(name, json_value("".join(held) or "{}")), id=id)
 
@@ -185,7 +189,8 @@ def json_call(reader: BlockReader, schemas: ToolSchemas, *, needs_arguments: boo
     try:
         streams = yield from head.read()
     except CutOff:
-        raise CutOff(head.name if head.name in schemas else "") from None
+        name = head.name if head.name in schemas else ""
+        raise CutOff(name, certain=head.has_arguments) from None
     except Malformed:
         streams = False
     if streams:
@@ -215,6 +220,7 @@ class _CallHead:
 
     def __init__(self, reader: BlockReader, schemas: ToolSchemas) -> None:
         self.name = ""
+        self.has_arguments = False  # of a known tool, unless they are a schema
         self._reader = reader
         self._schemas = schemas
         self._depth = 0
@@ -234,6 +240,7 @@ class _CallHead:
             yield from reader.space()
             yield from reader.expect(":")
             yield from reader.space()
+            self.has_arguments = key in ARGUMENT_KEYS and self.name in self._schemas
             first = yield from reader.first()
             if not first:
                 yield from reader.more()
@@ -241,7 +248,7 @@ class _CallHead:
                 self.name = json_value((yield from reader.string()))
             elif key in DEFINITION_KEYS:
                 return False
-            elif key in ARGUMENT_KEYS and self.name in self._schemas:
+            elif self.has_arguments:
                 if key == "parameters" and first == "{" and (yield from self._may_be_schema()):
                     return False
                 return first in ("{", '"')
@@ -251,6 +258,8 @@ class _CallHead:
             else:
                 yield from _skip_value(reader)
             if not (yield from reader.taken(",")):
+                if not (yield from reader.first()):
+                    yield from reader.more()
                 return False
 
     def _may_be_schema(self) -> Reading[bool]:
@@ -320,7 +329,7 @@ def json_arguments(reader: BlockReader, schemas: ToolSchemas, name: str, id: str
         if not first:
             yield from reader.more()
     except CutOff:
-        raise CutOff(name if name in schemas else "", id) from None
+        raise CutOff(name if name in schemas else "", id, certain=True) from None
     if first != "{" or not name:
         raise Malformed
     if name in schemas:
@@ -392,29 +401,44 @@ SCHEMA_KEYS = frozenset(
 CALL_KEYS = frozenset((*NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id"))
 
 
-def bare_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Read a call that is a JSON object without tags. Recognizes it by its first key, so that an
-    answer that begins with another object is not held back. Raises CutOff, Malformed."""
-    yield from reader.space()
+def _first_key(reader: BlockReader) -> Reading[str]:
+    """Return the first key of the JSON object that begins here, without reading it. Raises CutOff,
+    Malformed."""
     while (key := _FIRST_KEY.match(reader.text, reader.at)) is None:
         rest = reader.text[reader.at : reader.at + 64]
         if rest and not _HALF_KEY.match(rest):
             raise Malformed
         yield from reader.more()
-    if key[1] not in CALL_KEYS:
+    return key[1]
+
+
+def bare_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
+    """Read a call that is a JSON object without tags. Recognizes it by its first key, so that an
+    answer that begins with another object is not held back. Raises CutOff, Malformed."""
+    yield from reader.space()
+    if (yield from _first_key(reader)) not in CALL_KEYS:
         raise Malformed
     yield from json_call(reader, schemas, needs_arguments=True)
 
 
 def bare_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Read a sequence or a list of calls that are JSON objects without tags. Raises CutOff,
-    Malformed."""
-    if (yield from reader.taken("[")):
+    """Read a sequence or a list of calls that are JSON objects without tags; xLAM 1 writes the list
+    as {"tool_calls": [...]}. Raises CutOff, Malformed."""
+    yield from reader.space()
+    first = yield from reader.first()
+    wrapped = first == "{" and (yield from _first_key(reader)) == "tool_calls"
+    if wrapped:
+        before, _ = yield from reader.until("[", most=MAX_NAME_CHARS)
+        if before.partition(":")[2].strip():
+            raise Malformed
+    if wrapped or (yield from reader.taken("[")):
         end = ","
         while end == ",":
             yield from bare_call(reader, schemas)
             yield from reader.space()
             end = yield from reader.expect(",", "]")
+        if wrapped:
+            yield from reader.taken("}")
         return
     another = True
     while another:

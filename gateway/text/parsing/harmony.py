@@ -149,6 +149,8 @@ class HarmonyStream:
                     begun = True
                 if piece.arguments:
                     self._give_call(ToolCallPart(self._num_calls, arguments=piece.arguments))
+                if piece.cut:
+                    self._give_call(ToolCallPart(self._num_calls, cut=True))
                 reader.drop_read()
         except CutOff as end:
             known = name in schemas

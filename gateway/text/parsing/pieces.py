@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 from pdserve.gateway.text.parsing.reader import (
+    BRACKETED,
     MAX_NAME_CHARS,
     BlockReader,
     CutOff,
@@ -21,8 +22,9 @@ from pdserve.gateway.text.parsing.values import MAX_DEPTH, MAX_VALUES, json_valu
 
 MAX_JSON_DEPTH = 200  # the limit of pydantic_core
 
-_BRACKETED = "[TOOL_CALLS]"  # begins a Mistral call, although it looks like brackets
-_IN_STRING = {quote: re.compile(rf"[\"{quote}\\\x00-\x1f]") for quote in "\"'"}
+_TRIPLE = ('"""', "'''")
+_QUOTES = (*_TRIPLE, '"', "'")
+_IN_STRING = {q: re.compile(rf"{q}|[{q[0]}\"\\\x00-\x1f]") for q in _QUOTES}
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 _JSON_WORD = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 _JSON_ESCAPE = re.compile(  # no half of a surrogate pair
@@ -38,8 +40,11 @@ _ESCAPE = re.compile(
     r"|(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|.))",
     re.DOTALL,
 )
+_RAW_ESCAPE = re.compile(r"\\.", re.DOTALL)
 _LONGEST_ESCAPE = 12  # two surrogates
 _WORD = re.compile(r"[\w.+-]*")
+_OPENING = re.compile(r"""[rRuU]?(?:'{3}|"{3}|'|")""")  # the beginning of a Python string
+_HALF_OPENING = re.compile(r"""[rRuU]?(?:'{0,2}|"{0,2})\Z""")
 _LONG_NUMBER = re.compile(r"[+-]?[0-9][0-9.eE+-]{4}")  # its beginning; the rest may be invalid
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
@@ -81,15 +86,20 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
                     waits = len(text) - end < _LONGEST_ESCAPE and text[at : at + 1] in ("", "u")
                     if escape:
                         mark, at = escape[0], escape.end()
+                    elif quote in _TRIPLE and text.startswith("\n", at):
+                        mark, at = "", at + 1
                     elif waits and (at == len(text) or not reader.ended):
                         at = end
                         break
-                    elif quote == "'" and text.startswith("'", at):
+                    elif quote[0] == "'" and text.startswith("'", at):
                         mark, at = "'", at + 1
                     else:
                         mark = "\\\\"
                 elif mark == quote:
                     mark, quote = '"', ""
+                elif not reader.ended and len(quote) > 1 and quote.startswith(text[end:]):
+                    at = end
+                    break
                 else:
                     mark = encoded(mark)
                 target.append(mark)
@@ -105,16 +115,20 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
             if not first:
                 break
             if first in "\"'" and (is_key or is_value):
+                quote = _quote(text, at, ended=reader.ended)
+                if not quote:
+                    break
                 held.append('"')
-                quote, after = first, "k" if is_key else "v"
+                at += len(quote) - 1
+                after = "k" if is_key else "v"
                 if is_value:
                     made += held
                     held = []
             elif first in "{[" and is_value:
-                rest = text[at : at + len(_BRACKETED)]
-                if rest != _BRACKETED and _BRACKETED.startswith(rest) and not reader.ended:
+                rest = text[at : at + len(BRACKETED)]
+                if rest != BRACKETED and BRACKETED.startswith(rest) and not reader.ended:
                     break
-                malformed = rest == _BRACKETED or len(brackets) == MAX_JSON_DEPTH
+                malformed = rest == BRACKETED or len(brackets) == MAX_JSON_DEPTH
                 if malformed:
                     break
                 held.append(first)
@@ -159,6 +173,13 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
             raise CutOff(value=last)
         if not over:
             yield None
+
+
+def _quote(text: str, at: int, *, ended: bool) -> str:
+    """Return the quote with which a string begins; "" if there is not enough text to decide."""
+    quote = next(quote for quote in _QUOTES if text.startswith(quote, at))
+    rest = text[at : at + 3]
+    return "" if not ended and len(rest) < 3 and rest == quote * len(rest) else quote
 
 
 def _last_word(head: str, text: str) -> str:
@@ -281,21 +302,24 @@ def _unquoted(reader: BlockReader) -> Reading[str]:
 
 
 class LiteralPieces:
-    """Reads values in Python notation, which includes JSON's; a subclass reads Gemma's."""
+    """Reads values in Python notation, which includes JSON's; a subclass reads Gemma's.
 
-    quotes: tuple[str, ...] = ("'", '"')
+    `values_left`: how many more values to read.
+    """
+
+    quote = '"'
     escapes: Mapping[str, str] = _ESCAPED
 
     def __init__(self, reader: BlockReader, max_values: int = MAX_VALUES) -> None:
         self._reader = reader
-        self._values_left = max_values
+        self.values_left = max_values
 
     def value(self, head: str = "", depth: int = 0) -> Pieces[None]:
         """Yield the next value as JSON. `head` is yielded with the value's beginning: a bracket, a
         quote, or a whole number or name; or when a long number begins. Raises CutOff, Malformed."""
         reader = self._reader
-        self._values_left -= 1
-        if depth > MAX_DEPTH or self._values_left < 0:
+        self.values_left -= 1
+        if depth > MAX_DEPTH or self.values_left < 0:
             raise Malformed
         yield from reader.space()
         first = yield from reader.first()
@@ -305,15 +329,17 @@ class LiteralPieces:
                 yield from self._object(head, depth + 1)
             else:
                 yield from self._list(head, "]" if first == "[" else ")", depth + 1)
-        elif quote := (yield from reader.takes(*self.quotes)):
+        elif opening := (yield from self._opening()):
             yield f'{head}"'
-            yield from self._string(quote)
+            while opening:
+                yield from self._string(opening)
+                yield from reader.space()
+                opening = yield from self._opening()
             yield '"'
         elif first and first in "+-.0123456789TFNtfn":
             yield from self._word(head)
         else:
-            yield from reader.more()  # raises CutOff at the end of the text
-            raise Malformed
+            yield from reader.expect(self.quote)  # raises
 
     def _object(self, head: str, depth: int) -> Pieces[None]:
         reader = self._reader
@@ -347,9 +373,9 @@ class LiteralPieces:
 
     def _key(self) -> Reading[str]:
         """Read a key of an object up to its colon; return it as JSON. Raises CutOff, Malformed."""
-        quote = yield from self._reader.expect(*self.quotes)
+        opening = (yield from self._opening()) or (yield from self._reader.expect(self.quote))
         key = ""
-        for piece in self._string(quote):
+        for piece in self._string(opening):
             if piece is None:
                 yield
             else:
@@ -360,10 +386,23 @@ class LiteralPieces:
         yield from self._reader.expect(":")
         return f'"{key}"'
 
-    def _string(self, quote: str) -> Pieces[None]:
+    def _opening(self) -> Reading[str]:
+        """Read the beginning of a string, up to its quote; return it, or "" if none is here."""
+        reader = self._reader
+        while True:
+            rest = reader.text[reader.at : reader.at + 4]
+            found = _OPENING.match(rest)
+            if not _HALF_OPENING.match(rest) or (reader.ended and (found or not rest)):
+                reader.at += found.end() if found else 0
+                return found[0] if found else ""
+            yield from reader.more()
+
+    def _string(self, opening: str) -> Pieces[None]:
         """Yield the text of a string and read its end quote. Raises CutOff."""
         reader = self._reader
-        pattern = re.compile(rf"[{quote}\\]")
+        quote = opening.lstrip("rRuU")
+        is_raw = opening[0] in "rR"
+        pattern = re.compile(rf"{quote}|[{quote[0]}\\]")
         over = False
         while not over:
             made: list[str] = []
@@ -378,14 +417,20 @@ class LiteralPieces:
                     over = True
                     break
                 at -= 1
+                if found[0] == quote[0]:
+                    if quote.startswith(reader.text[at:]) and not reader.ended:
+                        break
+                    made.append(quote[0])
+                    at += 1
+                    continue
                 if len(reader.text) - at < _LONGEST_ESCAPE and not reader.ended:
                     short = reader.text[at + 1 : at + 2]
                     if not short or short in "xuU":
                         break
-                escape = _ESCAPE.match(reader.text, at)
+                escape = (_RAW_ESCAPE if is_raw else _ESCAPE).match(reader.text, at)
                 if escape is None:
                     break  # the text ends inside the escape
-                made.append(self._unescaped(escape))
+                made.append(escape[0] if is_raw else self._unescaped(escape))
                 at = escape.end()
             reader.at = at
             if piece := "".join(made):
@@ -432,17 +477,20 @@ class JsonLiteralPieces(LiteralPieces):
 class GemmaLiteralPieces(LiteralPieces):
     """Reads Gemma's notation: bare keys, and strings without escapes between quote tokens."""
 
-    quotes = ('<|"|>',)
+    quote = '<|"|>'
 
-    def _string(self, quote: str) -> Pieces[None]:
-        texts = self._reader.pieces_until(quote)
+    def _opening(self) -> Reading[str]:
+        return self._reader.takes(self.quote)
+
+    def _string(self, opening: str) -> Pieces[None]:
+        texts = self._reader.pieces_until(opening)
         for text in texts:
             yield None if text is None else encoded(text)
 
     def _key(self) -> Reading[str]:
         reader = self._reader
-        if (yield from reader.takes(*self.quotes)):
-            key, _ = yield from reader.until(*self.quotes, most=MAX_NAME_CHARS)
+        if (yield from self._opening()):
+            key, _ = yield from reader.until(self.quote, most=MAX_NAME_CHARS)
             yield from reader.space()
             yield from reader.expect(":")
         else:
@@ -456,4 +504,4 @@ class GemmaLiteralPieces(LiteralPieces):
 class FunctionGemmaPieces(GemmaLiteralPieces):
     """Reads Gemma's notation with FunctionGemma's quotes."""
 
-    quotes = ("<escape>",)
+    quote = "<escape>"

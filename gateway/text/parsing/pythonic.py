@@ -3,17 +3,31 @@
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallPiece, Calls, bare_calls, called
 from pdserve.gateway.text.parsing.pieces import LiteralPieces
-from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces
+from pdserve.gateway.text.parsing.reader import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    CutOff,
+    Malformed,
+    Pieces,
+)
 
 
 def python_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Read a call. Raises CutOff, Malformed."""
+    """Read a call, which may be the argument of `print`. Raises CutOff, Malformed."""
     yield from reader.space()
     name = yield from reader.name()
     yield from reader.expect("(")
+    printed = name == "print" and name not in schemas
+    if printed:
+        name = yield from reader.name()
+        yield from reader.expect("(")
+    if name not in schemas and name.removesuffix(".call") in schemas:
+        name = name.removesuffix(".call")  # as Llama 3.1 calls its built-in tools
     if not all(part.isidentifier() for part in name.replace("-", "_").split(".")):
         raise Malformed
     yield from called(schemas, name, _arguments(reader))
+    if printed:
+        yield from reader.taken(")")
 
 
 def _arguments(reader: BlockReader) -> Pieces[None]:
@@ -62,35 +76,40 @@ def mixed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     CutOff, Malformed.
     """
     if not (yield from reader.taken("```")):
-        yield from _listed_calls(reader, schemas)
+        yield from listed_calls(reader, schemas, bare=True)
         return
     calls: list[CallPiece] = []
     fenced = "```"
-    while fenced:
-        yield from reader.until("\n", most=MAX_NAME_CHARS)
-        for piece in _listed_calls(reader, schemas):
-            if piece is None:
-                yield None
-            else:
-                calls.append(piece)
-        yield from reader.closes("```")
-        fenced = yield from reader.taken("```")
+    try:
+        while fenced:
+            yield from reader.until("\n", most=MAX_NAME_CHARS)
+            for piece in listed_calls(reader, schemas, bare=True):
+                if piece is None:
+                    yield None
+                else:
+                    calls.append(piece)
+            yield from reader.closes("```")
+            fenced = yield from reader.taken("```")
+    except CutOff:
+        if reader.cut:
+            yield from calls
+        raise
     if (yield from reader.first()):
         raise Malformed
     yield from calls
 
 
-def _listed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
+def listed_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool) -> Calls:
+    """Read JSON objects, a list of them, or Python calls as `python_calls`, and white space after
+    them. Raises CutOff, Malformed."""
     yield from reader.space()
     at = reader.at
     if (yield from reader.takes("[")):
         yield from reader.space()
-        first = yield from reader.first()
-        reader.at = at
-    else:
-        first = "{"
+    first = yield from reader.first()
+    reader.at = at
     if first == "{":
         yield from bare_calls(reader, schemas)
     else:
-        yield from python_calls(reader, schemas, bare=True)
+        yield from python_calls(reader, schemas, bare=bare)
     yield from reader.space()

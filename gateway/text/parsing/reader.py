@@ -21,7 +21,7 @@ _OUTSIDE = {  # the marks to find outside strings, by notation
     "gemma": re.compile(r'<\|"\|>|<tool_call\|>|[{}\[\]]'),
 }
 # Begins a Mistral call. It looks like brackets, but no JSON contains it outside strings.
-_BRACKETED = "[TOOL_CALLS]"
+BRACKETED = "[TOOL_CALLS]"
 _WITHIN = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _HALF = re.compile(r'<(?:\|(?:"\|?)?|[a-z_]{1,9}\|?)?\Z')  # may become a Gemma mark
 
@@ -34,16 +34,26 @@ class CutOff(Malformed):
     """The text ended before the expected form was complete.
 
     `name`: the known tool whose call was cut off before its arguments. `id`: the id of that call.
-    `closing`: the text that completes the JSON of the yielded arguments. `value`: the value at the
-    end of the text as JSON, with any text before it that was not yielded.
+    `certain`: the text cannot be anything but that call, even if no tag precedes it. `closing`: the
+    text that completes the JSON of the yielded arguments. `value`: the value at the end of the text
+    as JSON, with any text before it that was not yielded.
     """
 
-    def __init__(self, name: str = "", id: str = "", closing: str = "", *, value: str = "") -> None:
+    def __init__(
+        self,
+        name: str = "",
+        id: str = "",
+        closing: str = "",
+        *,
+        value: str = "",
+        certain: bool = False,
+    ) -> None:
         super().__init__()
         self.name = name
         self.id = id
         self.closing = closing
         self.value = value
+        self.certain = certain
 
 
 def held(text: str, marks: Sequence[str]) -> int:
@@ -57,12 +67,13 @@ def held(text: str, marks: Sequence[str]) -> int:
 
 class BlockReader:
     """A text with a read position: `text` from `at` on is unread. `feed` adds text; `ended` marks
-    the end of the input."""
+    the end of the input, and `cut` that the answer reached its length limit there."""
 
     def __init__(self, text: str, at: int = 0, *, ended: bool = False) -> None:
         self.text = text
         self.at = at
         self.ended = ended
+        self.cut = False
 
     def feed(self, text: str) -> None:
         # CPython appends in place to a local str without other references. This avoids a copy if
@@ -208,10 +219,10 @@ class BlockReader:
                 yield from self.more()
                 continue
             if found[0] == "[":
-                rest = self.text[found.start() : found.start() + len(_BRACKETED)]
-                if rest == _BRACKETED:
+                rest = self.text[found.start() : found.start() + len(BRACKETED)]
+                if rest == BRACKETED:
                     raise Malformed
-                if _BRACKETED.startswith(rest):
+                if BRACKETED.startswith(rest):
                     scanned = found.start()
                     yield from self.more()
                     continue

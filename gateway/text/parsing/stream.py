@@ -2,8 +2,8 @@
 
 Arguments of a known tool's call are streamed once its name and their beginning are read; other
 calls are returned whole. Text that begins like a call but is malformed becomes text again, in
-order, unless part of the call was returned. Streamed arguments end at the first invalid character,
-and the text continues there.
+order, unless part of the call was returned. Streamed arguments end at the first invalid character:
+the call is cut off there, and the text continues.
 
 An answer that is cut off inside a call returns the partial call, without arguments if only the
 known tool's name was read. If the name was not read, the partial call is dropped if its block
@@ -113,7 +113,7 @@ class CallStream:
         while not self._ended:
             self._ended = True
             if self._reader is not None:
-                self._reader.ended = True
+                self._reader.ended, self._reader.cut = True, cut
             parts += self._advanced()
         self._drop_tags()
         if self._space and not self._num_calls:
@@ -123,7 +123,7 @@ class CallStream:
 
     def _look_for(self, openers: Sequence[str]) -> None:
         self._openers = tuple(openers)
-        tags = (*self._around, *openers)
+        tags = sorted((*self._around, *openers), key=len, reverse=True)  # the longest first
         self._marks = (*tags, FENCE)
         self._pattern = re.compile("|".join((*map(re.escape, tags), "`+")))
         self._longest = max(map(len, tags), default=0)
@@ -176,22 +176,24 @@ class CallStream:
             self._in_info = False
             self._pass(found.end())
             return True
-        if mark[0] == "`":
-            behind = self._pending[found.end() : found.end() + 1]
-            start = self._pending[at : at + self._longest]
-            if not (self._fence or self._ended) and any(o.startswith(start) for o in self._openers):
-                self._pass(at)  # the backticks may begin a call
-                return False
-            if not behind and not self._ended and len(mark) < MAX_FENCE:
-                self._pass(at)
-                return False
-            self._pass(at)
-            self._run(len(mark), behind)
-            self._pass(found.end())
-            return True
         self._pass(at)
         start = self._pending[at : at + self._longest]
-        if not self._ended and any(t.startswith(start) for t in self._around if t != mark):
+        begins = mark in self._openers
+        if mark[0] == "`" and not (begins and self._blank):
+            mark = FENCE if begins else mark
+            behind = self._pending[at + len(mark) : at + len(mark) + 1]
+            if not (begins or self._fence or self._ended) and any(
+                opener.startswith(start) for opener in self._openers
+            ):
+                return False  # the backticks may begin a call
+            if not behind and not self._ended and len(mark) < MAX_FENCE:
+                return False
+            self._run(len(mark), behind)
+            self._pass(at + len(mark))
+            return True
+        if not self._ended and any(
+            tag.startswith(start) for tag in (*self._around, *self._openers) if tag != mark
+        ):
             return False  # the mark may become a longer tag
         if mark in self._around:
             self._at = found.end()
@@ -239,6 +241,7 @@ class CallStream:
         self._block_start = self._num_read
         text, self._pending, self._at = self._pending[self._at :], "", 0
         self._reader = BlockReader(text, len(opener), ended=self._ended)
+        self._reader.cut = self._cut
         self._opener = opener
         self._has_called = False
         assert self._family is not None
@@ -265,19 +268,22 @@ class CallStream:
         except CutOff as error:
             rest = reader.text
             reader.at = len(rest)
-            if self._cut and (self._in_call or (error.name and self._opener)):
-                if not self._in_call:
-                    self._called(CallPiece(error.name, id=error.id))
-                self._give(ToolCallPart(self._num_calls - 1, cut=True))
+            begun = error.name and (self._opener or error.certain)
+            if self._cut and (self._in_call or begun):
+                name, id = ("", "") if self._in_call else (error.name, error.id)
+                self._called(CallPiece(name, id=id, last=True, cut=True))
             elif self._in_call:
                 self._called(CallPiece(arguments=error.closing))
             elif not self._is_left_out(rest):
                 self._emit(rest)
         except Malformed:
-            if not (self._opener or self._has_called):
-                reader.at = 0  # reread as text: it may have fenced code
+            fenced = self._opener.startswith(FENCE)
+            if not self._has_called and (fenced or not self._opener):
+                reader.at = len(self._opener)  # reread as text: it may have fenced code
             if not self._in_call:
                 self._emit(reader.text[: reader.at])
+            if fenced and not self._has_called:
+                self._fence, self._in_info = len(FENCE), True
         rest = reader.text[reader.at :]
         self._pending, rest = rest[:SLICE_CHARS], rest[SLICE_CHARS:]
         if rest:
@@ -317,9 +323,11 @@ class CallStream:
             self._name = piece.name
         if piece.arguments:
             self._give(ToolCallPart(self._num_calls - 1, arguments=piece.arguments))
+        if piece.cut:
+            self._give(ToolCallPart(self._num_calls - 1, cut=True))
         if piece.last:
             self._in_call = False
-            if self._name in self._schemas:
+            if self._name in self._schemas and not piece.cut:
                 self.whole.append(self._num_calls - 1)
 
     def _give(self, part: ToolCallPart) -> None:

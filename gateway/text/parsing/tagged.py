@@ -7,10 +7,9 @@ from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
     ToolFamily,
-    bare_calls,
     json_calls,
 )
-from pdserve.gateway.text.parsing.pythonic import python_calls
+from pdserve.gateway.text.parsing.pythonic import listed_calls
 from pdserve.gateway.text.parsing.reader import BlockReader
 
 Matches = Callable[[str], bool]
@@ -44,20 +43,14 @@ def json_between(
 def python_between(
     name: str, tags: Mapping[str, str], matches: Matches, *, bare: str = ""
 ) -> ToolFamily:
-    """Return a family whose calls are a sequence or list of Python calls. `tags` as for
-    `json_between`, `bare` as for ToolFamily. Under a grammar, calls are JSON."""
+    """Return a family whose calls are a sequence or list of Python calls or JSON objects. `tags` as
+    for `json_between`, `bare` as for ToolFamily. Under a grammar, calls are JSON."""
+    begin, end = next(iter(tags.items()))
 
     def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-        yield from reader.space()
-        if (yield from reader.first()) == "{":
-            yield from bare_calls(reader, schemas)
-        else:
-            yield from python_calls(reader, schemas, bare=not opener)
-        yield from reader.space()
-        if opener:
-            yield from reader.closes(tags[opener])
+        yield from listed_calls(reader, schemas, bare=not opener)
+        yield from reader.closes(tags.get(opener, end))
 
-    begin, end = next(iter(tags.items()))
     form = CallForm(f'{begin}{{"name": "NAME", "arguments": ', f"}}{end}", trigger=begin)
     special = (*tags, *tags.values())
     return ToolFamily(name, matches, form, tuple(tags), bare, read=read, special=special)

@@ -153,3 +153,8 @@ def between_tags(
         special=(begin, end) if special is None else special,
         around=around,
     )
+
+
+def lines_around(begin: str, end: str) -> tuple[str, ...]:
+    """Return the tags around a text that may be on separate lines, as for ReasoningFamily."""
+    return f"{begin}\n", begin, f"\n{end}\n", f"\n{end}", end

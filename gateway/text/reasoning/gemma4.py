@@ -2,4 +2,6 @@
 
 from pdserve.gateway.text.parsing.thought import between_tags
 
-FAMILY = between_tags("gemma4", "<|channel>thought", "<channel|>")
+END = "<channel|>"
+
+FAMILY = between_tags("gemma4", "<|channel>thought", END, around=(END,))

@@ -9,10 +9,10 @@ from pdserve.gateway.text.parsing.family import (
     json_calls,
 )
 from pdserve.gateway.text.parsing.pythonic import mixed_calls
-from pdserve.gateway.text.parsing.reader import BlockReader
+from pdserve.gateway.text.parsing.reader import BRACKETED, BlockReader
 
 _NAMES = "tool_call", "tool_calls", "tools", "TOOLCALL", "function_call"
-TAGS = {f"<{name}>": f"</{name}>" for name in _NAMES} | {"[TOOL_CALLS]": "[/TOOL_CALLS]"}
+TAGS = {f"<{name}>": f"</{name}>" for name in _NAMES} | {BRACKETED: "[/TOOL_CALLS]"}
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:

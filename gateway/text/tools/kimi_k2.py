@@ -17,9 +17,10 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     while True:
         written, _ = yield from reader.until(ARGUMENTS, most=MAX_NAME_CHARS)
         written = written.strip()
-        name, _, index = written.removeprefix("functions.").rpartition(":")
+        plain = written.removeprefix("functions.")
+        name, _, index = plain.rpartition(":")
         own = name and written.startswith("functions.") and index.isdecimal()
-        yield from json_arguments(reader, schemas, name or written, written if own else "")
+        yield from json_arguments(reader, schemas, name or plain, written if own else "")
         yield from reader.space()
         closed = yield from reader.closes(CALL_END)
         if not (closed or opener == CALL):

@@ -1,35 +1,13 @@
-"""The calls of Llama 4 and pythonic Llama 3.2: a Python list of calls."""
+"""The calls of Llama 4 and pythonic Llama 3.2: a list of Python calls or JSON objects."""
 
-from pdserve.gateway.text.parsing.arguments import ToolSchemas
-from pdserve.gateway.text.parsing.family import (
-    CallForm,
-    Calls,
-    ToolFamily,
-    bare_calls,
-)
-from pdserve.gateway.text.parsing.pythonic import python_calls
-from pdserve.gateway.text.parsing.reader import BlockReader
+from dataclasses import replace
+
+from pdserve.gateway.text.parsing.family import CallForm
+from pdserve.gateway.text.parsing.tagged import python_between
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 
-
-def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    yield from reader.space()
-    if (yield from reader.first()) == "{":  # the form of a grammar
-        yield from bare_calls(reader, schemas)
-        yield from reader.closes(END)
-        return
-    yield from python_calls(reader, schemas, bare=True)
-    yield from reader.space()
-    yield from reader.closes(END)
-
-
-FAMILY = ToolFamily(
-    "llama4_pythonic",
-    lambda template: "<|header_start|>" in template,
-    CallForm('{"name": "NAME", "parameters": ', "}", trigger='{"name": "'),
-    openers=(BEGIN,),
-    bare="[{",
-    read=read,
-    special=(BEGIN, END),
+FAMILY = replace(
+    python_between("llama4_pythonic", {BEGIN: END}, lambda t: "<|header_start|>" in t, bare="[{"),
+    form=CallForm('{"name": "NAME", "parameters": ', "}", trigger='{"name": "'),
 )

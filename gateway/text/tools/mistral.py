@@ -8,9 +8,9 @@ from pdserve.gateway.text.parsing.family import (
     json_arguments,
     json_list,
 )
-from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader
+from pdserve.gateway.text.parsing.reader import BRACKETED, MAX_NAME_CHARS, BlockReader
 
-BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+BEGIN, ARGUMENTS, CALL_ID = BRACKETED, "[ARGS]", "[CALL_ID]"
 _ENDS_OF_NAME = (ARGUMENTS, CALL_ID, "{")
 
 

@@ -4,7 +4,7 @@ user, such tags are text."""
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, grammar_call
 from pdserve.gateway.text.parsing.invoke import read_invokes, whole_text
-from pdserve.gateway.text.parsing.reader import BlockReader, Malformed
+from pdserve.gateway.text.parsing.reader import BlockReader, CutOff, Malformed
 from pdserve.gateway.text.reasoning.muse_glimmer import AROUND, MESSAGE
 
 TO, BEGIN, END = "to=", "<atem:function_calls>", "</atem:function_calls>"
@@ -16,11 +16,25 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
             raise Malformed
         return
     recipient = yield from reader.name()
-    yield from reader.expect(MESSAGE)
-    if recipient != "user":
+    calls = read_invokes(reader, "atem:", END, schemas, whole_text)
+    try:
+        yield from reader.expect(MESSAGE)
+        if recipient == "user":
+            return
         yield from reader.space()
         yield from reader.expect(BEGIN)
-        yield from read_invokes(reader, "atem:", END, schemas, whole_text)
+        for first in calls:
+            if first is not None:
+                break
+            yield None
+        else:
+            return
+    except CutOff as end:
+        if end.name or recipient not in schemas:
+            raise
+        raise CutOff(recipient) from None
+    yield first
+    yield from calls
 
 
 FAMILY = ToolFamily(

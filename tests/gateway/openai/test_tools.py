@@ -265,6 +265,29 @@ async def test_responses_have_a_call_that_is_cut_off_as_incomplete(
     assert item["arguments"] == '{"city": "Par'
 
 
+async def test_a_call_with_a_malformed_value_is_incomplete_in_every_api(
+    make_http: Callable[..., Any],
+) -> None:
+    """Although text follows and the answer ends by itself."""
+    upstream = router(saying(HERMES.call.replace('"Paris"', '"print("hi")"')))
+    function = WEATHER["function"]
+    answer = (await make_http(upstream).post(URL, json=body())).json()["choices"][0]
+    (call,) = answer["message"]["tool_calls"]
+    assert (call["function"]["arguments"], answer["finish_reason"]) == (
+        '{"city": "print("',
+        "length",
+    )
+    asked = {"model": "tiny", "input": "hi", "tools": [{"type": "function", **function}]}
+    response = (await make_http(upstream).post("/v1/responses", json=asked)).json()
+    assert response["status"] == response["output"][0]["status"] == "incomplete"
+    assert response["output"][0]["arguments"] == '{"city": "print("'
+    tool = {"name": "get_weather", "input_schema": function["parameters"]}
+    asked = {"model": "tiny", "messages": HI, "tools": [tool], "max_tokens": 500}
+    message = (await make_http(upstream).post("/v1/messages", json=asked)).json()
+    assert message["stop_reason"] == "max_tokens"
+    assert message["content"][0]["input"] == {"city": "print("}
+
+
 async def test_a_long_call_is_streamed(make_http: Callable[..., Any]) -> None:
     call = HERMES.call.replace("Paris", "a long name " * 60)
     reply = await make_http(router(saying(call))).post(URL, json=body(stream=True, max_tokens=1700))

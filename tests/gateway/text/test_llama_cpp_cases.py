@@ -40,7 +40,6 @@ DIFFERENT = {
     ("Apriel-1.6-15b-Thinker-fixed", "I'm\nthinking"): "the prompt's words are not the thought's",
     ("mistralai-Ministral-3-14B-Reasoning-2512", "[/THINK]```json"): FENCED,
     ("meta-llama-Llama-3.1-8B-Instruct", '```json\n"42"'): FENCED,
-    ("google-gemma-4-31B-it", "What's up?<channel|>"): BEHIND,
     ("google-gemma-4-31B-it", "What's up?<|channel>"): BEHIND,
     ("google-gemma-4-31B-it", "<|channel><|channel>"): BEHIND,
     ("inclusionai-ling-3.0-flash", "<|role_end|>"): TURN_END,

@@ -34,7 +34,6 @@ PARSERS = {
 }
 WRONG = {
     "gpt-oss/llamacpp-builtin-python-recipient": "what a message says to another is not swallowed",
-    "deepseek/vllm-v3-malformed-missing-brace": "a call whose arguments have begun stays one",
     "qwen3-hermes/vllm-invalid-json-missing-brace": "the arguments are whole, so the call is",
     "llama/l4-truncated-missing-close-bracket": "the calls before the cut are whole",
     "kimi/k2i-vllm-noise-between-markers": "what stands between tags is not swallowed",

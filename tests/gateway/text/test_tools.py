@@ -8,10 +8,13 @@ import random
 import re
 from collections.abc import Iterable
 from itertools import count, pairwise, product
+from pathlib import Path
 from time import process_time
 from typing import Any
 
 import pytest
+import tokenizers
+from builders.byte_tokenizer import VOCAB_SIZE, write_tokenizer
 from builders.tool_answers import TOOL_ANSWERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +24,7 @@ from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import ContentParser
 from pdserve.gateway.text.parsing.reader import Malformed
 from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, MAX_SPACE, CallStream
-from pdserve.gateway.text.parsing.values import MAX_VALUES, Literals, json_value
+from pdserve.gateway.text.parsing.values import MAX_VALUES, json_value
 from pdserve.gateway.text.parts import (
     ContentPart,
     ToolCallPart,
@@ -30,13 +33,15 @@ from pdserve.gateway.text.parts import (
     reasoning_of,
     text_of,
 )
-from pdserve.gateway.text.reasoning import reasoning_family
+from pdserve.gateway.text.reasoning import reasoning_family, reasoning_parser_names
+from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.tools import (
     FALLBACK,
     tool_family,
     tool_family_of,
     tool_parser_names,
 )
+from pdserve.gateway.text.vocabulary import TextCard
 
 PARIS = ("get_weather", {"city": "Paris"})
 ROME = ("get_weather", {"city": "Rome"})
@@ -113,6 +118,48 @@ def test_call(subtests: pytest.Subtests) -> None:
             assert all(
                 isinstance(part, ToolCallPart) and part.arguments and not part.id for part in rest
             )
+
+
+SPECIAL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|\]<\]minimax\[>\[")
+
+
+def tokens_of(path: Path, special: Iterable[str]) -> Tokenizer:
+    """A tokenizer of bytes whose special tokens are the tags in these texts."""
+    write_tokenizer(path)
+    inner = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    tags = {tag for text in special for tag in SPECIAL.findall(text) or [text]}
+    num_tags = inner.add_special_tokens(sorted(tags))
+    return Tokenizer(inner.to_str().encode(), TextCard(VOCAB_SIZE + num_tags))
+
+
+def test_answers_whose_tags_are_special_tokens(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """What the parsers read is what is decoded: each tag that they need is one token or several."""
+    rows: list[tuple[str, str, str, tuple[str, str, list[Any]]]] = [
+        (name, "", TOOL_ANSWERS[name].calls, ("", "", [PARIS, ROME])) for name in NAMES
+    ]
+    for name in reasoning_parser_names():
+        family = reasoning_family(name)
+        assert family is not None
+        begin, end = family.written or (family.begin, family.end)
+        end += "<|start|>assistant" * (name == "gpt_oss") + family.opening
+        rows += [("", name, f"{begin}\nSo.{end}\nHi", ("So.", "Hi", []))]
+    rows += [
+        ("gigachat3", "", "Hi<|message_sep|>\n\n", ("", "Hi", [])),
+        ("", "gemma4", "Hi<channel|>", ("", "Hi", [])),
+    ]
+    for tools, reasoning, answer, expected in rows:
+        with subtests.test(tools=tools, reasoning=reasoning, answer=answer):
+            form = AnswerFormat(tool_family(tools), reasoning_family(reasoning), TOOLS)
+            tokens = tokens_of(tmp_path, form.special)
+            text = tokens.incremental(keep=form.special)
+            parser = form.parser()
+            assert parser is not None
+            content: list[ContentPart] = []
+            for id in tokens.encode(answer, add_special_tokens=False, parse_special=True):
+                content += parser.push(text.push([id]))
+            content += parser.push(text.flush()) + parser.finish()
+            said, calls = made(content)
+            assert (reasoning_of(content).strip(), said.strip(), calls) == expected
 
 
 def test_parallel_calls(subtests: pytest.Subtests) -> None:
@@ -223,6 +270,71 @@ def test_a_call_that_is_cut_off_anywhere_leaves_no_tag(subtests: pytest.Subtests
             assert given[0] == ""
             assert len(set(given)) > 4
             assert all(later.startswith(one) for one, later in pairwise(given))
+
+
+def test_a_call_without_a_tag_is_cut_off_once_its_arguments_begin(
+    subtests: pytest.Subtests,
+) -> None:
+    """Also in fenced code, and where a message's recipient is the tool. Before, it is text."""
+    one = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+    wrapped = f'{{"tool_calls": [{one}]}}'
+    rows = [(name, TOOL_ANSWERS[name].call) for name in sorted(AT_START)]
+    rows += [(name, text) for name in ("hermes", "json") for text in (one, wrapped)]
+    rows += [(name, f"```json\n{text}") for name, text in rows if name == "hermes"]
+    rows += [("llama3_json", f"```json\n[{one}]"), ("llama3_json", TOOL_ANSWERS["pythonic"].call)]
+    for name, call in rows:
+        with subtests.test(name=name, call=call):
+            begins = re.search(r'\(|(arguments|parameters)": ', call)
+            assert begins is not None
+            texts: list[str] = []
+            for at in range(begins.end(), call.index("}" if "}" in call else ")")):
+                for pieces in ([call[:at]], call[:at]):
+                    parts = parse(name, pieces, cut=True)
+                    [part] = calls_of(parts)
+                    assert (text_of(parts), part.name, part.cut) == ("", "get_weather", True)
+                    texts.append(part.arguments)
+                assert not any(part.cut for part in calls_of(parse(name, call[:at])))
+            assert all(later.startswith(one) for one, later in pairwise(texts))
+            before = call[: begins.start()]
+            assert made(parse(name, before, cut=True)) == (before, [])
+    call = TOOL_ANSWERS["muse_glimmer"].call
+    for at in range(call.index("<") + 1, call.rindex("</")):
+        [part] = calls_of(parts := parse("muse_glimmer", call[:at], cut=True))
+        is_cut = "</atem:invoke>" not in call[:at]
+        assert (text_of(parts), part.name, part.cut) == ("", "get_weather", is_cut)
+
+
+FORMS = [
+    ("lfm2", '<|tool_call_start|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]'
+     "<|tool_call_end|>"),
+    ("llama4_pythonic", '[{"name": "get_weather", "parameters": {"city": "Paris"}}]'),
+    ("llama4_pythonic", '<|python_start|>get_weather(city="Paris")<|python_end|>'),
+    ("json", '{"tool_calls": [{"name": "get_weather", "arguments": {"city": "Paris"}}]}'),
+    ("generic", '```tool_code\nprint(get_weather(city="Paris"))\n```'),
+    ("generic", '```tool_code\nget_weather(city="Paris")\n```\n'),
+    ("kimi_k2", TOOL_ANSWERS["kimi_k2"].call.replace(":0", "")),
+    ("llama3_json", '<|python_tag|>get_weather.call(city="Paris")'),
+    ("llama3_json", '[print(get_weather(city="Paris"))]'),
+]  # fmt: skip
+
+
+def test_other_forms_that_models_write(subtests: pytest.Subtests) -> None:
+    for name, answer in FORMS:
+        with subtests.test(name=name, answer=answer):
+            for pieces in ([answer], answer):
+                assert made(parse(name, pieces)) == ("", [PARIS])
+
+
+def test_code_that_is_no_call_is_fenced_code(subtests: pytest.Subtests) -> None:
+    call = TOOL_ANSWERS["generic"].call
+    code = f"```tool_code\nx = 1\n{call}\n```\nso"
+    for before in ("", "So:\n"):
+        for pieces in ([before + code + call], before + code + call):
+            assert made(parse("generic", pieces)) == (before + code, [PARIS])
+    inline = 'Write ```tool_code\nprint("x")\n```'
+    for text in (inline, '{"tool_calls": []}', '{"tool_calls": {"a": [{"name": "f"}]}}'):
+        with subtests.test(text=text):
+            assert made(parse("generic", text)) == (text, [])
 
 
 def test_an_opening_tag_at_the_end_is_text_where_the_answer_ends_by_itself(
@@ -341,7 +453,11 @@ MALFORMED = {
     "seed_oss": ["<seed:tool_call>hi</seed:tool_call>", "<seed:tool_call>\n<function=f>x"],
     "glm45": ["<tool_call>two words</tool_call>", "<tool_call>f<arg_key>a</arg_key>b</tool_call>"],
     "mistral": ["[TOOL_CALLS] no json at all", "[TOOL_CALLS][1]", "[TOOL_CALLS]f[ARGS]x"],
-    "gemma4": ["<|tool_call>call:f no brace<tool_call|>", "<|tool_call>call:f{a}<tool_call|>"],
+    "gemma4": [
+        "<|tool_call>call:f no brace<tool_call|>",
+        "<|tool_call>call:f{a}<tool_call|>",
+        "<|tool_call>call:f{a:|}<tool_call|>",
+    ],
     "minimax_m2": ["<minimax:tool_call>x</minimax:tool_call>"],
     "kimi_k2": ["<|tool_calls_section_begin|>x<|tool_calls_section_end|>"],
     "deepseek_v3": [DS + "x" for DS in ("<｜tool▁calls▁begin｜>",)],
@@ -364,13 +480,15 @@ def test_what_is_no_call_is_given_back(subtests: pytest.Subtests) -> None:
 def test_a_call_after_what_is_none(subtests: pytest.Subtests) -> None:
     for name in ("hermes", "qwen3_coder", "gemma4", "mistral"):
         with subtests.test(name):
-            broken = MALFORMED[name][0]
-            text, calls = made(parse(name, broken + "\n" + TOOL_ANSWERS[name].call))
-            assert (text, calls) == (broken, [PARIS])
+            broken = "\n".join(MALFORMED[name][:1] + MALFORMED[name][-1:] * 2)
+            answer = f"{broken}\n{TOOL_ANSWERS[name].call}"
+            for pieces in ([answer], answer):
+                assert made(parse(name, pieces)) == (broken, [PARIS])
 
 
 def test_a_missing_bracket_hides_no_later_call(subtests: pytest.Subtests) -> None:
-    """A call of a known tool whose arguments have begun stays one; another one is text."""
+    """A call of a known tool whose arguments have begun stays one, but is cut if they are not
+    whole; another one is text."""
     for name in ("hermes", "gemma4", "kimi_k2", "deepseek_v31"):
         with subtests.test(name):
             answer = TOOL_ANSWERS[name]
@@ -378,8 +496,11 @@ def test_a_missing_bracket_hides_no_later_call(subtests: pytest.Subtests) -> Non
             broken = answer.call[:at] + answer.call[at + 1 :]
             for between in ("", "\n"):
                 whole = broken + between + answer.call.replace("Paris", "Rome")
-                assert made(parse(name, [whole])) == ("", [PARIS, ROME])
-                assert made(parse(name, whole)) == ("", [PARIS, ROME])
+                first = PARIS if name == "hermes" else (PARIS[0], '{"city": "Paris"')
+                for pieces in ([whole], whole):
+                    parts = parse(name, pieces)
+                    assert made(parts) == ("", [first, ROME])
+                    assert [call.cut for call in calls_of(parts)] == [first != PARIS, False]
                 unknown = whole.replace("get_weather", "g", 1)
                 text, calls = made(parse(name, unknown))
                 assert (text, calls) == (broken.replace("get_weather", "g"), [ROME])
@@ -390,7 +511,7 @@ def test_a_missing_brace_of_named_arguments_hides_no_later_call(between: str) ->
     broken = '{"a": [1, {"b": "}"}'
     whole = f'[TOOL_CALLS]f[ARGS]{broken}{between}[TOOL_CALLS]f[ARGS]{{"a": [1]}}'
     for pieces in ([whole], whole):
-        calls = [("f", {"a": [1, {"b": "}"}]}), ("f", {"a": [1]})]
+        calls = [("f", broken), ("f", {"a": [1]})]
         assert made(parse("mistral", pieces)) == (between.strip(), calls)
         text = whole.replace("f[", "g[", 1)
         given_back = "[TOOL_CALLS]g[ARGS]" + broken + between.rstrip()
@@ -398,24 +519,33 @@ def test_a_missing_brace_of_named_arguments_hides_no_later_call(between: str) ->
 
 
 BROKEN = [
-    ("llama4_pythonic", "[f(a=1] so", "so", '{"a": 1}'),
-    ("llama4_pythonic", "[f(a='x', b=y)]", "y)]", '{"a": "x"}'),
+    ("llama4_pythonic", "[f(a=1] so", "so", '{"a": 1'),
+    ("llama4_pythonic", "[f(a='x', b=y)]", "y)]", '{"a": "x"'),
+    ("lfm2", '<|tool_call_start|>[f(a="x" + y)]', "+ y)]", '{"a": "x"'),
     ("json", '{"name": "f", "arguments": {}, "x": NaN} so', "so", "{}"),
-    ("json", '{"name": "f", "arguments": {"a": [1, NaN]}} so', "NaN]}} so", '{"a": [1]}'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, , 2]}}', ", 2]}}", '{"a": [1]}'),
+    ("json", '{"name": "f", "arguments": {"a": [1, NaN]}} so', "NaN]}} so", '{"a": [1'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, , 2]}}', ", 2]}}", '{"a": [1'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, x', ', x', '{"a": 1}'),
-    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>b</arg_value>so", "so", '{"a": "b"}'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "print("hi")"}}', 'hi")"}}',
+     '{"a": "print("'),
+    ("gpt_oss", TOOL_ANSWERS["gpt_oss"].call.replace('}', ' x}').replace("get_weather", "f"), "x}",
+     '{"city": "Paris"'),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>b</arg_value>so", "so", '{"a": "b"'),
     ("qwen3_coder", "<function=f><parameter=a>b</parameter></function>so", "so", '{"a": "b"}'),
 ]  # fmt: skip
 
 
 def test_a_call_that_has_begun_ends_where_it_is_malformed(subtests: pytest.Subtests) -> None:
+    """As one that is cut off: nothing runs it."""
     for name, text, rest, arguments in BROKEN:
         with subtests.test(text=text):
             for pieces in ([text], text):
                 parts = parse(name, pieces)
                 assert text_of(parts) == rest
-                assert [(c.name, c.arguments) for c in calls_of(parts)] == [("f", arguments)]
+                is_cut = not arguments.endswith("}")
+                assert [(c.name, c.arguments, c.cut) for c in calls_of(parts)] == [
+                    ("f", arguments, is_cut)
+                ]
 
 
 def test_what_is_malformed_before_the_first_value_is_no_call(subtests: pytest.Subtests) -> None:
@@ -437,6 +567,8 @@ def test_only_the_arguments_of_a_call_that_was_cut_may_be_a_part() -> None:
 
 
 TOLERATED = [
+    ('{"a": """say "hi"\n\\"""x""", \'b\': \'\'\'it\'s\'\'\', "c": "", \'d\': \'\'}',
+     '{"a": "say \\"hi\\"\\n\\"\\"\\"x", "b": "it\'s", "c": "", "d": ""}'),
     ("{'s': 'x<y', \"t\": 'it\\'s \"it\"'}", '{"s": "x<y", "t": "it\'s \\"it\\""}'),
     ('{"n": True, "a": [None, 1_000, 0x1F,],}', '{"n": true, "a": [null, 1000, 31]}'),
     ('{ "a" : 1.50 ,"b":\n[ 1e5 ,{}, [ ] ] }', '{ "a" : 1.50 ,"b":\n[ 1e5 ,{}, [ ] ] }'),
@@ -454,13 +586,17 @@ def test_json_in_other_notations_becomes_json(subtests: pytest.Subtests) -> None
                 assert arguments_object(arguments) == json.loads(arguments)
 
 
-def test_a_list_that_is_malformed_ends_with_its_argument() -> None:
+def test_a_call_ends_with_a_list_that_is_malformed() -> None:
     schemas = ToolSchemas({"f": {"properties": {"a": {"type": "array"}}}})
-    for value, read in (("[1, 2", [1, 2]), ("[1, x, 2]", [1]), ("[1, 1_000]", [1, 1000])):
+    for value, read in (
+        ("[1, 2", {"a": [1, 2], "b": "y"}), ("[1, 1_000]", {"a": [1, 1000], "b": "y"}),
+        ("[1, x, 2]", '{"a": [1'), ("[1] + [2]", '{"a": [1]'),
+    ):  # fmt: skip
         call = f"<function=f><parameter=a>{value}</parameter><parameter=b>y</parameter></function>"
         for pieces in ([call], call):
-            expected = ("", [("f", {"a": read, "b": "y"})])
-            assert made(parse("qwen3_coder", pieces, schemas=schemas)) == expected
+            parts = parse("qwen3_coder", pieces, schemas=schemas)
+            assert made(parts)[1] == [("f", read)]
+            assert [call.cut for call in calls_of(parts)] == [isinstance(read, str)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -483,18 +619,18 @@ def test_arguments_of_a_call_that_is_not_cut_are_json(name: str) -> None:
         parts = parse(name, ["".join(chars)], schemas=schemas)
         assert made(parse(name, chars, schemas=schemas)) == made(parts), "".join(chars)
         for call in calls_of(parts):
-            assert isinstance(json.loads(call.arguments), dict), "".join(chars)
+            assert isinstance(arguments_object(call.arguments, cut=call.cut), dict), "".join(chars)
             num_calls += 1
     assert num_calls > 50
 
 
-def test_arguments_that_are_too_long_are_closed() -> None:
+def test_a_call_whose_arguments_are_too_long_is_cut() -> None:
     parser = make("hermes")
     parts = parser.push('<tool_call>{"name": "f", "arguments": {"a": [1], "')
     for _ in range(2 * MAX_CALL_CHARS // (1 << 16)):
         parts += parser.push("x" * (1 << 16))
     parts += parser.finish()
-    assert made(parts)[1] == [("f", {"a": [1]})]
+    assert [(c.arguments, c.cut) for c in calls_of(parts)] == [('{"a": [1]', True)]
 
 
 DEFINITION = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -516,6 +652,8 @@ def test_the_definition_of_a_tool_is_no_call(subtests: pytest.Subtests) -> None:
             continue
         num_families += definition is described
         end = family.form.end[1:]
+        for tag in family.around:
+            end = end.replace(tag, "")
         with subtests.test(family=family.name, definition=definition):
             text = begin[:at] + json.dumps(definition) + end
             for pieces in ([text], text):
@@ -549,6 +687,8 @@ AROUND = {
     "kimi_k3": "<|open|>response<|sep|>TEXT<|close|>response<|sep|>",
     "solar": "<|content|>TEXT<|end|>",
     "muse_glimmer": " to=user<|message|>TEXT<|eot|>",
+    "ernie45": "<response>\nTEXT\n</response>\n",
+    "hunyuan_a13b": "<answer>\nTEXT\n</answer>\n",
 }
 
 
@@ -604,8 +744,9 @@ def test_tags_within_a_text_are_text(subtests: pytest.Subtests) -> None:
 def test_tags_before_a_call_are_left_out(subtests: pytest.Subtests) -> None:
     for name, tags in AROUND.items():
         with subtests.test(name):
-            form = AnswerFormat(tool_family(name), reasoning_family(name), TOOLS)
-            answer = f"{tags}\n{TOOL_ANSWERS[name].call}{tags}"
+            tools = name if tool_family(name) else "hermes"
+            form = AnswerFormat(tool_family(tools), reasoning_family(name), TOOLS)
+            answer = f"{tags}\n{TOOL_ANSWERS[tools].call}{tags}"
             for pieces in ([answer], answer):
                 parser = form.parser()
                 assert parser is not None
@@ -707,10 +848,11 @@ def test_elements_that_are_too_deep_take_linear_time() -> None:
     call = TOOL_ANSWERS["minimax_m3"].call.replace("Paris", deep)
     began = process_time()
     for pieces in ([call], call):
-        text, [(name, arguments)] = made(parse("minimax_m3", pieces))
-        assert name == "get_weather"
-        assert call.endswith(text)
-        assert isinstance(arguments, dict)
+        parts = parse("minimax_m3", pieces)
+        [part] = calls_of(parts)
+        assert (part.name, part.cut) == ("get_weather", True)
+        assert call.endswith(text_of(parts))
+        assert isinstance(arguments_object(part.arguments, cut=True), dict)
     assert process_time() - began < 10
 
 
@@ -753,22 +895,25 @@ LITERALS = [
     ("'it\\'s'", "it's"), ('"a\\n\\x41\\u00e9\\q"', "a\nA\u00e9\\q"), ("-1.5e3", -1500.0),
     ("(1, 2,)", [1, 2]),
     ("{'a': None, 'b': [True]}", {"a": None, "b": [True]}), ("{}", {}), ("false", False),
-    ("'" + "\\ud800" + "'", "\\ud800"),
+    ("'" + "\\ud800" + "'", "\\ud800"), (r"['\ud83d\ude00']", ["\U0001f600"]), ("['']", [""]),
+    ('"""say "hi"\n""\\""""', 'say "hi"\n"""'), ("'''it's'''", "it's"),
+    (r'r"C:\new\""', r'C:\new\"'), ('"a" \'b\'\n r"c"', "abc"), ('{"a": "b" "c"}', {"a": "bc"}),
 ]  # fmt: skip
+TYPE_NAMES = "array", "object", "number", "boolean", "null"
 
 
 def test_literals_of_python(subtests: pytest.Subtests) -> None:
     for text, value in LITERALS:
         with subtests.test(text=text):
-            assert Literals(text).whole() == value
             call = f"[f(a={text})]"
             assert made(parse("llama4_pythonic", call)) == ("", [("f", {"a": value})])
 
 
 def test_what_is_no_literal(subtests: pytest.Subtests) -> None:
-    for text in ["", "x", "1 2", "[1", "{1: 2}", "{'a' 1}", "'a", "[,]", "nan"]:
-        with subtests.test(text=text), pytest.raises(Malformed):
-            Literals(text).whole()
+    schemas = ToolSchemas({"f": {"properties": {"a": {"type": list(TYPE_NAMES)}}}})
+    for text in ["", "x", "1 2", "[1", "{1: 2}", "{'a' 1}", "'a", "[,]", "nan", "[1] x"]:
+        with subtests.test(text=text):
+            assert schemas.call("f").typed("a", text) == text
 
 
 def test_double_encoded_arguments_are_decoded() -> None:
@@ -853,6 +998,10 @@ SCHEMA = {
         "second": {"$ref": "#/properties/maybe/anyOf/0"},
         "far": {"$ref": "#/properties/maybe/anyOf/7"},
         "both": {"type": "boolean", "$ref": "#/$defs/Tree"},
+        "five": {"const": 5},
+        "object": {"properties": {"x": {}}},
+        "list": {"items": {}},
+        "mixed": {"type": ["string", "integer", "array"]},
         "tree": {"$ref": "#/$defs/Tree"},
     },
     "$defs": {
@@ -872,7 +1021,9 @@ TYPED = [
     ("place", '{"x": 1}', {"x": 1}), ("place", "{'x': True}", {"x": True}), ("other", "1", "1"),
     ("as_count", "7", 7), ("odd", "true", True), ("spaced", "None", None), ("second", "7", 7),
     ("far", "7", "7"), ("tree", "[1]", [1]), ("tree", "1", 1), ("tree", "true", "true"),
-    ("both", "true", True), ("both", "1", 1),
+    ("both", "true", True), ("both", "1", 1), ("five", "5", 5), ("object", '{"x": 1}', {"x": 1}),
+    ("list", "[1]", [1]), ("mixed", "007", "007"), ("mixed", "1_000", "1_000"), ("mixed", "7", 7),
+    ("mixed", "['a']", ["a"]), ("mixed", r"['\ud83d\ude00']", ["\U0001f600"]),
 ]  # fmt: skip
 
 
@@ -887,6 +1038,24 @@ def test_values_are_typed_by_the_schema(subtests: pytest.Subtests) -> None:
             parts = parse("qwen3_coder", [whole], schemas=ToolSchemas({"f": SCHEMA}))
             if not text.endswith("\n"):
                 assert made(parts) == ("", [("f", {name: value})])
+
+
+def test_arguments_are_those_of_all_schemas_of_the_tool(subtests: pytest.Subtests) -> None:
+    """Of those that it refers to or is made of; others have the type of additional ones."""
+    count = {"properties": {"count": {"type": "integer"}}}
+    for schema, key in [
+        ({"$ref": "#/$defs/A", "$defs": {"A": count}}, "count"),
+        ({"type": "object", "allOf": [{"properties": {}}, count]}, "count"),
+        ({"anyOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": count}}, "count"),
+        ({"properties": {}, "additionalProperties": {"type": "integer"}}, "other"),
+        ({"allOf": [{"additionalProperties": {"type": "integer"}}]}, "other"),
+    ]:  # fmt: skip
+        with subtests.test(schema=schema):
+            schemas = ToolSchemas({"get_weather": schema})
+            assert schemas.knows("get_weather", key)
+            for name in ("qwen3_coder", "glm45", "minimax_m2", "step3"):
+                call = TOOL_ANSWERS[name].call.replace("city", key).replace("Paris", "5")
+                assert made(parse(name, call, schemas=schemas)) == ("", [("get_weather", {key: 5})])
 
 
 def test_odd_schemas_type_nothing(subtests: pytest.Subtests) -> None:
