@@ -265,7 +265,7 @@ def test_missing_and_extra_tensors_are_named(tmp_path: Path) -> None:
     edit(folder, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(72)}, {norm})
     with pytest.raises(CheckpointError) as caught:
         load(folder)
-    assert f"lacks 1 tensors: {norm}" in str(caught.value)
+    assert f"missing 1 tensors: {norm}" in str(caught.value)
     assert "unexpected 1 tensors: model.layers.0.self_attn.q_proj.bias" in str(caught.value)
 
 

@@ -173,7 +173,7 @@ def test_a_writer_that_has_closed_its_window_says_so(ends: Ends) -> None:
     window = window_of(ends, 0)
     assert not window.is_unused()
     link.close()
-    wait_until(window.left)
+    wait_until(window.is_unused)
 
 
 def test_decode_killed_at_any_moment(tmp_path: Path, start: Any) -> None:

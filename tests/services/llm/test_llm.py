@@ -210,8 +210,18 @@ def test_what_is_wrong_is_said(llm: LLM) -> None:
         (TypeError, "not bytes", None, lambda: llm.generate(b"a")),  # type: ignore[arg-type]
         (TypeError, "list of messages", None, lambda: llm.chat("hello")),  # type: ignore[call-overload]
         (TypeError, "pdserve.SamplingParams", None, lambda: llm.generate("a", {"n": 1})),  # type: ignore[arg-type]
-        (ValueError, "1 sampling_params for 2", None, lambda: llm.generate(["a", "b"], [GREEDY])),
-        (ValueError, "1 priority for 2", None, lambda: llm.generate(["a", "b"], priority=[1])),
+        (
+            ValueError,
+            "sampling_params has 1 values for 2 prompts",
+            None,
+            lambda: llm.generate(["a", "b"], [GREEDY]),
+        ),
+        (
+            ValueError,
+            "priority has 1 values for 2 prompts",
+            None,
+            lambda: llm.generate(["a", "b"], priority=[1]),
+        ),
         (InvalidRequest, "whole number", "priority", lambda: llm.generate("a", priority="high")),  # type: ignore[arg-type]
         (TypeError, "not dict", None, lambda: llm.generate({"prompt_token_ids": [1]})),  # type: ignore[arg-type]
         (TypeError, "'tool'", None, lambda: llm.chat(HI, tool=[])),  # type: ignore[call-overload]
@@ -228,7 +238,7 @@ def test_what_is_wrong_is_said(llm: LLM) -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="block_size: 0 is below 1"):
         LLM("x", block_size=0)
-    with pytest.raises(ValueError, match="weights: 'int3' is none of"):
+    with pytest.raises(ValueError, match="weights: 'int3' is not one of"):
         LLM("x", weights="int3")
     with pytest.raises(ValueError, match="threads"):
         LLM("x", threads=-1)

@@ -67,7 +67,7 @@ def test_an_option_of_the_workers_admits_what_it_says(
         else:
             failed = await pair.prefill.wait("failed", attempt)
             assert failed.failure.message.startswith(
-                {"weights": "weights bb", "numerics": "numerics id native/avx2 here"}[differs]
+                {"weights": "weights bb", "numerics": "numerics id native/avx2 at prefill"}[differs]
             )
 
     run(monkeypatch, tmp_path, OTHERS[differs], test, **{f"allow_mixed_{allowed}": True})

@@ -209,7 +209,7 @@ def test_without_a_router_it_is_not_ready(
     monkeypatch.setattr("pdserve.services.worker.process.ALONE_S", 0.1)
     made = settings(DecodeSettings, tmp_path, routers=("127.0.0.1:9",))
     assert run_decode(made, EngineConfig(), report) == 0
-    assert "no router (127.0.0.1:9) has opened a session" in capsys.readouterr().err
+    assert "no router (127.0.0.1:9) has connected" in capsys.readouterr().err
     assert events == ["listening", "loading", "loading"]
 
 

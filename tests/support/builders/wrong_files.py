@@ -356,7 +356,9 @@ GGUF_FILES = {
     ),
     "gguf: cut in the data": WrongFile(gguf_bytes(lambda held: held[:-4000]), "file truncated"),
     "gguf: no architecture": WrongFile(keys(general__architecture=None), "general.architecture"),
-    "gguf: architecture": WrongFile(keys(general__architecture="mamba"), "'mamba' is not known"),
+    "gguf: architecture": WrongFile(
+        keys(general__architecture="mamba"), "unknown GGUF architecture 'mamba'"
+    ),
     "gguf: architecture is a number": WrongFile(keys(general__architecture=5), "architecture"),
     "gguf: no number of layers": WrongFile(keys(llama__block_count=None), "llama.block_count"),
     "gguf: no context": WrongFile(keys(llama__context_length=None), "llama.context_length"),
