@@ -1,5 +1,5 @@
 """Client libraries: each script of `sessions` lists a folder, writes a long file, recalls both, and
-goes on after a prompt that is too long."""
+goes on after a prompt that is too long; instructor's has typed answers instead of files."""
 
 import shutil
 import sys
@@ -19,7 +19,7 @@ from clients.pins import (
     PYDANTIC_AI,
     Pin,
 )
-from fakes.agent_model import LONG_TEXT, NAME
+from fakes.agent_model import LONG_TEXT, NAME, THOUGHT
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(1200)]
 
@@ -72,20 +72,28 @@ def test_ai_sdk(provider: str, loopback: Loopback) -> None:
     assert wrote(loopback)
 
 
-def test_llm(loopback: Loopback) -> None:
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_llm(api: str, loopback: Loopback) -> None:
+    """It has no option for time-outs, and shows thoughts of responses only."""
     program = installed(LLM) / "llm"
     models = loopback.home / "extra-openai-models.yaml"
     models.write_text(
         f"- model_id: {NAME}\n  model_name: {NAME}\n  api_base: {loopback.url}/v1\n"
-        "  supports_tools: true\n"
+        f"  supports_tools: true\n  responses: {str(api == 'responses').lower()}\n"
     )
     env = {"LLM_USER_PATH": str(loopback.home), "OPENAI_API_KEY": "a-key"}
     tools = ("--functions", SESSIONS / "tools.py", "--chain-limit", "5")
 
-    def turn(text: str, *flags: str) -> str:
-        return loopback.run(program, "-m", NAME, *flags, *tools, text, **env)
+    def turn(text: str, *flags: str, exit_codes: tuple[int, ...] = (0,)) -> str:
+        words = ("-m", NAME, *flags, *tools)
+        return loopback.run(program, *words, stdin=text, exit_codes=exit_codes, **env)
 
-    assert f"The tool has answered: {SEEN}" in turn("[[list .]]")
+    listed = turn("[[list .]]")
+    assert f"The tool has answered: {SEEN}" in listed
+    assert api == "chat" or THOUGHT in listed
     turn("[[write long.txt]]", "-c")
     assert wrote(loopback)
     assert "turn 3 with 2 results" in turn("[[recall]]", "-c")
+    too_long = "[[recall]]" + " The tide comes in, and the boats rise." * 5000
+    assert "maximum context length" in turn(too_long, "-c", exit_codes=(1,))
+    assert "turn 4" in turn("[[recall]]", "-c")

@@ -36,13 +36,17 @@ PARAMETERS = {
 FUNCTION = {"name": "get_weather", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
-CALL_TOKENS = ("<tool_call>", "<｜tool▁calls▁begin｜>")
 ONE_CALL = {"parallel_tool_calls": False}  # a model that writes any token may go on with calls
-SEEDS = 6  # of each form, so that each worker has some of it
-LIKELY = 10.0  # of a call, in free text of a model that otherwise writes any
-# What an answer of gpt-oss begins with when it is free; where a call is forced, a thought may come
-# first, which a model that writes any token ends by its budget alone.
+FORMS = ("forced", "named", "strict", "regex", "choice")
+SEEDS = 8  # of each form, so that each worker has some of it; 200 answers of all models
+# Bias of a call's first token, which is likely then, and not certain, at each place of a free text
+# of a model that otherwise writes any.
+LIKELY = 10.0
+# What an answer of gpt-oss begins with when it is free, unless biases change its channel; where a
+# call is forced, a thought may come first, which a model that writes any token ends by its budget
+# alone.
 FINAL = ("assistant", "<|channel|>", "final", "<|message|>")
+CHANNEL_LIKELY, CHANNEL_UNLIKELY = 20.0, -100.0  # biases
 THOUGHT = 8  # tokens
 
 
@@ -58,6 +62,13 @@ def is_gpt_oss(words: Tokenizer) -> bool:
     return words.token_to_id(FINAL[1]) is not None
 
 
+def call_ids(packaged: PackagedModel, words: Tokenizer) -> list[int]:
+    """The tokens that a call begins with; those of gpt-oss without the one that begins any
+    message."""
+    ids: list[int] = words.encode(packaged.begin, add_special_tokens=False).ids
+    return ids[1:] if is_gpt_oss(words) else ids
+
+
 def teach(folder: Path, ids: Sequence[int]) -> None:
     """Make each of these tokens the most likely one after the one before it."""
     (path,) = folder.glob("*.safetensors")
@@ -65,7 +76,7 @@ def teach(folder: Path, ids: Sequence[int]) -> None:
     embeddings, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
     for before, after in pairwise(ids):
         embeddings[before] *= 20  # so that the layers change its direction little
-        head[after] += 20 * embeddings[before] / embeddings[before].norm()
+        head[after] += 5 * embeddings[before] / embeddings[before].norm()
     save_file(tensors, path, {"format": "pt"})
 
 
@@ -79,12 +90,13 @@ def model(packaged: PackagedModel, tmp_path_factory: pytest.TempPathFactory) -> 
         vocab_size=words.get_vocab_size(),
         num_hidden_layers=2,
         max_position_embeddings=4096,
-        tie_word_embeddings=not is_gpt_oss(words),
+        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=eos[0],
     )
     if is_gpt_oss(words):
         teach(folder, [words.token_to_id(text) for text in FINAL])
+    teach(folder, call_ids(packaged, words))
     (folder / "tokenizer.json").write_bytes(packaged.tokenizer)
     config = {"eos_token": packaged.eos[0], "chat_template": packaged.template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -99,18 +111,17 @@ def cluster(model: Path, rings: Path, tmp_path_factory: Any) -> Iterator[Cluster
 
 
 class Client:
-    """Sends the requests of a run, which finds nothing that another has cached."""
+    """Sends the requests of a run, each of which finds nothing that another has cached."""
 
     def __init__(self, url: str, run: str, packaged: PackagedModel) -> None:
         self._url = url + URL
         self._run = run
         words = Tokenizer.from_buffer(packaged.tokenizer)
-        calls = [token for text in CALL_TOKENS if (token := words.token_to_id(text)) is not None]
-        self._bias = {str(token): LIKELY for token in calls}
-        self._budget = {"thinking_token_budget": THOUGHT} if is_gpt_oss(words) else {}
-        self.forms = ["forced", "named", "regex", "choice"]
-        if calls:
-            self.forms.append("strict")
+        first, final = call_ids(packaged, words)[0], words.token_to_id(FINAL[2])
+        self._bias, self._budget = {first: LIKELY}, {}
+        if is_gpt_oss(words):
+            self._bias = {first: CHANNEL_LIKELY, final: CHANNEL_UNLIKELY}
+            self._budget = {"thinking_token_budget": THOUGHT}
         self.regex = f"([a-f]{{3}}-[0-9]{{4}} ){{{LONG}}}{re.escape(packaged.tag)}"
         self.choices = [f"{word} {packaged.tag} " * 2 * LONG for word in ("yes", "no", "perhaps")]
 
@@ -122,23 +133,22 @@ class Client:
                 return {"tools": [TOOL], "tool_choice": NAMED}
             case "strict":
                 strict = {**TOOL, "function": {**FUNCTION, "strict": True}}
-                return {"tools": [strict], **ONE_CALL}
+                return {"tools": [strict], "logit_bias": self._bias, **ONE_CALL}
             case "regex":
                 return {"guided_regex": self.regex}
             case _:
                 return {"guided_choice": self.choices}
 
     def _body(self, form: str, seed: int) -> dict[str, Any]:
-        question = f"{form} {seed}: " + "How is the weather today? " * 60
+        question = f"{form} {seed}: " + "How is the weather today? " * 30
         return {
             "model": "tiny",
             "messages": [{"role": "user", "content": question}],
             "seed": seed,
             "temperature": 1,
             "max_tokens": 3000,
-            "cache_salt": self._run,
+            "cache_salt": f"{self._run} {form} {seed}",
             "chat_template_kwargs": {"enable_thinking": False},
-            "logit_bias": self._bias,
             **self._budget,
             **self._fields(form),
         }
@@ -195,7 +205,7 @@ def test_a_killed_worker_changes_no_answer_with_a_form(
     cluster: Cluster, packaged: PackagedModel, subtests: pytest.Subtests
 ) -> None:
     client = Client(cluster.url, "calm", packaged)
-    requests = list(product(client.forms, range(SEEDS)))
+    requests = list(product(FORMS, range(SEEDS)))
     with ThreadPoolExecutor(len(requests)) as pool:
         warm(cluster, Client(cluster.url, "warm", packaged), pool)
         remote = cluster.view().prefill_remote
@@ -229,4 +239,4 @@ def test_a_killed_worker_changes_no_answer_with_a_form(
             assert 4 < at_kill[form, seed] < len(chunks)
             assert streamed(chunks) == answer
     again = [form for (form, _), chunks in taken.items() if tried[chunks[0]["id"]] > 1]
-    assert set(again) == set(client.forms), "a form without a stream of the killed worker"
+    assert set(again) == set(FORMS), "a form without a stream of the killed worker"

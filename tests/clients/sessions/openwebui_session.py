@@ -3,17 +3,15 @@ asks of a model beside it (title, tags), and Ollama's lists."""
 
 import json
 import urllib.request
+from urllib.error import HTTPError
 
 from session import (
     BASE_URL,
     CHAT_TOOLS,
     IDLE_S,
     KEY,
-    LIST,
     MODEL,
-    RECALL,
-    WRITE,
-    check,
+    converse,
     run_tool,
 )
 
@@ -28,10 +26,20 @@ HEADERS = {
 }
 
 
+class TooLong(Exception):
+    """What Open WebUI shows of an overflow."""
+
+
 def ask(path: str, body: dict | None = None) -> object:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{BASE_URL}{path}", data, HEADERS)
-    return urllib.request.urlopen(request, timeout=IDLE_S)
+    try:
+        return urllib.request.urlopen(request, timeout=IDLE_S)
+    except HTTPError as error:
+        message = json.load(error)["error"]["message"]
+        if "maximum context length" not in message:
+            raise
+        raise TooLong(message) from None
 
 
 def answer(messages: list) -> dict:
@@ -85,9 +93,7 @@ def turn(messages: list, text: str) -> str:
 
 assert [model["id"] for model in json.load(ask("/v1/models"))["data"]] == [MODEL]
 messages: list = [{"role": "system", "content": "You are brief."}]
-listed = turn(messages, LIST)
-turn(messages, WRITE)
-check(listed, turn(messages, RECALL), thoughts)
+converse(turn, messages, TooLong, lambda: thoughts)
 title = {
     "model": MODEL,
     "messages": [{"role": "user", "content": '### Task: a title. [[say {"title": "Boats"}]]'}],
