@@ -1,13 +1,16 @@
 """Shared by all tests: hypothesis' profiles, anyio's backend, the one event loop of coroutines,
 garbage collection, torch's threads, Triton's interpreter."""
 
+import asyncio
 import gc
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import uvloop
 from hypothesis import HealthCheck, settings
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
@@ -79,6 +82,27 @@ async def one_loop(anyio_backend: str) -> AsyncIterator[None]:
     """Keeps one event loop for all tests: grpc.aio has one poller for all loops of a process,
     and an event of a closed test's loop would raise in the next one's."""
     yield  # noqa: PT022  (a fixture that is not over keeps the loop)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _loops_of_services_stay_open() -> Iterator[None]:
+    """Keeps, for the same reason, the loops of services that tests run in this process."""
+    runners: list[asyncio.Runner] = []
+
+    def run(main: Coroutine[Any, Any, Any]) -> Any:
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        runners.append(runner)
+        try:
+            return runner.run(main)
+        finally:
+            loop = runner.get_loop()
+            loop.run_until_complete(loop.shutdown_default_executor())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvloop, "run", run)
+        yield
+    for runner in runners:
+        runner.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -139,6 +139,10 @@ class CountBody(ThinkingFields):
             (n for n, turn in enumerate(self.messages) if turn.role == "user"), default=0
         )
         for number, turn in enumerate(self.messages):
+            for name in ("output_config", "clear_at"):
+                if turn.role != "system" and getattr(turn, name) is not None:
+                    at = f"messages[{number}].{name}"
+                    raise refuse(at, f"{at} is allowed in system messages only")
             missing = turn.content is None and turn.role != "assistant"
             if missing and not (turn.output_config and turn.output_config.effort):
                 at = f"messages[{number}].content"
@@ -222,9 +226,11 @@ class MessagesBody(CountBody):
 
     def _thinking_budget(self) -> int | None:
         thinking = self.thinking
-        if thinking is None or thinking.type != "enabled":
+        if thinking is None or thinking.type == "disabled":
             return None
         name = "thinking.budget_tokens"
+        if thinking.budget_tokens is None and thinking.type != "enabled":
+            return None
         if thinking.budget_tokens is None:
             raise refuse(name, f"{name} is required")
         if thinking.budget_tokens < 1:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_VALUES
 from pdserve.gateway.grammars.schemas import without_annotations
@@ -41,7 +41,8 @@ class AnswerFormat:
 
     `only_calls`: drop text after a call. `calls_first`: an answer that does not begin with a call
     has none. `open`: the prompt has opened reasoning. `inline`: reasoning is part of the text.
-    `continues`: the answer continues a message.
+    `continues`: the answer continues a message. `held`: from where on a grammar holds calls to a
+    form, so that only that form is read: the "start" or the end of the "thought"; empty: nowhere.
     """
 
     tools: ToolFamily | None = None
@@ -53,6 +54,7 @@ class AnswerFormat:
     open: bool = False
     inline: bool = False
     continues: bool = False
+    held: Literal["", "start", "thought"] = ""
 
     @property
     def special(self) -> frozenset[str]:
@@ -71,22 +73,28 @@ class AnswerFormat:
         else:
             thoughts = self.reasoning.make(self.open) if self.reasoning else None
             calls: ContentParser | None = None
-            in_thought = None
+            in_thought = after_thought = None
             around = self.reasoning.around if self.reasoning else ()
             if self.tools is not None or around:
-                calls = CallStream(
-                    self.tools,
-                    self.schemas,
-                    new_id,
-                    self.parallel,
-                    self.only_calls,
-                    self.calls_first,
-                    around,
-                )
+
+                def stream(tools: ToolFamily | None) -> CallStream:
+                    return CallStream(
+                        tools,
+                        self.schemas,
+                        new_id,
+                        self.parallel,
+                        self.only_calls,
+                        self.calls_first,
+                        around,
+                    )
+
+                in_form = in_form_only(self.tools) if self.tools and self.held else None
+                calls = stream(in_form if self.held == "start" else self.tools)
+                after_thought = partial(stream, in_form) if self.held == "thought" else None
             if self.tools is not None and self.tools.openers and thoughts is not None:
                 tagged = replace(self.tools, bare="", around=())
                 in_thought = partial(CallStream, tagged, self.schemas, str, parallel=True)
-            made = AnswerParser(thoughts, calls, in_thought)
+            made = AnswerParser(thoughts, calls, in_thought, after_thought, opened=self.open)
         whole = self.tools if self.tools is not None and self.tools.whole else self.reasoning
         if self.continues and whole is not None and whole.opening:
             made.push(whole.opening)
@@ -136,8 +144,10 @@ def answer_format(
     """
     tools, reasoning = families
     called = use.tools if use is not None and _may_call(use) else ()
+    held: Literal["", "start", "thought"] = ""
     if tools is not None and called and _is_bound(use, tools, prompt_end):
-        tools = in_form_only(tools)
+        thinks = reasoning is not None and _thinks_first(reasoning, prompt_end, continues)
+        held = "thought" if thinks else "start"
     return AnswerFormat(
         tools if called else None,
         reasoning,
@@ -148,6 +158,7 @@ def answer_format(
         open=reasoning is not None and _is_open(reasoning, prompt_end, continues),
         inline=inline,
         continues=continues,
+        held=held,
     )
 
 

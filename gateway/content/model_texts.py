@@ -10,17 +10,14 @@ from typing import TypeVar
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.sampling import client_errors, context_overflow, refuse
-from pdserve.gateway.text.errors import TextError, TooLong
+from pdserve.gateway.text.errors import CHARS_PER_TOKEN, TextError, TooLong, least_tokens
 from pdserve.gateway.text.messages import TemplateInput
-from pdserve.services.host.errors import ServiceError, quoted
+from pdserve.services.host.errors import quoted
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.rate_limits import RateLimits
 
 T = TypeVar("T")
 
-# Longer texts are refused unread: real text has about 4 characters a token, and the longest runs of
-# spaces in today's vocabularies have about 64.
-CHARS_PER_TOKEN = 64
 IDS_AT_ONCE = 256  # ids decoded before other tasks run
 
 
@@ -173,7 +170,7 @@ def _most_chars(count: int, model: ServedModel, param: str) -> int:
     """Return a prompt's most characters. Raises ServiceError if `count` is more."""
     most = int(model.card.context_len) * CHARS_PER_TOKEN
     if count > most:
-        raise _overflow(count, model, param)
+        raise context_overflow(model.card, least_tokens(count), param)
     return most
 
 
@@ -184,9 +181,4 @@ def _prompt_errors(model: ServedModel, param: str) -> Iterator[None]:
         try:
             yield
         except TooLong as error:
-            raise _overflow(error.length, model, param) from error
-
-
-def _overflow(num_chars: int, model: ServedModel, param: str) -> ServiceError:
-    """Return the error for a prompt with too many characters: it has at least so many tokens."""
-    return context_overflow(model.card, -(-num_chars // CHARS_PER_TOKEN), param)
+            raise context_overflow(model.card, error.num_tokens, param) from error

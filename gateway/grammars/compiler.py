@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
@@ -35,12 +35,17 @@ from pdserve.gateway.text.tokenizer import Tokenizer
 _REGEX = re.compile(r"^\s*error: (.*)", re.MULTILINE)
 
 
+MAX_PARTS = 1024  # results kept of short parts of schemas, which often repeat
+MAX_PART_CHARS = 256
+
+
 class GrammarCompiler:
     """Compiles structures to grammars for the tokens of one model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises ValueError if llguidance does not support the vocabulary."""
         card = tokenizer.card
+        self._wrong_part = lru_cache(MAX_PARTS)(self._wrong)
         self._words = make_tokenizer(tokenizer.file, card.vocab_size, card.eos_ids)
         # llguidance also treats some tokens as special that tokenizer.json does not flag.
         special = {
@@ -105,7 +110,8 @@ class GrammarCompiler:
     def _why(self, schema: Mapping[str, Any], lenient: bool = True) -> str:
         """Return why a schema alone cannot be compiled; empty if it can."""
         guided = {**schema, "x-guidance": {"lenient": lenient}}
-        return self._wrong(json.dumps({"grammars": [{"json_schema": guided}]}))
+        text = json.dumps({"grammars": [{"json_schema": guided}]})
+        return self._wrong_part(text) if len(text) <= MAX_PART_CHARS else self._wrong(text)
 
     def _wrong(self, text: str) -> str:
         """Return why no answer can match a grammar; empty if one can."""

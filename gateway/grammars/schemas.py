@@ -60,6 +60,7 @@ _IN_PLACE = frozenset(
 )
 _PLAIN_NAME = re.compile(r"[\w$-]+")
 MAX_FLOATS = (3.4028234663852886e38, float_info.max)  # as bounds: the type has 32 or 64 bits
+MAX_REPEATED_CHARS = 4096  # of a schema that is written for each of several names
 MAX_REFS = 8  # length of a chain of references
 MAX_DIGITS = 8  # of an index in a reference
 
@@ -97,7 +98,7 @@ def enforceable(schema: Any, most: int) -> Any:
     (copy,) = without_annotations([schema], most)
     if copy is schema or not isinstance(copy, dict):
         return copy
-    for _, inner in list(_subschemas(copy)):
+    for _, inner in reversed(list(_subschemas(copy))):  # inner ones first
         if "propertyNames" in inner:
             _name_properties(inner, _resolved(inner["propertyNames"], copy))
         if "anyOf" not in inner and _are_apart(inner.get("oneOf"), copy):
@@ -106,8 +107,8 @@ def enforceable(schema: Any, most: int) -> Any:
 
 
 def _name_properties(schema: dict[str, Any], names: Any) -> None:
-    """Drop `propertyNames` if `names`, its schema, allows all; write a list of names as properties,
-    if the schema has none."""
+    """Drop `propertyNames` if `names`, its schema, allows all; write a short list of names as
+    properties, if the schema has none."""
     if _is_any_text(names):
         del schema["propertyNames"]
         return
@@ -116,7 +117,9 @@ def _name_properties(schema: dict[str, Any], names: Any) -> None:
         return
     if {"properties", "patternProperties", "$ref"} & schema.keys():
         return
-    value = schema.pop("additionalProperties", True)
+    value = schema.get("additionalProperties", True)
+    if len(json.dumps(value)) * len(allowed) > MAX_REPEATED_CHARS:
+        return
     del schema["propertyNames"]
     schema["properties"] = {name: value for name in allowed if isinstance(name, str)}
     schema["additionalProperties"] = False

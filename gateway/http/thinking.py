@@ -38,14 +38,15 @@ class ReasoningBody(StrictModel):
 
     enabled: bool | None = None
     effort: Effort = None
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=-1)  # -1: no bound
     exclude: bool | None = None  # leave reasoning out of the answer
     summary: Any = None  # all of it is shown; in /v1/responses as the summary, too, unless null
 
     def choice(self) -> "ThinkingChoice":
         """Return the choice. A bound on reasoning enables it."""
-        enabled = True if self.enabled is None and self.max_tokens is not None else self.enabled
-        return ThinkingChoice("reasoning", enabled, self.effort, self.max_tokens)
+        budget = None if self.max_tokens == -1 or self.enabled is False else self.max_tokens
+        enabled = True if self.enabled is None and budget is not None else self.enabled
+        return ThinkingChoice("reasoning", enabled, self.effort, budget)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pydantic import (
 
 from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.http import fields
-from pdserve.gateway.http.thinking import ThinkingFields
+from pdserve.gateway.http.thinking import ThinkingFields, thinking_budget
 from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, parse_body
 from pdserve.gateway.ollama.conversation import OllamaMessage, conversation
 from pdserve.gateway.ollama.fields import (
@@ -157,7 +157,6 @@ class OllamaGeneration(ThinkingFields, NamedModel):
             raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
         options = self.options or OllamaOptions.model_validate({})
         limit = options.num_predict or 0
-        ((bound, budget),) = self.thinking_bounds().items() or (("", None),)
         return RequestedSampling(
             temperature=options.temperature,
             top_k=options.top_k,
@@ -168,8 +167,7 @@ class OllamaGeneration(ThinkingFields, NamedModel):
             max_tokens=limit if limit > 0 else None,
             max_tokens_field="options.num_predict",
             structure=self._structure(),
-            thinking_budget=budget,
-            thinking_budget_field=bound,
+            **thinking_budget(self.thinking_bounds()),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             logprobs_field="top_logprobs",
             **options.penalties(),

@@ -1,5 +1,9 @@
 """Errors of text handling: TextError is the client's fault, UnsupportedTokenizer the model's."""
 
+# Longer texts are refused unread: real text has about 4 characters a token, and the longest runs of
+# spaces in today's vocabularies have about 64.
+CHARS_PER_TOKEN = 64
+
 
 class TextError(Exception):
     """The text of a request is invalid; `str(error)` is public, `param` names the field."""
@@ -10,11 +14,16 @@ class TextError(Exception):
 
 
 class TooLong(TextError):
-    """A prompt is too long: it has `length` tokens, or as many characters."""
+    """A prompt is too long: it has at least `num_tokens` tokens."""
 
-    def __init__(self, message: str, length: int) -> None:
+    def __init__(self, message: str, num_tokens: int) -> None:
         super().__init__(message)
-        self.length = length
+        self.num_tokens = num_tokens
+
+
+def least_tokens(num_chars: int) -> int:
+    """Return how many tokens a text of so many characters has at least."""
+    return -(-num_chars // CHARS_PER_TOKEN)
 
 
 class UnsupportedTokenizer(Exception):

@@ -21,7 +21,12 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from pdserve.gateway.requests.structure import Structure
-from pdserve.gateway.text.errors import TextError, TooLong, UnsupportedTokenizer
+from pdserve.gateway.text.errors import (
+    TextError,
+    TooLong,
+    UnsupportedTokenizer,
+    least_tokens,
+)
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.reasoning import reasoning_family_of
@@ -220,9 +225,10 @@ def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
             answer = _answer(asked, model, limits)
         except TextError as error:
             # Cut: the error may quote the client.
-            head = {"error": cut(str(error), MAX_QUOTED), "param": error.param}
-            length = {"length": error.length} if isinstance(error, TooLong) else {}
-            answer = TextMessage({**head, **length})
+            head: dict[str, object] = {"error": cut(str(error), MAX_QUOTED), "param": error.param}
+            if isinstance(error, TooLong):
+                head["num_tokens"] = error.num_tokens
+            answer = TextMessage(head)
         except MemoryError:
             text = f"the {subject(asked)} needs too much memory to be prepared"
             answer = TextMessage({"error": text, "last": True})
@@ -271,7 +277,8 @@ def _prompt(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[in
     _set_timer(RENDER_SIGNAL, 0)
     length = len(rendered.text)
     if length > head["max_len"]:  # in characters; tokenizing more would take seconds
-        raise TooLong(f"the chat template writes {length} characters, which cannot fit", length)
+        text = f"the chat template writes {length} characters, which cannot fit"
+        raise TooLong(text, least_tokens(length))
     _set_timer(PROMPT_SIGNAL, limits.prompt_s)
     return model.tokenizer.encode_rendered(rendered)
 

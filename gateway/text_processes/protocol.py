@@ -126,11 +126,11 @@ def answered(answer: "TextMessage", max_bytes: int) -> bytes:
         texts = [answer.head["error"], answer.head.get("param", "")]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("an error that is no text")
-        if "length" in answer.head:
-            length = answer.head["length"]
-            if type(length) is not int or length < 1:
-                raise ValueError("an error of a length that is no number")
-            raise TooLong(cut(texts[0], MAX_QUOTED), length)
+        if "num_tokens" in answer.head:
+            num_tokens = answer.head["num_tokens"]
+            if type(num_tokens) is not int or num_tokens < 1:
+                raise ValueError("the number of tokens is not a positive integer")
+            raise TooLong(cut(texts[0], MAX_QUOTED), num_tokens)
         raise TextError(*(cut(text, MAX_QUOTED) for text in texts))
     if len(answer.parts) != 1:
         raise ValueError(f"an answer of {len(answer.parts)} pieces")

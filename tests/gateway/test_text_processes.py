@@ -214,14 +214,14 @@ async def test_more_tokens_than_any_prompt_has_stay_there(pool: Pool) -> None:
     text = await loaded(pool)
     with pytest.raises(TooLong, match="the prompt has 13 tokens") as error:
         await text.processes.text_ids(b"", "a" * 12, add_special_tokens=False, max_len=11)
-    assert error.value.length == 13
+    assert error.value.num_tokens == 13
 
 
 async def test_more_characters_than_any_prompt_has_are_not_tokenized(pool: Pool) -> None:
     text = await loaded(pool, "{{ 'a' * 2000000 }}")
     with pytest.raises(TooLong, match="writes 2000000 characters, which cannot fit") as error:
         await chat(text)
-    assert error.value.length == 2_000_000
+    assert error.value.num_tokens == 2_000_000 // 64
 
 
 async def test_prompts_are_many_and_processes_few(pool: Pool) -> None:

@@ -212,7 +212,7 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
     is not there.
     """
     turns = _Turns()
-    last_outputs = {item["call_id"]: at for at, item in enumerate(items) if _is_output(item)}
+    answered = _answered(items)
     calls: set[str] = set()
     noted: set[str] = set()  # the ids of calls that are kept as text
     if instructions:
@@ -225,9 +225,10 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
                 turns.think(_texts_of(item["content"] or item["summary"]))
             case "function_call" | "custom_tool_call" as kind:
                 calls.add(item["call_id"])
+                noted.discard(item["call_id"])
                 is_function = kind == "function_call"
                 arguments = item["arguments"] if is_function else custom_arguments(item["input"])
-                turns.call(item, arguments, answered=last_outputs.get(item["call_id"], -1) > at)
+                turns.call(item, arguments, answered=at in answered)
             case "function_call_output" | "custom_tool_call_output" as kind:
                 if item["call_id"] in noted:
                     turns.note(_OUTPUT.as_text(kind, item), of_client=True)
@@ -242,7 +243,22 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
                     turns.note(member.as_text(kind, item), of_client=member.of_client)
                     if not member.of_client and isinstance(item.get("call_id"), str):
                         noted.add(item["call_id"])
+    turns.release()
     return [_with_text(message) for message in turns.messages]
+
+
+def _answered(items: Sequence[Item]) -> set[int]:
+    """Return the positions of the calls whose outputs follow. Ids may be used again: an output
+    belongs to the last call before it."""
+    last_calls: dict[Any, int] = {}
+    answered: set[int] = set()
+    for at, item in enumerate(items):
+        if _is_output(item):
+            if item["call_id"] in last_calls:
+                answered.add(last_calls[item["call_id"]])
+        elif isinstance(item.get("call_id"), str):
+            last_calls[item["call_id"]] = at
+    return answered
 
 
 _OUTPUT = kept("output", of_client=True)
@@ -338,9 +354,13 @@ class _Turns:
         self.messages.append(message)
         self._unanswered.discard(item["call_id"])
         if not self._unanswered:
-            held, self._held = self._held, []
-            for add in held:
-                add()
+            self.release()
+
+    def release(self) -> None:
+        """Add what was held until the calls are answered."""
+        held, self._held = self._held, []
+        for add in held:
+            add()
 
     def _turn(self, open_to: tuple[str, ...]) -> dict[str, Any]:
         """Return the turn whose calls have no answers yet, or the assistant's last turn if it has

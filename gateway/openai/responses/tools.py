@@ -15,14 +15,12 @@ from pdserve.gateway.http.validation import (
     check_tools,
     parsed,
 )
-from pdserve.gateway.openai.bodies.tools import CustomBody, FunctionBody
+from pdserve.gateway.openai.bodies.tools import MODES, CustomBody, FunctionBody
 from pdserve.gateway.openai.responses.members import TOOL_CHOICES, TOOLS
 from pdserve.gateway.requests.members import LEFT_OUT, Fate
 from pdserve.gateway.requests.tool_use import Tool, ToolUse
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import quoted
-
-MODES = ("none", "auto", "required")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +195,8 @@ def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
     if choice is None:
         return "auto", ()
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    if kind in MODES:
-        return kind, ()
+    if isinstance(kind, str) and kind in MODES:
+        return MODES[kind], ()
     if not isinstance(choice, Mapping):
         allowed = ", ".join(MODES)
         raise refuse("tool_choice", f"tool_choice must be one of {allowed}, or an object")
@@ -226,7 +224,10 @@ def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
 
 def _chosen(choice: Mapping[str, Any], index: Index, at: str) -> Sequence[str]:
     """Return the tools that an object of tool_choice names. Raises ServiceError."""
-    kind, name, namespace = (choice.get(key) for key in ("type", "name", "namespace"))
+    kind = choice.get("type")
+    if isinstance(nested := choice.get(str(kind)), Mapping):  # as in chat requests
+        choice = {**choice, **nested}
+    name, namespace = choice.get("name"), choice.get("namespace")
     check_served(TOOL_CHOICES, str(kind), at)
     if not isinstance(name, str):
         raise refuse(f"{at}.name", f"{at}.name must be a string")

@@ -23,11 +23,17 @@ class AnswerParser:
         thoughts: ThoughtParser | None,
         calls: ContentParser | None,
         in_thought: Callable[[], CallStream] | None = None,
+        after_thought: Callable[[], CallStream] | None = None,
+        *,
+        opened: bool = False,
     ) -> None:
-        """Initialize with `in_thought`, which makes a parser for calls within reasoning."""
+        """Initialize with functions that make a parser for calls within reasoning, and one that
+        replaces `calls` after reasoning. `opened`: the prompt has opened the reasoning."""
         self._thoughts = thoughts
         self._calls = calls
         self._search = in_thought() if in_thought is not None else None
+        self._after_thought = after_thought
+        self._thinks = opened  # the answer has reasoning
         self._held = ""  # reasoning held back
         self._num_given = 0  # characters of reasoning returned
         self._first: int | None = None  # the first call after which only calls have come
@@ -56,6 +62,10 @@ class AnswerParser:
             return parts
         made: list[ContentPart] = []
         for part in parts:
+            self._thinks = self._thinks or isinstance(part, ReasoningPart)
+            if isinstance(part, TextPart) and self._after_thought is not None:
+                self._calls = self._after_thought() if self._thinks else self._calls
+                self._after_thought = None
             if isinstance(part, ReasoningPart) and self._search is not None:
                 made += self._thought(self._search, part.text)
             else:

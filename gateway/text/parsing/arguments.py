@@ -5,7 +5,6 @@ when a call is read, once each, and within one budget per request.
 """
 
 import json
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -108,6 +107,8 @@ class CallArguments:
         bare = text.strip()
         if bare.lower() in ("null", "none") and "null" in types:
             return None
+        if bare in ("True", "False") and "boolean" in types:
+            return bare == "True"
         try:
             value = self._json(bare)
         except Malformed:
@@ -296,7 +297,7 @@ class _ArgumentTypes:
         schemas = [*self._schemas(whole if schema is None else schema)]
         members = [_mapping(schema.get("properties")) for schema in schemas]
         items = [{"item": schema["items"]} for schema in schemas if "items" in schema]
-        self._properties = ChainMap(*map(dict, items), *members)  # type: ignore[arg-type]
+        self._members = [*items, *members]
         others = (schema.get("additionalProperties") for schema in schemas)
         self._other = next((other for other in others if _mapping(other)), None)
         self._of: dict[str, frozenset[str]] = {}
@@ -305,7 +306,10 @@ class _ArgumentTypes:
 
     def schema(self, key: str) -> Any:
         """Return the schema of an argument, or of additional ones; None if there is none."""
-        return self._properties.get(key, self._other)
+        found = [member[key] for member in self._members if key in member]
+        if len(found) > 1:
+            return {"anyOf": found}
+        return found[0] if found else self._other
 
     def of(self, key: str) -> frozenset[str]:
         if key not in self._of:

@@ -82,6 +82,7 @@ class ToolFamily:
     whole: Callable[[Callable[[], str], bool, ToolSchemas | None], ContentParser] | None = None
     opening: str = ""
     around: Sequence[str] = ()
+    in_fences: bool = False  # calls in fenced code are calls
     id_len: int = 0  # letters and digits of a call's id, if templates require a fixed number
 
     @property
@@ -375,7 +376,7 @@ def in_form_only(family: ToolFamily) -> ToolFamily:
         if form.end:
             yield from reader.closes(form.end)
 
-    return replace(family, openers=(form.trigger,), bare="", read=read)
+    return replace(family, openers=(form.trigger,), bare="", read=read, in_fences=True)
 
 
 def object_pieces(members: Pieces[None]) -> Pieces[None]:

@@ -362,7 +362,24 @@ class LiteralPieces:
 
     def _list(self, head: str, end: str, depth: int) -> Pieces[None]:
         reader = self._reader
-        head += "["
+        if end == ")":  # a tuple only with a comma
+            if (yield from reader.taken(end)):
+                yield f"{head}[]"
+                return
+            value = ""
+            for piece in self.value("", depth):
+                if piece is None:
+                    yield None
+                else:
+                    value += piece
+            if (yield from reader.taken(end)):
+                yield head + value
+                return
+            yield from reader.expect(",")
+            yield f"{head}[{value}"
+            head = ", "
+        else:
+            head += "["
         while not (yield from reader.taken(end)):
             yield from self.value(head, depth)
             head = ", "

@@ -127,6 +127,8 @@ class CallStream:
         self._marks = (*tags, FENCE)
         self._pattern = re.compile("|".join((*map(re.escape, tags), "`+")))
         self._longest = max(map(len, tags), default=0)
+        self._fenced_marks = self._openers if self._family and self._family.in_fences else ()
+        self._fenced = re.compile("|".join((*map(re.escape, self._fenced_marks), "`+")))
 
     def _advanced(self) -> list[ContentPart]:
         more = True
@@ -165,10 +167,12 @@ class CallStream:
             if start and few and start[0] in bare:
                 self._begin("")
                 return True
-        pattern = _INFO if self._in_info else _RUN
-        found = (pattern if self._fence else self._pattern).search(self._pending, self._at)
+        pattern, marks = self._pattern, self._marks
+        if self._fence:
+            pattern, marks = (_INFO, ()) if self._in_info else (self._fenced, self._fenced_marks)
+        found = pattern.search(self._pending, self._at)
         if found is None:
-            keep = 0 if self._ended or self._fence else held(self._pending[self._at :], self._marks)
+            keep = 0 if self._ended or not marks else held(self._pending[self._at :], marks)
             self._pass(len(self._pending) - keep)
             return False
         at, mark = found.start(), found[0]

@@ -64,7 +64,7 @@ def alternatives(first: Conversation) -> list[list[Conversation]]:
         for chosen in combinations(changes, count):
             if sum(change in _ORDERS for change in chosen) > 1:
                 continue
-            if _dicts_of_any in chosen and _whole_tools not in chosen:
+            if {_whole_tools, _dicts_of_any}.issubset(chosen):
                 continue
             conversation = first
             for change in chosen:
@@ -82,10 +82,12 @@ def with_single_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
     known call id belongs to the first call without a result."""
     turns: list[list[dict[str, Any]]] = []  # each with its results
     of_calls: list[list[dict[str, Any]]] = []  # turns of the last message with calls
+    open_calls = _OpenCalls()
     for message in messages:
         if message["role"] == "tool" and of_calls:
-            _turn_of(message, of_calls).append(dict(message))
+            of_calls[open_calls.answer(message)].append(dict(message))
             continue
+        open_calls = _OpenCalls(message)
         calls = message.get("tool_calls", ())
         of_calls = [[{"role": message["role"], "tool_calls": [call]}] for call in calls]
         if of_calls:
@@ -111,23 +113,40 @@ def with_calls_apart(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def with_named_results(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages with the names of the called functions in results without a name."""
-    names: dict[str, str] = {}  # by the ids of calls
     made = []
+    by_id: dict[Any, str] = {}
+    calls: Sequence[Message] = ()  # of the last message with calls
+    open_calls = _OpenCalls()
     for message in messages:
-        calls = message.get("tool_calls", ())
-        names |= {str(call.get("id")): call["function"]["name"] for call in calls}
-        name = names.get(str(message.get("tool_call_id")))
-        unnamed = message["role"] == "tool" and name and not message.get("name")
-        made.append({**message, "name": name} if unnamed else dict(message))
+        turn = dict(message)
+        made.append(turn)
+        if "tool_calls" in message:
+            calls, open_calls = message["tool_calls"], _OpenCalls(message)
+            by_id |= {call.get("id"): call["function"]["name"] for call in calls}
+        elif message["role"] == "tool" and calls:
+            named = calls[open_calls.answer(message)]["function"]["name"]
+            id = message.get("tool_call_id")
+            turn["name"] = message.get("name") or (by_id.get(id) if id else None) or named
     return made
 
 
-def _turn_of(result: Message, turns: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the turn with the call of a result."""
-    name = result.get("tool_call_id")
-    named = (turn for turn in turns if name and turn[0]["tool_calls"][0].get("id") == name)
-    unanswered = (turn for turn in turns if len(turn) == 1)
-    return next(named, None) or next(unanswered, turns[-1])
+class _OpenCalls:
+    """The calls of a message that no result has answered yet."""
+
+    def __init__(self, message: Message | None = None) -> None:
+        calls = message.get("tool_calls", ()) if message else ()
+        self._ids = [call.get("id") for call in calls]
+        self._unanswered = list(range(len(self._ids)))
+
+    def answer(self, result: Message) -> int:
+        """Return the index of the call of a result: the one with its id, else the first without a
+        result, else the last one."""
+        id = result.get("tool_call_id")
+        first = self._unanswered[0] if self._unanswered else len(self._ids) - 1
+        index = self._ids.index(id) if id and id in self._ids else first
+        if index in self._unanswered:
+            self._unanswered.remove(index)
+        return index
 
 
 def with_known_systems(
@@ -278,23 +297,24 @@ def _whole_tools(given: Conversation) -> Conversation:
 
 
 def _dicts_of_any(given: Conversation) -> Conversation:
-    """Say of the objects in the schemas of the tools that other properties may be anything, for
+    """Change as `_whole_tools`, and say of objects that their other properties may be anything, for
     templates that always read that. Without a type: such templates write "Any" for null."""
     if given.tools is None:
         return given
     tools = []
-    for tool in given.tools:
-        function = dict(tool["function"])
-        if isinstance(parameters := function.get("parameters"), Mapping):
-            function["parameters"] = _with_dicts_of_any(parameters)
-        tools.append({**tool, "function": function})
+    for tool in map(_whole_tool, given.tools):
+        function = tool["function"]
+        whole = function["parameters"]
+        parameters = {**whole, "properties": _with_dicts_of_any(whole)["properties"]}
+        tools.append({**tool, "function": {**function, "parameters": parameters}})
     return given._replace(tools=tools)
 
 
 def _with_dicts_of_any(schema: Message) -> dict[str, Any]:
     made = dict(schema)
-    if isinstance(made.get("items"), Mapping):
-        made["items"] = _with_dicts_of_any(made["items"])
+    for key in _INNER:
+        if isinstance(made.get(key), Mapping):
+            made[key] = _with_dicts_of_any(made[key])
     if isinstance(properties := made.get("properties"), Mapping):
         made["properties"] = {
             name: _with_dicts_of_any(one) if isinstance(one, Mapping) else one
@@ -328,8 +348,9 @@ def _whole_value(schema: Message) -> dict[str, Any]:
         whole["type"] = known[0] if known else "string"
     if isinstance(whole.get("items"), list):
         whole["items"] = {"anyOf": whole["items"]}
-    if isinstance(whole.get("items"), Mapping):
-        whole["items"] = _whole_value(whole["items"])
+    for key in _INNER:
+        if isinstance(whole.get(key), Mapping):
+            whole[key] = _whole_value(whole[key])
     if isinstance(properties := whole.get("properties"), Mapping):
         whole["properties"] = {name: _whole_property(one) for name, one in properties.items()}
     return whole
@@ -348,6 +369,7 @@ def _has_type(schema: Message) -> bool:
 
 
 _MAY_BE_NULL = ("default", "const")
+_INNER = ("items", "additionalProperties")  # keywords whose value is a schema
 _ORDERS = (_system_first, _rules_joined, _alternating)  # at most one is applied
 _CHANGES: tuple[Callable[[Conversation], Conversation], ...] = (
     _whole_tools,

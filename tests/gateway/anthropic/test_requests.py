@@ -151,6 +151,8 @@ WRONG = [
         {"messages": [{"role": "system", "content": "x", "clear_at": "noon"}]},
         "messages[0].clear_at",
     ),
+    ({"messages": [{**HI[0], "clear_at": "never"}]}, "messages[0].clear_at"),
+    ({"messages": [{**HI[0], "output_config": {"effort": "low"}}]}, "messages[0].output_config"),
     ({"output_format": {"type": "xml"}}, "output_format.type"),
     (said(USE), "messages[0].content[0].type"),
     (said({"type": "tool_result"}, role="assistant"), "messages[0].content[0].type"),

@@ -337,6 +337,30 @@ def test_a_call_of_a_strict_tool_is_held_to_its_schema_in_every_form(
                 )
 
 
+def test_a_strict_call_is_read_where_no_grammar_holds_it(subtests: pytest.Subtests) -> None:
+    """In a thought, or in an answer that was to begin with one; and in fenced code."""
+    use = ToolUse([STRICT])
+    for name in ("hermes", "qwen3_coder", "glm45", "llama3_json"):
+        family, own = tool_family(name), TOOL_ANSWERS[name].call
+        held = f"{family.form.begin.replace('NAME', 'get_weather')}{{}}{family.form.end}"
+        thinking = answer_format((family, THINK), use, "<think>\n", continues=False, inline=False)
+        free = answer_format((family, THINK), use, "assistant\n", continues=False, inline=False)
+        start = answer_format((family, None), use, "assistant\n", continues=False, inline=False)
+        for form, text, num_calls in (
+            (thinking, f"hm\n{own}", name != "llama3_json"), (free, own, 1),
+            (start, own, name in ("hermes", "llama3_json")),
+            (thinking, f"hm</think>\n{held}", 1), (free, f"<think>hm</think>{held}", 1),
+            (thinking, "hm</think>\n<function=get_weather></function>", 0),
+            (start, f"```json\n{held}\n```", 1), (start, f"So:\n```\n{held}\n```\n", 1),
+        ):  # fmt: skip
+            with subtests.test(name=name, text=text):
+                assert len(read_calls(form, text)) == num_calls
+                parser = form.parser()
+                assert parser is not None
+                parts = [part for letter in text for part in parser.push(letter)]
+                assert len(calls_of(parts + parser.finish())) == num_calls
+
+
 def test_arguments_are_an_object(subtests: pytest.Subtests) -> None:
     one = {"properties": {"a": {"type": "string"}}, "required": ["a"]}
     for schema in (one, {"anyOf": [one]}, {**one, "type": "OBJECT"}, {**one, "type": None}):

@@ -36,6 +36,8 @@ THINKING: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": "low"}}, "hi effort low"),
     ({"reasoning": {"effort": "none"}}, "hi effort none thinking False False"),
     ({"reasoning": {"max_tokens": 9}}, "hi thinking True True"),
+    ({"reasoning": {"max_tokens": -1}}, "hi"),
+    ({"reasoning": {"enabled": False, "max_tokens": 9}}, "hi thinking False False"),
     ({"reasoning_effort": "none"}, "hi effort none thinking False False"),
     ({"reasoning_effort": "none", "enable_thinking": False}, "hi effort none thinking False False"),
     ({"enable_thinking": None, "think": None, "thinking": None, "reasoning": None}, "hi"),
@@ -55,8 +57,9 @@ async def test_thinking_by_every_name(make_http, subtests):
             assert reply.status_code == 200, reply.text
             (start,) = router.starts
             assert list(start.prompt_ids) == router.encode(text)
-            budget = fields.get("reasoning") and fields["reasoning"].get("max_tokens")
-            assert start.params.thinking.max_tokens == (budget or 0)
+            reasoning = fields.get("reasoning") or {}
+            budget = 0 if reasoning.get("enabled") is False else reasoning.get("max_tokens", 0)
+            assert start.params.thinking.max_tokens == max(budget, 0)
     router = templated()
     client = make_http(router)
     body = {**BODIES[CHAT], "thinking": {"type": "enabled", "budget_tokens": 7}}

@@ -624,6 +624,18 @@ def test_names_of_results(tokenizer: Tokenizer, subtests: pytest.Subtests) -> No
         *(user("q"), {"role": "assistant", "content": None, "tool_calls": calls}, *results),
         {**results[0], "name": "own"},
     ]
+    template = ChatTemplate(source.replace("RESULT", refusal + "{{ m.name }}:"), tokenizer)
+    for ids, told, expected in (
+        ((None, None), (None, None), "f:rg:r"),
+        (("1", "2"), ("1", None), "f:rg:r"),
+        (("1", "2"), ("9", "2"), "f:rg:r"),
+    ):
+        with subtests.test(ids=ids, told=told):
+            made = [{**call(name, "{}"), "id": i} for name, i in zip("fg", ids, strict=True)]
+            answers = [{"role": "tool", "content": "r", "tool_call_id": i} for i in told]
+            said = {"role": "assistant", "content": None, "tool_calls": made}
+            text = template.render(TemplateInput([user("q"), said, *answers])).text
+            assert text == "q[{}][{}]" + expected
     for form, expected in (
         (refusal + "{{ m.name }}:", "g:2f:1own:2"),
         (refusal, "212"),
@@ -692,6 +704,15 @@ def test_schemas_that_a_template_cannot_write(
         ({"type": "object", "properties": {"y": {"type": "integer"}}}, "x: dict of any ;"),
         ({"type": "array", "items": {"type": "object"}}, "x: list of dict of any ;"),
         ({"type": "object", "additionalProperties": {"type": "integer"}}, "x: dict of integer ;"),
+        (
+            {"type": "object", "additionalProperties": {"type": ["string", "null"]}},
+            "x: dict of string ;",
+        ),
+        (
+            {"type": "object", "additionalProperties": {"type": "object"}},
+            "x: dict of dict of any ;",
+        ),
+        ({"type": ["object", "null"]}, "x: dict of any ;"),
         ({"type": "array", "items": {"type": ["integer", "null"]}}, "x: list of integer ;"),
         ({"type": "array", "items": [{"type": "string"}]}, "x: list of  ;"),
         ({"type": "string", "description": None, "default": None}, "x: string ;"),

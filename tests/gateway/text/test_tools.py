@@ -562,7 +562,7 @@ def test_only_the_arguments_of_a_call_that_was_cut_may_be_a_part() -> None:
     for text in ("nope", "[1]", '{"a": 1}x', '{"a": [1', "NaN"):
         with pytest.raises(ValueError):
             arguments_object(text)
-    assert arguments_object('{"a": [1, "b', cut=True) == {"a": [1]}
+    assert arguments_object('{"a": [1, "b', cut=True) == {"a": [1, "b"]}
     assert arguments_object("", cut=True) == arguments_object("{}") == {}
 
 
@@ -893,7 +893,9 @@ def test_large_literals_are_no_whole_call() -> None:
 
 LITERALS = [
     ("'it\\'s'", "it's"), ('"a\\n\\x41\\u00e9\\q"', "a\nA\u00e9\\q"), ("-1.5e3", -1500.0),
-    ("(1, 2,)", [1, 2]),
+    ("(1, 2,)", [1, 2]), ("(5)", 5), ("('a'\n 'b')", "ab"), ("{'a': (1), 'b': (1,), 'c': ()}",
+                                                        {"a": 1, "b": [1], "c": []}),
+    ("((1), (2, (3)))", [1, [2, 3]]),
     ("{'a': None, 'b': [True]}", {"a": None, "b": [True]}), ("{}", {}), ("false", False),
     ("'" + "\\ud800" + "'", "\\ud800"), (r"['\ud83d\ude00']", ["\U0001f600"]), ("['']", [""]),
     ('"""say "hi"\n""\\""""', 'say "hi"\n"""'), ("'''it's'''", "it's"),
@@ -1049,6 +1051,8 @@ def test_arguments_are_those_of_all_schemas_of_the_tool(subtests: pytest.Subtest
         ({"anyOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": count}}, "count"),
         ({"properties": {}, "additionalProperties": {"type": "integer"}}, "other"),
         ({"allOf": [{"additionalProperties": {"type": "integer"}}]}, "other"),
+        ({"anyOf": [count, {"properties": {"count": {"type": "string"}}}]}, "count"),
+        ({"allOf": [{"properties": {"count": {"minimum": 0}}}, count]}, "count"),
     ]:  # fmt: skip
         with subtests.test(schema=schema):
             schemas = ToolSchemas({"get_weather": schema})

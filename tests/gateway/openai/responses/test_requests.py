@@ -586,6 +586,11 @@ def test_turns_of_calls_that_are_answered_stay_whole(subtests) -> None:
         ([CALL, rule, HISTORY[2], output_c, HI], "assistant:c tool developer user"),
         ([CALL, HI, said, HI], "assistant:c user assistant:so user"),  # there is no answer
         ([CALL, output_c, HI, CALL, HI], "assistant:c tool user assistant:c user"),
+        ([CALL, HI, CALL, output_c, said], "assistant:c user assistant:c tool assistant:so"),
+        (
+            [{"type": "local_shell_call", "call_id": "c", "action": {}}, CALL, HI, output_c, HI],
+            "assistant:[local_shell_call]:c tool user user",
+        ),
     ):
         with subtests.test(turns):
             made = []
