@@ -114,7 +114,7 @@ def with_calls_apart(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def with_named_results(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages with the names of the called functions in results without a name."""
     made = []
-    by_id: dict[Any, str] = {}
+    by_id: dict[str, str] = {}
     calls: Sequence[Message] = ()  # of the last message with calls
     open_calls = _OpenCalls()
     for message in messages:
@@ -122,11 +122,11 @@ def with_named_results(messages: Sequence[Message]) -> list[dict[str, Any]]:
         made.append(turn)
         if "tool_calls" in message:
             calls, open_calls = message["tool_calls"], _OpenCalls(message)
-            by_id |= {call.get("id"): call["function"]["name"] for call in calls}
+            by_id |= {str(call.get("id")): call["function"]["name"] for call in calls}
         elif message["role"] == "tool" and calls:
             named = calls[open_calls.answer(message)]["function"]["name"]
             id = message.get("tool_call_id")
-            turn["name"] = message.get("name") or (by_id.get(id) if id else None) or named
+            turn["name"] = message.get("name") or (by_id.get(str(id)) if id else None) or named
     return made
 
 
