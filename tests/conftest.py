@@ -4,9 +4,12 @@ garbage collection, torch's threads, Triton's interpreter."""
 import asyncio
 import gc
 import os
+import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
+from signal import SIGINT, SIGTERM
 from typing import Any
 
 import pytest
@@ -14,6 +17,11 @@ import uvloop
 from hypothesis import HealthCheck, settings
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
+
+if signal.getsignal(SIGINT) is signal.SIG_IGN:
+    # A shell lets what it starts in the background ignore Ctrl-C, and so would the programs that
+    # tests start.
+    signal.signal(SIGINT, signal.default_int_handler)
 
 # The same examples in every run, so that a failure belongs to the change; `make test-all` draws
 # others with --hypothesis-profile=drawn. Neither fails for the time that an example takes or for
@@ -92,11 +100,16 @@ def _loops_of_services_stay_open() -> Iterator[None]:
     def run(main: Coroutine[Any, Any, Any]) -> Any:
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         runners.append(runner)
+        handlers = {number: signal.getsignal(number) for number in (SIGINT, SIGTERM)}
         try:
             return runner.run(main)
         finally:
             loop = runner.get_loop()
             loop.run_until_complete(loop.shutdown_default_executor())
+            if threading.current_thread() is threading.main_thread():
+                for number, handler in handlers.items():  # a closed loop would restore them
+                    loop.remove_signal_handler(number)
+                    signal.signal(number, handler)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvloop, "run", run)
