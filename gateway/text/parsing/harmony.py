@@ -15,6 +15,7 @@ from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, Too
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 FINAL = f"{CHANNEL}final{MESSAGE}"  # the header of the answer to the user
+CALL = f"{CHANNEL}commentary to=functions."  # begins the header of a call
 END = "<|end|>"
 ENDS = (END, "<|call|>", "<|return|>")
 SPECIAL = (CHANNEL, MESSAGE, START, *ENDS, "<|constrain|>")
@@ -82,10 +83,9 @@ class HarmonyStream:
         reader = self._reader
         while reader.text == "" and not reader.ended:
             yield
-        if not (yield from self._is_harmony()):
-            yield from self._body(TextPart, plain=True)
-            return
         try:
+            if not (yield from self._is_harmony()):
+                yield from self._body(TextPart, plain=True)
             while True:
                 header = yield from self._header()
                 recipient = _RECIPIENT.search(header)
@@ -177,24 +177,24 @@ class HarmonyStream:
     def _body(
         self, kind: type[TextPart] | type[ReasoningPart], *, plain: bool = False
     ) -> Generator[None, None, None]:
-        """Emit a body up to the beginning of the next message."""
+        """Emit a body up to the next message, or to the header of a call, which a grammar allows
+        anywhere. `plain`: a text without a header. Raises CutOff at the end."""
         reader = self._reader
-        pattern = re.compile("|".join(map(re.escape, _NEXT)))
+        marks = (*(() if plain else _NEXT), *((CALL,) if self._calls else ()))
+        pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
-            found = None if plain else pattern.search(reader.text, reader.at)
+            found = pattern.search(reader.text, reader.at) if marks else None
             if found:
                 self._give(reader.text[reader.at : found.start()], kind)
-                reader.at = found.end()
+                reader.at = found.start() if found[0] == CALL else found.end()
                 reader.drop_read()
                 return
             rest = reader.text[reader.at :]
             if reader.ended:
                 self._give(rest if plain else _stripped_end(rest), kind)
                 reader.at = len(reader.text)
-                if plain:
-                    return
                 raise CutOff
-            keep = 0 if plain else held(rest, _NEXT)
+            keep = held(rest, marks)
             self._give(rest[: len(rest) - keep], kind)
             reader.at += len(rest) - keep
             reader.drop_read()
