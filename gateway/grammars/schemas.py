@@ -399,7 +399,7 @@ def _type_name(name: Any) -> Any:
 
 def _dangling(root: Any) -> list[tuple[str, Any]]:
     """Return the subschemas, with their paths, whose reference into their own document has no
-    target. A subschema with `$id` is a document of its own."""
+    target. A subschema with `$id` is a separate document."""
     documents = {"": root}
     found = []
     for path, inner in _subschemas(root):

@@ -96,7 +96,7 @@ STREAMED = (
     "It streams unless `stream` is false. Of `options`, "
     + ", ".join(f"`{name}`" for name in sorted(ollama.IGNORED_OPTIONS))
     + " are ignored; `mirostat`, `tfs_z`, `typical_p` and what /v1/completions refuses are refused "
-    "but for the values that change nothing."
+    "unless their values change nothing."
 )
 SERVED, IGNORED, REFUSED = "served", "ignored", "refused"
 LEFT_OUT = Fate.LEFT_OUT.value

@@ -31,8 +31,8 @@ HEAD = """\
 # Metrics
 
 `make docs` writes this page from the code. Names that begin with `vllm:` mean what they mean in
-vLLM, so that its dashboards work, but for these: a worker's `vllm:prompt_tokens` counts what was
-computed, without cached tokens, and a gateway's those of answered requests;
+vLLM, so that its dashboards work, with these exceptions: a worker's `vllm:prompt_tokens` counts
+computed tokens, without cached ones, and a gateway's the tokens of answered requests;
 `vllm:request_prefill_time_seconds` ends with the prompt's KV, before it is transferred;
 `vllm:e2e_request_latency_seconds` ends when a request is closed; a call ends a choice as
 "tool_calls", and a client that leaves is in `pdserve_request_failures`. A counter's samples end in
@@ -118,7 +118,7 @@ AUTHORITY = make_authority().certificate.decode()
 
 
 def process_metrics() -> list[Metric]:
-    """Of each process, but for what prometheus_client names."""
+    """Metrics of each process except those that prometheus_client names."""
     registry = CollectorRegistry()
     registry.register(ProcessFacts({"cluster_ca": AUTHORITY}))
     lag_histogram(registry)

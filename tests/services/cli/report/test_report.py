@@ -156,10 +156,10 @@ def test_every_pod_of_a_service_is_asked(
 
 
 def test_a_name_that_stands_for_no_router() -> None:
-    words = ("--routers", "nobody.invalid:50050", "--routers", "kubernetes:///router:grpc")
+    words = ("--routers", "router.invalid:50050", "--routers", "kubernetes:///router:grpc")
     summary = report("--url", NOBODY, "--cluster-secret", SECRET, *words)["summary.txt"].decode()
     assert (
-        "fleet of nobody.invalid:50050: MISSING: the name does not resolve to any router" in summary
+        "fleet of router.invalid:50050: MISSING: the name does not resolve to any router" in summary
     )
     assert "fleet of kubernetes:///router:grpc: MISSING: ValueError: --routers kube" in summary
 
