@@ -50,7 +50,7 @@ class AnthropicDialect:
         self._bodies = bodies
 
     def error_object(self, error: HttpError) -> dict[str, Any]:
-        other = "api_error" if error.status >= 500 else "invalid_request_error"
+        default_type = "api_error" if error.status >= 500 else "invalid_request_error"
         message = error.message
         if error.code == "context_length_exceeded":
             message = _overflow(message)
@@ -58,7 +58,7 @@ class AnthropicDialect:
             message = f"{error.param}: {message}"
         return {
             "type": "error",
-            "error": {"type": _TYPES.get(error.status, other), "message": message},
+            "error": {"type": _TYPES.get(error.status, default_type), "message": message},
             "request_id": error.request_id or None,
         }
 
@@ -90,10 +90,10 @@ class AnthropicDialect:
 
 def _overflow(message: str) -> str:
     """Return the error text in Anthropic's words, which its clients look for."""
-    found = CONTEXT_EXCEEDED.search(message)
-    if found is None:
+    match = CONTEXT_EXCEEDED.search(message)
+    if match is None:
         return message
-    context_len, prompt_len, max_tokens = map(int, found.groups())
+    context_len, prompt_len, max_tokens = map(int, match.groups())
     if prompt_len >= context_len:
         return f"prompt is too long: {prompt_len} tokens > {context_len - 1} maximum"
     text = f"input length and `max_tokens` exceed context limit: {prompt_len} + {max_tokens}"

@@ -132,16 +132,16 @@ def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         status, headers = error.status_code, dict(error.headers or {})
         path = request.url.path
-        what = f"{request.method} {path}"[:200]
+        target = f"{request.method} {path}"[:200]
         # With 405, another method's route has the path.
-        asked = {404: f"{path}/", 405: f"{request.method} {path}"}.get(status, "")
-        if asked.startswith(dialect_of(dialects, path).not_offered):
-            message = f"{what} is not offered by this server"
+        request_path = {404: f"{path}/", 405: f"{request.method} {path}"}.get(status, "")
+        if request_path.startswith(dialect_of(dialects, path).not_offered):
+            message = f"{target} is not offered by this server"
             return respond(request, HttpError(404, message, "unknown_url"))
         if status == 404:
-            return respond(request, HttpError(404, f"unknown URL: {what}", "unknown_url"))
+            return respond(request, HttpError(404, f"unknown URL: {target}", "unknown_url"))
         if status == 405:
-            message = f"method not allowed: {what}"
-            found = HttpError(405, message, "method_not_allowed", headers=headers)
-            return respond(request, found)
+            message = f"method not allowed: {target}"
+            not_allowed = HttpError(405, message, "method_not_allowed", headers=headers)
+            return respond(request, not_allowed)
         return respond(request, HttpError(status, str(error.detail), headers=headers))

@@ -108,10 +108,10 @@ def num_values(data: bytes | bytearray) -> int:
     """Return an upper bound on the values and keys of a JSON text; keys take as long as values.
     Counts the mark before each, so marks within strings count too. Raises ServiceError
     INVALID_ARGUMENT for too many."""
-    found = sum(data.count(mark) for mark in b",:[{")
-    if found > MAX_VALUES:
+    count = sum(data.count(mark) for mark in b",:[{")
+    if count > MAX_VALUES:
         raise ServiceError(INVALID_ARGUMENT, f"the body has more than {MAX_VALUES} values")
-    return found
+    return count
 
 
 def parse_object(data: bytes | bytearray) -> dict[str, Any]:

@@ -81,8 +81,8 @@ class HttpError:
         headers = {}
         if status in RETRY_STATUS:
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-        own = error.api_code if isinstance(error, CodedError) else ""
-        code = own or ErrorCode.Name(error.code).lower()
+        api_code = error.api_code if isinstance(error, CodedError) else ""
+        code = api_code or ErrorCode.Name(error.code).lower()
         return cls(status, error.message, code, error.param, headers)
 
 

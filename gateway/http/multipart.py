@@ -71,9 +71,9 @@ class FileForm:
         loop = asyncio.get_running_loop()
         started, waited_elsewhere = loop.time(), 0.0
         while True:
-            limit = started + waited_elsewhere + self._timeout_s + received / PACE
+            deadline = started + waited_elsewhere + self._timeout_s + received / PACE
             try:
-                async with asyncio.timeout_at(limit):
+                async with asyncio.timeout_at(deadline):
                     chunk = await anext(chunks, None)
             except TimeoutError:
                 raise HTTPException(408, "the file comes too slowly") from None

@@ -66,10 +66,10 @@ def add_operations(
     @app.get("/ready", **described(answer=Ready))
     async def ready() -> Response:
         """The models that can be asked; 503 while there is none."""
-        found = await readiness.check()
-        if not found.models:
-            raise ServiceError(UNAVAILABLE, found.why_not, retry_after_s=1.0)
-        return JSONResponse({"status": "ready", "models": found.models})
+        status = await readiness.check()
+        if not status.models:
+            raise ServiceError(UNAVAILABLE, status.why_not, retry_after_s=1.0)
+        return JSONResponse({"status": "ready", "models": status.models})
 
     @app.get("/version", **described(answer=Version))
     async def version() -> Response:

@@ -59,14 +59,14 @@ class ThinkingChoice:
     budget: int | None = None
 
 
-def _described_as(what: str) -> WrapValidator:
+def _described_as(expected: str) -> WrapValidator:
     """Name only the field in a union's error; pydantic would add the failed alternative."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
             return handler(value)
         except ValidationError:
-            raise ValueError(f"must be {what}") from None
+            raise ValueError(f"must be {expected}") from None
 
     return WrapValidator(check)
 

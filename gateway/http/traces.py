@@ -64,14 +64,14 @@ class FoundTrace(BaseModel):
 def add_traces(app: FastAPI, service: Service, dialects: Sequence[Dialect]) -> None:
     """Mount the route."""
 
-    def found_here(tenant: bytes, request_id: str) -> FoundTrace | None:
+    def local_trace(tenant: bytes, request_id: str) -> FoundTrace | None:
         state = service.requests.find(tenant, request_id)
         if state is None:
             return None
         return FoundTrace(arrived=state.arrived, trace=_answer(state))
 
     def answer(tenant: bytes, request_id: str) -> bytes:
-        found = found_here(tenant, request_id)
+        found = local_trace(tenant, request_id)
         return found.model_dump_json().encode() if found else b""
 
     service.siblings.answer("trace", answer)
@@ -82,8 +82,8 @@ def add_traces(app: FastAPI, service: Service, dialects: Sequence[Dialect]) -> N
         answer has as `x-request-id`, or as its own id."""
         tenant = caller_of(request).tenant.id
         others = await service.siblings.ask("trace", tenant, request_id)
-        every = [found_here(tenant, request_id), *map(FoundTrace.model_validate_json, others)]
-        found = max(filter(None, every), key=lambda one: one.arrived, default=None)
+        traces = [local_trace(tenant, request_id), *map(FoundTrace.model_validate_json, others)]
+        found = max(filter(None, traces), key=lambda item: item.arrived, default=None)
         if found is None:
             text = f"no such request: {quoted(request_id)}; only the last ones are kept"
             error = HttpError(404, text, "not_found", param="request_id")
@@ -95,7 +95,7 @@ def add_traces(app: FastAPI, service: Service, dialects: Sequence[Dialect]) -> N
 
 
 def _answer(state: MeteredRequest) -> RequestTrace:
-    first_s, local = state.first_token_s, state.prefill_at in ("", "local")
+    first_s, is_local = state.first_token_s, state.prefill_at in ("", "local")
     return RequestTrace(
         id=state.request_id,
         trace_id=state.trace_id or None,
@@ -105,7 +105,7 @@ def _answer(state: MeteredRequest) -> RequestTrace:
         prompt_tokens=state.prompt_tokens,
         cached_tokens=state.cached_tokens,
         completion_tokens=state.generated_tokens,
-        transport=None if local else state.prefill_at,
+        transport=None if is_local else state.prefill_at,
         phases=[
             TracePhase(name=one.name, start_ms=_ms(one.start_s), duration_ms=_ms(one.duration_s))
             for one in state.timeline()

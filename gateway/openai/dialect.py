@@ -222,7 +222,7 @@ def _add_short(app: FastAPI) -> None:
     """Add the routes without /v1; the API description has only one name of each."""
     for route in [route for route in app.routes if isinstance(route, APIRoute)]:
         path = route.path.removeprefix("/v1")
-        if path != route.path and f"{path}/".startswith(tuple(f"{one}/" for one in SHORT)):
+        if path != route.path and f"{path}/".startswith(tuple(f"{short}/" for short in SHORT)):
             methods = sorted(route.methods or ())
             app.add_api_route(path, route.endpoint, methods=methods, include_in_schema=False)
 

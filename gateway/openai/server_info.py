@@ -66,11 +66,11 @@ def add_server_routes(
         if request.query_params.get("fail_on_no_slot") == "1":
             _check_room(service, tenant)
         others = await service.siblings.ask("slots", tenant)
-        requests = [one for some in map(from_json, others) for one in some]
-        requests = sorted([*_slots(service, tenant), *requests], key=lambda one: -one["age_s"])
+        requests = [state for states in map(from_json, others) for state in states]
+        requests = sorted([*_slots(service, tenant), *requests], key=lambda state: -state["age_s"])
         contexts = {card.name: card.context_len for card in await service.catalog.cards()}
-        listed = [_slot(n, one, contexts) for n, one in enumerate(requests[:MAX_SHOWN])]
-        return JSONResponse(listed)
+        slot_list = [_slot(n, state, contexts) for n, state in enumerate(requests[:MAX_SHOWN])]
+        return JSONResponse(slot_list)
 
     @app.get("/load", **described(answer=ServerLoad))
     async def load(request: Request) -> Response:
@@ -128,7 +128,7 @@ async def _applied(service: Service, body: TemplateBody, caller: Caller) -> dict
     with service.limits.admit(owner):
         await service.count(caller)
         model = await service.catalog.get(body.model)
-        ids = await service.prompt_ids(body.asked(), model, caller)
+        ids = await service.prompt_ids(body.chat_request(), model, caller)
         text = await service.texts.decode(model, ids, "messages", owner, skip_special=False)
         return {"prompt": text}
 

@@ -47,17 +47,17 @@ class HeldAnswers:
         answer.num_bytes += num_bytes
         self.total += num_bytes
         while self.total > self._max_bytes:
-            others = [one for one in self._answers if one.num_bytes and one is not answer]
+            others = [other for other in self._answers if other.num_bytes and other is not answer]
             if not others:
                 return
-            held: Counter[bytes] = Counter()
-            for one in others:
-                held[one.owner] += one.num_bytes
-            ((most, _),) = held.most_common(1)
-            lost = next(one for one in others if one.owner == most)
-            self.release(lost, lost.num_bytes)
-            if not lost.given_up.done():
-                lost.given_up.set_result(None)
+            bytes_by_owner: Counter[bytes] = Counter()
+            for other in others:
+                bytes_by_owner[other.owner] += other.num_bytes
+            ((largest_owner, _),) = bytes_by_owner.most_common(1)
+            dropped = next(other for other in others if other.owner == largest_owner)
+            self.release(dropped, dropped.num_bytes)
+            if not dropped.given_up.done():
+                dropped.given_up.set_result(None)
 
     def release(self, answer: HeldAnswer, num_bytes: int) -> None:
         """Count `num_bytes` of the answer as taken."""

@@ -78,11 +78,13 @@ class Reply(Response):
             if not working.done():
                 return
             try:
-                found = working.result()
+                result = working.result()
             except Exception as error:
                 await error_response(self._errors, _public(error, scope))(scope, receive, send)
             else:
-                pieces = found if isinstance(found, JsonPieces) else JsonPieces((to_json(found),))
+                pieces = (
+                    result if isinstance(result, JsonPieces) else JsonPieces((to_json(result),))
+                )
                 if pieces.num_bytes > PIECE_BYTES:
                     await _send_held(pieces, scope, send)
                 else:
@@ -93,20 +95,20 @@ class Reply(Response):
 
 async def _send_json(pieces: JsonPieces, send: Send) -> None:
     """Send the pieces; the server sends a part once the client has taken those before."""
-    left = pieces.num_bytes
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(left).encode())]
+    remaining = pieces.num_bytes
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(remaining).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for part in pieces.parts():
-        left -= len(part)
-        await send({"type": "http.response.body", "body": part, "more_body": left > 0})
+        remaining -= len(part)
+        await send({"type": "http.response.body", "body": part, "more_body": remaining > 0})
 
 
 async def _send_held(pieces: JsonPieces, scope: Scope, send: Send) -> None:
     """Send the pieces as `_send_json` does, unless all answers take too much before the client has
     taken this one: then drop its connection."""
-    held = _held_answers(scope)
-    with held.answer(_owner(scope)) as answer:
-        held.hold(answer, pieces.num_bytes)
+    held_answers = _held_answers(scope)
+    with held_answers.answer(_owner(scope)) as answer:
+        held_answers.hold(answer, pieces.num_bytes)
         sending = asyncio.create_task(_send_json(pieces, send))
         try:
             await asyncio.wait((sending, answer.given_up), return_when=FIRST_COMPLETED)
@@ -161,8 +163,8 @@ class PieceStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self._head})
         async with aclosing(self._pieces) as pieces:
             async for piece in pieces:
-                for at in range(0, len(piece), PIECE_BYTES):
-                    part = piece[at : at + PIECE_BYTES]
+                for offset in range(0, len(piece), PIECE_BYTES):
+                    part = piece[offset : offset + PIECE_BYTES]
                     await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
@@ -201,10 +203,10 @@ class EventStream(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held = _held_answers(scope)
-        with held.answer(_owner(scope)) as answer:
-            long = _LongEvents(held, answer)
-            sending = asyncio.create_task(self._send(scope, receive, send, long))
+        held_answers = _held_answers(scope)
+        with held_answers.answer(_owner(scope)) as answer:
+            long_events = _LongEvents(held_answers, answer)
+            sending = asyncio.create_task(self._send(scope, receive, send, long_events))
             watching = asyncio.create_task(_left(receive))
             ends = (sending, watching, answer.given_up)
             try:
@@ -267,22 +269,24 @@ class EventStream(Response):
         finally:
             self._num_writing -= 1
 
-    async def _send(self, scope: Scope, receive: Receive, send: Send, long: "_LongEvents") -> None:
+    async def _send(
+        self, scope: Scope, receive: Receive, send: Send, long_events: "_LongEvents"
+    ) -> None:
         begin, write = partial(self._begin, send), partial(self._write, send)
         try:
-            async with aclosing(self._with_error_event(scope, long)) as events:
+            async with aclosing(self._with_error_event(scope, long_events)) as events:
                 try:
-                    left = await self._write_through(events, begin, write, scope)
+                    remaining = await self._write_through(events, begin, write, scope)
                 finally:
                     self._direct.close()
-                if left is not None:
+                if remaining is not None:
                     await deliver(
-                        left,
+                        remaining,
                         write,
                         self._backpressure,
                         size=_unread_bytes,
                         join=_joined,
-                        parts=long.parts,
+                        parts=long_events.parts,
                         interruptible=True,
                     )
             await write(b"", more=False)
@@ -318,7 +322,7 @@ class EventStream(Response):
         return None
 
     async def _with_error_event(
-        self, scope: Scope, long: "_LongEvents"
+        self, scope: Scope, long_events: "_LongEvents"
     ) -> AsyncGenerator[Event, None]:
         """Yield the events. An error after the first event, or after the head, becomes the last
         event; an earlier one is raised."""
@@ -328,13 +332,13 @@ class EventStream(Response):
                 async for event in events:
                     begun = True
                     self._last_event = monotonic()
-                    long.made(event)
+                    long_events.made(event)
                     yield event
         except Exception as error:
             if not (begun or self._begun):
                 raise
             last = self._errors.error_event(_public(error, scope))
-            long.made(last)
+            long_events.made(last)
             yield last
 
 

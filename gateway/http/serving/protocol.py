@@ -110,8 +110,8 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body:
             return False
-        old = cycle.scope["http_version"] == "1.0"
-        if old or self.transport.get_extra_info("ssl_object") is not None:
+        is_http10 = cycle.scope["http_version"] == "1.0"
+        if is_http10 or self.transport.get_extra_info("ssl_object") is not None:
             return False
         self._half_closed = True
         if not cycle.response_started and not self.pipeline:
@@ -201,8 +201,8 @@ class BoundedProtocol(HttpToolsProtocol):
                     self._last, cycle.keep_alive = True, True
 
             scope["extensions"][WRITE] = partial(self._write_piece, cycle)
-            old = scope["http_version"] == "1.0"
-            await app(scope, receive, _unframed(cycle, send_last) if old else send_last)
+            is_http10 = scope["http_version"] == "1.0"
+            await app(scope, receive, _unframed(cycle, send_last) if is_http10 else send_last)
 
         super()._start_asgi_task(cycle, answer)  # type: ignore[arg-type]
 

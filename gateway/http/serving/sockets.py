@@ -70,15 +70,15 @@ def unix_listener(path: str) -> Iterator[socket.socket | None]:
             listener.bind(path)
             os.chmod(path, 0o600)  # before it listens, so no other user can connect
             listener.listen()
-            made = os.stat(path)
+            created = os.stat(path)
         except OSError as error:
-            why = error.strerror or str(error)
-            raise OSError(error.errno, f"cannot listen on {path}: {why}") from error
+            reason = error.strerror or str(error)
+            raise OSError(error.errno, f"cannot listen on {path}: {reason}") from error
         try:
             yield listener
         finally:
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.stat(path), made):  # no other server has taken it over
+                if os.path.samestat(os.stat(path), created):  # no other server has taken it over
                     os.unlink(path)
 
 

@@ -45,9 +45,9 @@ def _few_texts(value: Any) -> Any:
     if len(value) > MAX_PAIRS:
         raise ValueError(f"at most {MAX_PAIRS} pairs, not {len(value)}")
     return {
-        name: one if isinstance(one, str) else to_json(one).decode()
-        for name, one in value.items()
-        if one is not None
+        name: item if isinstance(item, str) else to_json(item).decode()
+        for name, item in value.items()
+        if item is not None
     }
 
 
@@ -108,15 +108,15 @@ class InputTokensBody(ThinkingFields):
 
     def structure(self) -> Structure | None:
         """Return the structure. Raises ServiceError for a missing schema."""
-        asked = self.text.format if self.text else None
-        if asked is None or asked.type == "text":
+        format_ = self.text.format if self.text else None
+        if format_ is None or format_.type == "text":
             return None
-        if asked.type == "json_object":
+        if format_.type == "json_object":
             return Structure("json_object", None, "text.format")
-        if asked.schema_ is None:
+        if format_.schema_ is None:
             raise refuse("text.format.schema", "text.format.schema is required")
         return Structure(
-            "json_schema", asked.schema_, "text.format.schema", lenient=not asked.strict
+            "json_schema", format_.schema_, "text.format.schema", lenient=not format_.strict
         )
 
 

@@ -28,16 +28,16 @@ MAX_LISTED, LISTED = 100, 20
 MAX_TAGS, MAX_TAG_NAME, MAX_TAG = 16, 64, 512
 
 
-def _tags(given: dict[str, str] | None) -> dict[str, str] | None:
-    tags = given or {}
+def _tags(metadata: dict[str, str] | None) -> dict[str, str] | None:
+    tags = metadata or {}
     if len(tags) > MAX_TAGS:
         raise ValueError(f"at most {MAX_TAGS} entries, not {len(tags)}")
     for name, value in tags.items():
         if len(name) > MAX_TAG_NAME or len(value) > MAX_TAG:
-            most = f"{MAX_TAG_NAME} characters of a name and {MAX_TAG} of a value"
-            raise ValueError(f"at most {most}")
+            limits = f"{MAX_TAG_NAME} characters of a name and {MAX_TAG} of a value"
+            raise ValueError(f"at most {limits}")
         check_text(name + value, "metadata")
-    return given
+    return metadata
 
 
 class BatchBody(Body):

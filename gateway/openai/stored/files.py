@@ -56,8 +56,8 @@ def add_file_routes(app: APIRouter, dialect: Dialect, files: Files, limits: Http
         page = page_of(request, MAX_LISTED, MAX_LISTED)
         purpose = request.query_params.get("purpose", "")
         check_text(purpose, "purpose")
-        found = await files.page(_tenant(request), page, purpose)
-        return list_reply(found, page, _file_object)
+        rows = await files.page(_tenant(request), page, purpose)
+        return list_reply(rows, page, _file_object)
 
     @app.get("/v1/files/{file_id}", **described(answer=FileObject))
     async def get_file(request: Request, file_id: str) -> Response:

@@ -71,13 +71,13 @@ class StoredParts:
                 log.error("%s", error)
                 await asyncio.sleep(OPEN_AGAIN_S)
 
-        async def ask(endpoint: str, body: bytes, tenant: Tenant, session: str) -> Answer:
+        async def answer_line(endpoint: str, body: bytes, tenant: Tenant, session: str) -> Answer:
             reply = await post(app, endpoint, body, tenant, session)
-            wait = reply.headers.get("retry-after", "0")
-            return Answer(reply.request_id, reply.status, reply.body, float(wait))
+            retry_after = reply.headers.get("retry-after", "0")
+            return Answer(reply.request_id, reply.status, reply.body, float(retry_after))
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._runner.run(ask), name="batches")
+            group.create_task(self._runner.run(answer_line), name="batches")
             group.create_task(self.usage.run(), name="usage")
             group.create_task(self._retention.run(), name="retention")
 
