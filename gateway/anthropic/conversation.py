@@ -57,7 +57,7 @@ def conversation(
             turns.add_user(blocks)
     note(Fate.DROPPED, "blocks", turns.dropped)
     if len(turns.turns) == num_rules:
-        raise refuse("messages", "messages: they have no content")
+        raise refuse("messages", "messages have no content")
     return turns.turns
 
 
@@ -119,7 +119,7 @@ class _Turns:
     def _add_result(self, block: Block, path: str) -> None:
         call_id = _string(block, "tool_use_id", path)
         if call_id not in self._calls:
-            text = f"no tool_use before it has the id {quoted(call_id)}"
+            text = f"no earlier tool_use block has the id {quoted(call_id)}"
             raise refuse(f"{path}.tool_use_id", f"{path}.tool_use_id: {text}")
         output = block.get("content") or ""
         content: str | list[Part] = output

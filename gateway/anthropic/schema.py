@@ -119,7 +119,7 @@ class CountBody(ThinkingFields):
 
     def conversation(self) -> TemplateInput:
         """Return the conversation. Continues a last assistant message. Raises ServiceError."""
-        turns = conversation(self.system, list(self._shown()))
+        turns = conversation(self.system, list(self._visible_messages()))
         last = turns[-1]
         continues = last["role"] == "assistant"
         if continues and last.get("tool_calls"):
@@ -132,7 +132,7 @@ class CountBody(ThinkingFields):
             suggested=self._template_variables(),
         )
 
-    def _shown(self) -> Iterator[tuple[str, Any]]:
+    def _visible_messages(self) -> Iterator[tuple[str, Any]]:
         """Yield the role and the content of each message; None if there is nothing to show. Raises
         ServiceError for a missing content."""
         last_user = max(

@@ -76,7 +76,9 @@ class HttpError:
         caller logs it.
         """
         if not isinstance(error, ServiceError):
-            error = ServiceError(INTERNAL, "the server made a mistake; its log has the details")
+            error = ServiceError(
+                INTERNAL, "internal server error; the server's log has the details"
+            )
         status = HTTP_STATUS[error.code]
         headers = {}
         if status in RETRY_STATUS:

@@ -94,6 +94,9 @@ async def _metrics_page(service: Service, with_fleet: bool) -> bytes:
         try:
             service.metrics.fleet.update(await service.upstream.fleet())
         except ServiceError as error:
-            log.warning("metrics without a fresh view of the fleet: %s", error.message)
+            log.warning(
+                "the fleet metrics are out of date: cannot read the fleet's state: %s",
+                error.message,
+            )
     service.metrics.show_open(service.limits)
     return await asyncio.to_thread(service.metrics.page, with_fleet)

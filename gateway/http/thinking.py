@@ -59,7 +59,7 @@ class ThinkingChoice:
     budget: int | None = None
 
 
-def _described_as(expected: str) -> WrapValidator:
+def _expect(expected: str) -> WrapValidator:
     """Name only the field in a union's error; pydantic would add the failed alternative."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -73,7 +73,7 @@ def _described_as(expected: str) -> WrapValidator:
 
 Think = Annotated[
     bool | Literal["low", "medium", "high"] | None,
-    _described_as("true, false, low, medium or high"),
+    _expect("true, false, low, medium or high"),
 ]
 
 
@@ -125,7 +125,7 @@ class ThinkingFields(StrictModel):
     think: Think = None  # Ollama
     thinking: Annotated[
         bool | ThinkingBody | None,
-        _described_as(
+        _expect(
             "true, false, or an object of type enabled, adaptive, auto or disabled whose "
             "budget_tokens are at least -1"
         ),

@@ -85,7 +85,7 @@ def add_traces(app: FastAPI, service: Service, dialects: Sequence[Dialect]) -> N
         traces = [local_trace(tenant, request_id), *map(FoundTrace.model_validate_json, others)]
         found = max(filter(None, traces), key=lambda item: item.arrived, default=None)
         if found is None:
-            text = f"no such request: {quoted(request_id)}; only the last ones are kept"
+            text = f"request not found: {quoted(request_id)}; only recent requests are kept"
             error = HttpError(404, text, "not_found", param="request_id")
             error = replace(error, request_id=caller_of(request).shown_id)
             return error_response(dialect_of(dialects, request.url.path), error)

@@ -79,7 +79,7 @@ class OllamaDialect:
         )
         async def chat(request: Request) -> Response:
             """The next message of a conversation; without messages the model is made ready."""
-            return self._generated(await self._read(request, OllamaChatBody), request)
+            return self._answer(await self._read(request, OllamaChatBody), request)
 
         @app.post(
             "/api/generate",
@@ -89,7 +89,7 @@ class OllamaDialect:
         )
         async def generate(request: Request) -> Response:
             """The answer to one message, or to a raw text; without one the model is made ready."""
-            return self._generated(await self._read(request, OllamaGenerateBody), request)
+            return self._answer(await self._read(request, OllamaGenerateBody), request)
 
         @app.post("/api/embed", **described(OllamaEmbedBody, answer=OllamaVectors))
         async def embed_route(request: Request) -> Response:
@@ -127,7 +127,7 @@ class OllamaDialect:
     async def _read(self, request: Request, kind: type[Any]) -> Any:
         return await self._bodies.read(request, partial(parse, kind))
 
-    def _generated(self, body: OllamaGeneration, request: Request) -> Response:
+    def _answer(self, body: OllamaGeneration, request: Request) -> Response:
         caller, is_chat = caller_of(request), isinstance(body, OllamaChatBody)
         completion = body.request()
         if completion is None:

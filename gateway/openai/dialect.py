@@ -201,7 +201,7 @@ class OpenAiDialect:
             return JSONResponse(model_object(service, name, card))
 
         add_server_routes(app, self, service, self._bodies)
-        _add_short(app)
+        _add_short_paths(app)
         if self._stored is None:
             _add_refusals(app)
         else:
@@ -218,7 +218,7 @@ class OpenAiDialect:
         return Reply(reply.whole(), self)
 
 
-def _add_short(app: FastAPI) -> None:
+def _add_short_paths(app: FastAPI) -> None:
     """Add the routes without /v1; the API description has only one name of each."""
     for route in [route for route in app.routes if isinstance(route, APIRoute)]:
         path = route.path.removeprefix("/v1")
@@ -231,7 +231,9 @@ def _add_refusals(app: FastAPI) -> None:
     """Add routes that refuse requests in place of a database's routes."""
 
     async def refused() -> Response:
-        raise refuse("", "this server keeps no files, batches or usage: it needs --database-url")
+        raise refuse(
+            "", "this server stores no files, batches or usage; they require --database-url"
+        )
 
     for path in STORED:
         for route in (path, path + "/{rest:path}"):

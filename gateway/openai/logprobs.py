@@ -138,5 +138,5 @@ def check_prompt_logprobs(prompts: Sequence[Prompt], n: int, num_top: int, param
     """Check the number of entries. Raises ServiceError for more than one answer may have."""
     entries = n * (1 + num_top) * sum(len(prompt.ids) for prompt in prompts)
     if entries > MAX_LOGPROBS:
-        text = f"{param}: {entries} log-probabilities of prompts, for {n} choices each"
+        text = f"{param}: the prompts need {entries} log-probabilities for {n} choices"
         raise refuse(param, f"{text}; at most {MAX_LOGPROBS}")

@@ -16,10 +16,10 @@ MAX_HELD_BYTES = 512 << 20
 
 @dataclass(eq=False, slots=True)
 class HeldAnswer:
-    """One held answer; `given_up` has a result when its client is to lose it."""
+    """One held answer; `dropped` has a result when its client is to lose it."""
 
     owner: bytes
-    given_up: asyncio.Future[None]
+    dropped: asyncio.Future[None]
     num_bytes: int = 0
 
 
@@ -54,10 +54,10 @@ class HeldAnswers:
             for other in others:
                 bytes_by_owner[other.owner] += other.num_bytes
             ((largest_owner, _),) = bytes_by_owner.most_common(1)
-            dropped = next(other for other in others if other.owner == largest_owner)
-            self.release(dropped, dropped.num_bytes)
-            if not dropped.given_up.done():
-                dropped.given_up.set_result(None)
+            oldest = next(other for other in others if other.owner == largest_owner)
+            self.release(oldest, oldest.num_bytes)
+            if not oldest.dropped.done():
+                oldest.dropped.set_result(None)
 
     def release(self, answer: HeldAnswer, num_bytes: int) -> None:
         """Count `num_bytes` of the answer as taken."""

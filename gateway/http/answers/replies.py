@@ -32,7 +32,7 @@ from pdserve.services.host.rpc.backpressure import Backpressure, SlowReaderError
 
 log = logging.getLogger("pdserve.gateway.http")
 
-NO_ROOM = "other answers needed the room"
+NO_ROOM = "the memory for unread answers is full"
 EVENTS = "text/event-stream; charset=utf-8"
 HEAD_S = 0.25
 SILENCE_S = 10.0  # after which a stream sends a ping
@@ -47,7 +47,7 @@ WRITE = "pdserve.write"  # writes a short piece of the body at once, unless the 
 HELD = "pdserve.held"  # the HeldAnswers of all its connections
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -72,7 +72,7 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         working = asyncio.ensure_future(self._work)
-        watching = asyncio.create_task(_left(receive))
+        watching = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((working, watching), return_when=FIRST_COMPLETED)
             if not working.done():
@@ -90,7 +90,7 @@ class Reply(Response):
                 else:
                     await _send_json(pieces, send)
         finally:
-            await _end(working, watching)
+            await _cancel(working, watching)
 
 
 async def _send_json(pieces: JsonPieces, send: Send) -> None:
@@ -111,13 +111,13 @@ async def _send_held(pieces: JsonPieces, scope: Scope, send: Send) -> None:
         held_answers.hold(answer, pieces.num_bytes)
         sending = asyncio.create_task(_send_json(pieces, send))
         try:
-            await asyncio.wait((sending, answer.given_up), return_when=FIRST_COMPLETED)
+            await asyncio.wait((sending, answer.dropped), return_when=FIRST_COMPLETED)
             if sending.done():
                 sending.result()
                 return
         finally:
-            await _end(sending)
-    log.warning("a client is given up: %s", NO_ROOM)
+            await _cancel(sending)
+    log.warning("closing the connection of a slow client: %s", NO_ROOM)
     await _drop_connection(scope)
 
 
@@ -147,16 +147,16 @@ class PieceStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send(send))
-        watching = asyncio.create_task(_left(receive))
+        watching = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((sending, watching), return_when=FIRST_COMPLETED)
             if sending.done():
                 sending.result()
                 return
         except ServiceError as error:
-            log.warning("a file could not be sent: %s", error.message)
+            log.warning("closing a connection: cannot send the file: %s", error.message)
         finally:
-            await _end(watching, sending)
+            await _cancel(watching, sending)
         await _drop_connection(scope)
 
     async def _send(self, send: Send) -> None:
@@ -207,8 +207,8 @@ class EventStream(Response):
         with held_answers.answer(_owner(scope)) as answer:
             long_events = _LongEvents(held_answers, answer)
             sending = asyncio.create_task(self._send(scope, receive, send, long_events))
-            watching = asyncio.create_task(_left(receive))
-            ends = (sending, watching, answer.given_up)
+            watching = asyncio.create_task(_disconnected(receive))
+            ends = (sending, watching, answer.dropped)
             try:
                 wait_s = HEAD_S
                 while True:
@@ -218,12 +218,12 @@ class EventStream(Response):
                     wait_s = await self._keep_alive(scope, send)
                 if sending.done():
                     sending.result()
-                elif answer.given_up.done():
-                    log.warning("a client is given up: %s", NO_ROOM)
+                elif answer.dropped.done():
+                    log.warning("closing the connection of a slow client: %s", NO_ROOM)
             except SlowReaderError as error:
-                log.warning("a client is given up: %s", error)
+                log.warning("closing the connection of a slow client: %s", error)
             finally:
-                await _end(watching, sending)
+                await _cancel(watching, sending)
                 if not self._complete:
                     await _drop_connection(scope)
 
@@ -332,13 +332,13 @@ class EventStream(Response):
                 async for event in events:
                     begun = True
                     self._last_event = monotonic()
-                    long_events.made(event)
+                    long_events.add(event)
                     yield event
         except Exception as error:
             if not (begun or self._begun):
                 raise
             last = self._errors.error_event(_public(error, scope))
-            long_events.made(last)
+            long_events.add(last)
             yield last
 
 
@@ -358,7 +358,7 @@ class _LongEvents:
         self._answer = answer
         self._num_uses: Counter[int] = Counter()  # uses of a held piece, by its id()
 
-    def made(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         if isinstance(event, JsonPieces):
             new = {id(piece): len(piece) for piece in event if id(piece) not in self._num_uses}
             self._num_uses.update(map(id, event))
@@ -411,7 +411,7 @@ async def _drop_connection(scope: Scope) -> None:
         await asyncio.sleep(0)  # the server notes the loss before this response returns
 
 
-async def _end(*tasks: "asyncio.Future[Any]") -> None:
+async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -89,7 +89,7 @@ class HttpListener:
         except ConnectionAbortedError:
             return True
         except OSError as error:
-            log.warning("new HTTP connections wait: %s", error)
+            log.warning("cannot accept HTTP connections, retrying: %s", error)
             self._pause_for(PAUSE_S, self._resume)
             return False
         owner = _owner(address[0]) if address else b""  # all of a Unix socket share one
@@ -117,7 +117,7 @@ class HttpListener:
         self._num_refused += not has_room
         if not has_room and self._loop.time() - self._logged_at >= FULL_LOG_S:
             log.warning(
-                "%d HTTP connections were closed at once: %d are open",
+                "rejected %d new HTTP connections: too many are open (%d)",
                 self._num_refused,
                 self._open.total,
             )

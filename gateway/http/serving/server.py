@@ -125,7 +125,7 @@ class HttpServer(uvicorn.Server):
                 self.config.ssl.load_cert_chain(certificate, key)
             except (OSError, ssl.SSLError) as error:
                 failed = current
-                log.error("the certificate of HTTP stays as it was: %s", error)
+                log.error("cannot load the new HTTP certificate, keeping the old one: %s", error)
             else:
                 loaded = current
-                log.info("HTTP has a new certificate")
+                log.info("loaded a new HTTP certificate")

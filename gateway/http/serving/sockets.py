@@ -85,7 +85,7 @@ def unix_listener(path: str) -> Iterator[socket.socket | None]:
 def _remove_stale(path: str) -> None:
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise FileExistsError(0, "there is a file that is no socket")
+            raise FileExistsError(0, "the path exists and is not a socket")
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -95,4 +95,4 @@ def _remove_stale(path: str) -> None:
         except ConnectionRefusedError:
             os.unlink(path)
             return
-    raise FileExistsError(0, "another server listens there")
+    raise FileExistsError(0, "another server is listening there")

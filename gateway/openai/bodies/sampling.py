@@ -36,7 +36,7 @@ def _stop(value: Any) -> Any:
     raise ValueError("must be a string or a list of strings")
 
 
-def _few(name: str) -> BeforeValidator:
+def _limited(name: str) -> BeforeValidator:
     """Refuse too many entries of a field before checking each: an error for each takes long."""
     limit = MAX_ENTRIES[name]
 
@@ -71,15 +71,15 @@ class Sampling(StructureFields, OwnedBody):
     repeat_last_n: PenaltyWindow = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, _few("logit_bias")] = None
+    logit_bias: Annotated[dict[str, float] | None, _limited("logit_bias")] = None
     seed: int | None = None
     stop: Annotated[Any, AfterValidator(_stop), WithJsonSchema(described.STOP)] = Field(
         None, validate_default=True
     )
-    stop_token_ids: Annotated[list[int] | None, _few("stop_token_ids")] = None
-    allowed_token_ids: Annotated[list[int] | None, _few("allowed_token_ids")] = None
-    bad_words: Annotated[list[str] | None, _few("bad_words")] = None
-    logprob_token_ids: Annotated[list[int] | None, _few("logprob_token_ids")] = None
+    stop_token_ids: Annotated[list[int] | None, _limited("stop_token_ids")] = None
+    allowed_token_ids: Annotated[list[int] | None, _limited("allowed_token_ids")] = None
+    bad_words: Annotated[list[str] | None, _limited("bad_words")] = None
+    logprob_token_ids: Annotated[list[int] | None, _limited("logprob_token_ids")] = None
     prompt_logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = None
     thinking_token_budget: int | None = None

@@ -31,7 +31,7 @@ def _parsed(value: Any) -> Any:
         raise ValueError(f"it is not valid JSON: {error}") from None
 
 
-def _nothing(value: Any) -> None:
+def _check_unset(value: Any) -> None:
     if value not in (None, False):
         raise ValueError("it is not supported by this server")
 
@@ -46,7 +46,7 @@ def _texts(value: Any) -> Any:
 JsonText = BeforeValidator(_parsed)
 Schema = Annotated[dict[str, Any] | bool | None, JsonText]
 Choices = Annotated[list[str], Field(min_length=1), BeforeValidator(_texts)]
-NotServed = Annotated[None, BeforeValidator(_nothing)]
+NotServed = Annotated[None, BeforeValidator(_check_unset)]
 
 
 class TagBody(Body):

@@ -137,7 +137,7 @@ def _allowed(tools: Sequence[Tool], choice: Mapping[str, Any], parallel: bool) -
     if not chosen_names and mode == "auto":
         return ToolUse(tools, "none", parallel=parallel)
     if not chosen_names:
-        raise refuse(f"{path}.tools", f"{path}.tools has no tool that is offered here")
+        raise refuse(f"{path}.tools", f"{path}.tools has no tool that this server supports")
     required: Literal["auto", "required"] = "required" if mode == "required" else "auto"
     return ToolUse(tools, required, tuple(dict.fromkeys(chosen_names)), parallel=parallel)
 

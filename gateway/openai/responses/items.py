@@ -237,7 +237,7 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
                     turns.note(_OUTPUT.as_text(kind, item), of_client=True)
                     continue
                 if item["call_id"] not in call_ids:
-                    text = f"no call before it has the call_id {quoted(item['call_id'])}"
+                    text = f"no earlier call has the call_id {quoted(item['call_id'])}"
                     raise refuse("input", f"input: a {kind}: {text}")
                 turns.answer(item)
             case kind:

@@ -57,7 +57,7 @@ class ResponsePrompt:
         earlier = await self._earlier_items()
         items = [*earlier, *await self._resolved(earlier)]
         if len(items) > MAX_ITEMS:
-            text = f"at most {MAX_ITEMS} items with those before, not {len(items)}"
+            text = f"at most {MAX_ITEMS} items including the earlier ones, not {len(items)}"
             raise refuse("input", text)
         return items
 
@@ -103,7 +103,9 @@ class ResponsePrompt:
                 items = value if match[2] else value["output"]
                 items_by_id.update((item["id"], item) for item in items)
         if name not in items_by_id:
-            problem = "was not found" if self._store else "is not kept: this server keeps none"
+            problem = (
+                "was not found" if self._store else "was not found: this server stores no responses"
+            )
             raise refuse(path, f"{path}: the item {quoted(name)} {problem}")
 
     async def _earlier_items(self) -> list[Item]:
@@ -113,7 +115,7 @@ class ResponsePrompt:
             return []
         field = "previous_response_id"
         if self._store is None:
-            raise refuse(field, f"{field}: this server keeps no responses")
+            raise refuse(field, f"{field}: this server stores no responses")
         stored = await self._store.find(self._caller.tenant.id, name)
         if stored is None:
             text = f"the previous response {quoted(name)} was not found"

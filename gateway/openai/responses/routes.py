@@ -57,7 +57,7 @@ def add_response_routes(
             await service.count(caller)
             response = None if store is None else await store.find(caller.tenant.id, name)
         if response is None:
-            message = f"no response {quoted(name)} is kept"
+            message = f"response {quoted(name)} was not found"
             return error_response(errors, HttpError(404, message, "response_not_found"))
         return answer(response)
 
@@ -83,7 +83,7 @@ def add_response_routes(
     async def retrieve(request: Request, name: str) -> Response:
         """A response that is kept."""
         if request.query_params.get("stream") == "true":
-            raise refuse("stream", "stream: a kept response is not streamed")
+            raise refuse("stream", "stream: a stored response cannot be streamed")
         return await on_kept(request, name, lambda response: _json(response.response))
 
     @app.delete("/v1/responses/{name}", **described(answer=ResponseDeleted))
@@ -100,7 +100,9 @@ def add_response_routes(
         """Always refused: there are no background responses."""
 
         def too_late(response: KeptResponse) -> Response:
-            raise refuse("", "this response is no background response, which alone is cancelled")
+            raise refuse(
+                "", "only background responses can be canceled, and this response is not one"
+            )
 
         return await on_kept(request, name, too_late)
 

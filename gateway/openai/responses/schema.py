@@ -37,7 +37,7 @@ Key = Annotated[str, StringConstraints(max_length=64)]
 Value = Annotated[str, StringConstraints(max_length=512)]
 
 
-def _few_texts(value: Any) -> Any:
+def _metadata(value: Any) -> Any:
     """Accept the pairs of metadata, with JSON for a value that is not text. Refuses too many before
     checking them: an error for each takes long."""
     if not isinstance(value, dict):
@@ -140,7 +140,7 @@ class ResponsesBody(InputTokensBody):
     top_logprobs: int | None = None
     max_tool_calls: int | None = Field(None, ge=1)  # calls that the gateway carries out
     priority: Priority | None = None
-    metadata: Annotated[dict[Key, Value] | None, BeforeValidator(_few_texts)] = None
+    metadata: Annotated[dict[Key, Value] | None, BeforeValidator(_metadata)] = None
     session_id: str | None = Field(None, max_length=MAX_SESSION)
     user: str | None = None
     # Only shown in the answer.

@@ -146,7 +146,9 @@ def _add_tools(
             left_out.append(kind)
         elif kind == "namespace":
             if namespace is not None:
-                raise refuse(f"{path}.type", f"{path}.type: a namespace cannot have namespaces")
+                raise refuse(
+                    f"{path}.type", f"{path}.type: a namespace cannot contain another namespace"
+                )
             group = parsed(Namespace, value, path)
             group_path = f"{path}.tools"
             members = _add_tools(tools, left_out, group.tools, group_path, offered, group.name)
@@ -224,7 +226,7 @@ def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
     if names:
         return allowed_tools.mode, tuple(names)
     if allowed_tools.mode == "required":
-        raise refuse("tool_choice.tools", "tool_choice.tools has no tool that is offered here")
+        raise refuse("tool_choice.tools", "tool_choice.tools has no tool that this server supports")
     return "none", ()
 
 

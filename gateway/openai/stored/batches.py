@@ -34,7 +34,7 @@ def _tags(metadata: dict[str, str] | None) -> dict[str, str] | None:
         raise ValueError(f"at most {MAX_TAGS} entries, not {len(tags)}")
     for name, value in tags.items():
         if len(name) > MAX_TAG_NAME or len(value) > MAX_TAG:
-            limits = f"{MAX_TAG_NAME} characters of a name and {MAX_TAG} of a value"
+            limits = f"{MAX_TAG_NAME} characters per name and {MAX_TAG} per value"
             raise ValueError(f"at most {limits}")
         check_text(name + value, "metadata")
     return metadata

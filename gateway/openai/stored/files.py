@@ -116,7 +116,7 @@ def _check(fields: dict[str, str]) -> None:
         if name != "purpose":
             raise refuse(name, f"{quoted(name)} is not supported by this server")
         if value != PURPOSE:
-            raise refuse(name, f"purpose must be {PURPOSE!r} here, not {quoted(value)}")
+            raise refuse(name, f"purpose must be {PURPOSE!r}, not {quoted(value)}")
 
 
 def _file_object(file: StoredFile) -> dict[str, Any]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdserve.gateway.database")
 
-MAX_NOTED = 100_000  # requests whose usage waits for the database; more is lost
+MAX_EARLY_USAGE = 100_000  # requests whose usage waits for the database; more is lost
 WAITING = (*STORED, DOCUMENT)  # the document describes all routes
 
 
@@ -53,7 +53,7 @@ class LateParts:
         self._make_parts = partial(_make_parts, settings, keys, limits)
         self._add_routes: list[Callable[[StoredParts], None]] = []
         self._early_usage: list[tuple[Caller, str, RequestUsage]] = []
-        self._num_lost = 0  # beyond MAX_NOTED
+        self._num_lost = 0  # beyond MAX_EARLY_USAGE
         self._requested = asyncio.Event()
         self._ready = asyncio.Event()
         self._parts: StoredParts | None = None
@@ -99,12 +99,15 @@ class LateParts:
 
     def _warn_of_lost(self) -> None:
         if self._num_lost:
-            log.warning("the usage of %d requests is lost", self._num_lost)
+            log.warning(
+                "the usage of %d requests was not recorded: the database was not ready",
+                self._num_lost,
+            )
 
     def count(self, caller: Caller, model: str, usage: RequestUsage) -> None:
         if self._parts is not None:
             self._parts.usage.count(caller, model, usage)
-        elif len(self._early_usage) < MAX_NOTED:
+        elif len(self._early_usage) < MAX_EARLY_USAGE:
             self._early_usage.append((caller, model, usage))
         else:
             self._num_lost += 1

@@ -37,7 +37,7 @@ def list_reply(
 ) -> Response:
     """Return a page of `rows` (see `rows_of`). Raises ServiceError without a row to begin after."""
     if rows is None:
-        raise refuse("after", f"there is no {quoted(page.after)} to begin after")
+        raise refuse("after", f"after: {quoted(page.after)} does not exist")
     shown = rows[: page.limit]
     result = {
         "object": "list",

@@ -91,5 +91,5 @@ class StoredParts:
             async with asyncio.timeout(FLUSH_S):
                 await self.usage.flush()
         except (ServiceError, TimeoutError):
-            log.warning("the usage of the last seconds is lost")
+            log.warning("the usage of the last few seconds was not recorded")
         await self._db.close()

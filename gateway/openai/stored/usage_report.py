@@ -46,7 +46,7 @@ async def usage_page(usage: UsageLog, tenant: str, query: UsageQuery, limit_s: i
     block the loop. Raises ServiceError."""
     rows = await usage.report(tenant, query, MAX_RESULTS + 1)
     if len(rows) > MAX_RESULTS:
-        text = f"a page would have more than {MAX_RESULTS} results; ask for fewer buckets"
+        text = f"a page would have more than {MAX_RESULTS} results; lower the limit"
         raise refuse("limit", text)
     by_start: dict[int, list[Any]] = {}
     for row in rows:
@@ -96,7 +96,7 @@ def _query(params: QueryParams, now: int) -> tuple[UsageQuery, int]:
     groups = params.getlist("group_by")
     for group in groups:
         if group not in GROUPS:
-            raise refuse("group_by", f"group_by must be of {', '.join(GROUPS)}")
+            raise refuse("group_by", f"group_by must be one of {', '.join(GROUPS)}")
     filters = [tuple(params.getlist(name)) for name in ("models", "session_ids")]
     if max(map(len, filters)) > MAX_NAMED:
         raise refuse("models", f"at most {MAX_NAMED} models and session_ids")
