@@ -72,7 +72,7 @@ class AnthropicDialect:
             "/v1/messages", **described(MessagesBody, answer=MessageObject, event=MessageEvent)
         )
         async def messages(request: Request) -> Response:
-            """The next message of a conversation."""
+            """Generate the next message of a conversation."""
             caller = caller_of(request)
             body = await self._bodies.read(request, parse_messages)
             reply = MessageReply(service, body, caller)
@@ -82,7 +82,7 @@ class AnthropicDialect:
 
         @app.post("/v1/messages/count_tokens", **described(CountBody, answer=TokenCount))
         async def count(request: Request) -> Response:
-            """How many tokens a message's prompt has."""
+            """Count the tokens of a message's prompt."""
             caller = caller_of(request)
             body = await self._bodies.read(request, parse_count)
             return Reply(count_tokens(service, body, caller), self)

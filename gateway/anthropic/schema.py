@@ -36,7 +36,7 @@ StopSequence = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STO
 
 
 class AnthropicTool(StrictModel):
-    """A function of the client's."""
+    """A function that the client runs."""
 
     name: ToolName
     description: ToolDescription | None = None
@@ -66,7 +66,7 @@ def _as_object(choice: Any) -> Any:
 
 
 class Thinking(ThinkingBody):
-    """Without it the model's template decides whether the model thinks."""
+    """Whether the model thinks; by default its template decides."""
 
     type: Literal[*THINKING]  # type: ignore[valid-type]
     display: Any = None  # "omitted" hides the reasoning; any other value shows it
@@ -87,7 +87,7 @@ class OutputConfig(StrictModel):
 
 
 class TurnConfig(OutputConfig):
-    """The configuration from a system message on."""
+    """The configuration that applies after a system message."""
 
     format: None = None  # only the request has one
 

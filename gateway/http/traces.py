@@ -16,7 +16,7 @@ from pdserve.services.host.errors import quoted
 
 
 class TracePhase(AnswerModel):
-    """A phase, from its start since the request came."""
+    """A phase; `start_ms` counts from the arrival of the request."""
 
     name: str
     start_ms: float
@@ -24,8 +24,8 @@ class TracePhase(AnswerModel):
 
 
 class TraceAttempt(AnswerModel):
-    """Where the request was placed, first or anew; `prefill` is empty if decode computes the
-    prompt."""
+    """A placement of the request, the first or a retry; `prefill` is empty if the decode worker
+    computes the prompt."""
 
     attempt: str
     start_ms: float
@@ -34,9 +34,9 @@ class TraceAttempt(AnswerModel):
 
 
 class RequestTrace(AnswerModel):
-    """The phases of one request. Those before `decode` add up to `time_to_first_token_ms`, which
-    begins with the request's head; of a request that is not finished some are not known yet.
-    `finish_reason` may be an error's code."""
+    """The phases of one request. The phases before `decode` add up to `time_to_first_token_ms`,
+    which counts from the arrival of the request's headers. A running request lacks the phases that
+    are not known yet. `finish_reason` may be an error code."""
 
     id: str
     object: Literal["trace"] = "trace"
@@ -55,7 +55,7 @@ class RequestTrace(AnswerModel):
 
 
 class FoundTrace(BaseModel):
-    """What one of several gateway processes has found; `arrived` by the clock of their host."""
+    """A trace from one of several gateway processes; `arrived` is by the clock of their host."""
 
     arrived: float
     trace: RequestTrace
@@ -78,8 +78,8 @@ def add_traces(app: FastAPI, service: Service, dialects: Sequence[Dialect]) -> N
 
     @app.get("/v1/traces/{request_id:path}", **described(answer=RequestTrace))
     async def trace(request_id: str, request: Request) -> Response:
-        """Where the time of one of the last requests of this key went. `request_id` is what its
-        answer has as `x-request-id`, or as its own id."""
+        """Get the time that each phase of a recent request of this key took. `request_id` is the
+        answer's `x-request-id` header, or its `id`."""
         tenant = caller_of(request).tenant.id
         others = await service.siblings.ask("trace", tenant, request_id)
         traces = [local_trace(tenant, request_id), *map(FoundTrace.model_validate_json, others)]

@@ -12,11 +12,11 @@ from pdserve.gateway.openai.bodies.schema import MAX_TOOL_CALLS
 
 def _no_images(value: Any) -> None:
     if value not in (None, []):
-        raise ValueError("they are not supported by this server")
+        raise ValueError("images are not supported by this server")
 
 
 class OllamaFunction(StrictModel):
-    """What is called; `arguments` is an object, or whatever the model has written."""
+    """The function of a call; `arguments` is an object, or the text that the model wrote."""
 
     name: str
     arguments: Any = None

@@ -80,7 +80,7 @@ Texts = Annotated[
 
 
 class OllamaOptions(StrictModel):
-    """How an answer is sampled; what is not named takes the model's own default."""
+    """Sampling parameters; the model's own defaults apply to missing ones."""
 
     model_config = ConfigDict(json_schema_extra=bounded)
     temperature: float | None = None
@@ -107,13 +107,13 @@ class OllamaOptions(StrictModel):
 
 
 class NamedModel(StrictModel):
-    """What names a model, which may have the tag `latest`; without a name the only one is meant."""
+    """The name of a model, with or without the tag `latest`; optional if only one is served."""
 
     model: str | None = None
 
 
 class OllamaGeneration(ThinkingFields, NamedModel):
-    """What both routes take that generate text."""
+    """The fields that both text generation routes share."""
 
     conversation_field: ClassVar[str]
     system: str | None = None  # before the conversation

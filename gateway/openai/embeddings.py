@@ -106,9 +106,7 @@ class EmbeddingReply:
         num_bytes = len(self._body.input) * dimensions * _NUMBER_BYTES[self._in_base64]
         if num_bytes > MAX_ANSWER_BYTES:
             base64_hint = "" if self._in_base64 else "encoding_format: base64, "
-            text = (
-                f"{len(self._body.input)} vectors of {dimensions} numbers are too large an answer"
-            )
+            text = f"{len(self._body.input)} vectors of {dimensions} numbers exceed the size limit"
             raise refuse(
                 "input", f"input: {text}; request {base64_hint}fewer dimensions or fewer inputs"
             )

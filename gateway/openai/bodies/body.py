@@ -26,14 +26,14 @@ _KNOWN = IGNORED | LEFT_OUT | OF_REQUESTS | REFUSED.keys()
 
 
 class Body(StrictModel):
-    """Of a request, or a part of one."""
+    """The body of a request, or a part of it."""
 
     # The names in REFUSED that are checked.
     checked: ClassVar[Collection[str]] = OF_PROMPTS
 
 
 class OwnedBody(Body):
-    """Of a request that uses a model."""
+    """The body of a request that uses a model."""
 
     session_id: str | None = Field(None, max_length=MAX_SESSION)
     user: Any = None

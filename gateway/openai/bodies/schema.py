@@ -73,7 +73,7 @@ TemplateKwargs = Annotated[
 
 
 class CalledFunction(Body):
-    """A call's function; `arguments` is mostly a JSON text."""
+    """The function of a call; `arguments` is usually a JSON text."""
 
     name: str
     arguments: Any = ""
@@ -92,7 +92,7 @@ def _joined_texts(value: Any) -> str | None:
 
 
 Thought = Annotated[str | None, BeforeValidator(_joined_texts)]
-"""A thought, or parts that have its text; what is neither says nothing to a model here."""
+"""A thought, or parts that have its text; any other value is ignored."""
 
 
 class Message(Body):
@@ -204,7 +204,7 @@ def _as_text(part: Any) -> Any:
 
 
 class ConversationBody(ThinkingFields, Body):
-    """Messages, and how the chat template is filled with them."""
+    """Messages, and the parameters of the chat template."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     add_generation_prompt: bool | None = None
@@ -411,8 +411,8 @@ class TokenizeBody(Body):
 
 
 class TemplateBody(StructureFields, ConversationBody):
-    """Body of /apply-template: of a chat what decides on its prompt, and which tools of MCP servers
-    are in it."""
+    """Body of /apply-template: the fields of a chat that determine its prompt, including the tools
+    of MCP servers."""
 
     model: ModelName = ""
     tool_choice: Any = None

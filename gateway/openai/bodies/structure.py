@@ -24,22 +24,22 @@ def _parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if len(value) > 2 * MAX_STRUCTURE_CHARS:
-        raise ValueError(f"it has more than {2 * MAX_STRUCTURE_CHARS} characters")
+        raise ValueError(f"must have at most {2 * MAX_STRUCTURE_CHARS} characters")
     try:
         return from_json(value, allow_inf_nan=False) if value else None
     except ValueError as error:
-        raise ValueError(f"it is not valid JSON: {error}") from None
+        raise ValueError(f"not valid JSON: {error}") from None
 
 
 def _check_unset(value: Any) -> None:
     if value not in (None, False):
-        raise ValueError("it is not supported by this server")
+        raise ValueError("not supported by this server")
 
 
 def _texts(value: Any) -> Any:
     """Fail at the first wrong entry: an error for each of many takes long."""
     if isinstance(value, list) and not all(isinstance(text, str) for text in value):
-        raise ValueError("it must be a list of strings")
+        raise ValueError("must be a list of strings")
     return value
 
 
@@ -50,7 +50,7 @@ NotServed = Annotated[None, BeforeValidator(_check_unset)]
 
 
 class TagBody(Body):
-    """The form of what follows one beginning."""
+    """The format of the text after one opening tag."""
 
     begin: str = Field(min_length=1)
     content: dict[str, Any] | bool = Field(alias="schema")
@@ -83,7 +83,7 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormatBody(Body):
-    """OpenAI's `response_format`; llama.cpp and others know a schema in a json_object, too."""
+    """OpenAI's `response_format`; llama.cpp and others also accept a schema in a json_object."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
@@ -190,7 +190,7 @@ class StructuredOutputs(Body):
 
 
 class StructureFields(Body):
-    """Each asks for a structure."""
+    """Fields that request a structured answer; only one may be set."""
 
     response_format: ResponseFormatBody | None = None
     structured_outputs: StructuredOutputs | None = None

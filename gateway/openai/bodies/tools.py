@@ -52,7 +52,7 @@ class CustomBody(Body):
 
 
 class ToolBody(Body):
-    """A tool. One that no client carries out is left out."""
+    """A tool. Tools that the client does not run itself are left out."""
 
     type: str
     function: FunctionBody | None = None

@@ -20,7 +20,7 @@ Item = dict[str, Any]
 
 
 class MessageItem(StrictModel):
-    """A turn of the user, an earlier one of the assistant, or a rule for it."""
+    """A message of the user, of the assistant, of the system or of the developer."""
 
     role: Literal[*ROLES]  # type: ignore[valid-type]
     content: TextOrObjects | None = None
@@ -37,7 +37,7 @@ class MessageItem(StrictModel):
 
 
 class FunctionCallItem(StrictModel):
-    """A call that the assistant has made. Arguments that are no JSON stay as they are written."""
+    """A call that the assistant made. Arguments that are not JSON are kept as text."""
 
     call_id: str
     name: str
@@ -75,7 +75,7 @@ class CustomCallItem(StrictModel):
 
 
 class CallOutputItem(StrictModel):
-    """What the client's function or custom tool has returned."""
+    """The output of the client's function or custom tool."""
 
     type: str
     call_id: str
@@ -95,7 +95,7 @@ class CallOutputItem(StrictModel):
 
 
 class ReasoningItem(StrictModel):
-    """What the assistant has thought. Of encrypted thoughts nothing is known here."""
+    """The assistant's reasoning. Encrypted reasoning cannot be read."""
 
     summary: TextOrObjects | None = None
     content: TextOrObjects | None = None
@@ -112,7 +112,7 @@ class ReasoningItem(StrictModel):
 
 
 class ReferenceItem(StrictModel):
-    """An item of a response that is kept."""
+    """A reference to an item of a stored response."""
 
     id: str = Field(min_length=1)
 
@@ -121,7 +121,7 @@ class ReferenceItem(StrictModel):
 
 
 class ToolsItem(StrictModel):
-    """Tools that are offered from here on."""
+    """Tools that are offered from this item on."""
 
     type: str
     tools: list[dict[str, Any]] = Field(max_length=MAX_TOOLS)
@@ -135,7 +135,7 @@ class _Effort(StrictModel):
 
 
 class ConfigurationItem(StrictModel):
-    """Another effort of reasoning from here on."""
+    """A change of the reasoning effort from this item on."""
 
     reasoning: _Effort | None = None
     text: None = None  # not served

@@ -65,7 +65,7 @@ def add_response_routes(
         "/v1/responses", **described(ResponsesBody, answer=ResponseObject, event=ResponseEvent)
     )
     async def create(request: Request) -> Response:
-        """What the model answers to a conversation, which the server may keep."""
+        """Generate a response to a conversation; the server may store it."""
         body = await bodies.read(request, parse_responses)
         reply = ResponseReply(service, body, caller_of(request), bodies, store)
         if body.stream:
@@ -74,21 +74,21 @@ def add_response_routes(
 
     @app.post("/v1/responses/input_tokens", **described(InputTokensBody, answer=InputTokens))
     async def input_tokens(request: Request) -> Response:
-        """How many tokens a response's prompt has."""
+        """Count the tokens of a response's prompt."""
         body = await bodies.read(request, parse_input_tokens)
         counting = count_input_tokens(service, body, caller_of(request), bodies, store)
         return Reply(counting, errors)
 
     @app.get("/v1/responses/{name}", **described(answer=ResponseObject))
     async def retrieve(request: Request, name: str) -> Response:
-        """A response that is kept."""
+        """Get a stored response."""
         if request.query_params.get("stream") == "true":
             raise refuse("stream", "stream: a stored response cannot be streamed")
         return await on_kept(request, name, lambda response: _json(response.response))
 
     @app.delete("/v1/responses/{name}", **described(answer=ResponseDeleted))
     async def remove(request: Request, name: str) -> Response:
-        """Forgets a response that is kept."""
+        """Delete a stored response."""
         deleted = {"id": name, "object": "response", "deleted": True}
         reply = await on_kept(request, name, lambda response: JSONResponse(deleted))
         if store is not None and reply.status_code == 200:
@@ -97,7 +97,7 @@ def add_response_routes(
 
     @app.post("/v1/responses/{name}/cancel", **described(answer=ResponseObject))
     async def cancel(request: Request, name: str) -> Response:
-        """Always refused: there are no background responses."""
+        """Cancel a background response. Always fails, as there are no background responses."""
 
         def too_late(response: KeptResponse) -> Response:
             raise refuse(
@@ -111,7 +111,7 @@ def add_response_routes(
         **described(answer=InputItemList, query=InputItemsQuery),
     )
     async def input_items(request: Request, name: str) -> Response:
-        """The conversation that a kept response answers."""
+        """List the input items of a stored response."""
         page = _page_of(request)
         return await on_kept(request, name, lambda response: _json(to_json(page(response))))
 

@@ -36,7 +36,7 @@ MAX_TIME = 1 << 40
 def add_usage_routes(app: APIRouter, errors: ErrorShape, usage: UsageLog) -> None:
     @app.get("/v1/usage", **described(answer=UsagePage, query=UsageReportQuery))
     async def report(request: Request) -> Response:
-        """What the asking key has used, by the hour or the day."""
+        """Report the usage of this key by hour or day."""
         query, limit_s = _query(request.query_params, int(time.time()))
         return Reply(usage_page(usage, caller_of(request).tenant.id.hex(), query, limit_s), errors)
 
