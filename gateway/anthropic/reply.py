@@ -47,11 +47,11 @@ class MessageReply:
         async with self._service.prepare(self._request, self._caller) as completion:
             self._model = completion.model.card.name
             self._usage = Usage(sum(len(prompt.ids) for prompt in completion.prompts), 0, 0)
-            begun = False
+            has_begun = False
             async with aclosing(self._service.completions.stream(completion)) as items:
                 async for item in items:
-                    if not begun:
-                        begun = True
+                    if not has_begun:
+                        has_begun = True
                         yield {"type": "message_start", "message": self._message()}
                     if isinstance(item, Usage):
                         self._usage = item

@@ -71,8 +71,8 @@ def add_traces(app: FastAPI, service: Service, dialects: Sequence[Dialect]) -> N
         return FoundTrace(arrived=state.arrived, trace=_answer(state))
 
     def answer(tenant: bytes, request_id: str) -> bytes:
-        found = local_trace(tenant, request_id)
-        return found.model_dump_json().encode() if found else b""
+        match = local_trace(tenant, request_id)
+        return match.model_dump_json().encode() if match else b""
 
     service.siblings.answer("trace", answer)
 
@@ -83,14 +83,14 @@ def add_traces(app: FastAPI, service: Service, dialects: Sequence[Dialect]) -> N
         tenant = caller_of(request).tenant.id
         others = await service.siblings.ask("trace", tenant, request_id)
         traces = [local_trace(tenant, request_id), *map(FoundTrace.model_validate_json, others)]
-        found = max(filter(None, traces), key=lambda item: item.arrived, default=None)
-        if found is None:
+        match = max(filter(None, traces), key=lambda item: item.arrived, default=None)
+        if match is None:
             text = f"request not found: {quoted(request_id)}; only recent requests are kept"
             error = HttpError(404, text, "not_found", param="request_id")
             error = replace(error, request_id=caller_of(request).shown_id)
             return error_response(dialect_of(dialects, request.url.path), error)
         headers = {"cache-control": "no-store"}
-        page = found.trace.model_dump_json()
+        page = match.trace.model_dump_json()
         return Response(page, media_type="application/json", headers=headers)
 
 
@@ -107,17 +107,17 @@ def _answer(state: MeteredRequest) -> RequestTrace:
         completion_tokens=state.generated_tokens,
         transport=None if is_local else state.prefill_at,
         phases=[
-            TracePhase(name=one.name, start_ms=_ms(one.start_s), duration_ms=_ms(one.duration_s))
-            for one in state.timeline()
+            TracePhase(name=item.name, start_ms=_ms(item.start_s), duration_ms=_ms(item.duration_s))
+            for item in state.timeline()
         ],
         attempts=[
             TraceAttempt(
-                attempt=one.attempt.hex(),
-                start_ms=_ms(state.receive_s + one.at_s),
-                decode=one.decode,
-                prefill=one.prefill,
+                attempt=item.attempt.hex(),
+                start_ms=_ms(state.receive_s + item.at_s),
+                decode=item.decode,
+                prefill=item.prefill,
             )
-            for one in state.attempts
+            for item in state.attempts
         ],
         time_to_first_token_ms=None if first_s is None else _ms(state.receive_s + first_s),
         total_ms=_ms(state.receive_s + state.elapsed_s),

@@ -268,5 +268,5 @@ def first_error(error: ValidationError, path: str = "") -> ServiceError:
 def _log_unknown(names: Collection[str]) -> None:
     """Name the unknown fields of a body in the debug log."""
     if names:
-        shown = ", ".join(repr(name[:40]) for name in sorted(names)[:MAX_LOGGED_NAMES])
-        log.debug("ignored %d unknown fields: %s", len(names), shown)
+        quoted_names = ", ".join(repr(name[:40]) for name in sorted(names)[:MAX_LOGGED_NAMES])
+        log.debug("ignored %d unknown fields: %s", len(names), quoted_names)

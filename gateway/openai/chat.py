@@ -123,17 +123,20 @@ class ChatReply:
                     if text_only and (text := only_text(item)):
                         yield text_chunks[item.choice].of(text)
                         continue
-                    after = usage.after(item)
+                    usage_fields = usage.after(item)
                     if item.content or item.tokens or (item.ids and self._body.return_token_ids):
                         for choice in self._contents(item):
-                            yield {**head, "choices": [choice]} | after
+                            yield {**head, "choices": [choice]} | usage_fields
                     if item.finish is not None:
                         for input_delta in self._late_inputs(item.choice):
-                            yield {**head, "choices": [_choice(item.choice, input_delta)]} | after
+                            yield {
+                                **head,
+                                "choices": [_choice(item.choice, input_delta)],
+                            } | usage_fields
                         last_choice = _choice(item.choice, {}, self._finish(item.finish))
                         if item.stop_reason is not None:
                             last_choice["stop_reason"] = item.stop_reason
-                        yield {**head, "choices": [last_choice]} | after
+                        yield {**head, "choices": [last_choice]} | usage_fields
 
     @staticmethod
     def _text_chunk(head: dict[str, Any], choice: int, usage: StreamUsage) -> TextChunk:

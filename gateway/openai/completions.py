@@ -88,7 +88,7 @@ class CompletionReply:
             body = self._body
             scored = body.logprobs is not None
             text_only = not (scored or body.return_token_ids or body.continuous_usage)
-            begun: set[int] = set()
+            started_choices: set[int] = set()
             texts: dict[int, TextChunk] = {}
 
             def write(choice: int, text: str) -> bool:
@@ -112,16 +112,16 @@ class CompletionReply:
                             choice["logprobs"] = logprobs.of_completion(item.tokens, self._as_ids)
                         if self._body.return_token_ids:
                             choice["token_ids"] = list(item.ids)
-                            if item.choice not in begun:
-                                begun.add(item.choice)
+                            if item.choice not in started_choices:
+                                started_choices.add(item.choice)
                                 prompt = completion.prompts[item.choice // completion.sampling.n]
                                 choice["prompt_token_ids"] = list(prompt.ids)
-                        after = usage.after(item)
+                        usage_fields = usage.after(item)
                         if is_long:
                             choices = array_json([object_json(choice)])
-                            yield object_json({**head, "choices": choices, **after})
+                            yield object_json({**head, "choices": choices, **usage_fields})
                         else:
-                            yield {**head, "choices": [choice]} | after
+                            yield {**head, "choices": [choice]} | usage_fields
                     elif self._body.include_usage:
                         yield {**head, "choices": [], "usage": usage_object(item)}
 

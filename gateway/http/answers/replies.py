@@ -122,8 +122,8 @@ async def _send_held(pieces: JsonPieces, scope: Scope, send: Send) -> None:
 
 
 def _held_answers(scope: Scope) -> HeldAnswers:
-    held = scope.get("extensions", {}).get(HELD)
-    return held if isinstance(held, HeldAnswers) else HeldAnswers()
+    held_answers = scope.get("extensions", {}).get(HELD)
+    return held_answers if isinstance(held_answers, HeldAnswers) else HeldAnswers()
 
 
 def _owner(scope: Scope) -> bytes:
@@ -212,8 +212,10 @@ class EventStream(Response):
             try:
                 wait_s = HEAD_S
                 while True:
-                    done, _ = await asyncio.wait(ends, timeout=wait_s, return_when=FIRST_COMPLETED)
-                    if done:
+                    finished, _ = await asyncio.wait(
+                        ends, timeout=wait_s, return_when=FIRST_COMPLETED
+                    )
+                    if finished:
                         break
                     wait_s = await self._keep_alive(scope, send)
                 if sending.done():
@@ -326,16 +328,16 @@ class EventStream(Response):
     ) -> AsyncGenerator[Event, None]:
         """Yield the events. An error after the first event, or after the head, becomes the last
         event; an earlier one is raised."""
-        begun = False
+        has_begun = False
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    begun = True
+                    has_begun = True
                     self._last_event = monotonic()
                     long_events.add(event)
                     yield event
         except Exception as error:
-            if not (begun or self._begun):
+            if not (has_begun or self._begun):
                 raise
             last = self._errors.error_event(_public(error, scope))
             long_events.add(last)

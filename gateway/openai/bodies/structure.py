@@ -122,12 +122,12 @@ class ResponseFormatBody(Body):
 
 
 def _tagged(tags: Sequence[TagBody], triggers: Sequence[str], param: str) -> Structure:
-    written = [
+    structures = [
         {"begin": tag.begin, "schema": tag.content, "end": tag.end,
          "path": f"{param}.structures[{index}].schema"}
         for index, tag in enumerate(tags)
     ]  # fmt: skip
-    value = {"structures": written, "triggers": list(triggers)}
+    value = {"structures": structures, "triggers": list(triggers)}
     return Structure("structural_tag", value, param)
 
 

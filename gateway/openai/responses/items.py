@@ -361,9 +361,9 @@ class _Turns:
 
     def release(self) -> None:
         """Add what was held until the calls are answered."""
-        held, self._held = self._held, []
-        for add in held:
-            add()
+        actions, self._held = self._held, []
+        for action in actions:
+            action()
 
     def _turn(self, open_to: tuple[str, ...]) -> dict[str, Any]:
         """Return the turn whose calls have no answers yet, or the assistant's last turn if it has

@@ -46,9 +46,9 @@ class Offer:
         """Return the offer with those tools of items whose names are new. Raises ServiceError."""
         tools = dict(self.tools)
         left_out = list(self.left_out)
-        for more in lists:
+        for tool_list in lists:
             added: dict[str, OfferedTool] = {}
-            _add_tools(added, left_out, more, "input: tools", offered=tools)
+            _add_tools(added, left_out, tool_list, "input: tools", offered=tools)
             tools |= added
             if len(tools) > MAX_TOOLS:
                 break
@@ -206,8 +206,8 @@ def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
     if isinstance(kind, str) and kind in MODES:
         return MODES[kind], ()
     if not isinstance(choice, Mapping):
-        allowed = ", ".join(MODES)
-        raise refuse("tool_choice", f"tool_choice must be one of {allowed}, or an object")
+        modes = ", ".join(MODES)
+        raise refuse("tool_choice", f"tool_choice must be one of {modes}, or an object")
     names_by_key = offer.index()
     if kind != "allowed_tools":
         return "required", tuple(_chosen(choice, names_by_key, "tool_choice"))

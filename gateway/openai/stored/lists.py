@@ -38,12 +38,12 @@ def list_reply(
     """Return a page of `rows` (see `rows_of`). Raises ServiceError without a row to begin after."""
     if rows is None:
         raise refuse("after", f"after: {quoted(page.after)} does not exist")
-    shown = rows[: page.limit]
+    page_rows = rows[: page.limit]
     result = {
         "object": "list",
-        "data": [as_object(row) for row in shown],
-        "first_id": shown[0].id if shown else None,
-        "last_id": shown[-1].id if shown else None,
+        "data": [as_object(row) for row in page_rows],
+        "first_id": page_rows[0].id if page_rows else None,
+        "last_id": page_rows[-1].id if page_rows else None,
         "has_more": len(rows) > page.limit,
     }
     return Response(to_json(result), media_type="application/json")
