@@ -158,7 +158,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
         if not self.flow.write_paused and self._acknowledged_bytes() is None:
-            self._stop_stall()  # what the next answer adds could not be told from what is unread
+            self._stop_stall()  # new bytes cannot be distinguished from unread ones
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
