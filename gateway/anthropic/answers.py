@@ -11,7 +11,7 @@ class MessagesErrorDetail(AnswerModel):
 
 
 class MessagesError(AnswerModel):
-    """The body of every error, and the data of a stream's last event that fails."""
+    """The body of every error, and the data of the last event of a stream that fails."""
 
     type: Literal["error"]
     error: MessagesErrorDetail
@@ -24,7 +24,7 @@ class TextBlock(AnswerModel):
 
 
 class ThinkingBlock(AnswerModel):
-    """What the model has thought. Clients send the signature back with it."""
+    """The model's reasoning. Clients send it back together with the signature."""
 
     type: Literal["thinking"]
     thinking: str
@@ -52,7 +52,7 @@ class Inexactness(AnswerModel):
 
 
 class MessageUsage(AnswerModel):
-    """What is read from the cache is not counted as input."""
+    """`input_tokens` does not include the tokens that are read from the cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -77,7 +77,7 @@ class MessageObject(AnswerModel):
 
 
 class BlockDelta(AnswerModel):
-    """A piece of a block, or at the end why the message ended."""
+    """A piece of a block, or at the end the reason why the message ended."""
 
     type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"] | None = (
         None
@@ -91,7 +91,7 @@ class BlockDelta(AnswerModel):
 
 
 class MessageEvent(AnswerModel):
-    """An event of a streamed message; which fields it has depends on its type."""
+    """An event of a streamed message; its fields depend on its type."""
 
     type: Literal[
         "message_start",

@@ -37,28 +37,28 @@ def conversation(
     that is not served, that belongs to another role, or that answers a call which is not there, and
     if the messages have no content at all.
     """
-    made = _Turns()
-    made.add_system(system or (), "system")
-    num_rules = len(made.turns)
-    shown = [
+    turns = _Turns()
+    turns.add_system(system or (), "system")
+    num_rules = len(turns.turns)
+    visible = [
         (role, content, f"messages[{index}].content")
         for index, (role, content) in enumerate(messages)
         if content is not None
     ]
-    for role, run in groupby(shown, lambda message: message[0]):
+    for role, run in groupby(visible, lambda message: message[0]):
         if role == "system":
-            for _, content, at in run:
-                made.add_system(content, at)
+            for _, content, path in run:
+                turns.add_system(content, path)
             continue
-        blocks = chain.from_iterable(_blocks(content, at) for _, content, at in run)
+        blocks = chain.from_iterable(_blocks(content, path) for _, content, path in run)
         if role == "assistant":
-            made.add_assistant(blocks)
+            turns.add_assistant(blocks)
         else:
-            made.add_user(blocks)
-    note(Fate.DROPPED, "blocks", made.dropped)
-    if len(made.turns) == num_rules:
-        raise refuse("messages", "messages: they have no content")
-    return made.turns
+            turns.add_user(blocks)
+    note(Fate.DROPPED, "blocks", turns.dropped)
+    if len(turns.turns) == num_rules:
+        raise refuse("messages", "messages have no content")
+    return turns.turns
 
 
 class _Turns:
@@ -68,10 +68,10 @@ class _Turns:
         self.turns: list[dict[str, Any]] = []
         self.dropped: set[str] = set()
         self._calls: set[str] = set()  # ids of the calls so far
-        self._results_at = 0  # where the results of the last calls go
+        self._results_index = 0  # where the results of the last calls go
 
-    def add_system(self, content: str | Sequence[Block], at: str) -> None:
-        parts = self._texts(content, at, SYSTEM_BLOCKS)
+    def add_system(self, content: str | Sequence[Block], path: str) -> None:
+        parts = self._texts(content, path, SYSTEM_BLOCKS)
         for part in parts:
             if part["text"].startswith(_BILLING):
                 part["text"] = part["text"].partition("\n")[2]
@@ -82,117 +82,117 @@ class _Turns:
         turn: dict[str, Any] = {"role": "assistant", "content": None}
         texts: list[str] = []
         thoughts: list[str] = []
-        made = []
-        for block, here in blocks:
+        calls = []
+        for block, path in blocks:
             kind = block["type"]
             if kind == "thinking":
-                thought = _string(block, "thinking", here)
+                thought = _string(block, "thinking", path)
                 thoughts.append(thought or hidden_thought(block.get("signature")))
             elif kind == "tool_use":
-                name, function = _string(block, "id", here), _string(block, "name", here)
-                self._calls.add(name)
-                called = {"name": function, "arguments": _arguments(block.get("input"))}
-                made.append({"id": name, "type": "function", "function": called})
+                call_id, function_name = _string(block, "id", path), _string(block, "name", path)
+                self._calls.add(call_id)
+                function = {"name": function_name, "arguments": _arguments(block.get("input"))}
+                calls.append({"id": call_id, "type": "function", "function": function})
             else:
                 member = ASSISTANT_BLOCKS.get(kind, DROPPED)
-                texts += self._text(block, here, member, " in a message of the assistant")
-        if texts or not made:
+                texts += self._text(block, path, member, " in a message of the assistant")
+        if texts or not calls:
             turn["content"] = "\n".join(texts)
         if any(thoughts):
             turn["reasoning_content"] = "\n".join(filter(None, thoughts))
-        if made:
-            turn["tool_calls"] = made
+        if calls:
+            turn["tool_calls"] = calls
         self.turns.append(turn)
-        self._results_at = len(self.turns)
+        self._results_index = len(self.turns)
 
     def add_user(self, blocks: Iterable[tuple[Block, str]]) -> None:
-        for block, here in blocks:
+        for block, path in blocks:
             if block["type"] == "tool_result":
-                self._add_result(block, here)
+                self._add_result(block, path)
                 continue
             member = USER_BLOCKS.get(block["type"], REFUSED)
-            for text in self._text(block, here, member, " in a message of the user"):
+            for text in self._text(block, path, member, " in a message of the user"):
                 if not self.turns or self.turns[-1]["role"] != "user":
                     self.turns.append({"role": "user", "content": []})
                 self.turns[-1]["content"].append({"type": "text", "text": text})
 
-    def _add_result(self, block: Block, here: str) -> None:
-        name = _string(block, "tool_use_id", here)
-        if name not in self._calls:
-            text = f"no tool_use before it has the id {quoted(name)}"
-            raise refuse(f"{here}.tool_use_id", f"{here}.tool_use_id: {text}")
-        given = block.get("content") or ""
-        content: str | list[Part] = given
-        if not isinstance(given, str):
-            content = self._texts(given, f"{here}.content", RESULT_BLOCKS)
+    def _add_result(self, block: Block, path: str) -> None:
+        call_id = _string(block, "tool_use_id", path)
+        if call_id not in self._calls:
+            text = f"no earlier tool_use block has the id {quoted(call_id)}"
+            raise refuse(f"{path}.tool_use_id", f"{path}.tool_use_id: {text}")
+        output = block.get("content") or ""
+        content: str | list[Part] = output
+        if not isinstance(output, str):
+            content = self._texts(output, f"{path}.content", RESULT_BLOCKS)
         if block.get("is_error") is True:  # a chat has no other place for it
             if isinstance(content, str):
                 content = f"Error:\n{content}"
             else:
                 content.insert(0, {"type": "text", "text": "Error:"})
-        turn = {"role": "tool", "tool_call_id": name, "content": content}
-        self.turns.insert(self._results_at, turn)
-        self._results_at += 1
+        turn = {"role": "tool", "tool_call_id": call_id, "content": content}
+        self.turns.insert(self._results_index, turn)
+        self._results_index += 1
 
-    def _texts(self, content: str | Sequence[Block], at: str, table: Table) -> list[Part]:
+    def _texts(self, content: str | Sequence[Block], path: str, table: Table) -> list[Part]:
         """Return the texts as parts. Raises ServiceError for a block without a text."""
         if not isinstance(content, str | list | tuple):
-            raise refuse(at, f"{at} must be a string or a list of blocks")
+            raise refuse(path, f"{path} must be a string or a list of blocks")
         return [
             {"type": "text", "text": text}
-            for block, here in _blocks(content, at)
-            for text in self._text(block, here, table.get(block["type"], REFUSED), " here")
+            for block, block_path in _blocks(content, path)
+            for text in self._text(block, block_path, table.get(block["type"], REFUSED), " here")
         ]
 
-    def _text(self, block: Block, at: str, member: Member, where: str) -> list[str]:
+    def _text(self, block: Block, path: str, member: Member, place: str) -> list[str]:
         """Return the text of a block; empty if the block is dropped. Raises ServiceError if it is
         refused."""
         kind = block["type"]
         if kind == "text":
-            return [_string(block, "text", at)]
+            return [_string(block, "text", path)]
         if member.fate is Fate.AS_TEXT:
             if kind == "document":
-                block = {**block, "source": self._source(block.get("source"), f"{at}.source")}
+                block = {**block, "source": self._source(block.get("source"), f"{path}.source")}
             return [member.as_text(kind, block)]
         if member.fate is not Fate.DROPPED:
-            text = f"blocks of type {quoted(kind)} are not supported by this server{where}"
-            raise refuse(f"{at}.type", f"{at}.type: {text}")
+            text = f"blocks of type {quoted(kind)} are not supported by this server{place}"
+            raise refuse(f"{path}.type", f"{path}.type: {text}")
         self.dropped.add(kind)
         return []
 
-    def _source(self, source: Any, at: str) -> str:
+    def _source(self, source: Any, path: str) -> str:
         """Return the text of a document's source. Raises ServiceError for one without a text."""
-        kind = _string(source, "type", at)
+        kind = _string(source, "type", path)
         if SOURCES.get(kind, REFUSED) is REFUSED:
             text = f"sources of type {quoted(kind)} are not supported by this server"
-            raise refuse(f"{at}.type", f"{at}.type: {text}")
+            raise refuse(f"{path}.type", f"{path}.type: {text}")
         if kind == "text":
-            return _string(source, "data", at)
-        parts = self._texts(source.get("content") or (), f"{at}.content", SOURCE_BLOCKS)
+            return _string(source, "data", path)
+        parts = self._texts(source.get("content") or (), f"{path}.content", SOURCE_BLOCKS)
         return "\n".join(part["text"] for part in parts)
 
 
-def _arguments(given: Any) -> Any:
+def _arguments(value: Any) -> Any:
     """Return an object as it is, anything else as the text that the model has written."""
-    if given is None:
+    if value is None:
         return {}
-    return given if isinstance(given, Mapping | str) else to_json(given).decode()
+    return value if isinstance(value, Mapping | str) else to_json(value).decode()
 
 
-def _blocks(content: str | Sequence[Block], at: str) -> list[tuple[Block, str]]:
+def _blocks(content: str | Sequence[Block], path: str) -> list[tuple[Block, str]]:
     """Return each block with its place in the request."""
     if isinstance(content, str):
-        return [({"type": "text", "text": content}, at)]
-    found = []
+        return [({"type": "text", "text": content}, path)]
+    blocks = []
     for index, block in enumerate(content):
-        here = f"{at}[{index}]"
-        _string(block, "type", here)
-        found.append((block, here))
-    return found
+        block_path = f"{path}[{index}]"
+        _string(block, "type", block_path)
+        blocks.append((block, block_path))
+    return blocks
 
 
-def _string(block: Any, key: str, at: str) -> str:
+def _string(block: Any, key: str, path: str) -> str:
     value = block.get(key) if isinstance(block, Mapping) else None
     if not isinstance(value, str):
-        raise refuse(f"{at}.{key}", f"{at}.{key} must be a string")
+        raise refuse(f"{path}.{key}", f"{path}.{key} must be a string")
     return value

@@ -50,7 +50,7 @@ class AnthropicDialect:
         self._bodies = bodies
 
     def error_object(self, error: HttpError) -> dict[str, Any]:
-        other = "api_error" if error.status >= 500 else "invalid_request_error"
+        default_type = "api_error" if error.status >= 500 else "invalid_request_error"
         message = error.message
         if error.code == "context_length_exceeded":
             message = _overflow(message)
@@ -58,7 +58,7 @@ class AnthropicDialect:
             message = f"{error.param}: {message}"
         return {
             "type": "error",
-            "error": {"type": _TYPES.get(error.status, other), "message": message},
+            "error": {"type": _TYPES.get(error.status, default_type), "message": message},
             "request_id": error.request_id or None,
         }
 
@@ -72,7 +72,7 @@ class AnthropicDialect:
             "/v1/messages", **described(MessagesBody, answer=MessageObject, event=MessageEvent)
         )
         async def messages(request: Request) -> Response:
-            """The next message of a conversation."""
+            """Generate the next message of a conversation."""
             caller = caller_of(request)
             body = await self._bodies.read(request, parse_messages)
             reply = MessageReply(service, body, caller)
@@ -82,7 +82,7 @@ class AnthropicDialect:
 
         @app.post("/v1/messages/count_tokens", **described(CountBody, answer=TokenCount))
         async def count(request: Request) -> Response:
-            """How many tokens a message's prompt has."""
+            """Count the tokens of a message's prompt."""
             caller = caller_of(request)
             body = await self._bodies.read(request, parse_count)
             return Reply(count_tokens(service, body, caller), self)
@@ -90,10 +90,10 @@ class AnthropicDialect:
 
 def _overflow(message: str) -> str:
     """Return the error text in Anthropic's words, which its clients look for."""
-    found = CONTEXT_EXCEEDED.search(message)
-    if found is None:
+    match = CONTEXT_EXCEEDED.search(message)
+    if match is None:
         return message
-    context_len, prompt_len, max_tokens = map(int, found.groups())
+    context_len, prompt_len, max_tokens = map(int, match.groups())
     if prompt_len >= context_len:
         return f"prompt is too long: {prompt_len} tokens > {context_len - 1} maximum"
     text = f"input length and `max_tokens` exceed context limit: {prompt_len} + {max_tokens}"

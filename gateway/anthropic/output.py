@@ -60,8 +60,8 @@ class MessageContent:
         if delta.finish is not None:
             yield from self._close()
             self.stop_sequence = delta.stop
-            ended = _STOP_REASONS[delta.finish]
-            self.stop_reason = ended if delta.stop is None else "stop_sequence"
+            reason = _STOP_REASONS[delta.finish]
+            self.stop_reason = reason if delta.stop is None else "stop_sequence"
 
     def _close(self) -> Iterator[Event]:
         if self._first is None:
@@ -90,17 +90,17 @@ def _piece(part: ContentPart) -> tuple[str, str]:
     return ("thinking_delta" if isinstance(part, ReasoningPart) else "text_delta"), part.text
 
 
-def _same_block(one: ContentPart, other: ContentPart) -> bool:
-    if isinstance(one, ToolCallPart):
-        return isinstance(other, ToolCallPart) and one.index == other.index
-    return type(one) is type(other)
+def _same_block(first: ContentPart, second: ContentPart) -> bool:
+    if isinstance(first, ToolCallPart):
+        return isinstance(second, ToolCallPart) and first.index == second.index
+    return type(first) is type(second)
 
 
-def _block(first: ContentPart, whole: str, *, cut: bool = False) -> dict[str, Any]:
+def _block(first: ContentPart, text: str, *, cut: bool = False) -> dict[str, Any]:
     """Return the block of a first part and the whole text; `cut`: its call was cut off."""
     if isinstance(first, TextPart):
-        return {"type": "text", "text": whole}
+        return {"type": "text", "text": text}
     if isinstance(first, ReasoningPart):
-        return {"type": "thinking", "thinking": whole, "signature": ""}
-    arguments = arguments_object(whole, cut=cut)
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    arguments = arguments_object(text, cut=cut)
     return {"type": "tool_use", "id": first.id, "name": first.name, "input": arguments}

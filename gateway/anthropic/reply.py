@@ -21,7 +21,7 @@ class MessageReply:
     def __init__(self, service: Service, body: MessagesBody, caller: Caller) -> None:
         """Raises ServiceError for fields that contradict each other."""
         self._service = service
-        self._asked = ChatCompletionRequest(
+        self._request = ChatCompletionRequest(
             body.model, body.conversation(), body.sampling(), tool_use=body.tool_use()
         )
         self._id = f"msg_{caller.request_id}"
@@ -44,25 +44,25 @@ class MessageReply:
                 yield framed(event)
 
     async def _events(self) -> AsyncGenerator[Event, None]:
-        async with self._service.prepare(self._asked, self._caller) as completion:
+        async with self._service.prepare(self._request, self._caller) as completion:
             self._model = completion.model.card.name
             self._usage = Usage(sum(len(prompt.ids) for prompt in completion.prompts), 0, 0)
-            begun = False
+            has_begun = False
             async with aclosing(self._service.completions.stream(completion)) as items:
                 async for item in items:
-                    if not begun:
-                        begun = True
+                    if not has_begun:
+                        has_begun = True
                         yield {"type": "message_start", "message": self._message()}
                     if isinstance(item, Usage):
                         self._usage = item
                         continue
                     for event in self._content.push(item):
                         yield event
-            ended = {
+            delta = {
                 "stop_reason": self._content.stop_reason,
                 "stop_sequence": self._content.stop_sequence,
             }
-            yield {"type": "message_delta", "delta": ended, "usage": self._usage_object()}
+            yield {"type": "message_delta", "delta": delta, "usage": self._usage_object()}
             yield {"type": "message_stop"}
 
     def _message(self) -> dict[str, Any]:
@@ -93,10 +93,10 @@ class MessageReply:
 async def count_tokens(service: Service, body: CountBody, caller: Caller) -> dict[str, Any]:
     """Return the number of tokens of a message's prompt. Raises ServiceError."""
     sampling = RequestedSampling(structure=body.structure())
-    asked = ChatCompletionRequest(
+    request = ChatCompletionRequest(
         body.model, body.conversation(), sampling, tool_use=body.tool_use()
     )
-    return {"input_tokens": await service.count_prompt(asked, caller)}
+    return {"input_tokens": await service.count_prompt(request, caller)}
 
 
 def framed(event: Event) -> bytes:

@@ -36,7 +36,7 @@ StopSequence = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STO
 
 
 class AnthropicTool(StrictModel):
-    """A function of the client's."""
+    """A function that the client runs."""
 
     name: ToolName
     description: ToolDescription | None = None
@@ -66,7 +66,7 @@ def _as_object(choice: Any) -> Any:
 
 
 class Thinking(ThinkingBody):
-    """Without it the model's template decides whether the model thinks."""
+    """Whether the model thinks; by default its template decides."""
 
     type: Literal[*THINKING]  # type: ignore[valid-type]
     display: Any = None  # "omitted" hides the reasoning; any other value shows it
@@ -87,7 +87,7 @@ class OutputConfig(StrictModel):
 
 
 class TurnConfig(OutputConfig):
-    """The configuration from a system message on."""
+    """The configuration that applies after a system message."""
 
     format: None = None  # only the request has one
 
@@ -119,7 +119,7 @@ class CountBody(ThinkingFields):
 
     def conversation(self) -> TemplateInput:
         """Return the conversation. Continues a last assistant message. Raises ServiceError."""
-        turns = conversation(self.system, list(self._shown()))
+        turns = conversation(self.system, list(self._visible_messages()))
         last = turns[-1]
         continues = last["role"] == "assistant"
         if continues and last.get("tool_calls"):
@@ -132,30 +132,30 @@ class CountBody(ThinkingFields):
             suggested=self._template_variables(),
         )
 
-    def _shown(self) -> Iterator[tuple[str, Any]]:
+    def _visible_messages(self) -> Iterator[tuple[str, Any]]:
         """Yield the role and the content of each message; None if there is nothing to show. Raises
         ServiceError for a missing content."""
         last_user = max(
-            (n for n, turn in enumerate(self.messages) if turn.role == "user"), default=0
+            (index for index, turn in enumerate(self.messages) if turn.role == "user"), default=0
         )
-        for number, turn in enumerate(self.messages):
+        for index, turn in enumerate(self.messages):
             for name in ("output_config", "clear_at"):
                 if turn.role != "system" and getattr(turn, name) is not None:
-                    at = f"messages[{number}].{name}"
-                    raise refuse(at, f"{at} is allowed in system messages only")
+                    path = f"messages[{index}].{name}"
+                    raise refuse(path, f"{path} is allowed in system messages only")
             missing = turn.content is None and turn.role != "assistant"
             if missing and not (turn.output_config and turn.output_config.effort):
-                at = f"messages[{number}].content"
-                raise refuse(at, f"{at} is required")
-            cleared = turn.clear_at == "next_user_message" and number < last_user
+                path = f"messages[{index}].content"
+                raise refuse(path, f"{path} is required")
+            cleared = turn.clear_at == "next_user_message" and index < last_user
             yield turn.role, None if missing or cleared else turn.content or ()
 
     def tool_use(self) -> ToolUse | None:
         """Return the use of tools, None without tools. Raises ServiceError."""
         tools = _parse_tools(self.tools or ())
         choice = self.tool_choice or AnthropicToolChoice(type="auto")
-        known = {tool.name for tool in tools}
-        if choice.type == "tool" and choice.name not in known:
+        tool_names = {tool.name for tool in tools}
+        if choice.type == "tool" and choice.name not in tool_names:
             text = f"tool_choice.name: no tool has the name {quoted(choice.name or '')}"
             raise refuse("tool_choice.name", text)
         if not tools:
@@ -171,18 +171,18 @@ class CountBody(ThinkingFields):
         )
 
     def structure(self) -> Structure | None:
-        form = self.output_config.format if self.output_config else None
-        name = "output_config.format" if form else "output_format"
-        form = form or self.output_format
-        return Structure("json_schema", form.schema_, f"{name}.schema") if form else None
+        format_ = self.output_config.format if self.output_config else None
+        field = "output_config.format" if format_ else "output_format"
+        format_ = format_ or self.output_format
+        return Structure("json_schema", format_.schema_, f"{field}.schema") if format_ else None
 
     def _template_variables(self) -> dict[str, Any]:
         """Return the template variables, where the template allows them. Raises ServiceError for
         fields that contradict each other."""
         configs = (self.output_config, *(turn.output_config for turn in self.messages))
         efforts = [config.effort for config in configs if config and config.effort]
-        last = efforts[-1] if efforts else None  # counts for answers without reasoning, too
-        return suggested_variables(last, None) | self.thinking_variables()
+        effort = efforts[-1] if efforts else None  # counts for answers without reasoning, too
+        return suggested_variables(effort, None) | self.thinking_variables()
 
 
 def _or_unbounded(schema: dict[str, Any]) -> None:
@@ -228,40 +228,40 @@ class MessagesBody(CountBody):
         thinking = self.thinking
         if thinking is None or thinking.type == "disabled":
             return None
-        name = "thinking.budget_tokens"
+        field = "thinking.budget_tokens"
         if thinking.budget_tokens is None and thinking.type != "enabled":
             return None
         if thinking.budget_tokens is None:
-            raise refuse(name, f"{name} is required")
+            raise refuse(field, f"{field} is required")
         if thinking.budget_tokens < 1:
-            raise refuse(name, f"{name} must be at least 1, not {thinking.budget_tokens}")
+            raise refuse(field, f"{field} must be at least 1, not {thinking.budget_tokens}")
         if self.max_tokens != -1 and thinking.budget_tokens >= self.max_tokens:
-            raise refuse(name, f"{name} must be less than max_tokens ({self.max_tokens})")
+            raise refuse(field, f"{field} must be less than max_tokens ({self.max_tokens})")
         return thinking.budget_tokens
 
 
-def _parse_tools(given: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
+def _parse_tools(values: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
     """Return the tools that can be served. Raises ServiceError for a wrong one."""
     tools: dict[str, Tool] = {}
     left_out = []
-    for index, tool in enumerate(given):
-        at = f"tools[{index}]"
-        kind = str(tool.get("type") or "custom")
+    for index, value in enumerate(values):
+        path = f"tools[{index}]"
+        kind = str(value.get("type") or "custom")
         fate = TOOLS.get(kind, LEFT_OUT).fate
         if fate is Fate.LEFT_OUT:
             left_out.append(kind)
             continue
         if fate is Fate.REFUSED:
             text = f"{quoted(kind)} is not supported by this server, only tools of the client"
-            raise refuse(f"{at}.type", f"{at}.type: {text}")
-        one = parsed(AnthropicTool, tool, at)
-        if one.name in tools:
-            raise refuse(f"{at}.name", f"{at}.name: two tools are called {quoted(one.name)}")
-        tools[one.name] = one.as_tool(index)
+            raise refuse(f"{path}.type", f"{path}.type: {text}")
+        tool = parsed(AnthropicTool, value, path)
+        if tool.name in tools:
+            raise refuse(f"{path}.name", f"{path}.name: two tools are called {quoted(tool.name)}")
+        tools[tool.name] = tool.as_tool(index)
     note(Fate.LEFT_OUT, "tools", left_out)
-    found = list(tools.values())
-    check_tools(found)
-    return found
+    parsed_tools = list(tools.values())
+    check_tools(parsed_tools)
+    return parsed_tools
 
 
 def parse_messages(body: Mapping[str, Any]) -> MessagesBody:

@@ -36,9 +36,9 @@ EXPOSED = (
     "retry-after",
     "traceparent",
     *(
-        f"x-ratelimit-{figure}-{what}"
+        f"x-ratelimit-{figure}-{unit}"
         for figure in ("limit", "remaining", "reset")
-        for what in ("requests", "tokens")
+        for unit in ("requests", "tokens")
     ),
 )
 
@@ -62,16 +62,16 @@ def create_app(
     root_path = root_path.rstrip("/")
     if root_path and not _ROOT.fullmatch(root_path):
         raise ValueError(
-            f"--root-path: {root_path!r} must begin with / and have only plain letters"
+            f"--root-path: {root_path!r} must start with / and have only letters, digits and /._~-"
         )
     app = routes or create_routes(dialects, service, readiness)
     add_docs(app, dialects, root_path, keys.required)
     paths = [path for d in dialects for path in d.paths]
     paths += [route.path for route in app.routes if isinstance(route, Route)]
     if root_path and any(f"{path}/".startswith(f"{root_path}/") for path in paths):
-        raise ValueError(f"--root-path: {root_path} is the beginning of routes of this server")
-    let_in = ["/health", "/ready", *open_paths, *(["/metrics"] if open_metrics else [])]
-    guard = _lenient(Guard(app, keys, let_in, dialects, local, allowed_origins), root_path)
+        raise ValueError(f"--root-path: {root_path} is a prefix of the server's own routes")
+    open_routes = ["/health", "/ready", *open_paths, *(["/metrics"] if open_metrics else [])]
+    guard = _normalize(Guard(app, keys, open_routes, dialects, local, allowed_origins), root_path)
     if not allowed_origins:
         return guard
     return CORSMiddleware(  # outside, so that a page can read why it is refused
@@ -100,7 +100,7 @@ def create_routes(
     return app
 
 
-def _lenient(app: ASGIApp, root_path: str) -> ASGIApp:
+def _normalize(app: ASGIApp, root_path: str) -> ASGIApp:
     """Handle a HEAD request as GET; the server leaves out the body. Ignore a slash at a path's end,
     except in FOLDER, and a proxy's `root_path` at its beginning."""
 
@@ -132,16 +132,16 @@ def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         status, headers = error.status_code, dict(error.headers or {})
         path = request.url.path
-        what = f"{request.method} {path}"[:200]
+        target = f"{request.method} {path}"[:200]
         # With 405, another method's route has the path.
-        asked = {404: f"{path}/", 405: f"{request.method} {path}"}.get(status, "")
-        if asked.startswith(dialect_of(dialects, path).not_offered):
-            message = f"{what} is not offered by this server"
+        request_path = {404: f"{path}/", 405: f"{request.method} {path}"}.get(status, "")
+        if request_path.startswith(dialect_of(dialects, path).not_offered):
+            message = f"{target} is not offered by this server"
             return respond(request, HttpError(404, message, "unknown_url"))
         if status == 404:
-            return respond(request, HttpError(404, f"unknown URL: {what}", "unknown_url"))
+            return respond(request, HttpError(404, f"unknown URL: {target}", "unknown_url"))
         if status == 405:
-            message = f"method not allowed: {what}"
-            found = HttpError(405, message, "method_not_allowed", headers=headers)
-            return respond(request, found)
+            message = f"method not allowed: {target}"
+            not_allowed = HttpError(405, message, "method_not_allowed", headers=headers)
+            return respond(request, not_allowed)
         return respond(request, HttpError(status, str(error.detail), headers=headers))

@@ -47,10 +47,10 @@ class BodyReader:
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
-            raise HTTPException(415, "send JSON, with 'Content-Type: application/json'")
+            raise HTTPException(415, "the body must be JSON, with 'Content-Type: application/json'")
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding != "identity":
-            text = f"send the body as it is, without 'Content-Encoding: {coding[:40]}'"
+            text = f"compressed bodies are not supported; remove 'Content-Encoding: {coding[:40]}'"
             raise HTTPException(415, text)
         declared = request.headers.get("content-length", "0")
         if not declared.isdecimal() or len(declared) > 18 or int(declared) > self._max_bytes:
@@ -80,7 +80,9 @@ class BodyReader:
 
     def _take(self, owner: bytes, amount: int) -> None:
         if not self._held.has_room(owner, amount):
-            raise ServiceError(OVERLOADED, "too many bodies at once", retry_after_s=1.0)
+            raise ServiceError(
+                OVERLOADED, "too many request bodies at once; retry later", retry_after_s=1.0
+            )
         self._held.take(owner, amount)
 
     def _return_at_end(self, caller: Caller, amount: int) -> None:
@@ -96,22 +98,24 @@ class BodyReader:
                     self._take(owner, len(chunk))
                     data += chunk
         except TimeoutError:
-            raise HTTPException(408, f"the body did not come within {self._limit_s:g} s") from None
+            raise HTTPException(
+                408, f"the body was not received within {self._limit_s:g} s"
+            ) from None
         except ClientDisconnect:
-            raise ServiceError(CANCELLED, "the client left") from None
+            raise ServiceError(CANCELLED, "the client closed the connection") from None
 
     def _too_large(self) -> HTTPException:
-        return HTTPException(413, f"the body may have at most {self._max_bytes} bytes")
+        return HTTPException(413, f"the body is larger than {self._max_bytes} bytes")
 
 
 def num_values(data: bytes | bytearray) -> int:
     """Return an upper bound on the values and keys of a JSON text; keys take as long as values.
     Counts the mark before each, so marks within strings count too. Raises ServiceError
     INVALID_ARGUMENT for too many."""
-    found = sum(data.count(mark) for mark in b",:[{")
-    if found > MAX_VALUES:
+    count = sum(data.count(mark) for mark in b",:[{")
+    if count > MAX_VALUES:
         raise ServiceError(INVALID_ARGUMENT, f"the body has more than {MAX_VALUES} values")
-    return found
+    return count
 
 
 def parse_object(data: bytes | bytearray) -> dict[str, Any]:

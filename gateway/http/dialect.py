@@ -76,13 +76,15 @@ class HttpError:
         caller logs it.
         """
         if not isinstance(error, ServiceError):
-            error = ServiceError(INTERNAL, "the server made a mistake; its log has the details")
+            error = ServiceError(
+                INTERNAL, "internal server error; the server's log has the details"
+            )
         status = HTTP_STATUS[error.code]
         headers = {}
         if status in RETRY_STATUS:
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-        own = error.api_code if isinstance(error, CodedError) else ""
-        code = own or ErrorCode.Name(error.code).lower()
+        api_code = error.api_code if isinstance(error, CodedError) else ""
+        code = api_code or ErrorCode.Name(error.code).lower()
         return cls(status, error.message, code, error.param, headers)
 
 

@@ -188,15 +188,15 @@ LEFT_OUT: frozenset[str] = frozenset(("web_search_options",))
 OF_REQUESTS = frozenset(("user", "session_id", "priority"))
 
 
-def refused_field(given: Mapping[str, Any], served: Collection[str]) -> tuple[str, str] | None:
-    """Return the name of the first field of `given` that requests what is not `served`, and why it
+def refused_field(body: Mapping[str, Any], served: Collection[str]) -> tuple[str, str] | None:
+    """Return the name of the first field of `body` that requests what is not `served`, and why it
     is refused; None if there is no such field."""
-    for name, value in given.items():
+    for name, value in body.items():
         if name in served:
             continue
         if name in REFUSED and not asks_nothing(value, REFUSED[name]):
-            what = "a field of this request" if name in ELSEWHERE else "supported by this server"
-            return name, f"{name} is not {what}{_instead(name, served)}"
+            reason = "a field of this request" if name in ELSEWHERE else "supported by this server"
+            return name, f"{name} is not {reason}{_instead(name, served)}"
     return None
 
 

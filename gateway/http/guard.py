@@ -64,8 +64,8 @@ class Guard:
             return
         received = time.monotonic()
         headers = Headers(scope=scope)
-        more: dict[str, str] = {}
-        own_id = uuid.uuid4().hex
+        extra_headers: dict[str, str] = {}
+        generated_id = uuid.uuid4().hex
         client_id = headers.get(REQUEST_ID, "")
         if not _GOOD_ID.fullmatch(client_id):
             client_id = ""
@@ -76,8 +76,8 @@ class Guard:
             if message["type"] == "http.response.start":
                 outgoing = MutableHeaders(scope=message)
                 for name in {REQUEST_ID, dialect.request_id_header}:
-                    outgoing[name] = client_id or own_id
-                outgoing.update(more)
+                    outgoing[name] = client_id or generated_id
+                outgoing.update(extra_headers)
             await send(message)
 
         shown_key = headers.get("authorization") or f"Bearer {headers.get(API_KEY, '')}"
@@ -86,7 +86,7 @@ class Guard:
         async with (self._probing if probe else self._entering).turn((tenant or EVERYBODY).id):
             await asyncio.sleep(0)  # lets requests that entered before go on
         if error := self._refusal(scope, headers, tenant):
-            error = replace(error, request_id=client_id or own_id)
+            error = replace(error, request_id=client_id or generated_id)
             denial = error_response(dialect, error)
             await denial(scope, receive, send_with_id)
             return
@@ -94,13 +94,13 @@ class Guard:
         with ExitStack() as at_end:
             session = headers.get(SESSION_ID, "")
             caller = Caller(
-                own_id,
+                generated_id,
                 client_id,
                 tenant,
-                more,
+                extra_headers,
                 at_end,
                 session if _GOOD_ID.fullmatch(session) else "",
-                header_id=own_id,
+                header_id=generated_id,
                 received=received,
                 trace=TraceContext(headers.get("traceparent", ""), headers.get("tracestate", "")),
             )
@@ -110,8 +110,8 @@ class Guard:
     def _refusal(self, scope: Scope, headers: Headers, tenant: Tenant | None) -> HttpError | None:
         """Return why the request reaches no route; None if it does."""
         if self._local and not self._keys.required:
-            why = foreign(headers, self._allowed_origins)
-            return HttpError(403, why, "forbidden") if why else None
+            reason = foreign(headers, self._allowed_origins)
+            return HttpError(403, reason, "forbidden") if reason else None
         if tenant is not None or scope["path"] in self._open_paths:
             return None
         return HttpError(

@@ -28,19 +28,19 @@ async def post(app: ASGIApp, path: str, body: bytes, tenant: Tenant, session: st
     """Return the response to a JSON body; `app` has the routes, without a Guard. The request runs
     in the background (Caller)."""
     request_id = uuid.uuid4().hex
-    unread = [body]
-    found: Message = {}
+    pending = [body]
+    start: Message = {}
     parts: list[bytes] = []
 
     async def receive() -> Message:
-        if unread:
-            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
         await asyncio.Event().wait()  # this client never leaves; the waiter is cancelled
         raise AssertionError
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
-            found.update(message)
+            start.update(message)
         else:
             parts.append(message.get("body", b""))
 
@@ -65,5 +65,5 @@ async def post(app: ASGIApp, path: str, body: bytes, tenant: Tenant, session: st
             "state": {"caller": caller},
         }
         await app(scope, receive, send)
-    headers = Headers(raw=found.get("headers", []))
-    return InnerReply(request_id, found.get("status", 500), headers, b"".join(parts))
+    headers = Headers(raw=start.get("headers", []))
+    return InnerReply(request_id, start.get("status", 500), headers, b"".join(parts))

@@ -32,7 +32,9 @@ class FileForm:
         kind, options = parse_options_header(request.headers.get("content-type", ""))
         boundary = options.get(b"boundary", b"")
         if kind != b"multipart/form-data" or not 1 <= len(boundary) <= MAX_BOUNDARY:
-            raise HTTPException(415, "send a form, with 'Content-Type: multipart/form-data'")
+            raise HTTPException(
+                415, "the body must be a form, with 'Content-Type: multipart/form-data'"
+            )
         self._request = request
         self._max_file_bytes = max_file_bytes
         self._timeout_s = timeout_s
@@ -63,7 +65,7 @@ class FileForm:
         one."""
         declared = self._request.headers.get("content-length", "0")
         if not declared.isdecimal() or len(declared) > 18:
-            raise _refused("the length of the body is no number")
+            raise _refused("the Content-Length header is not a valid number")
         if int(declared) > self._max_file_bytes + MAX_OVERHEAD:
             raise self._too_large()
         received = 0
@@ -71,14 +73,14 @@ class FileForm:
         loop = asyncio.get_running_loop()
         started, waited_elsewhere = loop.time(), 0.0
         while True:
-            limit = started + waited_elsewhere + self._timeout_s + received / PACE
+            deadline = started + waited_elsewhere + self._timeout_s + received / PACE
             try:
-                async with asyncio.timeout_at(limit):
+                async with asyncio.timeout_at(deadline):
                     chunk = await anext(chunks, None)
             except TimeoutError:
-                raise HTTPException(408, "the file comes too slowly") from None
+                raise HTTPException(408, "the file is uploaded too slowly") from None
             except ClientDisconnect:
-                raise ServiceError(CANCELLED, "the client left") from None
+                raise ServiceError(CANCELLED, "the client closed the connection") from None
             if chunk is None:
                 break
             received += len(chunk)
@@ -92,7 +94,7 @@ class FileForm:
                 yield piece
             waited_elsewhere += loop.time() - began
         if not self._ended:
-            raise _refused("the form is cut short")
+            raise _refused("the form is incomplete: its end is missing")
         if self.filename is None:
             raise ServiceError(INVALID_ARGUMENT, "file is required", param=FILE)
         if self._file:
@@ -102,7 +104,7 @@ class FileForm:
         try:
             self._parser.write(chunk)
         except FormParserError:
-            raise _refused("the body is no multipart form") from None
+            raise _refused("the body is not a valid multipart form") from None
 
     def _begin_part(self) -> None:
         if len(self._names) >= MAX_FIELDS:
@@ -113,7 +115,9 @@ class FileForm:
         part = self._part
         part.read_head()
         if part.name in self._names:
-            raise ServiceError(INVALID_ARGUMENT, f"{quoted(part.name)} is given twice", part.name)
+            raise ServiceError(
+                INVALID_ARGUMENT, f"{quoted(part.name)} occurs more than once", part.name
+            )
         self._names.add(part.name)
         if part.name == FILE:
             self.filename = part.filename or FILE
@@ -138,7 +142,7 @@ class FileForm:
         self._ended = True
 
     def _too_large(self) -> HTTPException:
-        return HTTPException(413, f"a file may have at most {self._max_file_bytes} bytes")
+        return HTTPException(413, f"the file is larger than {self._max_file_bytes} bytes")
 
 
 class _Part:
@@ -176,7 +180,7 @@ class _Part:
     def _count(self, data: bytes) -> None:
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise _refused("the head of a part is too long")
+            raise _refused("the headers of a form part are too long")
 
 
 def _text(data: bytes) -> str:

@@ -46,7 +46,7 @@ class Ready(BaseModel):
 
 
 class Version(BaseModel):
-    """vLLM's `version`, and on what the gateway runs."""
+    """The version of the server, as in vLLM, and the platform that the gateway runs on."""
 
     version: str = metadata.version("pdserve")
     python: str = platform.python_version()
@@ -60,26 +60,26 @@ def add_operations(
 
     @app.get("/health", **described(answer=Health))
     async def health() -> Response:
-        """Whether the process lives."""
+        """Check that the gateway process is running."""
         return JSONResponse({"status": "ok"})
 
     @app.get("/ready", **described(answer=Ready))
     async def ready() -> Response:
-        """The models that can be asked; 503 while there is none."""
-        found = await readiness.check()
-        if not found.models:
-            raise ServiceError(UNAVAILABLE, found.why_not, retry_after_s=1.0)
-        return JSONResponse({"status": "ready", "models": found.models})
+        """List the models that are ready to answer; 503 if none is."""
+        status = await readiness.check()
+        if not status.models:
+            raise ServiceError(UNAVAILABLE, status.why_not, retry_after_s=1.0)
+        return JSONResponse({"status": "ready", "models": status.models})
 
     @app.get("/version", **described(answer=Version))
     async def version() -> Response:
-        """The version of this server."""
+        """Get the version of the server."""
         return JSONResponse(Version().model_dump())
 
     @app.get("/metrics", response_class=PlainTextResponse, openapi_extra=_FLEET)
     async def metrics(request: Request) -> Response:
-        """Figures of the gateway, and with `fleet=true` of the whole fleet, in Prometheus' text
-        format. Without a word --fleet-metrics decides."""
+        """Export the gateway's metrics in Prometheus' text format; with `fleet=true`, also those of
+        the whole fleet. The default of `fleet` is --fleet-metrics."""
         fleet = request.query_params.get("fleet", _YES_OR_NO[not fleet_metrics])
         if fleet not in _YES_OR_NO:
             raise refuse("fleet", "fleet must be true or false")
@@ -94,6 +94,9 @@ async def _metrics_page(service: Service, with_fleet: bool) -> bytes:
         try:
             service.metrics.fleet.update(await service.upstream.fleet())
         except ServiceError as error:
-            log.warning("metrics without a fresh view of the fleet: %s", error.message)
+            log.warning(
+                "the fleet metrics are out of date: cannot read the fleet's state: %s",
+                error.message,
+            )
     service.metrics.show_open(service.limits)
     return await asyncio.to_thread(service.metrics.page, with_fleet)

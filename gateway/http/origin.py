@@ -34,13 +34,13 @@ def _is_loopback(host: str) -> bool:
 def foreign(headers: Headers, allowed_origins: Collection[str]) -> str:
     """Return why a request to a loopback server is not from this machine; empty if it is."""
     if not is_loopback(_host_of(f"//{headers.get('host', '')}")):
-        return "this server answers as localhost only; set an API key to open it"
+        return "this server accepts only requests to localhost; set an API key to allow others"
     origin = headers.get("origin")
     if origin is None or "*" in allowed_origins or origin in allowed_origins:
         return ""
     if is_loopback(_host_of(origin)):
         return ""
-    return "pages of other origins may not call this server; see --allow-origin"
+    return "web pages of other origins cannot call this server; allow them with --allow-origin"
 
 
 def _host_of(url: str) -> str:

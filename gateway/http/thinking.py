@@ -59,21 +59,21 @@ class ThinkingChoice:
     budget: int | None = None
 
 
-def _described_as(what: str) -> WrapValidator:
+def _expect(expected: str) -> WrapValidator:
     """Name only the field in a union's error; pydantic would add the failed alternative."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
             return handler(value)
         except ValidationError:
-            raise ValueError(f"must be {what}") from None
+            raise ValueError(f"must be {expected}") from None
 
     return WrapValidator(check)
 
 
 Think = Annotated[
     bool | Literal["low", "medium", "high"] | None,
-    _described_as("true, false, low, medium or high"),
+    _expect("true, false, low, medium or high"),
 ]
 
 
@@ -125,7 +125,7 @@ class ThinkingFields(StrictModel):
     think: Think = None  # Ollama
     thinking: Annotated[
         bool | ThinkingBody | None,
-        _described_as(
+        _expect(
             "true, false, or an object of type enabled, adaptive, auto or disabled whose "
             "budget_tokens are at least -1"
         ),

@@ -16,7 +16,7 @@ from pdserve.services.host.errors import quoted
 
 
 class TracePhase(AnswerModel):
-    """A phase, from its start since the request came."""
+    """A phase; `start_ms` counts from the arrival of the request."""
 
     name: str
     start_ms: float
@@ -24,8 +24,8 @@ class TracePhase(AnswerModel):
 
 
 class TraceAttempt(AnswerModel):
-    """Where the request was placed, first or anew; `prefill` is empty if decode computes the
-    prompt."""
+    """A placement of the request, the first or a retry; `prefill` is empty if the decode worker
+    computes the prompt."""
 
     attempt: str
     start_ms: float
@@ -34,9 +34,9 @@ class TraceAttempt(AnswerModel):
 
 
 class RequestTrace(AnswerModel):
-    """The phases of one request. Those before `decode` add up to `time_to_first_token_ms`, which
-    begins with the request's head; of a request that is not finished some are not known yet.
-    `finish_reason` may be an error's code."""
+    """The phases of one request. The phases before `decode` add up to `time_to_first_token_ms`,
+    which counts from the arrival of the request's headers. A running request lacks the phases that
+    are not known yet. `finish_reason` may be an error code."""
 
     id: str
     object: Literal["trace"] = "trace"
@@ -55,7 +55,7 @@ class RequestTrace(AnswerModel):
 
 
 class FoundTrace(BaseModel):
-    """What one of several gateway processes has found; `arrived` by the clock of their host."""
+    """A trace from one of several gateway processes; `arrived` is by the clock of their host."""
 
     arrived: float
     trace: RequestTrace
@@ -64,38 +64,38 @@ class FoundTrace(BaseModel):
 def add_traces(app: FastAPI, service: Service, dialects: Sequence[Dialect]) -> None:
     """Mount the route."""
 
-    def found_here(tenant: bytes, request_id: str) -> FoundTrace | None:
+    def local_trace(tenant: bytes, request_id: str) -> FoundTrace | None:
         state = service.requests.find(tenant, request_id)
         if state is None:
             return None
         return FoundTrace(arrived=state.arrived, trace=_answer(state))
 
     def answer(tenant: bytes, request_id: str) -> bytes:
-        found = found_here(tenant, request_id)
-        return found.model_dump_json().encode() if found else b""
+        match = local_trace(tenant, request_id)
+        return match.model_dump_json().encode() if match else b""
 
     service.siblings.answer("trace", answer)
 
     @app.get("/v1/traces/{request_id:path}", **described(answer=RequestTrace))
     async def trace(request_id: str, request: Request) -> Response:
-        """Where the time of one of the last requests of this key went. `request_id` is what its
-        answer has as `x-request-id`, or as its own id."""
+        """Get the time that each phase of a recent request of this key took. `request_id` is the
+        answer's `x-request-id` header, or its `id`."""
         tenant = caller_of(request).tenant.id
         others = await service.siblings.ask("trace", tenant, request_id)
-        every = [found_here(tenant, request_id), *map(FoundTrace.model_validate_json, others)]
-        found = max(filter(None, every), key=lambda one: one.arrived, default=None)
-        if found is None:
-            text = f"no such request: {quoted(request_id)}; only the last ones are kept"
+        traces = [local_trace(tenant, request_id), *map(FoundTrace.model_validate_json, others)]
+        match = max(filter(None, traces), key=lambda item: item.arrived, default=None)
+        if match is None:
+            text = f"request not found: {quoted(request_id)}; only recent requests are kept"
             error = HttpError(404, text, "not_found", param="request_id")
             error = replace(error, request_id=caller_of(request).shown_id)
             return error_response(dialect_of(dialects, request.url.path), error)
         headers = {"cache-control": "no-store"}
-        page = found.trace.model_dump_json()
+        page = match.trace.model_dump_json()
         return Response(page, media_type="application/json", headers=headers)
 
 
 def _answer(state: MeteredRequest) -> RequestTrace:
-    first_s, local = state.first_token_s, state.prefill_at in ("", "local")
+    first_s, is_local = state.first_token_s, state.prefill_at in ("", "local")
     return RequestTrace(
         id=state.request_id,
         trace_id=state.trace_id or None,
@@ -105,19 +105,19 @@ def _answer(state: MeteredRequest) -> RequestTrace:
         prompt_tokens=state.prompt_tokens,
         cached_tokens=state.cached_tokens,
         completion_tokens=state.generated_tokens,
-        transport=None if local else state.prefill_at,
+        transport=None if is_local else state.prefill_at,
         phases=[
-            TracePhase(name=one.name, start_ms=_ms(one.start_s), duration_ms=_ms(one.duration_s))
-            for one in state.timeline()
+            TracePhase(name=item.name, start_ms=_ms(item.start_s), duration_ms=_ms(item.duration_s))
+            for item in state.timeline()
         ],
         attempts=[
             TraceAttempt(
-                attempt=one.attempt.hex(),
-                start_ms=_ms(state.receive_s + one.at_s),
-                decode=one.decode,
-                prefill=one.prefill,
+                attempt=item.attempt.hex(),
+                start_ms=_ms(state.receive_s + item.at_s),
+                decode=item.decode,
+                prefill=item.prefill,
             )
-            for one in state.attempts
+            for item in state.attempts
         ],
         time_to_first_token_ms=None if first_s is None else _ms(state.receive_s + first_s),
         total_ms=_ms(state.receive_s + state.elapsed_s),

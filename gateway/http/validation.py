@@ -40,7 +40,7 @@ NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 def _text_or_objects(value: Any) -> Any:
     if isinstance(value, str) or (
-        isinstance(value, list) and all(isinstance(one, dict) for one in value)
+        isinstance(value, list) and all(isinstance(item, dict) for item in value)
     ):
         return value
     raise ValueError("must be a string or a list of objects")
@@ -74,22 +74,22 @@ def _schema_size(schema: Mapping[str, Any]) -> tuple[int, int]:
     level: list[Any] = [schema]
     num_values = num_chars = 0
     for _ in range(MAX_SCHEMA_DEPTH):
-        within: list[Any] = []
+        next_level: list[Any] = []
         for value in level:
             if isinstance(value, dict):
                 num_chars += sum(map(len, value))
-                within += value.values()
+                next_level += value.values()
             elif isinstance(value, list):
-                within += value
+                next_level += value
             elif isinstance(value, str):
                 num_chars += len(value)
-            if num_values + len(within) > MAX_SCHEMA_VALUES or num_chars > MAX_SCHEMA_CHARS:
-                most = f"{MAX_SCHEMA_VALUES} values and {MAX_SCHEMA_CHARS} characters"
-                raise ValueError(f"must have at most {most}")
-        if not within:
+            if num_values + len(next_level) > MAX_SCHEMA_VALUES or num_chars > MAX_SCHEMA_CHARS:
+                limits = f"{MAX_SCHEMA_VALUES} values and {MAX_SCHEMA_CHARS} characters"
+                raise ValueError(f"must have at most {limits}")
+        if not next_level:
             return num_values, num_chars
-        num_values += len(within)
-        level = within
+        num_values += len(next_level)
+        level = next_level
     raise ValueError(f"must have at most {MAX_SCHEMA_DEPTH} levels")
 
 
@@ -108,8 +108,8 @@ def check_tools(tools: Sequence[Tool]) -> None:
         num_values += values
         num_chars += chars + len(tool.description)
     if num_values > MAX_TOOLS_VALUES or num_chars > MAX_TOOLS_CHARS:
-        most = f"{MAX_TOOLS_VALUES} values and {MAX_TOOLS_CHARS} characters"
-        raise refuse("tools", f"tools: their schemas and descriptions must have at most {most}")
+        limits = f"{MAX_TOOLS_VALUES} values and {MAX_TOOLS_CHARS} characters"
+        raise refuse("tools", f"tools: their schemas and descriptions must have at most {limits}")
 
 
 ArgumentSchema = Annotated[dict[str, Any], AfterValidator(_bounded)]
@@ -126,15 +126,15 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _whole_numbers(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        whole = {
-            name: _whole(given[name])
+    def _whole_numbers(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        integers = {
+            name: _whole(value[name])
             for name in _integer_fields(cls)
-            if _has_float(given.get(name))
+            if _has_float(value.get(name))
         }
-        return {**given, **whole} if whole else given
+        return {**value, **integers} if integers else value
 
 
 @cache
@@ -158,7 +158,7 @@ def _has_float(value: Any) -> bool:
 
 def _whole(value: Any) -> Any:
     if isinstance(value, list):
-        return [_whole(one) for one in value]
+        return [_whole(item) for item in value]
     return int(value) if type(value) is float and value.is_integer() else value
 
 
@@ -220,22 +220,22 @@ def parse_fields(kind: type[M], body: Mapping[str, Any], known: Collection[str])
     return model
 
 
-def parsed(kind: type[M], value: Any, at: str = "") -> M:
-    """Return a checked value; `at` is its place in the request. Raises ServiceError
+def parsed(kind: type[M], value: Any, path: str = "") -> M:
+    """Return a checked value; `path` is its place in the request. Raises ServiceError
     INVALID_ARGUMENT naming the first wrong field."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise first_error(error, at) from None
+        raise first_error(error, path) from None
 
 
-def check_served(table: Table, kind: str, at: str) -> None:
+def check_served(table: Table, kind: str, path: str) -> None:
     """Check that a member of a union is not refused. Raises ServiceError that names what is
     served."""
     if table.get(kind, REFUSED).fate is Fate.REFUSED:
         served = ", ".join(quoted(name) for name, member in table.items() if member is SERVED)
         text = f"{quoted(kind)} is not supported by this server, only {served}"
-        raise refuse(f"{at}.type", f"{at}.type: {text}")
+        raise refuse(f"{path}.type", f"{path}.type: {text}")
 
 
 def check_num_fields(body: Mapping[str, Any]) -> None:
@@ -246,13 +246,15 @@ def check_num_fields(body: Mapping[str, Any]) -> None:
 
 def asks_nothing(value: Any, nothing: tuple[Any, ...]) -> bool:
     """Return whether a value equals one of `nothing`, where true is not 1 and false is not 0."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in nothing)
+    return any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in nothing
+    )
 
 
-def first_error(error: ValidationError, at: str = "") -> ServiceError:
-    """Return the error for the first wrong field below `at`, in OpenAI's notation."""
+def first_error(error: ValidationError, path: str = "") -> ServiceError:
+    """Return the error for the first wrong field below `path`, in OpenAI's notation."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = at
+    param = path
     for part in first["loc"]:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
     param = cut(param, MAX_QUOTED)  # it may include a client's key
@@ -266,5 +268,5 @@ def first_error(error: ValidationError, at: str = "") -> ServiceError:
 def _log_unknown(names: Collection[str]) -> None:
     """Name the unknown fields of a body in the debug log."""
     if names:
-        shown = ", ".join(repr(name[:40]) for name in sorted(names)[:MAX_LOGGED_NAMES])
-        log.debug("ignored %d unknown fields: %s", len(names), shown)
+        quoted_names = ", ".join(repr(name[:40]) for name in sorted(names)[:MAX_LOGGED_NAMES])
+        log.debug("ignored %d unknown fields: %s", len(names), quoted_names)

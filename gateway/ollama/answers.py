@@ -34,8 +34,8 @@ class OllamaAnswerMessage(AnswerModel):
 
 
 class OllamaProgress(AnswerModel):
-    """`load_duration` is the time until the prompt was ready, `prompt_eval_duration` from then to
-    the first token. Counts and times are in the last line of a stream."""
+    """`load_duration` is the time until the prompt was ready, `prompt_eval_duration` the time from
+    then to the first token. The last line of a stream has the counts and times."""
 
     model: str
     created_at: str
@@ -65,7 +65,7 @@ class OllamaGenerated(OllamaProgress):
 
 
 class OllamaDetails(AnswerModel):
-    """Empty: not known here."""
+    """Details of a model; unknown ones are empty."""
 
     parent_model: str
     format: str
@@ -129,6 +129,6 @@ class OllamaVectors(AnswerModel):
 
 
 class OllamaVector(AnswerModel):
-    """The answer of /api/embeddings, as the model gives it."""
+    """The answer of /api/embeddings: the vector as the model returns it."""
 
     embedding: list[float]

@@ -12,11 +12,11 @@ from pdserve.gateway.openai.bodies.schema import MAX_TOOL_CALLS
 
 def _no_images(value: Any) -> None:
     if value not in (None, []):
-        raise ValueError("they are not supported by this server")
+        raise ValueError("images are not supported by this server")
 
 
 class OllamaFunction(StrictModel):
-    """What is called; `arguments` is an object, or whatever the model has written."""
+    """The function of a call; `arguments` is an object, or the text that the model wrote."""
 
     name: str
     arguments: Any = None
@@ -65,8 +65,8 @@ def conversation(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
             turn |= {"content": message.content or None, "tool_calls": calls}
         if message.role == "tool":
             id_, tool = open_calls.take(message.tool_call_id, message.tool_name)
-            of_call = {"tool_call_id": id_, "name": tool}
-            turn |= {key: value for key, value in of_call.items() if value}
+            fields = {"tool_call_id": id_, "name": tool}
+            turn |= {key: value for key, value in fields.items() if value}
         turns.append(turn)
     return turns
 
@@ -90,5 +90,5 @@ class _OpenCalls:
             first = ids.popleft()
             id_ = first if first in self._tools else None
         id_ = id_ or next(iter(self._tools), "")
-        of_call = self._tools.pop(id_, "")
-        return id_, tool or of_call
+        called_tool = self._tools.pop(id_, "")
+        return id_, tool or called_tool

@@ -78,8 +78,8 @@ class OllamaDialect:
             **described(OllamaChatBody, answer=OllamaChat, event=OllamaChat, stream=LINES),
         )
         async def chat(request: Request) -> Response:
-            """The next message of a conversation; without messages the model is made ready."""
-            return self._generated(await self._read(request, OllamaChatBody), request)
+            """Generate the next message of a conversation; without messages, load the model."""
+            return self._answer(await self._read(request, OllamaChatBody), request)
 
         @app.post(
             "/api/generate",
@@ -88,46 +88,46 @@ class OllamaDialect:
             ),
         )
         async def generate(request: Request) -> Response:
-            """The answer to one message, or to a raw text; without one the model is made ready."""
-            return self._generated(await self._read(request, OllamaGenerateBody), request)
+            """Answer one message, or continue a raw text; without a prompt, load the model."""
+            return self._answer(await self._read(request, OllamaGenerateBody), request)
 
         @app.post("/api/embed", **described(OllamaEmbedBody, answer=OllamaVectors))
         async def embed_route(request: Request) -> Response:
-            """Vectors of texts."""
+            """Compute the embeddings of texts."""
             body = await self._read(request, OllamaEmbedBody)
             return Reply(embed(service, body, caller_of(request)), self)
 
         @app.post("/api/embeddings", **described(OllamaEmbeddingsBody, answer=OllamaVector))
         async def embeddings(request: Request) -> Response:
-            """The vector of a text."""
+            """Compute the embedding of one text."""
             body = await self._read(request, OllamaEmbeddingsBody)
             return Reply(embed(service, body, caller_of(request)), self)
 
         @app.post("/api/show", **described(OllamaShowBody, answer=OllamaModel))
         async def show_route(request: Request) -> Response:
-            """What is known of a model."""
+            """Describe a model."""
             body = await self._read(request, OllamaShowBody)
             return Reply(show(service, body.model or body.name or ""), self)
 
         @app.get("/api/tags", **described(answer=OllamaTags))
         async def tags_route() -> Response:
-            """The models that are served."""
+            """List the served models."""
             return JSONResponse(await tags(service))
 
         @app.get("/api/ps", **described(answer=OllamaProcesses))
         async def ps() -> Response:
-            """The models that are served, all of which are loaded."""
+            """List the loaded models; every served model is loaded."""
             return JSONResponse(await processes(service))
 
         @app.get("/api/version", **described(answer=OllamaVersion))
         async def version() -> Response:
-            """The version of Ollama's API that this is; /version has that of the server."""
+            """Get the version of Ollama's API; /version returns that of the server."""
             return JSONResponse({"version": API_VERSION})
 
     async def _read(self, request: Request, kind: type[Any]) -> Any:
         return await self._bodies.read(request, partial(parse, kind))
 
-    def _generated(self, body: OllamaGeneration, request: Request) -> Response:
+    def _answer(self, body: OllamaGeneration, request: Request) -> Response:
         caller, is_chat = caller_of(request), isinstance(body, OllamaChatBody)
         completion = body.request()
         if completion is None:

@@ -52,13 +52,13 @@ async def embed(
 ) -> JsonPieces:
     """Return the JSON text of the answer. Raises ServiceError."""
     name = await served_name(service, body.model or "")
-    several = isinstance(body, OllamaEmbedBody)
+    is_batch = isinstance(body, OllamaEmbedBody)
     embedding = body.embedding()
     if embedding is not None:
         embedding.model = name
-        return await (_Vectors if several else _Vector)(service, embedding, caller).whole()
+        return await (_Vectors if is_batch else _Vector)(service, embedding, caller).whole()
     with service.limits.admit(caller.tenant.id):
         await service.count(caller)
         model = await service.catalog.get(name)
-    empty = {"model": model.card.name, "embeddings": []} if several else {"embedding": []}
+    empty = {"model": model.card.name, "embeddings": []} if is_batch else {"embedding": []}
     return object_json(empty)

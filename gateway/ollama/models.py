@@ -61,7 +61,7 @@ async def show(service: Service, name: str) -> dict[str, Any]:
         "parameters": "\n".join(f"{name} {value}" for name, value in defaults.items()),
         "details": _details(card),
         "model_info": info,
-        "capabilities": [word for name, word in _CAPABILITIES.items() if abilities[name]],
+        "capabilities": [text for name, text in _CAPABILITIES.items() if abilities[name]],
     }
 
 
@@ -91,6 +91,6 @@ def _modified(card: ModelCard) -> str:
     return written(datetime.fromtimestamp(card.created, UTC))
 
 
-def written(when: datetime) -> str:
+def written(time: datetime) -> str:
     """Return a UTC time in this API's format."""
-    return when.replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
+    return time.replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"

@@ -26,12 +26,12 @@ class OllamaContent:
     def push(self, delta: Delta) -> dict[str, Any]:
         """Return the new `content`, `thinking` and `tool_calls`, without those that are empty."""
         calls = self._complete(delta)
-        new = {
+        fields = {
             "content": text_of(delta.content),
             "thinking": reasoning_of(delta.content),
             "tool_calls": calls,
         }
-        return {name: value for name, value in new.items() if value}
+        return {name: value for name, value in fields.items() if value}
 
     def _complete(self, delta: Delta) -> list[dict[str, Any]]:
         calls: list[dict[str, Any]] = []
@@ -52,12 +52,12 @@ class OllamaContent:
 
 def joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the message that the messages of a stream add up to."""
-    whole = {
-        "content": "".join(one.get("content", "") for one in messages),
-        "thinking": "".join(one.get("thinking", "") for one in messages),
-        "tool_calls": [call for one in messages for call in one.get("tool_calls", ())],
+    message = {
+        "content": "".join(part.get("content", "") for part in messages),
+        "thinking": "".join(part.get("thinking", "") for part in messages),
+        "tool_calls": [call for part in messages for call in part.get("tool_calls", ())],
     }
-    return {name: value for name, value in whole.items() if value}
+    return {name: value for name, value in message.items() if value}
 
 
 def _call(call: ToolCallPart) -> dict[str, Any]:

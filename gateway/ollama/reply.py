@@ -58,9 +58,9 @@ class OllamaReply:
         """Yield the lines. Raises ServiceError."""
         async with aclosing(self._messages(held=False)) as deltas:
             async for message, tokens in deltas:
-                more = {"logprobs": _scores(tokens)} if tokens else {}
-                if message or more:
-                    yield line(self._answer(message, {"done": False, **more}))
+                extra = {"logprobs": _scores(tokens)} if tokens else {}
+                if message or extra:
+                    yield line(self._answer(message, {"done": False, **extra}))
         yield line(self._answer({}, self._end))
 
     async def _messages(
@@ -69,11 +69,13 @@ class OllamaReply:
         """Yield the message of each delta, and its tokens; `held`: all are kept until the answer is
         complete."""
         name = await served_name(self._service, self._request.model)
-        async with self._service.prepare(replace(self._request, model=name), self._caller) as ready:
-            self._model = ready.model.card.name
-            scores = HeldLogprobs(ready) if held else None
+        async with self._service.prepare(
+            replace(self._request, model=name), self._caller
+        ) as completion:
+            self._model = completion.model.card.name
+            scores = HeldLogprobs(completion) if held else None
             finish, usage = "", Usage(0, 0, 0)
-            async with aclosing(self._service.completions.stream(ready)) as items:
+            async with aclosing(self._service.completions.stream(completion)) as items:
                 async for item in items:
                     if isinstance(item, Usage):
                         usage = item
@@ -85,13 +87,13 @@ class OllamaReply:
             self._end = {
                 "done": True,
                 "done_reason": _REASONS.get(finish, finish),
-                **times(ready.meter.state()),
+                **times(completion.meter.state()),
                 "prompt_eval_count": usage.prompt_tokens,
                 "eval_count": usage.completion_tokens,
             }
 
-    def _answer(self, message: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-        return answer(self._model, message, more, is_chat=self._is_chat)
+    def _answer(self, message: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        return answer(self._model, message, extra, is_chat=self._is_chat)
 
 
 async def load(service: Service, name: str, caller: Caller, *, is_chat: bool) -> dict[str, Any]:
@@ -100,19 +102,19 @@ async def load(service: Service, name: str, caller: Caller, *, is_chat: bool) ->
     with service.limits.admit(caller.tenant.id):
         await service.count(caller)
         model = await service.catalog.get(await served_name(service, name))
-    more = {"done": True, "done_reason": "load"}
-    return answer(model.card.name, {}, more, is_chat=is_chat)
+    extra = {"done": True, "done_reason": "load"}
+    return answer(model.card.name, {}, extra, is_chat=is_chat)
 
 
 def answer(
-    model: str, message: dict[str, Any], more: dict[str, Any], *, is_chat: bool
+    model: str, message: dict[str, Any], extra: dict[str, Any], *, is_chat: bool
 ) -> dict[str, Any]:
     """Return the object of a whole answer or of a line."""
     head = {"model": model, "created_at": written(datetime.now(UTC))}
     if is_chat:
-        return {**head, "message": {"role": "assistant", "content": "", **message}, **more}
-    rest = {name: value for name, value in message.items() if name != "content"}
-    return {**head, "response": message.get("content", ""), **rest, **more}
+        return {**head, "message": {"role": "assistant", "content": "", **message}, **extra}
+    other_fields = {name: value for name, value in message.items() if name != "content"}
+    return {**head, "response": message.get("content", ""), **other_fields, **extra}
 
 
 def times(state: MeteredRequest) -> dict[str, int]:

@@ -80,7 +80,7 @@ Texts = Annotated[
 
 
 class OllamaOptions(StrictModel):
-    """How an answer is sampled; what is not named takes the model's own default."""
+    """Sampling parameters; the model's own defaults apply to missing ones."""
 
     model_config = ConfigDict(json_schema_extra=bounded)
     temperature: float | None = None
@@ -102,18 +102,18 @@ class OllamaOptions(StrictModel):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
         }
-        given = {name: value for name, value in penalties.items() if value is not None}
-        return within_window(given, self.repeat_last_n)
+        set_penalties = {name: value for name, value in penalties.items() if value is not None}
+        return within_window(set_penalties, self.repeat_last_n)
 
 
 class NamedModel(StrictModel):
-    """What names a model, which may have the tag `latest`; without a name the only one is meant."""
+    """The name of a model, with or without the tag `latest`; optional if only one is served."""
 
     model: str | None = None
 
 
 class OllamaGeneration(ThinkingFields, NamedModel):
-    """What both routes take that generate text."""
+    """The fields that both text generation routes share."""
 
     conversation_field: ClassVar[str]
     system: str | None = None  # before the conversation
@@ -210,8 +210,8 @@ class OllamaGenerateBody(OllamaGeneration):
     def request(self) -> ChatCompletionRequest | TextCompletionRequest | None:
         if not (self.raw and self.prompt):
             return super().request()
-        thinks = {choice.field: choice.enabled for choice in self._thinking_fields()}
-        for name, value in {"system": self.system, **thinks}.items():
+        thinking = {choice.field: choice.enabled for choice in self._thinking_fields()}
+        for name, value in {"system": self.system, **thinking}.items():
             if value:
                 raise refuse(name, f"{name} needs a chat template, and raw: true has none")
         return TextCompletionRequest(self.model or "", [self.prompt], self.sampling())
@@ -278,7 +278,7 @@ def parse(kind: type[B], body: Mapping[str, Any]) -> B:
                 instead=INSTEAD_OPTIONS,
             )
         except ServiceError as error:
-            at = "options." if error.param else "options: "
-            raise refuse(f"options.{error.param}".rstrip("."), at + error.message) from None
+            prefix = "options." if error.param else "options: "
+            raise refuse(f"options.{error.param}".rstrip("."), prefix + error.message) from None
     refused = REFUSED if generates else UNSERVED
     return parse_body(kind, body, refused=refused, ignored=IGNORED, instead=INSTEAD)

@@ -28,7 +28,7 @@ class PromptTokensDetails(AnswerModel):
 
 
 class CompletionTokensDetails(AnswerModel):
-    """`reasoning_tokens`: of what the model thinks before it answers."""
+    """`reasoning_tokens` counts the tokens of the reasoning before the answer."""
 
     reasoning_tokens: int
 
@@ -49,7 +49,7 @@ class UsageObject(AnswerModel):
 
 
 class ChunkUsage(AnswerModel):
-    """Of a stream: what has been counted so far, or at its end all."""
+    """The usage in a chunk of a stream: the counts so far, and at the end all counts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -75,7 +75,7 @@ class ChatLogprobs(AnswerModel):
 
 
 class PromptLogprob(AnswerModel):
-    """A token at a position of the prompt; `rank` if it is among the best."""
+    """A token at a position of the prompt; `rank` is set if it is among the most likely."""
 
     logprob: float | None
     rank: int | None = None
@@ -141,13 +141,13 @@ class ChatCompletion(AnswerModel):
 
 
 class ChatBatchChoice(ChatChoice):
-    """`index` is that of the conversation."""
+    """`index` is the index of the conversation."""
 
     prompt_token_ids: list[int] | None = None
 
 
 class ChatBatch(ChatCompletion):
-    """The answer of /v1/chat/completions/batch; the usage is that of all conversations."""
+    """The answer of /v1/chat/completions/batch; `usage` sums up all conversations."""
 
     choices: list[ChatBatchChoice]  # type: ignore[assignment]
 
@@ -163,7 +163,7 @@ class CustomDelta(AnswerModel):
 
 
 class ToolCallDelta(AnswerModel):
-    """A piece of a call: the first has its id and name, the others go on with its arguments."""
+    """A piece of a call: the first has its id and name, the others continue its arguments."""
 
     index: int
     id: str | None = None
@@ -220,7 +220,7 @@ class CompletionChoice(AnswerModel):
 
 
 class TextCompletion(AnswerModel):
-    """The answer of /v1/completions, and with `usage` so far an event of a streamed one."""
+    """The answer of /v1/completions, or an event of a streamed one with the usage so far."""
 
     id: str
     object: Literal["text_completion"]
@@ -231,7 +231,7 @@ class TextCompletion(AnswerModel):
 
 
 class EmbeddingObject(AnswerModel):
-    """As base64 it is little-endian float32."""
+    """One vector; in base64 it is little-endian float32."""
 
     object: Literal["embedding"]
     index: int
@@ -255,8 +255,8 @@ class EmbeddingList(AnswerModel):
 
 
 class ModelObject(AnswerModel):
-    """A model that is served; `root` is its own name where `id` is an alias. Capabilities and
-    default sampling are null until they are known."""
+    """A served model; if `id` is an alias, `root` is the model's name. Capabilities and default
+    sampling are null until they are known."""
 
     id: str
     object: Literal["model"]
@@ -297,15 +297,15 @@ class AppliedTemplate(AnswerModel):
 
 
 class GenerationSettings(AnswerModel):
-    """`params`: what the model recommends."""
+    """`params` is the sampling that the model recommends."""
 
     n_ctx: int
     params: dict[str, float]
 
 
 class ServerProps(AnswerModel):
-    """llama.cpp's /props: `total_slots` is how many requests this process of the gateway takes at
-    once."""
+    """The answer of llama.cpp's /props; `total_slots` is the number of requests that this gateway
+    process accepts at once."""
 
     default_generation_settings: GenerationSettings
     total_slots: int
@@ -338,13 +338,13 @@ class Slots(RootModel[list[Slot]]):
 
 
 class ServerLoad(AnswerModel):
-    """vLLM's /load: how many requests are open in the gateway, of all keys."""
+    """The answer of vLLM's /load: the number of open requests in the gateway, of all keys."""
 
     server_load: int
 
 
 class TokenizerInfo(AnswerModel):
-    """vLLM's /tokenizer_info, without the class that transformers would load."""
+    """The answer of vLLM's /tokenizer_info, without the class that transformers would load."""
 
     model: str
     vocab_size: int

@@ -97,49 +97,52 @@ class ChatReply:
         object, or its text. Chunks with only text go through `direct` if possible."""
         async with self._service.prepare(self._request, self._caller) as completion:
             head = self._head("chat.completion.chunk", completion.model.card.name)
-            counted = StreamUsage(self._body, completion)
+            usage = StreamUsage(self._body, completion)
             body = self._body
-            plain = not (body.logprobs or body.return_token_ids or body.continuous_usage)
-            begun: dict[int, TextChunk] = {}
+            text_only = not (body.logprobs or body.return_token_ids or body.continuous_usage)
+            text_chunks: dict[int, TextChunk] = {}
 
             def write(choice: int, text: str) -> bool:
-                chunk = begun.get(choice)
+                chunk = text_chunks.get(choice)
                 return chunk is not None and chunk.write(text, direct)
 
-            stream = self._service.completions.stream(completion, write if plain else None)
+            stream = self._service.completions.stream(completion, write if text_only else None)
             async with aclosing(stream) as items:
                 async for item in items:
                     if isinstance(item, Usage):
                         if self._body.include_usage:
                             yield {**head, "choices": [], "usage": usage_object(item)}
                         continue
-                    if item.choice not in begun:
-                        opening = {"role": "assistant", "content": "", "refusal": None}
-                        first = {**head, "choices": [_choice(item.choice, opening)]}
-                        if self._body.return_token_ids and not begun:
+                    if item.choice not in text_chunks:
+                        first_delta = {"role": "assistant", "content": "", "refusal": None}
+                        first = {**head, "choices": [_choice(item.choice, first_delta)]}
+                        if self._body.return_token_ids and not text_chunks:
                             first["prompt_token_ids"] = list(completion.prompts[0].ids)
-                        yield first | counted.before()
-                        begun[item.choice] = self._text_chunk(head, item.choice, counted)
-                    if plain and (text := only_text(item)):
-                        yield begun[item.choice].of(text)
+                        yield first | usage.before()
+                        text_chunks[item.choice] = self._text_chunk(head, item.choice, usage)
+                    if text_only and (text := only_text(item)):
+                        yield text_chunks[item.choice].of(text)
                         continue
-                    after = counted.after(item)
+                    usage_fields = usage.after(item)
                     if item.content or item.tokens or (item.ids and self._body.return_token_ids):
                         for choice in self._contents(item):
-                            yield {**head, "choices": [choice]} | after
+                            yield {**head, "choices": [choice]} | usage_fields
                     if item.finish is not None:
-                        for one in self._late_inputs(item.choice):
-                            yield {**head, "choices": [_choice(item.choice, one)]} | after
-                        ending = _choice(item.choice, {}, self._finish(item.finish))
+                        for input_delta in self._late_inputs(item.choice):
+                            yield {
+                                **head,
+                                "choices": [_choice(item.choice, input_delta)],
+                            } | usage_fields
+                        last_choice = _choice(item.choice, {}, self._finish(item.finish))
                         if item.stop_reason is not None:
-                            ending["stop_reason"] = item.stop_reason
-                        yield {**head, "choices": [ending]} | after
+                            last_choice["stop_reason"] = item.stop_reason
+                        yield {**head, "choices": [last_choice]} | usage_fields
 
     @staticmethod
-    def _text_chunk(head: dict[str, Any], choice: int, counted: StreamUsage) -> TextChunk:
-        after = counted.before()
+    def _text_chunk(head: dict[str, Any], choice: int, usage: StreamUsage) -> TextChunk:
+        usage_fields = usage.before()
         return TextChunk(
-            lambda text: {**head, "choices": [_choice(choice, {"content": text})]} | after
+            lambda text: {**head, "choices": [_choice(choice, {"content": text})]} | usage_fields
         )
 
     def _head(self, kind: str, model: str) -> dict[str, Any]:
@@ -149,8 +152,8 @@ class ChatReply:
         """Return the finish reason; a call that the client has required by name ends with "stop",
         as in OpenAI and vLLM."""
         choice = self._body.tool_choice
-        named = isinstance(choice, dict) and choice.get("type") in ("function", "custom")
-        return "stop" if named and finish == "tool_calls" else finish
+        is_named = isinstance(choice, dict) and choice.get("type") in ("function", "custom")
+        return "stop" if is_named and finish == "tool_calls" else finish
 
     def _message(self, content: Sequence[ContentPart]) -> dict[str, Any]:
         text, calls = text_of(content), calls_of(content)
@@ -174,7 +177,7 @@ class ChatReply:
             if not (delta.tokens or self._body.return_token_ids):
                 return []  # reasoning that is left out
             deltas.append({"content": ""})
-        choices = [_choice(delta.choice, one) for one in deltas]
+        choices = [_choice(delta.choice, content_delta) for content_delta in deltas]
         choices[0]["logprobs"] = self._logprobs(delta.tokens)
         if self._body.return_token_ids:
             choices[0]["token_ids"] = list(delta.ids)
@@ -197,25 +200,25 @@ class ChatReply:
     def _call_piece(self, choice: int, part: ToolCallPart) -> dict[str, Any] | None:
         """Return a piece of a call; None if it has nothing of the input of a custom tool."""
         if part.id and part.name in self._custom:
-            read = self._inputs[choice, part.index] = CustomInput()
-            return _custom_call(part, read.push(part.arguments))
-        reading = self._inputs.get((choice, part.index))
-        if reading is None:
+            new_input = self._inputs[choice, part.index] = CustomInput()
+            return _custom_call(part, new_input.push(part.arguments))
+        custom_input = self._inputs.get((choice, part.index))
+        if custom_input is None:
             return _call(part)
-        piece = reading.push(part.arguments)
+        piece = custom_input.push(part.arguments)
         return {"custom": {"input": piece}} if piece else None
 
     def _late_inputs(self, choice: int) -> Iterator[dict[str, Any]]:
         """Yield the inputs of a choice that are known only at its end."""
-        for (owner, index), read in self._inputs.items():
-            if owner == choice and (rest := read.finish()):
+        for (owner, index), custom_input in self._inputs.items():
+            if owner == choice and (rest := custom_input.finish()):
                 yield {"tool_calls": [{"index": index, "custom": {"input": rest}}]}
 
     def _whole_call(self, call: ToolCallPart) -> dict[str, Any]:
         if call.name not in self._custom:
             return _call(call)
-        read = CustomInput()
-        return _custom_call(call, read.push(call.arguments) + read.finish())
+        custom_input = CustomInput()
+        return _custom_call(call, custom_input.push(call.arguments) + custom_input.finish())
 
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if not self._body.logprobs:

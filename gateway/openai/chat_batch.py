@@ -23,26 +23,26 @@ async def chat_batch(service: Service, body: ChatBatchBody, caller: Caller) -> J
     choices: dict[int, dict[str, Any]] = {}
     heads: list[dict[str, Any]] = []
     total = Usage(0, 0, 0)
-    left = iter(range(len(body.messages)))
+    numbers = iter(range(len(body.messages)))
 
-    async def lane() -> None:
+    async def worker() -> None:
         nonlocal total
-        for number in left:
-            of_one = replace(caller, request_id=f"{caller.request_id}-{number}")
-            reply = ChatReply(service, body.chat(number), of_one)
+        for number in numbers:
+            chat_caller = replace(caller, request_id=f"{caller.request_id}-{number}")
+            reply = ChatReply(service, body.chat(number), chat_caller)
             head, (choice,), usage = await reply.collected()
             ids = head.pop("prompt_token_ids", None)
-            more = {} if ids is None else {"prompt_token_ids": ids}
-            choices[number] = {**choice, "index": number, **more}
+            extra = {} if ids is None else {"prompt_token_ids": ids}
+            choices[number] = {**choice, "index": number, **extra}
             heads.append(head)
             total += usage
             check_logprobs(body.sampling(), total.completion_tokens, "fewer conversations, or ")
 
-    lanes = 1 if body.logprobs else min(AT_ONCE, len(body.messages))
+    num_workers = 1 if body.logprobs else min(AT_ONCE, len(body.messages))
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(lanes):
-                group.create_task(lane())
+            for _ in range(num_workers):
+                group.create_task(worker())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     texts = array_json(object_json(choices[number]) for number in range(len(choices)))

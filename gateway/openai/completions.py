@@ -51,7 +51,7 @@ class CompletionReply:
             answers, usage = await self._service.completions.collect(
                 completion, partial(logprobs.CompletionLogprobsText, self._as_ids)
             )
-            described: dict[int, JsonPieces] = {}  # log-probabilities, by prompt
+            prompt_logprobs: dict[int, JsonPieces] = {}  # log-probabilities, by prompt
             choices = []
             for answer in answers:
                 number = answer.index // completion.sampling.n
@@ -64,18 +64,18 @@ class CompletionReply:
                 if self._body.return_token_ids:
                     choice |= {"prompt_token_ids": list(prompt.ids), "token_ids": answer.ids}
                 if (num_top := self._body.prompt_logprobs) is not None:
-                    if number not in described:
-                        described[number] = await logprobs.prompt_json(
+                    if number not in prompt_logprobs:
+                        prompt_logprobs[number] = await logprobs.prompt_json(
                             completion.model.text.vocabulary,
                             prompt.ids,
                             answer.prompt_scores,
                             num_top,
                         )
-                    choice["prompt_logprobs"] = described[number]
+                    choice["prompt_logprobs"] = prompt_logprobs[number]
                 choices.append(object_json(choice))
             head = self._head(completion.model.card.name)
-            found = {"choices": array_json(choices), "usage": usage_object(usage)}
-            return object_json({**head, **found})
+            fields = {"choices": array_json(choices), "usage": usage_object(usage)}
+            return object_json({**head, **fields})
 
     async def chunks(
         self, direct: DirectWrite
@@ -84,55 +84,55 @@ class CompletionReply:
         async with self._service.prepare(self._request, self._caller) as completion:
             self._check(completion)
             head = self._head(completion.model.card.name)
-            counted = StreamUsage(self._body, completion)
+            usage = StreamUsage(self._body, completion)
             body = self._body
             scored = body.logprobs is not None
-            plain = not (scored or body.return_token_ids or body.continuous_usage)
-            begun: set[int] = set()
+            text_only = not (scored or body.return_token_ids or body.continuous_usage)
+            started_choices: set[int] = set()
             texts: dict[int, TextChunk] = {}
 
             def write(choice: int, text: str) -> bool:
                 if choice not in texts:
-                    texts[choice] = self._text_chunk(head, choice, counted)
+                    texts[choice] = self._text_chunk(head, choice, usage)
                 return texts[choice].write(text, direct)
 
-            stream = self._service.completions.stream(completion, write if plain else None)
+            stream = self._service.completions.stream(completion, write if text_only else None)
             async with aclosing(stream) as items:
                 async for item in items:
                     if not isinstance(item, Usage):
                         choice = self._choice(item.choice, item.content, item.finish)
                         if item.stop_reason is not None:
                             choice["stop_reason"] = item.stop_reason
-                        many = len(item.tokens) > AT_ONCE and scored
-                        if many:
-                            written = logprobs.CompletionLogprobsText(self._as_ids)
-                            await written.add(item.tokens)
-                            choice["logprobs"] = written.pieces()
+                        is_long = len(item.tokens) > AT_ONCE and scored
+                        if is_long:
+                            logprobs_text = logprobs.CompletionLogprobsText(self._as_ids)
+                            await logprobs_text.add(item.tokens)
+                            choice["logprobs"] = logprobs_text.pieces()
                         elif scored:
                             choice["logprobs"] = logprobs.of_completion(item.tokens, self._as_ids)
                         if self._body.return_token_ids:
                             choice["token_ids"] = list(item.ids)
-                            if item.choice not in begun:
-                                begun.add(item.choice)
+                            if item.choice not in started_choices:
+                                started_choices.add(item.choice)
                                 prompt = completion.prompts[item.choice // completion.sampling.n]
                                 choice["prompt_token_ids"] = list(prompt.ids)
-                        after = counted.after(item)
-                        if many:
-                            one = array_json([object_json(choice)])
-                            yield object_json({**head, "choices": one, **after})
+                        usage_fields = usage.after(item)
+                        if is_long:
+                            choices = array_json([object_json(choice)])
+                            yield object_json({**head, "choices": choices, **usage_fields})
                         else:
-                            yield {**head, "choices": [choice]} | after
+                            yield {**head, "choices": [choice]} | usage_fields
                     elif self._body.include_usage:
                         yield {**head, "choices": [], "usage": usage_object(item)}
 
-    def _text_chunk(self, head: dict[str, Any], choice: int, counted: StreamUsage) -> TextChunk:
-        after = counted.before()
+    def _text_chunk(self, head: dict[str, Any], choice: int, usage: StreamUsage) -> TextChunk:
+        usage_fields = usage.before()
 
         def chunk(text: str) -> dict[str, Any]:
             return {
                 **head,
                 "choices": [self._choice(choice, (TextPart(text),), None)],
-            } | after
+            } | usage_fields
 
         return TextChunk(chunk)
 

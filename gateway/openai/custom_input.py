@@ -52,24 +52,24 @@ class CustomFormat(StrictModel):
         return value
 
 
-def custom_tool(name: str, description: str, form: CustomFormat | None, param: str = "") -> Tool:
-    """Return the function that the model is offered. `param`: the request's field with `form`."""
+def custom_tool(name: str, description: str, format_: CustomFormat | None, param: str = "") -> Tool:
+    """Return the function that the model is offered. `param`: the field of `format_`."""
     value: dict[str, Any] = {"type": "string"}
-    strict, place = False, ""
-    if form is not None and form.type == "grammar":
-        if form.syntax == "regex":
-            value["pattern"] = f"^(?:{form.definition})$"
-            strict, place = True, f"{param}.definition"
+    strict, schema_path = False, ""
+    if format_ is not None and format_.type == "grammar":
+        if format_.syntax == "regex":
+            value["pattern"] = f"^(?:{format_.definition})$"
+            strict, schema_path = True, f"{param}.definition"
         else:
             description = f"{description}\n\nThe input matches this Lark grammar:\n"
-            description = (description + form.definition).strip()
+            description = (description + format_.definition).strip()
     parameters = {
         "type": "object",
         "properties": {INPUT: value},
         "required": [INPUT],
         "additionalProperties": False,
     }
-    return Tool(name, description, parameters, strict, param, place)
+    return Tool(name, description, parameters, strict, param, schema_path)
 
 
 def custom_arguments(text: str) -> str:
@@ -120,28 +120,28 @@ class CustomInput:
             return ""
         text = value.get(INPUT) if isinstance(value, Mapping) else None
         if text is None:
-            whole = _parsed(raw, False)  # another field counts only if no more can follow
-            if isinstance(whole, Mapping) and len(whole) == 1:
-                (text,) = whole.values()
+            complete = _parsed(raw, False)  # another field counts only if no more can follow
+            if isinstance(complete, Mapping) and len(complete) == 1:
+                (text,) = complete.values()
         return text if isinstance(text, str) else raw
 
     def _read(self) -> str:
         """Return the text up to its end, or to an incomplete escape."""
-        raw, at, found = self._raw, 0, []
-        while at < len(raw):
-            if raw[at] == '"':
+        raw, position, texts = self._raw, 0, []
+        while position < len(raw):
+            if raw[position] == '"':
                 self._ended = True
                 break
-            if plain := _PLAIN.match(raw, at):
-                found.append(plain[0])
-                at = plain.end()
+            if plain := _PLAIN.match(raw, position):
+                texts.append(plain[0])
+                position = plain.end()
                 continue
-            escape = _ESCAPE.match(raw, at)
+            escape = _ESCAPE.match(raw, position)
             if escape is None:
-                if len(raw) - at < 6:
+                if len(raw) - position < 6:
                     break
-                found.append(raw[at])  # not JSON: keep what the model has written
-                at += 1
+                texts.append(raw[position])  # not JSON: keep what the model has written
+                position += 1
                 continue
             text, end = _unescaped(escape[0]), escape.end()
             if "\ud800" <= text <= "\udbff":  # the first surrogate of a pair
@@ -152,10 +152,10 @@ class CustomInput:
                 low = _unescaped(rest) if second else ""
                 if "\udc00" <= low <= "\udfff":
                     text, end = _joined(text, low), end + 6
-            found.append("\ufffd" if "\ud800" <= text <= "\udfff" else text)
-            at = end
-        self._raw = raw[at:]
-        return "".join(found)
+            texts.append("\ufffd" if "\ud800" <= text <= "\udfff" else text)
+            position = end
+        self._raw = raw[position:]
+        return "".join(texts)
 
 
 def _parsed(raw: str, partial: Literal[False, "trailing-strings"]) -> Any:

@@ -141,13 +141,13 @@ class OpenAiDialect:
             **described(ChatBody, answer=ChatCompletion, event=ChatCompletionChunk, end=END),
         )
         async def chat(request: Request) -> Response:
-            """The next message of a conversation."""
+            """Generate the next message of a conversation."""
             body = await self._read(request, ChatBody)
             return self._answer(ChatReply(service, body, caller_of(request)), body.stream)
 
         @app.post("/v1/chat/completions/batch", **described(ChatBatchBody, answer=ChatBatch))
         async def chat_batch_route(request: Request) -> Response:
-            """The next message of each of several conversations."""
+            """Generate the next message of each of several conversations."""
             body = await self._read(request, ChatBatchBody)
             return Reply(chat_batch(service, body, caller_of(request)), self)
 
@@ -158,33 +158,33 @@ class OpenAiDialect:
             **described(CompletionBody, answer=TextCompletion, event=TextCompletion, end=END),
         )
         async def completions(request: Request) -> Response:
-            """Continuations of texts or token ids."""
+            """Generate continuations of texts or token ids."""
             body = await self._read(request, CompletionBody)
             return self._answer(CompletionReply(service, body, caller_of(request)), body.stream)
 
         @app.post("/v1/embeddings", **described(EmbeddingBody, answer=EmbeddingList))
         async def embeddings(request: Request) -> Response:
-            """Vectors of texts or token ids."""
+            """Compute the embeddings of texts or token ids."""
             body = await self._read(request, EmbeddingBody)
             reply = EmbeddingReply(service, body, caller_of(request))
             return Reply(reply.whole(), self)
 
         @app.post("/tokenize", **described(TokenizeBody, TokenizeChatBody, answer=TokenizeAnswer))
         async def tokenize_route(request: Request) -> Response:
-            """The token ids of a text, or of messages after the chat template."""
+            """Convert a text, or messages with the chat template applied, to token ids."""
             body = await self._bodies.read(request, parse_tokenize)
             return Reply(tokenize(service, body, caller_of(request)), self)
 
         @app.post("/detokenize", **described(DetokenizeBody, answer=DetokenizeAnswer))
         async def detokenize_route(request: Request) -> Response:
-            """The text of token ids."""
+            """Convert token ids to text."""
             body = await self._read(request, DetokenizeBody)
             return Reply(detokenize(service, body, caller_of(request)), self)
 
         @app.get("/v1/models", **described(answer=ModelList))
         async def models(request: Request) -> Response:
-            """The models that are served, and their aliases; to a request with
-            `anthropic-version`, as its API lists them."""
+            """List the served models and their aliases; in the format of Anthropic's API if the
+            request has the header `anthropic-version`."""
             cards = await service.catalog.listed()
             if ANTHROPIC_VERSION in request.headers:
                 return JSONResponse(model_page(cards))
@@ -193,7 +193,7 @@ class OpenAiDialect:
 
         @app.get("/v1/models/{name:path}", **described(answer=ModelObject))
         async def model(request: Request, name: str) -> Response:
-            """One model that is served, by its name or an alias."""
+            """Get one served model by its name or an alias."""
             card = await service.catalog.card(name)
             name = name or card.name
             if ANTHROPIC_VERSION in request.headers:
@@ -201,7 +201,7 @@ class OpenAiDialect:
             return JSONResponse(model_object(service, name, card))
 
         add_server_routes(app, self, service, self._bodies)
-        _add_short(app)
+        _add_short_paths(app)
         if self._stored is None:
             _add_refusals(app)
         else:
@@ -218,11 +218,11 @@ class OpenAiDialect:
         return Reply(reply.whole(), self)
 
 
-def _add_short(app: FastAPI) -> None:
+def _add_short_paths(app: FastAPI) -> None:
     """Add the routes without /v1; the API description has only one name of each."""
     for route in [route for route in app.routes if isinstance(route, APIRoute)]:
         path = route.path.removeprefix("/v1")
-        if path != route.path and f"{path}/".startswith(tuple(f"{one}/" for one in SHORT)):
+        if path != route.path and f"{path}/".startswith(tuple(f"{short}/" for short in SHORT)):
             methods = sorted(route.methods or ())
             app.add_api_route(path, route.endpoint, methods=methods, include_in_schema=False)
 
@@ -231,7 +231,9 @@ def _add_refusals(app: FastAPI) -> None:
     """Add routes that refuse requests in place of a database's routes."""
 
     async def refused() -> Response:
-        raise refuse("", "this server keeps no files, batches or usage: it needs --database-url")
+        raise refuse(
+            "", "this server stores no files, batches or usage; they require --database-url"
+        )
 
     for path in STORED:
         for route in (path, path + "/{rest:path}"):

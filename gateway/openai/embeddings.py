@@ -77,11 +77,11 @@ class EmbeddingReply:
         async with service.prepare_inputs(
             "embeddings", body.model, self._tokenized, salt, priority, self._caller
         ) as prepared:
-            found: dict[int, JsonPieces] = {}
+            items: dict[int, JsonPieces] = {}
             async with aclosing(service.pooling.embeddings(prepared)) as answers:
                 async for number, values in answers:
-                    found[number] = self._item(number, values, prepared.model.card.normalizes)
-            vectors = array_json(found[number] for number in range(len(found)))
+                    items[number] = self._item(number, values, prepared.model.card.normalizes)
+            vectors = array_json(items[number] for number in range(len(items)))
             return object_json(self._answer(prepared, vectors))
 
     def _answer(self, prepared: PreparedInputs, vectors: JsonPieces) -> dict[str, Any]:
@@ -105,17 +105,19 @@ class EmbeddingReply:
         """Raise ServiceError if the text of vectors with `dimensions` numbers is too long."""
         num_bytes = len(self._body.input) * dimensions * _NUMBER_BYTES[self._in_base64]
         if num_bytes > MAX_ANSWER_BYTES:
-            other = "" if self._in_base64 else "encoding_format: base64, "
-            text = f"{len(self._body.input)} vectors of {dimensions} numbers are too many"
-            raise refuse("input", f"input: {text}; ask for {other}fewer dimensions or fewer inputs")
+            base64_hint = "" if self._in_base64 else "encoding_format: base64, "
+            text = f"{len(self._body.input)} vectors of {dimensions} numbers exceed the size limit"
+            raise refuse(
+                "input", f"input: {text}; request {base64_hint}fewer dimensions or fewer inputs"
+            )
 
     async def _tokenized(self, model: ServedModel) -> list[Sequence[int]]:
         card = model.card
         if not card.pooling:
             raise not_supported("Embeddings")
         if self._body.dimensions is not None and self._body.dimensions > card.hidden_size:
-            most = card.hidden_size
-            raise refuse("dimensions", f"dimensions must be from 1 to {most} for this model")
+            limit = card.hidden_size
+            raise refuse("dimensions", f"dimensions must be from 1 to {limit} for this model")
         self._check_size(self._body.dimensions or card.hidden_size)
         return await embedding_ids(
             self._service,
@@ -141,20 +143,20 @@ async def embedding_ids(
     from_start: bool = False,
 ) -> list[Sequence[int]]:
     """Return the token ids of texts to embed. Raises ServiceError that names `param`."""
-    found: list[Sequence[int]] = []
-    for given in inputs:
-        if isinstance(given, str):
+    all_ids: list[Sequence[int]] = []
+    for text_or_ids in inputs:
+        if isinstance(text_or_ids, str):
             ids: Sequence[int] = await service.texts.text_ids(
-                model, given, param, owner, add_special_tokens=add_special_tokens
+                model, text_or_ids, param, owner, add_special_tokens=add_special_tokens
             )
         else:
-            ids = given
+            ids = text_or_ids
             await asyncio.sleep(0)
         ids = kept_ids(ids, kept_tokens, model, model.card.context_len, from_start=from_start)
         if not ids:
-            raise refuse(param, f"{param} {len(found)} has no tokens")
+            raise refuse(param, f"{param} {len(all_ids)} has no tokens")
         check_room(len(ids), 0, model, param)
-        if not isinstance(given, str):
+        if not isinstance(text_or_ids, str):
             check_ids(ids, model, param)
-        found.append(ids)
-    return found
+        all_ids.append(ids)
+    return all_ids

@@ -65,8 +65,8 @@ class LogprobsText(ABC):
 
     async def add(self, tokens: Sequence[ScoredToken]) -> None:
         """Add the next tokens; other tasks run after every AT_ONCE of them."""
-        for at in range(0, len(tokens), AT_ONCE):
-            self._write(tokens[at : at + AT_ONCE])
+        for start in range(0, len(tokens), AT_ONCE):
+            self._write(tokens[start : start + AT_ONCE])
             if len(tokens) > AT_ONCE:
                 await asyncio.sleep(0)
 
@@ -117,26 +117,26 @@ async def prompt_json(
     A token that is not among the best has no rank: the engine does not count it.
     """
 
-    def described(at: int) -> dict[str, Any] | None:
-        if at == 0:
+    def entry(position: int) -> dict[str, Any] | None:
+        if position == 0:
             return None
-        of_token = scored(vocabulary, ids[at], scores[at - 1], 0)
-        ranks = {entry.id: rank for rank, entry in enumerate(of_token.top, start=1)}
+        token = scored(vocabulary, ids[position], scores[position - 1], 0)
+        ranks = {candidate.id: rank for rank, candidate in enumerate(token.top, start=1)}
         return {
-            str(entry.id): {
-                "logprob": entry.logprob,
-                **({"rank": ranks[entry.id]} if entry.id in ranks else {}),
-                "decoded_token": entry.text,
+            str(candidate.id): {
+                "logprob": candidate.logprob,
+                **({"rank": ranks[candidate.id]} if candidate.id in ranks else {}),
+                "decoded_token": candidate.text,
             }
-            for entry in (of_token.chosen, *of_token.top[:num_top])
+            for candidate in (token.chosen, *token.top[:num_top])
         }
 
-    return await list_json(range(len(ids)), described)
+    return await list_json(range(len(ids)), entry)
 
 
 def check_prompt_logprobs(prompts: Sequence[Prompt], n: int, num_top: int, param: str) -> None:
     """Check the number of entries. Raises ServiceError for more than one answer may have."""
     entries = n * (1 + num_top) * sum(len(prompt.ids) for prompt in prompts)
     if entries > MAX_LOGPROBS:
-        text = f"{param}: {entries} log-probabilities of prompts, for {n} choices each"
+        text = f"{param}: the prompts need {entries} log-probabilities for {n} choices"
         raise refuse(param, f"{text}; at most {MAX_LOGPROBS}")

@@ -36,13 +36,13 @@ from pdserve.services.host.errors import ServiceError
 
 
 class ModelQuery(BaseModel):
-    """Which model is meant; without a name the only one."""
+    """The name of the model; optional if only one model is served."""
 
     model: str = ""
 
 
 class SlotsQuery(BaseModel):
-    """1: an error if no request of this client would be taken now."""
+    """`fail_on_no_slot` 1: return an error if a request of this client would be refused now."""
 
     fail_on_no_slot: str = ""
 
@@ -56,36 +56,36 @@ def add_server_routes(
 
     @app.get("/props", **described(answer=ServerProps, query=ModelQuery))
     async def props(request: Request) -> Response:
-        """What llama.cpp says of its model and of itself."""
+        """Get the properties of the server and its model, in llama.cpp's format."""
         return JSONResponse(await _props(service, request.query_params.get("model", "")))
 
     @app.get("/slots", **described(answer=Slots, query=SlotsQuery))
     async def slots(request: Request) -> Response:
-        """The open requests of this key."""
+        """List the open requests of this key."""
         tenant = caller_of(request).tenant.id
         if request.query_params.get("fail_on_no_slot") == "1":
             _check_room(service, tenant)
         others = await service.siblings.ask("slots", tenant)
-        requests = [one for some in map(from_json, others) for one in some]
-        requests = sorted([*_slots(service, tenant), *requests], key=lambda one: -one["age_s"])
+        requests = [state for states in map(from_json, others) for state in states]
+        requests = sorted([*_slots(service, tenant), *requests], key=lambda state: -state["age_s"])
         contexts = {card.name: card.context_len for card in await service.catalog.cards()}
-        listed = [_slot(n, one, contexts) for n, one in enumerate(requests[:MAX_SHOWN])]
-        return JSONResponse(listed)
+        slot_list = [_slot(n, state, contexts) for n, state in enumerate(requests[:MAX_SHOWN])]
+        return JSONResponse(slot_list)
 
     @app.get("/load", **described(answer=ServerLoad))
     async def load(request: Request) -> Response:
-        """How many requests are open."""
+        """Count the open requests."""
         others = await service.siblings.ask("load", caller_of(request).tenant.id)
         return JSONResponse({"server_load": _num_open(service) + sum(map(from_json, others))})
 
     @app.get("/tokenizer_info", **described(answer=TokenizerInfo, query=ModelQuery))
     async def tokenizer_info(request: Request) -> Response:
-        """What is known of a model's tokenizer."""
+        """Describe a model's tokenizer."""
         return JSONResponse(await _tokenizer_info(service, request.query_params.get("model", "")))
 
     @app.post("/apply-template", **described(TemplateBody, answer=AppliedTemplate))
     async def apply_template(request: Request) -> Response:
-        """The text of a chat's prompt, which no model is run for."""
+        """Render the prompt of a chat without running the model."""
         body = await bodies.read(request, lambda fields: parse(TemplateBody, fields))
         return Reply(_applied(service, body, caller_of(request)), errors)
 
@@ -128,7 +128,7 @@ async def _applied(service: Service, body: TemplateBody, caller: Caller) -> dict
     with service.limits.admit(owner):
         await service.count(caller)
         model = await service.catalog.get(body.model)
-        ids = await service.prompt_ids(body.asked(), model, caller)
+        ids = await service.prompt_ids(body.chat_request(), model, caller)
         text = await service.texts.decode(model, ids, "messages", owner, skip_special=False)
         return {"prompt": text}
 

@@ -16,14 +16,14 @@ class TextChunk:
     """Maker of the chunks of one choice, from a template: what `chunk` makes of a text."""
 
     def __init__(self, chunk: Callable[[str], dict[str, Any]]) -> None:
-        self._before, self._behind = to_json(chunk(_TEXT)).split(to_json(_TEXT))
+        self._prefix, self._suffix = to_json(chunk(_TEXT)).split(to_json(_TEXT))
 
     def of(self, text: str) -> JsonPieces:
-        return JsonPieces((self._before, to_json(text), self._behind))
+        return JsonPieces((self._prefix, to_json(text), self._suffix))
 
     def write(self, text: str, direct: DirectWrite) -> bool:
         """Send the event of a chunk at once; False if that is not possible. A long text goes the
         usual way, since it may be held and must then be counted."""
         if len(text) > MAX_DIRECT_CHARS:
             return False
-        return direct.write(b"data: %b%b%b\n\n" % (self._before, to_json(text), self._behind))
+        return direct.write(b"data: %b%b%b\n\n" % (self._prefix, to_json(text), self._suffix))

@@ -16,7 +16,7 @@ async def tokenize(
         await service.count(caller)
         model = await service.catalog.get(body.model)
         if isinstance(body, TokenizeChatBody):
-            ids = await service.prompt_ids(body.asked(), model, caller)
+            ids = await service.prompt_ids(body.chat_request(), model, caller)
         else:
             ids = await service.texts.text_ids(
                 model, body.prompt, "prompt", owner, add_special_tokens=body.add_special_tokens

@@ -24,7 +24,7 @@ class StreamUsage:
     Cached tokens are not known before the end."""
 
     def __init__(self, body: Sampling, completion: PreparedCompletion) -> None:
-        self._wanted = body.include_usage
+        self._include_usage = body.include_usage
         self._continuous = body.continuous_usage
         self._prompt_tokens = sum(len(prompt.ids) for prompt in completion.prompts)
         self._generated: dict[int, int] = {}
@@ -32,7 +32,7 @@ class StreamUsage:
     def before(self) -> dict[str, Any]:
         """Return the usage of a chunk that comes before the next tokens."""
         if not self._continuous:
-            return {"usage": None} if self._wanted else {}
+            return {"usage": None} if self._include_usage else {}
         generated = sum(self._generated.values())
         counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": generated}
         return {"usage": {**counts, "total_tokens": self._prompt_tokens + generated}}

@@ -1,7 +1,7 @@
-"""docs/metrics.md, made from the collectors: a program that prints the page.
+"""Prints docs/metrics.md, which is generated from the collectors.
 
-`make docs` writes it, tests/test_docs.py compares it. Labels are known by samples, so each
-collector gets some to show.
+`make docs` writes the page, and tests/test_docs.py compares it. A collector shows its labels only
+in samples, so this program gives each collector some.
 """
 
 import asyncio
@@ -30,82 +30,84 @@ from pdserve.services.worker.metrics import WorkerMetrics
 HEAD = """\
 # Metrics
 
-`make docs` writes this page from the code. Names that begin with `vllm:` mean what they mean in
-vLLM, so that its dashboards work, with these exceptions: a worker's `vllm:prompt_tokens` counts
-computed tokens, without cached ones, and a gateway's the tokens of answered requests;
-`vllm:request_prefill_time_seconds` ends with the prompt's KV, before it is transferred;
-`vllm:e2e_request_latency_seconds` ends when a request is closed; a call ends a choice as
-"tool_calls", and a client that leaves is in `pdserve_request_failures`. A counter's samples end in
-`_total`, a histogram's in `_bucket`, `_sum` and `_count`.
+`make docs` writes this page from the code. Metrics whose names begin with `vllm:` have the same
+meaning as in vLLM, so vLLM's dashboards work, with these exceptions: a worker's
+`vllm:prompt_tokens` counts computed tokens, without cached ones, and a gateway's counts the tokens
+of answered requests; `vllm:request_prefill_time_seconds` ends when the prompt's KV is computed,
+before its transfer; `vllm:e2e_request_latency_seconds` ends when the request is closed; a choice
+that ends with a tool call has the reason "tool_calls"; and a request whose client disconnects is
+counted in `pdserve_request_failures`. The samples of a counter end in `_total`, those of a
+histogram in `_bucket`, `_sum` and `_count`.
 
 ## What to scrape
-`pdserve up` is one target: `/metrics` of its HTTP port, which has the gateway's figures and those
-of the fleet. `pdserve top` reads it, too. So is `pdserve gateway --workers N`: whichever process is
-asked has the sums of all ([gateways.md](gateways.md)).
+`pdserve up` is one target: `/metrics` on its HTTP port exports the metrics of the gateway and of
+the fleet. `pdserve top` reads the same page. `pdserve gateway --workers N` is one target, too: each
+of its processes returns the sums of all ([gateways.md](gateways.md)).
 
-In a cluster each process is asked for its own figures, and nobody exports another's: gateways get
-`--no-fleet-metrics` (`PDSERVE_FLEET_METRICS=false`), routers and workers `--metrics-port`. With the
-fleet, each gateway would count it once more. `fleet=true` in the query asks for the fleet all the
-same, `fleet=false` for none.
+In a cluster, scrape each process for its own metrics only. Start gateways with
+`--no-fleet-metrics` (`PDSERVE_FLEET_METRICS=false`), and routers and workers with `--metrics-port`.
+Otherwise each gateway would also export the metrics of the fleet, and they would be counted several
+times. The query parameters `fleet=true` and `fleet=false` override the option for one request.
 
 ```yaml
 scrape_configs:
-  - job_name: pdserve-gateways # what clients get: latencies, tokens, how requests end
-    authorization: { credentials: API_KEY } # not with --open-metrics
+  - job_name: pdserve-gateways # what clients see: latencies, tokens, finish reasons
+    authorization: { credentials: API_KEY } # not needed with --open-metrics
     static_configs: [{ targets: ["gateway-1:8000", "gateway-2:8000", "gateway-3:8000"] }]
-  - job_name: pdserve-workers # what engines do: batches, queues, KV blocks, transfers
+  - job_name: pdserve-workers # the engines: batches, queues, KV blocks, transfers
     static_configs: [{ targets: ["prefill-1:9090", "decode-1:9090", "decode-2:9090"] }]
-    metric_relabel_configs: # gateways count tokens, too: those of answers
+    metric_relabel_configs: # gateways count the tokens of answers
       - { source_labels: [__name__], regex: "vllm:(prompt|generation)_tokens_total", action: drop }
-  - job_name: pdserve-routers # decisions, queues, retries, moves, and their view of the fleet
+  - job_name: pdserve-routers # placements, queues, retries, moves, and the state of the fleet
     static_configs: [{ targets: ["router-1:9090", "router-2:9090"] }]
 ```
 
-`k8s/observability` is that for Kubernetes (PodMonitors), docker-compose.observability.yml for
-compose; boards and alerts are there, too, and [runbook.md](runbook.md) is about the alerts.
+`k8s/observability` has the same configuration for Kubernetes (PodMonitors), and
+docker-compose.observability.yml for Compose, both with dashboards and alerts.
+[runbook.md](runbook.md) explains the alerts.
 
 {sums}
 
-Scalers read `pdserve_prefill_backlog_seconds` with the sum of the routers'
-`pdserve_router_prefill_wait_seconds` (prefill), `pdserve_decode_kv_used_ratio` and
-`pdserve_router_queued` (decode). The Gateway API Inference Extension reads
+Autoscalers of prefill workers read `pdserve_prefill_backlog_seconds` and the sum of the routers'
+`pdserve_router_prefill_wait_seconds`; those of decode workers read `pdserve_decode_kv_used_ratio`
+and `pdserve_router_queued`. The Gateway API Inference Extension reads
 `vllm:num_requests_waiting`, `vllm:num_requests_running`, `vllm:kv_cache_usage_perc` and
 `vllm:cache_config_info` under these names.
 
-What prometheus_client says of a process is there as well (`process_cpu_seconds_total`,
-`process_resident_memory_bytes`, `process_open_fds`, ...); with `--workers N` it is not, since each
-scrape would be of another process.
+Each process also exports the metrics of prometheus_client (`process_cpu_seconds_total`,
+`process_resident_memory_bytes`, `process_open_fds`, ...), except with `--workers N`, where each
+scrape would reach another process.
 """
-# Of which processes a figure is, what it is summed over, and what that gives.
+# The exporting processes, the processes to sum over, and the meaning of the sum.
 SUMS = (
     (
         "gateways",
         "all gateways",
-        "the system; of a histogram `sum by (le)` of the buckets, then `histogram_quantile`",
+        "the whole system; for histograms, `sum by (le)` of the buckets and `histogram_quantile`",
     ),
     (
         "workers",
         "all workers",
-        "the system, without the tokens that gateways count under the same names",
+        "the whole system, without the tokens that gateways count under the same names",
     ),
     (
-        "routers: counters, and what is in them (`pdserve_router_requests`, `_queued`, "
-        "`_queue_seconds`, `_prefill_wait_seconds`, `_moving`, `_migrating`)",
+        "routers: counters, and metrics of their own requests (`pdserve_router_requests`, "
+        "`_queued`, `_queue_seconds`, `_prefill_wait_seconds`, `_moving`, `_migrating`)",
         "all routers",
-        "the system: a request is in one router",
+        "the whole system: each request is in one router",
     ),
     (
-        "routers: what they hear of workers (`pdserve_router_workers`, `_worker_deaths`, "
-        "`_frozen`, `pdserve_worker_silent_seconds`) and what scalers read of it "
+        "routers: metrics of the workers (`pdserve_router_workers`, `_worker_deaths`, "
+        "`_frozen`, `pdserve_worker_silent_seconds`), and metrics for autoscalers "
         "(`pdserve_prefill_backlog_seconds`, `pdserve_decode_kv_used_ratio`)",
-        "none: `max`",
-        "the system; with `--join-routers` one router's part ([scale.md](scale.md))",
+        "no sum: take the `max`",
+        "the whole system; with `--join-routers`, one router's part ([scale.md](scale.md))",
     ),
-    ("every process", "as is asked", "a sample of each process"),
+    ("every process", "no sum", "each process by itself"),
 )
-WHO = pb.ModelCard(name="x", kv_spec=encode_spec(KvSpec(4, ())))
-HELLO = fleet_pb2.WorkerHello(role=fleet_pb2.DECODE, boot=b"x", address="x:1", card=WHO)
-PREFILL = fleet_pb2.WorkerHello(role=fleet_pb2.PREFILL, boot=b"y", address="y:1", card=WHO)
+CARD = pb.ModelCard(name="x", kv_spec=encode_spec(KvSpec(4, ())))
+HELLO = fleet_pb2.WorkerHello(role=fleet_pb2.DECODE, boot=b"x", address="x:1", card=CARD)
+PREFILL = fleet_pb2.WorkerHello(role=fleet_pb2.PREFILL, boot=b"y", address="y:1", card=CARD)
 LOAD = fleet_pb2.Load(
     blocks_total=1,
     prefill_tokens_s=1,
@@ -113,12 +115,12 @@ LOAD = fleet_pb2.Load(
     refused_frames=[fleet_pb2.Refused(reason="x")],
     transports=[fleet_pb2.TransportCounters(transport="x")],
 )
-MOST_LABELS = 4
+MAX_LABELS = 4
 AUTHORITY = make_authority().certificate.decode()
 
 
 def process_metrics() -> list[Metric]:
-    """Metrics of each process except those that prometheus_client names."""
+    """Return the metrics of every process, without those of prometheus_client."""
     registry = CollectorRegistry()
     registry.register(ProcessFacts({"cluster_ca": AUTHORITY}))
     lag_histogram(registry)
@@ -126,11 +128,11 @@ def process_metrics() -> list[Metric]:
 
 
 def gateway_metrics() -> list[Metric]:
-    """The gateway's own."""
+    """Return the gateway's own metrics."""
     metrics = GatewayMetrics()
     for metric in vars(metrics).values():
-        for number in range(1, MOST_LABELS):
-            with suppress(ValueError):  # it has another number of labels
+        for number in range(1, MAX_LABELS):
+            with suppress(ValueError):  # it has a different number of labels
                 if isinstance(metric, Counter | Gauge | Histogram):
                     metric.labels(*["x"] * number)
     metrics.itl.of("x")
@@ -139,7 +141,7 @@ def gateway_metrics() -> list[Metric]:
 
 
 def fleet_metrics() -> list[Metric]:
-    """The fleet's, of a gateway."""
+    """Return the metrics of the fleet that a gateway exports."""
     metrics = GatewayMetrics()
     worker = router_pb2.WorkerView(hello=HELLO, load=LOAD, state="live")
     metrics.fleet.update(router_pb2.FleetView(workers=[worker]))
@@ -147,14 +149,14 @@ def fleet_metrics() -> list[Metric]:
 
 
 def worker_metrics() -> list[Metric]:
-    """A prefill or decode worker's."""
+    """Return the metrics of a prefill or decode worker."""
     metrics = WorkerMetrics(HELLO)
     metrics.load = LOAD
     return list(metrics.collect())
 
 
 async def router_metrics() -> list[Metric]:
-    """A router's."""
+    """Return the metrics of a router."""
     core = RouterCore("secret", Rules(), 1)  # type: ignore[arg-type]
     for hello in (HELLO, PREFILL):
         worker, _ = core.fleet.join(hello, 0.0)
@@ -172,20 +174,20 @@ async def router_metrics() -> list[Metric]:
         compatibility.inexact,
     ):
         counts.setdefault("x", 0)
-    found = list(RouterMetrics(core).collect())
+    metrics = list(RouterMetrics(core).collect())
     await core.close()
-    return found
+    return metrics
 
 
 def picker_metrics() -> list[Metric]:
-    """An endpoint picker's."""
+    """Return the metrics of an endpoint picker."""
     metrics = PickerMetrics()
     metrics.decided("x", 0.0)
     return list(metrics.collect())
 
 
 def exported() -> dict[str, list[Metric]]:
-    """The metrics by the title of who exports them."""
+    """Return the metrics by the section title of their exporter."""
     return {
         "Every process": process_metrics(),
         "Gateway": gateway_metrics(),
@@ -197,14 +199,14 @@ def exported() -> dict[str, list[Metric]]:
 
 
 def names() -> set[str]:
-    """Of every metric."""
+    """Return the names of all metrics."""
     return {metric.name for metric in chain(*exported().values())}
 
 
 def labels(metric: Metric) -> list[str]:
-    """In the order of the code, less those of a histogram's buckets."""
+    """Return the labels in the order of the code, without the `le` of histogram buckets."""
     first = next((s for s in metric.samples if not s.name.endswith("_created")), None)
-    assert first is not None, f"{metric.name} shows no sample, so its labels are not known"
+    assert first is not None, f"{metric.name} has no sample, so its labels are unknown"
     return [label for label in first.labels if label != "le"]
 
 
@@ -217,7 +219,7 @@ def page() -> str:
 
 
 def _lines() -> Iterator[str]:
-    rows = ("| figures of | sum over | gives |", "|---|---|---|", *map(_row, SUMS))
+    rows = ("| metrics of | sum over | result |", "|---|---|---|", *map(_row, SUMS))
     yield HEAD.replace("{sums}", "\n".join(rows)).rstrip()
     for title, metrics in exported().items():
         yield f"\n## {title}\n"

@@ -16,10 +16,10 @@ MAX_HELD_BYTES = 512 << 20
 
 @dataclass(eq=False, slots=True)
 class HeldAnswer:
-    """One held answer; `given_up` has a result when its client is to lose it."""
+    """One held answer; `dropped` has a result when its client is to lose it."""
 
     owner: bytes
-    given_up: asyncio.Future[None]
+    dropped: asyncio.Future[None]
     num_bytes: int = 0
 
 
@@ -47,17 +47,17 @@ class HeldAnswers:
         answer.num_bytes += num_bytes
         self.total += num_bytes
         while self.total > self._max_bytes:
-            others = [one for one in self._answers if one.num_bytes and one is not answer]
+            others = [other for other in self._answers if other.num_bytes and other is not answer]
             if not others:
                 return
-            held: Counter[bytes] = Counter()
-            for one in others:
-                held[one.owner] += one.num_bytes
-            ((most, _),) = held.most_common(1)
-            lost = next(one for one in others if one.owner == most)
-            self.release(lost, lost.num_bytes)
-            if not lost.given_up.done():
-                lost.given_up.set_result(None)
+            bytes_by_owner: Counter[bytes] = Counter()
+            for other in others:
+                bytes_by_owner[other.owner] += other.num_bytes
+            ((largest_owner, _),) = bytes_by_owner.most_common(1)
+            oldest = next(other for other in others if other.owner == largest_owner)
+            self.release(oldest, oldest.num_bytes)
+            if not oldest.dropped.done():
+                oldest.dropped.set_result(None)
 
     def release(self, answer: HeldAnswer, num_bytes: int) -> None:
         """Count `num_bytes` of the answer as taken."""

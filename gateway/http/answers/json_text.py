@@ -24,15 +24,15 @@ class JsonPieces(list[bytes | bytearray]):
 
     def parts(self) -> Iterator[bytes]:
         """Yield the same bytes, PIECE_BYTES at a time."""
-        held = bytearray()
+        buffer = bytearray()
         for piece in self:
-            for at in range(0, len(piece), PIECE_BYTES):
-                held += piece[at : at + PIECE_BYTES]
-                if len(held) >= PIECE_BYTES:
-                    yield bytes(held[:PIECE_BYTES])
-                    del held[:PIECE_BYTES]
-        if held:
-            yield bytes(held)
+            for offset in range(0, len(piece), PIECE_BYTES):
+                buffer += piece[offset : offset + PIECE_BYTES]
+                if len(buffer) >= PIECE_BYTES:
+                    yield bytes(buffer[:PIECE_BYTES])
+                    del buffer[:PIECE_BYTES]
+        if buffer:
+            yield bytes(buffer)
 
 
 class JsonList:
@@ -53,11 +53,11 @@ class JsonList:
         return JsonPieces((b"[", self._items, b"]"))
 
 
-async def list_json(items: Sequence[T], described: Callable[[T], Any]) -> JsonPieces:
-    """Return the text of a list of what `described` makes of each item."""
+async def list_json(items: Sequence[T], as_object: Callable[[T], Any]) -> JsonPieces:
+    """Return the text of a list of what `as_object` makes of each item."""
     text = JsonList()
-    for at in range(0, len(items), AT_ONCE):
-        text.extend([described(item) for item in items[at : at + AT_ONCE]])
+    for start in range(0, len(items), AT_ONCE):
+        text.extend([as_object(item) for item in items[start : start + AT_ONCE]])
         await asyncio.sleep(0)
     return text.pieces()
 

@@ -32,7 +32,7 @@ from pdserve.services.host.rpc.backpressure import Backpressure, SlowReaderError
 
 log = logging.getLogger("pdserve.gateway.http")
 
-NO_ROOM = "other answers needed the room"
+NO_ROOM = "the memory for unread answers is full"
 EVENTS = "text/event-stream; charset=utf-8"
 HEAD_S = 0.25
 SILENCE_S = 10.0  # after which a stream sends a ping
@@ -47,7 +47,7 @@ WRITE = "pdserve.write"  # writes a short piece of the body at once, unless the 
 HELD = "pdserve.held"  # the HeldAnswers of all its connections
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -72,56 +72,58 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         working = asyncio.ensure_future(self._work)
-        watching = asyncio.create_task(_left(receive))
+        watching = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((working, watching), return_when=FIRST_COMPLETED)
             if not working.done():
                 return
             try:
-                found = working.result()
+                result = working.result()
             except Exception as error:
                 await error_response(self._errors, _public(error, scope))(scope, receive, send)
             else:
-                pieces = found if isinstance(found, JsonPieces) else JsonPieces((to_json(found),))
+                pieces = (
+                    result if isinstance(result, JsonPieces) else JsonPieces((to_json(result),))
+                )
                 if pieces.num_bytes > PIECE_BYTES:
                     await _send_held(pieces, scope, send)
                 else:
                     await _send_json(pieces, send)
         finally:
-            await _end(working, watching)
+            await _cancel(working, watching)
 
 
 async def _send_json(pieces: JsonPieces, send: Send) -> None:
     """Send the pieces; the server sends a part once the client has taken those before."""
-    left = pieces.num_bytes
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(left).encode())]
+    remaining = pieces.num_bytes
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(remaining).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for part in pieces.parts():
-        left -= len(part)
-        await send({"type": "http.response.body", "body": part, "more_body": left > 0})
+        remaining -= len(part)
+        await send({"type": "http.response.body", "body": part, "more_body": remaining > 0})
 
 
 async def _send_held(pieces: JsonPieces, scope: Scope, send: Send) -> None:
     """Send the pieces as `_send_json` does, unless all answers take too much before the client has
     taken this one: then drop its connection."""
-    held = _held_answers(scope)
-    with held.answer(_owner(scope)) as answer:
-        held.hold(answer, pieces.num_bytes)
+    held_answers = _held_answers(scope)
+    with held_answers.answer(_owner(scope)) as answer:
+        held_answers.hold(answer, pieces.num_bytes)
         sending = asyncio.create_task(_send_json(pieces, send))
         try:
-            await asyncio.wait((sending, answer.given_up), return_when=FIRST_COMPLETED)
+            await asyncio.wait((sending, answer.dropped), return_when=FIRST_COMPLETED)
             if sending.done():
                 sending.result()
                 return
         finally:
-            await _end(sending)
-    log.warning("a client is given up: %s", NO_ROOM)
+            await _cancel(sending)
+    log.warning("closing the connection of a slow client: %s", NO_ROOM)
     await _drop_connection(scope)
 
 
 def _held_answers(scope: Scope) -> HeldAnswers:
-    held = scope.get("extensions", {}).get(HELD)
-    return held if isinstance(held, HeldAnswers) else HeldAnswers()
+    held_answers = scope.get("extensions", {}).get(HELD)
+    return held_answers if isinstance(held_answers, HeldAnswers) else HeldAnswers()
 
 
 def _owner(scope: Scope) -> bytes:
@@ -145,24 +147,24 @@ class PieceStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send(send))
-        watching = asyncio.create_task(_left(receive))
+        watching = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((sending, watching), return_when=FIRST_COMPLETED)
             if sending.done():
                 sending.result()
                 return
         except ServiceError as error:
-            log.warning("a file could not be sent: %s", error.message)
+            log.warning("closing a connection: cannot send the file: %s", error.message)
         finally:
-            await _end(watching, sending)
+            await _cancel(watching, sending)
         await _drop_connection(scope)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self._head})
         async with aclosing(self._pieces) as pieces:
             async for piece in pieces:
-                for at in range(0, len(piece), PIECE_BYTES):
-                    part = piece[at : at + PIECE_BYTES]
+                for offset in range(0, len(piece), PIECE_BYTES):
+                    part = piece[offset : offset + PIECE_BYTES]
                     await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
@@ -201,27 +203,29 @@ class EventStream(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held = _held_answers(scope)
-        with held.answer(_owner(scope)) as answer:
-            long = _LongEvents(held, answer)
-            sending = asyncio.create_task(self._send(scope, receive, send, long))
-            watching = asyncio.create_task(_left(receive))
-            ends = (sending, watching, answer.given_up)
+        held_answers = _held_answers(scope)
+        with held_answers.answer(_owner(scope)) as answer:
+            long_events = _LongEvents(held_answers, answer)
+            sending = asyncio.create_task(self._send(scope, receive, send, long_events))
+            watching = asyncio.create_task(_disconnected(receive))
+            ends = (sending, watching, answer.dropped)
             try:
                 wait_s = HEAD_S
                 while True:
-                    done, _ = await asyncio.wait(ends, timeout=wait_s, return_when=FIRST_COMPLETED)
-                    if done:
+                    finished, _ = await asyncio.wait(
+                        ends, timeout=wait_s, return_when=FIRST_COMPLETED
+                    )
+                    if finished:
                         break
                     wait_s = await self._keep_alive(scope, send)
                 if sending.done():
                     sending.result()
-                elif answer.given_up.done():
-                    log.warning("a client is given up: %s", NO_ROOM)
+                elif answer.dropped.done():
+                    log.warning("closing the connection of a slow client: %s", NO_ROOM)
             except SlowReaderError as error:
-                log.warning("a client is given up: %s", error)
+                log.warning("closing the connection of a slow client: %s", error)
             finally:
-                await _end(watching, sending)
+                await _cancel(watching, sending)
                 if not self._complete:
                     await _drop_connection(scope)
 
@@ -267,22 +271,24 @@ class EventStream(Response):
         finally:
             self._num_writing -= 1
 
-    async def _send(self, scope: Scope, receive: Receive, send: Send, long: "_LongEvents") -> None:
+    async def _send(
+        self, scope: Scope, receive: Receive, send: Send, long_events: "_LongEvents"
+    ) -> None:
         begin, write = partial(self._begin, send), partial(self._write, send)
         try:
-            async with aclosing(self._with_error_event(scope, long)) as events:
+            async with aclosing(self._with_error_event(scope, long_events)) as events:
                 try:
-                    left = await self._write_through(events, begin, write, scope)
+                    remaining = await self._write_through(events, begin, write, scope)
                 finally:
                     self._direct.close()
-                if left is not None:
+                if remaining is not None:
                     await deliver(
-                        left,
+                        remaining,
                         write,
                         self._backpressure,
                         size=_unread_bytes,
                         join=_joined,
-                        parts=long.parts,
+                        parts=long_events.parts,
                         interruptible=True,
                     )
             await write(b"", more=False)
@@ -318,23 +324,23 @@ class EventStream(Response):
         return None
 
     async def _with_error_event(
-        self, scope: Scope, long: "_LongEvents"
+        self, scope: Scope, long_events: "_LongEvents"
     ) -> AsyncGenerator[Event, None]:
         """Yield the events. An error after the first event, or after the head, becomes the last
         event; an earlier one is raised."""
-        begun = False
+        has_begun = False
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    begun = True
+                    has_begun = True
                     self._last_event = monotonic()
-                    long.made(event)
+                    long_events.add(event)
                     yield event
         except Exception as error:
-            if not (begun or self._begun):
+            if not (has_begun or self._begun):
                 raise
             last = self._errors.error_event(_public(error, scope))
-            long.made(last)
+            long_events.add(last)
             yield last
 
 
@@ -354,7 +360,7 @@ class _LongEvents:
         self._answer = answer
         self._num_uses: Counter[int] = Counter()  # uses of a held piece, by its id()
 
-    def made(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         if isinstance(event, JsonPieces):
             new = {id(piece): len(piece) for piece in event if id(piece) not in self._num_uses}
             self._num_uses.update(map(id, event))
@@ -407,7 +413,7 @@ async def _drop_connection(scope: Scope) -> None:
         await asyncio.sleep(0)  # the server notes the loss before this response returns
 
 
-async def _end(*tasks: "asyncio.Future[Any]") -> None:
+async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

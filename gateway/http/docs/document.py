@@ -64,22 +64,22 @@ class Description:
                 "schema": {**_EVENT, "description": text},
                 "x-event-schema": _ref(self.event, models),
             }
-        found: dict[str, Any] = {"responses": {"200": {"content": content}}, _MODELS: models}
+        operation: dict[str, Any] = {"responses": {"200": {"content": content}}, _MODELS: models}
         if self.bodies:
             refs = [_ref(body, models) for body in self.bodies]
             schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
             body = {"application/json": {"schema": schema}}
-            found["requestBody"] = {"required": True, "content": body}
+            operation["requestBody"] = {"required": True, "content": body}
         if self.form is not None:
             body = {"multipart/form-data": {"schema": _ref(self.form, models)}}
-            found["requestBody"] = {"required": True, "content": body}
+            operation["requestBody"] = {"required": True, "content": body}
         if self.query is not None:
             fields = self.query.model_json_schema()["properties"]
-            found["parameters"] = [
+            operation["parameters"] = [
                 {"name": name, "in": "query", "required": False, "schema": field}
                 for name, field in fields.items()
             ]
-        return found
+        return operation
 
 
 def described(
@@ -95,8 +95,8 @@ def described(
     answer. With `event` it can also stream events, after which `end` is the data of the last;
     `stream`: LINES if they are not server-sent events. `form` has the fields of a form body,
     `query` optional parameters of the URL."""
-    made = Description(bodies, answer, event, end, stream, form, query)
-    return {"openapi_extra": {_DESCRIPTION: made}}
+    description = Description(bodies, answer, event, end, stream, form, query)
+    return {"openapi_extra": {_DESCRIPTION: description}}
 
 
 def document(
@@ -145,10 +145,10 @@ def _phrase(status: int) -> str:
         return "Error"
 
 
-def _add(models: dict[str, Any], more: dict[str, Any]) -> None:
-    for name, schema in more.items():
+def _add(models: dict[str, Any], schemas: dict[str, Any]) -> None:
+    for name, schema in schemas.items():
         if models.setdefault(name, schema) != schema:
-            raise ValueError(f"two models of the API's description are named {name}")
+            raise ValueError(f"two models of the API description are named {name}")
 
 
 def _ref(model: Model, models: dict[str, Any]) -> dict[str, Any]:

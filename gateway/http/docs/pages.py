@@ -51,16 +51,16 @@ DAY = {"cache-control": "private, max-age=86400"}
 def add_docs(app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bool) -> None:
     """Add the documentation routes; call it after all other routes are added. The document is made
     on its first request."""
-    made: list[bytes] = []
+    cached: list[bytes] = []
 
     def make() -> bytes:
-        if not made:
-            made.append(to_json(document(app, dialects, root_path, keys)))
-        return made[0]
+        if not cached:
+            cached.append(to_json(document(app, dialects, root_path, keys)))
+        return cached[0]
 
     @app.get(DOCUMENT, include_in_schema=False)
     async def openapi() -> Response:
-        page = made[0] if made else await asyncio.to_thread(make)
+        page = cached[0] if cached else await asyncio.to_thread(make)
         return Response(page, media_type="application/json")
 
     @app.get("/docs", include_in_schema=False)

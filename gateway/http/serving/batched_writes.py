@@ -47,5 +47,5 @@ class BatchedWrites:
             try:
                 self.flush(transport)
             except Exception:  # only this connection fails
-                log.exception("a connection cannot be written to")
+                log.exception("cannot write to a connection")
                 transport.abort()

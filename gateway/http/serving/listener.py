@@ -39,7 +39,7 @@ class HttpListener:
         self,
         sock: socket.socket,
         serve: Callable[[socket.socket], Awaitable[None]],
-        most: int,
+        limit: int,
         counts: ConnectionCounts | None = None,
     ) -> None:
         """`sock` is bound and listens; the caller owns it. `counts` are those of all processes that
@@ -47,8 +47,8 @@ class HttpListener:
         sock.setblocking(False)
         self._sock = sock
         self._serve = serve
-        self._open = FairShare(most // 2)  # all together may have twice as much
-        self._most = most
+        self._open = FairShare(limit // 2)  # all together may have twice as much
+        self._limit = limit
         self._counts = counts
         self._num_refused = 0  # since the last log line about missing room
         self._logged_at = -math.inf  # of that log line, by the loop's clock
@@ -89,7 +89,7 @@ class HttpListener:
         except ConnectionAbortedError:
             return True
         except OSError as error:
-            log.warning("new HTTP connections wait: %s", error)
+            log.warning("cannot accept HTTP connections, retrying: %s", error)
             self._pause_for(PAUSE_S, self._resume)
             return False
         owner = _owner(address[0]) if address else b""  # all of a Unix socket share one
@@ -105,25 +105,25 @@ class HttpListener:
         task.add_done_callback(self._serving.discard)
         return True
 
-    def _pause_for(self, seconds: float, then: Callable[[], None]) -> None:
+    def _pause_for(self, seconds: float, callback: Callable[[], None]) -> None:
         self._loop.remove_reader(self._sock)
-        self._pause = self._loop.call_later(seconds, then)
+        self._pause = self._loop.call_later(seconds, callback)
 
     def _resume(self) -> None:
         self._loop.add_reader(self._sock, self._accept)
 
     def _has_room(self, owner: bytes) -> bool:
-        room = self._open.total < self._most and self._open.has_room(owner)
-        self._num_refused += not room
-        if not room and self._loop.time() - self._logged_at >= FULL_LOG_S:
+        has_room = self._open.total < self._limit and self._open.has_room(owner)
+        self._num_refused += not has_room
+        if not has_room and self._loop.time() - self._logged_at >= FULL_LOG_S:
             log.warning(
-                "%d HTTP connections were closed at once: %d are open",
+                "rejected %d new HTTP connections: too many are open (%d)",
                 self._num_refused,
                 self._open.total,
             )
             self._num_refused = 0
             self._logged_at = self._loop.time()
-        return room
+        return has_room
 
     async def _hold(self, connection: socket.socket, owner: bytes) -> None:
         try:

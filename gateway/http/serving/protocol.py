@@ -62,13 +62,13 @@ class BoundedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _idle_bytes = 0  # received since the last piece of a body: chunk extensions, trailers
     _in_head = True
-    _last = False  # the request is answered, or is being answered, before its body's end
-    _deaf = False  # the parser cannot read what comes; the current answer is the last
+    _answered_early = False  # the request is answered, or is being answered, before its body's end
+    _ignores_input = False  # the parser cannot read what comes; the current answer is the last
     _half_closed = False  # the client sends no more, and may wait for its answer
     _timer: asyncio.TimerHandle | None = None
-    _look: asyncio.TimerHandle | None = None
-    _stall: asyncio.TimerHandle | None = None
-    _progress = 0  # the reading of `_taken` when `_stall` began
+    _reset_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+    _progress = 0  # the reading of `_bytes_taken` when `_stall_timer` began
     _running: RequestResponseCycle | None = None  # others may wait behind it
 
     def __init__(
@@ -94,8 +94,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_stall()
-        if self._look is not None:
-            self._look.cancel()
+        if self._reset_timer is not None:
+            self._reset_timer.cancel()
         self.lost.set()
         running = self._running
         if running is not None and not running.response_complete:  # uvicorn notifies only the last
@@ -110,23 +110,23 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body:
             return False
-        old = cycle.scope["http_version"] == "1.0"
-        if old or self.transport.get_extra_info("ssl_object") is not None:
+        is_http10 = cycle.scope["http_version"] == "1.0"
+        if is_http10 or self.transport.get_extra_info("ssl_object") is not None:
             return False
         self._half_closed = True
         if not cycle.response_started and not self.pipeline:
             self.transport.write(INTERIM)
-        self._look_again()
+        self._check_reset()
         return True
 
-    def _look_again(self) -> None:
-        self._look = None
+    def _check_reset(self) -> None:
+        self._reset_timer = None
         if self.transport.is_closing():
             return
         if _is_reset(self.transport.get_extra_info("socket")):
             self.transport.abort()
         else:
-            self._look = self.loop.call_later(LOOK_S, self._look_again)
+            self._reset_timer = self.loop.call_later(LOOK_S, self._check_reset)
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
@@ -135,18 +135,18 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             # A body may follow in the same packet; without one, only the head fills it.
             if self._head_bytes > MAX_HEAD_BYTES and b"\r\n\r\n" not in data[:MAX_HEAD_BYTES]:
-                self._refuse(431, "the request's head is too large")
+                self._refuse(431, "the request headers are too large")
                 return
         if self._in_head and _UPGRADE.search(data):
             head, end, rest = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + rest
-        if self._deaf:
+        if self._ignores_input:
             return
         if self.transport is not None and not self.transport.is_closing():
             self._idle_bytes += len(data)
             super().data_received(data)
             if self.cycle is not None and self.parser.should_upgrade():
-                self._deaf, self.cycle.keep_alive = True, False
+                self._ignores_input, self.cycle.keep_alive = True, False
             if self._idle_bytes > MAX_IDLE_BYTES:  # the parser would collect them without a bound
                 self.transport.abort()
 
@@ -157,13 +157,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
-        if not self.flow.write_paused and self._acked() is None:
-            self._stop_stall()  # what the next answer adds could not be told from what is unread
+        if not self.flow.write_paused and self._acknowledged_bytes() is None:
+            self._stop_stall()  # new bytes cannot be distinguished from unread ones
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
-            self._refuse(431, "the request's head has too many fields")
+            self._refuse(431, "the request has too many headers")
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -183,7 +183,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._in_head = True
-        if self._last and self.cycle.response_complete:
+        if self._answered_early and self.cycle.response_complete:
             self.transport.close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
@@ -198,11 +198,11 @@ class BoundedProtocol(HttpToolsProtocol):
                     MutableHeaders(scope=message)["connection"] = "close"
                 await send(message)
                 if early:  # closed below: uvicorn would close before the client reads the answer
-                    self._last, cycle.keep_alive = True, True
+                    self._answered_early, cycle.keep_alive = True, True
 
             scope["extensions"][WRITE] = partial(self._write_piece, cycle)
-            old = scope["http_version"] == "1.0"
-            await app(scope, receive, _unframed(cycle, send_last) if old else send_last)
+            is_http10 = scope["http_version"] == "1.0"
+            await app(scope, receive, _unframed(cycle, send_last) if is_http10 else send_last)
 
         super()._start_asgi_task(cycle, answer)  # type: ignore[arg-type]
 
@@ -221,13 +221,13 @@ class BoundedProtocol(HttpToolsProtocol):
         return True
 
     def on_response_complete(self) -> None:
-        if self._last:
+        if self._answered_early:
             self.pipeline.clear()  # requests after the last are not answered
         super().on_response_complete()
-        self._watch_the_rest()
-        if self._last and self.cycle.more_body:
+        self._watch_last_bytes()
+        if self._answered_early and self.cycle.more_body:
             self._start_timer()  # for the rest of the body
-        elif self._last or (self._half_closed and self.cycle.response_complete):
+        elif self._answered_early or (self._half_closed and self.cycle.response_complete):
             self.transport.close()
 
     def pause_writing(self) -> None:
@@ -237,9 +237,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_stall()
-        self._watch_the_rest()
+        self._watch_last_bytes()
 
-    def _watch_the_rest(self) -> None:
+    def _watch_last_bytes(self) -> None:
         """Watch whether the client takes the end of a complete answer."""
         if self.cycle is not None and self.cycle.response_complete:
             self._start_stall()
@@ -247,8 +247,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _start_stall(self) -> None:
         self._stop_stall()
         if self._has_unread():
-            self._progress = self._taken()
-            self._stall = self.loop.call_later(self._stall_s, self._look_for_progress)
+            self._progress = self._bytes_taken()
+            self._stall_timer = self.loop.call_later(self._stall_s, self._check_progress)
 
     def _has_unread(self) -> bool:
         """Return whether the client has not taken all that was written. A TLS transport knows only
@@ -259,40 +259,43 @@ class BoundedProtocol(HttpToolsProtocol):
             return False
         return _unsent(self.transport.get_extra_info("socket")) > 0
 
-    def _taken(self) -> int:
+    def _bytes_taken(self) -> int:
         """Return a number that grows when the client takes something."""
-        acked = self._acked()
+        acked = self._acknowledged_bytes()
         return -self.transport.get_write_buffer_size() if acked is None else acked
 
-    def _acked(self) -> int | None:
+    def _acknowledged_bytes(self) -> int | None:
         """Return the bytes that the client's system has acknowledged; None without a TCP
         connection."""
         sock = self.transport.get_extra_info("socket")
         return None if sock is None or sock.family == socket.AF_UNIX else _acknowledged(sock)
 
     def _stop_stall(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
-    def _look_for_progress(self) -> None:
-        self._stall = None
-        if not self._has_unread() or self._taken() > self._progress:
+    def _check_progress(self) -> None:
+        self._stall_timer = None
+        if not self._has_unread() or self._bytes_taken() > self._progress:
             self._start_stall()
         else:
-            log.warning("a client took no byte of its answer for %g s", self._stall_s)
+            log.warning(
+                "closing a connection: the client read nothing of its answer for %g s",
+                self._stall_s,
+            )
             self.transport.abort()
 
     def _start_timer(self) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close_slow)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _too_slow(self) -> None:
+    def _close_slow(self) -> None:
         self._timer = None
         self.transport.close()
         self._start_stall()  # the connection closes when all is taken

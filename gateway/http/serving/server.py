@@ -88,18 +88,18 @@ class HttpServer(uvicorn.Server):
 
     async def _connection(self, sock: socket.socket) -> None:
         config: Any = self.config
-        secure = None if sock.family == socket.AF_UNIX else config.ssl
-        served: BoundedProtocol = config.http_protocol_class(
+        tls = None if sock.family == socket.AF_UNIX else config.ssl
+        protocol: BoundedProtocol = config.http_protocol_class(
             config=config, server_state=self.server_state, app_state={}
         )
         with contextlib.suppress(OSError):  # the peer has gone, or shows no TLS in time
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: served,
+                lambda: protocol,
                 sock,
-                ssl=secure,
-                ssl_handshake_timeout=HANDSHAKE_S if secure else None,
+                ssl=tls,
+                ssl_handshake_timeout=HANDSHAKE_S if tls else None,
             )
-            await served.lost.wait()
+            await protocol.lost.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -111,11 +111,11 @@ class HttpServer(uvicorn.Server):
         certificate, key = self._files
         if not certificate:
             await asyncio.Event().wait()  # nothing changes
-        seen, failed = (stamp(certificate), stamp(key)), None
+        loaded, failed = (stamp(certificate), stamp(key)), None
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
-            now = stamp(certificate), stamp(key)
-            if now in (seen, failed):
+            current = stamp(certificate), stamp(key)
+            if current in (loaded, failed):
                 continue
             try:
                 # A certificate may come before its key: check the pair before changing the context
@@ -124,8 +124,8 @@ class HttpServer(uvicorn.Server):
                 assert self.config.ssl is not None
                 self.config.ssl.load_cert_chain(certificate, key)
             except (OSError, ssl.SSLError) as error:
-                failed = now
-                log.error("the certificate of HTTP stays as it was: %s", error)
+                failed = current
+                log.error("cannot load the new HTTP certificate, keeping the old one: %s", error)
             else:
-                seen = now
-                log.info("HTTP has a new certificate")
+                loaded = current
+                log.info("loaded a new HTTP certificate")

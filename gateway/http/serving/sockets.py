@@ -70,22 +70,22 @@ def unix_listener(path: str) -> Iterator[socket.socket | None]:
             listener.bind(path)
             os.chmod(path, 0o600)  # before it listens, so no other user can connect
             listener.listen()
-            made = os.stat(path)
+            created = os.stat(path)
         except OSError as error:
-            why = error.strerror or str(error)
-            raise OSError(error.errno, f"cannot listen on {path}: {why}") from error
+            reason = error.strerror or str(error)
+            raise OSError(error.errno, f"cannot listen on {path}: {reason}") from error
         try:
             yield listener
         finally:
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.stat(path), made):  # no other server has taken it over
+                if os.path.samestat(os.stat(path), created):  # no other server has taken it over
                     os.unlink(path)
 
 
 def _remove_stale(path: str) -> None:
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise FileExistsError(0, "there is a file that is no socket")
+            raise FileExistsError(0, "the path exists and is not a socket")
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -95,4 +95,4 @@ def _remove_stale(path: str) -> None:
         except ConnectionRefusedError:
             os.unlink(path)
             return
-    raise FileExistsError(0, "another server listens there")
+    raise FileExistsError(0, "another server is listening there")

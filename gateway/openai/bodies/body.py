@@ -26,14 +26,14 @@ _KNOWN = IGNORED | LEFT_OUT | OF_REQUESTS | REFUSED.keys()
 
 
 class Body(StrictModel):
-    """Of a request, or a part of one."""
+    """The body of a request, or a part of it."""
 
     # The names in REFUSED that are checked.
     checked: ClassVar[Collection[str]] = OF_PROMPTS
 
 
 class OwnedBody(Body):
-    """Of a request that uses a model."""
+    """The body of a request that uses a model."""
 
     session_id: str | None = Field(None, max_length=MAX_SESSION)
     user: Any = None
@@ -50,8 +50,8 @@ B = TypeVar("B", bound=Body)
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
     """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
     check_num_fields(body)
-    asked = {name: value for name, value in body.items() if name in kind.checked}
-    if refused := refused_field(asked, kind.model_fields):
+    checked_fields = {name: value for name, value in body.items() if name in kind.checked}
+    if refused := refused_field(checked_fields, kind.model_fields):
         raise refuse(*refused)
     note(Fate.LEFT_OUT, "fields", (name for name in LEFT_OUT if body.get(name)))
     return parse_fields(kind, body, _KNOWN)

@@ -28,15 +28,15 @@ CONTENT: dict[str, Any] = {
 }
 
 
-def ids(most: int) -> dict[str, Any]:
-    """Return the schema of token ids, or of a list of at most `most` prompts of them."""
-    return {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1, "maxItems": most}]}
+def ids(max_items: int) -> dict[str, Any]:
+    """Return the schema of token ids, or of a list of at most `max_items` prompts of them."""
+    return {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1, "maxItems": max_items}]}
 
 
-def texts_or_ids(most: int) -> dict[str, Any]:
-    """Return the schema of a text, token ids, or a list of at most `most` of either."""
-    texts = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": most}
-    return {"anyOf": [TEXT, texts, *ids(most)["anyOf"]]}
+def texts_or_ids(max_items: int) -> dict[str, Any]:
+    """Return the schema of a text, token ids, or a list of at most `max_items` of either."""
+    texts = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": max_items}
+    return {"anyOf": [TEXT, texts, *ids(max_items)["anyOf"]]}
 
 
 def completion(schema: dict[str, Any]) -> None:

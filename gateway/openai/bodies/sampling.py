@@ -36,13 +36,13 @@ def _stop(value: Any) -> Any:
     raise ValueError("must be a string or a list of strings")
 
 
-def _few(name: str) -> BeforeValidator:
+def _limited(name: str) -> BeforeValidator:
     """Refuse too many entries of a field before checking each: an error for each takes long."""
-    most = MAX_ENTRIES[name]
+    limit = MAX_ENTRIES[name]
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict | list) and len(value) > most:
-            raise ValueError(f"at most {most} entries, not {len(value)}")
+        if isinstance(value, dict | list) and len(value) > limit:
+            raise ValueError(f"at most {limit} entries, not {len(value)}")
         return value
 
     return BeforeValidator(check)
@@ -71,15 +71,15 @@ class Sampling(StructureFields, OwnedBody):
     repeat_last_n: PenaltyWindow = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, _few("logit_bias")] = None
+    logit_bias: Annotated[dict[str, float] | None, _limited("logit_bias")] = None
     seed: int | None = None
     stop: Annotated[Any, AfterValidator(_stop), WithJsonSchema(described.STOP)] = Field(
         None, validate_default=True
     )
-    stop_token_ids: Annotated[list[int] | None, _few("stop_token_ids")] = None
-    allowed_token_ids: Annotated[list[int] | None, _few("allowed_token_ids")] = None
-    bad_words: Annotated[list[str] | None, _few("bad_words")] = None
-    logprob_token_ids: Annotated[list[int] | None, _few("logprob_token_ids")] = None
+    stop_token_ids: Annotated[list[int] | None, _limited("stop_token_ids")] = None
+    allowed_token_ids: Annotated[list[int] | None, _limited("allowed_token_ids")] = None
+    bad_words: Annotated[list[str] | None, _limited("bad_words")] = None
+    logprob_token_ids: Annotated[list[int] | None, _limited("logprob_token_ids")] = None
     prompt_logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = None
     thinking_token_budget: int | None = None
@@ -111,16 +111,16 @@ class Sampling(StructureFields, OwnedBody):
             raise refuse("stream_options", "stream_options needs stream: true")
         if self.prompt_logprobs is not None and self.stream:
             raise refuse("prompt_logprobs", "prompt_logprobs cannot be streamed")
-        given = {name: getattr(self, name) for name in _SAME_NAMES}
+        values = {name: getattr(self, name) for name in _SAME_NAMES}
         if self.repeat_penalty is not None:
             if self.repetition_penalty not in (None, self.repeat_penalty):
                 raise refuse("repeat_penalty", "give either repetition_penalty or repeat_penalty")
-            given["repetition_penalty"] = self.repeat_penalty
-            given["repetition_penalty_field"] = "repeat_penalty"
-        penalties = {name: given[name] for name in PENALTIES if given[name] is not None}
-        given |= within_window(penalties, self.repeat_last_n)
+            values["repetition_penalty"] = self.repeat_penalty
+            values["repetition_penalty_field"] = "repeat_penalty"
+        penalties = {name: values[name] for name in PENALTIES if values[name] is not None}
+        values |= within_window(penalties, self.repeat_last_n)
         return {
-            **{name: value for name, value in given.items() if value is not None},
+            **{name: value for name, value in values.items() if value is not None},
             **{name: tuple(getattr(self, name) or ()) for name in _LISTS},
             "logit_bias": _biases(self.logit_bias or {}),
             "include_stop": bool(self.include_stop_str_in_output),
@@ -130,14 +130,14 @@ class Sampling(StructureFields, OwnedBody):
 
     def _bounds_of_thinking(self) -> dict[str, int]:
         """Return the bounds that are set, by their field."""
-        given = {name: getattr(self, name) for name in _THINKING}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in _THINKING}
+        return {name: value for name, value in values.items() if value is not None}
 
 
-def _biases(given: Mapping[str, float]) -> dict[int, float]:
-    wrong = [t for t in given if not (t.isascii() and t.isdecimal() and len(t) <= 10)]
-    if wrong:
-        named = ", ".join(f"{token[:40]!r}" for token in wrong)
-        what = "is not a token id" if len(wrong) == 1 else "are not token ids"
-        raise refuse("logit_bias", cut(f"logit_bias: {named} {what}", MAX_QUOTED))
-    return {int(token): bias for token, bias in given.items()}
+def _biases(biases: Mapping[str, float]) -> dict[int, float]:
+    invalid = [t for t in biases if not (t.isascii() and t.isdecimal() and len(t) <= 10)]
+    if invalid:
+        names = ", ".join(f"{token[:40]!r}" for token in invalid)
+        problem = "is not a token id" if len(invalid) == 1 else "are not token ids"
+        raise refuse("logit_bias", cut(f"logit_bias: {names} {problem}", MAX_QUOTED))
+    return {int(token): bias for token, bias in biases.items()}

@@ -33,15 +33,15 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-def texts_or_ids(value: Any, most: int = MAX_PROMPTS, what: str = "prompts") -> Any:
+def texts_or_ids(value: Any, max_items: int = MAX_PROMPTS, items_name: str = "prompts") -> Any:
     """Return a list of texts or of lists of token ids, also if only one is given."""
     if isinstance(value, str):
         return [value]
     if _is_ids(value):
         return [value]
     if isinstance(value, list) and value:
-        if len(value) > most:
-            raise ValueError(f"at most {most} {what}, not {len(value)}")
+        if len(value) > max_items:
+            raise ValueError(f"at most {max_items} {items_name}, not {len(value)}")
         if all(isinstance(prompt, str) for prompt in value) or all(map(_is_ids, value)):
             return value
     raise ValueError("must be a string, a list of strings, token ids, or a list of token ids")
@@ -58,12 +58,12 @@ def _ids(value: Any) -> Any:
     return prompts
 
 
-def _scalars(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    for name, value in (given or {}).items():
+def _scalars(variables: dict[str, Any] | None) -> dict[str, Any] | None:
+    for name, value in (variables or {}).items():
         if not isinstance(value, str | int | float | None):
-            what = "a string, a number, a boolean or null"
-            raise ValueError(f"{name[:40]!r} must be {what}")
-    return given
+            types = "a string, a number, a boolean or null"
+            raise ValueError(f"{name[:40]!r} must be {types}")
+    return variables
 
 
 TemplateKwargs = Annotated[
@@ -73,7 +73,7 @@ TemplateKwargs = Annotated[
 
 
 class CalledFunction(Body):
-    """A call's function; `arguments` is mostly a JSON text."""
+    """The function of a call; `arguments` is usually a JSON text."""
 
     name: str
     arguments: Any = ""
@@ -92,7 +92,7 @@ def _joined_texts(value: Any) -> str | None:
 
 
 Thought = Annotated[str | None, BeforeValidator(_joined_texts)]
-"""A thought, or parts that have its text; what is neither says nothing to a model here."""
+"""A thought, or parts that have its text; any other value is ignored."""
 
 
 class Message(Body):
@@ -119,32 +119,32 @@ class Message(Body):
     def as_template(self, dropped: list[str]) -> dict[str, Any]:
         """Return the message as chat templates expect it. Adds the kinds of dropped parts to
         `dropped`."""
-        more = {name: getattr(self, name) for name in _OPTIONAL}
-        given = {name: value for name, value in more.items() if value is not None}
+        optional = {name: getattr(self, name) for name in _OPTIONAL}
+        fields = {name: value for name, value in optional.items() if value is not None}
         thoughts = [getattr(self, name) for name in _THOUGHTS]
         if self.role == "assistant":
             thoughts.append(_thoughts_within(self.content))
         if (thought := next(filter(None, thoughts), None)) is not None:
-            given["reasoning_content"] = thought
+            fields["reasoning_content"] = thought
         if self.function_call is not None and not self.tool_calls:
             function = self.function_call.model_dump()
             call = {"id": _call_id(function["name"]), "type": "function", "function": function}
-            given["tool_calls"] = [call]
+            fields["tool_calls"] = [call]
         elif self.tool_calls:
-            given["tool_calls"] = [
+            fields["tool_calls"] = [
                 _as_function(call) for call in self.tool_calls if not _of_provider(call)
             ]
         role, content = self.role, self.content
         if role == "assistant":
             content = _history(content if content is not None else self.refusal, dropped)
-            if content is None and not given.keys() & {"tool_calls", "reasoning_content"}:
+            if content is None and not fields.keys() & {"tool_calls", "reasoning_content"}:
                 content = ""
         elif role == "function":
             role, content = "tool", "" if content is None else content
-            given["tool_call_id"] = _call_id(self.name or "")
+            fields["tool_call_id"] = _call_id(self.name or "")
         if isinstance(content, list):
             content = [_as_text(part) for part in content]
-        return {"role": role, "content": content, **given}
+        return {"role": role, "content": content, **fields}
 
 
 def _call_id(name: str) -> str:
@@ -181,14 +181,14 @@ def _history(content: Any, dropped: list[str]) -> Any:
     here; add their kinds to `dropped`."""
     if not isinstance(content, list):
         return content
-    kept = []
+    parts = []
     for part in content:
         kind = str(part.get("type", "text")) if isinstance(part, dict) else "text"
         if members.PARTS.get(kind, DROPPED).fate is Fate.DROPPED:
             dropped.append(kind)
         elif kind != "thinking":
-            kept.append(part)
-    return kept
+            parts.append(part)
+    return parts
 
 
 def _as_text(part: Any) -> Any:
@@ -204,7 +204,7 @@ def _as_text(part: Any) -> Any:
 
 
 class ConversationBody(ThinkingFields, Body):
-    """Messages, and how the chat template is filled with them."""
+    """Messages, and the parameters of the chat template."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     add_generation_prompt: bool | None = None
@@ -221,30 +221,30 @@ class ConversationBody(ThinkingFields, Body):
         if self.add_special_tokens:
             text = "add_special_tokens: the chat template writes every special token of a chat"
             raise refuse("add_special_tokens", text)
-        opens = self.add_generation_prompt
-        *before, last = self.messages
-        for index, message in enumerate(before):
+        add_prompt = self.add_generation_prompt
+        *earlier, last = self.messages
+        for index, message in enumerate(earlier):
             if message.prefix or message.partial:
-                where = f"messages[{index}].{'prefix' if message.prefix else 'partial'}"
-                raise refuse(where, f"{where}: only the last message can be continued")
+                path = f"messages[{index}].{'prefix' if message.prefix else 'partial'}"
+                raise refuse(path, f"{path}: only the last message can be continued")
         continues = bool(self.continue_final_message or last.prefix or last.partial)
         variables = self.thinking_variables()
         if self.verbosity is not None:
             variables["verbosity"] = self.verbosity
         dropped: list[str] = []
         calls = list(self._calls_of_provider())
-        answered = {call["id"] for call in calls if isinstance(call.get("id"), str)}
+        provider_call_ids = {call["id"] for call in calls if isinstance(call.get("id"), str)}
         messages = [
             message.as_template(dropped)
             for message in self.messages
-            if message.role != "tool" or message.tool_call_id not in answered
+            if message.role != "tool" or message.tool_call_id not in provider_call_ids
         ]
         note(Fate.DROPPED, "parts", dropped)
         note(Fate.DROPPED, "calls", [call["type"] for call in calls])
         with client_errors():
             return TemplateInput(
                 messages,
-                add_generation_prompt=not continues if opens is None else opens,
+                add_generation_prompt=not continues if add_prompt is None else add_prompt,
                 continue_final_message=continues,
                 variables=self.chat_template_kwargs or {},
                 suggested=variables,
@@ -344,8 +344,8 @@ class ChatBatchBody(ChatBody):
 
     def chat(self, number: int) -> ChatBody:
         """Return one of the chats. Raises ServiceError for a wrong tool_choice."""
-        of_one = {"messages": self.messages[number], "shared_tools": self.shared_tools}
-        return self.model_copy(update=of_one)
+        fields = {"messages": self.messages[number], "shared_tools": self.shared_tools}
+        return self.model_copy(update=fields)
 
 
 class CompletionBody(Sampling):
@@ -397,8 +397,8 @@ class CompletionBody(Sampling):
     def _prompt_logprobs(self) -> int | None:
         """Return the number of prompt log-probabilities, the larger of that field's and an
         echo's."""
-        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((count for count in asked if count is not None), default=None)
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in counts if count is not None), default=None)
 
 
 class TokenizeBody(Body):
@@ -411,14 +411,14 @@ class TokenizeBody(Body):
 
 
 class TemplateBody(StructureFields, ConversationBody):
-    """Body of /apply-template: of a chat what decides on its prompt, and which tools of MCP servers
-    are in it."""
+    """Body of /apply-template: the fields of a chat that determine its prompt, including the tools
+    of MCP servers."""
 
     model: ModelName = ""
     tool_choice: Any = None
     prompt_logprobs: int | None = None
 
-    def asked(self) -> ChatCompletionRequest:
+    def chat_request(self) -> ChatCompletionRequest:
         """Return the chat. Raises ServiceError for fields that contradict each other."""
         sampling = RequestedSampling(
             structure=self.structure(), prompt_logprobs=self.prompt_logprobs

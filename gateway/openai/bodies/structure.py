@@ -24,33 +24,33 @@ def _parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if len(value) > 2 * MAX_STRUCTURE_CHARS:
-        raise ValueError(f"it has more than {2 * MAX_STRUCTURE_CHARS} characters")
+        raise ValueError(f"must have at most {2 * MAX_STRUCTURE_CHARS} characters")
     try:
         return from_json(value, allow_inf_nan=False) if value else None
     except ValueError as error:
-        raise ValueError(f"it is not valid JSON: {error}") from None
+        raise ValueError(f"not valid JSON: {error}") from None
 
 
-def _nothing(value: Any) -> None:
+def _check_unset(value: Any) -> None:
     if value not in (None, False):
-        raise ValueError("it is not supported by this server")
+        raise ValueError("not supported by this server")
 
 
 def _texts(value: Any) -> Any:
     """Fail at the first wrong entry: an error for each of many takes long."""
     if isinstance(value, list) and not all(isinstance(text, str) for text in value):
-        raise ValueError("it must be a list of strings")
+        raise ValueError("must be a list of strings")
     return value
 
 
 JsonText = BeforeValidator(_parsed)
 Schema = Annotated[dict[str, Any] | bool | None, JsonText]
 Choices = Annotated[list[str], Field(min_length=1), BeforeValidator(_texts)]
-NotServed = Annotated[None, BeforeValidator(_nothing)]
+NotServed = Annotated[None, BeforeValidator(_check_unset)]
 
 
 class TagBody(Body):
-    """The form of what follows one beginning."""
+    """The format of the text after one opening tag."""
 
     begin: str = Field(min_length=1)
     content: dict[str, Any] | bool = Field(alias="schema")
@@ -83,7 +83,7 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormatBody(Body):
-    """OpenAI's `response_format`; llama.cpp and others know a schema in a json_object, too."""
+    """OpenAI's `response_format`; llama.cpp and others also accept a schema in a json_object."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
@@ -104,30 +104,30 @@ class ResponseFormatBody(Body):
                 path = f"{param}.schema"
                 return Structure("json_schema", self.content, param, lenient=True, path=path)
             case "json_schema":
-                asked = self.json_schema
-                if asked is None or asked.content is None:
-                    missing = "json_schema.schema" if asked else "json_schema"
-                    raise refuse(f"{param}.{missing}", f"{param}.{missing} is required")
+                schema = self.json_schema
+                if schema is None or schema.content is None:
+                    missing_field = "json_schema.schema" if schema else "json_schema"
+                    raise refuse(f"{param}.{missing_field}", f"{param}.{missing_field} is required")
                 path = f"{param}.json_schema.schema"
-                lenient = not asked.strict
-                return Structure("json_schema", asked.content, param, lenient=lenient, path=path)
+                lenient = not schema.strict
+                return Structure("json_schema", schema.content, param, lenient=lenient, path=path)
             case "structural_tag":
                 for name in ("structures", "triggers"):
                     if getattr(self, name) is None:
                         raise refuse(f"{param}.{name}", f"{param}.{name} is required")
                 return _tagged(self.structures or (), self.triggers or (), param)
             case _:
-                known = "text, json_object, json_schema or structural_tag"
-                raise refuse(f"{param}.type", f"{param}.type must be {known}")
+                types = "text, json_object, json_schema or structural_tag"
+                raise refuse(f"{param}.type", f"{param}.type must be {types}")
 
 
 def _tagged(tags: Sequence[TagBody], triggers: Sequence[str], param: str) -> Structure:
-    written = [
+    structures = [
         {"begin": tag.begin, "schema": tag.content, "end": tag.end,
          "path": f"{param}.structures[{index}].schema"}
         for index, tag in enumerate(tags)
     ]  # fmt: skip
-    value = {"structures": written, "triggers": list(triggers)}
+    value = {"structures": structures, "triggers": list(triggers)}
     return Structure("structural_tag", value, param)
 
 
@@ -152,15 +152,15 @@ _WITHIN: dict[str, Kind] = {  # of StructuredOutputs
 
 
 def _of_fields(
-    kinds: Mapping[str, Kind], given: Mapping[str, Any], within: str, whitespace: bool
+    kinds: Mapping[str, Kind], values: Mapping[str, Any], prefix: str, whitespace: bool
 ) -> Iterator[Structure]:
     """Yield the structure that each field requests; an empty text requests none."""
     for name, kind in kinds.items():
-        value = given[name]
+        value = values[name]
         if isinstance(value, StructuralTag):
-            yield _tagged(value.structures, value.triggers, within + name)
+            yield _tagged(value.structures, value.triggers, prefix + name)
         elif value not in (None, ""):
-            yield Structure(kind, value, within + name, whitespace=whitespace)
+            yield Structure(kind, value, prefix + name, whitespace=whitespace)
 
 
 class StructuredOutputs(Body):
@@ -179,18 +179,18 @@ class StructuredOutputs(Body):
     whitespace_pattern: NotServed = None
 
     def structures(self, param: str) -> Iterator[Structure]:
-        spaced = not self.disable_any_whitespace
-        given = {
+        whitespace = not self.disable_any_whitespace
+        values = {
             "json": self.content,
             **{n: getattr(self, n) for n in _WITHIN if n != "json"},
         }
-        yield from _of_fields(_WITHIN, given, f"{param}.", whitespace=spaced)
+        yield from _of_fields(_WITHIN, values, f"{param}.", whitespace=whitespace)
         if self.json_object:
-            yield Structure("json_object", None, f"{param}.json_object", whitespace=spaced)
+            yield Structure("json_object", None, f"{param}.json_object", whitespace=whitespace)
 
 
 class StructureFields(Body):
-    """Each asks for a structure."""
+    """Fields that request a structured answer; only one may be set."""
 
     response_format: ResponseFormatBody | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -208,21 +208,21 @@ class StructureFields(Body):
 
     def structure(self) -> Structure | None:
         """Return the requested structure. Raises ServiceError for more than one."""
-        found = list(self._structures())
-        if len(found) > 1:
-            first, second = found[0].param, found[1].param
+        structures = list(self._structures())
+        if len(structures) > 1:
+            first, second = structures[0].param, structures[1].param
             raise refuse(second, f"give either {first} or {second}")
-        return found[0] if found else None
+        return structures[0] if structures else None
 
     def _structures(self) -> Iterator[Structure]:
         if self.response_format is not None:
-            asked = self.response_format.structure("response_format")
-            if asked is not None:
-                yield asked
+            structure = self.response_format.structure("response_format")
+            if structure is not None:
+                yield structure
         if self.structured_outputs is not None:
             yield from self.structured_outputs.structures("structured_outputs")
-        given = {name: getattr(self, name) for name in _KINDS}
-        yield from _of_fields(_KINDS, given, "", whitespace=True)
+        values = {name: getattr(self, name) for name in _KINDS}
+        yield from _of_fields(_KINDS, values, "", whitespace=True)
         if self.constraint:
             yield self._constraint(self.constraint)
 

@@ -81,8 +81,8 @@ class ResponseCallOutput(AnswerModel):
 
 
 class OtherItem(AnswerModel):
-    """What is kept of an item of another provider's tools: its type, ids and status, and what the
-    model is shown of it."""
+    """A stored item of another provider's tools: its type, ids and status, and the text that the
+    model sees."""
 
     id: str
     type: str
@@ -151,7 +151,7 @@ class NamespaceShown(AnswerModel):
 
 
 class ResponseObject(AnswerModel):
-    """A response: what was asked for, and what came of it."""
+    """A response: the parameters of its request, and its output."""
 
     id: str
     object: Literal["response"]
@@ -186,7 +186,7 @@ class ResponseObject(AnswerModel):
 
 
 class ResponseEvent(AnswerModel):
-    """An event of a streamed response; which fields it has depends on its type. The last is
+    """An event of a streamed response; its fields depend on its type. The last event is
     response.completed, response.incomplete or response.failed."""
 
     type: str
@@ -207,7 +207,7 @@ class ResponseEvent(AnswerModel):
 
 
 class InputItemList(AnswerModel):
-    """The newest first, unless `order` says otherwise."""
+    """Input items, the newest first unless `order` is `asc`."""
 
     object: Literal["list"]
     data: list[OutputItem | ResponseCallOutput | OtherItem]

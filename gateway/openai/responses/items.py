@@ -20,31 +20,31 @@ Item = dict[str, Any]
 
 
 class MessageItem(StrictModel):
-    """A turn of the user, an earlier one of the assistant, or a rule for it."""
+    """A message of the user, of the assistant, of the system or of the developer."""
 
     role: Literal[*ROLES]  # type: ignore[valid-type]
     content: TextOrObjects | None = None
 
-    def normalized(self, at: str, dropped: list[str]) -> Item:
-        of_assistant = self.role == "assistant"
-        if self.content is None and not of_assistant:
-            raise refuse(f"{at}.content", f"{at}.content is required")
-        kind = "output_text" if of_assistant else "input_text"
-        texts = _texts(self.content or (), f"{at}.content", dropped, history=of_assistant)
-        more: Item = {"annotations": []} if of_assistant else {}
-        parts = [{"type": kind, "text": text, **more} for text in texts]
+    def normalized(self, path: str, dropped: list[str]) -> Item:
+        is_assistant = self.role == "assistant"
+        if self.content is None and not is_assistant:
+            raise refuse(f"{path}.content", f"{path}.content is required")
+        kind = "output_text" if is_assistant else "input_text"
+        texts = _texts(self.content or (), f"{path}.content", dropped, history=is_assistant)
+        extra: Item = {"annotations": []} if is_assistant else {}
+        parts = [{"type": kind, "text": text, **extra} for text in texts]
         return {"type": "message", "role": self.role, "content": parts, "status": "completed"}
 
 
 class FunctionCallItem(StrictModel):
-    """A call that the assistant has made. Arguments that are no JSON stay as they are written."""
+    """A call that the assistant made. Arguments that are not JSON are kept as text."""
 
     call_id: str
     name: str
     namespace: str | None = None
     arguments: Any = None
 
-    def normalized(self, at: str, dropped: list[str]) -> Item:
+    def normalized(self, path: str, dropped: list[str]) -> Item:
         return {
             "type": "function_call",
             "call_id": self.call_id,
@@ -63,7 +63,7 @@ class CustomCallItem(StrictModel):
     namespace: str | None = None
     input: Any = None
 
-    def normalized(self, at: str, dropped: list[str]) -> Item:
+    def normalized(self, path: str, dropped: list[str]) -> Item:
         return {
             "type": "custom_tool_call",
             "call_id": self.call_id,
@@ -75,16 +75,16 @@ class CustomCallItem(StrictModel):
 
 
 class CallOutputItem(StrictModel):
-    """What the client's function or custom tool has returned."""
+    """The output of the client's function or custom tool."""
 
     type: str
     call_id: str
     output: TextOrObjects | None = None
 
-    def normalized(self, at: str, dropped: list[str]) -> Item:
+    def normalized(self, path: str, dropped: list[str]) -> Item:
         output: Any = self.output or ""
         if not isinstance(output, str):
-            texts = _texts(output, f"{at}.output", dropped)
+            texts = _texts(output, f"{path}.output", dropped)
             output = [{"type": "input_text", "text": text} for text in texts]
         return {
             "type": self.type,
@@ -95,14 +95,14 @@ class CallOutputItem(StrictModel):
 
 
 class ReasoningItem(StrictModel):
-    """What the assistant has thought. Of encrypted thoughts nothing is known here."""
+    """The assistant's reasoning. Encrypted reasoning cannot be read."""
 
     summary: TextOrObjects | None = None
     content: TextOrObjects | None = None
 
-    def normalized(self, at: str, dropped: list[str]) -> Item:
-        thoughts = _texts(self.content or (), f"{at}.content", dropped, history=True)
-        summary = _texts(self.summary or (), f"{at}.summary", dropped, history=True)
+    def normalized(self, path: str, dropped: list[str]) -> Item:
+        thoughts = _texts(self.content or (), f"{path}.content", dropped, history=True)
+        summary = _texts(self.summary or (), f"{path}.summary", dropped, history=True)
         return {
             "type": "reasoning",
             "summary": [{"type": "summary_text", "text": text} for text in summary],
@@ -112,21 +112,21 @@ class ReasoningItem(StrictModel):
 
 
 class ReferenceItem(StrictModel):
-    """An item of a response that is kept."""
+    """A reference to an item of a stored response."""
 
     id: str = Field(min_length=1)
 
-    def normalized(self, at: str, dropped: list[str]) -> Item:
-        return {"type": REFERENCE, "at": f"{at}.id"}
+    def normalized(self, path: str, dropped: list[str]) -> Item:
+        return {"type": REFERENCE, "at": f"{path}.id"}
 
 
 class ToolsItem(StrictModel):
-    """Tools that are offered from here on."""
+    """Tools that are offered from this item on."""
 
     type: str
     tools: list[dict[str, Any]] = Field(max_length=MAX_TOOLS)
 
-    def normalized(self, at: str, dropped: list[str]) -> Item:
+    def normalized(self, path: str, dropped: list[str]) -> Item:
         return {"type": self.type, "tools": self.tools, "status": "completed"}
 
 
@@ -135,12 +135,12 @@ class _Effort(StrictModel):
 
 
 class ConfigurationItem(StrictModel):
-    """Another effort of reasoning from here on."""
+    """A change of the reasoning effort from this item on."""
 
     reasoning: _Effort | None = None
     text: None = None  # not served
 
-    def normalized(self, at: str, dropped: list[str]) -> Item:
+    def normalized(self, path: str, dropped: list[str]) -> Item:
         effort = self.reasoning.effort if self.reasoning else None
         return {"type": "configuration_update", "reasoning": {"effort": effort}}
 
@@ -160,47 +160,50 @@ KINDS: dict[str, Any] = {
 }
 
 
-def parse_input(given: str | Sequence[Mapping[str, Any]]) -> list[Item]:
+def parse_input(items: str | Sequence[Mapping[str, Any]]) -> list[Item]:
     """Return the items of a request's `input` with the fields in use. Raises ServiceError."""
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not 1 <= len(given) <= MAX_ITEMS:
-        raise refuse("input", f"input must have 1 to {MAX_ITEMS} items, not {len(given)}")
-    items = []
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not 1 <= len(items) <= MAX_ITEMS:
+        raise refuse("input", f"input must have 1 to {MAX_ITEMS} items, not {len(items)}")
+    parsed_items = []
     dropped: list[str] = []
     dropped_parts: list[str] = []
-    for index, item in enumerate(given):
-        at = f"input[{index}]"
-        name = item.get("id")
-        if not isinstance(name, str | None):
-            raise refuse(f"{at}.id", f"{at}.id must be a string")
-        kind = _kind(item, at)
+    for index, item in enumerate(items):
+        path = f"input[{index}]"
+        item_id = item.get("id")
+        if not isinstance(item_id, str | None):
+            raise refuse(f"{path}.id", f"{path}.id must be a string")
+        kind = _kind(item, path)
         member = ITEMS.get(kind) or PARTS.get(kind, UNKNOWN_ITEM)
         if member.fate is Fate.DROPPED:
             dropped.append(kind)
             continue
         if member.fate is Fate.AS_TEXT:
             names = ("status", "call_id", *member.text)
-            made: Item = {"type": kind, **{name: item[name] for name in names if name in item}}
+            parsed_item: Item = {
+                "type": kind,
+                **{name: item[name] for name in names if name in item},
+            }
         elif kind in KINDS:
-            made = parsed(KINDS[kind], item, at).normalized(at, dropped_parts)
+            parsed_item = parsed(KINDS[kind], item, path).normalized(path, dropped_parts)
         else:
-            text = f"{at}.type: items of type {quoted(kind)} are not supported by this server"
-            raise refuse(f"{at}.type", text)
-        items.append({**made, "id": name} if name else made)
+            text = f"{path}.type: items of type {quoted(kind)} are not supported by this server"
+            raise refuse(f"{path}.type", text)
+        parsed_items.append({**parsed_item, "id": item_id} if item_id else parsed_item)
     note(Fate.DROPPED, "items", dropped)
     note(Fate.DROPPED, "parts", dropped_parts)
-    return items
+    return parsed_items
 
 
-def _kind(item: Mapping[str, Any], at: str) -> str:
+def _kind(item: Mapping[str, Any], path: str) -> str:
     """Return the type of an item. An item of a served type that has only its id is a reference."""
-    alone = bool(item.get("id")) and not item.keys() - {"id", "type", "status"}
-    default = "message" if "role" in item else REFERENCE if alone else None
+    has_only_id = bool(item.get("id")) and not item.keys() - {"id", "type", "status"}
+    default = "message" if "role" in item else REFERENCE if has_only_id else None
     kind = item.get("type") or default
     if not isinstance(kind, str):
-        raise refuse(f"{at}.type", f"{at}.type must be a string")
-    return REFERENCE if alone and ITEMS.get(kind) is SERVED else kind
+        raise refuse(f"{path}.type", f"{path}.type must be a string")
+    return REFERENCE if has_only_id and ITEMS.get(kind) is SERVED else kind
 
 
 def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -213,28 +216,28 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
     """
     turns = _Turns()
     answered = _answered(items)
-    calls: set[str] = set()
-    noted: set[str] = set()  # the ids of calls that are kept as text
+    call_ids: set[str] = set()
+    text_call_ids: set[str] = set()  # the ids of calls that are kept as text
     if instructions:
         turns.say("system", [instructions])
-    for at, item in enumerate(items):
+    for index, item in enumerate(items):
         match item["type"]:
             case "message":
                 turns.say(item["role"], _texts_of(item["content"]))
             case "reasoning":
                 turns.think(_texts_of(item["content"] or item["summary"]))
             case "function_call" | "custom_tool_call" as kind:
-                calls.add(item["call_id"])
-                noted.discard(item["call_id"])
+                call_ids.add(item["call_id"])
+                text_call_ids.discard(item["call_id"])
                 is_function = kind == "function_call"
                 arguments = item["arguments"] if is_function else custom_arguments(item["input"])
-                turns.call(item, arguments, answered=at in answered)
+                turns.call(item, arguments, answered=index in answered)
             case "function_call_output" | "custom_tool_call_output" as kind:
-                if item["call_id"] in noted:
+                if item["call_id"] in text_call_ids:
                     turns.note(_OUTPUT.as_text(kind, item), of_client=True)
                     continue
-                if item["call_id"] not in calls:
-                    text = f"no call before it has the call_id {quoted(item['call_id'])}"
+                if item["call_id"] not in call_ids:
+                    text = f"no earlier call has the call_id {quoted(item['call_id'])}"
                     raise refuse("input", f"input: a {kind}: {text}")
                 turns.answer(item)
             case kind:
@@ -242,7 +245,7 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
                 if member.fate is Fate.AS_TEXT:
                     turns.note(member.as_text(kind, item), of_client=member.of_client)
                     if not member.of_client and isinstance(item.get("call_id"), str):
-                        noted.add(item["call_id"])
+                        text_call_ids.add(item["call_id"])
     turns.release()
     return [_with_text(message) for message in turns.messages]
 
@@ -252,12 +255,12 @@ def _answered(items: Sequence[Item]) -> set[int]:
     belongs to the last call before it."""
     last_calls: dict[Any, int] = {}
     answered: set[int] = set()
-    for at, item in enumerate(items):
+    for index, item in enumerate(items):
         if _is_output(item):
             if item["call_id"] in last_calls:
                 answered.add(last_calls[item["call_id"]])
         elif isinstance(item.get("call_id"), str):
-            last_calls[item["call_id"]] = at
+            last_calls[item["call_id"]] = index
     return answered
 
 
@@ -290,7 +293,7 @@ class _Turns:
         self._calling: dict[str, Any] = {}  # the last turn with calls
         self._unanswered: set[str] = set()  # ids of its calls whose answers follow
         self._held: list[Callable[[], None]] = []  # what is added after these answers
-        self._noted: dict[str, Any] = {}  # the last turn whose content is only notes
+        self._notes_turn: dict[str, Any] = {}  # the last turn whose content is only notes
 
     def note(self, text: str, *, of_client: bool) -> None:
         """Add the kept text of an item to an existing turn, or to a new one; nothing may come
@@ -306,7 +309,7 @@ class _Turns:
             self.messages.append({"role": role, "content": None})
         turn = self.messages[-1]
         if not turn["content"]:
-            turn["content"], self._noted = [], turn
+            turn["content"], self._notes_turn = [], turn
         turn["content"].append({"type": "text", "text": text})
 
     def say(self, role: str, texts: list[str]) -> None:
@@ -318,24 +321,24 @@ class _Turns:
     def _add(self, role: str, texts: list[str]) -> None:
         parts = [{"type": "text", "text": text} for text in texts]
         rules = ("system", "developer")
-        last = self.messages[-1] if self.messages else {}
-        first_rules = role in rules and len(self.messages) == 1 and last["role"] in rules
-        after_notes = last is self._noted and last.get("role") == role
+        last_turn = self.messages[-1] if self.messages else {}
+        first_rules = role in rules and len(self.messages) == 1 and last_turn["role"] in rules
+        after_notes = last_turn is self._notes_turn and last_turn.get("role") == role
         if role == "assistant":
             turn = self._turn(open_to=("reasoning_content",))
             turn["content"] = turn["content"] or []
             turn["content"] += parts
         elif first_rules or after_notes:
-            last["content"] += parts
+            last_turn["content"] += parts
         else:
             self.messages.append({"role": role, "content": parts})
-        self._noted = {}
+        self._notes_turn = {}
 
     def think(self, texts: list[str]) -> None:
         if texts:
             turn = self._turn(open_to=("reasoning_content",))
-            before = [turn["reasoning_content"]] if "reasoning_content" in turn else []
-            turn["reasoning_content"] = "\n".join([*before, *texts])
+            earlier = [turn["reasoning_content"]] if "reasoning_content" in turn else []
+            turn["reasoning_content"] = "\n".join([*earlier, *texts])
 
     def call(self, item: Item, arguments: str, *, answered: bool) -> None:
         self._calling = turn = self._turn(open_to=("reasoning_content", "content", "tool_calls"))
@@ -343,8 +346,8 @@ class _Turns:
             self._unanswered.add(item["call_id"])
         name = joined_name(item.get("namespace"), item["name"])
         function = {"name": name, "arguments": arguments}
-        made = {"id": item["call_id"], "type": "function", "function": function}
-        turn.setdefault("tool_calls", []).append(made)
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
 
     def answer(self, item: Item) -> None:
         output = item["output"]
@@ -358,29 +361,29 @@ class _Turns:
 
     def release(self) -> None:
         """Add what was held until the calls are answered."""
-        held, self._held = self._held, []
-        for add in held:
-            add()
+        actions, self._held = self._held, []
+        for action in actions:
+            action()
 
     def _turn(self, open_to: tuple[str, ...]) -> dict[str, Any]:
         """Return the turn whose calls have no answers yet, or the assistant's last turn if it has
         only notes otherwise, or a new one."""
         if self._unanswered:
             return self._calling
-        last = self.messages[-1] if self.messages else {}
-        if last is self._noted:
+        last_turn = self.messages[-1] if self.messages else {}
+        if last_turn is self._notes_turn:
             open_to = (*open_to, "content")
-        if last.get("role") != "assistant" or any(
-            last.get(key) and key not in open_to for key in ("content", "tool_calls")
+        if last_turn.get("role") != "assistant" or any(
+            last_turn.get(key) and key not in open_to for key in ("content", "tool_calls")
         ):
-            last = {"role": "assistant", "content": None}
-            self.messages.append(last)
-        return last
+            last_turn = {"role": "assistant", "content": None}
+            self.messages.append(last_turn)
+        return last_turn
 
 
 def _texts(
     content: str | Sequence[Mapping[str, Any]],
-    at: str,
+    path: str,
     dropped: list[str],
     *,
     history: bool = False,
@@ -394,17 +397,17 @@ def _texts(
     for index, part in enumerate(content):
         kind = part.get("type", "text" if "text" in part else None)
         if not kind and not history:
-            raise refuse(f"{at}[{index}].type", f"{at}[{index}].type is required")
+            raise refuse(f"{path}[{index}].type", f"{path}[{index}].type is required")
         fate = PARTS.get(str(kind), DROPPED if history else REFUSED).fate
         if fate is Fate.DROPPED:
             dropped.append(str(kind))
             continue
         if fate is Fate.REFUSED:
             text = f"parts of type {quoted(str(kind))} are not supported by this server, only text"
-            raise refuse(f"{at}[{index}].type", f"{at}[{index}].type: {text}")
+            raise refuse(f"{path}[{index}].type", f"{path}[{index}].type: {text}")
         key = "refusal" if kind == "refusal" else "text"
         if not isinstance(part.get(key), str):
-            raise refuse(f"{at}[{index}].{key}", f"{at}[{index}].{key} must be a string")
+            raise refuse(f"{path}[{index}].{key}", f"{path}[{index}].{key} must be a string")
         texts.append(part[key])
     return texts
 

@@ -139,9 +139,9 @@ class _OpenText:
 
     def __init__(self, name: str, index: int, kind: _TextKind) -> None:
         self.item = {"id": name, **kind.item, "status": "in_progress", "content": []}
-        self._at = {"item_id": name, "output_index": index}
-        self._within = {**self._at, "content_index": 0}
-        self._of_summary = {**self._at, "summary_index": 0}
+        self._item_fields = {"item_id": name, "output_index": index}
+        self._part_fields = {**self._item_fields, "content_index": 0}
+        self._summary_fields = {**self._item_fields, "summary_index": 0}
         self._kind = kind
         self._pieces: list[str] = []
         self._logprobs = JsonList()
@@ -150,42 +150,42 @@ class _OpenText:
         return isinstance(part, self._kind.part)
 
     def begin(self) -> Iterator[Event]:
-        yield _item_event("added", self._at, self.item)
+        yield _item_event("added", self._item_fields, self.item)
         yield {
             "type": "response.content_part.added",
-            **self._within,
+            **self._part_fields,
             "part": object_json(self._part("")),
         }
         if self._kind.summarized:
             part = {"type": "summary_text", "text": ""}
-            yield {"type": f"{_SUMMARY}_part.added", **self._of_summary, "part": part}
+            yield {"type": f"{_SUMMARY}_part.added", **self._summary_fields, "part": part}
 
     def push(self, part: ContentPart, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         assert not isinstance(part, ToolCallPart)
         self._pieces.append(part.text)
         self._logprobs.extend(logprobs)
         kind = f"response.{self._kind.event}.delta"
-        more = {"logprobs": logprobs} if self._has_logprobs else {}
-        yield {"type": kind, **self._within, "delta": part.text, **more}
+        extra = {"logprobs": logprobs} if self._has_logprobs else {}
+        yield {"type": kind, **self._part_fields, "delta": part.text, **extra}
         if self._kind.summarized:
-            yield {"type": f"{_SUMMARY}_text.delta", **self._of_summary, "delta": part.text}
+            yield {"type": f"{_SUMMARY}_text.delta", **self._summary_fields, "delta": part.text}
 
     def close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         self._logprobs.extend(logprobs)
-        whole = JsonPieces((to_json("".join(self._pieces)),))
-        part = self._part(whole)
-        more = {"logprobs": part["logprobs"]} if self._has_logprobs else {}
-        done = f"response.{self._kind.event}.done"
-        yield {"type": done, **self._within, "text": whole, **more}
-        text = object_json(part)
-        yield {"type": "response.content_part.done", **self._within, "part": text}
-        self.item = {**self.item, "status": status, "content": array_json([text])}
+        full_text = JsonPieces((to_json("".join(self._pieces)),))
+        part = self._part(full_text)
+        extra = {"logprobs": part["logprobs"]} if self._has_logprobs else {}
+        event_type = f"response.{self._kind.event}.done"
+        yield {"type": event_type, **self._part_fields, "text": full_text, **extra}
+        part_text = object_json(part)
+        yield {"type": "response.content_part.done", **self._part_fields, "part": part_text}
+        self.item = {**self.item, "status": status, "content": array_json([part_text])}
         if self._kind.summarized:
-            yield {"type": f"{_SUMMARY}_text.done", **self._of_summary, "text": whole}
-            summary = object_json({"type": "summary_text", "text": whole})
-            yield {"type": f"{_SUMMARY}_part.done", **self._of_summary, "part": summary}
+            yield {"type": f"{_SUMMARY}_text.done", **self._summary_fields, "text": full_text}
+            summary = object_json({"type": "summary_text", "text": full_text})
+            yield {"type": f"{_SUMMARY}_part.done", **self._summary_fields, "part": summary}
             self.item["summary"] = array_json([summary])
-        yield _item_event("done", self._at, self.item)
+        yield _item_event("done", self._item_fields, self.item)
 
     @property
     def _has_logprobs(self) -> bool:
@@ -214,7 +214,7 @@ class _OpenCall:
             **namespace,
             self._key: "",
         }
-        self._at = {"item_id": name, "output_index": index}
+        self._item_fields = {"item_id": name, "output_index": index}
         self._number = first.index
         self._pieces: list[str] = []
 
@@ -222,7 +222,7 @@ class _OpenCall:
         return isinstance(part, ToolCallPart) and part.index == self._number
 
     def begin(self) -> Iterator[Event]:
-        yield _item_event("added", self._at, self.item)
+        yield _item_event("added", self._item_fields, self.item)
 
     def push(self, part: ContentPart, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         assert isinstance(part, ToolCallPart)
@@ -232,18 +232,23 @@ class _OpenCall:
     def close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         if self._input is not None:
             yield from self._add(self._input.finish())
-        whole = "".join(self._pieces)
-        said = {"name": self.item["name"]} if self._input is None else {}
-        yield {"type": f"{self._event}.done", **self._at, **said, self._key: whole}
-        self.item = {**self.item, "status": status, self._key: whole}
-        yield _item_event("done", self._at, self.item)
+        full_input = "".join(self._pieces)
+        name_field = {"name": self.item["name"]} if self._input is None else {}
+        yield {
+            "type": f"{self._event}.done",
+            **self._item_fields,
+            **name_field,
+            self._key: full_input,
+        }
+        self.item = {**self.item, "status": status, self._key: full_input}
+        yield _item_event("done", self._item_fields, self.item)
 
     def _add(self, piece: str) -> Iterator[Event]:
         if piece:
             self._pieces.append(piece)
-            yield {"type": f"{self._event}.delta", **self._at, "delta": piece}
+            yield {"type": f"{self._event}.delta", **self._item_fields, "delta": piece}
 
 
-def _item_event(what: str, at: dict[str, Any], item: dict[str, Any]) -> Event:
-    kind = f"response.output_item.{what}"
-    return {"type": kind, "output_index": at["output_index"], "item": object_json(item)}
+def _item_event(change: str, fields: dict[str, Any], item: dict[str, Any]) -> Event:
+    kind = f"response.output_item.{change}"
+    return {"type": kind, "output_index": fields["output_index"], "item": object_json(item)}

@@ -57,7 +57,7 @@ class ResponsePrompt:
         earlier = await self._earlier_items()
         items = [*earlier, *await self._resolved(earlier)]
         if len(items) > MAX_ITEMS:
-            text = f"at most {MAX_ITEMS} items with those before, not {len(items)}"
+            text = f"at most {MAX_ITEMS} items including the earlier ones, not {len(items)}"
             raise refuse("input", text)
         return items
 
@@ -74,37 +74,39 @@ class ResponsePrompt:
             suggested=body.template_variables(last_effort(items)),
             messages_field="input",
         )
-        use = tool_use(self.offer, body.tool_choice, body.parallel_tool_calls is not False)
-        return ChatCompletionRequest(body.model, template, sampling, tool_use=use)
+        tools_in_use = tool_use(self.offer, body.tool_choice, body.parallel_tool_calls is not False)
+        return ChatCompletionRequest(body.model, template, sampling, tool_use=tools_in_use)
 
     async def _resolved(self, earlier: Sequence[Item]) -> list[Item]:
         """Return the items of the request, with those that it refers to."""
         if all(item["type"] != REFERENCE for item in self._items):
             return self._items
-        every = [*earlier, *self._items]
-        known = {i["id"]: i for i in every if "id" in i and i["type"] != REFERENCE}
+        all_items = [*earlier, *self._items]
+        items_by_id = {i["id"]: i for i in all_items if "id" in i and i["type"] != REFERENCE}
         resolved = []
         for item in self._items:
-            if item["type"] == REFERENCE and item["id"] not in known:
-                await self._learn(item["id"], item["at"], known)
-            resolved.append(known[item["id"]] if item["type"] == REFERENCE else item)
+            if item["type"] == REFERENCE and item["id"] not in items_by_id:
+                await self._learn(item["id"], item["at"], items_by_id)
+            resolved.append(items_by_id[item["id"]] if item["type"] == REFERENCE else item)
         return resolved
 
-    async def _learn(self, name: str, at: str, known: dict[str, Item]) -> None:
+    async def _learn(self, name: str, path: str, items_by_id: dict[str, Item]) -> None:
         """Add the items of the response that has an item of this name. Raises ServiceError if there
         is no such response."""
-        written = _ITEM_ID.fullmatch(name)
-        if written is not None and self._store is not None:
-            found = await self._store.find(self._caller.tenant.id, f"resp_{written[1]}")
-            if found is not None:
-                text = found.items if written[2] else found.response
+        match = _ITEM_ID.fullmatch(name)
+        if match is not None and self._store is not None:
+            stored = await self._store.find(self._caller.tenant.id, f"resp_{match[1]}")
+            if stored is not None:
+                text = stored.items if match[2] else stored.response
                 self._bodies.hold(self._caller, PARSED_RATIO * len(text))
                 value = from_json(text)
-                items = value if written[2] else value["output"]
-                known.update((item["id"], item) for item in items)
-        if name not in known:
-            where = "was not found" if self._store else "is not kept: this server keeps none"
-            raise refuse(at, f"{at}: the item {quoted(name)} {where}")
+                items = value if match[2] else value["output"]
+                items_by_id.update((item["id"], item) for item in items)
+        if name not in items_by_id:
+            problem = (
+                "was not found" if self._store else "was not found: this server stores no responses"
+            )
+            raise refuse(path, f"{path}: the item {quoted(name)} {problem}")
 
     async def _earlier_items(self) -> list[Item]:
         """Return the conversation that the request continues."""
@@ -113,13 +115,13 @@ class ResponsePrompt:
             return []
         field = "previous_response_id"
         if self._store is None:
-            raise refuse(field, f"{field}: this server keeps no responses")
-        found = await self._store.find(self._caller.tenant.id, name)
-        if found is None:
+            raise refuse(field, f"{field}: this server stores no responses")
+        stored = await self._store.find(self._caller.tenant.id, name)
+        if stored is None:
             text = f"the previous response {quoted(name)} was not found"
             raise CodedError(INVALID_ARGUMENT, text, field, "previous_response_not_found")
-        self._bodies.hold(self._caller, PARSED_RATIO * found.num_bytes)
-        return [*from_json(found.items), *from_json(found.response)["output"]]
+        self._bodies.hold(self._caller, PARSED_RATIO * stored.num_bytes)
+        return [*from_json(stored.items), *from_json(stored.response)["output"]]
 
 
 async def count_input_tokens(
@@ -132,6 +134,6 @@ async def count_input_tokens(
     """Return the number of tokens of a response's prompt. Raises ServiceError."""
     prompt = ResponsePrompt(body, caller, bodies, store)
     sampling = RequestedSampling(structure=body.structure())
-    asked = prompt.request(await prompt.items(), sampling)
-    count = await service.count_prompt(asked, caller)
+    request = prompt.request(await prompt.items(), sampling)
+    count = await service.count_prompt(request, caller)
     return {"object": "response.input_tokens", "input_tokens": count}

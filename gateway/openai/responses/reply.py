@@ -57,8 +57,8 @@ class ResponseReply:
         self._body = body
         self._store = store
         # A batch's file has its responses; if kept too, they would push out the client's others.
-        keeps = not caller.background if body.store is None else body.store
-        self._keeps = store is not None and keeps
+        is_requested = not caller.background if body.store is None else body.store
+        self._keeps = store is not None and is_requested
         self._prompt = ResponsePrompt(body, caller, bodies, store)
         self._sampling = body.sampling()
         self._suffix = caller.request_id
@@ -93,15 +93,16 @@ class ResponseReply:
     async def events(self) -> AsyncGenerator[Event, None]:
         """Yield the events; the last one has the whole response. Raises ServiceError."""
         context = await self._prompt.items()
-        asked = replace(
+        request = replace(
             self._prompt.request(context, self._sampling),
             priority=self._body.priority or 0,
             max_tool_calls=self._body.max_tool_calls,
         )
         self._output.offered = self._prompt.offer.tools
-        async with self._service.prepare(asked, self._caller) as completion:
+        async with self._service.prepare(request, self._caller) as completion:
             self._learn(completion)
-            held = HeldLogprobs(completion, instead="")  # a stream's last event has them all, too
+            # A stream's last event has them all, too.
+            held_logprobs = HeldLogprobs(completion, instead="")
             finish, usage = "", Usage(0, 0, 0)
             async with aclosing(self._service.completions.stream(completion)) as items:
                 async for item in items:
@@ -111,7 +112,7 @@ class ResponseReply:
                     if isinstance(item, Usage):
                         usage = item
                         continue
-                    held.add(item)
+                    held_logprobs.add(item)
                     for event in self._output.push(item):
                         yield self._numbered(event)
                     finish = item.finish or finish
@@ -129,9 +130,9 @@ class ResponseReply:
         of life. Instructions, tools and output, which may be long, are only in other events."""
         if not self._num_events:
             return _pieces(*self._opening()).text()
-        short: Object = {"instructions": None, "output": [], "tools": []}
-        going_on = object_json({**self._object("in_progress"), **short})
-        return _pieces(self._numbered({"type": IN_PROGRESS, "response": going_on})).text()
+        omitted: Object = {"instructions": None, "output": [], "tools": []}
+        response = object_json({**self._object("in_progress"), **omitted})
+        return _pieces(self._numbered({"type": IN_PROGRESS, "response": response})).text()
 
     def _opening(self) -> list[Event]:
         """Return the first two events."""
@@ -156,22 +157,22 @@ class ResponseReply:
         self._model = completion.model.card.name
         resolved = completion.prompts[0].params  # as float32
         for name in ("temperature", "top_p"):
-            asked = getattr(self._body, name)
+            requested = getattr(self._body, name)
             recommended = getattr(resolved, name) if resolved.HasField(name) else 1.0
-            self._params[name] = recommended if asked is None else asked
+            self._params[name] = recommended if requested is None else requested
 
     async def _keep(self, items: list[Item], response: Object) -> Object:
         """Keep the response; return it with `store`, which says whether it was kept."""
         assert self._store is not None
-        named = [
+        named_items = [
             item if "id" in item else {"id": self._item_id(i, item), **item}
             for i, item in enumerate(items)
         ]
-        kept = KeptResponse(
-            self._id, object_json(response).text().decode(), to_json(named).decode()
+        kept_response = KeptResponse(
+            self._id, object_json(response).text().decode(), to_json(named_items).decode()
         )
         try:
-            stored = await self._store.save(self._caller.tenant.id, kept)
+            stored = await self._store.save(self._caller.tenant.id, kept_response)
         except ServiceError:
             stored = False  # the store has logged why; the answer is still useful
         return {**response, "store": stored}

@@ -55,17 +55,17 @@ def add_response_routes(
         caller = caller_of(request)
         with service.limits.admit(caller.tenant.id):
             await service.count(caller)
-            found = None if store is None else await store.find(caller.tenant.id, name)
-        if found is None:
-            message = f"no response {quoted(name)} is kept"
+            response = None if store is None else await store.find(caller.tenant.id, name)
+        if response is None:
+            message = f"response {quoted(name)} was not found"
             return error_response(errors, HttpError(404, message, "response_not_found"))
-        return answer(found)
+        return answer(response)
 
     @app.post(
         "/v1/responses", **described(ResponsesBody, answer=ResponseObject, event=ResponseEvent)
     )
     async def create(request: Request) -> Response:
-        """What the model answers to a conversation, which the server may keep."""
+        """Generate a response to a conversation; the server may store it."""
         body = await bodies.read(request, parse_responses)
         reply = ResponseReply(service, body, caller_of(request), bodies, store)
         if body.stream:
@@ -74,33 +74,35 @@ def add_response_routes(
 
     @app.post("/v1/responses/input_tokens", **described(InputTokensBody, answer=InputTokens))
     async def input_tokens(request: Request) -> Response:
-        """How many tokens a response's prompt has."""
+        """Count the tokens of a response's prompt."""
         body = await bodies.read(request, parse_input_tokens)
         counting = count_input_tokens(service, body, caller_of(request), bodies, store)
         return Reply(counting, errors)
 
     @app.get("/v1/responses/{name}", **described(answer=ResponseObject))
     async def retrieve(request: Request, name: str) -> Response:
-        """A response that is kept."""
+        """Get a stored response."""
         if request.query_params.get("stream") == "true":
-            raise refuse("stream", "stream: a kept response is not streamed")
-        return await on_kept(request, name, lambda found: _json(found.response))
+            raise refuse("stream", "stream: a stored response cannot be streamed")
+        return await on_kept(request, name, lambda response: _json(response.response))
 
     @app.delete("/v1/responses/{name}", **described(answer=ResponseDeleted))
     async def remove(request: Request, name: str) -> Response:
-        """Forgets a response that is kept."""
-        gone = {"id": name, "object": "response", "deleted": True}
-        reply = await on_kept(request, name, lambda found: JSONResponse(gone))
+        """Delete a stored response."""
+        deleted = {"id": name, "object": "response", "deleted": True}
+        reply = await on_kept(request, name, lambda response: JSONResponse(deleted))
         if store is not None and reply.status_code == 200:
             await store.remove(caller_of(request).tenant.id, name)
         return reply
 
     @app.post("/v1/responses/{name}/cancel", **described(answer=ResponseObject))
     async def cancel(request: Request, name: str) -> Response:
-        """Always refused: there are no background responses."""
+        """Cancel a background response. Always fails, as there are no background responses."""
 
-        def too_late(found: KeptResponse) -> Response:
-            raise refuse("", "this response is no background response, which alone is cancelled")
+        def too_late(response: KeptResponse) -> Response:
+            raise refuse(
+                "", "only background responses can be canceled, and this response is not one"
+            )
 
         return await on_kept(request, name, too_late)
 
@@ -109,9 +111,9 @@ def add_response_routes(
         **described(answer=InputItemList, query=InputItemsQuery),
     )
     async def input_items(request: Request, name: str) -> Response:
-        """The conversation that a kept response answers."""
+        """List the input items of a stored response."""
         page = _page_of(request)
-        return await on_kept(request, name, lambda found: _json(to_json(page(found))))
+        return await on_kept(request, name, lambda response: _json(to_json(page(response))))
 
 
 def _json(text: str | bytes) -> Response:
@@ -120,19 +122,19 @@ def _json(text: str | bytes) -> Response:
 
 def _page_of(request: Request) -> Callable[[KeptResponse], dict[str, Any]]:
     """Return the maker of a page with `limit`, `order` and `after`. Raises ServiceError."""
-    asked = request.query_params
+    query = request.query_params
     limit, order, after = (
-        asked.get("limit", str(PAGE)),
-        asked.get("order", "desc"),
-        asked.get("after"),
+        query.get("limit", str(PAGE)),
+        query.get("order", "desc"),
+        query.get("after"),
     )
     if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= MAX_PAGE:
         raise refuse("limit", f"limit must be from 1 to {MAX_PAGE}")
     if order not in ("asc", "desc"):
         raise refuse("order", "order must be 'asc' or 'desc'")
 
-    def page(found: KeptResponse) -> dict[str, Any]:
-        items = from_json(found.items)
+    def page(response: KeptResponse) -> dict[str, Any]:
+        items = from_json(response.items)
         if order == "desc":
             items.reverse()
         ids = [item["id"] for item in items]

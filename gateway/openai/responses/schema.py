@@ -37,7 +37,7 @@ Key = Annotated[str, StringConstraints(max_length=64)]
 Value = Annotated[str, StringConstraints(max_length=512)]
 
 
-def _few_texts(value: Any) -> Any:
+def _metadata(value: Any) -> Any:
     """Accept the pairs of metadata, with JSON for a value that is not text. Refuses too many before
     checking them: an error for each takes long."""
     if not isinstance(value, dict):
@@ -45,9 +45,9 @@ def _few_texts(value: Any) -> Any:
     if len(value) > MAX_PAIRS:
         raise ValueError(f"at most {MAX_PAIRS} pairs, not {len(value)}")
     return {
-        name: one if isinstance(one, str) else to_json(one).decode()
-        for name, one in value.items()
-        if one is not None
+        name: item if isinstance(item, str) else to_json(item).decode()
+        for name, item in value.items()
+        if item is not None
     }
 
 
@@ -108,15 +108,15 @@ class InputTokensBody(ThinkingFields):
 
     def structure(self) -> Structure | None:
         """Return the structure. Raises ServiceError for a missing schema."""
-        asked = self.text.format if self.text else None
-        if asked is None or asked.type == "text":
+        format_ = self.text.format if self.text else None
+        if format_ is None or format_.type == "text":
             return None
-        if asked.type == "json_object":
+        if format_.type == "json_object":
             return Structure("json_object", None, "text.format")
-        if asked.schema_ is None:
+        if format_.schema_ is None:
             raise refuse("text.format.schema", "text.format.schema is required")
         return Structure(
-            "json_schema", asked.schema_, "text.format.schema", lenient=not asked.strict
+            "json_schema", format_.schema_, "text.format.schema", lenient=not format_.strict
         )
 
 
@@ -140,7 +140,7 @@ class ResponsesBody(InputTokensBody):
     top_logprobs: int | None = None
     max_tool_calls: int | None = Field(None, ge=1)  # calls that the gateway carries out
     priority: Priority | None = None
-    metadata: Annotated[dict[Key, Value] | None, BeforeValidator(_few_texts)] = None
+    metadata: Annotated[dict[Key, Value] | None, BeforeValidator(_metadata)] = None
     session_id: str | None = Field(None, max_length=MAX_SESSION)
     user: str | None = None
     # Only shown in the answer.

@@ -46,24 +46,28 @@ class Offer:
         """Return the offer with those tools of items whose names are new. Raises ServiceError."""
         tools = dict(self.tools)
         left_out = list(self.left_out)
-        for more in lists:
+        for tool_list in lists:
             added: dict[str, OfferedTool] = {}
-            _add_tools(added, left_out, more, "input: tools", offered=tools)
+            _add_tools(added, left_out, tool_list, "input: tools", offered=tools)
             tools |= added
             if len(tools) > MAX_TOOLS:
                 break
-        check_tools([one.tool for one in tools.values()])
+        check_tools([offered.tool for offered in tools.values()])
         return Offer(tools, self.shown, left_out)
 
     def index(self) -> dict[tuple[Any, Any], list[str]]:
         """Return the models' names of tools by namespace and name, by name only, and by namespace
         only."""
-        made: dict[tuple[Any, Any], list[str]] = {}
-        plain_first = sorted(self.tools.items(), key=lambda item: item[1].namespace is not None)
-        for key, one in plain_first:
-            for words in {(one.namespace, one.name), (None, one.name), (one.namespace, None)}:
-                made.setdefault(words, []).append(key)
-        return made
+        names: dict[tuple[Any, Any], list[str]] = {}
+        sorted_tools = sorted(self.tools.items(), key=lambda item: item[1].namespace is not None)
+        for key, tool in sorted_tools:
+            for lookup_key in {
+                (tool.namespace, tool.name),
+                (None, tool.name),
+                (tool.namespace, None),
+            }:
+                names.setdefault(lookup_key, []).append(key)
+        return names
 
 
 Index = Mapping[tuple[Any, Any], Sequence[str]]
@@ -82,11 +86,11 @@ class FunctionTool(FunctionBody):
     custom: ClassVar = False
 
     def shown(self) -> dict[str, Any]:
-        more = {} if self.description is None else {"description": self.description}
+        extra = {} if self.description is None else {"description": self.description}
         return {
             "type": "function",
             "name": self.name,
-            **more,
+            **extra,
             "parameters": self.parameters,
             "strict": bool(self.strict),
         }
@@ -114,48 +118,50 @@ class _Allowed(StrictModel):
     tools: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-def parse_tools(given: Sequence[Mapping[str, Any]]) -> Offer:
+def parse_tools(values: Sequence[Mapping[str, Any]]) -> Offer:
     """Return the tools that can be served. Raises ServiceError for a wrong one, or a duplicate
     name."""
     tools: dict[str, OfferedTool] = {}
     left_out: list[str] = []
-    shown = _add_tools(tools, left_out, given, "tools")
-    check_tools([one.tool for one in tools.values()])
+    shown = _add_tools(tools, left_out, values, "tools")
+    check_tools([offered.tool for offered in tools.values()])
     return Offer(tools, shown, left_out)
 
 
 def _add_tools(
     tools: dict[str, OfferedTool],
     left_out: list[str],
-    given: Sequence[Mapping[str, Any]],
-    at: str,
+    values: Sequence[Mapping[str, Any]],
+    list_path: str,
     offered: Container[str] = (),
     namespace: str | None = None,
 ) -> list[dict[str, Any]]:
     """Add tools of a namespace that can be served and whose names are not `offered` to `tools`, and
     the types of others to `left_out`. Returns how a response shows them."""
     shown: list[dict[str, Any]] = []
-    for index, tool in enumerate(given):
-        here = f"{at}[{index}]"
-        kind = _kind(tool, here)
+    for index, value in enumerate(values):
+        path = f"{list_path}[{index}]"
+        kind = _kind(value, path)
         if TOOLS.get(kind, LEFT_OUT).fate is Fate.LEFT_OUT:
             left_out.append(kind)
         elif kind == "namespace":
             if namespace is not None:
-                raise refuse(f"{here}.type", f"{here}.type: a namespace cannot have namespaces")
-            group = parsed(Namespace, tool, here)
-            within = f"{here}.tools"
-            members = _add_tools(tools, left_out, group.tools, within, offered, group.name)
-            about = {} if group.description is None else {"description": group.description}
-            shown.append({"type": "namespace", "name": group.name, **about, "tools": members})
-        elif not _is_offered(tool, offered, namespace):
-            one = _parsed_tool(tool, kind, here)
-            name = joined_name(namespace, one.name)
+                raise refuse(
+                    f"{path}.type", f"{path}.type: a namespace cannot contain another namespace"
+                )
+            group = parsed(Namespace, value, path)
+            group_path = f"{path}.tools"
+            members = _add_tools(tools, left_out, group.tools, group_path, offered, group.name)
+            description = {} if group.description is None else {"description": group.description}
+            shown.append({"type": "namespace", "name": group.name, **description, "tools": members})
+        elif not _is_offered(value, offered, namespace):
+            tool = _parsed_tool(value, kind, path)
+            name = joined_name(namespace, tool.name)
             if name in tools:
-                raise refuse(f"{here}.name", f"{here}.name: two tools have the name {quoted(name)}")
-            as_named = replace(one.tool(here), name=name)
-            tools[name] = OfferedTool(as_named, one.name, namespace, one.custom)
-            shown.append(one.shown())
+                raise refuse(f"{path}.name", f"{path}.name: two tools have the name {quoted(name)}")
+            model_tool = replace(tool.tool(path), name=name)
+            tools[name] = OfferedTool(model_tool, tool.name, namespace, tool.custom)
+            shown.append(tool.shown())
     return shown
 
 
@@ -165,29 +171,31 @@ def _is_offered(tool: Mapping[str, Any], offered: Container[str], namespace: str
     return isinstance(name, str) and joined_name(namespace, name) in offered
 
 
-def _parsed_tool(tool: Mapping[str, Any], kind: str, at: str) -> FunctionTool | CustomTool:
+def _parsed_tool(tool: Mapping[str, Any], kind: str, path: str) -> FunctionTool | CustomTool:
     """Return a function or a custom tool."""
     if "name" not in tool and isinstance(tool.get(kind), Mapping):  # the form of a chat
         tool = tool[kind]
-    return parsed(FunctionTool, tool, at) if kind == "function" else parsed(CustomTool, tool, at)
+    return (
+        parsed(FunctionTool, tool, path) if kind == "function" else parsed(CustomTool, tool, path)
+    )
 
 
-def _kind(tool: Mapping[str, Any], at: str) -> str:
+def _kind(tool: Mapping[str, Any], path: str) -> str:
     kind = tool.get("type")
     if not isinstance(kind, str):
-        raise refuse(f"{at}.type", f"{at}.type must be a string")
+        raise refuse(f"{path}.type", f"{path}.type must be a string")
     return kind
 
 
 def tool_use(offer: Offer, choice: Any, parallel: bool) -> ToolUse | None:
     """Return the use of tools, None without. Raises ServiceError for a choice they do not allow."""
-    mode, only = _choice(choice, offer)
+    mode, names = _choice(choice, offer)
     if not offer.tools and mode == "required":
         raise refuse("tool_choice", "tool_choice needs tools")
     if not offer.tools:  # "none" forbids the tools of servers as well
         return ToolUse((), "none") if mode == "none" else None
-    tools = [one.tool for one in offer.tools.values()]
-    return ToolUse(tools, mode, only, parallel)  # type: ignore[arg-type]
+    tools = [offered.tool for offered in offer.tools.values()]
+    return ToolUse(tools, mode, names, parallel)  # type: ignore[arg-type]
 
 
 def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
@@ -198,44 +206,44 @@ def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
     if isinstance(kind, str) and kind in MODES:
         return MODES[kind], ()
     if not isinstance(choice, Mapping):
-        allowed = ", ".join(MODES)
-        raise refuse("tool_choice", f"tool_choice must be one of {allowed}, or an object")
-    index = offer.index()
+        modes = ", ".join(MODES)
+        raise refuse("tool_choice", f"tool_choice must be one of {modes}, or an object")
+    names_by_key = offer.index()
     if kind != "allowed_tools":
-        return "required", tuple(_chosen(choice, index, "tool_choice"))
+        return "required", tuple(_chosen(choice, names_by_key, "tool_choice"))
     allowed_tools = parsed(_Allowed, choice, "tool_choice")
     names: dict[str, None] = {}
     groups: set[str] = set()
-    for place, tool in enumerate(allowed_tools.tools):
+    for index, tool in enumerate(allowed_tools.tools):
         kind = tool.get("type")
         if isinstance(kind, str) and TOOLS.get(kind, LEFT_OUT).fate is Fate.LEFT_OUT:
             continue  # such a tool is not offered either
         group = str(tool.get("name")) if kind == "namespace" else ""
         if group not in groups:
-            names.update(dict.fromkeys(_chosen(tool, index, f"tool_choice.tools[{place}]")))
+            names.update(dict.fromkeys(_chosen(tool, names_by_key, f"tool_choice.tools[{index}]")))
         if group:
             groups.add(group)
     if names:
         return allowed_tools.mode, tuple(names)
     if allowed_tools.mode == "required":
-        raise refuse("tool_choice.tools", "tool_choice.tools has no tool that is offered here")
+        raise refuse("tool_choice.tools", "tool_choice.tools has no tool that this server supports")
     return "none", ()
 
 
-def _chosen(choice: Mapping[str, Any], index: Index, at: str) -> Sequence[str]:
+def _chosen(choice: Mapping[str, Any], names_by_key: Index, path: str) -> Sequence[str]:
     """Return the tools that an object of tool_choice names. Raises ServiceError."""
     kind = choice.get("type")
     if isinstance(nested := choice.get(str(kind)), Mapping):  # as in chat requests
         choice = {**choice, **nested}
     name, namespace = choice.get("name"), choice.get("namespace")
-    check_served(TOOL_CHOICES, str(kind), at)
+    check_served(TOOL_CHOICES, str(kind), path)
     if not isinstance(name, str):
-        raise refuse(f"{at}.name", f"{at}.name must be a string")
-    words = (name, None) if kind == "namespace" else (_text(namespace), name)
-    found = index.get(words, ())
-    if not found:
+        raise refuse(f"{path}.name", f"{path}.name must be a string")
+    lookup_key = (name, None) if kind == "namespace" else (_text(namespace), name)
+    names = names_by_key.get(lookup_key, ())
+    if not names:
         raise refuse("tool_choice", f"tool_choice: no tool has the name {quoted(name)}")
-    return found if kind == "namespace" else found[:1]
+    return names if kind == "namespace" else names[:1]
 
 
 def _text(value: Any) -> str | None:

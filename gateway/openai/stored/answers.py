@@ -8,8 +8,7 @@ from pdserve.gateway.http.docs.document import AnswerModel
 
 
 class FileUpload(AnswerModel):
-    """A form: the file, and what it is for. `purpose` may come after the file, but better before
-    it."""
+    """A form with a file and its purpose. Send `purpose` before the file if possible."""
 
     purpose: Literal["batch"]
     file: bytes
@@ -84,7 +83,7 @@ class BatchList(AnswerModel):
 
 
 class UsageSum(AnswerModel):
-    """What the sum is not apart by is null."""
+    """One row; dimensions not grouped by are null."""
 
     object: Literal["usage.result"]
     num_model_requests: int

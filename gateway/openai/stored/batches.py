@@ -1,4 +1,4 @@
-"""/v1/batches: many requests in a file, answered when there is time."""
+"""/v1/batches: many requests in a file, answered while the server has free capacity."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,16 +28,16 @@ MAX_LISTED, LISTED = 100, 20
 MAX_TAGS, MAX_TAG_NAME, MAX_TAG = 16, 64, 512
 
 
-def _tags(given: dict[str, str] | None) -> dict[str, str] | None:
-    tags = given or {}
+def _tags(metadata: dict[str, str] | None) -> dict[str, str] | None:
+    tags = metadata or {}
     if len(tags) > MAX_TAGS:
         raise ValueError(f"at most {MAX_TAGS} entries, not {len(tags)}")
     for name, value in tags.items():
         if len(name) > MAX_TAG_NAME or len(value) > MAX_TAG:
-            most = f"{MAX_TAG_NAME} characters of a name and {MAX_TAG} of a value"
-            raise ValueError(f"at most {most}")
+            limits = f"{MAX_TAG_NAME} characters per name and {MAX_TAG} per value"
+            raise ValueError(f"at most {limits}")
         check_text(name + value, "metadata")
-    return given
+    return metadata
 
 
 class BatchBody(Body):
@@ -57,7 +57,7 @@ def add_batch_routes(
 
     @app.post("/v1/batches", **described(BatchBody, answer=BatchObject))
     async def create(request: Request) -> Response:
-        """A new batch: the requests of a file, which are answered when there is time."""
+        """Create a batch from a file of requests. It runs while the server has free capacity."""
         body = await bodies.read(request, partial(parse, BatchBody))
         mounted = {route.path for route in request.app.routes if isinstance(route, Route)}
         offered = [endpoint for endpoint in ENDPOINTS if endpoint in mounted]
@@ -76,13 +76,13 @@ def add_batch_routes(
 
     @app.get("/v1/batches", **described(answer=BatchList, query=BatchesQuery))
     async def list_batches(request: Request) -> Response:
-        """The batches of a key."""
+        """List the batches of this key."""
         page = page_of(request, LISTED, MAX_LISTED)
         return list_reply(await batches.page(_tenant(request), page), page, _batch_object)
 
     @app.get("/v1/batches/{batch_id}", **described(answer=BatchObject))
     async def get_batch(request: Request, batch_id: str) -> Response:
-        """One batch, and how far it is."""
+        """Get a batch and its progress."""
         batch = await batches.find(_tenant(request), batch_id)
         if batch is None:
             return not_found(dialect, "batch", batch_id)
@@ -90,7 +90,7 @@ def add_batch_routes(
 
     @app.post("/v1/batches/{batch_id}/cancel", **described(answer=BatchObject))
     async def cancel(request: Request, batch_id: str) -> Response:
-        """No further request of the batch is begun."""
+        """Cancel a batch: no further request of it is started."""
         batch = await batches.cancel(_tenant(request), batch_id)
         if batch is None:
             return not_found(dialect, "batch", batch_id)

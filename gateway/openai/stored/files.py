@@ -44,7 +44,7 @@ def add_file_routes(app: APIRouter, dialect: Dialect, files: Files, limits: Http
 
     @app.post("/v1/files", **described(form=FileUpload, answer=FileObject))
     async def upload(request: Request) -> Response:
-        """Keeps a file with the requests of a batch."""
+        """Upload a file with the requests of a batch."""
         form = FileForm(request, files.limits.max_file_bytes, limits.body_timeout_s)
         owner = caller_of(request).tenant.id
         with uploads.holding(owner, 1, "uploads"):
@@ -52,16 +52,16 @@ def add_file_routes(app: APIRouter, dialect: Dialect, files: Files, limits: Http
 
     @app.get("/v1/files", **described(answer=FileList, query=FilesQuery))
     async def list_files(request: Request) -> Response:
-        """The files of a key."""
+        """List the files of this key."""
         page = page_of(request, MAX_LISTED, MAX_LISTED)
         purpose = request.query_params.get("purpose", "")
         check_text(purpose, "purpose")
-        found = await files.page(_tenant(request), page, purpose)
-        return list_reply(found, page, _file_object)
+        rows = await files.page(_tenant(request), page, purpose)
+        return list_reply(rows, page, _file_object)
 
     @app.get("/v1/files/{file_id}", **described(answer=FileObject))
     async def get_file(request: Request, file_id: str) -> Response:
-        """What is known of a file."""
+        """Get the properties of a file."""
         file = await files.find(_tenant(request), file_id)
         if file is None:
             return not_found(dialect, "file", file_id)
@@ -69,7 +69,7 @@ def add_file_routes(app: APIRouter, dialect: Dialect, files: Files, limits: Http
 
     @app.get("/v1/files/{file_id}/content", response_class=_Bytes)
     async def content(request: Request, file_id: str) -> Response:
-        """The bytes of a file."""
+        """Download a file."""
         file = await files.find(_tenant(request), file_id)
         if file is None:
             return not_found(dialect, "file", file_id)
@@ -80,7 +80,7 @@ def add_file_routes(app: APIRouter, dialect: Dialect, files: Files, limits: Http
 
     @app.delete("/v1/files/{file_id}", **described(answer=FileDeleted))
     async def delete(request: Request, file_id: str) -> Response:
-        """Deletes a file."""
+        """Delete a file."""
         if not await files.delete(_tenant(request), file_id):
             return not_found(dialect, "file", file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
@@ -116,7 +116,7 @@ def _check(fields: dict[str, str]) -> None:
         if name != "purpose":
             raise refuse(name, f"{quoted(name)} is not supported by this server")
         if value != PURPOSE:
-            raise refuse(name, f"purpose must be {PURPOSE!r} here, not {quoted(value)}")
+            raise refuse(name, f"purpose must be {PURPOSE!r}, not {quoted(value)}")
 
 
 def _file_object(file: StoredFile) -> dict[str, Any]:

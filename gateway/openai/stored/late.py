@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdserve.gateway.database")
 
-MAX_NOTED = 100_000  # requests whose usage waits for the database; more is lost
+MAX_EARLY_USAGE = 100_000  # requests whose usage waits for the database; more is lost
 WAITING = (*STORED, DOCUMENT)  # the document describes all routes
 
 
@@ -52,37 +52,37 @@ class LateParts:
         self._on_made = on_made
         self._make_parts = partial(_make_parts, settings, keys, limits)
         self._add_routes: list[Callable[[StoredParts], None]] = []
-        self._noted: list[tuple[Caller, str, RequestUsage]] = []
-        self._num_lost = 0  # beyond MAX_NOTED
-        self._wanted = asyncio.Event()
-        self._made = asyncio.Event()
+        self._early_usage: list[tuple[Caller, str, RequestUsage]] = []
+        self._num_lost = 0  # beyond MAX_EARLY_USAGE
+        self._requested = asyncio.Event()
+        self._ready = asyncio.Event()
         self._parts: StoredParts | None = None
 
     def want(self) -> None:
         """Start making the parts."""
-        self._wanted.set()
+        self._requested.set()
 
     async def run(self, app: ASGIApp) -> None:
         """Make and run the parts until cancelled. Raises OSError for a file that is not a database;
         retrying would not help."""
-        await self._wanted.wait()
+        await self._requested.wait()
         parts = await asyncio.to_thread(self._make_parts)
         await asyncio.to_thread(self._on_made)
         await parts.start()
-        for add in self._add_routes:
-            add(parts)
-        for noted in self._noted:
-            parts.usage.count(*noted)
-        self._noted.clear()
+        for add_route in self._add_routes:
+            add_route(parts)
+        for usage in self._early_usage:
+            parts.usage.count(*usage)
+        self._early_usage.clear()
         self._warn_of_lost()
         self._parts = parts
-        self._made.set()
+        self._ready.set()
         await parts.run(app)
 
     async def parts(self) -> "StoredParts":
         """Return the parts once they exist."""
         self.want()
-        await self._made.wait()
+        await self._ready.wait()
         assert self._parts is not None
         return self._parts
 
@@ -94,18 +94,21 @@ class LateParts:
         if self._parts is not None:
             await self._parts.close()
         else:
-            self._num_lost += len(self._noted)
+            self._num_lost += len(self._early_usage)
             self._warn_of_lost()
 
     def _warn_of_lost(self) -> None:
         if self._num_lost:
-            log.warning("the usage of %d requests is lost", self._num_lost)
+            log.warning(
+                "the usage of %d requests was not recorded: the database was not ready",
+                self._num_lost,
+            )
 
     def count(self, caller: Caller, model: str, usage: RequestUsage) -> None:
         if self._parts is not None:
             self._parts.usage.count(caller, model, usage)
-        elif len(self._noted) < MAX_NOTED:
-            self._noted.append((caller, model, usage))
+        elif len(self._early_usage) < MAX_EARLY_USAGE:
+            self._early_usage.append((caller, model, usage))
         else:
             self._num_lost += 1
 

@@ -37,19 +37,19 @@ def list_reply(
 ) -> Response:
     """Return a page of `rows` (see `rows_of`). Raises ServiceError without a row to begin after."""
     if rows is None:
-        raise refuse("after", f"there is no {quoted(page.after)} to begin after")
-    shown = rows[: page.limit]
-    found = {
+        raise refuse("after", f"after: {quoted(page.after)} does not exist")
+    page_rows = rows[: page.limit]
+    result = {
         "object": "list",
-        "data": [as_object(row) for row in shown],
-        "first_id": shown[0].id if shown else None,
-        "last_id": shown[-1].id if shown else None,
+        "data": [as_object(row) for row in page_rows],
+        "first_id": page_rows[0].id if page_rows else None,
+        "last_id": page_rows[-1].id if page_rows else None,
         "has_more": len(rows) > page.limit,
     }
-    return Response(to_json(found), media_type="application/json")
+    return Response(to_json(result), media_type="application/json")
 
 
-def not_found(dialect: Dialect, what: str, name: str) -> Response:
+def not_found(dialect: Dialect, kind: str, object_id: str) -> Response:
     """Return the error for an id that does not exist, or is another key's."""
-    error = HttpError(404, f"no such {what}: {quoted(name)}", "not_found", param="id")
+    error = HttpError(404, f"no such {kind}: {quoted(object_id)}", "not_found", param="id")
     return error_response(dialect, error)

@@ -71,13 +71,13 @@ class StoredParts:
                 log.error("%s", error)
                 await asyncio.sleep(OPEN_AGAIN_S)
 
-        async def ask(endpoint: str, body: bytes, tenant: Tenant, session: str) -> Answer:
+        async def answer_line(endpoint: str, body: bytes, tenant: Tenant, session: str) -> Answer:
             reply = await post(app, endpoint, body, tenant, session)
-            wait = reply.headers.get("retry-after", "0")
-            return Answer(reply.request_id, reply.status, reply.body, float(wait))
+            retry_after = reply.headers.get("retry-after", "0")
+            return Answer(reply.request_id, reply.status, reply.body, float(retry_after))
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._runner.run(ask), name="batches")
+            group.create_task(self._runner.run(answer_line), name="batches")
             group.create_task(self.usage.run(), name="usage")
             group.create_task(self._retention.run(), name="retention")
 
@@ -91,5 +91,5 @@ class StoredParts:
             async with asyncio.timeout(FLUSH_S):
                 await self.usage.flush()
         except (ServiceError, TimeoutError):
-            log.warning("the usage of the last seconds is lost")
+            log.warning("the usage of the last few seconds was not recorded")
         await self._db.close()

@@ -29,5 +29,7 @@ class Retention:
                 await self._batches.remove_ended(self._days * DAY_S)
                 await self._usage.forget(self._days * DAY_S)
             except ServiceError as error:
-                log.warning("old batches and usage stay: %s", error.message)
+                log.warning(
+                    "cannot delete old batches and usage, retrying in an hour: %s", error.message
+                )
             await asyncio.sleep(EVERY_S)

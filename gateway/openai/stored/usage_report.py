@@ -36,7 +36,7 @@ MAX_TIME = 1 << 40
 def add_usage_routes(app: APIRouter, errors: ErrorShape, usage: UsageLog) -> None:
     @app.get("/v1/usage", **described(answer=UsagePage, query=UsageReportQuery))
     async def report(request: Request) -> Response:
-        """What the asking key has used, by the hour or the day."""
+        """Report the usage of this key by hour or day."""
         query, limit_s = _query(request.query_params, int(time.time()))
         return Reply(usage_page(usage, caller_of(request).tenant.id.hex(), query, limit_s), errors)
 
@@ -46,7 +46,7 @@ async def usage_page(usage: UsageLog, tenant: str, query: UsageQuery, limit_s: i
     block the loop. Raises ServiceError."""
     rows = await usage.report(tenant, query, MAX_RESULTS + 1)
     if len(rows) > MAX_RESULTS:
-        text = f"a page would have more than {MAX_RESULTS} results; ask for fewer buckets"
+        text = f"a page would have more than {MAX_RESULTS} results; lower the limit"
         raise refuse("limit", text)
     by_start: dict[int, list[Any]] = {}
     for row in rows:
@@ -64,54 +64,54 @@ async def usage_page(usage: UsageLog, tenant: str, query: UsageQuery, limit_s: i
         )
         for start in range(query.start, query.end, query.bucket_s)
     ]
-    more = query.end < limit_s
+    has_more = query.end < limit_s
     return object_json(
         {
             "object": "page",
             "data": array_json(buckets),
-            "has_more": more,
-            "next_page": str(query.end) if more else None,
+            "has_more": has_more,
+            "next_page": str(query.end) if has_more else None,
         }
     )
 
 
-def _query(given: QueryParams, now: int) -> tuple[UsageQuery, int]:
+def _query(params: QueryParams, now: int) -> tuple[UsageQuery, int]:
     """Return the report of one page, and where the last page ends. Raises ServiceError."""
-    given = QueryParams([(n.removesuffix("[]"), v) for n, v in given.multi_items()])
-    for name in given:
+    params = QueryParams([(n.removesuffix("[]"), v) for n, v in params.multi_items()])
+    for name in params:
         if name not in KNOWN:
             raise refuse(name[:40], f"{name[:40]!r} is not a parameter of this report")
-    width = given.get("bucket_width", "1d")
+    width = params.get("bucket_width", "1d")
     if width not in WIDTHS:
         raise refuse("bucket_width", f"bucket_width must be one of {', '.join(WIDTHS)}")
-    bucket_s, default, most = WIDTHS[width]
-    limit = whole_number(given.get("limit", str(default)), "limit", 1, most)
-    end = whole_number(given.get("end_time", str(now + 1)), "end_time", 0, MAX_TIME)
+    bucket_s, default, max_limit = WIDTHS[width]
+    limit = whole_number(params.get("limit", str(default)), "limit", 1, max_limit)
+    end = whole_number(params.get("end_time", str(now + 1)), "end_time", 0, MAX_TIME)
     last_bucket = (end - 1) // bucket_s * bucket_s
-    first = given.get("start_time", str(max(0, last_bucket - (limit - 1) * bucket_s)))
-    name, value = ("page", given["page"]) if "page" in given else ("start_time", first)
+    first = params.get("start_time", str(max(0, last_bucket - (limit - 1) * bucket_s)))
+    name, value = ("page", params["page"]) if "page" in params else ("start_time", first)
     start = whole_number(value, name, 0, MAX_TIME)
     if start >= end:
         raise refuse(name, f"{name} must be before end_time")
-    groups = given.getlist("group_by")
+    groups = params.getlist("group_by")
     for group in groups:
         if group not in GROUPS:
-            raise refuse("group_by", f"group_by must be of {', '.join(GROUPS)}")
-    named = [tuple(given.getlist(name)) for name in ("models", "session_ids")]
-    if max(map(len, named)) > MAX_NAMED:
+            raise refuse("group_by", f"group_by must be one of {', '.join(GROUPS)}")
+    filters = [tuple(params.getlist(name)) for name in ("models", "session_ids")]
+    if max(map(len, filters)) > MAX_NAMED:
         raise refuse("models", f"at most {MAX_NAMED} models and session_ids")
     for name in ("models", "session_ids"):
-        for value in given.getlist(name):
+        for value in params.getlist(name):
             check_text(value, name)
     start -= start % bucket_s
-    asked = UsageQuery(
+    query = UsageQuery(
         start,
         min(start + limit * bucket_s, end),
         bucket_s,
         tuple(GROUPS[group] for group in dict.fromkeys(groups)),
-        *named,
+        *filters,
     )
-    return asked, end
+    return query, end
 
 
 def _result(row: Any, group_by: tuple[str, ...]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ async function refusal(response) {
     // no JSON: a proxy's own page
   }
   const wait = response.headers.get("retry-after");
-  let message = error.message ?? `The server answered with status ${response.status}.`;
+  let message = error.message ?? `The server responded with status ${response.status}.`;
   if (wait && response.status !== 401) message += ` Try again in ${wait} s.`;
   return new ApiError(message, response.status, error.code ?? "");
 }
@@ -83,7 +83,7 @@ export async function* events(response) {
         if (error.name === "AbortError") throw error;
         throw new ApiError("The connection was lost before the answer was complete.");
       }
-      if (part.done) throw new ApiError("The answer was cut short.");
+      if (part.done) throw new ApiError("The answer ended early.");
       const lines = (rest + part.value).split("\n");
       rest = lines.pop();
       for (const line of lines) {

@@ -48,7 +48,7 @@ async function save(conversation) {
   try {
     await store.put(conversation);
   } catch {
-    warn("The browser has no room to keep this conversation.");
+    warn("This conversation cannot be saved: the browser's storage is full.");
   }
 }
 
@@ -159,7 +159,7 @@ function isReady() {
     return false;
   }
   if (picker.value) return true;
-  warn("There is no model to ask.");
+  warn("No model is available.");
   loadModels();
   return false;
 }
@@ -205,7 +205,7 @@ async function respond() {
   showState();
   await save(conversation);
   await showList();
-  announce("The model answers.");
+  announce("The model is answering.");
   let saved = performance.now();
   const shown = () => (current === conversation ? views.find((one) => one.message === message) : null);
   try {
@@ -240,10 +240,10 @@ async function respond() {
 function words(error) {
   if (!(error instanceof ApiError)) {
     console.error(error);
-    return "This page made a mistake; the browser's console has the details.";
+    return "Something went wrong on this page. See the browser's console for details.";
   }
   if (error.status === 401) setTimeout(() => askKey(), 0);
-  if (error.code === "context_length_exceeded") return `${error.message} Begin a new chat, or edit an earlier message.`;
+  if (error.code === "context_length_exceeded") return `${error.message} Start a new chat, or edit an earlier message.`;
   return error.message;
 }
 
@@ -279,7 +279,7 @@ async function loadModels() {
     picker.append(h("option", { value: "" }, "No model yet"));
     retry = setTimeout(loadModels, RETRY_MS);
   }
-  warn(names.length ? "" : "The server has no model to chat with yet.");
+  warn(names.length ? "" : "No chat model is available yet.");
   picker.value = [current.model, kept("model", "")].find((name) => names.includes(name)) ?? names[0] ?? "";
   settings.recommend(recommended[picker.value]);
 }
@@ -293,7 +293,7 @@ let asking = false;
 async function askKey() {
   if (asking) return;
   asking = true;
-  byId("key-error").textContent = key() ? "The key that you gave is not one of this server's." : "";
+  byId("key-error").textContent = key() ? "The API key is not valid for this server." : "";
   byId("asked-key").value = "";
   const isGiven = await ask(byId("key-dialog"));
   asking = false;

@@ -57,7 +57,7 @@ export function copyButton(label, text, props = {}) {
     try {
       await copy(text());
     } catch {
-      warn("The browser does not let this page copy.");
+      warn("The browser does not allow this page to copy text.");
       return;
     }
     announce("Copied.");

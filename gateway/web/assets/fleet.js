@@ -21,12 +21,12 @@ async function poll() {
     live("live", "Live");
   } catch (error) {
     if (error.status === 401) {
-      live("waiting", "An API key is needed");
+      live("waiting", "An API key is required");
       if (await askKey()) return void poll();
       return void setTimeout(poll, 5 * EVERY_MS);
     }
     if (!(error instanceof ApiError)) console.error(error);
-    live("lost", "Connection lost, trying again");
+    live("lost", "Connection lost, retrying");
   }
   setTimeout(poll, Math.max(EVERY_MS / 4, EVERY_MS - (performance.now() - began)));
 }
@@ -40,7 +40,7 @@ function live(state, text) {
 }
 
 async function askKey() {
-  byId("key-error").textContent = key() ? "The key that you gave is not one of this server's." : "";
+  byId("key-error").textContent = key() ? "The API key is not valid for this server." : "";
   byId("asked-key").value = "";
   if (!(await ask(byId("key-dialog")))) return false;
   setKey(byId("asked-key").value.trim());
@@ -49,7 +49,7 @@ async function askKey() {
 
 function show(state) {
   byId("notice").hidden = !state.error;
-  byId("notice").textContent = state.error ? `The router does not answer: ${state.error}.` : "";
+  byId("notice").textContent = state.error ? `The router is not responding: ${state.error}.` : "";
   if (!state.error) showWorkers(state.workers);
   showTiles(state);
   showOpen(state);

@@ -64,7 +64,7 @@ export class Settings {
     if (text) {
       const tools = parsed(text);
       if (Array.isArray(tools)) options.tools = tools;
-      else wrong.push("Tools: this is no JSON array.");
+      else wrong.push("Tools must be a JSON array.");
       byId("tools").setAttribute("aria-invalid", !Array.isArray(tools));
     }
     byId("settings-error").textContent = wrong.join(" ");

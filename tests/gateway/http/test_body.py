@@ -76,7 +76,7 @@ async def test_tenants_have_their_bodies_parsed_in_turn(anyio_backend: str) -> N
 async def test_parsed_values_count_as_bytes(anyio_backend: str) -> None:
     bodies, tenant = reader(1 << 16), Tenant("a", b"a", b"")
     numbers = b'{"tokens": [' + b",".join([b"7"] * 5000) + b"]}"
-    with pytest.raises(ServiceError, match="too many bodies"):
+    with pytest.raises(ServiceError, match="too many request bodies"):
         await bodies.read(asking(tenant, numbers), dict)
     text = b'{"prompt": "' + b"7" * len(numbers) + b'"}'
     assert await bodies.read(asking(tenant, text), dict)

@@ -89,7 +89,7 @@ async def test_a_new_certificate_is_taken_with_its_key(
     await eventually(lambda: http.started)
     assert await shown(port) == der(old)
     certificate.write_bytes(new.certificate)
-    await eventually(lambda: "stays as it was" in caplog.text)
+    await eventually(lambda: "keeping the old one" in caplog.text)
     assert await shown(port) == der(old), "its key has not come yet"
     key.write_bytes(new.key)
 

@@ -39,7 +39,7 @@ class Holder:
 
 
 def lost(*answers: HeldAnswer) -> list[bool]:
-    return [answer.given_up.done() for answer in answers]
+    return [answer.dropped.done() for answer in answers]
 
 
 async def test_the_key_that_holds_most_loses_its_oldest():

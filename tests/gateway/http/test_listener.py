@@ -55,7 +55,9 @@ def test_it_takes_connections_again_when_a_descriptor_is_free(
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
             client.connect(port.getsockname())
-            await eventually(lambda: "connections wait: [Errno 24]" in caplog.text)
+            await eventually(
+                lambda: "cannot accept HTTP connections, retrying: [Errno 24]" in caplog.text
+            )
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         client.setblocking(False)
@@ -144,7 +146,7 @@ def test_a_lack_of_room_is_logged_now_and_then(
         with socket.socket() as another:
             another.connect(port.getsockname())
             await eventually(lambda: len(caplog.records) == 2)
-        assert f"{len(refused)} HTTP connections were closed" in caplog.text
+        assert f"rejected {len(refused)} new HTTP connections" in caplog.text
         taking.close()
         for client in clients:
             client.close()

@@ -163,7 +163,7 @@ async def test_what_would_change_the_answer_is_refused_by_name(make_http, subtes
         (
             "/api/chat",
             {**chat, "messages": [image]},
-            "messages[0].images: they are not supported by this server",
+            "messages[0].images: images are not supported by this server",
         ),
         ("/api/generate", {**prompt, "prompt": "long " * 9999}, "prompt"),
         ("/api/chat", {**chat, "max_tokens": 5}, "use options"),

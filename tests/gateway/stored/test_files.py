@@ -149,15 +149,15 @@ async def test_bounds_of_files(tmp_path):
     [
         (form(FILE), "purpose is required"),
         (form(PURPOSE), "file is required"),
-        (form(PURPOSE, FILE, FILE), "given twice"),
+        (form(PURPOSE, FILE, FILE), "occurs more than once"),
         (form(PURPOSE, ('form-data; name="other"', b"x"), FILE), "'other' is not supported"),
         (form(("form-data", b"x")), "has no name"),
         (form(('form-data; name="purpose"', b"x" * 5000)), "too long"),
-        (form((f'form-data; name="{"x" * 3000}"', b"x")), "head of a part is too long"),
+        (form((f'form-data; name="{"x" * 3000}"', b"x")), "headers of a form part are too long"),
         (form(*((f'form-data; name="{n}"', b"") for n in range(20))), "more than 16 fields"),
-        (form(PURPOSE, FILE)[:-20], "cut short"),
-        (b"this is no form", "no multipart form"),
-        (b"", "cut short"),
+        (form(PURPOSE, FILE)[:-20], "form is incomplete"),
+        (b"this is no form", "not a valid multipart form"),
+        (b"", "form is incomplete"),
     ],
 )
 async def test_forms_that_are_wrong(tmp_path, body, why):

@@ -71,7 +71,7 @@ async def test_they_are_made_once_they_are_wanted(tmp_path):
 
 @pytest.mark.parametrize("made_in_time", [True, False])
 async def test_what_waits_is_bounded(tmp_path, monkeypatch, caplog, made_in_time):
-    monkeypatch.setattr("pdserve.gateway.openai.stored.late.MAX_NOTED", 2)
+    monkeypatch.setattr("pdserve.gateway.openai.stored.late.MAX_EARLY_USAGE", 2)
     late, routes, app = made(tmp_path)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://g", timeout=60) as http:
@@ -84,7 +84,7 @@ async def test_what_waits_is_bounded(tmp_path, monkeypatch, caplog, made_in_time
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     await late.close()
-    assert f"the usage of {3 if made_in_time else 5} requests is lost" in caplog.text
+    assert f"the usage of {3 if made_in_time else 5} requests was not recorded" in caplog.text
     if made_in_time:
         with closing(sqlite3.connect(tmp_path / "gateway.db")) as found:
             assert found.execute("SELECT sum(requests) FROM usage").fetchone() == (2,)

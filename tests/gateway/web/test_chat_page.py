@@ -363,7 +363,7 @@ def test_a_server_with_keys_asks_for_one(browser: Browser) -> None:
         assert browser.violations() == []
         browser.fill("#asked-key", "wrong")
         browser.press("Enter")
-        browser.wait("document.querySelector('#key-error').innerText.includes('not one')")
+        browser.wait("document.querySelector('#key-error').innerText.includes('not valid')")
         browser.fill("#asked-key", "right")
         browser.press("Enter")
         browser.wait("document.querySelector('#model').value === 'tiny'")

@@ -374,7 +374,10 @@ async def test_what_is_kept_counts_as_a_body_while_it_is_used(make_http, by_item
     waiting = asyncio.create_task(client.post(URL, json=more))
     await held.wait()
     reply = await client.post(URL, json=more)
-    assert (reply.status_code, reply.json()["error"]["message"]) == (429, "too many bodies at once")
+    assert (reply.status_code, reply.json()["error"]["message"]) == (
+        429,
+        "too many request bodies at once; retry later",
+    )
     assert len(router.starts) == 2
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
