@@ -82,10 +82,10 @@ class Pieces:
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token; b"" for an unknown id."""
-        found = self._cache.get(token)
-        if found is None:
-            found = self._cache[token] = self._spell(self.piece_of(token))
-        return found
+        data = self._cache.get(token)
+        if data is None:
+            data = self._cache[token] = self._spell(self.piece_of(token))
+        return data
 
     def _spell(self, piece: str) -> bytes:
         for rewrite in self._rewrites:

@@ -136,10 +136,10 @@ def call_of(value: Any, schemas: ToolSchemas, *, needs_arguments: bool = False) 
         raise Malformed
     if isinstance(arguments, str):
         arguments = json_value(arguments) if arguments.strip() else {}
-    return _whole(name, {} if arguments is None else arguments)
+    return _complete_call(name, {} if arguments is None else arguments)
 
 
-def _whole(name: str, arguments: Any) -> CallPiece:
+def _complete_call(name: str, arguments: Any) -> CallPiece:
     if not name or not isinstance(arguments, dict):
         raise Malformed
     return CallPiece(name, json_text(arguments), last=True)
@@ -151,33 +151,33 @@ def called(schemas: ToolSchemas, name: str, pieces: Pieces[None], id: str = "") 
     Streams the arguments of a known tool; yields other calls whole. A call ends as cut where its
     streamed arguments become malformed. Raises CutOff, Malformed.
     """
-    known = name in schemas
+    is_known = name in schemas
     held: list[str] = []
-    written = OpenJson()
+    output = OpenJson()
     try:
         for piece in pieces:
             if piece is None:
                 yield None
-            elif known:
-                written.push(piece)
+            elif is_known:
+                output.push(piece)
                 yield CallPiece("" if held else name, piece, id)
                 held = [piece]
             else:
                 held.append(piece)
     except CutOff as end:
-        if not (known and held):
-            raise CutOff(name if known else "", id, certain=True) from None
-        written.push(end.value)
-        raise CutOff(id=id, closing=end.value + written.closing) from None
+        if not (is_known and held):
+            raise CutOff(name if is_known else "", id, certain=True) from None
+        output.push(end.value)
+        raise CutOff(id=id, closing=end.value + output.closing) from None
     except Malformed:
-        if not (known and held):
+        if not (is_known and held):
             raise
         yield CallPiece(last=True, cut=True)
         return
-    if known and held:
+    if is_known and held:
         yield CallPiece(last=True)
     else:
-        yield replace(_whole(name, json_value("".join(held) or "{}")), id=id)
+        yield replace(_complete_call(name, json_value("".join(held) or "{}")), id=id)
 
 
 def json_call(reader: BlockReader, schemas: ToolSchemas, *, needs_arguments: bool = False) -> Calls:
@@ -292,12 +292,12 @@ class _CallHead:
                 if (yield from reader.taken("}")):
                     self._depth -= 1
                     continue
-                at = reader.at
+                start = reader.at
                 if not (yield from reader.takes(",")):
                     return
                 yield from reader.space()
                 if (yield from reader.first()) != '"':
-                    reader.at = at
+                    reader.at = start
                     return
                 yield from reader.string()
                 yield from reader.space()
@@ -317,7 +317,7 @@ def _skip_value(reader: BlockReader) -> Reading[None]:
     elif first and first in "{[":
         yield from reader.balanced()
     else:
-        yield from reader.until(",", "}", most=MAX_NAME_CHARS)
+        yield from reader.until(",", "}", max_chars=MAX_NAME_CHARS)
         reader.at -= 1
 
 
@@ -336,7 +336,7 @@ def json_arguments(reader: BlockReader, schemas: ToolSchemas, name: str, id: str
     if name in schemas:
         yield from called(schemas, name, json_pieces(reader), id)
     else:
-        yield replace(_whole(name, json_value((yield from reader.balanced()))), id=id)
+        yield replace(_complete_call(name, json_value((yield from reader.balanced()))), id=id)
 
 
 def json_list(reader: BlockReader, schemas: ToolSchemas) -> Calls:
@@ -366,12 +366,12 @@ def in_form_only(family: ToolFamily) -> ToolFamily:
     """Return the family reading only calls in the form of its grammar, which holds no other call to
     a schema."""
     form = family.form
-    before, after = form.begin.removeprefix(form.trigger).split("NAME")
+    prefix, suffix = form.begin.removeprefix(form.trigger).split("NAME")
 
     def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-        if before:
-            yield from reader.expect(before)
-        name, _ = yield from reader.until(after, most=MAX_NAME_CHARS)
+        if prefix:
+            yield from reader.expect(prefix)
+        name, _ = yield from reader.until(suffix, max_chars=MAX_NAME_CHARS)
         yield from json_arguments(reader, schemas, name)
         if form.end:
             yield from reader.closes(form.end)
@@ -405,12 +405,12 @@ CALL_KEYS = frozenset((*NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id")
 def _first_key(reader: BlockReader) -> Reading[str]:
     """Return the first key of the JSON object that begins here, without reading it. Raises CutOff,
     Malformed."""
-    while (key := _FIRST_KEY.match(reader.text, reader.at)) is None:
+    while (match := _FIRST_KEY.match(reader.text, reader.at)) is None:
         rest = reader.text[reader.at : reader.at + 64]
         if rest and not _HALF_KEY.match(rest):
             raise Malformed
         yield from reader.more()
-    return key[1]
+    return match[1]
 
 
 def bare_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
@@ -429,8 +429,8 @@ def bare_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     first = yield from reader.first()
     wrapped = first == "{" and (yield from _first_key(reader)) == "tool_calls"
     if wrapped:
-        before, _ = yield from reader.until("[", most=MAX_NAME_CHARS)
-        if before.partition(":")[2].strip():
+        head, _ = yield from reader.until("[", max_chars=MAX_NAME_CHARS)
+        if head.partition(":")[2].strip():
             raise Malformed
     if wrapped or (yield from reader.taken("[")):
         end = ","

@@ -65,14 +65,14 @@ class HarmonyStream:
 
     def push(self, text: str) -> list[ContentPart]:
         self._reader.feed(text)
-        return self._advanced()
+        return self._advance()
 
     def finish(self, *, cut: bool = False) -> list[ContentPart]:
         self._reader.ended = True
         self._cut = cut
-        return self._advanced()
+        return self._advance()
 
-    def _advanced(self) -> list[ContentPart]:
+    def _advance(self) -> list[ContentPart]:
         if not self._over:
             self._over = next(self._messages, self) is self
         parts, self._parts = self._parts, []
@@ -107,7 +107,9 @@ class HarmonyStream:
         while True:
             if any(reader.text.startswith(begin) for begin in _BEGINNINGS):
                 return True
-            if reader.ended or not any(b.startswith(reader.text) for b in _BEGINNINGS):
+            if reader.ended or not any(
+                beginning.startswith(reader.text) for beginning in _BEGINNINGS
+            ):
                 return False
             yield
 
@@ -118,7 +120,9 @@ class HarmonyStream:
         while True:
             start = reader.at
             try:
-                header, mark = yield from reader.until(MESSAGE, *_BREAKS, most=MAX_HEADER_CHARS)
+                header, mark = yield from reader.until(
+                    MESSAGE, *_BREAKS, max_chars=MAX_HEADER_CHARS
+                )
             except CutOff:
                 rest = reader.text[start:]
                 if not _is_header(_HALF_TAG.sub("", rest)):
@@ -153,10 +157,10 @@ class HarmonyStream:
                     self._give_call(ToolCallPart(self._num_calls, cut=True))
                 reader.drop_read()
         except CutOff as end:
-            known = name in schemas
-            if self._cut and known and not begun:
+            is_known = name in schemas
+            if self._cut and is_known and not begun:
                 self._give_call(ToolCallPart(self._num_calls, self._new_id(), name))
-            if self._cut and known:
+            if self._cut and is_known:
                 self._give_call(ToolCallPart(self._num_calls, cut=True))
             elif begun:
                 self._give_call(ToolCallPart(self._num_calls, arguments=end.closing))
@@ -181,10 +185,10 @@ class HarmonyStream:
         reader = self._reader
         pattern = re.compile("|".join(map(re.escape, _NEXT)))
         while True:
-            found = None if plain else pattern.search(reader.text, reader.at)
-            if found:
-                self._give(reader.text[reader.at : found.start()], kind)
-                reader.at = found.end()
+            match = None if plain else pattern.search(reader.text, reader.at)
+            if match:
+                self._give(reader.text[reader.at : match.start()], kind)
+                reader.at = match.end()
                 reader.drop_read()
                 return
             rest = reader.text[reader.at :]
@@ -194,9 +198,9 @@ class HarmonyStream:
                 if plain:
                     return
                 raise CutOff
-            keep = 0 if plain else held(rest, _NEXT)
-            self._give(rest[: len(rest) - keep], kind)
-            reader.at += len(rest) - keep
+            num_held = 0 if plain else held(rest, _NEXT)
+            self._give(rest[: len(rest) - num_held], kind)
+            reader.at += len(rest) - num_held
             reader.drop_read()
             yield
 

@@ -36,7 +36,7 @@ def _arguments(reader: BlockReader) -> Pieces[None]:
     head = "{"
     while not (yield from reader.taken(")")):
         yield from reader.space()
-        key, _ = yield from reader.until("=", most=MAX_NAME_CHARS)
+        key, _ = yield from reader.until("=", max_chars=MAX_NAME_CHARS)
         key = key.rstrip()
         if not key.isidentifier():
             raise Malformed
@@ -82,7 +82,7 @@ def mixed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     fenced = "```"
     try:
         while fenced:
-            yield from reader.until("\n", most=MAX_NAME_CHARS)
+            yield from reader.until("\n", max_chars=MAX_NAME_CHARS)
             for piece in listed_calls(reader, schemas, bare=True):
                 if piece is None:
                     yield None
@@ -103,11 +103,11 @@ def listed_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool) -> Ca
     """Read JSON objects, a list of them, or Python calls as `python_calls`, and white space after
     them. Raises CutOff, Malformed."""
     yield from reader.space()
-    at = reader.at
+    start = reader.at
     if (yield from reader.takes("[")):
         yield from reader.space()
     first = yield from reader.first()
-    reader.at = at
+    reader.at = start
     if first == "{":
         yield from bare_calls(reader, schemas)
     else:

@@ -78,9 +78,9 @@ class BlockReader:
     def feed(self, text: str) -> None:
         # CPython appends in place to a local str without other references. This avoids a copy if
         # no waiting generator keeps the text or a match in it.
-        whole, self.text = self.text, ""
-        whole += text
-        self.text = whole
+        joined, self.text = self.text, ""
+        joined += text
+        self.text = joined
 
     def drop_read(self) -> None:
         """Drop the text before `at`. Call it only after a generator yields a piece, not None: a
@@ -97,12 +97,12 @@ class BlockReader:
     def space(self) -> Reading[None]:
         """Skip white space."""
         while True:
-            found = _SPACE.match(self.text, self.at)
-            assert found is not None  # the pattern also matches ""
-            self.at = found.end()
+            match = _SPACE.match(self.text, self.at)
+            assert match is not None  # the pattern also matches ""
+            self.at = match.end()
             if self.at < len(self.text) or self.ended:
                 return
-            del found  # it holds a reference to the text
+            del match  # it holds a reference to the text
             yield
 
     def first(self) -> Reading[str]:
@@ -140,32 +140,32 @@ class BlockReader:
 
     def expect(self, *marks: str) -> Reading[str]:
         """Read one of the marks. Raises CutOff, or Malformed if other text follows."""
-        found = yield from self.takes(*marks)
-        if not found:
+        next_mark = yield from self.takes(*marks)
+        if not next_mark:
             rest = self.text[self.at :]
             if any(mark.startswith(rest) for mark in marks):
                 raise CutOff
             raise Malformed
-        return found
+        return next_mark
 
-    def until(self, *marks: str, most: int = 0) -> Reading[tuple[str, str]]:
+    def until(self, *marks: str, max_chars: int = 0) -> Reading[tuple[str, str]]:
         """Read the text before the first of the marks, and that mark; return both.
 
-        No mark may be part of another. Raises CutOff; Malformed if the text has more than `most`
-        characters (0: no limit).
+        No mark may be part of another. Raises CutOff; Malformed if the text is longer than
+        `max_chars` (0: no limit).
         """
         pattern = re.compile("|".join(map(re.escape, marks)))
         overlap = max(map(len, marks)) - 1
         start = self.at
         scanned = start
         while True:
-            found = pattern.search(self.text, scanned)
-            end = found.start() if found else len(self.text) - overlap
-            if most and end - start > most:
+            match = pattern.search(self.text, scanned)
+            end = match.start() if match else len(self.text) - overlap
+            if max_chars and end - start > max_chars:
                 raise Malformed
-            if found:
-                self.at = found.end()
-                return self.text[start : found.start()], found[0]
+            if match:
+                self.at = match.end()
+                return self.text[start : match.start()], match[0]
             scanned = max(start, end)
             yield from self.more()
 
@@ -174,23 +174,23 @@ class BlockReader:
         may be part of another. Raises CutOff."""
         pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
-            found = pattern.search(self.text, self.at)
-            end = found.start() if found else len(self.text) - held(self.text[self.at :], marks)
+            match = pattern.search(self.text, self.at)
+            end = match.start() if match else len(self.text) - held(self.text[self.at :], marks)
             piece, self.at = self.text[self.at : end], end
             if piece:
                 yield piece
-            if found:
-                self.at += len(found[0])
-                return found[0]
+            if match:
+                self.at += len(match[0])
+                return match[0]
             yield from self.more()
 
     def name(self) -> Reading[str]:
         """Read a function's name. Raises CutOff, also if the text ends right after the name;
         Malformed."""
         while True:
-            found = _NAME.match(self.text, self.at)
-            end = found.end() if found else self.at
-            if end - self.at > MAX_NAME_CHARS or (not found and end < len(self.text)):
+            match = _NAME.match(self.text, self.at)
+            end = match.end() if match else self.at
+            if end - self.at > MAX_NAME_CHARS or (not match and end < len(self.text)):
                 raise Malformed
             if end < len(self.text):
                 name, self.at = self.text[self.at : end], end
@@ -212,53 +212,53 @@ class BlockReader:
         start = scanned = self.at
         depth = 0
         while True:
-            found = outside.search(self.text, scanned)
-            if found is None:
-                half = _HALF.search(self.text, scanned) if strings == "gemma" else None
-                scanned = half.start() if half else len(self.text)
+            match = outside.search(self.text, scanned)
+            if match is None:
+                partial = _HALF.search(self.text, scanned) if strings == "gemma" else None
+                scanned = partial.start() if partial else len(self.text)
                 yield from self.more()
                 continue
-            if found[0] == "[":
-                rest = self.text[found.start() : found.start() + len(BRACKETED)]
+            if match[0] == "[":
+                rest = self.text[match.start() : match.start() + len(BRACKETED)]
                 if rest == BRACKETED:
                     raise Malformed
                 if BRACKETED.startswith(rest):
-                    scanned = found.start()
+                    scanned = match.start()
                     yield from self.more()
                     continue
-            scanned = found.end()
-            if found[0] in "{[(":
+            scanned = match.end()
+            if match[0] in "{[(":
                 depth += 1
-            elif found[0] in "}])":
+            elif match[0] in "}])":
                 depth -= 1
                 if not depth:
                     self.at = scanned
                     return self.text[start:scanned]
-            elif found[0].startswith("<") and found[0] != '<|"|>':
+            elif match[0].startswith("<") and match[0] != '<|"|>':
                 raise Malformed
             elif strings == "gemma":
-                scanned = yield from self._past(found[0], scanned)
+                scanned = yield from self._past(match[0], scanned)
             else:
-                scanned = yield from self._past_string(found[0], scanned)
+                scanned = yield from self._past_string(match[0], scanned)
 
-    def _past(self, mark: str, at: int) -> Reading[int]:
+    def _past(self, mark: str, position: int) -> Reading[int]:
         """Return the position after the next mark."""
         while True:
-            found = self.text.find(mark, at)
-            if found >= 0:
-                return found + len(mark)
-            at = max(at, len(self.text) - len(mark) + 1)
+            index = self.text.find(mark, position)
+            if index >= 0:
+                return index + len(mark)
+            position = max(position, len(self.text) - len(mark) + 1)
             yield from self.more()
 
-    def _past_string(self, quote: str, at: int) -> Reading[int]:
+    def _past_string(self, quote: str, position: int) -> Reading[int]:
         """Return the position after a string's end quote; a backslash escapes a character."""
         pattern = _WITHIN[quote]
         while True:
-            found = pattern.search(self.text, at)
-            if found and found[0] == quote:
-                return found.end()
-            if found and found.end() < len(self.text):
-                at = found.end() + 1
+            match = pattern.search(self.text, position)
+            if match and match[0] == quote:
+                return match.end()
+            if match and match.end() < len(self.text):
+                position = match.end() + 1
             else:
-                at = found.start() if found else len(self.text)
+                position = match.start() if match else len(self.text)
                 yield from self.more()

@@ -36,11 +36,11 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
 
 
 def _call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    name, _ = yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
+    name, _ = yield from reader.until(SEPARATOR, max_chars=MAX_NAME_CHARS)
     yield from reader.space()
     fenced = (yield from reader.first()) not in ("{", "")
     if fenced:
-        name, _ = yield from reader.until(FENCED, most=MAX_NAME_CHARS)
+        name, _ = yield from reader.until(FENCED, max_chars=MAX_NAME_CHARS)
     yield from json_arguments(reader, schemas, name)
     yield from reader.space()
     if fenced:

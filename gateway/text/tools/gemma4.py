@@ -24,7 +24,7 @@ def read_call(
     if (yield from grammar_call(reader, schemas, end)):
         return
     yield from reader.expect("call:")
-    name, mark = yield from reader.until("{", end, most=MAX_NAME_CHARS)
+    name, mark = yield from reader.until("{", end, max_chars=MAX_NAME_CHARS)
     name = name.strip()
     if mark == end or not name:
         raise Malformed

@@ -27,7 +27,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         return
     yield from reader.expect(CALL)
     while True:
-        name, _ = yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
+        name, _ = yield from reader.until(SEPARATOR, max_chars=MAX_NAME_CHARS)
         name = name.strip()
         if not name:
             raise Malformed

@@ -18,7 +18,7 @@ TAG, END = "<|python_tag|>", "<|eom_id|>"
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if opener == FUNCTION:
-        name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+        name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
         yield from json_arguments(reader, schemas, name)
         yield from reader.space()
         yield from reader.closes(FUNCTION_END)

@@ -19,8 +19,8 @@ CDATA, CDATA_END = "<![CDATA[", "]]>"
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    name, is_whole = yield from read_head(reader)
-    if is_whole:
+    name, is_self_closing = yield from read_head(reader)
+    if is_self_closing:
         yield CallPiece(name, "{}", last=True)
         return
     yield from reader.space()

@@ -30,7 +30,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if (yield from grammar_call(reader, schemas, END)):
         return
     while (yield from reader.expect(INVOKE, END)) == INVOKE:
-        name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+        name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
         name = name.strip().strip('"')
         if not name:
             raise Malformed
@@ -41,36 +41,38 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
             return
 
 
-def _members(reader: BlockReader, known: CallArguments, end: str, depth: int = 0) -> Pieces[None]:
+def _members(
+    reader: BlockReader, arguments: CallArguments, end: str, depth: int = 0
+) -> Pieces[None]:
     gap = ""
     while not (yield from reader.taken(end)):
         yield from reader.expect(f"{MARK}<")
-        key, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+        key, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
         if not key or key.startswith("/"):
             raise Malformed
-        yield from _value(reader, known, f"{gap}{json_text(key)}: ", key, depth)
+        yield from _value(reader, arguments, f"{gap}{json_text(key)}: ", key, depth)
         gap = ", "
 
 
 def _value(
-    reader: BlockReader, known: CallArguments, head: str, key: str, depth: int
+    reader: BlockReader, arguments: CallArguments, head: str, key: str, depth: int
 ) -> Pieces[None]:
     """Read a value after its tag; `head` is yielded before it."""
     end = f"{MARK}</{key}>"
-    first = (yield from _element(reader)) if known.may_contain(key) else ""
+    first = (yield from _element(reader)) if arguments.may_contain(key) else ""
     if not first:
         start = reader.at
-        if known.must_contain(key) and (yield from reader.taken(end)):
-            yield head + ("[]" if known.may_be_list(key) else "{}")
+        if arguments.must_contain(key) and (yield from reader.taken(end)):
+            yield head + ("[]" if arguments.may_be_list(key) else "{}")
             return
         reader.at = start
-        is_json = depth > 0 and not known.knows(key)
-        yield from known.value(head, key, whole_text(reader, end), json=is_json)
+        is_json = depth > 0 and not arguments.knows(key)
+        yield from arguments.value(head, key, whole_text(reader, end), json=is_json)
         return
     if depth == MAX_DEPTH:
         raise Malformed
-    within = known.within(key)
-    if first != ITEM or not known.may_be_list(key):
+    within = arguments.within(key)
+    if first != ITEM or not arguments.may_be_list(key):
         yield f"{head}{{"
         yield from _members(reader, within, end, depth + 1)
         yield "}"
@@ -88,7 +90,7 @@ def _element(reader: BlockReader) -> Reading[str]:
     start = reader.at
     name = ""
     if (yield from reader.taken(f"{MARK}<")):
-        name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+        name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
     reader.at = start
     return "" if name.startswith("/") else name
 

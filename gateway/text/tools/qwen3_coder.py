@@ -37,21 +37,21 @@ def read_function(reader: BlockReader, opener: str, end: str, schemas: ToolSchem
         if (yield from grammar_call(reader, schemas, end)):
             return
         yield from reader.expect("<function=")
-    name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+    name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
     yield from called(schemas, name, object_pieces(_members(reader, schemas.call(name))))
     yield from reader.space()
     yield from reader.closes(end)
 
 
-def _members(reader: BlockReader, known: CallArguments) -> Pieces[None]:
+def _members(reader: BlockReader, arguments: CallArguments) -> Pieces[None]:
     yield from reader.space()
     end = yield from reader.expect(*_NEXT)
     gap = ""
     while "<parameter=" in end:
-        key, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+        key, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
         if "\n" in key:
             raise Malformed
-        end = yield from known.member(gap, key, _value(reader))
+        end = yield from arguments.member(gap, key, _value(reader))
         gap = ", "
 
 

@@ -14,7 +14,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if (yield from grammar_call(reader, schemas, END)):
         return
     while (yield from reader.expect(CALL, END)) == CALL:
-        yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
+        yield from reader.until(SEPARATOR, max_chars=MAX_NAME_CHARS)
         yield from reader.space()
         yield from reader.expect(f"<{PREFIX}invoke name=")
         yield from read_invoke(reader, PREFIX, schemas)
