@@ -64,10 +64,10 @@ class AnswerFormat:
 
     def parser(self) -> ContentParser | None:
         """Return a new parser for one choice, None if the text is the content as it is."""
-        made: ContentParser
+        parser: ContentParser
         new_id = partial(new_call_id, self.tools.id_len if self.tools else 0)
         if self.tools is not None and self.tools.whole is not None:
-            made = self.tools.whole(new_id, self.parallel, self.schemas)
+            parser = self.tools.whole(new_id, self.parallel, self.schemas)
         elif self.tools is None and self.reasoning is None:
             return None
         else:
@@ -94,13 +94,13 @@ class AnswerFormat:
             if self.tools is not None and self.tools.openers and thoughts is not None:
                 tagged = replace(self.tools, bare="", around=())
                 in_thought = partial(CallStream, tagged, self.schemas, str, parallel=True)
-            made = AnswerParser(thoughts, calls, in_thought, after_thought, opened=self.open)
-        whole = self.tools if self.tools is not None and self.tools.whole else self.reasoning
-        if self.continues and whole is not None and whole.opening:
-            made.push(whole.opening)
+            parser = AnswerParser(thoughts, calls, in_thought, after_thought, opened=self.open)
+        family = self.tools if self.tools is not None and self.tools.whole else self.reasoning
+        if self.continues and family is not None and family.opening:
+            parser.push(family.opening)
         if self.inline and self.reasoning is not None:
-            return InlineThoughts(made, self.reasoning.begin, self.reasoning.end)
-        return made
+            return InlineThoughts(parser, self.reasoning.begin, self.reasoning.end)
+        return parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +143,15 @@ def answer_format(
     a structure.
     """
     tools, reasoning = families
-    called = use.tools if use is not None and _may_call(use) else ()
+    callable_tools = use.tools if use is not None and _may_call(use) else ()
     held: Literal["", "start", "thought"] = ""
-    if tools is not None and called and _is_bound(use, tools, prompt_end):
+    if tools is not None and callable_tools and _is_bound(use, tools, prompt_end):
         thinks = reasoning is not None and _thinks_first(reasoning, prompt_end, continues)
         held = "thought" if thinks else "start"
     return AnswerFormat(
-        tools if called else None,
+        tools if callable_tools else None,
         reasoning,
-        ToolSchemas({tool.name: tool.parameters for tool in called}),
+        ToolSchemas({tool.name: tool.parameters for tool in callable_tools}),
         use.parallel if use else True,
         only_calls=use is not None and (structured or use.choice == "required"),
         calls_first=structured,
@@ -206,24 +206,24 @@ def thinking_bound(
 
 
 def _beside_calls(
-    asked: Structure, held: Structure | None, families: Families, use: ToolUse | None
+    requested: Structure, required: Structure | None, families: Families, use: ToolUse | None
 ) -> Structure:
-    """Return a client's structure with room for the calls that the model may make; `held` is the
-    structure that the tools require. Raises TextError if there is no room."""
+    """Return a client's structure that also allows the calls that the model may make; `required`
+    is the structure that the tools require. Raises TextError if they cannot be combined."""
     tools, reasoning = families
     if use is None or not _may_call(use) or tools is None:
-        return asked
-    if use.choice == "auto" and tools.has_tags and asked.kind != "structural_tag":
-        other = {own.name: getattr(asked, own.name) for own in fields(asked)}
+        return requested
+    if use.choice == "auto" and tools.has_tags and requested.kind != "structural_tag":
+        other = {item.name: getattr(requested, item.name) for item in fields(requested)}
         value = {**_tags(tools, use), "required": True, "or": other}
-        return Structure("structural_tag", value, asked.param)
-    if held is None and tools.whole is not None and reasoning is not None:
-        return asked  # it binds one message, and calls are other messages
-    if held is not None:
-        text = f"{asked.param} cannot be combined with the form that {held.param} asks for"
-        raise TextError(text, asked.param)
-    text = f"{asked.param} cannot be combined with tools that may be called"
-    raise TextError(f'{text}; tool_choice "none" leaves them uncalled', asked.param)
+        return Structure("structural_tag", value, requested.param)
+    if required is None and tools.whole is not None and reasoning is not None:
+        return requested  # it binds one message, and calls are other messages
+    if required is not None:
+        text = f"{requested.param} cannot be combined with the form that {required.param} asks for"
+        raise TextError(text, requested.param)
+    text = f"{requested.param} cannot be combined with tools that may be called"
+    raise TextError(f'{text}; tool_choice "none" leaves them uncalled', requested.param)
 
 
 def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:

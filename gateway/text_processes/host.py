@@ -45,7 +45,7 @@ class MessageStream(asyncio.Protocol):
         self._reader = MessageReader()
         self._messages: deque[TextMessage] = deque()  # not received yet
         self._receiving: asyncio.Future[None] | None = None
-        self._gone = ""  # why the stream has ended; empty while it is open
+        self._end_reason = ""  # why the stream has ended; empty while it is open
         self._paused = False
         self._transport: asyncio.Transport | None = None
 
@@ -57,7 +57,7 @@ class MessageStream(asyncio.Protocol):
     @property
     def gone(self) -> bool:
         """Whether the peer has closed the stream or sent an invalid message."""
-        return bool(self._gone)
+        return bool(self._end_reason)
 
     @property
     def num_unread(self) -> int:
@@ -67,8 +67,8 @@ class MessageStream(asyncio.Protocol):
     def send(self, message: TextMessage) -> None:
         """Send a message; buffers without limit, since the sender waits for each answer. Raises
         OSError if the peer is gone."""
-        if self._gone:
-            raise ConnectionResetError(self._gone)
+        if self._end_reason:
+            raise ConnectionResetError(self._end_reason)
         assert self._transport is not None
         self._transport.write(pack(message))
 
@@ -76,8 +76,8 @@ class MessageStream(asyncio.Protocol):
         """Return the next message. Raises OSError if the peer is gone or sends an invalid one."""
         assert self._receiving is None or self._receiving.done(), "somebody receives already"
         while not self._messages:
-            if self._gone:
-                raise ConnectionResetError(self._gone)
+            if self._end_reason:
+                raise ConnectionResetError(self._end_reason)
             self._resume()
             self._receiving = asyncio.get_running_loop().create_future()
             await self._receiving
@@ -99,9 +99,9 @@ class MessageStream(asyncio.Protocol):
             self.close()
             return
         self._wake()
-        waits = self._receiving is not None and not self._receiving.done()
-        full = len(self._messages) > MAX_UNREAD or self._reader.num_unread > MAX_UNREAD_BYTES
-        if full and not waits and not self._paused:
+        is_receiving = self._receiving is not None and not self._receiving.done()
+        is_full = len(self._messages) > MAX_UNREAD or self._reader.num_unread > MAX_UNREAD_BYTES
+        if is_full and not is_receiving and not self._paused:
             assert self._transport is not None
             self._transport.pause_reading()
             self._paused = True
@@ -115,8 +115,8 @@ class MessageStream(asyncio.Protocol):
             self._transport.resume_reading()
             self._paused = False
 
-    def _end(self, why: str) -> None:
-        self._gone = self._gone or why
+    def _end(self, reason: str) -> None:
+        self._end_reason = self._end_reason or reason
         self._wake()
 
     def _wake(self) -> None:
@@ -153,15 +153,15 @@ class TextChild:
                     await asyncio.shield(self.code)
             raise self._failure(subject(message)) from None
 
-    def _failure(self, what: str) -> Exception:
+    def _failure(self, work: str) -> Exception:
         code = self.code.result() if self.code.done() else 0
         if code in TOO_LONG:
-            return TextError(TOO_LONG[code].format(what))
+            return TextError(TOO_LONG[code].format(work))
         if code == -protocol.LATE_SIGNAL:
             return late()
-        log.warning("a text process ended while it prepared a %s: code %d", what, code)
+        log.warning("a text process ended while it prepared a %s: code %d", work, code)
         return TextError(
-            f"the {what} cannot be prepared: it needs too much memory, or it is broken"
+            f"the {work} cannot be prepared: it needs too much memory, or it is broken"
         )
 
 
@@ -176,33 +176,33 @@ class TextHost:
     @classmethod
     async def start(cls, limits: TextLimits, log_format: str) -> "TextHost":
         """Start a process. Raises OSError if the machine cannot start one."""
-        with ExitStack() as undo:
-            ours, theirs = map(undo.enter_context, socket.socketpair())
-            stream = await MessageStream.over(ours.dup())
-            undo.callback(stream.close)
+        with ExitStack() as cleanup:
+            parent_sock, child_sock = map(cleanup.enter_context, socket.socketpair())
+            stream = await MessageStream.over(parent_sock.dup())
+            cleanup.callback(stream.close)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "pdserve.gateway.text_processes.process"),
-                *(str(theirs.fileno()), json.dumps(asdict(limits)), log_format),
-                pass_fds=[theirs.fileno()],
+                *(str(child_sock.fileno()), json.dumps(asdict(limits)), log_format),
+                pass_fds=[child_sock.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
                 start_new_session=True,  # a terminal's Ctrl-C is for the gateway only
             )
-            undo.pop_all()
-        theirs.close()
-        return cls(process, ours, stream)
+            cleanup.pop_all()
+        child_sock.close()
+        return cls(process, parent_sock, stream)
 
     def fork(self) -> socket.socket:
         """Request a new child and return its socket. Raises OSError if that fails."""
-        ours, theirs = socket.socketpair()
-        with theirs:
+        parent_sock, child_sock = socket.socketpair()
+        with child_sock:
             try:
-                socket.send_fds(self.control, [FORK], [theirs.fileno()])
+                socket.send_fds(self.control, [FORK], [child_sock.fileno()])
             except OSError:
-                ours.close()
+                parent_sock.close()
                 raise
-        return ours
+        return parent_sock
 
     async def load(self, message: TextMessage, limit_s: float) -> TextMessage:
         """Send a model's files and return the answer.

@@ -86,10 +86,10 @@ class MessageReader:
         """Add bytes and return the messages that they complete. Raises ValueError or RecursionError
         if the bytes are not a message or it is too large."""
         self._data += data
-        found = []
+        messages = []
         while (message := self._next()) is not None:
-            found.append(message)
-        return found
+            messages.append(message)
+        return messages
 
     def _next(self) -> TextMessage | None:
         if self._head is None:
@@ -109,14 +109,14 @@ class MessageReader:
         return message
 
     def _take(self, size: int) -> bytes:
-        taken = bytes(self._data[:size])
+        data = bytes(self._data[:size])
         del self._data[:size]
-        return taken
+        return data
 
 
-def subject(asked: "TextMessage") -> str:
+def subject(message: "TextMessage") -> str:
     """Return the kind of work of a message, for error texts."""
-    return "grammar" if asked.head["op"] == "grammar" else "prompt"
+    return "grammar" if message.head["op"] == "grammar" else "prompt"
 
 
 def answered(answer: "TextMessage", max_bytes: int) -> bytes:

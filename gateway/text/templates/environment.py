@@ -24,13 +24,13 @@ from pdserve.gateway.text.errors import UnsupportedTokenizer
 from pdserve.gateway.text.templates.template_text import (
     SafeText,
     TemplateText,
+    concatenated,
     constant,
     formatted,
     indented,
     is_plain,
     recased,
     wrapped,
-    written,
 )
 
 MAX_SOURCE_CHARS = 1 << 18
@@ -105,7 +105,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     """The environment of one template, with the template's constants."""
 
     code_generator_class = _Generator
-    concat = staticmethod(written)
+    concat = staticmethod(concatenated)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
