@@ -91,7 +91,7 @@ def check(requested: RequestedSampling, card: ModelCard) -> None:
     for name, max_entries in MAX_ENTRIES.items():
         count = len(getattr(r, name))
         if count > max_entries:
-            raise refuse(name, f"at most {max_entries} entries, not {count}")
+            raise refuse(name, f"{name} must have at most {max_entries} entries, not {count}")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in r.stop):
         raise refuse("stop", f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
     if any(len(word) > MAX_BAD_WORD_CHARS or not word.strip() for word in r.bad_words):
@@ -102,15 +102,17 @@ def check(requested: RequestedSampling, card: ModelCard) -> None:
         invalid_ids = [token for token in ids if not 0 <= token < card.vocab_size]
         if invalid_ids:
             listed = cut(", ".join(map(str, invalid_ids)), MAX_QUOTED)
-            raise refuse(name, f"not a token id from 0 to {card.vocab_size - 1}: {listed}")
+            raise refuse(
+                name, f"{name} must have token ids from 0 to {card.vocab_size - 1}, not {listed}"
+            )
     limits = BOUNDS["logit_bias"].api
     out_of_range = [token for token, bias in r.logit_bias.items() if not limits.has(bias)]
     if out_of_range:
         listed = cut(", ".join(map(str, out_of_range)), MAX_QUOTED)
-        raise refuse("logit_bias", f"a bias must be {limits}, unlike those of {listed}")
+        raise refuse("logit_bias", f"a bias must be {limits}, but it is not for token ids {listed}")
     _check_range(r.thinking_budget_field, r.thinking_budget, THINKING_BUDGET)
     if r.logprob_token_ids and r.logprobs is None:
-        raise refuse("logprob_token_ids", "logprob_token_ids needs logprobs")
+        raise refuse("logprob_token_ids", "logprob_token_ids requires logprobs")
 
 
 def check_logprobs(requested: RequestedSampling, num_tokens: int, alternatives: str) -> None:
@@ -121,8 +123,8 @@ def check_logprobs(requested: RequestedSampling, num_tokens: int, alternatives: 
         return
     num_each = 1 + r.logprobs + len(r.logprob_token_ids)
     if num_tokens * num_each > MAX_LOGPROBS:
-        text = f"{num_tokens} tokens with {num_each} log-probabilities each, at most {MAX_LOGPROBS}"
-        text = f"{text} in one answer; ask for {alternatives}fewer tokens, choices or log-probabilities"
+        text = f"{num_tokens} tokens with {num_each} log-probabilities each exceed {MAX_LOGPROBS}"
+        text = f"{text} in one answer; request {alternatives}fewer tokens, choices or logprobs"
         raise refuse(r.max_tokens_field, f"{r.max_tokens_field}: {text}")
 
 

@@ -200,7 +200,7 @@ def thinking_bound(
         return sampling
     if reasoning is None:
         param = sampling.thinking_budget_field
-        text = f"{param}: thoughts of this model are not read here (--reasoning-parser)"
+        text = f"{param}: reasoning of this model is not parsed (see --reasoning-parser)"
         raise TextError(text, param)
     return replace(sampling, thinking_tags=reasoning.written or (reasoning.begin, reasoning.end))
 
@@ -220,10 +220,10 @@ def _beside_calls(
     if required is None and tools.whole is not None and reasoning is not None:
         return requested  # it binds one message, and calls are other messages
     if required is not None:
-        text = f"{requested.param} cannot be combined with the form that {required.param} asks for"
+        text = f"{requested.param} cannot be combined with the form that {required.param} requires"
         raise TextError(text, requested.param)
-    text = f"{requested.param} cannot be combined with tools that may be called"
-    raise TextError(f'{text}; tool_choice "none" leaves them uncalled', requested.param)
+    text = f"{requested.param} cannot be combined with tools that the model may call"
+    raise TextError(f'{text}; set tool_choice to "none"', requested.param)
 
 
 def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
@@ -233,7 +233,9 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
         return None
     param = "tool_choice" if use.choice == "required" or use.only else "tools"
     if family is None:
-        raise TextError(f"{param}: calls of tools are not read here (--tool-parser)", param)
+        raise TextError(
+            f"{param}: tool calls of this model are not parsed (see --tool-parser)", param
+        )
     return Structure("structural_tag", _tags(family, use), param)
 
 

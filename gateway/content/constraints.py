@@ -81,7 +81,7 @@ def constraints_of(
     r = requested
     words = [tuple(ids[form]) for word in r.bad_words for form in _as_written(word)]
     if any(len(word) > MAX_SEQUENCE_IDS for word in words):
-        raise TextError(f"a bad word may have {MAX_SEQUENCE_IDS} tokens at most", "bad_words")
+        raise TextError(f"a bad word must have at most {MAX_SEQUENCE_IDS} tokens", "bad_words")
     after: Ids = ()
     if r.structure is not None and r.structure_after:
         after = _checked(r.structure_after, ids, vocabulary, r.structure.param)
@@ -113,9 +113,9 @@ def _checked(tag: str, ids: Mapping[str, Sequence[int]], vocabulary: Vocabulary,
     """Return the ids of a reasoning tag. Raises TextError if the model cannot write the tag."""
     tag_ids = tuple(ids[tag])
     if len(tag_ids) > MAX_SEQUENCE_IDS:
-        raise TextError(f"{param}: {tag[:MAX_SEQUENCE_IDS]!r} has too many tokens", param)
+        raise TextError(f"{param}: the tag {tag[:MAX_SEQUENCE_IDS]!r} has too many tokens", param)
     if not tag_ids or vocabulary.decode(tag_ids, skip_special_tokens=False).strip() != tag.strip():
-        raise TextError(f"{param}: the model cannot write {tag!r}", param)
+        raise TextError(f"{param}: the model cannot write the tag {tag!r}", param)
     return tag_ids
 
 

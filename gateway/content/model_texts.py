@@ -44,7 +44,7 @@ class ModelTexts:
         for name in conversation.variables:
             if name not in self._template_kwargs:
                 names = ", ".join(sorted(self._template_kwargs)) or "no names"
-                text = f"chat_template_kwargs may have {names} here, not {quoted(name)}"
+                text = f"chat_template_kwargs allows {names} on this gateway, not {quoted(name)}"
                 raise refuse(f"chat_template_kwargs.{name}", text)
         allowed = {k: v for k, v in conversation.suggested.items() if k in self._template_kwargs}
         conversation = replace(conversation, suggested=allowed)
@@ -61,8 +61,8 @@ class ModelTexts:
             return replace(conversation, tool_parser=family.name)
         if conversation.tools and not model.text.tool_parser:
             text = (
-                f"the chat template of the model {model.card.name!r} has no place for tools, "
-                "and this gateway does not read calls of tools (--tool-parser)"
+                f"the chat template of the model {model.card.name!r} does not support tools, "
+                "and this gateway does not parse tool calls (see --tool-parser)"
             )
             raise refuse("tools", text)
         return conversation

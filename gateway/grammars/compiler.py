@@ -80,7 +80,7 @@ class GrammarCompiler:
             size = len(text.encode())
             if size > MAX_GRAMMAR_BYTES:
                 raise TextError(
-                    f"the grammar is too large: {size} bytes, at most {MAX_GRAMMAR_BYTES}"
+                    f"the grammar is too large: {size} bytes; the limit is {MAX_GRAMMAR_BYTES}"
                 )
         except (TextError, UnicodeEncodeError) as error:
             reason = str(error) if isinstance(error, TextError) else "it is not valid Unicode"

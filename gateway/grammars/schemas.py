@@ -15,8 +15,10 @@ from pdserve.gateway.text.errors import TextError
 WHITESPACE = r"\x20?|\n\x20{0,20}|\n\t{0,8}"
 
 # Keywords by what their value holds: a schema, a list of them, or schemas by name.
-_SCHEMA_KEYWORDS = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames",
-        "additionalItems", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
+_SCHEMA_KEYWORDS = (
+    "additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames",
+    "additionalItems", "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
 _LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 

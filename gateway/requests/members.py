@@ -28,7 +28,7 @@ class Fate(StrEnum):
     LEFT_OUT = "left out and logged"  # offered to the model, and cannot run here
     AS_TEXT = "kept as text"  # history
     DROPPED = "dropped and logged"  # history that means nothing to a model here
-    HINT = "taken"  # changes no answer
+    HINT = "accepted"  # changes no answer
     REFUSED = "refused by name"  # would change the answer, and is not supported
 
 
@@ -66,7 +66,11 @@ def kept(*fields: str, of_client: bool = False) -> Member:
 def note(fate: Fate, subject: str, kinds: Iterable[str]) -> None:
     """Log what is left out or dropped from a request."""
     if names := sorted(set(kinds)):
-        log.info("%s: %s", fate.value, cut(f"{subject} {', '.join(map(repr, names))}", MAX_QUOTED))
+        log.info(
+            "a request has unsupported entries, %s: %s",
+            fate.value,
+            cut(f"{subject} {', '.join(map(repr, names))}", MAX_QUOTED),
+        )
 
 
 def _readable(value: Any, depth: int) -> Any:

@@ -42,7 +42,7 @@ class TemplateInput:
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or last.get("tool_calls"):
             raise TextError(
-                "continue_final_message needs a last message of the assistant without tool calls",
+                "continue_final_message requires a last assistant message without tool calls",
                 "continue_final_message",
             )
 
@@ -112,7 +112,7 @@ def _tool_calls(calls: object, param: str) -> list[dict[str, Any]]:
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise TextError("a tool call needs a function with a name", f"{param}[{index}]")
+            raise TextError("a tool call must have a function with a name", f"{param}[{index}]")
         arguments = _arguments(function.get("arguments"))
         result.append({**call, "function": {**function, "arguments": arguments}})
     return result

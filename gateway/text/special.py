@@ -30,8 +30,8 @@ class SpecialTokens:
         longest = max(map(len, self.texts), default=0)
         if longest > MAX_SPECIAL_CHARS:
             raise UnsupportedTokenizer(
-                f"tokenizer.json: a special token of {longest} characters, "
-                f"at most {MAX_SPECIAL_CHARS}"
+                f"tokenizer.json has a special token of {longest} characters; "
+                f"the limit is {MAX_SPECIAL_CHARS}"
             )
 
     def split(self, text: str, origin: str | None = None) -> list[str | int]:

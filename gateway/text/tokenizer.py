@@ -162,7 +162,8 @@ def _without_prefix(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     for token_id, token in added:
         if tokenizer.token_to_id(token.content) != token_id:
             raise UnsupportedTokenizer(
-                f"tokenizer.json: id {token_id} of {token.content!r} is not its"
+                f"tokenizer.json: id {token_id} of {token.content!r} is not "
+                "the id that the tokenizers library assigns"
             )
     tokenizer.encode_special_tokens = True
     return tokenizer

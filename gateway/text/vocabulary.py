@@ -111,7 +111,9 @@ def store(tokens: Sequence[str | None]) -> tuple[bytes, bytes]:
     longer than MAX_TOKEN_CHARS."""
     longest = max((len(token or "") for token in tokens), default=0)
     if longest > MAX_TOKEN_CHARS:
-        raise UnsupportedTokenizer(f"tokenizer.json: a token of {longest} characters")
+        raise UnsupportedTokenizer(
+            f"tokenizer.json has a token of {longest} characters, which is too long"
+        )
     encoded = [(token or "").encode() for token in tokens]
     return array("I", map(len, encoded)).tobytes(), b"".join(encoded)
 

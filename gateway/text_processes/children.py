@@ -72,7 +72,7 @@ class Children:
         try:
             self._fork(self)
         except OSError as error:
-            log.warning("a text process cannot be started: %s", error)
+            log.warning("cannot start a text process: %s", error)
             if self._free == self._max_children:
                 self.fail(no_process)
         else:

@@ -33,7 +33,7 @@ ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ", 
 ENDED_S = 1.0  # wait for a child's exit code after its socket has closed
 TOO_LONG = {
     -protocol.RENDER_SIGNAL: "the chat template ran for too long",
-    -protocol.PROMPT_SIGNAL: "the {} takes too long to be prepared",
+    -protocol.PROMPT_SIGNAL: "the {} takes too long to prepare",
 }
 
 
@@ -74,7 +74,9 @@ class MessageStream(asyncio.Protocol):
 
     async def receive(self) -> TextMessage:
         """Return the next message. Raises OSError if the peer is gone or sends an invalid one."""
-        assert self._receiving is None or self._receiving.done(), "somebody receives already"
+        assert self._receiving is None or self._receiving.done(), (
+            "another caller is already receiving"
+        )
         while not self._messages:
             if self._end_reason:
                 raise ConnectionResetError(self._end_reason)
@@ -94,8 +96,8 @@ class MessageStream(asyncio.Protocol):
         try:
             self._messages += self._reader.feed(data)
         except (ValueError, RecursionError) as error:
-            log.error("a text process sends no message: %s", cut(str(error), MAX_QUOTED))
-            self._end("it has sent no message")
+            log.error("a text process sent an invalid message: %s", cut(str(error), MAX_QUOTED))
+            self._end("the text process sent an invalid message")
             self.close()
             return
         self._wake()
@@ -107,7 +109,7 @@ class MessageStream(asyncio.Protocol):
             self._paused = True
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._end("it has gone")
+        self._end("the text process closed the connection")
 
     def _resume(self) -> None:
         if self._paused:
@@ -141,7 +143,7 @@ class TextChild:
         ServiceError if it may succeed later."""
         try:
             if self.stream.num_unread:
-                raise OSError("it has said something that nobody asked for")
+                raise OSError("the text process sent an unexpected message")
             async with asyncio.timeout(limit_s):
                 self.stream.send(message)
                 return await self.stream.receive()
@@ -159,10 +161,8 @@ class TextChild:
             return TextError(TOO_LONG[code].format(work))
         if code == -protocol.LATE_SIGNAL:
             return late()
-        log.warning("a text process ended while it prepared a %s: code %d", work, code)
-        return TextError(
-            f"the {work} cannot be prepared: it needs too much memory, or it is broken"
-        )
+        log.warning("a text process ended while preparing a %s: exit code %d", work, code)
+        return TextError(f"the {work} cannot be prepared: it is invalid or needs too much memory")
 
 
 class TextHost:
@@ -239,8 +239,12 @@ class TextHost:
 
 
 def late() -> ServiceError:
-    return ServiceError(UNAVAILABLE, "the prompt could not be prepared in time", retry_after_s=1.0)
+    return ServiceError(
+        UNAVAILABLE, "the prompt could not be prepared in time; try again later", retry_after_s=1.0
+    )
 
 
 def no_process() -> ServiceError:
-    return ServiceError(UNAVAILABLE, "no text process can be started now", retry_after_s=1.0)
+    return ServiceError(
+        UNAVAILABLE, "the gateway cannot start a text process; try again later", retry_after_s=1.0
+    )

@@ -206,7 +206,7 @@ class TextProcesses:
             raise
         except ValueError as error:
             is_reusable = False
-            log.error("a text process answers with %s", error)
+            log.error("a text process sent an invalid answer: %s", error)
             raise _ended() from None
         except BaseException:
             if not self.alive:
@@ -239,7 +239,7 @@ class TextProcesses:
                     child.code.set_result(head["code"])
                     child.stream.close()
         except (OSError, LookupError, TypeError) as error:
-            log.error("the text processes of a model have ended: %s", error)
+            log.error("the text processes of a model ended unexpectedly: %s", error)
             self._host.kill()  # it may still run and have sent an invalid message
         finally:
             self.alive = False
@@ -296,7 +296,7 @@ class TextPool:
         try:
             host = await spare
         except OSError as error:
-            log.warning("a text process cannot be started: %s", error)
+            log.warning("cannot start a text process: %s", error)
             raise no_process() from None
         request = TextMessage({"card": asdict(card), "files": list(files)}, list(files.values()))
         try:
@@ -328,4 +328,6 @@ class TextPool:
 
 
 def _ended() -> ServiceError:
-    return ServiceError(UNAVAILABLE, "the model's text processes have ended", retry_after_s=1.0)
+    return ServiceError(
+        UNAVAILABLE, "the model's text processes have ended; try again", retry_after_s=1.0
+    )

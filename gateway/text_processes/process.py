@@ -74,7 +74,7 @@ class TextModel:
             try:
                 source = files["template"].decode()
             except UnicodeDecodeError:
-                raise UnsupportedTokenizer("its chat template is not UTF-8") from None
+                raise UnsupportedTokenizer("its chat template is not valid UTF-8") from None
             self.template = ChatTemplate(source, self.tokenizer)
             self._family = tool_family_of(source)
             self.reasoning_parser = reasoning_family_of(source)
@@ -124,7 +124,9 @@ class TextModel:
         except MemoryError:
             raise
         except BaseException as error:  # the model can still write free text
-            self._grammar_error = f"this model takes no structure: {cut(str(error), MAX_QUOTED)}"
+            self._grammar_error = (
+                f"this model does not support structured output: {cut(str(error), MAX_QUOTED)}"
+            )
 
     def grammar(self, structure: Structure) -> str:
         """Compile a structure. Raises TextError if it or the model is unsupported."""
@@ -277,7 +279,7 @@ def _prompt(request: TextMessage, model: TextModel, limits: TextLimits) -> list[
     _set_timer(RENDER_SIGNAL, 0)
     length = len(rendered.text)
     if length > head["max_len"]:  # in characters; tokenizing more would take seconds
-        text = f"the chat template writes {length} characters, which cannot fit"
+        text = f"the chat template writes {length} characters, which exceed the context"
         raise TooLong(text, least_tokens(length))
     _set_timer(PROMPT_SIGNAL, limits.prompt_s)
     return model.tokenizer.encode_rendered(rendered)

@@ -107,7 +107,7 @@ class ChatTemplate:
                     for token in sorted(computed_tokens)[:MAX_NAMES]
                 ]
                 log.warning(
-                    "special tokens that the chat template computes become plain text: %s",
+                    "special tokens that the chat template computes are encoded as text: %s",
                     ", ".join(map(repr, names)),
                 )
         return self._capabilities
@@ -202,7 +202,9 @@ class ChatTemplate:
         except RecursionError:
             raise _Refusal("the messages are nested too deeply", field) from None
         except Exception as error:  # any Python error for values that the template does not expect
-            raise _Refusal(f"the chat template fails on them: {error}", field) from None
+            raise _Refusal(
+                f"the chat template cannot render the messages: {error}", field
+            ) from None
         if request.continue_final_message:
             return _until_end(text, last_text)
         return _plain(text)
@@ -285,7 +287,7 @@ def _until_end(text: TemplateText, content: str) -> Rendered:
     the last message."""
     end = origin_of(text).rfind(LAST)
     if end < 0:
-        raise TextError("the chat template leaves the last message out", "continue_final_message")
+        raise TextError("the chat template omits the last message", "continue_final_message")
     is_blank = not content.strip()
     end += not is_blank
     rest = "" if is_blank else content[len(content.rstrip()) :]

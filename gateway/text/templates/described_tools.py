@@ -61,7 +61,7 @@ def in_system_turn(turns: Sequence[Message], text: str) -> list[dict[str, Any]]:
     first, *others = turns
     if first["role"] not in ("system", "developer"):
         return [{"role": "system", "content": text}, *map(dict, turns)]
-    content = _lines(first["content"], text, between="\n\n")
+    content = _lines(first["content"], text, separator="\n\n")
     return [{**first, "content": content}, *map(dict, others)]
 
 

@@ -66,7 +66,9 @@ def compiled(source: str, now: Callable[[], datetime]) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise UnsupportedTokenizer(f"chat template, line {error.lineno}: {error.message}") from None
+        raise UnsupportedTokenizer(
+            f"the chat template is invalid in line {error.lineno}: {error.message}"
+        ) from None
     except (RecursionError, SyntaxError) as error:  # too deep for jinja2 or Python's compiler
         raise UnsupportedTokenizer(f"the chat template cannot be compiled: {error}") from None
 

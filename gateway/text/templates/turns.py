@@ -307,8 +307,8 @@ def _complete_tools(conversation: Conversation) -> Conversation:
 
 
 def _dicts_of_any(conversation: Conversation) -> Conversation:
-    """Change as `_complete_tools`, and say of objects that their other properties may be anything, for
-    templates that always read that. Without a type: such templates write "Any" for null."""
+    """Change as `_complete_tools`, and allow objects any other properties explicitly, for templates
+    that always read that keyword. Without a type: such templates write "Any" for null."""
     if conversation.tools is None:
         return conversation
     tools = []

@@ -379,7 +379,7 @@ def test_a_structure_without_room_for_calls_is_refused_beside_tools(kind: Any) -
     value = {"structures": [], "triggers": []} if kind == "structural_tag" else None
     asked = RequestedSampling(structure=Structure(kind, value, "response_format"))
     family = HERMES if kind == "structural_tag" else tool_family("llama3_json")
-    with pytest.raises(TextError, match="tools that may be called") as error:
+    with pytest.raises(TextError, match="tools that the model may call") as error:
         shaped(asked, (family, THINK), ToolUse([WEATHER]), "", continues=False)
     assert error.value.param == "response_format"
     for tools, use in ((HERMES, ToolUse([WEATHER], "none")), (None, ToolUse([WEATHER]))):
