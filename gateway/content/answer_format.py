@@ -41,8 +41,9 @@ class AnswerFormat:
 
     `only_calls`: drop text after a call. `calls_first`: an answer that does not begin with a call
     has none. `open`: the prompt has opened reasoning. `inline`: reasoning is part of the text.
-    `continues`: the answer continues a message. `held`: from where on a grammar holds calls to a
-    form, so that only that form is read: the "start" or the end of the "thought"; empty: nowhere.
+    `continues`: the answer continues a message. `constrained_from`: from where on a grammar holds
+    calls to a form, so that only that form is read: the "start" or the end of the "thought"; empty:
+    nowhere.
     """
 
     tools: ToolFamily | None = None
@@ -54,7 +55,7 @@ class AnswerFormat:
     open: bool = False
     inline: bool = False
     continues: bool = False
-    held: Literal["", "start", "thought"] = ""
+    constrained_from: Literal["", "start", "thought"] = ""
 
     @property
     def special(self) -> frozenset[str]:
@@ -66,8 +67,8 @@ class AnswerFormat:
         """Return a new parser for one choice, None if the text is the content as it is."""
         parser: ContentParser
         new_id = partial(new_call_id, self.tools.id_len if self.tools else 0)
-        if self.tools is not None and self.tools.whole is not None:
-            parser = self.tools.whole(new_id, self.parallel, self.schemas)
+        if self.tools is not None and self.tools.make_parser is not None:
+            parser = self.tools.make_parser(new_id, self.parallel, self.schemas)
         elif self.tools is None and self.reasoning is None:
             return None
         else:
@@ -88,14 +89,16 @@ class AnswerFormat:
                         around,
                     )
 
-                in_form = in_form_only(self.tools) if self.tools and self.held else None
-                calls = stream(in_form if self.held == "start" else self.tools)
-                after_thought = partial(stream, in_form) if self.held == "thought" else None
+                in_form = in_form_only(self.tools) if self.tools and self.constrained_from else None
+                calls = stream(in_form if self.constrained_from == "start" else self.tools)
+                after_thought = (
+                    partial(stream, in_form) if self.constrained_from == "thought" else None
+                )
             if self.tools is not None and self.tools.openers and thoughts is not None:
                 tagged = replace(self.tools, bare="", around=())
                 in_thought = partial(CallStream, tagged, self.schemas, str, parallel=True)
             parser = AnswerParser(thoughts, calls, in_thought, after_thought, opened=self.open)
-        family = self.tools if self.tools is not None and self.tools.whole else self.reasoning
+        family = self.tools if self.tools is not None and self.tools.make_parser else self.reasoning
         if self.continues and family is not None and family.opening:
             parser.push(family.opening)
         if self.inline and self.reasoning is not None:
@@ -144,10 +147,10 @@ def answer_format(
     """
     tools, reasoning = families
     callable_tools = use.tools if use is not None and _may_call(use) else ()
-    held: Literal["", "start", "thought"] = ""
+    constrained_from: Literal["", "start", "thought"] = ""
     if tools is not None and callable_tools and _is_bound(use, tools, prompt_end):
         thinks = reasoning is not None and _thinks_first(reasoning, prompt_end, continues)
-        held = "thought" if thinks else "start"
+        constrained_from = "thought" if thinks else "start"
     return AnswerFormat(
         tools if callable_tools else None,
         reasoning,
@@ -158,7 +161,7 @@ def answer_format(
         open=reasoning is not None and _is_open(reasoning, prompt_end, continues),
         inline=inline,
         continues=continues,
-        held=held,
+        constrained_from=constrained_from,
     )
 
 
@@ -181,7 +184,7 @@ def shaped(
         structure = _beside_calls(sampling.structure, structure, families, use)
     if structure is None:
         return sampling
-    if structure is not sampling.structure and tools is not None and tools.whole is not None:
+    if structure is not sampling.structure and tools is not None and tools.make_parser is not None:
         # A Harmony call is a separate message, not part of the final one.
         return replace(sampling, structure=structure, structure_after="")
     after = ""
@@ -217,7 +220,7 @@ def _beside_calls(
         other = {item.name: getattr(requested, item.name) for item in fields(requested)}
         value = {**_tags(tools, use), "required": True, "or": other}
         return Structure("structural_tag", value, requested.param)
-    if required is None and tools.whole is not None and reasoning is not None:
+    if required is None and tools.make_parser is not None and reasoning is not None:
         return requested  # it binds one message, and calls are other messages
     if required is not None:
         text = f"{requested.param} cannot be combined with the form that {required.param} requires"
@@ -292,7 +295,7 @@ def _is_constrained(use: ToolUse) -> bool:
 def _is_bound(use: ToolUse | None, tools: ToolFamily, prompt_end: str) -> bool:
     """Return whether only calls in the grammar's form may be read from free text. A prompt that
     ends with the trigger has begun a call, which the grammar does not see."""
-    if use is None or use.choice != "auto" or tools.whole is not None:
+    if use is None or use.choice != "auto" or tools.make_parser is not None:
         return False
     return _is_constrained(use) and not prompt_end.endswith(tools.form.trigger)
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from pdserve.gateway.text_processes.host import TextChild, late, no_process
+from pdserve.gateway.text_processes.host import TextChild, late_error, no_process_error
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.fairness import FairQueue
 
@@ -47,7 +47,7 @@ class Children:
                         )  # a child arrived together with the cancellation
                     raise
         except TimeoutError:
-            raise late() from None
+            raise late_error() from None
 
     def offer(self, child: TextChild) -> None:
         """Add an idle child, or replace it if it has ended."""
@@ -74,7 +74,7 @@ class Children:
         except OSError as error:
             log.warning("cannot start a text process: %s", error)
             if self._free == self._max_children:
-                self.fail(no_process)
+                self.fail(no_process_error)
         else:
             self._free -= 1
 

@@ -148,7 +148,7 @@ class TextChild:
                 self.stream.send(message)
                 return await self.stream.receive()
         except TimeoutError:
-            raise late() from None
+            raise late_error() from None
         except OSError:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ENDED_S):
@@ -160,7 +160,7 @@ class TextChild:
         if code in TOO_LONG:
             return TextError(TOO_LONG[code].format(work))
         if code == -protocol.LATE_SIGNAL:
-            return late()
+            return late_error()
         log.warning("a text process ended while preparing a %s: exit code %d", work, code)
         return TextError(f"the {work} cannot be prepared: it is invalid or needs too much memory")
 
@@ -219,7 +219,7 @@ class TextHost:
                 answer = await self.stream.receive()
         except OSError:  # includes TimeoutError
             if not received:
-                raise no_process() from None
+                raise no_process_error() from None
             raise UnsupportedTokenizer("its files need too much time or memory") from None
         if "error" in answer.head:
             raise UnsupportedTokenizer(answer.head["error"])
@@ -238,13 +238,13 @@ class TextHost:
         await self._process.wait()
 
 
-def late() -> ServiceError:
+def late_error() -> ServiceError:
     return ServiceError(
         UNAVAILABLE, "the prompt could not be prepared in time; try again later", retry_after_s=1.0
     )
 
 
-def no_process() -> ServiceError:
+def no_process_error() -> ServiceError:
     return ServiceError(
         UNAVAILABLE, "the gateway cannot start a text process; try again later", retry_after_s=1.0
     )

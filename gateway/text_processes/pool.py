@@ -28,7 +28,7 @@ from pdserve.gateway.text.vocabulary import (
     stored_vocabulary,
 )
 from pdserve.gateway.text_processes.children import Children
-from pdserve.gateway.text_processes.host import MessageStream, TextChild, TextHost, no_process
+from pdserve.gateway.text_processes.host import MessageStream, TextChild, TextHost, no_process_error
 from pdserve.gateway.text_processes.protocol import TextLimits, TextMessage, answered, ids_of
 from pdserve.gateway.text_processes.structure_cache import StructureCache
 from pdserve.protos.common_pb2 import UNAVAILABLE
@@ -159,7 +159,7 @@ class TextProcesses:
 
     async def _take(self, owner: bytes, children: Children) -> TextChild:
         if not self.alive:
-            raise _ended()
+            raise _ended_error()
         return await children.take(owner)
 
     async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
@@ -207,10 +207,10 @@ class TextProcesses:
         except ValueError as error:
             is_reusable = False
             log.error("a text process sent an invalid answer: %s", error)
-            raise _ended() from None
+            raise _ended_error() from None
         except BaseException:
             if not self.alive:
-                raise _ended() from None
+                raise _ended_error() from None
             raise
         finally:
             self._spent(owner, loop.time() - started)
@@ -246,8 +246,8 @@ class TextProcesses:
             self._fail_waiting()
 
     def _fail_waiting(self) -> None:
-        self._prompts.fail(_ended)
-        self._grammars.fail(_ended)
+        self._prompts.fail(_ended_error)
+        self._grammars.fail(_ended_error)
 
 
 class LoadedText(NamedTuple):
@@ -297,7 +297,7 @@ class TextPool:
             host = await spare
         except OSError as error:
             log.warning("cannot start a text process: %s", error)
-            raise no_process() from None
+            raise no_process_error() from None
         request = TextMessage({"card": asdict(card), "files": list(files)}, list(files.values()))
         try:
             answer = await host.load(request, self._limits.load_s + SLACK_S)
@@ -327,7 +327,7 @@ class TextPool:
                 await (await self._spare).close()
 
 
-def _ended() -> ServiceError:
+def _ended_error() -> ServiceError:
     return ServiceError(
         UNAVAILABLE, "the model's text processes have ended; try again", retry_after_s=1.0
     )

@@ -51,7 +51,9 @@ class AnswerParser:
             assert self._calls is not None
             parts += self._decided(self._search, self._search.finish(cut=cut))
             text, self._held = self._held, ""
-            if self._first_call is not None and self._search.whole[-1:] >= [self._first_call]:
+            if self._first_call is not None and self._search.complete_calls[-1:] >= [
+                self._first_call
+            ]:
                 parts += self._calls.push(text.lstrip())
             elif text:
                 parts.append(ReasoningPart(text))

@@ -175,7 +175,7 @@ class CallArguments:
             literal_json = "".join(piece for piece in literals.value() if piece is not None)
         finally:
             self._values.remaining = literals.values_left
-        if reader.text[reader.at :].strip():
+        if reader.text[reader.position :].strip():
             raise Malformed
         return json.loads(literal_json)
 
@@ -265,7 +265,7 @@ class _Form:
                 reader.drop_read()
                 yield piece
             self._decided = "over"
-            self.is_broken = bool(reader.text[reader.at :].strip())
+            self.is_broken = bool(reader.text[reader.position :].strip())
         except Malformed as error:
             if not self._begun:
                 self._texts = [reader.text]

@@ -92,8 +92,8 @@ class HarmonyStream:
                 channel = _CHANNEL.match(header)
                 if recipient and recipient[1].startswith("functions.") and self._calls:
                     yield from self._call(recipient[1].removeprefix("functions."))
-                    if (yield from reader.takes(CHANNEL)):  # a grammar's next call has no <|start|>
-                        reader.at -= len(CHANNEL)
+                    if (yield from reader.take(CHANNEL)):  # a grammar's next call has no <|start|>
+                        reader.position -= len(CHANNEL)
                         continue
                 thinks = channel is not None and channel[1] == "analysis"
                 kind = ReasoningPart if thinks else TextPart
@@ -118,7 +118,7 @@ class HarmonyStream:
         Raises CutOff at the end."""
         reader = self._reader
         while True:
-            start = reader.at
+            start = reader.position
             try:
                 header, mark = yield from reader.until(
                     MESSAGE, *_BREAKS, max_chars=MAX_HEADER_CHARS
@@ -130,7 +130,7 @@ class HarmonyStream:
                 raise
             except Malformed:
                 header, mark = reader.text[start : start + MAX_HEADER_CHARS], ""
-                reader.at = start + MAX_HEADER_CHARS
+                reader.position = start + MAX_HEADER_CHARS
             reader.drop_read()
             if mark == MESSAGE:
                 return header
@@ -169,7 +169,7 @@ class HarmonyStream:
             raise
         except Malformed:
             if not begun:
-                reader.at = 0
+                reader.position = 0
                 return
         self._num_calls += 1
         yield from reader.space()
@@ -185,22 +185,22 @@ class HarmonyStream:
         reader = self._reader
         pattern = re.compile("|".join(map(re.escape, _NEXT)))
         while True:
-            match = None if plain else pattern.search(reader.text, reader.at)
+            match = None if plain else pattern.search(reader.text, reader.position)
             if match:
-                self._give(reader.text[reader.at : match.start()], kind)
-                reader.at = match.end()
+                self._give(reader.text[reader.position : match.start()], kind)
+                reader.position = match.end()
                 reader.drop_read()
                 return
-            rest = reader.text[reader.at :]
+            rest = reader.text[reader.position :]
             if reader.ended:
                 self._give(rest if plain else _stripped_end(rest), kind)
-                reader.at = len(reader.text)
+                reader.position = len(reader.text)
                 if plain:
                     return
                 raise CutOff
             num_held = 0 if plain else held(rest, _NEXT)
             self._give(rest[: len(rest) - num_held], kind)
-            reader.at += len(rest) - num_held
+            reader.position += len(rest) - num_held
             reader.drop_read()
             yield
 

@@ -39,7 +39,7 @@ def _without_lines(reader: BlockReader, end: str) -> Pieces[None]:
             yield body
 
 
-def whole_text(reader: BlockReader, end: str) -> Pieces[None]:
+def raw_text(reader: BlockReader, end: str) -> Pieces[None]:
     """Yield a text up to `end` unchanged."""
     yield from reader.pieces_until(end)
 
@@ -61,7 +61,7 @@ def read_invokes(
     while True:
         yield from read_invoke(reader, prefix, schemas, value)
         yield from reader.space()
-        if (yield from reader.closes(end)):
+        if (yield from reader.take_end(end)):
             return
         yield from reader.expect(begin)
 

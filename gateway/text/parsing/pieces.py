@@ -66,15 +66,15 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
     quote = ""  # of the open string
     after = "{"  # the last token: a value is "v", a key "k"
     last = ""  # the value at the end of the text, with the held text before it
-    over = malformed = False
-    while not (over or malformed):
-        start = reader.at
+    is_complete = malformed = False
+    while not (is_complete or malformed):
+        start = reader.position
         text, position = (
             reader.text[start:],
             0,
         )  # only unread text, since a waiting generator keeps it
         parts: list[str] = []
-        while not (over or malformed):
+        while not (is_complete or malformed):
             if quote:
                 match = _IN_STRING[quote].search(text, position)
                 end = match.start() if match else len(text)
@@ -146,7 +146,7 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
                 parts += (first,) if after == "," else (*held, first)
                 held = []
                 brackets.pop()
-                after, over = "v", len(brackets) == 0
+                after, is_complete = "v", len(brackets) == 0
             elif (first == "," and after == "v") or (first == ":" and after == "k"):
                 held.append(first)
                 after = first
@@ -169,14 +169,14 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
                 malformed = True
                 break
             position += 1
-        reader.at = start + position
+        reader.position = start + position
         if piece := "".join(parts):
             yield piece
         if malformed:
             raise Malformed
-        if reader.ended and not over:
+        if reader.ended and not is_complete:
             raise CutOff(value=last)
-        if not over:
+        if not is_complete:
             yield None
 
 
@@ -215,7 +215,7 @@ def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
     yield from reader.expect('"')
     inner = BlockReader("")
     pieces = _object_pieces(inner)
-    over = malformed = False
+    is_complete = malformed = False
     while not inner.ended:
         try:
             text = yield from _unquoted(reader)
@@ -229,17 +229,17 @@ def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
             yield from reader.expect('"')
             inner.ended = True
         try:
-            for piece in () if over else pieces:
+            for piece in () if is_complete else pieces:
                 if piece is None:
                     break
                 inner.drop_read()
                 yield piece
             else:
-                over = True
+                is_complete = True
         except Malformed:
-            over = malformed = True
-        if over:
-            inner.text, inner.at = "", 0
+            is_complete = malformed = True
+        if is_complete:
+            inner.text, inner.position = "", 0
     if malformed:
         raise Malformed
 
@@ -288,16 +288,16 @@ def _unquoted(reader: BlockReader) -> Reading[str]:
     """Read and decode the available part of a JSON string; return "" at its end. Raises CutOff,
     Malformed."""
     while True:
-        match = _WHOLE_CHARS.match(reader.text, reader.at)
+        match = _WHOLE_CHARS.match(reader.text, reader.position)
         assert match is not None  # the pattern also matches ""
         end = match.end()
         following = reader.text[end : end + 6]
-        surrogate = _HIGH_SURROGATE.search(reader.text, max(reader.at, end - 6), end)
+        surrogate = _HIGH_SURROGATE.search(reader.text, max(reader.position, end - 6), end)
         if surrogate and not reader.ended and len(following) < 6 and not following.startswith('"'):
             end = surrogate.start()
-        if end > reader.at:
-            value: str = json_value(f'"{reader.text[reader.at : end]}"')
-            reader.at = end
+        if end > reader.position:
+            value: str = json_value(f'"{reader.text[reader.position : end]}"')
+            reader.position = end
             return value
         if following.startswith('"'):
             return ""
@@ -329,7 +329,7 @@ class LiteralPieces:
         yield from reader.space()
         first = yield from reader.first()
         if first and first in "{[(":
-            reader.at += 1
+            reader.position += 1
             if first == "{":
                 yield from self._object(head, depth + 1)
             else:
@@ -353,7 +353,7 @@ class LiteralPieces:
         )  # the arguments' first bracket is yielded with a value
         head += "{"
         begun = False
-        while not (yield from reader.taken("}")):
+        while not (yield from reader.take_after_space("}")):
             yield from reader.space()
             key = yield from self._key()
             if yields_head and not begun:
@@ -362,7 +362,7 @@ class LiteralPieces:
             yield from self.value(f"{head}{key}: ", depth)
             head = ", "
             begun = True
-            if not (yield from reader.taken(",")):
+            if not (yield from reader.take_after_space(",")):
                 yield from reader.expect("}")
                 break
         yield "}" if begun else f"{head}}}"
@@ -370,7 +370,7 @@ class LiteralPieces:
     def _list(self, head: str, end: str, depth: int) -> Pieces[None]:
         reader = self._reader
         if end == ")":  # a tuple only with a comma
-            if (yield from reader.taken(end)):
+            if (yield from reader.take_after_space(end)):
                 yield f"{head}[]"
                 return
             value = ""
@@ -379,7 +379,7 @@ class LiteralPieces:
                     yield None
                 else:
                     value += piece
-            if (yield from reader.taken(end)):
+            if (yield from reader.take_after_space(end)):
                 yield head + value
                 return
             yield from reader.expect(",")
@@ -387,10 +387,10 @@ class LiteralPieces:
             head = ", "
         else:
             head += "["
-        while not (yield from reader.taken(end)):
+        while not (yield from reader.take_after_space(end)):
             yield from self.value(head, depth)
             head = ", "
-            if not (yield from reader.taken(",")):
+            if not (yield from reader.take_after_space(",")):
                 yield from reader.expect(end)
                 break
         yield "]" if head == ", " else f"{head}]"
@@ -414,10 +414,10 @@ class LiteralPieces:
         """Read the beginning of a string, up to its quote; return it, or "" if none is here."""
         reader = self._reader
         while True:
-            rest = reader.text[reader.at : reader.at + 4]
+            rest = reader.text[reader.position : reader.position + 4]
             match = _OPENING.match(rest)
             if not _HALF_OPENING.match(rest) or (reader.ended and (match or not rest)):
-                reader.at += match.end() if match else 0
+                reader.position += match.end() if match else 0
                 return match[0] if match else ""
             yield from reader.more()
 
@@ -427,18 +427,18 @@ class LiteralPieces:
         quote = opening.lstrip("rRuU")
         is_raw = opening[0] in "rR"
         pattern = re.compile(rf"{quote}|[{quote[0]}\\]")
-        over = False
-        while not over:
+        is_complete = False
+        while not is_complete:
             parts: list[str] = []
-            position = reader.at
-            while not over:
+            position = reader.position
+            while not is_complete:
                 match = pattern.search(reader.text, position)
                 parts.append(reader.text[position : match.start() if match else None])
                 position = match.end() if match else len(reader.text)
                 if match is None:
                     break
                 if match[0] == quote:
-                    over = True
+                    is_complete = True
                     break
                 position -= 1
                 if match[0] == quote[0]:
@@ -456,10 +456,10 @@ class LiteralPieces:
                     break  # the text ends inside the escape
                 parts.append(escape[0] if is_raw else self._unescaped(escape))
                 position = escape.end()
-            reader.at = position
+            reader.position = position
             if piece := "".join(parts):
                 yield encoded(piece)
-            if not over:
+            if not is_complete:
                 yield from reader.more()
 
     def _unescaped(self, match: re.Match[str]) -> str:
@@ -475,7 +475,7 @@ class LiteralPieces:
         """Yield a number or a name as JSON. Raises CutOff, Malformed."""
         reader = self._reader
         while True:
-            match = _WORD.match(reader.text, reader.at)
+            match = _WORD.match(reader.text, reader.position)
             assert match is not None  # the pattern also matches ""
             if head and _LONG_NUMBER.match(match[0]):
                 yield head
@@ -483,7 +483,7 @@ class LiteralPieces:
             elif len(match[0]) > MAX_NAME_CHARS:
                 raise Malformed
             elif match.end() < len(reader.text):
-                reader.at = match.end()
+                reader.position = match.end()
                 yield f"{head}{_json_word(match[0], as_written=False)}"
                 return
             elif reader.ended:
@@ -504,7 +504,7 @@ class GemmaLiteralPieces(LiteralPieces):
     quote = '<|"|>'
 
     def _opening(self) -> Reading[str]:
-        return self._reader.takes(self.quote)
+        return self._reader.take(self.quote)
 
     def _string(self, opening: str) -> Pieces[None]:
         texts = self._reader.pieces_until(opening)

@@ -66,12 +66,12 @@ def held(text: str, marks: Sequence[str]) -> int:
 
 
 class BlockReader:
-    """A text with a read position: `text` from `at` on is unread. `feed` adds text; `ended` marks
-    the end of the input, and `cut` that the answer reached its length limit there."""
+    """A text with a read position: `text` from `position` on is unread. `feed` adds text; `ended`
+    marks the end of the input, and `cut` that the answer reached its length limit there."""
 
-    def __init__(self, text: str, at: int = 0, *, ended: bool = False) -> None:
+    def __init__(self, text: str, position: int = 0, *, ended: bool = False) -> None:
         self.text = text
-        self.at = at
+        self.position = position
         self.ended = ended
         self.cut = False
 
@@ -83,10 +83,10 @@ class BlockReader:
         self.text = joined
 
     def drop_read(self) -> None:
-        """Drop the text before `at`. Call it only after a generator yields a piece, not None: a
-        waiting generator may keep a position."""
-        self.text = self.text[self.at :]
-        self.at = 0
+        """Drop the text before `position`. Call it only after a generator yields a piece, not None:
+        a waiting generator may keep a position."""
+        self.text = self.text[self.position :]
+        self.position = 0
 
     def more(self) -> Reading[None]:
         """Wait for more text. Raises CutOff at the end."""
@@ -97,52 +97,52 @@ class BlockReader:
     def space(self) -> Reading[None]:
         """Skip white space."""
         while True:
-            match = _SPACE.match(self.text, self.at)
+            match = _SPACE.match(self.text, self.position)
             assert match is not None  # the pattern also matches ""
-            self.at = match.end()
-            if self.at < len(self.text) or self.ended:
+            self.position = match.end()
+            if self.position < len(self.text) or self.ended:
                 return
             del match  # it holds a reference to the text
             yield
 
     def first(self) -> Reading[str]:
         """Return the next character without reading it; "" at the end."""
-        while self.at == len(self.text) and not self.ended:
+        while self.position == len(self.text) and not self.ended:
             yield
-        return self.text[self.at : self.at + 1]
+        return self.text[self.position : self.position + 1]
 
-    def takes(self, *marks: str) -> Reading[str]:
+    def take(self, *marks: str) -> Reading[str]:
         """Read the next mark; return "" if none of the marks follows."""
         while True:
             for mark in marks:
-                if self.text.startswith(mark, self.at):
-                    self.at += len(mark)
+                if self.text.startswith(mark, self.position):
+                    self.position += len(mark)
                     return mark
-            rest = self.text[self.at : self.at + max(map(len, marks))]
+            rest = self.text[self.position : self.position + max(map(len, marks))]
             if self.ended or not any(mark.startswith(rest) for mark in marks):
                 return ""
             yield
 
-    def taken(self, *marks: str) -> Reading[str]:
-        """Read white space, then as `takes`."""
+    def take_after_space(self, *marks: str) -> Reading[str]:
+        """Read white space, then as `take`."""
         yield from self.space()
-        return (yield from self.takes(*marks))
+        return (yield from self.take(*marks))
 
-    def closes(self, mark: str) -> Reading[bool]:
+    def take_end(self, mark: str) -> Reading[bool]:
         """Read the end mark of a call, or its beginning if the answer ends in it. Returns whether
         it was read."""
-        if (yield from self.takes(mark)):
+        if (yield from self.take(mark)):
             return True
-        if not self.ended or not mark.startswith(self.text[self.at :]):
+        if not self.ended or not mark.startswith(self.text[self.position :]):
             return False
-        self.at = len(self.text)
+        self.position = len(self.text)
         return True
 
     def expect(self, *marks: str) -> Reading[str]:
         """Read one of the marks. Raises CutOff, or Malformed if other text follows."""
-        next_mark = yield from self.takes(*marks)
+        next_mark = yield from self.take(*marks)
         if not next_mark:
-            rest = self.text[self.at :]
+            rest = self.text[self.position :]
             if any(mark.startswith(rest) for mark in marks):
                 raise CutOff
             raise Malformed
@@ -156,7 +156,7 @@ class BlockReader:
         """
         pattern = re.compile("|".join(map(re.escape, marks)))
         overlap = max(map(len, marks)) - 1
-        start = self.at
+        start = self.position
         scanned = start
         while True:
             match = pattern.search(self.text, scanned)
@@ -164,7 +164,7 @@ class BlockReader:
             if max_chars and end - start > max_chars:
                 raise Malformed
             if match:
-                self.at = match.end()
+                self.position = match.end()
                 return self.text[start : match.start()], match[0]
             scanned = max(start, end)
             yield from self.more()
@@ -174,13 +174,15 @@ class BlockReader:
         may be part of another. Raises CutOff."""
         pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
-            match = pattern.search(self.text, self.at)
-            end = match.start() if match else len(self.text) - held(self.text[self.at :], marks)
-            piece, self.at = self.text[self.at : end], end
+            match = pattern.search(self.text, self.position)
+            end = (
+                match.start() if match else len(self.text) - held(self.text[self.position :], marks)
+            )
+            piece, self.position = self.text[self.position : end], end
             if piece:
                 yield piece
             if match:
-                self.at += len(match[0])
+                self.position += len(match[0])
                 return match[0]
             yield from self.more()
 
@@ -188,12 +190,12 @@ class BlockReader:
         """Read a function's name. Raises CutOff, also if the text ends right after the name;
         Malformed."""
         while True:
-            match = _NAME.match(self.text, self.at)
-            end = match.end() if match else self.at
-            if end - self.at > MAX_NAME_CHARS or (not match and end < len(self.text)):
+            match = _NAME.match(self.text, self.position)
+            end = match.end() if match else self.position
+            if end - self.position > MAX_NAME_CHARS or (not match and end < len(self.text)):
                 raise Malformed
             if end < len(self.text):
-                name, self.at = self.text[self.at : end], end
+                name, self.position = self.text[self.position : end], end
                 return name
             yield from self.more()
 
@@ -201,15 +203,15 @@ class BlockReader:
         """Read the JSON string that begins here; return it with its quotes. Raises CutOff,
         Malformed."""
         yield from self.expect('"')
-        start = self.at - 1
-        self.at = yield from self._past_string('"', self.at)
-        return self.text[start : self.at]
+        start = self.position - 1
+        self.position = yield from self._past_string('"', self.position)
+        return self.text[start : self.position]
 
     def balanced(self, strings: str = "json") -> Reading[str]:
         """Read the bracketed text that begins here, up to its last bracket. Raises CutOff;
         Malformed if a tag outside strings comes first."""
         outside = _OUTSIDE[strings]
-        start = scanned = self.at
+        start = scanned = self.position
         depth = 0
         while True:
             match = outside.search(self.text, scanned)
@@ -232,7 +234,7 @@ class BlockReader:
             elif match[0] in "}])":
                 depth -= 1
                 if not depth:
-                    self.at = scanned
+                    self.position = scanned
                     return self.text[start:scanned]
             elif match[0].startswith("<") and match[0] != '<|"|>':
                 raise Malformed

@@ -80,7 +80,7 @@ class CallStream:
         self._num_pushed = 0  # characters
         self._block_start = 0  # the position of the last block
         self.starts: list[int] = []  # of each call, including the space before it
-        self.whole: list[int] = []  # the indices of complete calls of known tools
+        self.complete_calls: list[int] = []  # the indices of complete calls of known tools
         self._ids: set[str] = set()  # call ids chosen by the model
         self._has_text = False  # since the last call
         self._reader: BlockReader | None = None
@@ -131,8 +131,8 @@ class CallStream:
         self._fenced = re.compile("|".join((*map(re.escape, self._fenced_marks), "`+")))
 
     def _advance(self) -> list[ContentPart]:
-        more = True
-        while more:
+        has_more = True
+        while has_more:
             while self._in_block() if self._reader is not None else self._in_text():
                 pass
             self._pending, self._position = self._pending[self._position :], 0
@@ -142,7 +142,7 @@ class CallStream:
                 self._reader.feed(text)
             else:
                 self._pending += text
-            more = bool(text)
+            has_more = bool(text)
         self._later, self._later_position = "", 0
         parts, self._parts = self._parts, []
         return parts
@@ -267,7 +267,7 @@ class CallStream:
                     self._emit_call(piece)
                     reader.drop_read()
                 elif len(reader.text) > MAX_CALL_CHARS:
-                    reader.at = len(reader.text)
+                    reader.position = len(reader.text)
                     if self._in_call and (end := block.throw(Malformed())):
                         self._emit_call(end)
                     raise Malformed
@@ -275,7 +275,7 @@ class CallStream:
                     return False
         except CutOff as error:
             rest = reader.text
-            reader.at = len(rest)
+            reader.position = len(rest)
             begun = error.name and (self._opener or error.certain)
             if self._cut and (self._in_call or begun):
                 name, id = ("", "") if self._in_call else (error.name, error.id)
@@ -287,12 +287,12 @@ class CallStream:
         except Malformed:
             fenced = self._opener.startswith(FENCE)
             if not self._has_called and (fenced or not self._opener):
-                reader.at = len(self._opener)  # reread as text: it may have fenced code
+                reader.position = len(self._opener)  # reread as text: it may have fenced code
             if not self._in_call:
-                self._emit(reader.text[: reader.at])
+                self._emit(reader.text[: reader.position])
             if fenced and not self._has_called:
                 self._fence, self._in_info = len(FENCE), True
-        rest = reader.text[reader.at :]
+        rest = reader.text[reader.position :]
         self._pending, rest = rest[:SLICE_CHARS], rest[SLICE_CHARS:]
         if rest:
             self._later, self._later_position = rest + self._later[self._later_position :], 0
@@ -336,7 +336,7 @@ class CallStream:
         if piece.last:
             self._in_call = False
             if self._name in self._schemas and not piece.cut:
-                self.whole.append(self._num_calls - 1)
+                self.complete_calls.append(self._num_calls - 1)
 
     def _give(self, part: ToolCallPart) -> None:
         if self._parallel or not part.index:

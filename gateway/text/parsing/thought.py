@@ -131,21 +131,21 @@ def between_tags(
     begin: str,
     end: str,
     *,
-    known_by: str | Callable[[str], bool] = "",
+    recognized_by: str | Callable[[str], bool] = "",
     special: Sequence[str] | None = None,
     answers: Sequence[str] = (),
     around: Sequence[str] = (),
 ) -> ReasoningFamily:
     """Return a family with reasoning between two tags.
 
-    `known_by`: a text in its chat templates, by default the end tag, or a function that recognizes
-    a template. `special`: by default both tags. `answers` as for ThoughtStream, `around` as for
-    ReasoningFamily.
+    `recognized_by`: a text in its chat templates, by default the end tag, or a function that
+    recognizes a template. `special`: by default both tags. `answers` as for ThoughtStream, `around`
+    as for ReasoningFamily.
     """
-    text = "" if callable(known_by) else known_by or end
+    text = "" if callable(recognized_by) else recognized_by or end
     return ReasoningFamily(
         name,
-        known_by if callable(known_by) else lambda template: text in template,
+        recognized_by if callable(recognized_by) else lambda template: text in template,
         lambda open: ThoughtStream(begin, end, open=open, answers=answers),
         begin,
         end,

@@ -127,13 +127,16 @@ def probed(render: Fill, render_with_effort: FillWithEffort) -> Capabilities:
     offered_tools = accepted[-1][1]  # others fail on tools
     forms = _content_forms(fill, offered_tools)
     fill = _in_lists(fill, [role for role, form in forms.items() if not form.text])
-    as_object = _call_texts(fill, offered_tools, {KEY: VALUE})
-    as_text = _call_texts(fill, offered_tools, f'{{"{KEY}": "{VALUE}"}}')
-    text_arguments = _shows(as_text, VALUE) and (
-        not _shows(as_object, VALUE)
-        or (_shows(as_object, f"'{KEY}': '{VALUE}'") and _shows(as_text, f'{{"{KEY}": "{VALUE}"}}'))
+    texts_as_object = _call_texts(fill, offered_tools, {KEY: VALUE})
+    texts_as_text = _call_texts(fill, offered_tools, f'{{"{KEY}": "{VALUE}"}}')
+    text_arguments = _shows(texts_as_text, VALUE) and (
+        not _shows(texts_as_object, VALUE)
+        or (
+            _shows(texts_as_object, f"'{KEY}': '{VALUE}'")
+            and _shows(texts_as_text, f'{{"{KEY}": "{VALUE}"}}')
+        )
     )
-    texts = as_text if text_arguments else as_object
+    texts = texts_as_text if text_arguments else texts_as_object
     no_content = _no_content(texts)
     malformed = _call(VALUE, no_content)
     call = _call(f'{{"{KEY}": "{VALUE}"}}' if text_arguments else {KEY: VALUE}, no_content)

@@ -22,7 +22,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if opener == OTHER:
         yield from json_calls(reader, schemas)
         yield from reader.space()
-        yield from reader.closes(OTHER_END)
+        yield from reader.take_end(OTHER_END)
         return
     yield from reader.space()
     if (yield from reader.expect(CALL, END)) == END:
@@ -30,7 +30,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     while True:
         yield from _call(reader, schemas)
         yield from reader.space()
-        if (yield from reader.closes(END)):
+        if (yield from reader.take_end(END)):
             return
         yield from reader.expect(CALL)
 
@@ -44,9 +44,9 @@ def _call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     yield from json_arguments(reader, schemas, name)
     yield from reader.space()
     if fenced:
-        yield from reader.closes("```")
+        yield from reader.take_end("```")
         yield from reader.space()
-    if not (yield from reader.closes(CALL_END)):
+    if not (yield from reader.take_end(CALL_END)):
         raise Malformed
 
 

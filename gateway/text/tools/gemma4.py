@@ -28,10 +28,10 @@ def read_call(
     name = name.strip()
     if mark == end or not name:
         raise Malformed
-    reader.at -= 1
+    reader.position -= 1
     yield from called(schemas, name, literals.value())
     yield from reader.space()
-    if not (yield from reader.closes(end)):
+    if not (yield from reader.take_end(end)):
         raise Malformed
 
 

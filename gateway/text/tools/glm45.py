@@ -52,12 +52,12 @@ def members(
 def _value(reader: BlockReader, value_end: str, call_end: str) -> Pieces[None]:
     """Read a value; models sometimes omit its end tag at the end of the answer."""
     while (yield from reader.pieces_until(value_end, call_end)) == call_end:
-        start = reader.at
+        start = reader.position
         yield from reader.space()
-        at_end = reader.ended and reader.at == len(reader.text)
-        reader.at = start
+        at_end = reader.ended and reader.position == len(reader.text)
+        reader.position = start
         if at_end:
-            reader.at -= len(call_end)
+            reader.position -= len(call_end)
             return
         yield call_end
 

@@ -34,7 +34,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         arguments = members(reader, schemas.call(name), suffix=SUFFIX)
         yield from called(schemas, name, object_pieces(arguments))
         yield from reader.space()
-        if (yield from reader.closes(END)):
+        if (yield from reader.take_end(END)):
             return
         yield from reader.expect(CALL)
 

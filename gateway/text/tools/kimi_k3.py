@@ -32,7 +32,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
             raise Malformed
         yield from called(schemas, name, object_pieces(_members(reader)))
         yield from reader.space()
-        if (yield from reader.closes(END)):
+        if (yield from reader.take_end(END)):
             return
 
 
@@ -59,11 +59,11 @@ def _value(reader: BlockReader) -> Pieces[None]:
     """Read a value; its end tag counts only before another tag."""
     while True:
         end = yield from reader.pieces_until(_ARGUMENT_END)
-        start = reader.at
+        start = reader.position
         yield from reader.space()
-        follows = yield from reader.takes(_ARGUMENT, _CALL_END)
-        rest = reader.text[reader.at :]
-        reader.at = start
+        follows = yield from reader.take(_ARGUMENT, _CALL_END)
+        rest = reader.text[reader.position :]
+        reader.position = start
         if follows or (reader.ended and any(t.startswith(rest) for t in (_ARGUMENT, _CALL_END))):
             return
         yield end

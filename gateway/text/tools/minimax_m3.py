@@ -10,7 +10,7 @@ from pdserve.gateway.text.parsing.family import (
     grammar_call,
     object_pieces,
 )
-from pdserve.gateway.text.parsing.invoke import whole_text
+from pdserve.gateway.text.parsing.invoke import raw_text
 from pdserve.gateway.text.parsing.reader import (
     MAX_NAME_CHARS,
     BlockReader,
@@ -37,7 +37,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         members = _members(reader, schemas.call(name), INVOKE_END)
         yield from called(schemas, name, object_pieces(members))
         yield from reader.space()
-        if (yield from reader.closes(END)):
+        if (yield from reader.take_end(END)):
             return
 
 
@@ -45,7 +45,7 @@ def _members(
     reader: BlockReader, arguments: CallArguments, end: str, depth: int = 0
 ) -> Pieces[None]:
     gap = ""
-    while not (yield from reader.taken(end)):
+    while not (yield from reader.take_after_space(end)):
         yield from reader.expect(f"{MARK}<")
         key, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
         if not key or key.startswith("/"):
@@ -61,13 +61,13 @@ def _value(
     end = f"{MARK}</{key}>"
     first = (yield from _element(reader)) if arguments.may_contain(key) else ""
     if not first:
-        start = reader.at
-        if arguments.must_contain(key) and (yield from reader.taken(end)):
+        start = reader.position
+        if arguments.must_contain(key) and (yield from reader.take_after_space(end)):
             yield head + ("[]" if arguments.may_be_list(key) else "{}")
             return
-        reader.at = start
+        reader.position = start
         is_json = depth > 0 and not arguments.knows(key)
-        yield from arguments.value(head, key, whole_text(reader, end), json=is_json)
+        yield from arguments.value(head, key, raw_text(reader, end), json=is_json)
         return
     if depth == MAX_DEPTH:
         raise Malformed
@@ -78,7 +78,7 @@ def _value(
         yield "}"
         return
     head += "["
-    while not (yield from reader.taken(end)):
+    while not (yield from reader.take_after_space(end)):
         yield from reader.expect(f"{MARK}<{ITEM}>")
         yield from _value(reader, within, head, ITEM, depth + 1)
         head = ", "
@@ -87,11 +87,11 @@ def _value(
 
 def _element(reader: BlockReader) -> Reading[str]:
     """Return the name of the element that begins here, without reading it; empty for a text."""
-    start = reader.at
+    start = reader.position
     name = ""
-    if (yield from reader.taken(f"{MARK}<")):
+    if (yield from reader.take_after_space(f"{MARK}<")):
         name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
-    reader.at = start
+    reader.position = start
     return "" if name.startswith("/") else name
 
 

@@ -17,7 +17,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     id = id.strip()
     yield from json_arguments(reader, schemas, name, "" if id == NO_ID else id)
     yield from reader.space()
-    yield from reader.closes(END)
+    yield from reader.take_end(END)
 
 
 FAMILY = ToolFamily(

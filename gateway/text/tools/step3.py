@@ -19,9 +19,9 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield from reader.expect(f"<{PREFIX}invoke name=")
         yield from read_invoke(reader, PREFIX, schemas)
         yield from reader.space()
-        yield from reader.closes(CALL_END)
+        yield from reader.take_end(CALL_END)
         yield from reader.space()
-        if (yield from reader.closes(END)):
+        if (yield from reader.take_end(END)):
             return
 
 
