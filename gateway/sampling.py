@@ -95,7 +95,7 @@ def check(requested: RequestedSampling, card: ModelCard) -> None:
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in r.stop):
         raise refuse("stop", f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
     if any(len(word) > MAX_BAD_WORD_CHARS or not word.strip() for word in r.bad_words):
-        rule = f"1 to {MAX_BAD_WORD_CHARS} characters, and not spaces alone"
+        rule = f"1 to {MAX_BAD_WORD_CHARS} characters, not only spaces"
         raise refuse("bad_words", f"a bad word must have {rule}")
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
         ids = getattr(r, name)
@@ -109,7 +109,9 @@ def check(requested: RequestedSampling, card: ModelCard) -> None:
     out_of_range = [token for token, bias in r.logit_bias.items() if not limits.has(bias)]
     if out_of_range:
         listed = cut(", ".join(map(str, out_of_range)), MAX_QUOTED)
-        raise refuse("logit_bias", f"a bias must be {limits}, but it is not for token ids {listed}")
+        raise refuse(
+            "logit_bias", f"a bias must be {limits}; token ids with other biases: {listed}"
+        )
     _check_range(r.thinking_budget_field, r.thinking_budget, THINKING_BUDGET)
     if r.logprob_token_ids and r.logprobs is None:
         raise refuse("logprob_token_ids", "logprob_token_ids requires logprobs")

@@ -173,9 +173,8 @@ def _binding(schema: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(keywords[key], float) and keywords[key].is_integer():
             keywords[key] = int(keywords[key])
     for key, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if isinstance(
-            keywords.get(key), bool
-        ):  # draft 4: says of the other bound that it is exclusive
+        if isinstance(keywords.get(key), bool):
+            # In draft 4, this keyword says that the other bound is exclusive.
             exclusive = keywords.pop(key)
             if exclusive and bound in keywords:
                 keywords[key] = keywords.pop(bound)

@@ -143,7 +143,7 @@ def content_text(content: object, param: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text":
             raise TextError(
-                f"content parts of type {kind!r:.60} are not supported, only 'text'",
+                f"content parts of type {kind!r:.60} are not supported; use 'text'",
                 f"{param}[{index}].type",
             )
         if not isinstance(part.get("text"), str):

@@ -42,9 +42,8 @@ class Children:
                     return await future
                 except asyncio.CancelledError:
                     if future.done() and not future.cancelled() and future.exception() is None:
-                        self.offer(
-                            future.result()
-                        )  # a child arrived together with the cancellation
+                        # A child arrived together with the cancellation.
+                        self.offer(future.result())
                     raise
         except TimeoutError:
             raise late_error() from None

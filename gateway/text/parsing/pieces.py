@@ -69,10 +69,8 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
     is_complete = malformed = False
     while not (is_complete or malformed):
         start = reader.position
-        text, position = (
-            reader.text[start:],
-            0,
-        )  # only unread text, since a waiting generator keeps it
+        # Only unread text, since a waiting generator keeps it.
+        text, position = reader.text[start:], 0
         parts: list[str] = []
         while not (is_complete or malformed):
             if quote:
@@ -348,9 +346,8 @@ class LiteralPieces:
 
     def _object(self, head: str, depth: int) -> Pieces[None]:
         reader = self._reader
-        yields_head = (
-            bool(head) or depth > 1
-        )  # the arguments' first bracket is yielded with a value
+        # The first bracket of the arguments is yielded with a value instead.
+        yields_head = bool(head) or depth > 1
         head += "{"
         begun = False
         while not (yield from reader.take_after_space("}")):

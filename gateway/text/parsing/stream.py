@@ -163,9 +163,8 @@ class CallStream:
             if not start and len(self._pending) < MAX_SPACE and not self._ended:
                 return False
             bare, self._bare = self._bare, ""
-            little_space = (
-                len(self._pending) - len(start) < MAX_SPACE
-            )  # else the split would decide
+            # With more white space, the result would depend on the split.
+            little_space = len(self._pending) - len(start) < MAX_SPACE
             if start and little_space and start[0] in bare:
                 self._begin("")
                 return True
