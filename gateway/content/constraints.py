@@ -41,11 +41,11 @@ class Constraints:
         """
         after, start = self.grammar_after, self.thinking_start
         closing = self.grammar_after_text.rstrip()
-        if closing and _end(prompt, vocabulary).endswith(closing):
+        if closing and _end_text(prompt, vocabulary).endswith(closing):
             after = ()
         begin = vocabulary.decode(start, skip_special_tokens=False).strip()
-        if (begin and _end(prompt, vocabulary).endswith(begin)) or (
-            continues and _last(prompt, start) > _last(prompt, self.thinking_end)
+        if (begin and _end_text(prompt, vocabulary).endswith(begin)) or (
+            continues and _last_index(prompt, start) > _last_index(prompt, self.thinking_end)
         ):
             start = ()
         return replace(self, grammar_after=after, thinking_start=start)
@@ -84,14 +84,14 @@ def constraints_of(
         raise TextError(f"a bad word must have at most {MAX_SEQUENCE_IDS} tokens", "bad_words")
     after: Ids = ()
     if r.structure is not None and r.structure_after:
-        after = _checked(r.structure_after, ids, vocabulary, r.structure.param)
+        after = _tag_ids(r.structure_after, ids, vocabulary, r.structure.param)
     start: Ids = ()
     end: Ids = ()
     if r.thinking_budget is not None and r.thinking_tags is not None:
         first, last = r.thinking_tags
         if ids[first]:
-            start = _checked(first, ids, vocabulary, r.thinking_budget_field)
-        end = _checked(last, ids, vocabulary, r.thinking_budget_field)
+            start = _tag_ids(first, ids, vocabulary, r.thinking_budget_field)
+        end = _tag_ids(last, ids, vocabulary, r.thinking_budget_field)
     return Constraints(
         bad_words=tuple(dict.fromkeys(words)),
         grammar=grammar,
@@ -109,7 +109,7 @@ def _as_written(word: str) -> tuple[str, str]:
     return bare, f" {bare}"
 
 
-def _checked(tag: str, ids: Mapping[str, Sequence[int]], vocabulary: Vocabulary, param: str) -> Ids:
+def _tag_ids(tag: str, ids: Mapping[str, Sequence[int]], vocabulary: Vocabulary, param: str) -> Ids:
     """Return the ids of a reasoning tag. Raises TextError if the model cannot write the tag."""
     tag_ids = tuple(ids[tag])
     if len(tag_ids) > MAX_SEQUENCE_IDS:
@@ -119,12 +119,12 @@ def _checked(tag: str, ids: Mapping[str, Sequence[int]], vocabulary: Vocabulary,
     return tag_ids
 
 
-def _end(prompt: Sequence[int], vocabulary: Vocabulary) -> str:
+def _end_text(prompt: Sequence[int], vocabulary: Vocabulary) -> str:
     """Return the end of a prompt's text, without trailing spaces."""
     return vocabulary.decode(prompt[-LAST:], skip_special_tokens=False).rstrip()
 
 
-def _last(prompt: Sequence[int], part: Sequence[int]) -> int:
+def _last_index(prompt: Sequence[int], part: Sequence[int]) -> int:
     """Return where a sequence occurs last near a prompt's end; -1 if it does not, or is empty."""
     if not part:
         return -1

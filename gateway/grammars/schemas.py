@@ -151,7 +151,7 @@ def without_annotations(schemas: Sequence[Any], max_keywords: int) -> list[Any]:
         num_keywords += len(schema)
         if num_keywords > max_keywords:
             return list(schemas)
-        for key, value in _binding(schema).items():
+        for key, value in _effective_keywords(schema).items():
             copy[key] = value
             if key in _MAP_KEYWORDS and isinstance(value, Mapping):
                 copy[key] = {name: copy_schema(item) for name, item in value.items()}
@@ -162,7 +162,7 @@ def without_annotations(schemas: Sequence[Any], max_keywords: int) -> list[Any]:
     return copies
 
 
-def _binding(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _effective_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of one schema that constrain something."""
     keywords = {
         key: value
@@ -183,12 +183,12 @@ def _binding(schema: Mapping[str, Any]) -> dict[str, Any]:
     if "unevaluatedItems" in keywords and not (_IN_PLACE | {"contains"}) & keywords.keys():
         rest = "additionalItems" if isinstance(keywords.get("items"), list) else "items"
         keywords.setdefault(rest, keywords.pop("unevaluatedItems"))
-    for key in [key for key in keywords if _binds_nothing(key, keywords)]:
+    for key in [key for key in keywords if _has_no_effect(key, keywords)]:
         del keywords[key]
     return keywords
 
 
-def _binds_nothing(key: str, schema: Mapping[str, Any]) -> bool:
+def _has_no_effect(key: str, schema: Mapping[str, Any]) -> bool:
     value = schema[key]
     types = schema.get("type")
     if key in _OF_TYPE and isinstance(types, str | list) and _OF_TYPE[key] not in types:
@@ -209,11 +209,11 @@ def _binds_nothing(key: str, schema: Mapping[str, Any]) -> bool:
         case "contains":
             return schema.get("minContains") == 0 and "maxContains" not in schema
         case "minContains" | "maxContains":
-            return "contains" not in schema or _binds_nothing("contains", schema)
+            return "contains" not in schema or _has_no_effect("contains", schema)
         case "if":
             return _is_any(schema.get("then", True)) and _is_any(schema.get("else", True))
         case "then" | "else":
-            return "if" not in schema or _binds_nothing("if", schema)
+            return "if" not in schema or _has_no_effect("if", schema)
         case "propertyNames":
             return _is_any(value) or _is_any_text(value)
         case "dependentRequired" | "dependentSchemas" | "dependencies":
@@ -339,7 +339,7 @@ def _drop_keywords(
 ) -> None:
     """Drop keywords that cannot be compiled from the schemas within `root`."""
     for inner in inners:
-        _drop_shapes(inner)
+        _drop_malformed(inner)
     documents = {_document(root, inner.get("$id")) for inner in inners} - {""}
     anchors = [inner.get("$anchor") for inner in inners]
     for inner in inners:
@@ -371,7 +371,7 @@ def _drop_keywords(
                     del inner[key]
 
 
-def _drop_shapes(schema: dict[str, Any]) -> None:
+def _drop_malformed(schema: dict[str, Any]) -> None:
     """Drop keywords whose value is no schema, list of schemas or object of schemas as it should be,
     e.g. PHP's `properties: []`."""
     for key in schema.keys() & {*_SCHEMA_KEYWORDS, *_LIST_KEYWORDS, *_MAP_KEYWORDS}:

@@ -55,7 +55,7 @@ class MessageStream(asyncio.Protocol):
         return stream
 
     @property
-    def gone(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether the peer has closed the stream or sent an invalid message."""
         return bool(self._end_reason)
 
@@ -66,14 +66,14 @@ class MessageStream(asyncio.Protocol):
 
     def send(self, message: TextMessage) -> None:
         """Send a message; buffers without limit, since the sender waits for each answer. Raises
-        OSError if the peer is gone."""
+        OSError if the peer has closed the stream."""
         if self._end_reason:
             raise ConnectionResetError(self._end_reason)
         assert self._transport is not None
         self._transport.write(pack(message))
 
     async def receive(self) -> TextMessage:
-        """Return the next message. Raises OSError if the peer is gone or sends an invalid one."""
+        """Return the next message. Raises OSError if the stream is closed or it is invalid."""
         assert self._receiving is None or self._receiving.done(), (
             "another caller is already receiving"
         )
@@ -136,7 +136,7 @@ class TextChild:
     @property
     def has_ended(self) -> bool:
         """Whether the child can take no more work."""
-        return self.code.done() or self.stream.gone
+        return self.code.done() or self.stream.is_closed
 
     async def ask(self, message: TextMessage, limit_s: float) -> TextMessage:
         """Send a message and return the answer. Raises TextError if the work cannot be done,

@@ -49,7 +49,7 @@ class AnswerParser:
             parts = self._read(self._thoughts.finish(cut=cut))
         if self._search is not None and self._held:
             assert self._calls is not None
-            parts += self._decided(self._search, self._search.finish(cut=cut))
+            parts += self._certain_reasoning(self._search, self._search.finish(cut=cut))
             text, self._held = self._held, ""
             if self._first_call is not None and self._search.complete_calls[-1:] >= [
                 self._first_call
@@ -69,7 +69,7 @@ class AnswerParser:
                 self._calls = self._after_thought() if self._thinks else self._calls
                 self._after_thought = None
             if isinstance(part, ReasoningPart) and self._search is not None:
-                result += self._thought(self._search, part.text)
+                result += self._add_reasoning(self._search, part.text)
             else:
                 result += self._calls.push(part.text) if isinstance(part, TextPart) else [part]
         if self._search is not None and self._thoughts is not None and self._thoughts.closed:
@@ -79,16 +79,16 @@ class AnswerParser:
                 result.insert(num_thoughts, ReasoningPart(self._held))
         return result
 
-    def _thought(self, search: CallStream, text: str) -> list[ContentPart]:
+    def _add_reasoning(self, search: CallStream, text: str) -> list[ContentPart]:
         """Add reasoning; return the part that is certainly reasoning."""
         self._held += text
         if len(self._held) <= MAX_HELD_CHARS:
-            return self._decided(search, search.push(text))
+            return self._certain_reasoning(search, search.push(text))
         self._search = None
         text, self._held = self._held, ""
         return [ReasoningPart(text)]
 
-    def _decided(self, search: CallStream, parts: list[ContentPart]) -> list[ContentPart]:
+    def _certain_reasoning(self, search: CallStream, parts: list[ContentPart]) -> list[ContentPart]:
         """Return the part that is certainly reasoning, given the parts found in it."""
         for part in parts:
             if not isinstance(part, ToolCallPart):

@@ -126,7 +126,7 @@ class HarmonyStream:
             except CutOff:
                 rest = reader.text[start:]
                 if not _is_header(_HALF_TAG.sub("", rest)):
-                    self._give(_TAG.sub("", _stripped_end(rest)))
+                    self._add_text(_TAG.sub("", _stripped_end(rest)))
                 raise
             except Malformed:
                 header, mark = reader.text[start : start + MAX_HEADER_CHARS], ""
@@ -135,7 +135,7 @@ class HarmonyStream:
             if mark == MESSAGE:
                 return header
             if not _is_header(header):
-                self._give(_TAG.sub("", header))
+                self._add_text(_TAG.sub("", header))
 
     def _call(self, name: str) -> Generator[None, None, None]:
         """Emit a call; text that is not a JSON object stays unread, to be read as a body."""
@@ -149,23 +149,23 @@ class HarmonyStream:
                     yield
                     continue
                 if piece.name:
-                    self._give_call(ToolCallPart(self._num_calls, self._new_id(), name))
+                    self._add_call_part(ToolCallPart(self._num_calls, self._new_id(), name))
                     begun = True
                 if piece.arguments:
-                    self._give_call(ToolCallPart(self._num_calls, arguments=piece.arguments))
+                    self._add_call_part(ToolCallPart(self._num_calls, arguments=piece.arguments))
                 if piece.cut:
-                    self._give_call(ToolCallPart(self._num_calls, cut=True))
+                    self._add_call_part(ToolCallPart(self._num_calls, cut=True))
                 reader.drop_read()
         except CutOff as end:
             is_known = name in schemas
             if self._cut and is_known and not begun:
-                self._give_call(ToolCallPart(self._num_calls, self._new_id(), name))
+                self._add_call_part(ToolCallPart(self._num_calls, self._new_id(), name))
             if self._cut and is_known:
-                self._give_call(ToolCallPart(self._num_calls, cut=True))
+                self._add_call_part(ToolCallPart(self._num_calls, cut=True))
             elif begun:
-                self._give_call(ToolCallPart(self._num_calls, arguments=end.closing))
+                self._add_call_part(ToolCallPart(self._num_calls, arguments=end.closing))
             elif not self._num_calls:
-                self._give(reader.text)
+                self._add_text(reader.text)
             raise
         except Malformed:
             if not begun:
@@ -174,7 +174,7 @@ class HarmonyStream:
         self._num_calls += 1
         yield from reader.space()
 
-    def _give_call(self, part: ToolCallPart) -> None:
+    def _add_call_part(self, part: ToolCallPart) -> None:
         if self._parallel or not part.index:
             self._parts.append(part)
 
@@ -187,24 +187,24 @@ class HarmonyStream:
         while True:
             match = None if plain else pattern.search(reader.text, reader.position)
             if match:
-                self._give(reader.text[reader.position : match.start()], kind)
+                self._add_text(reader.text[reader.position : match.start()], kind)
                 reader.position = match.end()
                 reader.drop_read()
                 return
             rest = reader.text[reader.position :]
             if reader.ended:
-                self._give(rest if plain else _stripped_end(rest), kind)
+                self._add_text(rest if plain else _stripped_end(rest), kind)
                 reader.position = len(reader.text)
                 if plain:
                     return
                 raise CutOff
             num_held = 0 if plain else held(rest, _NEXT)
-            self._give(rest[: len(rest) - num_held], kind)
+            self._add_text(rest[: len(rest) - num_held], kind)
             reader.position += len(rest) - num_held
             reader.drop_read()
             yield
 
-    def _give(self, text: str, kind: type[TextPart] | type[ReasoningPart] = TextPart) -> None:
+    def _add_text(self, text: str, kind: type[TextPart] | type[ReasoningPart] = TextPart) -> None:
         if not text:
             return
         if kind is TextPart:

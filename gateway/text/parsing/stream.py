@@ -218,13 +218,13 @@ class CallStream:
         self._space = ""
         self._blank = False
         if len(self._tags) > MAX_SPACE:
-            self._give_text("")
+            self._add_text("")
 
     def _drop_tags(self) -> None:
         self._space = self._tag_space + self._space
         self._tags = self._tag_space = ""
 
-    def _give_text(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         self._parts.append(TextPart(self._tags + text))
         self._tags = self._tag_space = ""
         self._has_text = True
@@ -281,7 +281,7 @@ class CallStream:
                 self._emit_call(CallPiece(name, id=id, last=True, cut=True))
             elif self._in_call:
                 self._emit_call(CallPiece(arguments=error.closing))
-            elif not self._is_left_out(rest):
+            elif not self._is_dropped(rest):
                 self._emit(rest)
         except Malformed:
             fenced = self._opener.startswith(FENCE)
@@ -300,7 +300,7 @@ class CallStream:
         self._in_call = False
         return True
 
-    def _is_left_out(self, rest: str) -> bool:
+    def _is_dropped(self, rest: str) -> bool:
         """Return whether to drop the rest of an answer that ended inside a block."""
         if self._has_called:
             return self._cut
@@ -322,22 +322,22 @@ class CallStream:
             is_new_id = piece.id and piece.id not in self._ids
             self._ids.add(piece.id)
             id = piece.id if is_new_id else self._new_id()
-            self._give(ToolCallPart(self._num_calls, id, piece.name))
+            self._add_call_part(ToolCallPart(self._num_calls, id, piece.name))
             self._num_calls += 1
             self.starts.append(self._block_start - len(self._space))
             self._drop_tags()
             self._has_text = False
             self._name = piece.name
         if piece.arguments:
-            self._give(ToolCallPart(self._num_calls - 1, arguments=piece.arguments))
+            self._add_call_part(ToolCallPart(self._num_calls - 1, arguments=piece.arguments))
         if piece.cut:
-            self._give(ToolCallPart(self._num_calls - 1, cut=True))
+            self._add_call_part(ToolCallPart(self._num_calls - 1, cut=True))
         if piece.last:
             self._in_call = False
             if self._name in self._schemas and not piece.cut:
                 self.complete_calls.append(self._num_calls - 1)
 
-    def _give(self, part: ToolCallPart) -> None:
+    def _add_call_part(self, part: ToolCallPart) -> None:
         if self._parallel or not part.index:
             self._parts.append(part)
 
@@ -352,4 +352,4 @@ class CallStream:
             body = text
         self._space = text[len(body) :]
         if body:
-            self._give_text(body)
+            self._add_text(body)

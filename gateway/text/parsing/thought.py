@@ -62,7 +62,7 @@ class ThoughtStream:
             if not self._open:
                 self._detect_begin(ended)
             if self._open:
-                parts += self._thought(ended)
+                parts += self._reasoning(ended)
         if self._answering:
             text = self._take(len(self._pending), ended)
             if text:
@@ -87,7 +87,7 @@ class ThoughtStream:
             self._answering = True
             self._skipping = bool(self._gap)
 
-    def _thought(self, ended: bool) -> list[ContentPart]:
+    def _reasoning(self, ended: bool) -> list[ContentPart]:
         if self._again and not self._drop_repeated_begin(ended):
             return []
         if match := self._pattern.search(self._pending):

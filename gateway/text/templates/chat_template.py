@@ -159,25 +159,25 @@ class ChatTemplate:
         the most changes.
         """
         try:
-            return self._filled(request, conversation)
+            return self._render_once(request, conversation)
         except _Refusal:
             *smaller_changes, largest_changes = alternatives(conversation) or [[]]
-            fallback = self._first_filled(request, largest_changes)
+            fallback = self._first_rendered(request, largest_changes)
             if fallback is None:
                 raise
-        return self._first_filled(request, chain.from_iterable(smaller_changes)) or fallback
+        return self._first_rendered(request, chain.from_iterable(smaller_changes)) or fallback
 
-    def _first_filled(
+    def _first_rendered(
         self, request: TemplateInput, conversations: Iterable[Conversation]
     ) -> Rendered | None:
         """Render the first conversation that the template accepts; None if it refuses all. Raises
         TextError for errors other than a refusal."""
         for conversation in conversations:
             with suppress(_Refusal):
-                return self._filled(request, conversation)
+                return self._render_once(request, conversation)
         return None
 
-    def _filled(self, request: TemplateInput, conversation: Conversation) -> Rendered:
+    def _render_once(self, request: TemplateInput, conversation: Conversation) -> Rendered:
         """Render one conversation. Raises TextError, _Refusal if the template fails."""
         field = request.messages_field
         capabilities = self.capabilities
