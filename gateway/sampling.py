@@ -49,9 +49,9 @@ def context_overflow(
     """Return the error for a prompt, or a prompt and its answer, that exceeds the context. `param`:
     the field at fault, if it is not the prompt's. Without `max_tokens` the answer counts as one
     token, or as none if the model generates nothing."""
-    least = 0 if card.pooling else 1
-    asked = least if max_tokens is None else min(max_tokens, MAX_SHOWN)
-    text = context_exceeded(card.context_len, prompt_len, asked, prompt_field)
+    min_len = 0 if card.pooling else 1
+    answer_len = min_len if max_tokens is None else min(max_tokens, MAX_SHOWN)
+    text = context_exceeded(card.context_len, prompt_len, answer_len, prompt_field)
     return ServiceError(CONTEXT_LENGTH_EXCEEDED, text, param or prompt_field)
 
 
@@ -88,41 +88,45 @@ def check(requested: RequestedSampling, card: ModelCard) -> None:
     _check_range("min_tokens", r.min_tokens, Range(0, card.context_len))
     if r.best_of is not None and r.best_of < r.n:
         raise refuse("best_of", f"best_of must be at least n ({r.n}), not {r.best_of}")
-    for name, most in MAX_ENTRIES.items():
+    for name, max_entries in MAX_ENTRIES.items():
         count = len(getattr(r, name))
-        if count > most:
-            raise refuse(name, f"at most {most} entries, not {count}")
+        if count > max_entries:
+            raise refuse(name, f"{name} must have at most {max_entries} entries, not {count}")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in r.stop):
         raise refuse("stop", f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
     if any(len(word) > MAX_BAD_WORD_CHARS or not word.strip() for word in r.bad_words):
-        what = f"1 to {MAX_BAD_WORD_CHARS} characters, and not spaces alone"
-        raise refuse("bad_words", f"a bad word must have {what}")
+        rule = f"1 to {MAX_BAD_WORD_CHARS} characters, not only spaces"
+        raise refuse("bad_words", f"a bad word must have {rule}")
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
         ids = getattr(r, name)
-        wrong = [token for token in ids if not 0 <= token < card.vocab_size]
-        if wrong:
-            named = cut(", ".join(map(str, wrong)), MAX_QUOTED)
-            raise refuse(name, f"not a token id from 0 to {card.vocab_size - 1}: {named}")
+        invalid_ids = [token for token in ids if not 0 <= token < card.vocab_size]
+        if invalid_ids:
+            listed = cut(", ".join(map(str, invalid_ids)), MAX_QUOTED)
+            raise refuse(
+                name, f"{name} must have token ids from 0 to {card.vocab_size - 1}, not {listed}"
+            )
     limits = BOUNDS["logit_bias"].api
-    beyond = [token for token, bias in r.logit_bias.items() if not limits.has(bias)]
-    if beyond:
-        named = cut(", ".join(map(str, beyond)), MAX_QUOTED)
-        raise refuse("logit_bias", f"a bias must be {limits}, unlike those of {named}")
+    out_of_range = [token for token, bias in r.logit_bias.items() if not limits.has(bias)]
+    if out_of_range:
+        listed = cut(", ".join(map(str, out_of_range)), MAX_QUOTED)
+        raise refuse(
+            "logit_bias", f"a bias must be {limits}; token ids with other biases: {listed}"
+        )
     _check_range(r.thinking_budget_field, r.thinking_budget, THINKING_BUDGET)
     if r.logprob_token_ids and r.logprobs is None:
-        raise refuse("logprob_token_ids", "logprob_token_ids needs logprobs")
+        raise refuse("logprob_token_ids", "logprob_token_ids requires logprobs")
 
 
-def check_logprobs(requested: RequestedSampling, num_tokens: int, instead: str) -> None:
+def check_logprobs(requested: RequestedSampling, num_tokens: int, alternatives: str) -> None:
     """Check that `num_tokens` tokens of an answer do not have more log-probabilities than may be
-    held. Raises ServiceError. `instead`: other requests that the error text suggests."""
+    held. Raises ServiceError. `alternatives`: other requests that the error text suggests."""
     r = requested
     if r.logprobs is None:
         return
-    each = 1 + r.logprobs + len(r.logprob_token_ids)
-    if num_tokens * each > MAX_LOGPROBS:
-        text = f"{num_tokens} tokens with {each} log-probabilities each, at most {MAX_LOGPROBS}"
-        text = f"{text} in one answer; ask for {instead}fewer tokens, choices or log-probabilities"
+    num_each = 1 + r.logprobs + len(r.logprob_token_ids)
+    if num_tokens * num_each > MAX_LOGPROBS:
+        text = f"{num_tokens} tokens with {num_each} log-probabilities each exceed {MAX_LOGPROBS}"
+        text = f"{text} in one answer; request {alternatives}fewer tokens, choices or logprobs"
         raise refuse(r.max_tokens_field, f"{r.max_tokens_field}: {text}")
 
 
@@ -148,15 +152,15 @@ def resolve(
     CONTEXT_LENGTH_EXCEEDED, INVALID_ARGUMENT.
     """
     r = requested
-    left = card.context_len - prompt_len
+    remaining = card.context_len - prompt_len
     if prompt_len < 1:
         raise refuse(param, "the prompt has no tokens")
-    if left < 1:
+    if remaining < 1:
         raise context_overflow(card, prompt_len, param, r.max_tokens)
-    fits = r.max_tokens is not None and r.max_tokens <= left
+    fits = r.max_tokens is not None and r.max_tokens <= remaining
     if strict and r.max_tokens is not None and not fits:
         raise context_overflow(card, prompt_len, param, r.max_tokens, r.max_tokens_field)
-    max_tokens = r.max_tokens if r.max_tokens is not None and fits else left
+    max_tokens = r.max_tokens if r.max_tokens is not None and fits else remaining
     if r.min_tokens > max_tokens:
         raise refuse("min_tokens", f"min_tokens must be at most max_tokens ({max_tokens})")
     recommended = _recommended(requested, card, defaults)
@@ -192,15 +196,15 @@ def _recommended(
 
     A parameter that neither sets is None, and takes the engine's default.
     """
-    found = {}
-    for name in (own.name for own in fields(defaults)):
+    values = {}
+    for name in (item.name for item in fields(defaults)):
         value = getattr(requested, name)
-        found[name] = getattr(defaults, name) if value is None else value
-    if found["top_p"] == 0:  # only the best token, which is top_k 1 for the engine
-        found |= {"top_p": 1.0, "top_k": 1}
-    if found["top_k"] is not None:
-        found["top_k"] = min(max(found["top_k"], 0), card.vocab_size)
-    return found
+        values[name] = getattr(defaults, name) if value is None else value
+    if values["top_p"] == 0:  # only the best token, which is top_k 1 for the engine
+        values |= {"top_p": 1.0, "top_k": 1}
+    if values["top_k"] is not None:
+        values["top_k"] = min(max(values["top_k"], 0), card.vocab_size)
+    return values
 
 
 # Body fields that have the bounds of another name.
@@ -214,9 +218,9 @@ _BOUNDED_AS = {
 
 def bounded(schema: dict[str, Any]) -> None:
     """Write the sampling bounds into a body's JSON schema, where its own types have none."""
-    for name, its in schema["properties"].items():
+    for name, property_schema in schema["properties"].items():
         bounds = BOUNDS.get(_BOUNDED_AS.get(name, name))
-        for kind in its.get("anyOf", (its,)):
+        for kind in property_schema.get("anyOf", (property_schema,)):
             if bounds is None or kind.get("type") not in ("integer", "number"):
                 continue
             kind.setdefault(

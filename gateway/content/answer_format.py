@@ -41,8 +41,9 @@ class AnswerFormat:
 
     `only_calls`: drop text after a call. `calls_first`: an answer that does not begin with a call
     has none. `open`: the prompt has opened reasoning. `inline`: reasoning is part of the text.
-    `continues`: the answer continues a message. `held`: from where on a grammar holds calls to a
-    form, so that only that form is read: the "start" or the end of the "thought"; empty: nowhere.
+    `continues`: the answer continues a message. `constrained_from`: from where on a grammar holds
+    calls to a form, so that only that form is read: the "start" or the end of the "thought"; empty:
+    nowhere.
     """
 
     tools: ToolFamily | None = None
@@ -54,7 +55,7 @@ class AnswerFormat:
     open: bool = False
     inline: bool = False
     continues: bool = False
-    held: Literal["", "start", "thought"] = ""
+    constrained_from: Literal["", "start", "thought"] = ""
 
     @property
     def special(self) -> frozenset[str]:
@@ -64,10 +65,10 @@ class AnswerFormat:
 
     def parser(self) -> ContentParser | None:
         """Return a new parser for one choice, None if the text is the content as it is."""
-        made: ContentParser
+        parser: ContentParser
         new_id = partial(new_call_id, self.tools.id_len if self.tools else 0)
-        if self.tools is not None and self.tools.whole is not None:
-            made = self.tools.whole(new_id, self.parallel, self.schemas)
+        if self.tools is not None and self.tools.make_parser is not None:
+            parser = self.tools.make_parser(new_id, self.parallel, self.schemas)
         elif self.tools is None and self.reasoning is None:
             return None
         else:
@@ -88,19 +89,21 @@ class AnswerFormat:
                         around,
                     )
 
-                in_form = in_form_only(self.tools) if self.tools and self.held else None
-                calls = stream(in_form if self.held == "start" else self.tools)
-                after_thought = partial(stream, in_form) if self.held == "thought" else None
+                in_form = in_form_only(self.tools) if self.tools and self.constrained_from else None
+                calls = stream(in_form if self.constrained_from == "start" else self.tools)
+                after_thought = (
+                    partial(stream, in_form) if self.constrained_from == "thought" else None
+                )
             if self.tools is not None and self.tools.openers and thoughts is not None:
                 tagged = replace(self.tools, bare="", around=())
                 in_thought = partial(CallStream, tagged, self.schemas, str, parallel=True)
-            made = AnswerParser(thoughts, calls, in_thought, after_thought, opened=self.open)
-        whole = self.tools if self.tools is not None and self.tools.whole else self.reasoning
-        if self.continues and whole is not None and whole.opening:
-            made.push(whole.opening)
+            parser = AnswerParser(thoughts, calls, in_thought, after_thought, opened=self.open)
+        family = self.tools if self.tools is not None and self.tools.make_parser else self.reasoning
+        if self.continues and family is not None and family.opening:
+            parser.push(family.opening)
         if self.inline and self.reasoning is not None:
-            return InlineThoughts(made, self.reasoning.begin, self.reasoning.end)
-        return made
+            return InlineThoughts(parser, self.reasoning.begin, self.reasoning.end)
+        return parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +146,22 @@ def answer_format(
     a structure.
     """
     tools, reasoning = families
-    called = use.tools if use is not None and _may_call(use) else ()
-    held: Literal["", "start", "thought"] = ""
-    if tools is not None and called and _is_bound(use, tools, prompt_end):
+    callable_tools = use.tools if use is not None and _may_call(use) else ()
+    constrained_from: Literal["", "start", "thought"] = ""
+    if tools is not None and callable_tools and _is_bound(use, tools, prompt_end):
         thinks = reasoning is not None and _thinks_first(reasoning, prompt_end, continues)
-        held = "thought" if thinks else "start"
+        constrained_from = "thought" if thinks else "start"
     return AnswerFormat(
-        tools if called else None,
+        tools if callable_tools else None,
         reasoning,
-        ToolSchemas({tool.name: tool.parameters for tool in called}),
+        ToolSchemas({tool.name: tool.parameters for tool in callable_tools}),
         use.parallel if use else True,
         only_calls=use is not None and (structured or use.choice == "required"),
         calls_first=structured,
         open=reasoning is not None and _is_open(reasoning, prompt_end, continues),
         inline=inline,
         continues=continues,
-        held=held,
+        constrained_from=constrained_from,
     )
 
 
@@ -181,7 +184,7 @@ def shaped(
         structure = _beside_calls(sampling.structure, structure, families, use)
     if structure is None:
         return sampling
-    if structure is not sampling.structure and tools is not None and tools.whole is not None:
+    if structure is not sampling.structure and tools is not None and tools.make_parser is not None:
         # A Harmony call is a separate message, not part of the final one.
         return replace(sampling, structure=structure, structure_after="")
     after = ""
@@ -200,30 +203,30 @@ def thinking_bound(
         return sampling
     if reasoning is None:
         param = sampling.thinking_budget_field
-        text = f"{param}: thoughts of this model are not read here (--reasoning-parser)"
+        text = f"{param}: reasoning of this model is not parsed (see --reasoning-parser)"
         raise TextError(text, param)
     return replace(sampling, thinking_tags=reasoning.written or (reasoning.begin, reasoning.end))
 
 
 def _beside_calls(
-    asked: Structure, held: Structure | None, families: Families, use: ToolUse | None
+    requested: Structure, required: Structure | None, families: Families, use: ToolUse | None
 ) -> Structure:
-    """Return a client's structure with room for the calls that the model may make; `held` is the
-    structure that the tools require. Raises TextError if there is no room."""
+    """Return a client's structure that also allows the calls that the model may make; `required`
+    is the structure that the tools require. Raises TextError if they cannot be combined."""
     tools, reasoning = families
     if use is None or not _may_call(use) or tools is None:
-        return asked
-    if use.choice == "auto" and tools.has_tags and asked.kind != "structural_tag":
-        other = {own.name: getattr(asked, own.name) for own in fields(asked)}
+        return requested
+    if use.choice == "auto" and tools.has_tags and requested.kind != "structural_tag":
+        other = {item.name: getattr(requested, item.name) for item in fields(requested)}
         value = {**_tags(tools, use), "required": True, "or": other}
-        return Structure("structural_tag", value, asked.param)
-    if held is None and tools.whole is not None and reasoning is not None:
-        return asked  # it binds one message, and calls are other messages
-    if held is not None:
-        text = f"{asked.param} cannot be combined with the form that {held.param} asks for"
-        raise TextError(text, asked.param)
-    text = f"{asked.param} cannot be combined with tools that may be called"
-    raise TextError(f'{text}; tool_choice "none" leaves them uncalled', asked.param)
+        return Structure("structural_tag", value, requested.param)
+    if required is None and tools.make_parser is not None and reasoning is not None:
+        return requested  # it binds one message, and calls are other messages
+    if required is not None:
+        text = f"{requested.param} cannot be combined with the form that {required.param} requires"
+        raise TextError(text, requested.param)
+    text = f"{requested.param} cannot be combined with tools that the model may call"
+    raise TextError(f'{text}; set tool_choice to "none"', requested.param)
 
 
 def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
@@ -233,7 +236,9 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
         return None
     param = "tool_choice" if use.choice == "required" or use.only else "tools"
     if family is None:
-        raise TextError(f"{param}: calls of tools are not read here (--tool-parser)", param)
+        raise TextError(
+            f"{param}: tool calls of this model are not parsed (see --tool-parser)", param
+        )
     return Structure("structural_tag", _tags(family, use), param)
 
 
@@ -290,7 +295,7 @@ def _is_constrained(use: ToolUse) -> bool:
 def _is_bound(use: ToolUse | None, tools: ToolFamily, prompt_end: str) -> bool:
     """Return whether only calls in the grammar's form may be read from free text. A prompt that
     ends with the trigger has begun a call, which the grammar does not see."""
-    if use is None or use.choice != "auto" or tools.whole is not None:
+    if use is None or use.choice != "auto" or tools.make_parser is not None:
         return False
     return _is_constrained(use) and not prompt_end.endswith(tools.form.trigger)
 

@@ -41,11 +41,11 @@ class Constraints:
         """
         after, start = self.grammar_after, self.thinking_start
         closing = self.grammar_after_text.rstrip()
-        if closing and _end(prompt, vocabulary).endswith(closing):
+        if closing and _end_text(prompt, vocabulary).endswith(closing):
             after = ()
         begin = vocabulary.decode(start, skip_special_tokens=False).strip()
-        if (begin and _end(prompt, vocabulary).endswith(begin)) or (
-            continues and _last(prompt, start) > _last(prompt, self.thinking_end)
+        if (begin and _end_text(prompt, vocabulary).endswith(begin)) or (
+            continues and _last_index(prompt, start) > _last_index(prompt, self.thinking_end)
         ):
             start = ()
         return replace(self, grammar_after=after, thinking_start=start)
@@ -54,7 +54,7 @@ class Constraints:
 def texts_of(requested: RequestedSampling) -> list[str]:
     """Return the texts whose token ids `constraints_of` needs."""
     r = requested
-    words = [written for word in r.bad_words for written in _as_written(word)]
+    words = [form for word in r.bad_words for form in _as_written(word)]
     after = [r.structure_after] if r.structure is not None and r.structure_after else []
     tags = r.thinking_tags or () if r.thinking_budget is not None else ()
     return list(dict.fromkeys((*words, *after, *tags)))
@@ -66,8 +66,8 @@ def check_structure(requested: RequestedSampling, structure: Structure) -> None:
     for name in ("min_tokens", "ignore_eos"):
         if getattr(requested, name):
             raise TextError(f"{name} cannot be combined with {structure.param}", name)
-    if why := oversize(structure):
-        raise TextError(f"{structure.param} is too large: {why}", structure.param)
+    if reason := oversize(structure):
+        raise TextError(f"{structure.param} is too large: {reason}", structure.param)
 
 
 def constraints_of(
@@ -79,19 +79,19 @@ def constraints_of(
     """Return the constraints of a request. `ids`: of `texts_of` the request, each as it continues
     another text; `grammar`: the source of its structure. Raises TextError that names the field."""
     r = requested
-    words = [tuple(ids[written]) for word in r.bad_words for written in _as_written(word)]
+    words = [tuple(ids[form]) for word in r.bad_words for form in _as_written(word)]
     if any(len(word) > MAX_SEQUENCE_IDS for word in words):
-        raise TextError(f"a bad word may have {MAX_SEQUENCE_IDS} tokens at most", "bad_words")
+        raise TextError(f"a bad word must have at most {MAX_SEQUENCE_IDS} tokens", "bad_words")
     after: Ids = ()
     if r.structure is not None and r.structure_after:
-        after = _checked(r.structure_after, ids, vocabulary, r.structure.param)
+        after = _tag_ids(r.structure_after, ids, vocabulary, r.structure.param)
     start: Ids = ()
     end: Ids = ()
     if r.thinking_budget is not None and r.thinking_tags is not None:
         first, last = r.thinking_tags
         if ids[first]:
-            start = _checked(first, ids, vocabulary, r.thinking_budget_field)
-        end = _checked(last, ids, vocabulary, r.thinking_budget_field)
+            start = _tag_ids(first, ids, vocabulary, r.thinking_budget_field)
+        end = _tag_ids(last, ids, vocabulary, r.thinking_budget_field)
     return Constraints(
         bad_words=tuple(dict.fromkeys(words)),
         grammar=grammar,
@@ -109,28 +109,28 @@ def _as_written(word: str) -> tuple[str, str]:
     return bare, f" {bare}"
 
 
-def _checked(tag: str, ids: Mapping[str, Sequence[int]], vocabulary: Vocabulary, param: str) -> Ids:
+def _tag_ids(tag: str, ids: Mapping[str, Sequence[int]], vocabulary: Vocabulary, param: str) -> Ids:
     """Return the ids of a reasoning tag. Raises TextError if the model cannot write the tag."""
-    found = tuple(ids[tag])
-    if len(found) > MAX_SEQUENCE_IDS:
-        raise TextError(f"{param}: {tag[:MAX_SEQUENCE_IDS]!r} has too many tokens", param)
-    if not found or vocabulary.decode(found, skip_special_tokens=False).strip() != tag.strip():
-        raise TextError(f"{param}: the model cannot write {tag!r}", param)
-    return found
+    tag_ids = tuple(ids[tag])
+    if len(tag_ids) > MAX_SEQUENCE_IDS:
+        raise TextError(f"{param}: the tag {tag[:MAX_SEQUENCE_IDS]!r} has too many tokens", param)
+    if not tag_ids or vocabulary.decode(tag_ids, skip_special_tokens=False).strip() != tag.strip():
+        raise TextError(f"{param}: the model cannot write the tag {tag!r}", param)
+    return tag_ids
 
 
-def _end(prompt: Sequence[int], vocabulary: Vocabulary) -> str:
+def _end_text(prompt: Sequence[int], vocabulary: Vocabulary) -> str:
     """Return the end of a prompt's text, without trailing spaces."""
     return vocabulary.decode(prompt[-LAST:], skip_special_tokens=False).rstrip()
 
 
-def _last(prompt: Sequence[int], part: Sequence[int]) -> int:
+def _last_index(prompt: Sequence[int], part: Sequence[int]) -> int:
     """Return where a sequence occurs last near a prompt's end; -1 if it does not, or is empty."""
     if not part:
         return -1
-    data, wanted = array("I", prompt[-NEAR_END:]).tobytes(), array("I", part).tobytes()
+    data, needle = array("I", prompt[-NEAR_END:]).tobytes(), array("I", part).tobytes()
     size = array("I").itemsize
-    at = data.rfind(wanted)
-    while at > 0 and at % size:
-        at = data.rfind(wanted, 0, at + len(wanted) - 1)
-    return at // size if at >= 0 else -1
+    offset = data.rfind(needle)
+    while offset > 0 and offset % size:
+        offset = data.rfind(needle, 0, offset + len(needle) - 1)
+    return offset // size if offset >= 0 else -1

@@ -43,16 +43,16 @@ class ModelTexts:
         conversation = self._with_parser(model, conversation)
         for name in conversation.variables:
             if name not in self._template_kwargs:
-                known = ", ".join(sorted(self._template_kwargs)) or "no names"
-                text = f"chat_template_kwargs may have {known} here, not {quoted(name)}"
+                names = ", ".join(sorted(self._template_kwargs)) or "no names"
+                text = f"chat_template_kwargs allows {names} on this gateway, not {quoted(name)}"
                 raise refuse(f"chat_template_kwargs.{name}", text)
         allowed = {k: v for k, v in conversation.suggested.items() if k in self._template_kwargs}
         conversation = replace(conversation, suggested=allowed)
         chars = sum(len(str(message.get("content") or "")) for message in conversation.messages)
-        most = _most_chars(chars, model, conversation.messages_field)
+        max_chars = _max_prompt_chars(chars, model, conversation.messages_field)
         await self._rates.check_text(owner)
         with _prompt_errors(model, conversation.messages_field):
-            return await model.text.processes.chat_ids(owner, conversation, max_len=most)
+            return await model.text.processes.chat_ids(owner, conversation, max_len=max_chars)
 
     def _with_parser(self, model: ServedModel, conversation: TemplateInput) -> TemplateInput:
         """Set the parser, for templates with no place for tools or calls. Raises ServiceError."""
@@ -61,8 +61,8 @@ class ModelTexts:
             return replace(conversation, tool_parser=family.name)
         if conversation.tools and not model.text.tool_parser:
             text = (
-                f"the chat template of the model {model.card.name!r} has no place for tools, "
-                "and this gateway does not read calls of tools (--tool-parser)"
+                f"the chat template of the model {model.card.name!r} does not support tools, "
+                "and this gateway does not parse tool calls (see --tool-parser)"
             )
             raise refuse("tools", text)
         return conversation
@@ -78,7 +78,7 @@ class ModelTexts:
         parse_special: bool = True,
     ) -> list[int]:
         """Return the token ids of a text; special tokens in it are parsed or taken as text."""
-        most = _most_chars(len(text), model, param)
+        max_chars = _max_prompt_chars(len(text), model, param)
         await self._rates.check_text(owner)
         with _prompt_errors(model, param):
             return await model.text.processes.text_ids(
@@ -86,7 +86,7 @@ class ModelTexts:
                 text,
                 add_special_tokens=add_special_tokens,
                 parse_special=parse_special,
-                max_len=most,
+                max_len=max_chars,
             )
 
     async def decode(
@@ -109,47 +109,47 @@ class ModelTexts:
     async def token_pieces(self, model: ServedModel, ids: Sequence[int], owner: bytes) -> list[str]:
         """Return each token as the tokenizer's vocabulary writes it; owners take turns."""
         piece_of = model.text.vocabulary.token_piece
-        parts = await self._in_turn(ids, owner, lambda some: [piece_of(token) for token in some])
+        parts = await self._in_turn(ids, owner, lambda part: [piece_of(token) for token in part])
         return list(chain.from_iterable(parts))
 
     async def _in_turn(
-        self, ids: Sequence[int], owner: bytes, take: Callable[[Sequence[int]], T]
+        self, ids: Sequence[int], owner: bytes, convert: Callable[[Sequence[int]], T]
     ) -> list[T]:
-        """Apply `take` to the ids part by part; other tasks run between two parts."""
-        made = []
+        """Apply `convert` to the ids part by part; other tasks run between two parts."""
+        results = []
         async with self._decoding.turn(owner):
             for start in range(0, len(ids), IDS_AT_ONCE):
-                made.append(take(ids[start : start + IDS_AT_ONCE]))
+                results.append(convert(ids[start : start + IDS_AT_ONCE]))
                 await asyncio.sleep(0)
-        return made
+        return results
 
 
 def kept_ids(
     ids: Sequence[int],
-    kept: int | None,
+    num_kept: int | None,
     model: ServedModel,
-    most: int,
+    max_len: int,
     *,
     from_start: bool = False,
 ) -> Sequence[int]:
-    """Return the last `kept` ids of a prompt, keeping a leading bos, or with `from_start` the first
-    ones, keeping a trailing eos; -1 keeps `most`, which leaves the room needed. Raises ServiceError
-    for another number that is not from 1 to the model's context."""
-    if kept is None:
+    """Return the last `num_kept` ids of a prompt, keeping a leading bos, or with `from_start` the
+    first ones, keeping a trailing eos; -1 keeps `max_len` ids, which leave enough of the context.
+    Raises ServiceError for another number that is not from 1 to the model's context."""
+    if num_kept is None:
         return ids
-    if kept == -1:
-        kept = max(1, most)
-    if not 1 <= kept <= model.card.context_len:
+    if num_kept == -1:
+        num_kept = max(1, max_len)
+    if not 1 <= num_kept <= model.card.context_len:
         limits = f"-1, or from 1 to {model.card.context_len}"
         raise refuse("truncate_prompt_tokens", f"truncate_prompt_tokens must be {limits}")
-    if len(ids) <= kept:
+    if len(ids) <= num_kept:
         return ids
     card = model.text.vocabulary.card
     if from_start:
         eos = ids[-1:] if ids[-1] in card.eos_ids else ids[:0]
-        return [*ids[: kept - len(eos)], *eos]
+        return [*ids[: num_kept - len(eos)], *eos]
     bos = ids[:1] if ids[0] == card.bos_id else ids[:0]
-    return [*bos, *ids[len(ids) - kept + len(bos) :]]
+    return [*bos, *ids[len(ids) - num_kept + len(bos) :]]
 
 
 def check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
@@ -160,18 +160,18 @@ def check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
         raise refuse(param, str(error)) from error
 
 
-def check_room(count: int, more: int, model: ServedModel, param: str) -> None:
-    """Check that `more` tokens fit after a prompt of `count`. Raises ServiceError."""
-    if count + more > model.card.context_len:
-        raise context_overflow(model.card, count, param)
+def check_room(prompt_len: int, num_new: int, model: ServedModel, param: str) -> None:
+    """Check that `num_new` tokens fit after a prompt of `prompt_len`. Raises ServiceError."""
+    if prompt_len + num_new > model.card.context_len:
+        raise context_overflow(model.card, prompt_len, param)
 
 
-def _most_chars(count: int, model: ServedModel, param: str) -> int:
+def _max_prompt_chars(count: int, model: ServedModel, param: str) -> int:
     """Return a prompt's most characters. Raises ServiceError if `count` is more."""
-    most = int(model.card.context_len) * CHARS_PER_TOKEN
-    if count > most:
+    max_chars = int(model.card.context_len) * CHARS_PER_TOKEN
+    if count > max_chars:
         raise context_overflow(model.card, least_tokens(count), param)
-    return most
+    return max_chars
 
 
 @contextmanager

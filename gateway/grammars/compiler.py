@@ -45,13 +45,13 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises ValueError if llguidance does not support the vocabulary."""
         card = tokenizer.card
-        self._wrong_part = lru_cache(MAX_PARTS)(self._wrong)
-        self._words = make_tokenizer(tokenizer.file, card.vocab_size, card.eos_ids)
+        self._problem_of_part = lru_cache(MAX_PARTS)(self._problem)
+        self._tokenizer = make_tokenizer(tokenizer.file, card.vocab_size, card.eos_ids)
         # llguidance also treats some tokens as special that tokenizer.json does not flag.
         special = {
             token: added
             for token, added in tokenizer.added.items()
-            if token < card.vocab_size and self._words.is_special_token(token)
+            if token < card.vocab_size and self._tokenizer.is_special_token(token)
         }
         unflagged = {token: added for token, added in special.items() if not added.special}
         self._tokens = ModelTokens(
@@ -65,12 +65,12 @@ class GrammarCompiler:
     def compile(self, structure: Structure) -> str:
         """Compile to Grammar.source of protos/common.proto. Raises TextError with the field."""
         text = self._source(structure)
-        wrong = self._wrong(text)
-        if wrong and (eased := self._eased(structure)) != structure:
-            structure, text = eased, self._source(eased)
-            wrong = self._wrong(text)
-        if wrong:
-            raise self._error(structure, wrong)
+        problem = self._problem(text)
+        if problem and (relaxed := self._relaxed(structure)) != structure:
+            structure, text = relaxed, self._source(relaxed)
+            problem = self._problem(text)
+        if problem:
+            raise self._error(structure, problem)
         return text
 
     def _source(self, structure: Structure) -> str:
@@ -80,42 +80,44 @@ class GrammarCompiler:
             size = len(text.encode())
             if size > MAX_GRAMMAR_BYTES:
                 raise TextError(
-                    f"the grammar is too large: {size} bytes, at most {MAX_GRAMMAR_BYTES}"
+                    f"the grammar is too large: {size} bytes; the limit is {MAX_GRAMMAR_BYTES}"
                 )
         except (TextError, UnicodeEncodeError) as error:
-            why = str(error) if isinstance(error, TextError) else "it is not valid Unicode"
-            raise TextError(f"{structure.param}: {why}", structure.param) from None
+            reason = str(error) if isinstance(error, TextError) else "it is not valid Unicode"
+            raise TextError(f"{structure.param}: {reason}", structure.param) from None
         return text
 
-    def _eased(self, structure: Structure) -> Structure:
+    def _relaxed(self, structure: Structure) -> Structure:
         """Drop parts of schemas that cannot be compiled and need not be enforced."""
         value = structure.value
         if structure.kind == "json_schema":
-            return replace(structure, value=self._eased_schema(value, structure.lenient))
+            return replace(structure, value=self._relaxed_schema(value, structure.lenient))
         if structure.kind == "structural_tag":
             tags = [
-                {**tag, "schema": self._eased_schema(tag["schema"], is_lenient(tag, structure))}
+                {**tag, "schema": self._relaxed_schema(tag["schema"], is_lenient(tag, structure))}
                 for tag in value["structures"]
             ]
-            eased = {**value, "structures": tags}
+            relaxed = {**value, "structures": tags}
             if (other := other_form(structure)) is not None:
-                eased["or"] = asdict(self._eased(other))
-            return replace(structure, value=eased)
+                relaxed["or"] = asdict(self._relaxed(other))
+            return replace(structure, value=relaxed)
         return structure
 
-    def _eased_schema(self, schema: Any, lenient: bool) -> Any:
+    def _relaxed_schema(self, schema: Any, lenient: bool) -> Any:
         schema = enforceable(schema, MAX_STRUCTURE_VALUES)
-        return without_faults(schema, self._why, lenient=lenient)
+        return without_faults(schema, self._reason, lenient=lenient)
 
-    def _why(self, schema: Mapping[str, Any], lenient: bool = True) -> str:
+    def _reason(self, schema: Mapping[str, Any], lenient: bool = True) -> str:
         """Return why a schema alone cannot be compiled; empty if it can."""
         guided = {**schema, "x-guidance": {"lenient": lenient}}
         text = json.dumps({"grammars": [{"json_schema": guided}]})
-        return self._wrong_part(text) if len(text) <= MAX_PART_CHARS else self._wrong(text)
+        return self._problem_of_part(text) if len(text) <= MAX_PART_CHARS else self._problem(text)
 
-    def _wrong(self, text: str) -> str:
+    def _problem(self, text: str) -> str:
         """Return why no answer can match a grammar; empty if one can."""
-        matcher = LLMatcher(self._words, text, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
+        matcher = LLMatcher(
+            self._tokenizer, text, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS)
+        )
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
@@ -124,7 +126,7 @@ class GrammarCompiler:
             return "no text matches it"
         return ""
 
-    def _error(self, structure: Structure, wrong: str) -> TextError:
+    def _error(self, structure: Structure, problem: str) -> TextError:
         """Return the error with the path of the faulty part of the schema."""
         param, path, schema = structure.param, structure.path or structure.param, None
         lenient, is_hidden = structure.lenient, False
@@ -132,28 +134,28 @@ class GrammarCompiler:
             schema = structure.value
         elif structure.kind == "structural_tag":
             for tag in structure.value["structures"]:
-                its = self._wrong(tag_source(tag, structure))
-                if its:
-                    wrong, schema, param = its, tag["schema"], tag.get("param", param)
+                tag_problem = self._problem(tag_source(tag, structure))
+                if tag_problem:
+                    problem, schema, param = tag_problem, tag["schema"], tag.get("param", param)
                     path, is_hidden = tag.get("path", param), tag.get("is_hidden", False)
                     lenient = is_lenient(tag, structure)
                     break
             else:
                 other = other_form(structure)
-                its = self._wrong(source(other, self._tokens)) if other else ""
-                if other is not None and its:
-                    return self._error(other, its)
+                tag_problem = self._problem(source(other, self._tokens)) if other else ""
+                if other is not None and tag_problem:
+                    return self._error(other, tag_problem)
         schema = enforceable(schema, MAX_STRUCTURE_VALUES)
-        at, reason = fault(schema, partial(self._why, lenient=lenient))
-        return TextError(f"{path}{'' if is_hidden else at}: {reason or wrong}", param)
+        fault_path, reason = fault(schema, partial(self._reason, lenient=lenient))
+        return TextError(f"{path}{'' if is_hidden else fault_path}: {reason or problem}", param)
 
 
 def _plain(message: str) -> str:
     """Return an error of llguidance without the grammar that it quotes in further lines."""
     if message.startswith("NoExtension"):
         return "no text matches it"
-    if found := _REGEX.search(message):
-        return f"invalid regular expression: {found[1]}"
+    if match := _REGEX.search(message):
+        return f"invalid regular expression: {match[1]}"
     return message.partition("\n")[0]
 
 

@@ -15,10 +15,12 @@ from pdserve.gateway.text.errors import TextError
 WHITESPACE = r"\x20?|\n\x20{0,20}|\n\t{0,8}"
 
 # Keywords by what their value holds: a schema, a list of them, or schemas by name.
-_ONE = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames",
-        "additionalItems", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
-_SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_KEYWORDS = (
+    "additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames",
+    "additionalItems", "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+_LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 _ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly",
@@ -71,7 +73,7 @@ _REASONS = (
     ("oneOf", "it can be enforced only for schemas that exclude each other"),
 )
 
-Why = Callable[[Mapping[str, Any]], str]  # why a schema cannot be compiled; empty: it can
+ReasonOf = Callable[[Mapping[str, Any]], str]  # why a schema cannot be compiled; empty: it can
 
 
 def guided(schema: Any, *, lenient: bool, whitespace: bool) -> dict[str, Any]:
@@ -89,19 +91,19 @@ def guided(schema: Any, *, lenient: bool, whitespace: bool) -> dict[str, Any]:
     return {**schema, "x-guidance": options}
 
 
-def enforceable(schema: Any, most: int) -> Any:
+def enforceable(schema: Any, max_keywords: int) -> Any:
     """Return an equivalent copy in the keywords that llguidance has, as far as possible.
 
     The copy lacks keywords that constrain nothing, has false for an inner `not: {}`, and anyOf for
-    a oneOf of disjoint alternatives. A schema of more than `most` keywords is returned unchanged.
+    a oneOf of disjoint alternatives. A schema of more than `max_keywords` is returned unchanged.
     """
-    (copy,) = without_annotations([schema], most)
+    (copy,) = without_annotations([schema], max_keywords)
     if copy is schema or not isinstance(copy, dict):
         return copy
     for _, inner in reversed(list(_subschemas(copy))):  # inner ones first
         if "propertyNames" in inner:
             _name_properties(inner, _resolved(inner["propertyNames"], copy))
-        if "anyOf" not in inner and _are_apart(inner.get("oneOf"), copy):
+        if "anyOf" not in inner and _are_disjoint(inner.get("oneOf"), copy):
             inner["anyOf"] = inner.pop("oneOf")
     return copy
 
@@ -125,65 +127,68 @@ def _name_properties(schema: dict[str, Any], names: Any) -> None:
     schema["additionalProperties"] = False
 
 
-def without_annotations(schemas: Sequence[Any], most: int) -> list[Any]:
+def without_annotations(schemas: Sequence[Any], max_keywords: int) -> list[Any]:
     """Return copies without keywords that constrain nothing, often most of a schema's text. Schemas
-    of more than `most` keywords in total are returned unchanged."""
-    todo: list[tuple[Mapping[str, Any], dict[str, Any]]] = []
+    of more than `max_keywords` keywords in total are returned unchanged."""
+    pending: list[tuple[Mapping[str, Any], dict[str, Any]]] = []
 
-    def begun(schema: Any) -> Any:
+    def start_copy(schema: Any) -> Any:
         if not isinstance(schema, Mapping):
             return schema
-        todo.append((schema, {}))
-        return todo[-1][1]
+        pending.append((schema, {}))
+        return pending[-1][1]
 
-    def copied(schema: Any) -> Any:
-        never = isinstance(schema, Mapping) and set(schema) == {"not"} and _is_any(schema["not"])
-        return False if never else begun(schema)
+    def copy_schema(schema: Any) -> Any:
+        matches_nothing = (
+            isinstance(schema, Mapping) and set(schema) == {"not"} and _is_any(schema["not"])
+        )
+        return False if matches_nothing else start_copy(schema)
 
-    made = [begun(schema) for schema in schemas]
-    seen = 0
-    while todo:
-        schema, copy = todo.pop()
-        seen += len(schema)
-        if seen > most:
+    copies = [start_copy(schema) for schema in schemas]
+    num_keywords = 0
+    while pending:
+        schema, copy = pending.pop()
+        num_keywords += len(schema)
+        if num_keywords > max_keywords:
             return list(schemas)
-        for key, value in _binding(schema).items():
+        for key, value in _effective_keywords(schema).items():
             copy[key] = value
-            if key in _NAMED and isinstance(value, Mapping):
-                copy[key] = {name: copied(one) for name, one in value.items()}
-            elif key in _SEVERAL and isinstance(value, list):
-                copy[key] = [copied(one) for one in value]
-            elif key in _ONE:
-                copy[key] = copied(value)
-    return made
+            if key in _MAP_KEYWORDS and isinstance(value, Mapping):
+                copy[key] = {name: copy_schema(item) for name, item in value.items()}
+            elif key in _LIST_KEYWORDS and isinstance(value, list):
+                copy[key] = [copy_schema(item) for item in value]
+            elif key in _SCHEMA_KEYWORDS:
+                copy[key] = copy_schema(value)
+    return copies
 
 
-def _binding(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _effective_keywords(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of one schema that constrain something."""
-    kept = {
+    keywords = {
         key: value
         for key, value in schema.items()
         if key not in _ANNOTATIONS and (value is not None or key == "const")
     }
-    for key in _COUNTS & kept.keys():
-        if isinstance(kept[key], float) and kept[key].is_integer():
-            kept[key] = int(kept[key])
+    for key in _COUNTS & keywords.keys():
+        if isinstance(keywords[key], float) and keywords[key].is_integer():
+            keywords[key] = int(keywords[key])
     for key, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if isinstance(kept.get(key), bool):  # draft 4: says of the other bound that it is exclusive
-            exclusive = kept.pop(key)
-            if exclusive and bound in kept:
-                kept[key] = kept.pop(bound)
-    if "unevaluatedProperties" in kept and not _IN_PLACE & kept.keys():
-        kept.setdefault("additionalProperties", kept.pop("unevaluatedProperties"))
-    if "unevaluatedItems" in kept and not (_IN_PLACE | {"contains"}) & kept.keys():
-        rest = "additionalItems" if isinstance(kept.get("items"), list) else "items"
-        kept.setdefault(rest, kept.pop("unevaluatedItems"))
-    for key in [key for key in kept if _binds_nothing(key, kept)]:
-        del kept[key]
-    return kept
+        if isinstance(keywords.get(key), bool):
+            # In draft 4, this keyword says that the other bound is exclusive.
+            exclusive = keywords.pop(key)
+            if exclusive and bound in keywords:
+                keywords[key] = keywords.pop(bound)
+    if "unevaluatedProperties" in keywords and not _IN_PLACE & keywords.keys():
+        keywords.setdefault("additionalProperties", keywords.pop("unevaluatedProperties"))
+    if "unevaluatedItems" in keywords and not (_IN_PLACE | {"contains"}) & keywords.keys():
+        rest = "additionalItems" if isinstance(keywords.get("items"), list) else "items"
+        keywords.setdefault(rest, keywords.pop("unevaluatedItems"))
+    for key in [key for key in keywords if _has_no_effect(key, keywords)]:
+        del keywords[key]
+    return keywords
 
 
-def _binds_nothing(key: str, schema: Mapping[str, Any]) -> bool:
+def _has_no_effect(key: str, schema: Mapping[str, Any]) -> bool:
     value = schema[key]
     types = schema.get("type")
     if key in _OF_TYPE and isinstance(types, str | list) and _OF_TYPE[key] not in types:
@@ -204,16 +209,16 @@ def _binds_nothing(key: str, schema: Mapping[str, Any]) -> bool:
         case "contains":
             return schema.get("minContains") == 0 and "maxContains" not in schema
         case "minContains" | "maxContains":
-            return "contains" not in schema or _binds_nothing("contains", schema)
+            return "contains" not in schema or _has_no_effect("contains", schema)
         case "if":
             return _is_any(schema.get("then", True)) and _is_any(schema.get("else", True))
         case "then" | "else":
-            return "if" not in schema or _binds_nothing("if", schema)
+            return "if" not in schema or _has_no_effect("if", schema)
         case "propertyNames":
             return _is_any(value) or _is_any_text(value)
         case "dependentRequired" | "dependentSchemas" | "dependencies":
             values = value.values() if isinstance(value, Mapping) else [value]
-            return all(one == [] or _is_any(one) for one in values)
+            return all(item == [] or _is_any(item) for item in values)
         case "unevaluatedProperties" | "unevaluatedItems":
             return _is_any(value)
     return False
@@ -238,7 +243,7 @@ def _is_any_text(schema: Any) -> bool:
     return not rest and (types == "string" or (isinstance(types, list) and "string" in types))
 
 
-def _are_apart(options: Any, root: Mapping[str, Any]) -> bool:
+def _are_disjoint(options: Any, root: Mapping[str, Any]) -> bool:
     """Return whether no value matches two of the schemas. This holds if they have different types,
     or if each requires a different constant of the same property, as in a discriminated union."""
     if not isinstance(options, list) or not options:
@@ -246,7 +251,7 @@ def _are_apart(options: Any, root: Mapping[str, Any]) -> bool:
     options = [_resolved(option, root) for option in options]
     types = [_types(option) for option in options]
     objects = [option for option, names in zip(options, types, strict=True) if names == {"object"}]
-    if len(objects) > 1 and not _have_apart_tags(objects, root):
+    if len(objects) > 1 and not _have_distinct_constants(objects, root):
         return False
     counts = Counter(name for names in types if names != {"object"} for name in names)
     counts["object"] += bool(objects)
@@ -255,8 +260,8 @@ def _are_apart(options: Any, root: Mapping[str, Any]) -> bool:
 
 def _types(schema: Any) -> set[str]:
     """Return the types that a schema names; empty if it allows any."""
-    named = schema.get("type") if isinstance(schema, Mapping) else None
-    names = [named] if isinstance(named, str) else named
+    declared = schema.get("type") if isinstance(schema, Mapping) else None
+    names = [declared] if isinstance(declared, str) else declared
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return set()
     return {"number" if name == "integer" else name for name in names}
@@ -271,12 +276,12 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-def _have_apart_tags(options: Sequence[Any], root: Mapping[str, Any]) -> bool:
+def _have_distinct_constants(options: Sequence[Any], root: Mapping[str, Any]) -> bool:
     tags = [_constants(option, root) for option in options]
     for name in tags[0]:
-        if all(name in its for its in tags):
-            found = [constant for its in tags for constant in its[name]]
-            if len(found) == len(set(found)):
+        if all(name in constants for constants in tags):
+            values = [constant for constants in tags for constant in constants[name]]
+            if len(values) == len(set(values)):
                 return True
     return False
 
@@ -289,32 +294,34 @@ def _constants(schema: Any, root: Mapping[str, Any]) -> dict[str, set[str]]:
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         return {}
-    found: dict[str, set[str]] = {}
+    constants: dict[str, set[str]] = {}
     for name in required:
-        one = properties.get(name) if isinstance(name, str) else None
-        if isinstance(one, Mapping) and "const" in one:
-            found[name] = {json.dumps(one["const"], sort_keys=True)}
-        elif isinstance(one, Mapping) and isinstance(one.get("enum"), list):
-            found[name] = {json.dumps(value, sort_keys=True) for value in one["enum"]}
-    return found
+        property_schema = properties.get(name) if isinstance(name, str) else None
+        if isinstance(property_schema, Mapping) and "const" in property_schema:
+            constants[name] = {json.dumps(property_schema["const"], sort_keys=True)}
+        elif isinstance(property_schema, Mapping) and isinstance(property_schema.get("enum"), list):
+            constants[name] = {
+                json.dumps(value, sort_keys=True) for value in property_schema["enum"]
+            }
+    return constants
 
 
 def _target(reference: Any, root: Mapping[str, Any]) -> Any:
     """Return the target of a reference within the schema; None if it does not exist."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
-    found: Any = root
+    target: Any = root
     for part in reference[2:].split("/"):
         name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list):
-            index = int(name) if name.isdecimal() and len(name) < MAX_DIGITS else len(found)
-            found = found[index] if index < len(found) else None
+        if isinstance(target, list):
+            index = int(name) if name.isdecimal() and len(name) < MAX_DIGITS else len(target)
+            target = target[index] if index < len(target) else None
         else:
-            found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+            target = target.get(name) if isinstance(target, Mapping) else None
+    return target
 
 
-def without_faults(schema: Any, why: Why, *, lenient: bool) -> Any:
+def without_faults(schema: Any, reason_of: ReasonOf, *, lenient: bool) -> Any:
     """Return a copy without valid parts that cannot be compiled; the rest is still enforced. If the
     schema is not lenient, only annotations are dropped."""
     if not isinstance(schema, Mapping):
@@ -322,56 +329,58 @@ def without_faults(schema: Any, why: Why, *, lenient: bool) -> Any:
     copy: dict[str, Any] = json.loads(json.dumps(schema))
     inners = [inner for _, inner in _subschemas(copy)]
     if lenient:
-        _drop_keywords(copy, inners, why)
-    _drop_annotations(copy, inners, why)
+        _drop_keywords(copy, inners, reason_of)
+    _drop_annotations(copy, inners, reason_of)
     return copy
 
 
-def _drop_keywords(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], why: Why) -> None:
+def _drop_keywords(
+    root: Mapping[str, Any], inners: Sequence[dict[str, Any]], reason_of: ReasonOf
+) -> None:
     """Drop keywords that cannot be compiled from the schemas within `root`."""
     for inner in inners:
-        _drop_shapes(inner)
+        _drop_malformed(inner)
     documents = {_document(root, inner.get("$id")) for inner in inners} - {""}
     anchors = [inner.get("$anchor") for inner in inners]
     for inner in inners:
         if "type" in inner:
             _rename_types(inner)
         for key in _LEAVES & inner.keys():
-            wrong = why(
+            problem = reason_of(
                 {"type": "number", key: inner[key]} if key in _BOUNDS else {key: inner[key]}
             )
-            if wrong and not wrong.startswith("Unsatisfiable"):
+            if problem and not problem.startswith("Unsatisfiable"):
                 del inner[key]
         reference = inner.get("$ref")
         if isinstance(reference, str):
-            document, _, place = reference.partition("#")
+            document, _, fragment = reference.partition("#")
             if document and _document(root, document) not in documents:
-                if why({"$ref": reference}):  # external documents are not fetched
+                if reason_of({"$ref": reference}):  # external documents are not fetched
                     del inner["$ref"]
-            elif place and place[0] != "/" and place not in anchors:
+            elif fragment and fragment[0] != "/" and fragment not in anchors:
                 del inner["$ref"]
         patterns = inner.get("patternProperties")
         if isinstance(patterns, Mapping):
-            _drop_patterns(inner, patterns, why)
+            _drop_patterns(inner, patterns, reason_of)
     for _, inner in _dangling(root):
         del inner["$ref"]
-    if why(root).startswith("circular"):  # caused by references with sibling keywords
+    if reason_of(root).startswith("circular"):  # caused by references with sibling keywords
         for inner in inners:
             if "$ref" in inner:
                 for key in inner.keys() - {"$ref", "$defs", "definitions"}:
                     del inner[key]
 
 
-def _drop_shapes(schema: dict[str, Any]) -> None:
+def _drop_malformed(schema: dict[str, Any]) -> None:
     """Drop keywords whose value is no schema, list of schemas or object of schemas as it should be,
     e.g. PHP's `properties: []`."""
-    for key in schema.keys() & {*_ONE, *_SEVERAL, *_NAMED}:
+    for key in schema.keys() & {*_SCHEMA_KEYWORDS, *_LIST_KEYWORDS, *_MAP_KEYWORDS}:
         value = schema[key]
-        if key in _NAMED and isinstance(value, Mapping):
-            schema[key] = {name: one if _is_schema(one) else {} for name, one in value.items()}
-        elif key in _SEVERAL and isinstance(value, list):
-            schema[key] = [one if _is_schema(one) else {} for one in value]
-        elif not (key in _ONE and _is_schema(value)):
+        if key in _MAP_KEYWORDS and isinstance(value, Mapping):
+            schema[key] = {name: item if _is_schema(item) else {} for name, item in value.items()}
+        elif key in _LIST_KEYWORDS and isinstance(value, list):
+            schema[key] = [item if _is_schema(item) else {} for item in value]
+        elif not (key in _SCHEMA_KEYWORDS and _is_schema(value)):
             del schema[key]
 
 
@@ -381,12 +390,12 @@ def _is_schema(value: Any) -> bool:
 
 def _rename_types(schema: dict[str, Any]) -> None:
     """Rename types of other languages to JSON Schema's; drop `type` if one means any value."""
-    listed = isinstance(schema["type"], list)
-    names = [_type_name(name) for name in (schema["type"] if listed else [schema["type"]])]
+    is_list = isinstance(schema["type"], list)
+    names = [_type_name(name) for name in (schema["type"] if is_list else [schema["type"]])]
     if None in names:
         del schema["type"]
     else:
-        schema["type"] = names if listed else names[0]
+        schema["type"] = names if is_list else names[0]
 
 
 def _type_name(name: Any) -> Any:
@@ -401,16 +410,19 @@ def _dangling(root: Any) -> list[tuple[str, Any]]:
     """Return the subschemas, with their paths, whose reference into their own document has no
     target. A subschema with `$id` is a separate document."""
     documents = {"": root}
-    found = []
+    dangling = []
     for path, inner in _subschemas(root):
-        if isinstance(own := inner.get("$id"), str) and own[:1] != "#":
+        if isinstance(schema_id := inner.get("$id"), str) and schema_id[:1] != "#":
             documents[path] = inner
-        nearest = max((one for one in documents if _is_within(path, one)), key=len)
+        nearest_path = max(
+            (document_path for document_path in documents if _is_within(path, document_path)),
+            key=len,
+        )
         reference = inner.get("$ref")
         is_pointer = isinstance(reference, str) and reference.startswith("#/")
-        if is_pointer and _target(reference, documents[nearest]) is None:
-            found.append((path, inner))
-    return found
+        if is_pointer and _target(reference, documents[nearest_path]) is None:
+            dangling.append((path, inner))
+    return dangling
 
 
 def _is_within(path: str, outer: str) -> bool:
@@ -427,32 +439,38 @@ def _document(root: Mapping[str, Any], reference: Any) -> str:
         return ""
 
 
-def _drop_annotations(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], why: Why) -> None:
+def _drop_annotations(
+    root: Mapping[str, Any], inners: Sequence[dict[str, Any]], reason_of: ReasonOf
+) -> None:
     """Drop unknown dialects, and formats that no text matches together with the other keywords."""
     for inner in inners:
-        if "$schema" in inner and why({"$schema": inner["$schema"]}):
+        if "$schema" in inner and reason_of({"$schema": inner["$schema"]}):
             del inner["$schema"]
         keywords = {key: inner[key] for key in _OF_TEXT if key in inner}
-        if "format" in inner and why(keywords):
+        if "format" in inner and reason_of(keywords):
             del keywords["format"]
-            if not why(keywords):
+            if not reason_of(keywords):
                 del inner["format"]
-    if why(root):  # possibly due to formats in other subschemas than the keywords
+    if reason_of(root):  # possibly due to formats in other subschemas than the keywords
         formats = [(inner, inner.pop("format")) for inner in inners if "format" in inner]
-        if why(root):
+        if reason_of(root):
             for inner, form in formats:
                 inner["format"] = form
 
 
-def _drop_patterns(schema: dict[str, Any], patterns: Mapping[str, Any], why: Why) -> None:
+def _drop_patterns(
+    schema: dict[str, Any], patterns: Mapping[str, Any], reason_of: ReasonOf
+) -> None:
     """Drop name patterns that cannot be compiled, or all if they overlap. Properties that match a
     dropped pattern may have any value."""
-    kept = {name: one for name, one in patterns.items() if not why(_with_patterns([name]))}
-    if why(_with_patterns(kept)):
-        kept = {}
-    if len(kept) == len(patterns):
+    remaining = {
+        name: item for name, item in patterns.items() if not reason_of(_with_patterns([name]))
+    }
+    if reason_of(_with_patterns(remaining)):
+        remaining = {}
+    if len(remaining) == len(patterns):
         return
-    schema["patternProperties"] = kept
+    schema["patternProperties"] = remaining
     schema.pop("additionalProperties", None)
 
 
@@ -460,43 +478,43 @@ def _with_patterns(names: Iterable[str]) -> dict[str, Any]:
     return {"type": "object", "patternProperties": {name: {} for name in names}}
 
 
-def fault(schema: Any, why: Why) -> tuple[str, str]:
+def fault(schema: Any, reason_of: ReasonOf) -> tuple[str, str]:
     """Return the path of the innermost part of a schema that cannot be compiled, and the reason.
     Both are empty if no part is at fault."""
     for path, _ in _dangling(schema):
         return f"{path}.$ref", "the target of the reference does not exist"
     root = schema
-    path, reason = "", why(schema) if isinstance(schema, Mapping) else ""
+    path, reason = "", reason_of(schema) if isinstance(schema, Mapping) else ""
     descends = bool(reason)
     while descends:
         descends = False
         for step, part in _parts(schema):
-            wrong = why({**_definitions(root), **part}) if isinstance(part, Mapping) else ""
+            problem = reason_of({**_definitions(root), **part}) if isinstance(part, Mapping) else ""
             # A reference to another place than a definition has no target in the part alone.
-            if wrong and not wrong.startswith("Pointer"):
-                path, schema, reason, descends = path + step, part, wrong, True
+            if problem and not problem.startswith("Pointer"):
+                path, schema, reason, descends = path + step, part, problem, True
                 break
     if not reason:
         return "", ""
-    keyword = _keyword_at_fault(schema, reason, why)
-    for beginning, better in _REASONS:
-        if reason.startswith(beginning):
-            reason = better
+    keyword = _keyword_at_fault(schema, reason, reason_of)
+    for prefix, text in _REASONS:
+        if reason.startswith(prefix):
+            reason = text
     return path + keyword, reason
 
 
-def _keyword_at_fault(schema: Mapping[str, Any], reason: str, why: Why) -> str:
+def _keyword_at_fault(schema: Mapping[str, Any], reason: str, reason_of: ReasonOf) -> str:
     """Return the path within a schema of the keyword without which it compiles; empty if it takes
     more than one."""
     patterns = schema.get("patternProperties")
     for name in patterns if isinstance(patterns, Mapping) else ():
-        if why(_with_patterns([name])):
+        if reason_of(_with_patterns([name])):
             return f".patternProperties{_step(name)}"
     unimplemented = _UNIMPLEMENTED.search(reason)
     if unimplemented:
         return f".{json.loads(unimplemented[1])[0]}"
-    for keyword in sorted(schema, key=lambda key: (key == "type", key in _NAMED)):
-        if not why({key: value for key, value in schema.items() if key != keyword}):
+    for keyword in sorted(schema, key=lambda key: (key == "type", key in _MAP_KEYWORDS)):
+        if not reason_of({key: value for key, value in schema.items() if key != keyword}):
             return f".{keyword}"
     return ""
 
@@ -508,24 +526,26 @@ def _definitions(root: Any) -> dict[str, Any]:
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the direct subschemas, definitions first, with their paths from the schema."""
     for key in sorted(schema, key=lambda key: key not in ("$defs", "definitions")):
-        value, at = schema[key], f".{key}"
-        if key in _NAMED and isinstance(value, Mapping):
-            yield from ((at + _step(name), one) for name, one in value.items())
-        elif key in _SEVERAL and isinstance(value, list):
-            yield from ((f"{at}[{index}]", one) for index, one in enumerate(value))
-        elif key in _ONE:
-            yield at, value
+        value, base_path = schema[key], f".{key}"
+        if key in _MAP_KEYWORDS and isinstance(value, Mapping):
+            yield from ((base_path + _step(name), subschema) for name, subschema in value.items())
+        elif key in _LIST_KEYWORDS and isinstance(value, list):
+            yield from (
+                (f"{base_path}[{index}]", subschema) for index, subschema in enumerate(value)
+            )
+        elif key in _SCHEMA_KEYWORDS:
+            yield base_path, value
 
 
 def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
     """Yield all subschemas that are objects, with their paths."""
-    todo = [("", schema)]
-    while todo:
-        path, schema = todo.pop()
+    pending = [("", schema)]
+    while pending:
+        path, schema = pending.pop()
         if not isinstance(schema, Mapping):
             continue
         yield path, schema
-        todo += reversed([(path + step, part) for step, part in _parts(schema)])
+        pending += reversed([(path + step, part) for step, part in _parts(schema)])
 
 
 def _step(name: str) -> str:

@@ -43,9 +43,9 @@ def source(structure: Structure, tokens: ModelTokens) -> str:
     grammars = _grammars(structure, tokens)
     options = '%llguidance {"no_forcing": true}\n' if _has_tokens(structure, tokens.split) else ""
     if structure.lead or options:
-        whole, *parts = grammars
+        first, *others = grammars
         start = _lark(f"{options}start: {_words(tokens.split(structure.lead))} @form")
-        grammars = [start, {"name": "form", **whole}, *parts]
+        grammars = [start, {"name": "form", **first}, *others]
     return _joined(grammars)
 
 
@@ -73,8 +73,8 @@ def tag_source(tag: Mapping[str, Any], structure: Structure) -> str:
 
 def is_lenient(tag: Mapping[str, Any], structure: Structure) -> bool:
     """Return whether the schema of one tag is lenient; defaults to the structure's setting."""
-    own = tag.get("lenient")
-    return structure.lenient if own is None else bool(own)
+    tag_setting = tag.get("lenient")
+    return structure.lenient if tag_setting is None else bool(tag_setting)
 
 
 def other_form(structure: Structure) -> Structure | None:
@@ -102,7 +102,7 @@ def _grammars(structure: Structure, tokens: ModelTokens) -> list[dict[str, Any]]
         case "lark":
             return [_lark(value)]
         case "grammar":
-            return [_lark(_of_any(value))]
+            return [_lark(_as_lark_grammar(value))]
         case "structural_tag":
             return _tagged(structure, tokens)
 
@@ -119,15 +119,15 @@ def _json(schema: Any, structure: Structure, lenient: bool) -> dict[str, Any]:
 def _as_lark(regex: str) -> str:
     """Escape a regular expression for use between slashes in Lark."""
 
-    def written(found: re.Match[str]) -> str:
-        if found[0].endswith("\n"):
+    def escape(match: re.Match[str]) -> str:
+        if match[0].endswith("\n"):
             return r"\n"
-        return r"\/" if found[0] == "/" else found[0]
+        return r"\/" if match[0] == "/" else match[0]
 
-    return re.sub(r"\\.|/|\n", written, regex, flags=re.DOTALL)
+    return re.sub(r"\\.|/|\n", escape, regex, flags=re.DOTALL)
 
 
-def _of_any(text: str) -> str:
+def _as_lark_grammar(text: str) -> str:
     """Return a Lark grammar unchanged and a GBNF grammar as Lark. Raises TextError if the GBNF is
     invalid."""
     if not _GBNF.search(text):
@@ -140,18 +140,18 @@ def _of_any(text: str) -> str:
         raise TextError(f"the grammar is not valid GBNF: {error}") from None
 
 
-def _plain_escape(found: re.Match[str]) -> str:
+def _plain_escape(match: re.Match[str]) -> str:
     r"""Rewrite a GBNF escape for the converter, which drops zeros of \u0041 and does not know
     \-."""
-    escape = found[1]
+    escape = match[1]
     if escape == "-":
         return r"\x2d"
     if len(escape) == 1:
-        return found[0]
+        return match[0]
     code = int(escape[1:], 16)
     if code < 0x80:
         return f"\\x{code:02x}"
-    return chr(code) if code < 0x110000 else found[0]
+    return chr(code) if code < 0x110000 else match[0]
 
 
 def _tagged(structure: Structure, tokens: ModelTokens) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ def _tagged(structure: Structure, tokens: ModelTokens) -> list[dict[str, Any]]:
     tags, triggers = value["structures"], value["triggers"]
     for tag in tags:
         if not any(tag["begin"].startswith(trigger) for trigger in triggers):
-            raise TextError(f"the tag {tag['begin'][:80]!r} begins with none of the triggers")
+            raise TextError(f"the tag {tag['begin'][:80]!r} must begin with one of the triggers")
     required = value.get("required")
     lines = _only_tags(value, tokens.split) if required else _tags_in_text(value, tokens)
     schemas = [
@@ -170,8 +170,8 @@ def _tagged(structure: Structure, tokens: ModelTokens) -> list[dict[str, Any]]:
     other = other_form(structure)
     if other is not None:
         lines = ["start: tags | @or", lines[0].replace("start", "tags", 1), *lines[1:]]
-        whole, *parts = _grammars(other, tokens)
-        schemas += [{"name": "or", **whole}, *parts]
+        first, *others = _grammars(other, tokens)
+        schemas += [{"name": "or", **first}, *others]
     return [_lark("\n".join(("%llguidance {}", *lines))), *schemas]
 
 
@@ -204,22 +204,24 @@ def _tags_in_text(value: Mapping[str, Any], tokens: ModelTokens) -> list[str]:
     """Return the rules of free text in which each trigger starts one of its tags."""
     split = tokens.split
     tags, triggers = value["structures"], value["triggers"]
-    started = [split(trigger) for trigger in triggers]
+    split_triggers = [split(trigger) for trigger in triggers]
     # Free text must not spell out a trigger that begins with a special token.
-    unwritten = [t for t, parts in zip(triggers, started, strict=True) if isinstance(parts[0], int)]
+    forbidden = [
+        t for t, parts in zip(triggers, split_triggers, strict=True) if isinstance(parts[0], int)
+    ]
     text = _ANY
-    if unwritten:
-        text += f" & ~/(.|\\n)*({'|'.join(map(_literal, unwritten))})(.|\\n)*/"
+    if forbidden:
+        text += f" & ~/(.|\\n)*({'|'.join(map(_literal, forbidden))})(.|\\n)*/"
     # Special tokens allowed in free text: those in no trigger, and the first token of a trigger if
     # the rest of the trigger does not follow.
-    others = ",".join(map(str, sorted(set(tokens.free).difference(*started))))
+    others = ",".join(map(str, sorted(set(tokens.free).difference(*split_triggers))))
     lines = [f"TEXT: {text}"]
-    passed = [f"<[{others}]> TEXT"] if others else []
-    for token, rests in _beginnings(started).items():
+    alternatives = [f"<[{others}]> TEXT"] if others else []
+    for token, rests in _beginnings(split_triggers).items():
         lines.append(f"NOT_{token}: {text} & ~/({'|'.join(map(_literal, rests))}){_ANY[1:]}")
-        passed.append(f"<[{token}]> NOT_{token}")
-    lines.append(f"free: TEXT ({' | '.join(passed)})*" if passed else "free: TEXT")
-    before = f"(TEXT <[{others}]>)* " if others else ""
+        alternatives.append(f"<[{token}]> NOT_{token}")
+    lines.append(f"free: TEXT ({' | '.join(alternatives)})*" if alternatives else "free: TEXT")
+    prefix = f"(TEXT <[{others}]>)* " if others else ""
     segments = []
     for t, trigger in enumerate(triggers):
         ends = [
@@ -228,11 +230,11 @@ def _tags_in_text(value: Mapping[str, Any], tokens: ModelTokens) -> list[str]:
             if tag["begin"].startswith(trigger)
         ]
         if ends:
-            if isinstance(started[t][0], int):
-                begun = f"free {_words(started[t])}"
+            if isinstance(split_triggers[t][0], int):
+                beginning = f"free {_words(split_triggers[t])}"
             else:
-                begun = before + _triggered(t, started[t], lines)
-            lines.append(f"segment_{t}: {begun} ({' | '.join(ends)})")
+                beginning = prefix + _triggered(t, split_triggers[t], lines)
+            lines.append(f"segment_{t}: {beginning} ({' | '.join(ends)})")
             segments.append(f"segment_{t}")
     any_segment = " | ".join(segments)
     if value.get("stop_after_first"):
@@ -248,12 +250,12 @@ def _ended(number: int, tag: Mapping[str, Any], split: Split) -> str:
 def _beginnings(triggers: Iterable[Sequence[str | int]]) -> dict[int, list[str]]:
     """Return the texts that complete a trigger after its first special token, by that token. Omits
     tokens that are a trigger alone."""
-    found: dict[int, list[str]] = {}
+    rests: dict[int, list[str]] = {}
     bare = {trigger[0] for trigger in triggers if len(trigger) == 1}
     for first, *rest in triggers:
         if isinstance(first, int) and first not in bare and isinstance(rest[0], str):
-            found.setdefault(first, []).append(rest[0])
-    return found
+            rests.setdefault(first, []).append(rest[0])
+    return rests
 
 
 def _literal(text: str) -> str:
@@ -264,9 +266,9 @@ def _literal(text: str) -> str:
 def _triggered(number: int, trigger: Sequence[str | int], lines: list[str]) -> str:
     """Return the Lark of free text up to the end of a trigger; adds its rule to `lines`. With a
     special token in the trigger, only the part from that token on is matched."""
-    at = next((n for n, part in enumerate(trigger) if isinstance(part, int)), None)
-    if at is not None:
-        return f"TEXT {_words(trigger[at:])}"
+    index = next((n for n, part in enumerate(trigger) if isinstance(part, int)), None)
+    if index is not None:
+        return f"TEXT {_words(trigger[index:])}"
     lines.append(f"trigger_{number}[lazy]: TEXT {_words(trigger)}")
     return f"trigger_{number}"
 

@@ -57,8 +57,8 @@ class Caller:
     @property
     def ids(self) -> tuple[str, ...]:
         """Return all ids by which the client may know the request."""
-        every = (self.client_id, self.header_id, self.request_id)
-        return tuple(dict.fromkeys(one for one in every if one))
+        ids = (self.client_id, self.header_id, self.request_id)
+        return tuple(dict.fromkeys(id for id in ids if id))
 
     @property
     def shown_id(self) -> str:

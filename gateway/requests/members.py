@@ -28,7 +28,7 @@ class Fate(StrEnum):
     LEFT_OUT = "left out and logged"  # offered to the model, and cannot run here
     AS_TEXT = "kept as text"  # history
     DROPPED = "dropped and logged"  # history that means nothing to a model here
-    HINT = "taken"  # changes no answer
+    HINT = "accepted"  # changes no answer
     REFUSED = "refused by name"  # would change the answer, and is not supported
 
 
@@ -43,13 +43,13 @@ class Member:
 
     def as_text(self, kind: str, value: Mapping[str, Any]) -> str:
         """Return the text of an entry of history: its kind, and its kept fields."""
-        shown = {name: _readable(value[name], MAX_DEPTH) for name in self.text if name in value}
-        written = [
-            one if isinstance(one, str) else to_json(one).decode()
-            for one in shown.values()
-            if one not in (None, "", [], {})
+        values = {name: _readable(value[name], MAX_DEPTH) for name in self.text if name in value}
+        lines = [
+            item if isinstance(item, str) else to_json(item).decode()
+            for item in values.values()
+            if item not in (None, "", [], {})
         ]
-        return "\n".join([f"[{kind}]", *written])
+        return "\n".join([f"[{kind}]", *lines])
 
 
 Table = Mapping[str, Member]
@@ -63,10 +63,14 @@ def kept(*fields: str, of_client: bool = False) -> Member:
     return Member(Fate.AS_TEXT, fields, of_client)
 
 
-def note(fate: Fate, what: str, kinds: Iterable[str]) -> None:
+def note(fate: Fate, subject: str, kinds: Iterable[str]) -> None:
     """Log what is left out or dropped from a request."""
     if names := sorted(set(kinds)):
-        log.info("%s: %s", fate.value, cut(f"{what} {', '.join(map(repr, names))}", MAX_QUOTED))
+        log.info(
+            "a request has unsupported entries, %s: %s",
+            fate.value,
+            cut(f"{subject} {', '.join(map(repr, names))}", MAX_QUOTED),
+        )
 
 
 def _readable(value: Any, depth: int) -> Any:
@@ -77,14 +81,14 @@ def _readable(value: Any, depth: int) -> Any:
         if value.get("type") in ("text", "input_text", "output_text", "summary_text"):
             return value.get("text")
         return {
-            name: _readable(one, depth - 1)
-            for name, one in value.items()
+            name: _readable(item, depth - 1)
+            for name, item in value.items()
             if name not in _OPAQUE and not name.startswith("encrypted_")
         }
     if isinstance(value, list | tuple):
         if not depth:
             return None
-        values = [_readable(one, depth - 1) for one in value]
-        texts = values and all(isinstance(one, str) for one in values)
+        values = [_readable(item, depth - 1) for item in value]
+        texts = values and all(isinstance(item, str) for item in values)
         return "\n".join(values) if texts and isinstance(value[0], Mapping) else values
     return value

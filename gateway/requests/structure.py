@@ -45,7 +45,7 @@ class Structure:
 
     def encoded(self) -> bytes:
         """Return the structure for the text processes; equal structures have equal bytes."""
-        return json.dumps({own.name: getattr(self, own.name) for own in fields(self)}).encode()
+        return json.dumps({item.name: getattr(self, item.name) for item in fields(self)}).encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> "Structure":
@@ -58,7 +58,7 @@ def oversize(structure: Structure) -> str:
     level: list[Any] = [[structure.value]]
     chars = num_values = 0
     for _ in range(MAX_STRUCTURE_DEPTH):
-        within: list[Any] = []
+        inner: list[Any] = []
         for item in level:
             num_values += len(item)
             if num_values > MAX_STRUCTURE_VALUES:
@@ -73,10 +73,10 @@ def oversize(structure: Structure) -> str:
                 elif isinstance(value, int):
                     chars += value.bit_length() // 3
                 elif isinstance(value, dict | list):
-                    within.append(value)
+                    inner.append(value)
         if chars > MAX_STRUCTURE_CHARS:
             return f"its texts have more than {MAX_STRUCTURE_CHARS} characters"
-        if not within:
+        if not inner:
             return ""
-        level = within
+        level = inner
     return f"it is nested more than {MAX_STRUCTURE_DEPTH} levels deep"

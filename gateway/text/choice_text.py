@@ -42,7 +42,7 @@ class ChoiceText:
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
-        self._left_out = frozenset(() if include_stop else stop_ids)
+        self._hidden_ids = frozenset(() if include_stop else stop_ids)
         self._offset = offset
 
     def push_text(self, id_: int) -> str | None:
@@ -68,7 +68,7 @@ class ChoiceText:
         offsets: list[int] = []
         for position, token in enumerate(ids):
             ends = finish == "stop" and position == len(ids) - 1
-            text = "" if ends and token in self._left_out else self._detokenizer.push([token])
+            text = "" if ends and token in self._hidden_ids else self._detokenizer.push([token])
             offsets.append(self._offset)
             self._offset += len(text)
             emitted = self._stops.push(text)

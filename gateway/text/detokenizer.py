@@ -23,7 +23,7 @@ class IncrementalDetokenizer:
         self._pieces = pieces
         self._skip = skip
         self._strip = 0 if continues else pieces.strip
-        self._waits = False  # the decoder holds bytes of an unfinished character
+        self._is_partial = False  # the decoder holds bytes of an unfinished character
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int]) -> str:
@@ -34,13 +34,13 @@ class IncrementalDetokenizer:
                 part = self._pieces.bytes_of(token)
                 parts.append(self._stripped(part) if self._strip else part)
         data = b"".join(parts)
-        if not self._waits:
+        if not self._is_partial:
             try:
                 return data.decode()
             except UnicodeDecodeError:
-                self._waits = True  # or the bytes are invalid; the decoder decides
+                self._is_partial = True  # or the bytes are invalid; the decoder decides
         text = self._decoder.decode(data)
-        self._waits = bool(self._decoder.getstate()[0])
+        self._is_partial = bool(self._decoder.getstate()[0])
         return text
 
     def flush(self) -> str:

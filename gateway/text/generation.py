@@ -59,9 +59,11 @@ def _number(config: dict[str, Any], name: str) -> Any:
     value = config[name]
     if value is None:
         return None
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    fits = whole or (kind is float and isinstance(value, float) and math.isfinite(value))
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    fits = is_int or (kind is float and isinstance(value, float) and math.isfinite(value))
     if not fits or not allowed.has(value):
-        logger.warning("generation_config.json: %s = %.40r is ignored", name, value)
+        logger.warning(
+            "generation_config.json: ignoring %s, because its value %.40r is invalid", name, value
+        )
         return None
     return max(value, 0) if kind is int else float(value)

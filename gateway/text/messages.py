@@ -42,7 +42,7 @@ class TemplateInput:
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or last.get("tool_calls"):
             raise TextError(
-                "continue_final_message needs a last message of the assistant without tool calls",
+                "continue_final_message requires a last assistant message without tool calls",
                 "continue_final_message",
             )
 
@@ -85,48 +85,48 @@ def normalized(
 def _message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
-        known = ", ".join(ROLES)
-        raise TextError(f"unknown role {role!r:.60}; it must be one of {known}", f"{param}.role")
+        roles = ", ".join(ROLES)
+        raise TextError(f"unknown role {role!r:.60}; it must be one of {roles}", f"{param}.role")
     if role == "function":  # OpenAI's older name
         role = "tool"
-    made = {key: value for key, value in message.items() if value is not None}
-    made["role"] = role
-    thoughts = [made.pop(name) for name in REASONING if name in made]
+    result = {key: value for key, value in message.items() if value is not None}
+    result["role"] = role
+    thoughts = [result.pop(name) for name in REASONING if name in result]
     if thoughts:
-        made["reasoning_content"] = next(filter(None, thoughts), "")
-    calls = made.pop("tool_calls", None)  # a template may test only for the key
+        result["reasoning_content"] = next(filter(None, thoughts), "")
+    calls = result.pop("tool_calls", None)  # a template may test only for the key
     if calls:
-        made["tool_calls"] = _tool_calls(calls, f"{param}.tool_calls")
-    if "content" in made or role not in ("assistant", "tool"):
-        content_text(made.get("content"), f"{param}.content")
+        result["tool_calls"] = _tool_calls(calls, f"{param}.tool_calls")
+    if "content" in result or role not in ("assistant", "tool"):
+        content_text(result.get("content"), f"{param}.content")
     elif not calls:
-        made["content"] = ""
-    return made
+        result["content"] = ""
+    return result
 
 
 def _tool_calls(calls: object, param: str) -> list[dict[str, Any]]:
     """Return the calls with their arguments as CallArguments."""
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise TextError("tool_calls must be a list", param)
-    made = []
+    result = []
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise TextError("a tool call needs a function with a name", f"{param}[{index}]")
+            raise TextError("a tool call must have a function with a name", f"{param}[{index}]")
         arguments = _arguments(function.get("arguments"))
-        made.append({**call, "function": {**function, "arguments": arguments}})
-    return made
+        result.append({**call, "function": {**function, "arguments": arguments}})
+    return result
 
 
-def _arguments(written: object) -> CallArguments:
+def _arguments(arguments: object) -> CallArguments:
     """Parse arguments, tolerating invalid JSON: the turn is still part of the conversation."""
-    if isinstance(written, str) and written.strip():
+    if isinstance(arguments, str) and arguments.strip():
         try:  # from_json bounds the depth and rejects NaN
-            value = from_json(written, allow_inf_nan=False)
+            value = from_json(arguments, allow_inf_nan=False)
         except ValueError:
             value = None
-        return CallArguments(written, value if isinstance(value, Mapping) else None)
-    value = {} if written is None or isinstance(written, str) else written
+        return CallArguments(arguments, value if isinstance(value, Mapping) else None)
+    value = {} if arguments is None or isinstance(arguments, str) else arguments
     text = json.dumps(value, ensure_ascii=False)
     return CallArguments(text, value if isinstance(value, Mapping) else None)
 
@@ -143,7 +143,7 @@ def content_text(content: object, param: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text":
             raise TextError(
-                f"content parts of type {kind!r:.60} are not supported, only 'text'",
+                f"content parts of type {kind!r:.60} are not supported; use 'text'",
                 f"{param}[{index}].type",
             )
         if not isinstance(part.get("text"), str):

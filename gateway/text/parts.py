@@ -51,7 +51,7 @@ def arguments_object(text: str, *, cut: bool = False) -> dict[str, Any]:
     the text is not a JSON object."""
     value = from_json(text or "{}", allow_inf_nan=False, allow_partial=cut)
     if not isinstance(value, dict):
-        raise ValueError("the arguments of a call are no object")
+        raise ValueError("the arguments of a tool call must be a JSON object")
     return value
 
 

@@ -46,7 +46,7 @@ class Pieces:
         steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         if len(steps) > MAX_STEPS:
             raise UnsupportedTokenizer(
-                f"tokenizer.json has a decoder of {len(steps)} steps, more than {MAX_STEPS}"
+                f"the decoder in tokenizer.json has {len(steps)} steps; the limit is {MAX_STEPS}"
             )
         for step in steps:
             self._add(step)
@@ -62,7 +62,9 @@ class Pieces:
             case "Replace" if "String" in step["pattern"]:
                 old, new = step["pattern"]["String"], step["content"]
                 if len(new) > MAX_REWRITE:
-                    raise UnsupportedTokenizer("tokenizer.json has a decoder that writes too much")
+                    raise UnsupportedTokenizer(
+                        "a decoder step in tokenizer.json inserts a text that is too long"
+                    )
                 self._rewrites.append(lambda piece: piece.replace(old, new))
             case "Strip" if step["content"] == " " and not step["stop"]:
                 self.strip = step["start"]
@@ -73,7 +75,7 @@ class Pieces:
                     self.strip, self.strip_within_first = 1 << 30, True
             case kind:
                 raise UnsupportedTokenizer(
-                    f"tokenizer.json has a decoder {kind!r} that is not known"
+                    f"tokenizer.json uses the decoder {kind!r}, which is not supported"
                 )
 
     def piece_of(self, token: int) -> str:
@@ -82,10 +84,10 @@ class Pieces:
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token; b"" for an unknown id."""
-        found = self._cache.get(token)
-        if found is None:
-            found = self._cache[token] = self._spell(self.piece_of(token))
-        return found
+        data = self._cache.get(token)
+        if data is None:
+            data = self._cache[token] = self._spell(self.piece_of(token))
+        return data
 
     def _spell(self, piece: str) -> bytes:
         for rewrite in self._rewrites:

@@ -26,12 +26,12 @@ class SpecialTokens:
         lengths: dict[str, set[int]] = {}
         for text in self.texts:
             lengths.setdefault(text[0], set()).add(len(text))
-        self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
+        self._lengths = {first: sorted(sizes, reverse=True) for first, sizes in lengths.items()}
         longest = max(map(len, self.texts), default=0)
         if longest > MAX_SPECIAL_CHARS:
             raise UnsupportedTokenizer(
-                f"tokenizer.json: a special token of {longest} characters, "
-                f"at most {MAX_SPECIAL_CHARS}"
+                f"tokenizer.json has a special token of {longest} characters; "
+                f"the limit is {MAX_SPECIAL_CHARS}"
             )
 
     def split(self, text: str, origin: str | None = None) -> list[str | int]:
@@ -42,29 +42,31 @@ class SpecialTokens:
         """
         parts: list[str | int] = []
         start = 0
-        searched = text if origin is None else origin
-        for at, length in self._found(searched):
-            span = searched[at : at + length]
-            if at < start or (origin is not None and (CLIENT in span or LAST in span)):
+        source = text if origin is None else origin
+        for position, length in self._matches(source):
+            span = source[position : position + length]
+            if position < start or (origin is not None and (CLIENT in span or LAST in span)):
                 continue
             token = self.texts[span]
-            plain = text[start:at]
+            plain = text[start:position]
             parts.append(plain.rstrip() if token in self._lstrip else plain)
             parts.append(token)
-            start = at + length
+            start = position + length
             while token in self._rstrip and text[start : start + 1].isspace():
                 start += 1
         parts.append(text[start:])
         return [part for part in parts if part != ""] if parts != [""] else []
 
-    def _found(self, text: str) -> list[tuple[int, int]]:
+    def _matches(self, text: str) -> list[tuple[int, int]]:
         """Return (position, length) of the longest special token at each position with one."""
-        found = []
+        matches = []
         for first, lengths in self._lengths.items():
-            at = text.find(first)
-            while at >= 0:
-                length = next((n for n in lengths if text[at : at + n] in self.texts), 0)
+            position = text.find(first)
+            while position >= 0:
+                length = next(
+                    (n for n in lengths if text[position : position + n] in self.texts), 0
+                )
                 if length:
-                    found.append((at, length))
-                at = text.find(first, at + 1)
-        return sorted(found)
+                    matches.append((position, length))
+                position = text.find(first, position + 1)
+        return sorted(matches)

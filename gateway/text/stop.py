@@ -83,9 +83,9 @@ class StopMatcher:
 
     def flush(self, text: str = "") -> Emitted:
         """End the text: add text that belongs to no new token and release the held text."""
-        taken = self._take(text)
+        emitted = self._take(text)
         rest, self._pending = self._pending, ""
-        return Emitted(taken.text + rest, taken.stop, taken.num_tokens)
+        return Emitted(emitted.text + rest, emitted.stop, emitted.num_tokens)
 
     def _take(self, text: str) -> Emitted:
         if self._stop is not None:
@@ -95,9 +95,9 @@ class StopMatcher:
         start = len(self._pending)
         pending = self._pending + text
         for end, char in enumerate(text, start + 1):
-            done = [p.text for p in self._patterns if p.advance(char)]
-            if done and self._num_tokens > self._min_tokens:
-                self._stop = max(done, key=len)
+            completed = [p.text for p in self._patterns if p.advance(char)]
+            if completed and self._num_tokens > self._min_tokens:
+                self._stop = max(completed, key=len)
                 self._pending = ""
                 cut = end if self._include else end - len(self._stop)
                 return Emitted(pending[:cut], self._stop, self._num_tokens)

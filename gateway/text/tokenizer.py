@@ -55,8 +55,8 @@ class Tokenizer(Vocabulary):
         self._within = _without_prefix(self._first)  # for text that continues other text
         # A Metaspace of scheme "first" adds its space before the first text only, a normalizer
         # before every text between special tokens.
-        prefixed = _normalizers(self._first) != _normalizers(self._within)
-        self._rest = self._first if prefixed else self._within
+        prefixes_every_part = _normalizers(self._first) != _normalizers(self._within)
+        self._rest = self._first if prefixes_every_part else self._within
 
     def _frame(self) -> tuple[list[int], list[int]]:
         """Return the ids that the post-processor adds before and after a text."""
@@ -90,11 +90,11 @@ class Tokenizer(Vocabulary):
             ids += [part] if isinstance(part, int) else self._plain(part, self._within)
         return ids
 
-    def _framed(self, ids: list[int], wanted: bool) -> list[int]:
-        if not wanted:
+    def _framed(self, ids: list[int], add_special_tokens: bool) -> list[int]:
+        if not add_special_tokens:
             return ids
-        before = [] if ids[: len(self._prefix)] == self._prefix else self._prefix
-        return [*before, *ids, *self._suffix]
+        prefix = [] if ids[: len(self._prefix)] == self._prefix else self._prefix
+        return [*prefix, *ids, *self._suffix]
 
     def _encode(self, parts: Sequence[str | int]) -> list[int]:
         ids: list[int] = []
@@ -116,8 +116,8 @@ class Tokenizer(Vocabulary):
         (encoding,) = pipeline.encode_batch([text], add_special_tokens=False)
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if self.special.texts.get(text[start:end]) == token:
-                left = self._plain(text[: start + 1], pipeline)
-                return left + self._plain(text[start + 1 :], self._within)
+                head = self._plain(text[: start + 1], pipeline)
+                return head + self._plain(text[start + 1 :], self._within)
         return ids  # the special token is the model's unknown token
 
     def token_name(self, token: int | None) -> str | None:
@@ -141,31 +141,32 @@ def _without_prefix(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     if the added tokens do not keep their ids.
     """
     steps = _normalizers(first)
-    kept = [step for step in steps if step["type"] != "Prepend"]
+    remaining = [step for step in steps if step["type"] != "Prepend"]
     state = first.pre_tokenizer.__getstate__() if first.pre_tokenizer else b""
-    if kept == steps and _FIRST not in state:
+    if remaining == steps and _FIRST not in state:
         return first
-    rest = tokenizers.Tokenizer(first.model)
-    if kept:
-        rest.normalizer = _restored(
-            tokenizers.normalizers.Sequence([]), {"type": "Sequence", "normalizers": kept}
+    tokenizer = tokenizers.Tokenizer(first.model)
+    if remaining:
+        tokenizer.normalizer = _restored(
+            tokenizers.normalizers.Sequence([]), {"type": "Sequence", "normalizers": remaining}
         )
     if first.pre_tokenizer is not None:
-        rest.pre_tokenizer = first.pre_tokenizer
+        tokenizer.pre_tokenizer = first.pre_tokenizer
     if _FIRST in state:
-        without = json.loads(state.replace(_FIRST, b'"prepend_scheme":"never"'))
-        rest.pre_tokenizer = _restored(tokenizers.pre_tokenizers.Metaspace(), without)
+        metaspace = json.loads(state.replace(_FIRST, b'"prepend_scheme":"never"'))
+        tokenizer.pre_tokenizer = _restored(tokenizers.pre_tokenizers.Metaspace(), metaspace)
     added = sorted(first.get_added_tokens_decoder().items())
     # The order of the calls determines the ids. Few calls, since each scans all added tokens.
-    for special, run in groupby((token for _, token in added), lambda token: bool(token.special)):
-        (rest.add_special_tokens if special else rest.add_tokens)(list(run))
+    for special, group in groupby((token for _, token in added), lambda token: bool(token.special)):
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(list(group))
     for token_id, token in added:
-        if rest.token_to_id(token.content) != token_id:
+        if tokenizer.token_to_id(token.content) != token_id:
             raise UnsupportedTokenizer(
-                f"tokenizer.json: id {token_id} of {token.content!r} is not its"
+                f"tokenizer.json: id {token_id} of {token.content!r} is not "
+                "the id that the tokenizers library assigns"
             )
-    rest.encode_special_tokens = True
-    return rest
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def _restored(step: Step, state: dict[str, Any]) -> Step:

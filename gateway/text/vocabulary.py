@@ -57,26 +57,26 @@ class Vocabulary:
     ) -> IncrementalDetokenizer:
         """Return a detokenizer for one choice. `keep`: texts whose special tokens are not
         skipped. `continues`: keep a leading space, since a prompt precedes."""
-        skip = self._special_but(keep) if skip_special_tokens else frozenset()
+        skip = self._hidden_ids(keep) if skip_special_tokens else frozenset()
         return IncrementalDetokenizer(self._pieces, skip, continues)
 
-    def _special_but(self, keep: frozenset[str]) -> frozenset[int]:
+    def _hidden_ids(self, keep: frozenset[str]) -> frozenset[int]:
         """Return the ids of special tokens in no text of `keep`; cached, as parsers use few
         sets."""
-        found = self._skipped.get(keep)
-        if found is None:
+        ids = self._skipped.get(keep)
+        if ids is None:
             pieces = ((i, self.token_piece(i)) for i in self._special_ids)
-            found = self._skipped[keep] = frozenset(
+            ids = self._skipped[keep] = frozenset(
                 i for i, piece in pieces if not (piece and any(piece in text for text in keep))
             )
-        return found
+        return ids
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raises TextError if an id is outside [0, vocab_size)."""
         size = self.card.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < size):
-            wrong = next(token for token in ids if not 0 <= token < size)
-            raise TextError(f"token id {wrong} is outside the vocabulary of {size} tokens")
+            invalid_id = next(token for token in ids if not 0 <= token < size)
+            raise TextError(f"token id {invalid_id} is outside the vocabulary of {size} tokens")
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token; they may contain partial characters."""
@@ -111,7 +111,9 @@ def store(tokens: Sequence[str | None]) -> tuple[bytes, bytes]:
     longer than MAX_TOKEN_CHARS."""
     longest = max((len(token or "") for token in tokens), default=0)
     if longest > MAX_TOKEN_CHARS:
-        raise UnsupportedTokenizer(f"tokenizer.json: a token of {longest} characters")
+        raise UnsupportedTokenizer(
+            f"tokenizer.json has a token of {longest} characters, which is too long"
+        )
     encoded = [(token or "").encode() for token in tokens]
     return array("I", map(len, encoded)).tobytes(), b"".join(encoded)
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from pdserve.gateway.text_processes.host import TextChild, late, no_process
+from pdserve.gateway.text_processes.host import TextChild, late_error, no_process_error
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.fairness import FairQueue
 
@@ -14,12 +14,14 @@ log = logging.getLogger(__name__)
 class Children:
     """Lends children to requests, one request per child at a time; owners take turns."""
 
-    def __init__(self, fork: Callable[["Children"], None], most: int, wait_s: float) -> None:
-        """Make a pool of at most `most` children; a request waits up to `wait_s` for one. `fork`
+    def __init__(
+        self, fork: Callable[["Children"], None], max_children: int, wait_s: float
+    ) -> None:
+        """Make a pool of up to `max_children`; a request waits up to `wait_s` for one. `fork`
         starts a child that is later passed to `offer`, or raises OSError."""
         self._fork = fork
-        self._most = most
-        self._free = most  # number of children that may still be started
+        self._max_children = max_children
+        self._free = max_children  # number of children that may still be started
         self._wait_s = wait_s
         self._idle: list[TextChild] = []
         self._waiting: FairQueue[asyncio.Future[TextChild]] = FairQueue()
@@ -30,20 +32,21 @@ class Children:
             if not (child := self._idle.pop()).has_ended:
                 return child
             self._free += 1
-        mine: asyncio.Future[TextChild] = asyncio.get_running_loop().create_future()
-        self._waiting.push(owner, mine)
+        future: asyncio.Future[TextChild] = asyncio.get_running_loop().create_future()
+        self._waiting.push(owner, future)
         if self._free:
             self._start()
         try:
             async with asyncio.timeout(self._wait_s):
                 try:
-                    return await mine
+                    return await future
                 except asyncio.CancelledError:
-                    if mine.done() and not mine.cancelled() and mine.exception() is None:
-                        self.offer(mine.result())  # a child arrived together with the cancellation
+                    if future.done() and not future.cancelled() and future.exception() is None:
+                        # A child arrived together with the cancellation.
+                        self.offer(future.result())
                     raise
         except TimeoutError:
-            raise late() from None
+            raise late_error() from None
 
     def offer(self, child: TextChild) -> None:
         """Add an idle child, or replace it if it has ended."""
@@ -68,15 +71,15 @@ class Children:
         try:
             self._fork(self)
         except OSError as error:
-            log.warning("a text process cannot be started: %s", error)
-            if self._free == self._most:
-                self.fail(no_process)
+            log.warning("cannot start a text process: %s", error)
+            if self._free == self._max_children:
+                self.fail(no_process_error)
         else:
             self._free -= 1
 
-    def fail(self, why: Callable[[], ServiceError]) -> None:
+    def fail(self, make_error: Callable[[], ServiceError]) -> None:
         """Fail all waiting requests with `why()`."""
         while self._waiting:
             waiting = self._waiting.pop()
             if not waiting.done():
-                waiting.set_exception(why())
+                waiting.set_exception(make_error())

@@ -21,8 +21,8 @@ async def prepared(requested: RequestedSampling, text: LoadedText, owner: bytes)
     if structure is not None:
         check_structure(requested, structure)
     texts = texts_of(requested)
-    found = await text.processes.sequences(owner, texts) if texts else []
-    ids = dict(zip(texts, found, strict=True))
+    sequences = await text.processes.sequences(owner, texts) if texts else []
+    ids = dict(zip(texts, sequences, strict=True))
     # Check the rest first: compiling the grammar takes longest.
     constraints_of(requested, ids, "", text.vocabulary)
     grammar = "" if structure is None else await text.processes.grammar(owner, structure)
@@ -38,12 +38,18 @@ def bind(
     continues: bool,
 ) -> None:
     """Add the constraints to the sampling params of one prompt."""
-    its = constraints.of_prompt(prompt, vocabulary, continues=continues)
-    params.bad_words.extend(TokenSequence(ids=ids) for ids in its.bad_words)
-    if its.grammar:
-        params.grammar.CopyFrom(Grammar(source=its.grammar, begins_after=its.grammar_after))
-    if its.thinking_budget is not None:
+    prompt_constraints = constraints.of_prompt(prompt, vocabulary, continues=continues)
+    params.bad_words.extend(TokenSequence(ids=ids) for ids in prompt_constraints.bad_words)
+    if prompt_constraints.grammar:
+        params.grammar.CopyFrom(
+            Grammar(
+                source=prompt_constraints.grammar, begins_after=prompt_constraints.grammar_after
+            )
+        )
+    if prompt_constraints.thinking_budget is not None:
         budget = ThinkingBudget(
-            max_tokens=its.thinking_budget, start_ids=its.thinking_start, end_ids=its.thinking_end
+            max_tokens=prompt_constraints.thinking_budget,
+            start_ids=prompt_constraints.thinking_start,
+            end_ids=prompt_constraints.thinking_end,
         )
         params.thinking.CopyFrom(budget)

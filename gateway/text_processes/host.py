@@ -33,7 +33,7 @@ ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ", 
 ENDED_S = 1.0  # wait for a child's exit code after its socket has closed
 TOO_LONG = {
     -protocol.RENDER_SIGNAL: "the chat template ran for too long",
-    -protocol.PROMPT_SIGNAL: "the {} takes too long to be prepared",
+    -protocol.PROMPT_SIGNAL: "the {} takes too long to prepare",
 }
 
 
@@ -45,7 +45,7 @@ class MessageStream(asyncio.Protocol):
         self._reader = MessageReader()
         self._messages: deque[TextMessage] = deque()  # not received yet
         self._receiving: asyncio.Future[None] | None = None
-        self._gone = ""  # why the stream has ended; empty while it is open
+        self._end_reason = ""  # why the stream has ended; empty while it is open
         self._paused = False
         self._transport: asyncio.Transport | None = None
 
@@ -55,9 +55,9 @@ class MessageStream(asyncio.Protocol):
         return stream
 
     @property
-    def gone(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether the peer has closed the stream or sent an invalid message."""
-        return bool(self._gone)
+        return bool(self._end_reason)
 
     @property
     def num_unread(self) -> int:
@@ -66,18 +66,20 @@ class MessageStream(asyncio.Protocol):
 
     def send(self, message: TextMessage) -> None:
         """Send a message; buffers without limit, since the sender waits for each answer. Raises
-        OSError if the peer is gone."""
-        if self._gone:
-            raise ConnectionResetError(self._gone)
+        OSError if the peer has closed the stream."""
+        if self._end_reason:
+            raise ConnectionResetError(self._end_reason)
         assert self._transport is not None
         self._transport.write(pack(message))
 
     async def receive(self) -> TextMessage:
-        """Return the next message. Raises OSError if the peer is gone or sends an invalid one."""
-        assert self._receiving is None or self._receiving.done(), "somebody receives already"
+        """Return the next message. Raises OSError if the stream is closed or it is invalid."""
+        assert self._receiving is None or self._receiving.done(), (
+            "another caller is already receiving"
+        )
         while not self._messages:
-            if self._gone:
-                raise ConnectionResetError(self._gone)
+            if self._end_reason:
+                raise ConnectionResetError(self._end_reason)
             self._resume()
             self._receiving = asyncio.get_running_loop().create_future()
             await self._receiving
@@ -94,20 +96,20 @@ class MessageStream(asyncio.Protocol):
         try:
             self._messages += self._reader.feed(data)
         except (ValueError, RecursionError) as error:
-            log.error("a text process sends no message: %s", cut(str(error), MAX_QUOTED))
-            self._end("it has sent no message")
+            log.error("a text process sent an invalid message: %s", cut(str(error), MAX_QUOTED))
+            self._end("the text process sent an invalid message")
             self.close()
             return
         self._wake()
-        waits = self._receiving is not None and not self._receiving.done()
-        full = len(self._messages) > MAX_UNREAD or self._reader.num_unread > MAX_UNREAD_BYTES
-        if full and not waits and not self._paused:
+        is_receiving = self._receiving is not None and not self._receiving.done()
+        is_full = len(self._messages) > MAX_UNREAD or self._reader.num_unread > MAX_UNREAD_BYTES
+        if is_full and not is_receiving and not self._paused:
             assert self._transport is not None
             self._transport.pause_reading()
             self._paused = True
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._end("it has gone")
+        self._end("the text process closed the connection")
 
     def _resume(self) -> None:
         if self._paused:
@@ -115,8 +117,8 @@ class MessageStream(asyncio.Protocol):
             self._transport.resume_reading()
             self._paused = False
 
-    def _end(self, why: str) -> None:
-        self._gone = self._gone or why
+    def _end(self, reason: str) -> None:
+        self._end_reason = self._end_reason or reason
         self._wake()
 
     def _wake(self) -> None:
@@ -134,35 +136,33 @@ class TextChild:
     @property
     def has_ended(self) -> bool:
         """Whether the child can take no more work."""
-        return self.code.done() or self.stream.gone
+        return self.code.done() or self.stream.is_closed
 
     async def ask(self, message: TextMessage, limit_s: float) -> TextMessage:
         """Send a message and return the answer. Raises TextError if the work cannot be done,
         ServiceError if it may succeed later."""
         try:
             if self.stream.num_unread:
-                raise OSError("it has said something that nobody asked for")
+                raise OSError("the text process sent an unexpected message")
             async with asyncio.timeout(limit_s):
                 self.stream.send(message)
                 return await self.stream.receive()
         except TimeoutError:
-            raise late() from None
+            raise late_error() from None
         except OSError:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ENDED_S):
                     await asyncio.shield(self.code)
             raise self._failure(subject(message)) from None
 
-    def _failure(self, what: str) -> Exception:
+    def _failure(self, work: str) -> Exception:
         code = self.code.result() if self.code.done() else 0
         if code in TOO_LONG:
-            return TextError(TOO_LONG[code].format(what))
+            return TextError(TOO_LONG[code].format(work))
         if code == -protocol.LATE_SIGNAL:
-            return late()
-        log.warning("a text process ended while it prepared a %s: code %d", what, code)
-        return TextError(
-            f"the {what} cannot be prepared: it needs too much memory, or it is broken"
-        )
+            return late_error()
+        log.warning("a text process ended while preparing a %s: exit code %d", work, code)
+        return TextError(f"the {work} cannot be prepared: it is invalid or needs too much memory")
 
 
 class TextHost:
@@ -176,33 +176,33 @@ class TextHost:
     @classmethod
     async def start(cls, limits: TextLimits, log_format: str) -> "TextHost":
         """Start a process. Raises OSError if the machine cannot start one."""
-        with ExitStack() as undo:
-            ours, theirs = map(undo.enter_context, socket.socketpair())
-            stream = await MessageStream.over(ours.dup())
-            undo.callback(stream.close)
+        with ExitStack() as cleanup:
+            parent_sock, child_sock = map(cleanup.enter_context, socket.socketpair())
+            stream = await MessageStream.over(parent_sock.dup())
+            cleanup.callback(stream.close)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "pdserve.gateway.text_processes.process"),
-                *(str(theirs.fileno()), json.dumps(asdict(limits)), log_format),
-                pass_fds=[theirs.fileno()],
+                *(str(child_sock.fileno()), json.dumps(asdict(limits)), log_format),
+                pass_fds=[child_sock.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
                 start_new_session=True,  # a terminal's Ctrl-C is for the gateway only
             )
-            undo.pop_all()
-        theirs.close()
-        return cls(process, ours, stream)
+            cleanup.pop_all()
+        child_sock.close()
+        return cls(process, parent_sock, stream)
 
     def fork(self) -> socket.socket:
         """Request a new child and return its socket. Raises OSError if that fails."""
-        ours, theirs = socket.socketpair()
-        with theirs:
+        parent_sock, child_sock = socket.socketpair()
+        with child_sock:
             try:
-                socket.send_fds(self.control, [FORK], [theirs.fileno()])
+                socket.send_fds(self.control, [FORK], [child_sock.fileno()])
             except OSError:
-                ours.close()
+                parent_sock.close()
                 raise
-        return ours
+        return parent_sock
 
     async def load(self, message: TextMessage, limit_s: float) -> TextMessage:
         """Send a model's files and return the answer.
@@ -219,7 +219,7 @@ class TextHost:
                 answer = await self.stream.receive()
         except OSError:  # includes TimeoutError
             if not received:
-                raise no_process() from None
+                raise no_process_error() from None
             raise UnsupportedTokenizer("its files need too much time or memory") from None
         if "error" in answer.head:
             raise UnsupportedTokenizer(answer.head["error"])
@@ -238,9 +238,13 @@ class TextHost:
         await self._process.wait()
 
 
-def late() -> ServiceError:
-    return ServiceError(UNAVAILABLE, "the prompt could not be prepared in time", retry_after_s=1.0)
+def late_error() -> ServiceError:
+    return ServiceError(
+        UNAVAILABLE, "the prompt could not be prepared in time; try again later", retry_after_s=1.0
+    )
 
 
-def no_process() -> ServiceError:
-    return ServiceError(UNAVAILABLE, "no text process can be started now", retry_after_s=1.0)
+def no_process_error() -> ServiceError:
+    return ServiceError(
+        UNAVAILABLE, "the gateway cannot start a text process; try again later", retry_after_s=1.0
+    )

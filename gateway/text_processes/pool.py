@@ -28,7 +28,7 @@ from pdserve.gateway.text.vocabulary import (
     stored_vocabulary,
 )
 from pdserve.gateway.text_processes.children import Children
-from pdserve.gateway.text_processes.host import MessageStream, TextChild, TextHost, no_process
+from pdserve.gateway.text_processes.host import MessageStream, TextChild, TextHost, no_process_error
 from pdserve.gateway.text_processes.protocol import TextLimits, TextMessage, answered, ids_of
 from pdserve.gateway.text_processes.structure_cache import StructureCache
 from pdserve.protos.common_pb2 import UNAVAILABLE
@@ -48,25 +48,25 @@ class TextProcesses:
     """The processes of one model; they tokenize its prompts and compile its grammars."""
 
     def __init__(
-        self, host: TextHost, most: int, limit_s: float, wait_s: float, spent: Spent
+        self, host: TextHost, max_children: int, limit_s: float, wait_s: float, spent: Spent
     ) -> None:
-        """Use at most `most` children for prompts and one for grammars. Work waits up to `wait_s`
-        for a child and may take `limit_s` in it."""
+        """Use up to `max_children` for prompts and one child for grammars. Work waits up to
+        `wait_s` for a child and may take `limit_s` in it."""
         self.alive = True
         self._host = host
         self._limit_s = limit_s
         self._spent = spent
         self._children: dict[int, TextChild] = {}  # by pid
         self._starting: deque[tuple[socket.socket, Children]] = deque()
-        self._prompts = Children(self._fork, most, wait_s)
+        self._prompts = Children(self._fork, max_children, wait_s)
         self._grammars = Children(self._fork, 1, wait_s)  # separate: prompts do not wait for it
         self._compiled = StructureCache()
-        self._asking: set[asyncio.Task[Any]] = set()  # the event loop keeps only weak references
+        self._tasks: set[asyncio.Task[Any]] = set()  # the event loop keeps only weak references
         self._listening = asyncio.create_task(self._listen(), name="text processes")
 
-    async def chat_ids(self, owner: bytes, asked: TemplateInput, *, max_len: int) -> list[int]:
+    async def chat_ids(self, owner: bytes, request: TemplateInput, *, max_len: int) -> list[int]:
         """Render a conversation and return its token ids. Raises as `_ids` does."""
-        conversation = {part.name: getattr(asked, part.name) for part in fields(asked)}
+        conversation = {field.name: getattr(request, field.name) for field in fields(request)}
         head = {"op": "chat", "conversation": conversation, "max_len": max_len}
         return (await self._ids(owner, TextMessage(head), 1, max_len))[0]
 
@@ -94,34 +94,34 @@ class TextProcesses:
         """Return the token ids of each text as a continuation of other text, with special tokens
         parsed. Raises as `_ids` does."""
         head = {"op": "sequences", "texts": list(texts)}
-        most = MAX_CHAR_IDS * sum(map(len, texts))
-        return await self._ids(owner, TextMessage(head), len(texts), most)
+        max_ids = MAX_CHAR_IDS * sum(map(len, texts))
+        return await self._ids(owner, TextMessage(head), len(texts), max_ids)
 
     async def grammar(self, owner: bytes, structure: Structure) -> str:
         """Compile a structure to Grammar.source; results are cached. Raises TextError that names
         the structure's field; ServiceError UNAVAILABLE."""
         data = structure.encoded()
         key = hashlib.sha256(data).digest()
-        known = self._compiled.get(key, self._now())
-        if known is None:
-            known = await self._compile(owner, key, data, structure.param)
-        if isinstance(known, TextError):
-            raise TextError(str(known), known.param)
-        return known
+        compiled = self._compiled.get(key, self._now())
+        if compiled is None:
+            compiled = await self._compile(owner, key, data, structure.param)
+        if isinstance(compiled, TextError):
+            raise TextError(str(compiled), compiled.param)
+        return compiled
 
     async def _compile(self, owner: bytes, key: bytes, data: bytes, param: str) -> str | TextError:
         child = await self._take(owner, self._grammars)
-        known = self._compiled.get(key, self._now())  # another request may have compiled it
-        if known is not None:
+        compiled = self._compiled.get(key, self._now())  # another request may have compiled it
+        if compiled is not None:
             self._grammars.offer(child)
-            return known
+            return compiled
         message = TextMessage({"op": "grammar"}, [data])
 
         async def ask() -> str | TextError:
-            found: str | TextError
+            result: str | TextError
             until_s = math.inf
             try:
-                found = await self._ask(
+                result = await self._ask(
                     owner,
                     self._grammars,
                     child,
@@ -129,11 +129,11 @@ class TextProcesses:
                     lambda answer: answered(answer, MAX_GRAMMAR_BYTES).decode(),
                 )
             except TextError as error:
-                found = TextError(str(error), error.param or param)
+                result = TextError(str(error), error.param or param)
                 if not error.param:  # the child ended, perhaps for another reason
                     until_s = self._now() + DEATH_S
-            self._compiled.put(key, found, until_s)
-            return found
+            self._compiled.put(key, result, until_s)
+            return result
 
         return await self._finish(ask())
 
@@ -159,20 +159,20 @@ class TextProcesses:
 
     async def _take(self, owner: bytes, children: Children) -> TextChild:
         if not self.alive:
-            raise _ended()
+            raise _ended_error()
         return await children.take(owner)
 
     async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Await the work; it continues if the client disconnects, because its child is busy."""
-        asking = asyncio.create_task(work)
-        self._asking.add(asking)
-        asking.add_done_callback(self._asked)
-        return await asyncio.shield(asking)
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return await asyncio.shield(task)
 
-    def _asked(self, asking: asyncio.Task[Any]) -> None:
-        self._asking.discard(asking)
-        if not asking.cancelled():
-            asking.exception()  # retrieve it, or asyncio logs it if the client has disconnected
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # retrieve it, or asyncio logs it if the client has disconnected
 
     async def close(self) -> None:
         """End the processes and fail the prompts and grammars in progress."""
@@ -196,25 +196,25 @@ class TextProcesses:
         """Send the message to the child and return `read(answer)`. `read` raises ValueError if the
         answer is malformed; the child is then replaced."""
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        keep = False
+        started = loop.time()
+        is_reusable = False
         try:
             answer = await child.ask(message, self._limit_s)
-            keep = "last" not in answer.head  # "last": the child ends, to free its memory
+            is_reusable = "last" not in answer.head  # "last": the child ends, to free its memory
             return read(answer)
         except TextError:
             raise
         except ValueError as error:
-            keep = False
-            log.error("a text process answers with %s", error)
-            raise _ended() from None
+            is_reusable = False
+            log.error("a text process sent an invalid answer: %s", error)
+            raise _ended_error() from None
         except BaseException:
             if not self.alive:
-                raise _ended() from None
+                raise _ended_error() from None
             raise
         finally:
-            self._spent(owner, loop.time() - began)
-            if keep:
+            self._spent(owner, loop.time() - started)
+            if is_reusable:
                 children.offer(child)
             else:
                 child.stream.close()
@@ -239,15 +239,15 @@ class TextProcesses:
                     child.code.set_result(head["code"])
                     child.stream.close()
         except (OSError, LookupError, TypeError) as error:
-            log.error("the text processes of a model have ended: %s", error)
+            log.error("the text processes of a model ended unexpectedly: %s", error)
             self._host.kill()  # it may still run and have sent an invalid message
         finally:
             self.alive = False
             self._fail_waiting()
 
     def _fail_waiting(self) -> None:
-        self._prompts.fail(_ended)
-        self._grammars.fail(_ended)
+        self._prompts.fail(_ended_error)
+        self._grammars.fail(_ended_error)
 
 
 class LoadedText(NamedTuple):
@@ -296,11 +296,11 @@ class TextPool:
         try:
             host = await spare
         except OSError as error:
-            log.warning("a text process cannot be started: %s", error)
-            raise no_process() from None
-        asked = TextMessage({"card": asdict(card), "files": list(files)}, list(files.values()))
+            log.warning("cannot start a text process: %s", error)
+            raise no_process_error() from None
+        request = TextMessage({"card": asdict(card), "files": list(files)}, list(files.values()))
         try:
-            answer = await host.load(asked, self._limits.load_s + SLACK_S)
+            answer = await host.load(request, self._limits.load_s + SLACK_S)
             head = dict(answer.head)
             tokens = StoredTokens(*answer.parts)
             vocabulary = stored_vocabulary(card, head["decoder"], head["special_ids"], tokens)
@@ -327,5 +327,7 @@ class TextPool:
                 await (await self._spare).close()
 
 
-def _ended() -> ServiceError:
-    return ServiceError(UNAVAILABLE, "the model's text processes have ended", retry_after_s=1.0)
+def _ended_error() -> ServiceError:
+    return ServiceError(
+        UNAVAILABLE, "the model's text processes have ended; try again", retry_after_s=1.0
+    )

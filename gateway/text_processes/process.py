@@ -74,31 +74,31 @@ class TextModel:
             try:
                 source = files["template"].decode()
             except UnicodeDecodeError:
-                raise UnsupportedTokenizer("its chat template is not UTF-8") from None
+                raise UnsupportedTokenizer("its chat template is not valid UTF-8") from None
             self.template = ChatTemplate(source, self.tokenizer)
             self._family = tool_family_of(source)
             self.reasoning_parser = reasoning_family_of(source)
         self.defaults = GenerationDefaults.from_json(files["generation"] or b"{}")
         self._compiler: GrammarCompiler | None = None
-        self._no_grammars = ""
+        self._grammar_error = ""
 
     def probe(self, limits: TextLimits) -> None:
         """Probe the template in a child under the limits of a prompt. A template that exceeds them
         gets default capabilities, and its prompts fail."""
         if self.template is None:
             return
-        read, write = os.pipe()
-        with open(read, "rb") as answer:
+        read_fd, write_fd = os.pipe()
+        with open(read_fd, "rb") as answer:
             pid = os.fork()
             if not pid:
                 try:
                     _bound_memory(limits.prompt_bytes)
                     _set_timer(RENDER_SIGNAL, limits.render_s)
                     _set_timer(LATE_SIGNAL, min(limits.late_s, limits.load_s / 2))
-                    os.write(write, json.dumps(asdict(self.template.capabilities)).encode())
+                    os.write(write_fd, json.dumps(asdict(self.template.capabilities)).encode())
                 finally:
                     os._exit(0)
-            os.close(write)
+            os.close(write_fd)
             text = answer.read()
             os.waitpid(pid, 0)
         self.template.capabilities = Capabilities.decoded(text) if text else Capabilities()
@@ -110,7 +110,7 @@ class TextModel:
 
     @property
     def has_loaded_grammars(self) -> bool:
-        return self._compiler is not None or self._no_grammars != ""
+        return self._compiler is not None or self._grammar_error != ""
 
     def load_grammars(self) -> None:
         """Load the grammar compiler once: about 3 us and 2 KB per token of the vocabulary. Only the
@@ -124,13 +124,15 @@ class TextModel:
         except MemoryError:
             raise
         except BaseException as error:  # the model can still write free text
-            self._no_grammars = f"this model takes no structure: {cut(str(error), MAX_QUOTED)}"
+            self._grammar_error = (
+                f"this model does not support structured output: {cut(str(error), MAX_QUOTED)}"
+            )
 
     def grammar(self, structure: Structure) -> str:
         """Compile a structure. Raises TextError if it or the model is unsupported."""
         self.load_grammars()
         if self._compiler is None:
-            raise TextError(self._no_grammars, structure.param)
+            raise TextError(self._grammar_error, structure.param)
         return self._compiler.compile(structure)
 
     def described(self) -> TextMessage:
@@ -161,15 +163,15 @@ def main() -> None:
 
 def _serve(control: socket.socket, limits: TextLimits) -> None:
     """Load the model of the first message, then serve forks. Raises ConnectionError."""
-    asked = _receive(control)
-    if asked is None:
+    request = _receive(control)
+    if request is None:
         return
     control.sendall(pack(TextMessage({"received": True})))  # from here, a crash is due to the files
     try:
         _bound_memory(limits.load_bytes)
         _set_timer(LATE_SIGNAL, limits.load_s)
-        files = dict(zip(asked.head["files"], asked.parts, strict=True))
-        model = TextModel(TextCard(**asked.head["card"]), files)
+        files = dict(zip(request.head["files"], request.parts, strict=True))
+        model = TextModel(TextCard(**request.head["card"]), files)
         model.probe(limits)
         answer = model.described()
         _set_timer(LATE_SIGNAL, 0)
@@ -188,7 +190,7 @@ def _serve(control: socket.socket, limits: TextLimits) -> None:
 
 def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
     """Fork a child for each received socket, and report how it ends. Raises ConnectionError."""
-    here = os.getpid()
+    parent_pid = os.getpid()
     running: dict[int, int] = {}  # pidfd: pid
     while True:
         for ready in wait([control, *running]):
@@ -199,8 +201,8 @@ def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) 
                 os.close(ready)
                 control.sendall(pack(TextMessage({"ended": pid, "code": code})))
                 continue
-            what, fds, _, _ = socket.recv_fds(control, len(FORK), 1)
-            if not what:
+            data, fds, _, _ = socket.recv_fds(control, len(FORK), 1)
+            if not data:
                 return
             with socket.socket(fileno=fds[0]) as sock:
                 pid = os.fork()
@@ -208,7 +210,7 @@ def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) 
                     control.close()
                     for fd in running:
                         os.close(fd)
-                    die_with(here)
+                    die_with(parent_pid)
                     with suppress(ConnectionError):  # the gateway is gone
                         work(sock)
                     os._exit(0)
@@ -219,10 +221,10 @@ def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) 
 def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
     """Answer messages until the gateway closes the socket or this child cannot continue."""
     _bound_memory(limits.prompt_bytes)
-    while (asked := _receive(sock)) is not None:
+    while (request := _receive(sock)) is not None:
         _set_timer(LATE_SIGNAL, limits.late_s)
         try:
-            answer = _answer(asked, model, limits)
+            answer = _answer(request, model, limits)
         except TextError as error:
             # Cut: the error may quote the client.
             head: dict[str, object] = {"error": cut(str(error), MAX_QUOTED), "param": error.param}
@@ -230,10 +232,10 @@ def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
                 head["num_tokens"] = error.num_tokens
             answer = TextMessage(head)
         except MemoryError:
-            text = f"the {subject(asked)} needs too much memory to be prepared"
+            text = f"the {subject(request)} needs too much memory to be prepared"
             answer = TextMessage({"error": text, "last": True})
         except BaseException as error:  # includes panics of Rust libraries
-            text = f"the {subject(asked)} cannot be prepared: {type(error).__name__}"
+            text = f"the {subject(request)} cannot be prepared: {type(error).__name__}"
             answer = TextMessage({"error": text, "last": True})
         for timer in (RENDER_SIGNAL, PROMPT_SIGNAL, LATE_SIGNAL):
             _set_timer(timer, 0)
@@ -242,32 +244,32 @@ def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
             return
 
 
-def _answer(asked: TextMessage, model: TextModel, limits: TextLimits) -> TextMessage:
+def _answer(request: TextMessage, model: TextModel, limits: TextLimits) -> TextMessage:
     """Do the work of one message. Raises TextError."""
-    head = asked.head
+    head = request.head
     if head["op"] == "grammar":
         if not model.has_loaded_grammars:  # loading does not count toward a grammar's limits
             _bound_memory(limits.load_bytes)
             model.load_grammars()
             _bound_memory(limits.prompt_bytes)
         _set_timer(PROMPT_SIGNAL, limits.grammar_s)
-        return TextMessage({}, [model.grammar(Structure.decoded(asked.parts[0])).encode()])
+        return TextMessage({}, [model.grammar(Structure.decoded(request.parts[0])).encode()])
     if head["op"] == "sequences":
         _set_timer(PROMPT_SIGNAL, limits.prompt_s)
         return with_ids([model.tokenizer.encode_within(text) for text in head["texts"]])
-    ids = _prompt(asked, model, limits)
+    ids = _prompt(request, model, limits)
     if len(ids) > head["max_len"]:
         raise TooLong(f"the prompt has {len(ids)} tokens", len(ids))
     return with_ids([ids])
 
 
-def _prompt(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[int]:
+def _prompt(request: TextMessage, model: TextModel, limits: TextLimits) -> list[int]:
     """Return the token ids of a prompt. Raises TextError."""
-    head = asked.head
+    head = request.head
     if head["op"] == "text":
         _set_timer(PROMPT_SIGNAL, limits.prompt_s)
         return model.tokenizer.encode(
-            asked.parts[0].decode("utf-8", "surrogatepass"),
+            request.parts[0].decode("utf-8", "surrogatepass"),
             add_special_tokens=head["add_special_tokens"],
             parse_special=head["parse_special"],
         )
@@ -277,7 +279,7 @@ def _prompt(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[in
     _set_timer(RENDER_SIGNAL, 0)
     length = len(rendered.text)
     if length > head["max_len"]:  # in characters; tokenizing more would take seconds
-        text = f"the chat template writes {length} characters, which cannot fit"
+        text = f"the chat template writes {length} characters, which exceed the context"
         raise TooLong(text, least_tokens(length))
     _set_timer(PROMPT_SIGNAL, limits.prompt_s)
     return model.tokenizer.encode_rendered(rendered)
@@ -314,12 +316,12 @@ def _set_timer(number: signal.Signals, seconds: float) -> None:
     signal.setitimer(_TIMERS[number], seconds)
 
 
-def _bound_memory(more: int) -> None:
-    """Limit the address space of this process to its present size plus `more` bytes."""
+def _bound_memory(num_bytes: int) -> None:
+    """Limit the address space of this process to its present size plus `num_bytes` bytes."""
     with open("/proc/self/statm", "rb") as file:
         pages = int(file.read().split()[0])
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
+    hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + num_bytes, hard_limit))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def head_of(data: bytes) -> dict[str, Any]:
     """Decode the JSON object of a message. Raises ValueError if it is not a JSON object."""
     head = json.loads(data.decode("utf-8", "surrogatepass"))
     if not isinstance(head, dict):
-        raise ValueError("a head that is no object")
+        raise ValueError("the head of the message is not a JSON object")
     return head
 
 
@@ -63,9 +63,9 @@ def part_sizes(head: Mapping[str, Any]) -> list[int]:
     MAX_PARTS or MAX_BYTES."""
     sizes = head.get("sizes")
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise ValueError("a head without the sizes of its pieces")
+        raise ValueError("the head of the message lacks the sizes of its parts")
     if len(sizes) > MAX_PARTS or sum(sizes) > MAX_BYTES:
-        raise ValueError(f"{len(sizes)} pieces of {sum(sizes)} bytes")
+        raise ValueError(f"the message is too large: {len(sizes)} parts of {sum(sizes)} bytes")
     return sizes
 
 
@@ -86,10 +86,10 @@ class MessageReader:
         """Add bytes and return the messages that they complete. Raises ValueError or RecursionError
         if the bytes are not a message or it is too large."""
         self._data += data
-        found = []
+        messages = []
         while (message := self._next()) is not None:
-            found.append(message)
-        return found
+            messages.append(message)
+        return messages
 
     def _next(self) -> TextMessage | None:
         if self._head is None:
@@ -97,7 +97,7 @@ class MessageReader:
                 return None
             size = size_of(bytes(self._data[:SIZE_BYTES]))
             if size > MAX_HEAD_BYTES:
-                raise ValueError(f"a head of {size} bytes")
+                raise ValueError(f"the head of the message is too large: {size} bytes")
             if len(self._data) < SIZE_BYTES + size:
                 return None
             head = head_of(self._take(SIZE_BYTES + size)[SIZE_BYTES:])
@@ -109,14 +109,14 @@ class MessageReader:
         return message
 
     def _take(self, size: int) -> bytes:
-        taken = bytes(self._data[:size])
+        data = bytes(self._data[:size])
         del self._data[:size]
-        return taken
+        return data
 
 
-def subject(asked: "TextMessage") -> str:
+def subject(message: "TextMessage") -> str:
     """Return the kind of work of a message, for error texts."""
-    return "grammar" if asked.head["op"] == "grammar" else "prompt"
+    return "grammar" if message.head["op"] == "grammar" else "prompt"
 
 
 def answered(answer: "TextMessage", max_bytes: int) -> bytes:
@@ -125,7 +125,7 @@ def answered(answer: "TextMessage", max_bytes: int) -> bytes:
     if "error" in answer.head:
         texts = [answer.head["error"], answer.head.get("param", "")]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError("an error that is no text")
+            raise ValueError("the error text is not a string")
         if "num_tokens" in answer.head:
             num_tokens = answer.head["num_tokens"]
             if type(num_tokens) is not int or num_tokens < 1:
@@ -133,9 +133,9 @@ def answered(answer: "TextMessage", max_bytes: int) -> bytes:
             raise TooLong(cut(texts[0], MAX_QUOTED), num_tokens)
         raise TextError(*(cut(text, MAX_QUOTED) for text in texts))
     if len(answer.parts) != 1:
-        raise ValueError(f"an answer of {len(answer.parts)} pieces")
+        raise ValueError(f"the answer has {len(answer.parts)} parts instead of one")
     if len(answer.parts[0]) > max_bytes:
-        raise ValueError(f"an answer of {len(answer.parts[0])} bytes")
+        raise ValueError(f"the answer is too large: {len(answer.parts[0])} bytes")
     return answer.parts[0]
 
 
@@ -153,9 +153,9 @@ def ids_of(answer: TextMessage, count: int, max_len: int) -> list[list[int]]:
     piece = answered(answer, max_len * ID_BYTES)
     lengths = answer.head.get("lengths")
     if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
-        raise ValueError("an answer without the lengths of its sequences")
+        raise ValueError("the answer lacks the lengths of its sequences")
     if len(lengths) != count or sum(lengths) * ID_BYTES != len(piece):
-        raise ValueError("an answer without ids")
+        raise ValueError("the number of token ids in the answer is wrong")
     ids = iter(memoryview(piece).cast("I"))
     return [list(islice(ids, length)) for length in lengths]
 

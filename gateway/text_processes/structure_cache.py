@@ -14,8 +14,8 @@ ENTRY_BYTES = 512  # overhead of an entry beyond its text
 class StructureCache:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._held = 0
-        self._found: dict[bytes, tuple[str | TextError, float]] = {}  # with the expiry time
+        self._num_bytes = 0
+        self._entries: dict[bytes, tuple[str | TextError, float]] = {}  # with the expiry time
 
     def get(self, key: bytes, now_s: float) -> str | TextError | None:
         entry = self._drop(key)
@@ -24,21 +24,21 @@ class StructureCache:
         self.put(key, *entry)
         return entry[0]
 
-    def put(self, key: bytes, found: str | TextError, until_s: float = math.inf) -> None:
+    def put(self, key: bytes, result: str | TextError, until_s: float = math.inf) -> None:
         """Add a result, which expires at `until_s`, and evict the oldest above `max_bytes`."""
         self._drop(key)
-        self._found[key] = found, until_s
-        self._held += _size(found)
-        while self._held > self._max_bytes:
-            self._drop(next(iter(self._found)))
+        self._entries[key] = result, until_s
+        self._num_bytes += _size(result)
+        while self._num_bytes > self._max_bytes:
+            self._drop(next(iter(self._entries)))
 
     def _drop(self, key: bytes) -> tuple[str | TextError, float] | None:
-        entry = self._found.pop(key, None)
+        entry = self._entries.pop(key, None)
         if entry is not None:
-            self._held -= _size(entry[0])
+            self._num_bytes -= _size(entry[0])
         return entry
 
 
-def _size(found: str | TextError) -> int:
+def _size(result: str | TextError) -> int:
     """Return the size in bytes; a text has up to four per character."""
-    return ENTRY_BYTES + (4 * len(found) if isinstance(found, str) else len(str(found)))
+    return ENTRY_BYTES + (4 * len(result) if isinstance(result, str) else len(str(result)))

@@ -35,8 +35,8 @@ class AnswerParser:
         self._after_thought = after_thought
         self._thinks = opened  # the answer has reasoning
         self._held = ""  # reasoning held back
-        self._num_given = 0  # characters of reasoning returned
-        self._first: int | None = None  # the first call after which only calls have come
+        self._num_returned = 0  # characters of reasoning returned
+        self._first_call: int | None = None  # the first call after which only calls have come
 
     def push(self, text: str) -> list[ContentPart]:
         if self._thoughts is None:
@@ -49,9 +49,11 @@ class AnswerParser:
             parts = self._read(self._thoughts.finish(cut=cut))
         if self._search is not None and self._held:
             assert self._calls is not None
-            parts += self._decided(self._search, self._search.finish(cut=cut))
+            parts += self._certain_reasoning(self._search, self._search.finish(cut=cut))
             text, self._held = self._held, ""
-            if self._first is not None and self._search.whole[-1:] >= [self._first]:
+            if self._first_call is not None and self._search.complete_calls[-1:] >= [
+                self._first_call
+            ]:
                 parts += self._calls.push(text.lstrip())
             elif text:
                 parts.append(ReasoningPart(text))
@@ -60,42 +62,42 @@ class AnswerParser:
     def _read(self, parts: list[ContentPart]) -> list[ContentPart]:
         if self._calls is None:
             return parts
-        made: list[ContentPart] = []
+        result: list[ContentPart] = []
         for part in parts:
             self._thinks = self._thinks or isinstance(part, ReasoningPart)
             if isinstance(part, TextPart) and self._after_thought is not None:
                 self._calls = self._after_thought() if self._thinks else self._calls
                 self._after_thought = None
             if isinstance(part, ReasoningPart) and self._search is not None:
-                made += self._thought(self._search, part.text)
+                result += self._add_reasoning(self._search, part.text)
             else:
-                made += self._calls.push(part.text) if isinstance(part, TextPart) else [part]
+                result += self._calls.push(part.text) if isinstance(part, TextPart) else [part]
         if self._search is not None and self._thoughts is not None and self._thoughts.closed:
             self._search = None
             if self._held:
-                num_before = sum(1 for _ in takewhile(_is_thought, made))
-                made.insert(num_before, ReasoningPart(self._held))
-        return made
+                num_thoughts = sum(1 for _ in takewhile(_is_thought, result))
+                result.insert(num_thoughts, ReasoningPart(self._held))
+        return result
 
-    def _thought(self, search: CallStream, text: str) -> list[ContentPart]:
+    def _add_reasoning(self, search: CallStream, text: str) -> list[ContentPart]:
         """Add reasoning; return the part that is certainly reasoning."""
         self._held += text
         if len(self._held) <= MAX_HELD_CHARS:
-            return self._decided(search, search.push(text))
+            return self._certain_reasoning(search, search.push(text))
         self._search = None
         text, self._held = self._held, ""
         return [ReasoningPart(text)]
 
-    def _decided(self, search: CallStream, parts: list[ContentPart]) -> list[ContentPart]:
+    def _certain_reasoning(self, search: CallStream, parts: list[ContentPart]) -> list[ContentPart]:
         """Return the part that is certainly reasoning, given the parts found in it."""
         for part in parts:
             if not isinstance(part, ToolCallPart):
-                self._first = None
-            elif self._first is None:
-                self._first = part.index
-        end = search.num_decided if self._first is None else search.starts[self._first]
-        size = max(end - self._num_given, 0)
-        self._num_given += size
+                self._first_call = None
+            elif self._first_call is None:
+                self._first_call = part.index
+        end = search.num_decided if self._first_call is None else search.starts[self._first_call]
+        size = max(end - self._num_returned, 0)
+        self._num_returned += size
         text, self._held = self._held[:size], self._held[size:]
         return [ReasoningPart(text)] if text else []
 
@@ -114,17 +116,17 @@ class InlineThoughts:
         self._thinking = False
 
     def push(self, text: str) -> list[ContentPart]:
-        return [made for part in self._parser.push(text) for made in self._inline(part)]
+        return [inlined for part in self._parser.push(text) for inlined in self._inline(part)]
 
     def finish(self, *, cut: bool = False) -> list[ContentPart]:
-        return [made for part in self._parser.finish(cut=cut) for made in self._inline(part)]
+        return [inlined for part in self._parser.finish(cut=cut) for inlined in self._inline(part)]
 
     def _inline(self, part: ContentPart) -> list[ContentPart]:
         thinks = isinstance(part, ReasoningPart)
-        made: list[ContentPart] = []
+        result: list[ContentPart] = []
         if thinks != self._thinking:
             self._thinking = thinks
             tag = f"{self._begin}\n" if thinks else f"\n{self._end}\n\n"
-            made.append(TextPart(tag))
-        made.append(TextPart(part.text) if isinstance(part, ReasoningPart) else part)
-        return made
+            result.append(TextPart(tag))
+        result.append(TextPart(part.text) if isinstance(part, ReasoningPart) else part)
+        return result

@@ -27,10 +27,10 @@ MAX_STEPS = 2048  # through the schemas of a request: about two milliseconds
 MAX_OPTIONS = 32  # read of a list of alternatives in a schema
 MAX_POINTER_CHARS = 256
 _CHOICES = ("anyOf", "oneOf", "allOf")
-_NOTHING: frozenset[str] = frozenset()
+_NO_TYPES: frozenset[str] = frozenset()
 _STRING = frozenset({"string"})
 _CONTAINERS = frozenset({"object", "array"})
-_OTHERS = frozenset({"object", "array", "integer", "number", "boolean", "null"})
+_NON_STRINGS = frozenset({"object", "array", "integer", "number", "boolean", "null"})
 MAX_UNDECIDED = 512  # characters of a value that may be a string or another type
 MAX_STREAMED_VALUES = 1 << 20  # of an argument whose JSON is streamed
 _KINDS = {"properties": "object", "additionalProperties": "object", "items": "array"}  # by keyword
@@ -82,16 +82,16 @@ class CallArguments:
 
     def may_contain(self, key: str) -> bool:
         """Return whether an argument may be an object or a list."""
-        types = self._types.of(key) if self._types is not None else _NOTHING
+        types = self._types.of(key) if self._types is not None else _NO_TYPES
         return not types or bool(types & _CONTAINERS)
 
     def may_be_list(self, key: str) -> bool:
-        types = self._types.of(key) if self._types is not None else _NOTHING
+        types = self._types.of(key) if self._types is not None else _NO_TYPES
         return not types or "array" in types
 
     def must_contain(self, key: str) -> bool:
         """Return whether an argument can only be an object or a list."""
-        types = self._types.of(key) if self._types is not None else _NOTHING
+        types = self._types.of(key) if self._types is not None else _NO_TYPES
         return bool(types) and types <= _CONTAINERS
 
     def knows(self, key: str) -> bool:
@@ -101,7 +101,7 @@ class CallArguments:
     def typed(self, key: str, text: str) -> Any:
         """Convert a text to a value of its schema's type. Returns the text if the schema has no
         type, the text does not match it, or the value is nested too deeply."""
-        types = self._types.of(key) if self._types is not None else _NOTHING
+        types = self._types.of(key) if self._types is not None else _NO_TYPES
         if not types or types == {"string"}:
             return text
         bare = text.strip()
@@ -133,25 +133,27 @@ class CallArguments:
         a string. Raises CutOff; Malformed, also after the whole text if its value is malformed.
         """
 
-        def whole(text: str) -> Any:
+        def convert(text: str) -> Any:
             return self._json_or_text(text) if json else self.typed(key, text)
 
-        types = _OTHERS if json else self._types.of(key) if self._types is not None else _NOTHING
+        types = (
+            _NON_STRINGS if json else self._types.of(key) if self._types is not None else _NO_TYPES
+        )
         form = _Form(types, quoted=json)
         while True:
             try:
                 text = next(texts)
-            except StopIteration as ended:
-                if piece := head + "".join(form.end(whole)):
+            except StopIteration as stop:
+                if piece := head + "".join(form.end(convert)):
                     yield piece
                 if form.is_broken:
                     raise Malformed from None
-                result: T = ended.value
+                result: T = stop.value
                 return result
             except CutOff:
                 if form.is_broken:
                     raise Malformed from None
-                raise CutOff(value="" if head else "".join(form.end(whole))) from None
+                raise CutOff(value="" if head else "".join(form.end(convert))) from None
             if text is None:
                 yield None
             elif text and (piece := head + "".join(form.push(text))):
@@ -168,14 +170,14 @@ class CallArguments:
     def _literal(self, text: str) -> Any:
         """Parse a value in Python notation. Raises Malformed."""
         reader = BlockReader(f"{text}\n", ended=True)  # the line break ends a number
-        literals = JsonLiteralPieces(reader, self._values.left)
+        literals = JsonLiteralPieces(reader, self._values.remaining)
         try:
-            written = "".join(piece for piece in literals.value() if piece is not None)
+            literal_json = "".join(piece for piece in literals.value() if piece is not None)
         finally:
-            self._values.left = literals.values_left
-        if reader.text[reader.at :].strip():
+            self._values.remaining = literals.values_left
+        if reader.text[reader.position :].strip():
             raise Malformed
-        return json.loads(written)
+        return json.loads(literal_json)
 
     def _json_or_text(self, text: str) -> Any:
         try:
@@ -198,7 +200,7 @@ class _Form:
         self._texts: list[str] = []  # held back
         self._reader = BlockReader("")
         self._value: Pieces[None] | None = None
-        self._written = OpenJson()
+        self._output = OpenJson()
 
     def push(self, text: str) -> Iterator[str]:
         if not self._decided:
@@ -217,8 +219,8 @@ class _Form:
         elif self._decided == "over" and text.strip():
             self.is_broken = True
 
-    def end(self, typed: Callable[[str], Any]) -> Iterator[str]:
-        """Yield the end of the value; `typed` converts its whole text."""
+    def end(self, convert: Callable[[str], Any]) -> Iterator[str]:
+        """Yield the end of the value; `convert` converts its whole text."""
         if self._decided == "string":
             yield '"' if self._begun else '""'
         elif self._decided == "value":
@@ -229,7 +231,7 @@ class _Form:
         if self._decided in ("", "whole"):
             text = "".join(self._texts)
             try:
-                yield json_text(typed(text))
+                yield json_text(convert(text))
             except Malformed:
                 yield json_text(text)
 
@@ -259,11 +261,11 @@ class _Form:
                 if piece is None:
                     return
                 self._begun = True
-                self._written.push(piece)
+                self._output.push(piece)
                 reader.drop_read()
                 yield piece
             self._decided = "over"
-            self.is_broken = bool(reader.text[reader.at :].strip())
+            self.is_broken = bool(reader.text[reader.position :].strip())
         except Malformed as error:
             if not self._begun:
                 self._texts = [reader.text]
@@ -271,123 +273,125 @@ class _Form:
                 return
             self._decided = "over"  # emitted pieces cannot be withdrawn
             if isinstance(error, CutOff):
-                yield self._written.closing
+                yield self._output.closing
             else:
                 self.is_broken = True
 
 
 class _Budget:
     def __init__(self, steps: int) -> None:
-        self.left = steps
+        self.remaining = steps
 
     def take(self, steps: int) -> bool:
         """Consume steps; return whether that many were left."""
-        self.left -= steps
-        return self.left >= 0
+        self.remaining -= steps
+        return self.remaining >= 0
 
 
 class _ArgumentTypes:
     """The type names allowed for each argument of one tool. Empty if the schema does not name any
     or the budget does not suffice to find them."""
 
-    def __init__(self, whole: Mapping[str, Any], budget: _Budget, schema: Any = None) -> None:
-        """Initialize with the schema `whole`; `schema` is that of an argument within it."""
-        self._whole = whole
+    def __init__(self, root: Mapping[str, Any], budget: _Budget, schema: Any = None) -> None:
+        """Initialize with the schema `root`; `schema` is that of an argument within it."""
+        self._root = root
         self._budget = budget
-        schemas = [*self._schemas(whole if schema is None else schema)]
+        schemas = [*self._schemas(root if schema is None else schema)]
         members = [_mapping(schema.get("properties")) for schema in schemas]
         items = [{"item": schema["items"]} for schema in schemas if "items" in schema]
         self._members = [*items, *members]
-        others = (schema.get("additionalProperties") for schema in schemas)
-        self._other = next((other for other in others if _mapping(other)), None)
-        self._of: dict[str, frozenset[str]] = {}
-        self._referred: dict[str, frozenset[str]] = {}  # by pointer
+        additional = (schema.get("additionalProperties") for schema in schemas)
+        self._additional = next(
+            (candidate for candidate in additional if _mapping(candidate)), None
+        )
+        self._types_by_key: dict[str, frozenset[str]] = {}
+        self._types_by_pointer: dict[str, frozenset[str]] = {}  # by pointer
         self._within: dict[str, _ArgumentTypes] = {}
 
     def schema(self, key: str) -> Any:
         """Return the schema of an argument, or of additional ones; None if there is none."""
-        found = [member[key] for member in self._members if key in member]
-        if len(found) > 1:
-            return {"anyOf": found}
-        return found[0] if found else self._other
+        schemas = [member[key] for member in self._members if key in member]
+        if len(schemas) > 1:
+            return {"anyOf": schemas}
+        return schemas[0] if schemas else self._additional
 
     def of(self, key: str) -> frozenset[str]:
-        if key not in self._of:
+        if key not in self._types_by_key:
             schema = self.schema(key)
             if schema is None:
-                return _NOTHING
+                return _NO_TYPES
             pointer = _pointer(schema)
-            found = self._reached(schema, pointer)
-            self._of[key] = found | self._referred_to(pointer) if pointer else found
-        return self._of[key]
+            types = self._reachable_types(schema, pointer)
+            self._types_by_key[key] = types | self._pointer_types(pointer) if pointer else types
+        return self._types_by_key[key]
 
     def within(self, key: str) -> "_ArgumentTypes":
         """Return the types of the members or items of an argument."""
         if key not in self._within:
             schema = self.schema(key)
-            self._within[key] = _ArgumentTypes(self._whole, self._budget, schema or {})
+            self._within[key] = _ArgumentTypes(self._root, self._budget, schema or {})
         return self._within[key]
 
     def _schemas(self, schema: Any) -> Iterator[Mapping[str, Any]]:
         """Yield a schema, and all schemas that it refers to or offers as alternatives."""
         seen: set[str] = set()
-        todo = [schema]
-        while todo and self._budget.take(1):
-            schema = todo.pop()
+        pending = [schema]
+        while pending and self._budget.take(1):
+            schema = pending.pop()
             if not isinstance(schema, Mapping):
                 continue
             yield schema
-            todo += _options(schema)
+            pending += _options(schema)
             pointer = _pointer(schema)
             if pointer and pointer not in seen:
                 seen.add(pointer)
-                todo.append(self._target(pointer))
+                pending.append(self._target(pointer))
 
-    def _referred_to(self, pointer: str) -> frozenset[str]:
+    def _pointer_types(self, pointer: str) -> frozenset[str]:
         """Return the types of a pointer's target."""
-        if pointer not in self._referred:
-            self._referred[pointer] = self._reached(self._target(pointer), pointer)
-        return self._referred[pointer]
+        if pointer not in self._types_by_pointer:
+            self._types_by_pointer[pointer] = self._reachable_types(self._target(pointer), pointer)
+        return self._types_by_pointer[pointer]
 
-    def _reached(self, schema: Any, known: str) -> frozenset[str]:
+    def _reachable_types(self, schema: Any, skipped_pointer: str) -> frozenset[str]:
         """Return the types of a schema and of all schemas that it refers to or offers as
-        alternatives; does not follow the pointer `known`."""
-        found: set[str] = set()
-        seen = {known}
-        todo = [schema]
-        while todo:
-            schema = todo.pop()
+        alternatives; does not follow the pointer `skipped_pointer`."""
+        types: set[str] = set()
+        seen = {skipped_pointer}
+        pending = [schema]
+        while pending:
+            schema = pending.pop()
             if not isinstance(schema, Mapping):
                 continue
             if not self._budget.take(1):
-                return _NOTHING
-            found |= _own_types(schema)
-            todo += _options(schema)
+                return _NO_TYPES
+            types |= _declared_types(schema)
+            pending += _options(schema)
             pointer = _pointer(schema)
             if not pointer or pointer in seen:
                 continue
             seen.add(pointer)
-            if pointer in self._referred:
-                found |= self._referred[pointer]
+            if pointer in self._types_by_pointer:
+                types |= self._types_by_pointer[pointer]
             else:
-                todo.append(self._target(pointer))
-        return frozenset(found)
+                pending.append(self._target(pointer))
+        return frozenset(types)
 
     def _target(self, pointer: str) -> Any:
         """Return the target of a JSON pointer (RFC 6901), or None."""
         names = unquote(pointer).split("/")[1:]
         if not self._budget.take(len(names)):
             return None
-        found: Any = self._whole
+        target: Any = self._root
         for name in names:
             name = name.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping):
-                found = found.get(name)
-            elif isinstance(found, list) and name.isascii() and name.isdigit() and len(name) < 6:
-                found = found[int(name)] if int(name) < len(found) else None
+            if isinstance(target, Mapping):
+                target = target.get(name)
+            elif isinstance(target, list) and name.isascii() and name.isdigit() and len(name) < 6:
+                target = target[int(name)] if int(name) < len(target) else None
             else:
                 return None
-        return found
+        return target
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -409,20 +413,20 @@ def _options(schema: Mapping[str, Any]) -> Iterator[Any]:
             yield from options[:MAX_OPTIONS]
 
 
-def _own_types(schema: Mapping[str, Any]) -> set[str]:
-    given = schema.get("type")
-    if isinstance(given, str):
-        return {given}
-    if isinstance(given, list):
-        return {name for name in given[:MAX_OPTIONS] if isinstance(name, str)}
-    found: set[str] = set()
+def _declared_types(schema: Mapping[str, Any]) -> set[str]:
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return {declared}
+    if isinstance(declared, list):
+        return {name for name in declared[:MAX_OPTIONS] if isinstance(name, str)}
+    types: set[str] = set()
     values = schema.get("enum")
     constant = [schema["const"]] if "const" in schema else []
     for value in [*constant, *(values[:MAX_OPTIONS] if isinstance(values, list) else ())]:
-        found |= {"string"} if isinstance(value, str) else _types_of(value)
-    if not found:
-        found |= {kind for key, kind in _KINDS.items() if key in schema}
-    return found
+        types |= {"string"} if isinstance(value, str) else _types_of(value)
+    if not types:
+        types |= {kind for key, kind in _KINDS.items() if key in schema}
+    return types
 
 
 def _types_of(value: Any) -> set[str]:

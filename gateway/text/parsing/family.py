@@ -66,7 +66,7 @@ class ToolFamily:
 
     `read` reads the calls of a block after its opener and raises Malformed if the text is not a
     call. The opener is "" for a block at the start of the answer that begins with a character of
-    `bare`; its first call must be of a known tool. `whole` makes a parser of whole answers,
+    `bare`; its first call must be of a known tool. `make_parser` makes a parser of whole answers,
     including reasoning, and replaces `read`. `opening`: input with which that parser starts if the
     answer continues a message. `special`: texts that the parser needs even if they are special
     tokens. `around`: tags around an answer's text, which are dropped.
@@ -79,7 +79,9 @@ class ToolFamily:
     bare: str = ""
     read: Callable[[BlockReader, str, ToolSchemas], Calls] | None = None
     special: Sequence[str] = ()
-    whole: Callable[[Callable[[], str], bool, ToolSchemas | None], ContentParser] | None = None
+    make_parser: Callable[[Callable[[], str], bool, ToolSchemas | None], ContentParser] | None = (
+        None
+    )
     opening: str = ""
     around: Sequence[str] = ()
     in_fences: bool = False  # calls in fenced code are calls
@@ -136,10 +138,10 @@ def call_of(value: Any, schemas: ToolSchemas, *, needs_arguments: bool = False) 
         raise Malformed
     if isinstance(arguments, str):
         arguments = json_value(arguments) if arguments.strip() else {}
-    return _whole(name, {} if arguments is None else arguments)
+    return _complete_call(name, {} if arguments is None else arguments)
 
 
-def _whole(name: str, arguments: Any) -> CallPiece:
+def _complete_call(name: str, arguments: Any) -> CallPiece:
     if not name or not isinstance(arguments, dict):
         raise Malformed
     return CallPiece(name, json_text(arguments), last=True)
@@ -151,33 +153,33 @@ def called(schemas: ToolSchemas, name: str, pieces: Pieces[None], id: str = "") 
     Streams the arguments of a known tool; yields other calls whole. A call ends as cut where its
     streamed arguments become malformed. Raises CutOff, Malformed.
     """
-    known = name in schemas
+    is_known = name in schemas
     held: list[str] = []
-    written = OpenJson()
+    output = OpenJson()
     try:
         for piece in pieces:
             if piece is None:
                 yield None
-            elif known:
-                written.push(piece)
+            elif is_known:
+                output.push(piece)
                 yield CallPiece("" if held else name, piece, id)
                 held = [piece]
             else:
                 held.append(piece)
     except CutOff as end:
-        if not (known and held):
-            raise CutOff(name if known else "", id, certain=True) from None
-        written.push(end.value)
-        raise CutOff(id=id, closing=end.value + written.closing) from None
+        if not (is_known and held):
+            raise CutOff(name if is_known else "", id, certain=True) from None
+        output.push(end.value)
+        raise CutOff(id=id, closing=end.value + output.closing) from None
     except Malformed:
-        if not (known and held):
+        if not (is_known and held):
             raise
         yield CallPiece(last=True, cut=True)
         return
-    if known and held:
+    if is_known and held:
         yield CallPiece(last=True)
     else:
-        yield replace(_whole(name, json_value("".join(held) or "{}")), id=id)
+        yield replace(_complete_call(name, json_value("".join(held) or "{}")), id=id)
 
 
 def json_call(reader: BlockReader, schemas: ToolSchemas, *, needs_arguments: bool = False) -> Calls:
@@ -185,7 +187,7 @@ def json_call(reader: BlockReader, schemas: ToolSchemas, *, needs_arguments: boo
     yield from reader.space()
     if (yield from reader.first()) not in ("{", ""):
         raise Malformed
-    start = reader.at
+    start = reader.position
     head = _CallHead(reader, schemas)
     try:
         streams = yield from head.read()
@@ -197,7 +199,7 @@ def json_call(reader: BlockReader, schemas: ToolSchemas, *, needs_arguments: boo
     if streams:
         yield from called(schemas, head.name, head.arguments())
         return
-    reader.at = start
+    reader.position = start
     value = json_value((yield from reader.balanced()))
     yield call_of(value, schemas, needs_arguments=needs_arguments)
 
@@ -212,7 +214,7 @@ def grammar_call(
         return False
     yield from json_call(reader, schemas)
     yield from reader.space()
-    yield from reader.closes(end)
+    yield from reader.take_end(end)
     return True
 
 
@@ -258,7 +260,7 @@ class _CallHead:
                 continue
             else:
                 yield from _skip_value(reader)
-            if not (yield from reader.taken(",")):
+            if not (yield from reader.take_after_space(",")):
                 if not (yield from reader.first()):
                     yield from reader.more()
                 return False
@@ -267,13 +269,13 @@ class _CallHead:
         """Return whether the next object looks like a JSON schema instead of arguments of the tool.
         Raises CutOff."""
         reader = self._reader
-        start = reader.at
+        start = reader.position
         key = ""
         yield from reader.expect("{")
         yield from reader.space()
         if (yield from reader.first()) == '"':
             key = (yield from reader.string())[1:-1]
-        reader.at = start
+        reader.position = start
         return key in SCHEMA_KEYS and not self._schemas.knows(self.name, key)
 
     def arguments(self) -> Pieces[None]:
@@ -289,22 +291,22 @@ class _CallHead:
         reader = self._reader
         try:
             while self._depth:
-                if (yield from reader.taken("}")):
+                if (yield from reader.take_after_space("}")):
                     self._depth -= 1
                     continue
-                at = reader.at
-                if not (yield from reader.takes(",")):
+                start = reader.position
+                if not (yield from reader.take(",")):
                     return
                 yield from reader.space()
                 if (yield from reader.first()) != '"':
-                    reader.at = at
+                    reader.position = start
                     return
                 yield from reader.string()
                 yield from reader.space()
                 yield from reader.expect(":")
                 yield from _skip_value(reader)
         except CutOff:
-            reader.at = len(reader.text)
+            reader.position = len(reader.text)
         except Malformed:
             return
 
@@ -317,8 +319,8 @@ def _skip_value(reader: BlockReader) -> Reading[None]:
     elif first and first in "{[":
         yield from reader.balanced()
     else:
-        yield from reader.until(",", "}", most=MAX_NAME_CHARS)
-        reader.at -= 1
+        yield from reader.until(",", "}", max_chars=MAX_NAME_CHARS)
+        reader.position -= 1
 
 
 def json_arguments(reader: BlockReader, schemas: ToolSchemas, name: str, id: str = "") -> Calls:
@@ -336,13 +338,13 @@ def json_arguments(reader: BlockReader, schemas: ToolSchemas, name: str, id: str
     if name in schemas:
         yield from called(schemas, name, json_pieces(reader), id)
     else:
-        yield replace(_whole(name, json_value((yield from reader.balanced()))), id=id)
+        yield replace(_complete_call(name, json_value((yield from reader.balanced()))), id=id)
 
 
 def json_list(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     """Read the calls of a JSON list after its opening bracket. Raises CutOff, Malformed."""
     while True:
-        if (yield from reader.taken("]")):
+        if (yield from reader.take_after_space("]")):
             return
         yield from json_call(reader, schemas)
         yield from reader.space()
@@ -352,13 +354,13 @@ def json_list(reader: BlockReader, schemas: ToolSchemas) -> Calls:
 
 def json_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     """Read one or more calls that are JSON objects, or a list of them. Raises CutOff, Malformed."""
-    if (yield from reader.taken("[")):
-        if (yield from reader.taken("]")):
+    if (yield from reader.take_after_space("[")):
+        if (yield from reader.take_after_space("]")):
             raise Malformed
         yield from json_list(reader, schemas)
         return
     yield from json_call(reader, schemas)
-    while (yield from reader.taken(";", ",")) or (yield from reader.first()) == "{":
+    while (yield from reader.take_after_space(";", ",")) or (yield from reader.first()) == "{":
         yield from json_call(reader, schemas)
 
 
@@ -366,15 +368,15 @@ def in_form_only(family: ToolFamily) -> ToolFamily:
     """Return the family reading only calls in the form of its grammar, which holds no other call to
     a schema."""
     form = family.form
-    before, after = form.begin.removeprefix(form.trigger).split("NAME")
+    prefix, suffix = form.begin.removeprefix(form.trigger).split("NAME")
 
     def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-        if before:
-            yield from reader.expect(before)
-        name, _ = yield from reader.until(after, most=MAX_NAME_CHARS)
+        if prefix:
+            yield from reader.expect(prefix)
+        name, _ = yield from reader.until(suffix, max_chars=MAX_NAME_CHARS)
         yield from json_arguments(reader, schemas, name)
         if form.end:
-            yield from reader.closes(form.end)
+            yield from reader.take_end(form.end)
 
     return replace(family, openers=(form.trigger,), bare="", read=read, in_fences=True)
 
@@ -405,12 +407,12 @@ CALL_KEYS = frozenset((*NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id")
 def _first_key(reader: BlockReader) -> Reading[str]:
     """Return the first key of the JSON object that begins here, without reading it. Raises CutOff,
     Malformed."""
-    while (key := _FIRST_KEY.match(reader.text, reader.at)) is None:
-        rest = reader.text[reader.at : reader.at + 64]
+    while (match := _FIRST_KEY.match(reader.text, reader.position)) is None:
+        rest = reader.text[reader.position : reader.position + 64]
         if rest and not _HALF_KEY.match(rest):
             raise Malformed
         yield from reader.more()
-    return key[1]
+    return match[1]
 
 
 def bare_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
@@ -429,20 +431,20 @@ def bare_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     first = yield from reader.first()
     wrapped = first == "{" and (yield from _first_key(reader)) == "tool_calls"
     if wrapped:
-        before, _ = yield from reader.until("[", most=MAX_NAME_CHARS)
-        if before.partition(":")[2].strip():
+        head, _ = yield from reader.until("[", max_chars=MAX_NAME_CHARS)
+        if head.partition(":")[2].strip():
             raise Malformed
-    if wrapped or (yield from reader.taken("[")):
+    if wrapped or (yield from reader.take_after_space("[")):
         end = ","
         while end == ",":
             yield from bare_call(reader, schemas)
             yield from reader.space()
             end = yield from reader.expect(",", "]")
         if wrapped:
-            yield from reader.taken("}")
+            yield from reader.take_after_space("}")
         return
-    another = True
-    while another:
+    has_next = True
+    while has_next:
         yield from bare_call(reader, schemas)
         yield from reader.space()
-        another = bool((yield from reader.takes(";", ","))) or (yield from reader.first()) == "{"
+        has_next = bool((yield from reader.take(";", ","))) or (yield from reader.first()) == "{"

@@ -66,14 +66,14 @@ class HarmonyStream:
 
     def push(self, text: str) -> list[ContentPart]:
         self._reader.feed(text)
-        return self._advanced()
+        return self._advance()
 
     def finish(self, *, cut: bool = False) -> list[ContentPart]:
         self._reader.ended = True
         self._cut = cut
-        return self._advanced()
+        return self._advance()
 
-    def _advanced(self) -> list[ContentPart]:
+    def _advance(self) -> list[ContentPart]:
         if not self._over:
             self._over = next(self._messages, self) is self
         parts, self._parts = self._parts, []
@@ -92,8 +92,8 @@ class HarmonyStream:
                 channel = _CHANNEL.match(header)
                 if recipient and recipient[1].startswith("functions.") and self._calls:
                     yield from self._call(recipient[1].removeprefix("functions."))
-                    if (yield from reader.takes(CHANNEL)):  # a grammar's next call has no <|start|>
-                        reader.at -= len(CHANNEL)
+                    if (yield from reader.take(CHANNEL)):  # a grammar's next call has no <|start|>
+                        reader.position -= len(CHANNEL)
                         continue
                 thinks = channel is not None and channel[1] == "analysis"
                 kind = ReasoningPart if thinks else TextPart
@@ -107,7 +107,9 @@ class HarmonyStream:
         while True:
             if any(reader.text.startswith(begin) for begin in _BEGINNINGS):
                 return True
-            if reader.ended or not any(b.startswith(reader.text) for b in _BEGINNINGS):
+            if reader.ended or not any(
+                beginning.startswith(reader.text) for beginning in _BEGINNINGS
+            ):
                 return False
             yield
 
@@ -116,22 +118,24 @@ class HarmonyStream:
         Raises CutOff at the end."""
         reader = self._reader
         while True:
-            start = reader.at
+            start = reader.position
             try:
-                header, mark = yield from reader.until(MESSAGE, *_BREAKS, most=MAX_HEADER_CHARS)
+                header, mark = yield from reader.until(
+                    MESSAGE, *_BREAKS, max_chars=MAX_HEADER_CHARS
+                )
             except CutOff:
                 rest = reader.text[start:]
                 if not _is_header(_HALF_TAG.sub("", rest)):
-                    self._give(_TAG.sub("", _stripped_end(rest)))
+                    self._add_text(_TAG.sub("", _stripped_end(rest)))
                 raise
             except Malformed:
                 header, mark = reader.text[start : start + MAX_HEADER_CHARS], ""
-                reader.at = start + MAX_HEADER_CHARS
+                reader.position = start + MAX_HEADER_CHARS
             reader.drop_read()
             if mark == MESSAGE:
                 return header
             if not _is_header(header):
-                self._give(_TAG.sub("", header))
+                self._add_text(_TAG.sub("", header))
 
     def _call(self, name: str) -> Generator[None, None, None]:
         """Emit a call; text that is not a JSON object stays unread, to be read as a body."""
@@ -145,32 +149,32 @@ class HarmonyStream:
                     yield
                     continue
                 if piece.name:
-                    self._give_call(ToolCallPart(self._num_calls, self._new_id(), name))
+                    self._add_call_part(ToolCallPart(self._num_calls, self._new_id(), name))
                     begun = True
                 if piece.arguments:
-                    self._give_call(ToolCallPart(self._num_calls, arguments=piece.arguments))
+                    self._add_call_part(ToolCallPart(self._num_calls, arguments=piece.arguments))
                 if piece.cut:
-                    self._give_call(ToolCallPart(self._num_calls, cut=True))
+                    self._add_call_part(ToolCallPart(self._num_calls, cut=True))
                 reader.drop_read()
         except CutOff as end:
-            known = name in schemas
-            if self._cut and known and not begun:
-                self._give_call(ToolCallPart(self._num_calls, self._new_id(), name))
-            if self._cut and known:
-                self._give_call(ToolCallPart(self._num_calls, cut=True))
+            is_known = name in schemas
+            if self._cut and is_known and not begun:
+                self._add_call_part(ToolCallPart(self._num_calls, self._new_id(), name))
+            if self._cut and is_known:
+                self._add_call_part(ToolCallPart(self._num_calls, cut=True))
             elif begun:
-                self._give_call(ToolCallPart(self._num_calls, arguments=end.closing))
+                self._add_call_part(ToolCallPart(self._num_calls, arguments=end.closing))
             elif not self._num_calls:
-                self._give(reader.text)
+                self._add_text(reader.text)
             raise
         except Malformed:
             if not begun:
-                reader.at = 0
+                reader.position = 0
                 return
         self._num_calls += 1
         yield from reader.space()
 
-    def _give_call(self, part: ToolCallPart) -> None:
+    def _add_call_part(self, part: ToolCallPart) -> None:
         if self._parallel or not part.index:
             self._parts.append(part)
 
@@ -183,24 +187,24 @@ class HarmonyStream:
         marks = (*(() if plain else _NEXT), *((CALL,) if self._calls else ()))
         pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
-            found = pattern.search(reader.text, reader.at) if marks else None
-            if found:
-                self._give(reader.text[reader.at : found.start()], kind)
-                reader.at = found.start() if found[0] == CALL else found.end()
+            match = pattern.search(reader.text, reader.position) if marks else None
+            if match:
+                self._add_text(reader.text[reader.position : match.start()], kind)
+                reader.position = match.start() if match[0] == CALL else match.end()
                 reader.drop_read()
                 return
-            rest = reader.text[reader.at :]
+            rest = reader.text[reader.position :]
             if reader.ended:
-                self._give(rest if plain else _stripped_end(rest), kind)
-                reader.at = len(reader.text)
+                self._add_text(rest if plain else _stripped_end(rest), kind)
+                reader.position = len(reader.text)
                 raise CutOff
-            keep = held(rest, marks)
-            self._give(rest[: len(rest) - keep], kind)
-            reader.at += len(rest) - keep
+            num_held = held(rest, marks)
+            self._add_text(rest[: len(rest) - num_held], kind)
+            reader.position += len(rest) - num_held
             reader.drop_read()
             yield
 
-    def _give(self, text: str, kind: type[TextPart] | type[ReasoningPart] = TextPart) -> None:
+    def _add_text(self, text: str, kind: type[TextPart] | type[ReasoningPart] = TextPart) -> None:
         if not text:
             return
         if kind is TextPart:

@@ -39,7 +39,7 @@ def _without_lines(reader: BlockReader, end: str) -> Pieces[None]:
             yield body
 
 
-def whole_text(reader: BlockReader, end: str) -> Pieces[None]:
+def raw_text(reader: BlockReader, end: str) -> Pieces[None]:
     """Yield a text up to `end` unchanged."""
     yield from reader.pieces_until(end)
 
@@ -61,7 +61,7 @@ def read_invokes(
     while True:
         yield from read_invoke(reader, prefix, schemas, value)
         yield from reader.space()
-        if (yield from reader.closes(end)):
+        if (yield from reader.take_end(end)):
             return
         yield from reader.expect(begin)
 
@@ -70,41 +70,41 @@ def read_invoke(
     reader: BlockReader, prefix: str, schemas: ToolSchemas, value: Value = _without_lines
 ) -> Calls:
     """Read an invocation, beginning at its name."""
-    name, is_whole = yield from read_head(reader)
-    if is_whole:
+    name, is_self_closing = yield from read_head(reader)
+    if is_self_closing:
         yield CallPiece(name, "{}", last=True)
         return
-    words = f"{prefix}invoke", f"{prefix}parameter"
-    members = read_members(reader, words, schemas.call(name), value)
+    tag_names = f"{prefix}invoke", f"{prefix}parameter"
+    members = read_members(reader, tag_names, schemas.call(name), value)
     yield from called(schemas, name, object_pieces(members))
 
 
 def read_head(reader: BlockReader) -> Reading[tuple[str, bool]]:
     """Read the name of an invocation; also return whether its first tag is self-closing."""
-    head, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+    head, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
     return unquoted(head.removesuffix("/")), head.endswith("/")
 
 
 def read_members(
-    reader: BlockReader, words: tuple[str, str], known: CallArguments, value: Value
+    reader: BlockReader, tag_names: tuple[str, str], arguments: CallArguments, value: Value
 ) -> Pieces[None]:
-    """Read the arguments of an invocation up to its end tag. `words`: the tag names of an
+    """Read the arguments of an invocation up to its end tag. `tag_names`: the tag names of an
     invocation and of an argument."""
-    invoke, parameter = words
+    invoke, parameter = tag_names
     close = f"</{invoke}>"
     gap = ""
     while (yield from _tag(reader, f"<{parameter} name=", close)) != close:
-        head, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
-        key, _, said = head.partition(" string=")
+        head, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
+        key, _, string_flag = head.partition(" string=")
         key = unquoted(key)
         end = f"</{parameter}>"
         texts = reader.pieces_until(end)
-        if not said:
-            yield from known.member(gap, key, value(reader, end))
-        elif "true" in said:
+        if not string_flag:
+            yield from arguments.member(gap, key, value(reader, end))
+        elif "true" in string_flag:
             yield from CallArguments(None).member(gap, key, texts)
         else:
-            yield from known.member(gap, key, texts, json=True)
+            yield from arguments.member(gap, key, texts, json=True)
         gap = ", "
 
 

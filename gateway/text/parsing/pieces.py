@@ -66,66 +66,69 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
     quote = ""  # of the open string
     after = "{"  # the last token: a value is "v", a key "k"
     last = ""  # the value at the end of the text, with the held text before it
-    over = malformed = False
-    while not (over or malformed):
-        start = reader.at
-        text, at = reader.text[start:], 0  # only unread text, since a waiting generator keeps it
-        made: list[str] = []
-        while not (over or malformed):
+    is_complete = malformed = False
+    while not (is_complete or malformed):
+        start = reader.position
+        # Only unread text, since a waiting generator keeps it.
+        text, position = reader.text[start:], 0
+        parts: list[str] = []
+        while not (is_complete or malformed):
             if quote:
-                found = _IN_STRING[quote].search(text, at)
-                end = found.start() if found else len(text)
-                target = held if after == "k" else made
-                target.append(text[at:end])
-                at = end
-                if found is None:
+                match = _IN_STRING[quote].search(text, position)
+                end = match.start() if match else len(text)
+                target = held if after == "k" else parts
+                target.append(text[position:end])
+                position = end
+                if match is None:
                     break
-                mark, at = found[0], found.end()
+                mark, position = match[0], match.end()
                 if mark == "\\":
                     escape = _JSON_ESCAPE.match(text, end)
-                    waits = len(text) - end < _LONGEST_ESCAPE and text[at : at + 1] in ("", "u")
+                    is_incomplete = len(text) - end < _LONGEST_ESCAPE and text[
+                        position : position + 1
+                    ] in ("", "u")
                     if escape:
-                        mark, at = escape[0], escape.end()
-                    elif quote in _TRIPLE and text.startswith("\n", at):
-                        mark, at = "", at + 1
-                    elif waits and (at == len(text) or not reader.ended):
-                        at = end
+                        mark, position = escape[0], escape.end()
+                    elif quote in _TRIPLE and text.startswith("\n", position):
+                        mark, position = "", position + 1
+                    elif is_incomplete and (position == len(text) or not reader.ended):
+                        position = end
                         break
-                    elif quote[0] == "'" and text.startswith("'", at):
-                        mark, at = "'", at + 1
+                    elif quote[0] == "'" and text.startswith("'", position):
+                        mark, position = "'", position + 1
                     else:
                         mark = "\\\\"
                 elif mark == quote:
                     mark, quote = '"', ""
                 elif not reader.ended and len(quote) > 1 and quote.startswith(text[end:]):
-                    at = end
+                    position = end
                     break
                 else:
                     mark = encoded(mark)
                 target.append(mark)
                 continue
-            space = _JSON_SPACE.match(text, at)
+            space = _JSON_SPACE.match(text, position)
             assert space is not None  # the pattern also matches ""
             held.append(space[0])
-            at = space.end()
-            first = text[at : at + 1]
+            position = space.end()
+            first = text[position : position + 1]
             is_key = bool(brackets) and brackets[-1] == "}" and after in ("{", ",")
             is_value = not is_key and after in (("{", ",", ":") if brackets else ("{",))
-            word = _WORD.match(text, at) if is_value else None
+            word = _WORD.match(text, position) if is_value else None
             if not first:
                 break
             if first in "\"'" and (is_key or is_value):
-                quote = _quote(text, at, ended=reader.ended)
+                quote = _quote(text, position, ended=reader.ended)
                 if not quote:
                     break
                 held.append('"')
-                at += len(quote) - 1
+                position += len(quote) - 1
                 after = "k" if is_key else "v"
                 if is_value:
-                    made += held
+                    parts += held
                     held = []
             elif first in "{[" and is_value:
-                rest = text[at : at + len(BRACKETED)]
+                rest = text[position : position + len(BRACKETED)]
                 if rest != BRACKETED and BRACKETED.startswith(rest) and not reader.ended:
                     break
                 malformed = rest == BRACKETED or len(brackets) == MAX_JSON_DEPTH
@@ -133,52 +136,52 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
                     break
                 held.append(first)
                 if brackets:
-                    made += held
+                    parts += held
                     held = []
                 brackets.append("}" if first == "{" else "]")
                 after = "{"
             elif brackets and first == brackets[-1] and after in ("{", ",", "v"):
-                made += (first,) if after == "," else (*held, first)
+                parts += (first,) if after == "," else (*held, first)
                 held = []
                 brackets.pop()
-                after, over = "v", len(brackets) == 0
+                after, is_complete = "v", len(brackets) == 0
             elif (first == "," and after == "v") or (first == ":" and after == "k"):
                 held.append(first)
                 after = first
             elif word and word[0]:
                 if _LONG_NUMBER.match(word[0]):
-                    made += held
+                    parts += held
                     held = []
                 if word.end() == len(text) and len(word[0]) <= MAX_NAME_CHARS:
                     last = _last_word("".join(held), word[0]) if reader.ended else ""
                     break
                 try:
-                    made += (*held, _json_word(word[0]))
+                    parts += (*held, _json_word(word[0]))
                 except Malformed:
                     malformed = True
                     break
                 held = []
-                at, after = word.end(), "v"
+                position, after = word.end(), "v"
                 continue
             else:
                 malformed = True
                 break
-            at += 1
-        reader.at = start + at
-        if piece := "".join(made):
+            position += 1
+        reader.position = start + position
+        if piece := "".join(parts):
             yield piece
         if malformed:
             raise Malformed
-        if reader.ended and not over:
+        if reader.ended and not is_complete:
             raise CutOff(value=last)
-        if not over:
+        if not is_complete:
             yield None
 
 
-def _quote(text: str, at: int, *, ended: bool) -> str:
+def _quote(text: str, position: int, *, ended: bool) -> str:
     """Return the quote with which a string begins; "" if there is not enough text to decide."""
-    quote = next(quote for quote in _QUOTES if text.startswith(quote, at))
-    rest = text[at : at + 3]
+    quote = next(quote for quote in _QUOTES if text.startswith(quote, position))
+    rest = text[position : position + 3]
     return "" if not ended and len(rest) < 3 and rest == quote * len(rest) else quote
 
 
@@ -210,7 +213,7 @@ def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
     yield from reader.expect('"')
     inner = BlockReader("")
     pieces = _object_pieces(inner)
-    over = malformed = False
+    is_complete = malformed = False
     while not inner.ended:
         try:
             text = yield from _unquoted(reader)
@@ -224,17 +227,17 @@ def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
             yield from reader.expect('"')
             inner.ended = True
         try:
-            for piece in () if over else pieces:
+            for piece in () if is_complete else pieces:
                 if piece is None:
                     break
                 inner.drop_read()
                 yield piece
             else:
-                over = True
+                is_complete = True
         except Malformed:
-            over = malformed = True
-        if over:
-            inner.text, inner.at = "", 0
+            is_complete = malformed = True
+        if is_complete:
+            inner.text, inner.position = "", 0
     if malformed:
         raise Malformed
 
@@ -251,10 +254,10 @@ class OpenJson:
         if self._in_string:
             text = f'"{text}'
         self._in_string = False
-        for found in _STRUCTURE.finditer(text):
-            mark = found[0]
+        for match in _STRUCTURE.finditer(text):
+            mark = match[0]
             if mark[0] == '"':
-                self._in_string = not found[1]
+                self._in_string = not match[1]
             elif mark in "{[":
                 self._brackets.append("}" if mark == "{" else "]")
             else:
@@ -283,20 +286,20 @@ def _unquoted(reader: BlockReader) -> Reading[str]:
     """Read and decode the available part of a JSON string; return "" at its end. Raises CutOff,
     Malformed."""
     while True:
-        found = _WHOLE_CHARS.match(reader.text, reader.at)
-        assert found is not None  # the pattern also matches ""
-        end = found.end()
-        behind = reader.text[end : end + 6]
-        half = _HIGH_SURROGATE.search(reader.text, max(reader.at, end - 6), end)
-        if half and not reader.ended and len(behind) < 6 and not behind.startswith('"'):
-            end = half.start()
-        if end > reader.at:
-            value: str = json_value(f'"{reader.text[reader.at : end]}"')
-            reader.at = end
+        match = _WHOLE_CHARS.match(reader.text, reader.position)
+        assert match is not None  # the pattern also matches ""
+        end = match.end()
+        following = reader.text[end : end + 6]
+        surrogate = _HIGH_SURROGATE.search(reader.text, max(reader.position, end - 6), end)
+        if surrogate and not reader.ended and len(following) < 6 and not following.startswith('"'):
+            end = surrogate.start()
+        if end > reader.position:
+            value: str = json_value(f'"{reader.text[reader.position : end]}"')
+            reader.position = end
             return value
-        if behind.startswith('"'):
+        if following.startswith('"'):
             return ""
-        if len(behind) == 6:
+        if len(following) == 6:
             raise Malformed  # an invalid escape
         yield from reader.more()
 
@@ -324,7 +327,7 @@ class LiteralPieces:
         yield from reader.space()
         first = yield from reader.first()
         if first and first in "{[(":
-            reader.at += 1
+            reader.position += 1
             if first == "{":
                 yield from self._object(head, depth + 1)
             else:
@@ -343,19 +346,20 @@ class LiteralPieces:
 
     def _object(self, head: str, depth: int) -> Pieces[None]:
         reader = self._reader
-        shown = bool(head) or depth > 1  # the arguments' first bracket is yielded with a value
+        # The first bracket of the arguments is yielded with a value instead.
+        yields_head = bool(head) or depth > 1
         head += "{"
         begun = False
-        while not (yield from reader.taken("}")):
+        while not (yield from reader.take_after_space("}")):
             yield from reader.space()
             key = yield from self._key()
-            if shown and not begun:
+            if yields_head and not begun:
                 yield head
                 head = ""
             yield from self.value(f"{head}{key}: ", depth)
             head = ", "
             begun = True
-            if not (yield from reader.taken(",")):
+            if not (yield from reader.take_after_space(",")):
                 yield from reader.expect("}")
                 break
         yield "}" if begun else f"{head}}}"
@@ -363,7 +367,7 @@ class LiteralPieces:
     def _list(self, head: str, end: str, depth: int) -> Pieces[None]:
         reader = self._reader
         if end == ")":  # a tuple only with a comma
-            if (yield from reader.taken(end)):
+            if (yield from reader.take_after_space(end)):
                 yield f"{head}[]"
                 return
             value = ""
@@ -372,7 +376,7 @@ class LiteralPieces:
                     yield None
                 else:
                     value += piece
-            if (yield from reader.taken(end)):
+            if (yield from reader.take_after_space(end)):
                 yield head + value
                 return
             yield from reader.expect(",")
@@ -380,10 +384,10 @@ class LiteralPieces:
             head = ", "
         else:
             head += "["
-        while not (yield from reader.taken(end)):
+        while not (yield from reader.take_after_space(end)):
             yield from self.value(head, depth)
             head = ", "
-            if not (yield from reader.taken(",")):
+            if not (yield from reader.take_after_space(",")):
                 yield from reader.expect(end)
                 break
         yield "]" if head == ", " else f"{head}]"
@@ -407,11 +411,11 @@ class LiteralPieces:
         """Read the beginning of a string, up to its quote; return it, or "" if none is here."""
         reader = self._reader
         while True:
-            rest = reader.text[reader.at : reader.at + 4]
-            found = _OPENING.match(rest)
-            if not _HALF_OPENING.match(rest) or (reader.ended and (found or not rest)):
-                reader.at += found.end() if found else 0
-                return found[0] if found else ""
+            rest = reader.text[reader.position : reader.position + 4]
+            match = _OPENING.match(rest)
+            if not _HALF_OPENING.match(rest) or (reader.ended and (match or not rest)):
+                reader.position += match.end() if match else 0
+                return match[0] if match else ""
             yield from reader.more()
 
     def _string(self, opening: str) -> Pieces[None]:
@@ -420,67 +424,67 @@ class LiteralPieces:
         quote = opening.lstrip("rRuU")
         is_raw = opening[0] in "rR"
         pattern = re.compile(rf"{quote}|[{quote[0]}\\]")
-        over = False
-        while not over:
-            made: list[str] = []
-            at = reader.at
-            while not over:
-                found = pattern.search(reader.text, at)
-                made.append(reader.text[at : found.start() if found else None])
-                at = found.end() if found else len(reader.text)
-                if found is None:
+        is_complete = False
+        while not is_complete:
+            parts: list[str] = []
+            position = reader.position
+            while not is_complete:
+                match = pattern.search(reader.text, position)
+                parts.append(reader.text[position : match.start() if match else None])
+                position = match.end() if match else len(reader.text)
+                if match is None:
                     break
-                if found[0] == quote:
-                    over = True
+                if match[0] == quote:
+                    is_complete = True
                     break
-                at -= 1
-                if found[0] == quote[0]:
-                    if quote.startswith(reader.text[at:]) and not reader.ended:
+                position -= 1
+                if match[0] == quote[0]:
+                    if quote.startswith(reader.text[position:]) and not reader.ended:
                         break
-                    made.append(quote[0])
-                    at += 1
+                    parts.append(quote[0])
+                    position += 1
                     continue
-                if len(reader.text) - at < _LONGEST_ESCAPE and not reader.ended:
-                    short = reader.text[at + 1 : at + 2]
-                    if not short or short in "xuU":
+                if len(reader.text) - position < _LONGEST_ESCAPE and not reader.ended:
+                    next_char = reader.text[position + 1 : position + 2]
+                    if not next_char or next_char in "xuU":
                         break
-                escape = (_RAW_ESCAPE if is_raw else _ESCAPE).match(reader.text, at)
+                escape = (_RAW_ESCAPE if is_raw else _ESCAPE).match(reader.text, position)
                 if escape is None:
                     break  # the text ends inside the escape
-                made.append(escape[0] if is_raw else self._unescaped(escape))
-                at = escape.end()
-            reader.at = at
-            if piece := "".join(made):
+                parts.append(escape[0] if is_raw else self._unescaped(escape))
+                position = escape.end()
+            reader.position = position
+            if piece := "".join(parts):
                 yield encoded(piece)
-            if not over:
+            if not is_complete:
                 yield from reader.more()
 
-    def _unescaped(self, found: re.Match[str]) -> str:
-        if found[1]:
-            return chr(0x10000 + ((int(found[1], 16) & 0x3FF) << 10) + (int(found[2], 16) & 0x3FF))
-        code = found[3]
+    def _unescaped(self, match: re.Match[str]) -> str:
+        if match[1]:
+            return chr(0x10000 + ((int(match[1], 16) & 0x3FF) << 10) + (int(match[2], 16) & 0x3FF))
+        code = match[3]
         if len(code) > 1:
             value = int(code[1:], 16)
-            return chr(value) if value < 0x110000 and not 0xD800 <= value < 0xE000 else found[0]
-        return self.escapes.get(code, code if code in "\\'\"" else found[0])
+            return chr(value) if value < 0x110000 and not 0xD800 <= value < 0xE000 else match[0]
+        return self.escapes.get(code, code if code in "\\'\"" else match[0])
 
     def _word(self, head: str) -> Pieces[None]:
         """Yield a number or a name as JSON. Raises CutOff, Malformed."""
         reader = self._reader
         while True:
-            found = _WORD.match(reader.text, reader.at)
-            assert found is not None  # the pattern also matches ""
-            if head and _LONG_NUMBER.match(found[0]):
+            match = _WORD.match(reader.text, reader.position)
+            assert match is not None  # the pattern also matches ""
+            if head and _LONG_NUMBER.match(match[0]):
                 yield head
                 head = ""
-            elif len(found[0]) > MAX_NAME_CHARS:
+            elif len(match[0]) > MAX_NAME_CHARS:
                 raise Malformed
-            elif found.end() < len(reader.text):
-                reader.at = found.end()
-                yield f"{head}{_json_word(found[0], as_written=False)}"
+            elif match.end() < len(reader.text):
+                reader.position = match.end()
+                yield f"{head}{_json_word(match[0], as_written=False)}"
                 return
             elif reader.ended:
-                raise CutOff(value=_last_word(head, found[0]))
+                raise CutOff(value=_last_word(head, match[0]))
             else:
                 yield None
 
@@ -497,7 +501,7 @@ class GemmaLiteralPieces(LiteralPieces):
     quote = '<|"|>'
 
     def _opening(self) -> Reading[str]:
-        return self._reader.takes(self.quote)
+        return self._reader.take(self.quote)
 
     def _string(self, opening: str) -> Pieces[None]:
         texts = self._reader.pieces_until(opening)
@@ -507,11 +511,11 @@ class GemmaLiteralPieces(LiteralPieces):
     def _key(self) -> Reading[str]:
         reader = self._reader
         if (yield from self._opening()):
-            key, _ = yield from reader.until(self.quote, most=MAX_NAME_CHARS)
+            key, _ = yield from reader.until(self.quote, max_chars=MAX_NAME_CHARS)
             yield from reader.space()
             yield from reader.expect(":")
         else:
-            key, mark = yield from reader.until(":", "}", most=MAX_NAME_CHARS)
+            key, mark = yield from reader.until(":", "}", max_chars=MAX_NAME_CHARS)
             key = key.strip()
             if mark != ":" or not key:
                 raise Malformed

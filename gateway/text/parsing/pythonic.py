@@ -27,22 +27,22 @@ def python_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
         raise Malformed
     yield from called(schemas, name, _arguments(reader))
     if printed:
-        yield from reader.taken(")")
+        yield from reader.take_after_space(")")
 
 
 def _arguments(reader: BlockReader) -> Pieces[None]:
     """Yield the keyword arguments up to the closing bracket as a JSON object."""
     literals = LiteralPieces(reader)
     head = "{"
-    while not (yield from reader.taken(")")):
+    while not (yield from reader.take_after_space(")")):
         yield from reader.space()
-        key, _ = yield from reader.until("=", most=MAX_NAME_CHARS)
+        key, _ = yield from reader.until("=", max_chars=MAX_NAME_CHARS)
         key = key.rstrip()
         if not key.isidentifier():
             raise Malformed
         yield from literals.value(f'{head}"{key}": ')
         head = ", "
-        if not (yield from reader.taken(",")):
+        if not (yield from reader.take_after_space(",")):
             yield from reader.expect(")")
             break
     yield "}" if head == ", " else "{}"
@@ -50,7 +50,7 @@ def _arguments(reader: BlockReader) -> Pieces[None]:
 
 def python_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool = False) -> Calls:
     """Read a list of calls, or, unless `bare`, a sequence of calls. Raises CutOff, Malformed."""
-    if bare or (yield from reader.taken("[")):
+    if bare or (yield from reader.take_after_space("[")):
         if bare:
             yield from reader.space()
             yield from reader.expect("[")
@@ -63,7 +63,7 @@ def python_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool = Fals
     first = "_"
     while first.isidentifier():
         yield from python_call(reader, schemas)
-        yield from reader.taken(";", ",")
+        yield from reader.take_after_space(";", ",")
         yield from reader.space()
         first = yield from reader.first()
 
@@ -75,21 +75,21 @@ def mixed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     Holds fenced calls until the answer ends; if other text follows, they are an example. Raises
     CutOff, Malformed.
     """
-    if not (yield from reader.taken("```")):
+    if not (yield from reader.take_after_space("```")):
         yield from listed_calls(reader, schemas, bare=True)
         return
     calls: list[CallPiece] = []
     fenced = "```"
     try:
         while fenced:
-            yield from reader.until("\n", most=MAX_NAME_CHARS)
+            yield from reader.until("\n", max_chars=MAX_NAME_CHARS)
             for piece in listed_calls(reader, schemas, bare=True):
                 if piece is None:
                     yield None
                 else:
                     calls.append(piece)
-            yield from reader.closes("```")
-            fenced = yield from reader.taken("```")
+            yield from reader.take_end("```")
+            fenced = yield from reader.take_after_space("```")
     except CutOff:
         if reader.cut:
             yield from calls
@@ -103,11 +103,11 @@ def listed_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool) -> Ca
     """Read JSON objects, a list of them, or Python calls as `python_calls`, and white space after
     them. Raises CutOff, Malformed."""
     yield from reader.space()
-    at = reader.at
-    if (yield from reader.takes("[")):
+    start = reader.position
+    if (yield from reader.take("[")):
         yield from reader.space()
     first = yield from reader.first()
-    reader.at = at
+    reader.position = start
     if first == "{":
         yield from bare_calls(reader, schemas)
     else:

@@ -66,27 +66,27 @@ def held(text: str, marks: Sequence[str]) -> int:
 
 
 class BlockReader:
-    """A text with a read position: `text` from `at` on is unread. `feed` adds text; `ended` marks
-    the end of the input, and `cut` that the answer reached its length limit there."""
+    """A text with a read position: `text` from `position` on is unread. `feed` adds text; `ended`
+    marks the end of the input, and `cut` that the answer reached its length limit there."""
 
-    def __init__(self, text: str, at: int = 0, *, ended: bool = False) -> None:
+    def __init__(self, text: str, position: int = 0, *, ended: bool = False) -> None:
         self.text = text
-        self.at = at
+        self.position = position
         self.ended = ended
         self.cut = False
 
     def feed(self, text: str) -> None:
         # CPython appends in place to a local str without other references. This avoids a copy if
         # no waiting generator keeps the text or a match in it.
-        whole, self.text = self.text, ""
-        whole += text
-        self.text = whole
+        joined, self.text = self.text, ""
+        joined += text
+        self.text = joined
 
     def drop_read(self) -> None:
-        """Drop the text before `at`. Call it only after a generator yields a piece, not None: a
-        waiting generator may keep a position."""
-        self.text = self.text[self.at :]
-        self.at = 0
+        """Drop the text before `position`. Call it only after a generator yields a piece, not None:
+        a waiting generator may keep a position."""
+        self.text = self.text[self.position :]
+        self.position = 0
 
     def more(self) -> Reading[None]:
         """Wait for more text. Raises CutOff at the end."""
@@ -97,75 +97,75 @@ class BlockReader:
     def space(self) -> Reading[None]:
         """Skip white space."""
         while True:
-            found = _SPACE.match(self.text, self.at)
-            assert found is not None  # the pattern also matches ""
-            self.at = found.end()
-            if self.at < len(self.text) or self.ended:
+            match = _SPACE.match(self.text, self.position)
+            assert match is not None  # the pattern also matches ""
+            self.position = match.end()
+            if self.position < len(self.text) or self.ended:
                 return
-            del found  # it holds a reference to the text
+            del match  # it holds a reference to the text
             yield
 
     def first(self) -> Reading[str]:
         """Return the next character without reading it; "" at the end."""
-        while self.at == len(self.text) and not self.ended:
+        while self.position == len(self.text) and not self.ended:
             yield
-        return self.text[self.at : self.at + 1]
+        return self.text[self.position : self.position + 1]
 
-    def takes(self, *marks: str) -> Reading[str]:
+    def take(self, *marks: str) -> Reading[str]:
         """Read the next mark; return "" if none of the marks follows."""
         while True:
             for mark in marks:
-                if self.text.startswith(mark, self.at):
-                    self.at += len(mark)
+                if self.text.startswith(mark, self.position):
+                    self.position += len(mark)
                     return mark
-            rest = self.text[self.at : self.at + max(map(len, marks))]
+            rest = self.text[self.position : self.position + max(map(len, marks))]
             if self.ended or not any(mark.startswith(rest) for mark in marks):
                 return ""
             yield
 
-    def taken(self, *marks: str) -> Reading[str]:
-        """Read white space, then as `takes`."""
+    def take_after_space(self, *marks: str) -> Reading[str]:
+        """Read white space, then as `take`."""
         yield from self.space()
-        return (yield from self.takes(*marks))
+        return (yield from self.take(*marks))
 
-    def closes(self, mark: str) -> Reading[bool]:
+    def take_end(self, mark: str) -> Reading[bool]:
         """Read the end mark of a call, or its beginning if the answer ends in it. Returns whether
         it was read."""
-        if (yield from self.takes(mark)):
+        if (yield from self.take(mark)):
             return True
-        if not self.ended or not mark.startswith(self.text[self.at :]):
+        if not self.ended or not mark.startswith(self.text[self.position :]):
             return False
-        self.at = len(self.text)
+        self.position = len(self.text)
         return True
 
     def expect(self, *marks: str) -> Reading[str]:
         """Read one of the marks. Raises CutOff, or Malformed if other text follows."""
-        found = yield from self.takes(*marks)
-        if not found:
-            rest = self.text[self.at :]
+        next_mark = yield from self.take(*marks)
+        if not next_mark:
+            rest = self.text[self.position :]
             if any(mark.startswith(rest) for mark in marks):
                 raise CutOff
             raise Malformed
-        return found
+        return next_mark
 
-    def until(self, *marks: str, most: int = 0) -> Reading[tuple[str, str]]:
+    def until(self, *marks: str, max_chars: int = 0) -> Reading[tuple[str, str]]:
         """Read the text before the first of the marks, and that mark; return both.
 
-        No mark may be part of another. Raises CutOff; Malformed if the text has more than `most`
-        characters (0: no limit).
+        No mark may be part of another. Raises CutOff; Malformed if the text is longer than
+        `max_chars` (0: no limit).
         """
         pattern = re.compile("|".join(map(re.escape, marks)))
         overlap = max(map(len, marks)) - 1
-        start = self.at
+        start = self.position
         scanned = start
         while True:
-            found = pattern.search(self.text, scanned)
-            end = found.start() if found else len(self.text) - overlap
-            if most and end - start > most:
+            match = pattern.search(self.text, scanned)
+            end = match.start() if match else len(self.text) - overlap
+            if max_chars and end - start > max_chars:
                 raise Malformed
-            if found:
-                self.at = found.end()
-                return self.text[start : found.start()], found[0]
+            if match:
+                self.position = match.end()
+                return self.text[start : match.start()], match[0]
             scanned = max(start, end)
             yield from self.more()
 
@@ -174,26 +174,28 @@ class BlockReader:
         may be part of another. Raises CutOff."""
         pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
-            found = pattern.search(self.text, self.at)
-            end = found.start() if found else len(self.text) - held(self.text[self.at :], marks)
-            piece, self.at = self.text[self.at : end], end
+            match = pattern.search(self.text, self.position)
+            end = (
+                match.start() if match else len(self.text) - held(self.text[self.position :], marks)
+            )
+            piece, self.position = self.text[self.position : end], end
             if piece:
                 yield piece
-            if found:
-                self.at += len(found[0])
-                return found[0]
+            if match:
+                self.position += len(match[0])
+                return match[0]
             yield from self.more()
 
     def name(self) -> Reading[str]:
         """Read a function's name. Raises CutOff, also if the text ends right after the name;
         Malformed."""
         while True:
-            found = _NAME.match(self.text, self.at)
-            end = found.end() if found else self.at
-            if end - self.at > MAX_NAME_CHARS or (not found and end < len(self.text)):
+            match = _NAME.match(self.text, self.position)
+            end = match.end() if match else self.position
+            if end - self.position > MAX_NAME_CHARS or (not match and end < len(self.text)):
                 raise Malformed
             if end < len(self.text):
-                name, self.at = self.text[self.at : end], end
+                name, self.position = self.text[self.position : end], end
                 return name
             yield from self.more()
 
@@ -201,64 +203,64 @@ class BlockReader:
         """Read the JSON string that begins here; return it with its quotes. Raises CutOff,
         Malformed."""
         yield from self.expect('"')
-        start = self.at - 1
-        self.at = yield from self._past_string('"', self.at)
-        return self.text[start : self.at]
+        start = self.position - 1
+        self.position = yield from self._past_string('"', self.position)
+        return self.text[start : self.position]
 
     def balanced(self, strings: str = "json") -> Reading[str]:
         """Read the bracketed text that begins here, up to its last bracket. Raises CutOff;
         Malformed if a tag outside strings comes first."""
         outside = _OUTSIDE[strings]
-        start = scanned = self.at
+        start = scanned = self.position
         depth = 0
         while True:
-            found = outside.search(self.text, scanned)
-            if found is None:
-                half = _HALF.search(self.text, scanned) if strings == "gemma" else None
-                scanned = half.start() if half else len(self.text)
+            match = outside.search(self.text, scanned)
+            if match is None:
+                partial = _HALF.search(self.text, scanned) if strings == "gemma" else None
+                scanned = partial.start() if partial else len(self.text)
                 yield from self.more()
                 continue
-            if found[0] == "[":
-                rest = self.text[found.start() : found.start() + len(BRACKETED)]
+            if match[0] == "[":
+                rest = self.text[match.start() : match.start() + len(BRACKETED)]
                 if rest == BRACKETED:
                     raise Malformed
                 if BRACKETED.startswith(rest):
-                    scanned = found.start()
+                    scanned = match.start()
                     yield from self.more()
                     continue
-            scanned = found.end()
-            if found[0] in "{[(":
+            scanned = match.end()
+            if match[0] in "{[(":
                 depth += 1
-            elif found[0] in "}])":
+            elif match[0] in "}])":
                 depth -= 1
                 if not depth:
-                    self.at = scanned
+                    self.position = scanned
                     return self.text[start:scanned]
-            elif found[0].startswith("<") and found[0] != '<|"|>':
+            elif match[0].startswith("<") and match[0] != '<|"|>':
                 raise Malformed
             elif strings == "gemma":
-                scanned = yield from self._past(found[0], scanned)
+                scanned = yield from self._past(match[0], scanned)
             else:
-                scanned = yield from self._past_string(found[0], scanned)
+                scanned = yield from self._past_string(match[0], scanned)
 
-    def _past(self, mark: str, at: int) -> Reading[int]:
+    def _past(self, mark: str, position: int) -> Reading[int]:
         """Return the position after the next mark."""
         while True:
-            found = self.text.find(mark, at)
-            if found >= 0:
-                return found + len(mark)
-            at = max(at, len(self.text) - len(mark) + 1)
+            index = self.text.find(mark, position)
+            if index >= 0:
+                return index + len(mark)
+            position = max(position, len(self.text) - len(mark) + 1)
             yield from self.more()
 
-    def _past_string(self, quote: str, at: int) -> Reading[int]:
+    def _past_string(self, quote: str, position: int) -> Reading[int]:
         """Return the position after a string's end quote; a backslash escapes a character."""
         pattern = _WITHIN[quote]
         while True:
-            found = pattern.search(self.text, at)
-            if found and found[0] == quote:
-                return found.end()
-            if found and found.end() < len(self.text):
-                at = found.end() + 1
+            match = pattern.search(self.text, position)
+            if match and match[0] == quote:
+                return match.end()
+            if match and match.end() < len(self.text):
+                position = match.end() + 1
             else:
-                at = found.start() if found else len(self.text)
+                position = match.start() if match else len(self.text)
                 yield from self.more()

@@ -65,9 +65,9 @@ class CallStream:
         # Characters that may begin a call without a tag, at the answer's beginning only.
         self._bare = family.bare if family and not calls_first else ""
         self._pending = ""
-        self._at = 0  # text before it in `_pending` is processed
-        self._later = ""  # from `_later_at` on, the text after `_pending`
-        self._later_at = 0
+        self._position = 0  # text before it in `_pending` is processed
+        self._later = ""  # from `_later_position` on, the text after `_pending`
+        self._later_position = 0
         self._space = ""
         self._tags = ""  # held tags around text, each with the space before it
         self._tag_space = ""  # that space
@@ -80,7 +80,7 @@ class CallStream:
         self._num_pushed = 0  # characters
         self._block_start = 0  # the position of the last block
         self.starts: list[int] = []  # of each call, including the space before it
-        self.whole: list[int] = []  # the indices of complete calls of known tools
+        self.complete_calls: list[int] = []  # the indices of complete calls of known tools
         self._ids: set[str] = set()  # call ids chosen by the model
         self._has_text = False  # since the last call
         self._reader: BlockReader | None = None
@@ -99,13 +99,13 @@ class CallStream:
 
     @property
     def _num_read(self) -> int:
-        waiting = len(self._pending) - self._at + len(self._later) - self._later_at
+        waiting = len(self._pending) - self._position + len(self._later) - self._later_position
         return self._num_pushed - waiting
 
     def push(self, text: str) -> list[ContentPart]:
         self._num_pushed += len(text)
-        self._later, self._later_at = text, 0
-        return self._advanced()
+        self._later, self._later_position = text, 0
+        return self._advance()
 
     def finish(self, *, cut: bool = False) -> list[ContentPart]:
         self._cut = cut
@@ -114,7 +114,7 @@ class CallStream:
             self._ended = True
             if self._reader is not None:
                 self._reader.ended, self._reader.cut = True, cut
-            parts += self._advanced()
+            parts += self._advance()
         self._drop_tags()
         if self._space and not self._num_calls:
             parts.append(TextPart(self._space))
@@ -130,77 +130,80 @@ class CallStream:
         self._fenced_marks = self._openers if self._family and self._family.in_fences else ()
         self._fenced = re.compile("|".join((*map(re.escape, self._fenced_marks), "`+")))
 
-    def _advanced(self) -> list[ContentPart]:
-        more = True
-        while more:
+    def _advance(self) -> list[ContentPart]:
+        has_more = True
+        while has_more:
             while self._in_block() if self._reader is not None else self._in_text():
                 pass
-            self._pending, self._at = self._pending[self._at :], 0
-            text = self._later[self._later_at : self._later_at + SLICE_CHARS]
-            self._later_at += len(text)
+            self._pending, self._position = self._pending[self._position :], 0
+            text = self._later[self._later_position : self._later_position + SLICE_CHARS]
+            self._later_position += len(text)
             if self._reader is not None:
                 self._reader.feed(text)
             else:
                 self._pending += text
-            more = bool(text)
-        self._later, self._later_at = "", 0
+            has_more = bool(text)
+        self._later, self._later_position = "", 0
         parts, self._parts = self._parts, []
         return parts
 
     def _in_text(self) -> bool:
         """Process text outside a block; return whether there is more to process."""
         if self._calls_first and not self._num_calls:
-            start = self._pending[self._at :].lstrip()
+            start = self._pending[self._position :].lstrip()
             tags = (*self._around, *self._openers)
-            few = len(self._pending) - self._at - len(start) < MAX_SPACE
-            if few and not self._ended and any(tag.startswith(start) for tag in tags):
+            little_space = len(self._pending) - self._position - len(start) < MAX_SPACE
+            if little_space and not self._ended and any(tag.startswith(start) for tag in tags):
                 return False
-            if not (few and start.startswith(tags)):
+            if not (little_space and start.startswith(tags)):
                 self._calls_first = False
                 self._look_for(())
         if self._bare:
-            start = self._pending[self._at :].lstrip()
+            start = self._pending[self._position :].lstrip()
             if not start and len(self._pending) < MAX_SPACE and not self._ended:
                 return False
             bare, self._bare = self._bare, ""
-            few = len(self._pending) - len(start) < MAX_SPACE  # else the split would decide
-            if start and few and start[0] in bare:
+            # With more white space, the result would depend on the split.
+            little_space = len(self._pending) - len(start) < MAX_SPACE
+            if start and little_space and start[0] in bare:
                 self._begin("")
                 return True
         pattern, marks = self._pattern, self._marks
         if self._fence:
             pattern, marks = (_INFO, ()) if self._in_info else (self._fenced, self._fenced_marks)
-        found = pattern.search(self._pending, self._at)
-        if found is None:
-            keep = 0 if self._ended or not marks else held(self._pending[self._at :], marks)
-            self._pass(len(self._pending) - keep)
+        match = pattern.search(self._pending, self._position)
+        if match is None:
+            num_held = (
+                0 if self._ended or not marks else held(self._pending[self._position :], marks)
+            )
+            self._emit_until(len(self._pending) - num_held)
             return False
-        at, mark = found.start(), found[0]
+        position, mark = match.start(), match[0]
         if mark == "\n":
             self._in_info = False
-            self._pass(found.end())
+            self._emit_until(match.end())
             return True
-        self._pass(at)
-        start = self._pending[at : at + self._longest]
-        begins = mark in self._openers
-        if mark[0] == "`" and not (begins and self._blank):
-            mark = FENCE if begins else mark
-            behind = self._pending[at + len(mark) : at + len(mark) + 1]
-            if not (begins or self._fence or self._ended) and any(
+        self._emit_until(position)
+        start = self._pending[position : position + self._longest]
+        is_opener = mark in self._openers
+        if mark[0] == "`" and not (is_opener and self._blank):
+            mark = FENCE if is_opener else mark
+            following = self._pending[position + len(mark) : position + len(mark) + 1]
+            if not (is_opener or self._fence or self._ended) and any(
                 opener.startswith(start) for opener in self._openers
             ):
                 return False  # the backticks may begin a call
-            if not behind and not self._ended and len(mark) < MAX_FENCE:
+            if not following and not self._ended and len(mark) < MAX_FENCE:
                 return False
-            self._run(len(mark), behind)
-            self._pass(at + len(mark))
+            self._process_backticks(len(mark), following)
+            self._emit_until(position + len(mark))
             return True
         if not self._ended and any(
             tag.startswith(start) for tag in (*self._around, *self._openers) if tag != mark
         ):
             return False  # the mark may become a longer tag
         if mark in self._around:
-            self._at = found.end()
+            self._position = match.end()
             self._surround(mark)
         else:
             self._begin(mark)
@@ -215,35 +218,35 @@ class CallStream:
         self._space = ""
         self._blank = False
         if len(self._tags) > MAX_SPACE:
-            self._give_text("")
+            self._add_text("")
 
     def _drop_tags(self) -> None:
         self._space = self._tag_space + self._space
         self._tags = self._tag_space = ""
 
-    def _give_text(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         self._parts.append(TextPart(self._tags + text))
         self._tags = self._tag_space = ""
         self._has_text = True
 
-    def _run(self, length: int, behind: str) -> None:
+    def _process_backticks(self, length: int, following: str) -> None:
         """Process a run of backticks and the character after it."""
         if self._in_info:  # it was inline code, not a fence
             self._fence, self._in_info = 0, False
         elif self._fence:
-            if self._blank and length >= self._fence and not behind.isalnum():
+            if self._blank and length >= self._fence and not following.isalnum():
                 self._fence = 0
         elif self._blank and len(FENCE) <= length < MAX_FENCE:
             self._fence, self._in_info = length, True
 
-    def _pass(self, end: int) -> None:
+    def _emit_until(self, end: int) -> None:
         """Emit the pending text up to a position as text."""
-        self._emit(self._pending[self._at : end])
-        self._at = end
+        self._emit(self._pending[self._position : end])
+        self._position = end
 
     def _begin(self, opener: str) -> None:
         self._block_start = self._num_read
-        text, self._pending, self._at = self._pending[self._at :], "", 0
+        text, self._pending, self._position = self._pending[self._position :], "", 0
         self._reader = BlockReader(text, len(opener), ended=self._ended)
         self._reader.cut = self._cut
         self._opener = opener
@@ -260,44 +263,44 @@ class CallStream:
         try:
             for piece in block:
                 if piece is not None:
-                    self._called(piece)
+                    self._emit_call(piece)
                     reader.drop_read()
                 elif len(reader.text) > MAX_CALL_CHARS:
-                    reader.at = len(reader.text)
+                    reader.position = len(reader.text)
                     if self._in_call and (end := block.throw(Malformed())):
-                        self._called(end)
+                        self._emit_call(end)
                     raise Malformed
                 else:
                     return False
         except CutOff as error:
             rest = reader.text
-            reader.at = len(rest)
+            reader.position = len(rest)
             begun = error.name and (self._opener or error.certain)
             if self._cut and (self._in_call or begun):
                 name, id = ("", "") if self._in_call else (error.name, error.id)
-                self._called(CallPiece(name, id=id, last=True, cut=True))
+                self._emit_call(CallPiece(name, id=id, last=True, cut=True))
             elif self._in_call:
-                self._called(CallPiece(arguments=error.closing))
-            elif not self._is_left_out(rest):
+                self._emit_call(CallPiece(arguments=error.closing))
+            elif not self._is_dropped(rest):
                 self._emit(rest)
         except Malformed:
             fenced = self._opener.startswith(FENCE)
             if not self._has_called and (fenced or not self._opener):
-                reader.at = len(self._opener)  # reread as text: it may have fenced code
+                reader.position = len(self._opener)  # reread as text: it may have fenced code
             if not self._in_call:
-                self._emit(reader.text[: reader.at])
+                self._emit(reader.text[: reader.position])
             if fenced and not self._has_called:
                 self._fence, self._in_info = len(FENCE), True
-        rest = reader.text[reader.at :]
+        rest = reader.text[reader.position :]
         self._pending, rest = rest[:SLICE_CHARS], rest[SLICE_CHARS:]
         if rest:
-            self._later, self._later_at = rest + self._later[self._later_at :], 0
+            self._later, self._later_position = rest + self._later[self._later_position :], 0
             self._ended = False  # the end is after `_later`
         self._reader = self._block = None
         self._in_call = False
         return True
 
-    def _is_left_out(self, rest: str) -> bool:
+    def _is_dropped(self, rest: str) -> bool:
         """Return whether to drop the rest of an answer that ended inside a block."""
         if self._has_called:
             return self._cut
@@ -308,7 +311,7 @@ class CallStream:
             return not (self._has_text or self._num_calls)
         return self._cut
 
-    def _called(self, piece: CallPiece) -> None:
+    def _emit_call(self, piece: CallPiece) -> None:
         """Emit a piece of a call. Raises Malformed for an unknown tool if the block has no opener:
         it may be any JSON."""
         if piece.name:
@@ -316,25 +319,25 @@ class CallStream:
                 raise Malformed
             self._has_called = self._in_call = True
             self._blank = False
-            given = piece.id and piece.id not in self._ids
+            is_new_id = piece.id and piece.id not in self._ids
             self._ids.add(piece.id)
-            id = piece.id if given else self._new_id()
-            self._give(ToolCallPart(self._num_calls, id, piece.name))
+            id = piece.id if is_new_id else self._new_id()
+            self._add_call_part(ToolCallPart(self._num_calls, id, piece.name))
             self._num_calls += 1
             self.starts.append(self._block_start - len(self._space))
             self._drop_tags()
             self._has_text = False
             self._name = piece.name
         if piece.arguments:
-            self._give(ToolCallPart(self._num_calls - 1, arguments=piece.arguments))
+            self._add_call_part(ToolCallPart(self._num_calls - 1, arguments=piece.arguments))
         if piece.cut:
-            self._give(ToolCallPart(self._num_calls - 1, cut=True))
+            self._add_call_part(ToolCallPart(self._num_calls - 1, cut=True))
         if piece.last:
             self._in_call = False
             if self._name in self._schemas and not piece.cut:
-                self.whole.append(self._num_calls - 1)
+                self.complete_calls.append(self._num_calls - 1)
 
-    def _give(self, part: ToolCallPart) -> None:
+    def _add_call_part(self, part: ToolCallPart) -> None:
         if self._parallel or not part.index:
             self._parts.append(part)
 
@@ -349,4 +352,4 @@ class CallStream:
             body = text
         self._space = text[len(body) :]
         if body:
-            self._give_text(body)
+            self._add_text(body)

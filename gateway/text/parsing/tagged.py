@@ -32,7 +32,7 @@ def json_between(
     def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield from json_calls(reader, schemas)
         yield from reader.space()
-        yield from reader.closes(tags[opener])
+        yield from reader.take_end(tags[opener])
 
     begin, end = next(iter(tags.items()))
     form = CallForm(f'{begin}[{{"{key}": "NAME", "{arguments}": ', f"}}]{end}", trigger=begin)
@@ -49,7 +49,7 @@ def python_between(
 
     def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield from listed_calls(reader, schemas, bare=not opener)
-        yield from reader.closes(tags.get(opener, end))
+        yield from reader.take_end(tags.get(opener, end))
 
     form = CallForm(f'{begin}{{"name": "NAME", "arguments": ', f"}}{end}", trigger=begin)
     special = (*tags, *tags.values())

@@ -49,27 +49,27 @@ class ThoughtStream:
 
     def push(self, text: str) -> list[ContentPart]:
         self._pending += text
-        return self._advanced(ended=False)
+        return self._advance(ended=False)
 
     def finish(self, *, cut: bool = False) -> list[ContentPart]:
-        return self._advanced(ended=True)
+        return self._advance(ended=True)
 
-    def _advanced(self, ended: bool) -> list[ContentPart]:
+    def _advance(self, ended: bool) -> list[ContentPart]:
         parts: list[ContentPart] = []
         size = -1
         while not self._answering and size != len(self._pending):
             size = len(self._pending)
             if not self._open:
-                self._opened(ended)
+                self._detect_begin(ended)
             if self._open:
-                parts += self._thought(ended)
+                parts += self._reasoning(ended)
         if self._answering:
-            text = self._taken(len(self._pending), ended)
+            text = self._take(len(self._pending), ended)
             if text:
                 parts.append(TextPart(text))
         return parts
 
-    def _opened(self, ended: bool) -> None:
+    def _detect_begin(self, ended: bool) -> None:
         """Decide whether the answer begins with reasoning."""
         start = self._pending.lstrip()
         much_space = len(self._pending) - len(start) > MAX_SPACE  # independent of the split
@@ -87,28 +87,28 @@ class ThoughtStream:
             self._answering = True
             self._skipping = bool(self._gap)
 
-    def _thought(self, ended: bool) -> list[ContentPart]:
-        if self._again and not self._begun(ended):
+    def _reasoning(self, ended: bool) -> list[ContentPart]:
+        if self._again and not self._drop_repeated_begin(ended):
             return []
-        if found := self._pattern.search(self._pending):
-            text = self._taken(found.start(), ended).rstrip()
+        if match := self._pattern.search(self._pending):
+            text = self._take(match.start(), ended).rstrip()
             self._pending = self._pending.removeprefix(self._end)
             self._open = False
             self._answering = not self._several
             self._skipping = True
             gap = "\n" if self._several else ""
         else:
-            keep = 0 if ended else held(self._pending, self._ends)
-            body = self._pending[: len(self._pending) - keep]
+            num_held = 0 if ended else held(self._pending, self._ends)
+            body = self._pending[: len(self._pending) - num_held]
             if not ended:
                 body = body.rstrip() if len(body) - len(body.rstrip()) < MAX_SPACE else body
-            text = self._taken(len(body), ended)
+            text = self._take(len(body), ended)
             gap = "" if text else self._gap
         text = self._gap + text if text else ""
         self._gap = gap
         return [ReasoningPart(text)] if text else []
 
-    def _begun(self, ended: bool) -> bool:
+    def _drop_repeated_begin(self, ended: bool) -> bool:
         """Drop a repeated begin tag; return whether there is enough text to decide."""
         start = self._pending.lstrip()
         if not ended and len(start) < len(self._begin) and self._begin.startswith(start):
@@ -118,7 +118,7 @@ class ThoughtStream:
             self._pending = start[len(self._begin) :]
         return True
 
-    def _taken(self, size: int, ended: bool) -> str:
+    def _take(self, size: int, ended: bool) -> str:
         text, self._pending = self._pending[:size], self._pending[size:]
         if self._skipping:
             text = text.lstrip()
@@ -131,21 +131,21 @@ def between_tags(
     begin: str,
     end: str,
     *,
-    known_by: str | Callable[[str], bool] = "",
+    recognized_by: str | Callable[[str], bool] = "",
     special: Sequence[str] | None = None,
     answers: Sequence[str] = (),
     around: Sequence[str] = (),
 ) -> ReasoningFamily:
     """Return a family with reasoning between two tags.
 
-    `known_by`: a text in its chat templates, by default the end tag, or a function that recognizes
-    a template. `special`: by default both tags. `answers` as for ThoughtStream, `around` as for
-    ReasoningFamily.
+    `recognized_by`: a text in its chat templates, by default the end tag, or a function that
+    recognizes a template. `special`: by default both tags. `answers` as for ThoughtStream, `around`
+    as for ReasoningFamily.
     """
-    text = "" if callable(known_by) else known_by or end
+    text = "" if callable(recognized_by) else recognized_by or end
     return ReasoningFamily(
         name,
-        known_by if callable(known_by) else lambda template: text in template,
+        recognized_by if callable(recognized_by) else lambda template: text in template,
         lambda open: ThoughtStream(begin, end, open=open, answers=answers),
         begin,
         end,

@@ -48,15 +48,15 @@ def depth_of(value: Any) -> int:
     """Return the nesting depth of lists and objects in a value."""
     depth = 0
     layer = [value]
-    while containers := [one for one in layer if isinstance(one, (dict, list))]:
+    while containers := [item for item in layer if isinstance(item, (dict, list))]:
         depth += 1
-        members = (one.values() if isinstance(one, dict) else one for one in containers)
+        members = (item.values() if isinstance(item, dict) else item for item in containers)
         layer = [*chain.from_iterable(members)]
     return depth
 
 
 def _without_controls(string: re.Match[str]) -> str:
-    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", string[0])
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", string[0])
 
 
 def json_text(value: Any) -> str:

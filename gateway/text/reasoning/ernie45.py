@@ -9,6 +9,6 @@ FAMILY = between_tags(
     "ernie45",
     "<think>",
     THOUGHT_END,
-    known_by=lambda t: THOUGHT_END in t and BEGIN in t and OTHERS not in t,
+    recognized_by=lambda t: THOUGHT_END in t and BEGIN in t and OTHERS not in t,
     around=lines_around(BEGIN, END),
 )

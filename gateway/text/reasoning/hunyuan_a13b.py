@@ -8,6 +8,6 @@ FAMILY = between_tags(
     "hunyuan_a13b",
     "<think>",
     THOUGHT_END,
-    known_by=lambda template: THOUGHT_END in template and BEGIN in template,
+    recognized_by=lambda template: THOUGHT_END in template and BEGIN in template,
     around=lines_around(BEGIN, END),
 )

@@ -8,5 +8,5 @@ FAMILY = between_tags(
     "hy3",
     "<think:opensource>",
     END,
-    known_by=lambda template: "</think{" in template or END in template,
+    recognized_by=lambda template: "</think{" in template or END in template,
 )

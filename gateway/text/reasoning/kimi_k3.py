@@ -8,7 +8,7 @@ FAMILY = between_tags(
     "kimi_k3",
     "<|open|>think<|sep|>",
     "<|close|>think<|sep|>",
-    known_by="<|open|>",
+    recognized_by="<|open|>",
     special=("<|open|>", "<|close|>", "<|sep|>"),
     answers=AROUND[:1],
     around=AROUND,

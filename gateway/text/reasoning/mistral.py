@@ -2,4 +2,4 @@
 
 from pdserve.gateway.text.parsing.thought import between_tags
 
-FAMILY = between_tags("mistral", "[THINK]", "[/THINK]", known_by="[THINK]")
+FAMILY = between_tags("mistral", "[THINK]", "[/THINK]", recognized_by="[THINK]")

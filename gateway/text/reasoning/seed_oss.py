@@ -2,4 +2,4 @@
 
 from pdserve.gateway.text.parsing.thought import between_tags
 
-FAMILY = between_tags("seed_oss", "<seed:think>", "</seed:think>", known_by="<seed:think>")
+FAMILY = between_tags("seed_oss", "<seed:think>", "</seed:think>", recognized_by="<seed:think>")

@@ -9,7 +9,7 @@ FAMILY = between_tags(
     "solar",
     BEGIN,
     NEXT,
-    known_by=lambda template: f"assistant{BEGIN}" in template and AROUND[0] in template,
+    recognized_by=lambda template: f"assistant{BEGIN}" in template and AROUND[0] in template,
     special=(BEGIN, "<|end|>", "<|begin|>"),
     around=AROUND,
 )

@@ -16,8 +16,8 @@ NoContent = Literal["null", "absent", "empty"]
 ThinkingForm = Literal["", "parts", "blocks"]
 Tools = Sequence[Message] | None
 # Renders messages and tools; None: the template fails on them.
-Fill = Callable[[Sequence[Message], Tools], str | None]
-FillWithEffort = Callable[[Sequence[Message], Tools, str], str | None]
+Render = Callable[[Sequence[Message], Tools], str | None]
+RenderWithEffort = Callable[[Sequence[Message], Tools, str], str | None]
 
 RESULT_ROLES = ("tool", "observation")  # the second is GLM 4's
 ALWAYS = ("reasoning_content", "thinking")  # names by which transformers passes reasoning
@@ -65,9 +65,9 @@ class Capabilities:
         """Return the nearest accepted effort, or None; the effort is only a hint."""
         if effort in self.efforts:
             return effort
-        others = [one for one in self.efforts if one != "none"] if effort != "none" else []
-        place = EFFORTS.index
-        return min(others, key=lambda one: abs(place(one) - place(effort)), default=None)
+        candidates = [name for name in self.efforts if name != "none"] if effort != "none" else []
+        rank = EFFORTS.index
+        return min(candidates, key=lambda name: abs(rank(name) - rank(effort)), default=None)
 
 
 SYSTEM, RULE = "qzsystem", "qzrule"
@@ -111,58 +111,65 @@ class ContentForm(NamedTuple):
     parts: bool
 
 
-def probed(render: Fill, render_with_effort: FillWithEffort) -> Capabilities:
+def probed(render: Render, render_with_effort: RenderWithEffort) -> Capabilities:
     """Probe the template behind the two render functions and return its capabilities."""
 
     def lowered(messages: Sequence[Message], tools: Tools) -> str | None:
         text = render(messages, tools)
         return text if text is None else text.lower()
 
-    fill: Fill = lowered
+    render_text: Render = lowered
     users: Sequence[Message] = _USER, {**_USER, "content": _parts(USER)}
-    working = [(user, t) for t in (None, _TOOLS) for user in users if fill([user], t) is not None]
-    if not working:
+    accepted = [
+        (user, t) for t in (None, _TOOLS) for user in users if render_text([user], t) is not None
+    ]
+    if not accepted:
         return Capabilities()
-    first, tools = working[0]  # some templates render only conversations with tools
-    offered = working[-1][1]  # others fail on tools
-    forms = _content_forms(fill, offered)
-    fill = _in_lists(fill, [role for role, form in forms.items() if not form.text])
-    as_object = _call_texts(fill, offered, {KEY: VALUE})
-    as_text = _call_texts(fill, offered, f'{{"{KEY}": "{VALUE}"}}')
-    text_arguments = _shows(as_text, VALUE) and (
-        not _shows(as_object, VALUE)
-        or (_shows(as_object, f"'{KEY}': '{VALUE}'") and _shows(as_text, f'{{"{KEY}": "{VALUE}"}}'))
+    first, tools = accepted[0]  # some templates render only conversations with tools
+    offered_tools = accepted[-1][1]  # others fail on tools
+    forms = _content_forms(render_text, offered_tools)
+    render_text = _in_lists(render_text, [role for role, form in forms.items() if not form.text])
+    texts_as_object = _call_texts(render_text, offered_tools, {KEY: VALUE})
+    texts_as_text = _call_texts(render_text, offered_tools, f'{{"{KEY}": "{VALUE}"}}')
+    text_arguments = _shows(texts_as_text, VALUE) and (
+        not _shows(texts_as_object, VALUE)
+        or (
+            _shows(texts_as_object, f"'{KEY}': '{VALUE}'")
+            and _shows(texts_as_text, f'{{"{KEY}": "{VALUE}"}}')
+        )
     )
-    texts = as_text if text_arguments else as_object
+    texts = texts_as_text if text_arguments else texts_as_object
     no_content = _no_content(texts)
     malformed = _call(VALUE, no_content)
     call = _call(f'{{"{KEY}": "{VALUE}"}}' if text_arguments else {KEY: VALUE}, no_content)
-    results = _result_role(fill, offered, call)
+    results = _result_role(render_text, offered_tools, call)
     result: Message = _RESULTS[results or "tool"]
     if results:
-        forms["tool"] = _content_form(fill, offered, [_USER, call], result)
+        forms["tool"] = _content_form(render_text, offered_tools, [_USER, call], result)
         if not forms["tool"].text:
             result = _in_list(result)
     forms["developer"] = forms["system"]
-    names = _reasoning(fill, offered, call, result)
+    names = _reasoning(render_text, offered_tools, call, result)
     return Capabilities(
-        tools=any(fill([user], _TOOLS) not in (None, fill([user], None)) for user in users),
+        tools=any(
+            render_text([user], _TOOLS) not in (None, render_text([user], None)) for user in users
+        ),
         calls=any(map(_shows_call, texts.values())),
         results=results,
         text_arguments=text_arguments,
-        malformed_arguments=fill([_USER, malformed, result], offered) is not None,
-        parallel_calls=_shows_several(fill, offered, call, result),
+        malformed_arguments=render_text([_USER, malformed, result], offered_tools) is not None,
+        parallel_calls=_shows_several(render_text, offered_tools, call, result),
         no_content=no_content,
         empty_beside_calls=no_content == "empty" or _shows_call(texts.get("empty", "")),
-        text_beside_calls=_shows_said_calls(fill, offered, call, result),
-        named_results=_needs_names(fill, offered, call, result),
-        developer=_knows_developer(fill, tools),
-        systems=_systems(fill, tools, call, result),
+        text_beside_calls=_shows_calls_beside_text(render_text, offered_tools, call, result),
+        named_results=_needs_names(render_text, offered_tools, call, result),
+        developer=_knows_developer(render_text, tools),
+        systems=_systems(render_text, tools, call, result),
         reasoning=names or ALWAYS,
         efforts=tuple(
-            one for one in EFFORTS if render_with_effort([first], tools, one) is not None
+            effort for effort in EFFORTS if render_with_effort([first], tools, effort) is not None
         ),
-        thinking_form="" if names else _thinking_form(fill, offered),
+        thinking_form="" if names else _thinking_form(render_text, offered_tools),
         list_roles=tuple(role for role, form in forms.items() if form.parts),
         text_roles=tuple(role for role, form in forms.items() if form.text),
     )
@@ -179,14 +186,14 @@ def _parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text, FIELD: FIELD} for text in texts]
 
 
-def _call_texts(fill: Fill, tools: Tools, arguments: Any) -> dict[NoContent, str]:
+def _call_texts(render_text: Render, tools: Tools, arguments: Any) -> dict[NoContent, str]:
     """Return rendered texts with a call of these arguments, by the content beside the call."""
     texts: dict[NoContent, str] = {}
     for content in _CONTENT:
         call = _call(arguments, content)
         for result in _RESULTS.values():
             for form in (result, _in_list(result)):
-                text = fill([_USER, call, form], tools)
+                text = render_text([_USER, call, form], tools)
                 if text is not None:
                     texts.setdefault(content, text)
     return texts
@@ -204,17 +211,19 @@ def _no_content(texts: Mapping[NoContent, str]) -> NoContent:
     """Return the content that shows the call, if any does, and writes "none" least often."""
     if not texts:
         return "empty"
-    return min(texts, key=lambda at: (not _shows_call(texts[at]), texts[at].count("none")))
+    return min(
+        texts, key=lambda content: (not _shows_call(texts[content]), texts[content].count("none"))
+    )
 
 
-def _result_role(fill: Fill, tools: Tools, call: Message) -> str:
+def _result_role(render_text: Render, tools: Tools, call: Message) -> str:
     for role, result in _RESULTS.items():
-        if any(_shown(fill, tools, [_USER, call], result)):
+        if any(_shown(render_text, tools, [_USER, call], result)):
             return role
     return ""
 
 
-def _content_forms(fill: Fill, tools: Tools) -> dict[str, ContentForm]:
+def _content_forms(render_text: Render, tools: Tools) -> dict[str, ContentForm]:
     """Return the content forms of the roles that need no preceding call."""
     forms: dict[str, ContentForm] = {}
     turns: dict[str, tuple[list[Message], list[Message]]] = {
@@ -222,42 +231,51 @@ def _content_forms(fill: Fill, tools: Tools) -> dict[str, ContentForm]:
         "system": ([], [_USER]),
         "assistant": ([_USER], [_USER]),
     }
-    in_lists = fill
-    for role, (before, after) in turns.items():
-        forms[role] = _content_form(in_lists, tools, before, {"role": role}, after)
+    in_lists = render_text
+    for role, (preceding, following) in turns.items():
+        forms[role] = _content_form(in_lists, tools, preceding, {"role": role}, following)
         if not forms["user"].text:
-            in_lists = _in_lists(fill, ["user"])
+            in_lists = _in_lists(render_text, ["user"])
     return forms
 
 
 def _content_form(
-    fill: Fill, tools: Tools, before: list[Message], turn: Message, after: Sequence[Message] = ()
+    render_text: Render,
+    tools: Tools,
+    preceding: list[Message],
+    turn: Message,
+    following: Sequence[Message] = (),
 ) -> ContentForm:
-    text, part = _shown(fill, tools, before, turn, after)
+    text, part = _shown(render_text, tools, preceding, turn, following)
     parts = part and SECOND in (
-        fill([*before, {**turn, "content": _parts(RULE, SECOND)}, *after], tools) or ""
+        render_text([*preceding, {**turn, "content": _parts(RULE, SECOND)}, *following], tools)
+        or ""
     )
     return ContentForm(text or not part, parts)
 
 
 def _shown(
-    fill: Fill, tools: Tools, before: list[Message], turn: Message, after: Sequence[Message] = ()
+    render_text: Render,
+    tools: Tools,
+    preceding: list[Message],
+    turn: Message,
+    following: Sequence[Message] = (),
 ) -> tuple[bool, bool]:
     """Return whether a turn's content is shown as a text, and as a list."""
     plain, listed = (
-        fill([*before, {**turn, "content": content}, *after], tools) or ""
+        render_text([*preceding, {**turn, "content": content}, *following], tools) or ""
         for content in (RULE, _parts(RULE))
     )
     return RULE in plain, RULE in listed and FIELD not in listed
 
 
-def _in_lists(fill: Fill, roles: Collection[str]) -> Fill:
-    """Return `fill` with the contents of these roles converted to lists."""
+def _in_lists(render_text: Render, roles: Collection[str]) -> Render:
+    """Return a variant of `render_text` that converts the contents of these roles to lists."""
 
-    def filled(messages: Sequence[Message], tools: Tools) -> str | None:
-        return fill([_in_list(m) if m["role"] in roles else m for m in messages], tools)
+    def render_in_lists(messages: Sequence[Message], tools: Tools) -> str | None:
+        return render_text([_in_list(m) if m["role"] in roles else m for m in messages], tools)
 
-    return filled
+    return render_in_lists
 
 
 def _in_list(message: Message) -> Message:
@@ -267,7 +285,7 @@ def _in_list(message: Message) -> Message:
     return {**message, "content": _parts(content)}
 
 
-def _shows_several(fill: Fill, tools: Tools, call: Message, result: Message) -> bool:
+def _shows_several(render_text: Render, tools: Tools, call: Message, result: Message) -> bool:
     """Return whether the template shows several calls of one turn and their results. Also true if
     it does not show them with one call per turn either."""
     first, second = (_copied(call, number) for number in "12")
@@ -275,7 +293,7 @@ def _shows_several(fill: Fill, tools: Tools, call: Message, result: Message) -> 
     results = [_copied(result, number) for number in "12"]
     words = [f"{word}{number}" for word in (VALUE, RESULT) for number in "12"]
     one_by_one = [_USER, first, results[0], second, results[1]]
-    together, apart = fill([_USER, both, *results], tools), fill(one_by_one, tools)
+    together, apart = render_text([_USER, both, *results], tools), render_text(one_by_one, tools)
     return _shows_all(together, words) or not _shows_all(apart, words)
 
 
@@ -283,23 +301,30 @@ def _shows_all(text: str | None, words: Collection[str]) -> bool:
     return text is not None and all(word in text for word in words)
 
 
-def _shows_said_calls(fill: Fill, tools: Tools, call: Message, result: Message) -> bool:
+def _shows_calls_beside_text(
+    render_text: Render, tools: Tools, call: Message, result: Message
+) -> bool:
     """Return whether the template shows a call beside a text. Also true if it does not show them in
     two turns either."""
-    said, after = {"role": "assistant", "content": RULE}, [result, _ANSWER, _USER]
-    together = fill([_USER, {**call, **said}, *after], tools)
-    apart = fill([_USER, said, call, *after], tools)
+    text_turn, following = {"role": "assistant", "content": RULE}, [result, _ANSWER, _USER]
+    together = render_text([_USER, {**call, **text_turn}, *following], tools)
+    apart = render_text([_USER, text_turn, call, *following], tools)
     return _shows_all(together, [VALUE]) or not _shows_all(apart, [RULE, VALUE, RESULT])
 
 
-def _needs_names(fill: Fill, tools: Tools, call: Message, result: Message) -> bool:
+def _needs_names(render_text: Render, tools: Tools, call: Message, result: Message) -> bool:
     """Return whether the template fails on a result without the name of the called function, or
     writes nothing in its place."""
     unnamed = {key: value for key, value in result.items() if key != "name"}
-    text, without = fill([_USER, call, result], tools), fill([_USER, call, unnamed], tools)
+    text, text_without_name = (
+        render_text([_USER, call, result], tools),
+        render_text([_USER, call, unnamed], tools),
+    )
     if text is None:
         return False
-    return without is None or (NAMED in text and text.replace(NAMED, "") == without)
+    return text_without_name is None or (
+        NAMED in text and text.replace(NAMED, "") == text_without_name
+    )
 
 
 def _copied(message: Message, number: str) -> Any:
@@ -313,33 +338,35 @@ def _copied(message: Message, number: str) -> Any:
 def thinking_content(form: ThinkingForm, thought: str | None, content: Any) -> Any:
     """Return a content with the reasoning, if any, as its first part. `content`: a text, text parts
     or None. An empty text is a part only without reasoning."""
-    thinking, field, said = _THINKING[form]
+    thinking_type, field, text_type = _THINKING[form]
     texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
-    parts = [{"type": thinking, field: thought}] if thought else []
-    parts += [{"type": said, "text": text} for text in texts if text or not thought]
+    parts = [{"type": thinking_type, field: thought}] if thought else []
+    parts += [{"type": text_type, "text": text} for text in texts if text or not thought]
     return {"blocks": parts} if form == "blocks" else parts
 
 
-def _thinking_form(fill: Fill, tools: Tools) -> ThinkingForm:
+def _thinking_form(render_text: Render, tools: Tools) -> ThinkingForm:
     """Return the form of reasoning in the content that the template shows; empty if none."""
     for form in _THINKING:
         content = thinking_content(form, THOUGHT, ANSWER)
         for part in content["blocks"] if form == "blocks" else content:
             part[FIELD] = FIELD  # reveals a template that dumps parts as data
-        text = fill([_USER, {**_ANSWER, "content": content}, _USER], tools) or ""
+        text = render_text([_USER, {**_ANSWER, "content": content}, _USER], tools) or ""
         if _shows_all(text, [THOUGHT, ANSWER]) and FIELD not in text:
             return form
     return ""
 
 
-def _knows_developer(fill: Fill, tools: Tools) -> bool:
+def _knows_developer(render_text: Render, tools: Tools) -> bool:
     """Return whether the template treats "developer" unlike an unknown role."""
-    known = fill([{"role": "developer", "content": RULE}, _USER], tools) or ""
-    unknown = fill([{"role": "qzrole", "content": RULE}, _USER], tools)
-    return RULE in known and (unknown is None or unknown.replace("qzrole", "developer") != known)
+    as_developer = render_text([{"role": "developer", "content": RULE}, _USER], tools) or ""
+    as_unknown = render_text([{"role": "qzrole", "content": RULE}, _USER], tools)
+    return RULE in as_developer and (
+        as_unknown is None or as_unknown.replace("qzrole", "developer") != as_developer
+    )
 
 
-def _systems(fill: Fill, tools: Tools, call: Message, result: Message) -> tuple[str, ...]:
+def _systems(render_text: Render, tools: Tools, call: Message, result: Message) -> tuple[str, ...]:
     first, rule = {"role": "system", "content": SYSTEM}, {"role": "system", "content": RULE}
     places: dict[str, list[Message]] = {
         "first": [rule, _USER],
@@ -349,23 +376,28 @@ def _systems(fill: Fill, tools: Tools, call: Message, result: Message) -> tuple[
         "alone": [_USER, _ANSWER, rule, _USER],
         "result": [first, _USER, call, result, rule],
     }
-    found = []
+    shown_places = []
     for place, messages in places.items():
-        text = fill(messages, tools) or ""
+        text = render_text(messages, tools) or ""
         if RULE in text and (SYSTEM in text or first not in messages):
-            found.append(place)
-    return tuple(found)
+            shown_places.append(place)
+    return tuple(shown_places)
 
 
-def _reasoning(fill: Fill, tools: Tools, call: Message, result: Message) -> tuple[str, ...]:
+def _reasoning(
+    render_text: Render, tools: Tools, call: Message, result: Message
+) -> tuple[str, ...]:
     """Return the field names that reasoning must have; empty if no name shows it."""
 
-    def shown(name: str) -> bool:
-        more = {name: THOUGHT}
-        turns = [_USER, {**call, **more}, result], [_USER, {**_ANSWER, **more}, _USER]
-        return any(THOUGHT in (fill(messages, tools) or "") for messages in turns)
+    def is_shown(name: str) -> bool:
+        extra_fields = {name: THOUGHT}
+        turns = (
+            [_USER, {**call, **extra_fields}, result],
+            [_USER, {**_ANSWER, **extra_fields}, _USER],
+        )
+        return any(THOUGHT in (render_text(messages, tools) or "") for messages in turns)
 
-    if any(map(shown, ALWAYS)):
+    if any(map(is_shown, ALWAYS)):
         return ALWAYS
-    others = [name for name in REASONING if name not in ALWAYS and shown(name)]
-    return (*ALWAYS, *others) if others else ()
+    other_names = [name for name in REASONING if name not in ALWAYS and is_shown(name)]
+    return (*ALWAYS, *other_names) if other_names else ()

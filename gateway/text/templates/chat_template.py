@@ -94,24 +94,27 @@ class ChatTemplate:
     def capabilities(self) -> Capabilities:
         """What the template can render; probed once on first use, unless set before."""
         if self._capabilities is None:
-            lost: set[int] = set()
+            computed_tokens: set[int] = set()
             self._capabilities = probed(
-                lambda messages, tools: self._probe(messages, tools, lost),
+                lambda messages, tools: self._probe(messages, tools, computed_tokens),
                 lambda messages, tools, effort: self._probe(
-                    messages, tools, lost, reasoning_effort=effort
+                    messages, tools, computed_tokens, reasoning_effort=effort
                 ),
             )
-            if lost:
-                names = [self._tokenizer.token_name(token) for token in sorted(lost)[:MAX_NAMES]]
+            if computed_tokens:
+                names = [
+                    self._tokenizer.token_name(token)
+                    for token in sorted(computed_tokens)[:MAX_NAMES]
+                ]
                 log.warning(
-                    "special tokens that the chat template computes become plain text: %s",
+                    "special tokens that the chat template computes are encoded as text: %s",
                     ", ".join(map(repr, names)),
                 )
         return self._capabilities
 
     @capabilities.setter
-    def capabilities(self, known: Capabilities) -> None:
-        self._capabilities = known
+    def capabilities(self, value: Capabilities) -> None:
+        self._capabilities = value
 
     @property
     def shows_tools(self) -> bool:
@@ -125,26 +128,26 @@ class ChatTemplate:
         if self._template is None:
             raise TextError("this model has no chat template; use completions", field)
         messages = normalized(request.messages, field)
-        can = self.capabilities
+        capabilities = self.capabilities
         tools = request.tools or None
-        if can.named_results:
+        if capabilities.named_results:
             messages = with_named_results(messages)
         uses_tools = any(m["role"] == "tool" or "tool_calls" in m for m in messages)
-        if tools and not can.tools:
+        if tools and not capabilities.tools:
             form = _form(request)
             turns = plain_turns(with_texts(messages), form)
             messages, tools = in_system_turn(turns, described(tools, form)), None
-        elif uses_tools and not (can.calls and can.results):
+        elif uses_tools and not (capabilities.calls and capabilities.results):
             messages = plain_turns(
                 with_texts(messages),
                 _form(request),
-                calls=not can.calls,
-                results=not (can.tools and can.results),
+                calls=not capabilities.calls,
+                results=not (capabilities.tools and capabilities.results),
             )
         elif uses_tools:
-            if not can.parallel_calls:
+            if not capabilities.parallel_calls:
                 messages = with_single_calls(messages)
-            if not can.text_beside_calls:
+            if not capabilities.text_beside_calls:
                 messages = with_calls_apart(messages)
         return self._rendered(request, Conversation(messages, tools))
 
@@ -156,35 +159,37 @@ class ChatTemplate:
         the most changes.
         """
         try:
-            return self._filled(request, conversation)
+            return self._render_once(request, conversation)
         except _Refusal:
-            *less, most = alternatives(conversation) or [[]]
-            last = self._first_filled(request, most)
-            if last is None:
+            *smaller_changes, largest_changes = alternatives(conversation) or [[]]
+            fallback = self._first_rendered(request, largest_changes)
+            if fallback is None:
                 raise
-        return self._first_filled(request, chain.from_iterable(less)) or last
+        return self._first_rendered(request, chain.from_iterable(smaller_changes)) or fallback
 
-    def _first_filled(
+    def _first_rendered(
         self, request: TemplateInput, conversations: Iterable[Conversation]
     ) -> Rendered | None:
         """Render the first conversation that the template accepts; None if it refuses all. Raises
         TextError for errors other than a refusal."""
         for conversation in conversations:
             with suppress(_Refusal):
-                return self._filled(request, conversation)
+                return self._render_once(request, conversation)
         return None
 
-    def _filled(self, request: TemplateInput, conversation: Conversation) -> Rendered:
+    def _render_once(self, request: TemplateInput, conversation: Conversation) -> Rendered:
         """Render one conversation. Raises TextError, _Refusal if the template fails."""
         field = request.messages_field
-        can = self.capabilities
-        turns = with_known_systems(conversation.messages, can.systems, developer=can.developer)
-        said = text_of(turns[-1])
+        capabilities = self.capabilities
+        turns = with_known_systems(
+            conversation.messages, capabilities.systems, developer=capabilities.developer
+        )
+        last_text = text_of(turns[-1])
         if request.continue_final_message:
-            turns[-1]["content"] = _with_end(said)
-        messages = [shaped(turn, can) for turn in turns]
+            turns[-1]["content"] = _with_end(last_text)
+        messages = [shaped(turn, capabilities) for turn in turns]
         try:
-            written = self._text(
+            text = self._text(
                 messages,
                 conversation.tools,
                 **self._variables(request),
@@ -197,17 +202,22 @@ class ChatTemplate:
         except RecursionError:
             raise _Refusal("the messages are nested too deeply", field) from None
         except Exception as error:  # any Python error for values that the template does not expect
-            raise _Refusal(f"the chat template fails on them: {error}", field) from None
+            raise _Refusal(
+                f"the chat template cannot render the messages: {error}", field
+            ) from None
         if request.continue_final_message:
-            return _until_end(written, said)
-        return _plain(written)
+            return _until_end(text, last_text)
+        return _plain(text)
 
     def _variables(self, request: TemplateInput) -> dict[str, Any]:
         """Return the request's template variables; a suggested effort becomes an accepted one."""
         suggested = dict(request.suggested)
         effort = suggested.pop("reasoning_effort", None)
-        if effort is not None and (near := self.capabilities.nearest_effort(effort)) is not None:
-            suggested["reasoning_effort"] = near
+        if (
+            effort is not None
+            and (accepted := self.capabilities.nearest_effort(effort)) is not None
+        ):
+            suggested["reasoning_effort"] = accepted
         return {**suggested, **request.variables}
 
     def _text(
@@ -236,18 +246,19 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
-        lost: set[int],
+        computed_tokens: set[int],
         **variables: Any,
     ) -> str | None:
-        """Return the text of a conversation; None if the template fails on it. Adds to `lost` the
-        special tokens in the text that are not known to come from the template."""
+        """Return the text of a conversation; None if the template fails on it. Adds to
+        `computed_tokens` the special tokens in the text that are not known to come from the
+        template."""
         try:
             rendered = _plain(self._text(messages, tools, **variables, add_generation_prompt=True))
         except Exception:
             return None
         split = self._tokenizer.special.split
-        known = split(rendered.text, rendered.origin)
-        lost.update(_tokens(split(rendered.text)) - _tokens(known))
+        template_parts = split(rendered.text, rendered.origin)
+        computed_tokens.update(_tokens(split(rendered.text)) - _tokens(template_parts))
         return rendered.text
 
 
@@ -271,17 +282,17 @@ def _with_end(content: str) -> TemplateText:
     return TemplateText(content, CLIENT * (length - 1) + LAST + rest)
 
 
-def _until_end(written: TemplateText, content: str) -> Rendered:
+def _until_end(text: TemplateText, content: str) -> Rendered:
     """Return a prompt up to the end of its last message. Raises TextError if the template dropped
     the last message."""
-    at = origin_of(written).rfind(LAST)
-    if at < 0:
-        raise TextError("the chat template leaves the last message out", "continue_final_message")
-    blank = not content.strip()
-    at += not blank
-    rest = "" if blank else content[len(content.rstrip()) :]
-    return _plain(written[:at] + rest)
+    end = origin_of(text).rfind(LAST)
+    if end < 0:
+        raise TextError("the chat template omits the last message", "continue_final_message")
+    is_blank = not content.strip()
+    end += not is_blank
+    rest = "" if is_blank else content[len(content.rstrip()) :]
+    return _plain(text[:end] + rest)
 
 
-def _plain(written: TemplateText) -> Rendered:
-    return Rendered("".join((written,)), origin_of(written))
+def _plain(text: TemplateText) -> Rendered:
+    return Rendered("".join((text,)), origin_of(text))

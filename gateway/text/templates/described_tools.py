@@ -17,10 +17,10 @@ Message = Mapping[str, Any]
 
 def described(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
     """Return a text that describes the tools and the form in which to call them."""
-    shown = "\n".join(_json(tool["function"]) for tool in tools)
+    functions = "\n".join(_json(tool["function"]) for tool in tools)
     return (
         "You can call these functions. Each has a name, and a JSON schema of its arguments:\n"
-        f"{shown}\n\n"
+        f"{functions}\n\n"
         "To call a function, write its name and its arguments as JSON in this form:\n"
         f"{form.begin}{{...}}{form.end}\n"
         "To call several, write several. The results are in the next message."
@@ -33,20 +33,26 @@ def plain_turns(
     """Return the messages with tool `calls` and `results` (role `tool`) as text. User turns that
     become adjacent through this are joined, for templates whose roles alternate."""
     turns: list[dict[str, Any]] = []
-    result_before = False
+    previous_is_result = False
     for turn in with_named_results(messages):
-        made = turn.get("tool_calls", ())
-        if made and calls:
+        turn_calls = turn.get("tool_calls", ())
+        if turn_calls and calls:
             del turn["tool_calls"]
-            turn["content"] = _lines(turn.get("content"), *(_call(call, form) for call in made))
+            turn["content"] = _lines(
+                turn.get("content"), *(_call(call, form) for call in turn_calls)
+            )
         is_result = results and turn["role"] == "tool"
         if is_result:
             turn = {"role": "user", "content": _result(turn)}
-        if turns and turns[-1]["role"] == turn["role"] == "user" and (is_result or result_before):
+        if (
+            turns
+            and turns[-1]["role"] == turn["role"] == "user"
+            and (is_result or previous_is_result)
+        ):
             turns[-1]["content"] = _lines(turns[-1]["content"], turn["content"])
         else:
             turns.append(turn)
-        result_before = is_result
+        previous_is_result = is_result
     return turns
 
 
@@ -55,7 +61,7 @@ def in_system_turn(turns: Sequence[Message], text: str) -> list[dict[str, Any]]:
     first, *others = turns
     if first["role"] not in ("system", "developer"):
         return [{"role": "system", "content": text}, *map(dict, turns)]
-    content = _lines(first["content"], text, between="\n\n")
+    content = _lines(first["content"], text, separator="\n\n")
     return [{**first, "content": content}, *map(dict, others)]
 
 
@@ -70,8 +76,8 @@ def _result(message: Message) -> str:
     return f"Result of {message.get('name') or 'the call'}:\n{message['content']}"
 
 
-def _lines(*texts: str | None, between: str = "\n") -> str:
-    return between.join(text for text in texts if text)
+def _lines(*texts: str | None, separator: str = "\n") -> str:
+    return separator.join(text for text in texts if text)
 
 
 def _json(value: object) -> str:

@@ -24,13 +24,13 @@ from pdserve.gateway.text.errors import UnsupportedTokenizer
 from pdserve.gateway.text.templates.template_text import (
     SafeText,
     TemplateText,
+    concatenated,
     constant,
     formatted,
     indented,
     is_plain,
     recased,
     wrapped,
-    written,
 )
 
 MAX_SOURCE_CHARS = 1 << 18
@@ -66,7 +66,9 @@ def compiled(source: str, now: Callable[[], datetime]) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise UnsupportedTokenizer(f"chat template, line {error.lineno}: {error.message}") from None
+        raise UnsupportedTokenizer(
+            f"the chat template is invalid in line {error.lineno}: {error.message}"
+        ) from None
     except (RecursionError, SyntaxError) as error:  # too deep for jinja2 or Python's compiler
         raise UnsupportedTokenizer(f"the chat template cannot be compiled: {error}") from None
 
@@ -105,7 +107,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     """The environment of one template, with the template's constants."""
 
     code_generator_class = _Generator
-    concat = staticmethod(written)
+    concat = staticmethod(concatenated)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -30,20 +30,20 @@ class TemplateText(str):
     _origin: str
 
     def __new__(cls, text: str = "", origin: str | None = None) -> "TemplateText":
-        made = super().__new__(cls, text)
-        if origin is None or len(origin) != len(made):
-            origin = CLIENT * len(made)
-        made._origin = origin
-        return made
+        instance = super().__new__(cls, text)
+        if origin is None or len(origin) != len(instance):
+            origin = CLIENT * len(instance)
+        instance._origin = origin
+        return instance
 
     def __str__(self) -> str:
         return self
 
     def __add__(self, other: object) -> Any:
-        return written((self, other)) if is_plain(other) else NotImplemented
+        return concatenated((self, other)) if is_plain(other) else NotImplemented
 
     def __radd__(self, other: object) -> Any:
-        return written((other, self)) if is_plain(other) else NotImplemented
+        return concatenated((other, self)) if is_plain(other) else NotImplemented
 
     def __mul__(self, count: SupportsIndex) -> "TemplateText":
         return TemplateText(str.__mul__(self, count), self._origin * count)
@@ -51,13 +51,13 @@ class TemplateText(str):
     __rmul__ = __mul__
 
     def __mod__(self, values: Any) -> "TemplateText":
-        return _checked(str.__mod__(self, values), self._filled(values))
+        return _checked(str.__mod__(self, values), self._printf_pieces(values))
 
     def __iter__(self) -> Iterator[str]:
-        return (self[at] for at in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
-    def __getitem__(self, at: SupportsIndex | slice) -> "TemplateText":
-        return TemplateText(str.__getitem__(self, at), self._origin[at])
+    def __getitem__(self, index: SupportsIndex | slice) -> "TemplateText":
+        return TemplateText(str.__getitem__(self, index), self._origin[index])
 
     def join(self, texts: Iterable[str], /) -> "TemplateText":
         items = list(texts)
@@ -79,13 +79,13 @@ class TemplateText(str):
         return self[: len(str.removesuffix(self, suffix))]
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Any]:
-        return self._placed(str.split(self, sep, maxsplit), len(sep or ""))
+        return self._with_origins(str.split(self, sep, maxsplit), len(sep or ""))
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Any]:
-        return self._placed(str.rsplit(self, sep, maxsplit), len(sep or ""))
+        return self._with_origins(str.rsplit(self, sep, maxsplit), len(sep or ""))
 
     def splitlines(self, keepends: bool = False) -> list[Any]:
-        return self._placed(str.splitlines(self, keepends), 0)
+        return self._with_origins(str.splitlines(self, keepends), 0)
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
         return self._cut(*str.partition(self, sep))
@@ -124,24 +124,24 @@ class TemplateText(str):
     def rjust(self, width: SupportsIndex, fill: str = " ", /) -> "TemplateText":
         return padded(self, str.rjust(self, width, fill))
 
-    def _placed(self, pieces: list[str], sep_len: int) -> list["TemplateText"]:
+    def _with_origins(self, pieces: list[str], sep_len: int) -> list["TemplateText"]:
         """Add origins to pieces of this text, in order and at least `sep_len` characters apart."""
-        placed: list[TemplateText] = []
+        results: list[TemplateText] = []
         start = 0
         for piece in pieces:
             start = str.find(self, piece, start)
-            placed.append(self[start : start + len(piece)])
+            results.append(self[start : start + len(piece)])
             start += len(piece) + sep_len
-        return placed
+        return results
 
-    def _cut(self, before: str, sep: str, after: str) -> tuple[str, str, str]:
+    def _cut(self, head: str, sep: str, tail: str) -> tuple[str, str, str]:
         """Add origins to three pieces that make up this text."""
-        end = len(self) - len(after)
-        return self[: len(before)], self[len(before) : end], self[end:]
+        end = len(self) - len(tail)
+        return self[: len(head)], self[len(head) : end], self[end:]
 
-    def _filled(self, values: Any) -> Iterator[str]:
+    def _printf_pieces(self, values: Any) -> Iterator[str]:
         """Yield the pieces of this printf format string and its fields, as far as supported."""
-        given = iter(values if isinstance(values, tuple) else (values,))
+        arguments = iter(values if isinstance(values, tuple) else (values,))
         start = 0
         for field in _FIELD.finditer(self):
             yield self[start : field.start()]
@@ -152,10 +152,10 @@ class TemplateText(str):
                 continue
             if "*" in options or (key is not None and not isinstance(values, Mapping)):
                 return
-            value = next(given, None) if key is None else values.get(key)
+            value = next(arguments, None) if key is None else values.get(key)
             if kind == "s" and not options:
-                is_own = _is_own(self._origin[field.start() : start])
-                yield str(value) if is_own else TemplateText(str(value))
+                is_from_template = _is_from_template(self._origin[field.start() : start])
+                yield str(value) if is_from_template else TemplateText(str(value))
             else:
                 yield TemplateText(str.__mod__(f"%{options}{kind}", (value,)))
         yield self[start:]
@@ -179,9 +179,9 @@ class SafeText(Markup):
     _origin: str
 
     def __new__(cls, text: str = "", *_: Any) -> "SafeText":
-        made = super().__new__(cls, text)
-        made._origin = origin_of(text)
-        return made
+        instance = super().__new__(cls, text)
+        instance._origin = origin_of(text)
+        return instance
 
     def __str__(self) -> str:
         return TemplateText(str.__str__(self), self._origin)
@@ -204,12 +204,12 @@ def recased(source: TemplateText, text: str) -> TemplateText:
 def formatted(form: str, text: str, value_of: Callable[[str], Any]) -> TemplateText:
     """Return `text`, the result of str.format on `form`, with its origin. `value_of` returns the
     value of a field."""
-    if not _is_own(origin_of(form)):
+    if not _is_from_template(origin_of(form)):
         return TemplateText(text)
     return _checked(text, _fields(form, value_of))
 
 
-def _is_own(origin: str) -> bool:
+def _is_from_template(origin: str) -> bool:
     """Return whether the template wrote all characters of a text."""
     return CLIENT not in origin and LAST not in origin
 
@@ -235,35 +235,35 @@ def _fields(form: str, value_of: Callable[[str], Any]) -> Iterator[str]:
 
 def _checked(text: str, pieces: Iterable[str]) -> TemplateText:
     """Return `text` with the origin of the pieces, or as client text if they do not match it."""
-    made = written(pieces)
-    return made if made == text else TemplateText(text)
+    joined = concatenated(pieces)
+    return joined if joined == text else TemplateText(text)
 
 
 def padded(source: TemplateText, text: str) -> TemplateText:
     """Return `text`, which is `source` with padding around it, with its origin."""
-    before = str.find(text, source)
-    rest = len(text) - before - len(source)
-    return TemplateText(text, CLIENT * before + origin_of(source) + CLIENT * rest)
+    num_before = str.find(text, source)
+    num_after = len(text) - num_before - len(source)
+    return TemplateText(text, CLIENT * num_before + origin_of(source) + CLIENT * num_after)
 
 
-def wrapped(text: str, between: str, **options: Any) -> TemplateText:
-    """Wrap each line of `text` with textwrap, and join the resulting lines with `between`."""
-    joint = TemplateText(between, origin_of(between))
+def wrapped(text: str, separator: str, **options: Any) -> TemplateText:
+    """Wrap each line of `text` with textwrap, and join the resulting lines with `separator`."""
+    joiner = TemplateText(separator, origin_of(separator))
     source = TemplateText(text, origin_of(text))
-    return joint.join(
-        joint.join(line._placed(textwrap.wrap(line, **options), 0))
-        for line in source._placed(str.splitlines(source), 0)
+    return joiner.join(
+        joiner.join(line._with_origins(textwrap.wrap(line, **options), 0))
+        for line in source._with_origins(str.splitlines(source), 0)
     )
 
 
 def indented(text: str, indent: str, *, first: bool, blank: bool) -> TemplateText:
     """Return `text` with indented lines; `first` and `blank` include the first and blank lines."""
-    top, *others = (TemplateText(text, origin_of(text)) + "\n").splitlines()
-    lines = [indent + line if line or blank else line for line in others]
-    return TemplateText("\n").join([indent + top if first else top, *lines])
+    first_line, *other_lines = (TemplateText(text, origin_of(text)) + "\n").splitlines()
+    lines = [indent + line if line or blank else line for line in other_lines]
+    return TemplateText("\n").join([indent + first_line if first else first_line, *lines])
 
 
-def written(texts: Iterable[str]) -> TemplateText:
+def concatenated(texts: Iterable[str]) -> TemplateText:
     """Return the concatenated texts with their origins."""
     items = list(texts)
     return TemplateText("".join(items), "".join(map(origin_of, items)))

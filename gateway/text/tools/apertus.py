@@ -20,11 +20,11 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield from reader.space()
         yield from reader.expect(":")
         yield from json_arguments(reader, schemas, name)
-        yield from reader.taken("}")
+        yield from reader.take_after_space("}")
         yield from reader.space()
         end = yield from reader.expect(",", "]")
     yield from reader.space()
-    yield from reader.closes(END)
+    yield from reader.take_end(END)
 
 
 FAMILY = ToolFamily(

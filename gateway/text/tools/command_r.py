@@ -12,7 +12,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.expect(FENCED)
     yield from json_calls(reader, schemas)
     yield from reader.space()
-    yield from reader.closes("```")
+    yield from reader.take_end("```")
 
 
 FAMILY = ToolFamily(

@@ -22,7 +22,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if opener == OTHER:
         yield from json_calls(reader, schemas)
         yield from reader.space()
-        yield from reader.closes(OTHER_END)
+        yield from reader.take_end(OTHER_END)
         return
     yield from reader.space()
     if (yield from reader.expect(CALL, END)) == END:
@@ -30,23 +30,23 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     while True:
         yield from _call(reader, schemas)
         yield from reader.space()
-        if (yield from reader.closes(END)):
+        if (yield from reader.take_end(END)):
             return
         yield from reader.expect(CALL)
 
 
 def _call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    name, _ = yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
+    name, _ = yield from reader.until(SEPARATOR, max_chars=MAX_NAME_CHARS)
     yield from reader.space()
     fenced = (yield from reader.first()) not in ("{", "")
     if fenced:
-        name, _ = yield from reader.until(FENCED, most=MAX_NAME_CHARS)
+        name, _ = yield from reader.until(FENCED, max_chars=MAX_NAME_CHARS)
     yield from json_arguments(reader, schemas, name)
     yield from reader.space()
     if fenced:
-        yield from reader.closes("```")
+        yield from reader.take_end("```")
         yield from reader.space()
-    if not (yield from reader.closes(CALL_END)):
+    if not (yield from reader.take_end(CALL_END)):
         raise Malformed
 
 

@@ -24,14 +24,14 @@ def read_call(
     if (yield from grammar_call(reader, schemas, end)):
         return
     yield from reader.expect("call:")
-    name, mark = yield from reader.until("{", end, most=MAX_NAME_CHARS)
+    name, mark = yield from reader.until("{", end, max_chars=MAX_NAME_CHARS)
     name = name.strip()
     if mark == end or not name:
         raise Malformed
-    reader.at -= 1
+    reader.position -= 1
     yield from called(schemas, name, literals.value())
     yield from reader.space()
-    if not (yield from reader.closes(end)):
+    if not (yield from reader.take_end(end)):
         raise Malformed
 
 

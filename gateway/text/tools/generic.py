@@ -22,11 +22,11 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if opener == PYTHON:  # the form that Gemma 3 is trained on
         yield from python_calls(reader, schemas)
         yield from reader.space()
-        yield from reader.closes("```")
+        yield from reader.take_end("```")
         return
     yield from json_calls(reader, schemas)
     yield from reader.space()
-    yield from reader.closes(END)
+    yield from reader.take_end(END)
 
 
 FAMILY = ToolFamily(

@@ -20,7 +20,7 @@ END = "</tool_call>"
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if (yield from grammar_call(reader, schemas, END)):
         return
-    name, end = yield from reader.until("<arg_key>", END, most=MAX_NAME_CHARS)
+    name, end = yield from reader.until("<arg_key>", END, max_chars=MAX_NAME_CHARS)
     name = name.strip()
     if not name or any(char.isspace() for char in name):
         raise Malformed
@@ -28,7 +28,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
 
 
 def members(
-    reader: BlockReader, known: CallArguments, mark: str = "", suffix: str = ""
+    reader: BlockReader, arguments: CallArguments, mark: str = "", suffix: str = ""
 ) -> Pieces[None]:
     """Read the arguments up to the end of the call. `mark`: the first tag, if already read."""
     begin, end = f"<arg_key{suffix}>", f"</tool_call{suffix}>"
@@ -38,12 +38,12 @@ def members(
         yield from reader.space()
         mark = yield from reader.expect(begin, end)
     while mark != end:
-        key, _ = yield from reader.until(f"</arg_key{suffix}>", most=MAX_NAME_CHARS)
+        key, _ = yield from reader.until(f"</arg_key{suffix}>", max_chars=MAX_NAME_CHARS)
         yield from reader.space()
         yield from reader.expect(f"<arg_value{suffix}>")
         # An argument without a schema is JSON if it parses, else a string.
         texts = _value(reader, value_end, end)
-        yield from known.member(gap, key, texts, json=not known.knows(key))
+        yield from arguments.member(gap, key, texts, json=not arguments.knows(key))
         gap = ", "
         yield from reader.space()
         mark = yield from reader.expect(begin, end)
@@ -52,12 +52,12 @@ def members(
 def _value(reader: BlockReader, value_end: str, call_end: str) -> Pieces[None]:
     """Read a value; models sometimes omit its end tag at the end of the answer."""
     while (yield from reader.pieces_until(value_end, call_end)) == call_end:
-        start = reader.at
+        start = reader.position
         yield from reader.space()
-        at_end = reader.ended and reader.at == len(reader.text)
-        reader.at = start
+        at_end = reader.ended and reader.position == len(reader.text)
+        reader.position = start
         if at_end:
-            reader.at -= len(call_end)
+            reader.position -= len(call_end)
             return
         yield call_end
 

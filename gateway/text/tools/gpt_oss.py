@@ -17,6 +17,6 @@ FAMILY = ToolFamily(
     # No end tag: <|call|> ends the answer, so a grammar must not require it.
     CallForm(f"{_CALL}NAME <|constrain|>json{MESSAGE}", "", trigger=_CALL),
     special=SPECIAL,
-    whole=HarmonyStream,
+    make_parser=HarmonyStream,
     opening=FINAL,
 )

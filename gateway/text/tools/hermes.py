@@ -16,7 +16,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         return
     yield from json_calls(reader, schemas)
     yield from reader.space()
-    yield from reader.closes(TAGS[opener])
+    yield from reader.take_end(TAGS[opener])
 
 
 FAMILY = ToolFamily(

@@ -27,14 +27,14 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         return
     yield from reader.expect(CALL)
     while True:
-        name, _ = yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
+        name, _ = yield from reader.until(SEPARATOR, max_chars=MAX_NAME_CHARS)
         name = name.strip()
         if not name:
             raise Malformed
         arguments = members(reader, schemas.call(name), suffix=SUFFIX)
         yield from called(schemas, name, object_pieces(arguments))
         yield from reader.space()
-        if (yield from reader.closes(END)):
+        if (yield from reader.take_end(END)):
             return
         yield from reader.expect(CALL)
 

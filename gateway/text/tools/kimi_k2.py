@@ -15,22 +15,22 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if opener == BEGIN and (yield from reader.expect(CALL, END)) == END:
         return
     while True:
-        written, _ = yield from reader.until(ARGUMENTS, most=MAX_NAME_CHARS)
-        written = written.strip()
-        plain = written.removeprefix("functions.")
+        call_id, _ = yield from reader.until(ARGUMENTS, max_chars=MAX_NAME_CHARS)
+        call_id = call_id.strip()
+        plain = call_id.removeprefix("functions.")
         name, _, index = plain.rpartition(":")
-        own = name and written.startswith("functions.") and index.isdecimal()
-        yield from json_arguments(reader, schemas, name or plain, written if own else "")
+        is_standard_id = name and call_id.startswith("functions.") and index.isdecimal()
+        yield from json_arguments(reader, schemas, name or plain, call_id if is_standard_id else "")
         yield from reader.space()
-        closed = yield from reader.closes(CALL_END)
+        closed = yield from reader.take_end(CALL_END)
         if not (closed or opener == CALL):
             raise Malformed
         yield from reader.space()
-        if (yield from reader.closes(END)):
+        if (yield from reader.take_end(END)):
             return
         if opener == BEGIN:
             yield from reader.expect(CALL)
-        elif not (yield from reader.takes(CALL)):
+        elif not (yield from reader.take(CALL)):
             return
 
 

@@ -26,30 +26,30 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if (yield from grammar_call(reader, schemas, END)):
         return
     while (yield from reader.expect(f"{OPEN}call ", END)) != END:
-        head, _ = yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
+        head, _ = yield from reader.until(SEPARATOR, max_chars=MAX_NAME_CHARS)
         name = _attributes(head).get("tool", "")
         if not name:
             raise Malformed
         yield from called(schemas, name, object_pieces(_members(reader)))
         yield from reader.space()
-        if (yield from reader.closes(END)):
+        if (yield from reader.take_end(END)):
             return
 
 
 def _attributes(text: str) -> dict[str, str]:
-    return {found[1]: unescape(found[2]) for found in _ATTRIBUTE.finditer(text)}
+    return {match[1]: unescape(match[2]) for match in _ATTRIBUTE.finditer(text)}
 
 
 def _members(reader: BlockReader) -> Pieces[None]:
     gap = ""
     yield from reader.space()
     while (yield from reader.expect(_ARGUMENT, _CALL_END)) == _ARGUMENT:
-        head, _ = yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
-        said = _attributes(head)
-        key = said.get("key", "")
+        head, _ = yield from reader.until(SEPARATOR, max_chars=MAX_NAME_CHARS)
+        attributes = _attributes(head)
+        key = attributes.get("key", "")
         if not key:
             raise Malformed
-        is_json = said.get("type", "string") != "string"
+        is_json = attributes.get("type", "string") != "string"
         yield from CallArguments(None).member(gap, key, _value(reader), json=is_json)
         gap = ", "
         yield from reader.space()
@@ -59,11 +59,11 @@ def _value(reader: BlockReader) -> Pieces[None]:
     """Read a value; its end tag counts only before another tag."""
     while True:
         end = yield from reader.pieces_until(_ARGUMENT_END)
-        start = reader.at
+        start = reader.position
         yield from reader.space()
-        follows = yield from reader.takes(_ARGUMENT, _CALL_END)
-        rest = reader.text[reader.at :]
-        reader.at = start
+        follows = yield from reader.take(_ARGUMENT, _CALL_END)
+        rest = reader.text[reader.position :]
+        reader.position = start
         if follows or (reader.ended and any(t.startswith(rest) for t in (_ARGUMENT, _CALL_END))):
             return
         yield end

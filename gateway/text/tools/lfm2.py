@@ -3,8 +3,8 @@
 from pdserve.gateway.text.parsing.tagged import python_between
 
 BEGIN, END = "<|tool_call_start|>", "<|tool_call_end|>"
-KNOWN_BY = "<|tool_list_start|>", BEGIN, "List of tools: ["
+TEMPLATE_MARKS = "<|tool_list_start|>", BEGIN, "List of tools: ["
 
 FAMILY = python_between(
-    "lfm2", {BEGIN: END}, lambda template: any(text in template for text in KNOWN_BY)
+    "lfm2", {BEGIN: END}, lambda template: any(text in template for text in TEMPLATE_MARKS)
 )

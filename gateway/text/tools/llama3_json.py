@@ -18,10 +18,10 @@ TAG, END = "<|python_tag|>", "<|eom_id|>"
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if opener == FUNCTION:
-        name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+        name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
         yield from json_arguments(reader, schemas, name)
         yield from reader.space()
-        yield from reader.closes(FUNCTION_END)
+        yield from reader.take_end(FUNCTION_END)
         return
     yield from reader.space()
     first = yield from reader.first()
@@ -29,7 +29,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield from python_calls(reader, schemas)
     else:
         yield from mixed_calls(reader, schemas)
-    yield from reader.closes(END)
+    yield from reader.take_end(END)
 
 
 FAMILY = ToolFamily(

@@ -19,25 +19,25 @@ CDATA, CDATA_END = "<![CDATA[", "]]>"
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    name, is_whole = yield from read_head(reader)
-    if is_whole:
+    name, is_self_closing = yield from read_head(reader)
+    if is_self_closing:
         yield CallPiece(name, "{}", last=True)
         return
     yield from reader.space()
     if (yield from reader.first()) == "{":  # the form of a grammar
         yield from json_arguments(reader, schemas, name)
         yield from reader.space()
-        yield from reader.closes(END)
+        yield from reader.take_end(END)
         return
     members = read_members(reader, ("function", "param"), schemas.call(name), _value)
     yield from called(schemas, name, object_pieces(members))
 
 
 def _value(reader: BlockReader, end: str) -> Pieces[None]:
-    start = reader.at
+    start = reader.position
     yield from reader.space()
-    if not (yield from reader.takes(CDATA)):
-        reader.at = start
+    if not (yield from reader.take(CDATA)):
+        reader.position = start
         yield from reader.pieces_until(end)
         return
     yield from reader.pieces_until(CDATA_END)

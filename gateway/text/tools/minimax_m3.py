@@ -10,7 +10,7 @@ from pdserve.gateway.text.parsing.family import (
     grammar_call,
     object_pieces,
 )
-from pdserve.gateway.text.parsing.invoke import whole_text
+from pdserve.gateway.text.parsing.invoke import raw_text
 from pdserve.gateway.text.parsing.reader import (
     MAX_NAME_CHARS,
     BlockReader,
@@ -30,53 +30,55 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if (yield from grammar_call(reader, schemas, END)):
         return
     while (yield from reader.expect(INVOKE, END)) == INVOKE:
-        name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+        name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
         name = name.strip().strip('"')
         if not name:
             raise Malformed
         members = _members(reader, schemas.call(name), INVOKE_END)
         yield from called(schemas, name, object_pieces(members))
         yield from reader.space()
-        if (yield from reader.closes(END)):
+        if (yield from reader.take_end(END)):
             return
 
 
-def _members(reader: BlockReader, known: CallArguments, end: str, depth: int = 0) -> Pieces[None]:
+def _members(
+    reader: BlockReader, arguments: CallArguments, end: str, depth: int = 0
+) -> Pieces[None]:
     gap = ""
-    while not (yield from reader.taken(end)):
+    while not (yield from reader.take_after_space(end)):
         yield from reader.expect(f"{MARK}<")
-        key, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+        key, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
         if not key or key.startswith("/"):
             raise Malformed
-        yield from _value(reader, known, f"{gap}{json_text(key)}: ", key, depth)
+        yield from _value(reader, arguments, f"{gap}{json_text(key)}: ", key, depth)
         gap = ", "
 
 
 def _value(
-    reader: BlockReader, known: CallArguments, head: str, key: str, depth: int
+    reader: BlockReader, arguments: CallArguments, head: str, key: str, depth: int
 ) -> Pieces[None]:
     """Read a value after its tag; `head` is yielded before it."""
     end = f"{MARK}</{key}>"
-    first = (yield from _element(reader)) if known.may_contain(key) else ""
+    first = (yield from _element(reader)) if arguments.may_contain(key) else ""
     if not first:
-        start = reader.at
-        if known.must_contain(key) and (yield from reader.taken(end)):
-            yield head + ("[]" if known.may_be_list(key) else "{}")
+        start = reader.position
+        if arguments.must_contain(key) and (yield from reader.take_after_space(end)):
+            yield head + ("[]" if arguments.may_be_list(key) else "{}")
             return
-        reader.at = start
-        is_json = depth > 0 and not known.knows(key)
-        yield from known.value(head, key, whole_text(reader, end), json=is_json)
+        reader.position = start
+        is_json = depth > 0 and not arguments.knows(key)
+        yield from arguments.value(head, key, raw_text(reader, end), json=is_json)
         return
     if depth == MAX_DEPTH:
         raise Malformed
-    within = known.within(key)
-    if first != ITEM or not known.may_be_list(key):
+    within = arguments.within(key)
+    if first != ITEM or not arguments.may_be_list(key):
         yield f"{head}{{"
         yield from _members(reader, within, end, depth + 1)
         yield "}"
         return
     head += "["
-    while not (yield from reader.taken(end)):
+    while not (yield from reader.take_after_space(end)):
         yield from reader.expect(f"{MARK}<{ITEM}>")
         yield from _value(reader, within, head, ITEM, depth + 1)
         head = ", "
@@ -85,11 +87,11 @@ def _value(
 
 def _element(reader: BlockReader) -> Reading[str]:
     """Return the name of the element that begins here, without reading it; empty for a text."""
-    start = reader.at
+    start = reader.position
     name = ""
-    if (yield from reader.taken(f"{MARK}<")):
-        name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
-    reader.at = start
+    if (yield from reader.take_after_space(f"{MARK}<")):
+        name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
+    reader.position = start
     return "" if name.startswith("/") else name
 
 

@@ -16,17 +16,17 @@ _ENDS_OF_NAME = (ARGUMENTS, CALL_ID, "{")
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
-    if (yield from reader.takes("[")):
+    if (yield from reader.take("[")):
         yield from json_list(reader, schemas)
         return
-    name, mark = yield from reader.until(*_ENDS_OF_NAME, " ", "\n", most=MAX_NAME_CHARS)
+    name, mark = yield from reader.until(*_ENDS_OF_NAME, " ", "\n", max_chars=MAX_NAME_CHARS)
     if mark.isspace():
         yield from reader.space()
         mark = yield from reader.expect(*_ENDS_OF_NAME)
     if mark == CALL_ID:
-        yield from reader.until(ARGUMENTS, most=MAX_NAME_CHARS)
+        yield from reader.until(ARGUMENTS, max_chars=MAX_NAME_CHARS)
     elif mark == "{":
-        reader.at -= 1
+        reader.position -= 1
     yield from json_arguments(reader, schemas, name)
 
 

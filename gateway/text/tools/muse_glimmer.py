@@ -3,7 +3,7 @@ user, such tags are text."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, grammar_call
-from pdserve.gateway.text.parsing.invoke import read_invokes, whole_text
+from pdserve.gateway.text.parsing.invoke import raw_text, read_invokes
 from pdserve.gateway.text.parsing.reader import BlockReader, CutOff, Malformed
 from pdserve.gateway.text.reasoning.muse_glimmer import AROUND, MESSAGE
 
@@ -16,7 +16,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
             raise Malformed
         return
     recipient = yield from reader.name()
-    calls = read_invokes(reader, "atem:", END, schemas, whole_text)
+    calls = read_invokes(reader, "atem:", END, schemas, raw_text)
     try:
         yield from reader.expect(MESSAGE)
         if recipient == "user":

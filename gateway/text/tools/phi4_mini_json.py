@@ -21,7 +21,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield from reader.expect("[")
         yield from json_list(reader, schemas)
     yield from reader.space()
-    yield from reader.closes(END)
+    yield from reader.take_end(END)
 
 
 FAMILY = ToolFamily(

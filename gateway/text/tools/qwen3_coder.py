@@ -37,42 +37,42 @@ def read_function(reader: BlockReader, opener: str, end: str, schemas: ToolSchem
         if (yield from grammar_call(reader, schemas, end)):
             return
         yield from reader.expect("<function=")
-    name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+    name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
     yield from called(schemas, name, object_pieces(_members(reader, schemas.call(name))))
     yield from reader.space()
-    yield from reader.closes(end)
+    yield from reader.take_end(end)
 
 
-def _members(reader: BlockReader, known: CallArguments) -> Pieces[None]:
+def _members(reader: BlockReader, arguments: CallArguments) -> Pieces[None]:
     yield from reader.space()
     end = yield from reader.expect(*_NEXT)
     gap = ""
     while "<parameter=" in end:
-        key, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+        key, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
         if "\n" in key:
             raise Malformed
-        end = yield from known.member(gap, key, _value(reader))
+        end = yield from arguments.member(gap, key, _value(reader))
         gap = ", "
 
 
 def _value(reader: BlockReader) -> Pieces[str]:
     """Read a value and return the next tag; the value's end tag counts only before that tag."""
-    lines = yield from reader.takes("\n")
+    lines = yield from reader.take("\n")
     while True:
         end = yield from reader.pieces_until(*(_ENDS_OF_LINES if lines else _ENDS))
         if not end.endswith(_CLOSE):
             return end
-        start = reader.at
+        start = reader.position
         yield from reader.space()
-        if following := (yield from reader.takes(*_NEXT)):
+        if following := (yield from reader.take(*_NEXT)):
             return following
-        rest = reader.text[reader.at :]
+        rest = reader.text[reader.position :]
         if reader.ended and any(mark.startswith(rest) for mark in _NEXT):
             raise CutOff
-        space = reader.text[start : reader.at]
+        space = reader.text[start : reader.position]
         yield end  # the tag is part of the value
-        reader.text = space + reader.text[reader.at :]
-        reader.at = 0
+        reader.text = space + reader.text[reader.position :]
+        reader.position = 0
 
 
 FAMILY = ToolFamily(

@@ -12,12 +12,12 @@ NO_ID = "0" * ID_LEN  # the id in a grammar's call
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    id, _ = yield from reader.until(NAME, most=MAX_NAME_CHARS)
-    name, _ = yield from reader.until(ARGUMENTS, most=MAX_NAME_CHARS)
+    id, _ = yield from reader.until(NAME, max_chars=MAX_NAME_CHARS)
+    name, _ = yield from reader.until(ARGUMENTS, max_chars=MAX_NAME_CHARS)
     id = id.strip()
     yield from json_arguments(reader, schemas, name, "" if id == NO_ID else id)
     yield from reader.space()
-    yield from reader.closes(END)
+    yield from reader.take_end(END)
 
 
 FAMILY = ToolFamily(

@@ -14,14 +14,14 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if (yield from grammar_call(reader, schemas, END)):
         return
     while (yield from reader.expect(CALL, END)) == CALL:
-        yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
+        yield from reader.until(SEPARATOR, max_chars=MAX_NAME_CHARS)
         yield from reader.space()
         yield from reader.expect(f"<{PREFIX}invoke name=")
         yield from read_invoke(reader, PREFIX, schemas)
         yield from reader.space()
-        yield from reader.closes(CALL_END)
+        yield from reader.take_end(CALL_END)
         yield from reader.space()
-        if (yield from reader.closes(END)):
+        if (yield from reader.take_end(END)):
             return
 
 

@@ -313,7 +313,7 @@ def test_a_call_of_a_strict_tool_is_held_to_its_schema_in_every_form(
     )
     for name in NAMES:
         family = tool_family(name)
-        if family.whole is not None:
+        if family.make_parser is not None:
             continue
         form = answer_format((family, None), use, "", continues=False, inline=False)
         source = compiler().compile(tool_structure(family, use))
@@ -379,7 +379,7 @@ def test_a_structure_without_room_for_calls_is_refused_beside_tools(kind: Any) -
     value = {"structures": [], "triggers": []} if kind == "structural_tag" else None
     asked = RequestedSampling(structure=Structure(kind, value, "response_format"))
     family = HERMES if kind == "structural_tag" else tool_family("llama3_json")
-    with pytest.raises(TextError, match="tools that may be called") as error:
+    with pytest.raises(TextError, match="tools that the model may call") as error:
         shaped(asked, (family, THINK), ToolUse([WEATHER]), "", continues=False)
     assert error.value.param == "response_format"
     for tools, use in ((HERMES, ToolUse([WEATHER], "none")), (None, ToolUse([WEATHER]))):

@@ -274,7 +274,7 @@ async def test_log_probabilities_of_whole_answers_are_bounded(make_http, monkeyp
     assert (await http.post(url, json={**scored, "max_tokens": 10})).status_code == 200
     for more in ({"max_tokens": 11}, {"max_tokens": 10, "logprob_token_ids": [9]}):
         error = check(await http.post(url, json={**scored, **more}), 400, "max_tokens")
-        assert "ask for a stream, or fewer tokens" in error["message"]
+        assert "request a stream, or fewer tokens" in error["message"]
     assert len(router.starts) == 1
     endless = {**scored, "max_tokens": None}
     assert check(await http.post(url, json=endless), 400, "max_tokens")["message"]

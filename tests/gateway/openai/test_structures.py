@@ -237,5 +237,5 @@ async def test_a_model_without_an_end_takes_no_structure(make_http):
     router = FakeRouter(saying("x"), [card], blobs)
     client = make_http(router)
     error = check(await client.post(PLAIN, json={**BODIES[PLAIN], "regex": "a"}), 400, "regex")
-    assert "takes no structure" in error["message"]
+    assert "does not support structured output" in error["message"]
     assert (await client.post(PLAIN, json={**BODIES[PLAIN], "max_tokens": 1})).status_code == 200

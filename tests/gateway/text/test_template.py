@@ -268,7 +268,7 @@ def test_templates_that_write_arguments_as_text(tokenizer: Tokenizer) -> None:
     rendered = template.render(TemplateInput(turns))
     assert rendered.text == 'q(no text)f({"a": "é<|im_end|>"})'
     assert tokenizer.special.ids.isdisjoint(tokenizer.encode_rendered(rendered))
-    with pytest.raises(TextError, match="fails on them"):
+    with pytest.raises(TextError, match="cannot render the messages"):
         ChatTemplate("{{ 1 + messages[0].content }}", tokenizer).render(TemplateInput([user("q")]))
 
 
@@ -331,7 +331,7 @@ def test_the_last_message_is_left_open(tokenizer: Tokenizer, subtests: pytest.Su
 
 def test_what_cannot_be_continued(tokenizer: Tokenizer) -> None:
     for turns, options, match in (
-        ([user("q")], {"add_generation_prompt": False}, "last message of the assistant"),
+        ([user("q")], {"add_generation_prompt": False}, "last assistant message"),
         ([user("q"), assistant("a")], {}, "cannot both"),
     ):
         with pytest.raises(TextError, match=match) as caught:
@@ -340,7 +340,7 @@ def test_what_cannot_be_continued(tokenizer: Tokenizer) -> None:
     asked = TemplateInput(
         [user("q"), assistant("a")], add_generation_prompt=False, continue_final_message=True
     )
-    with pytest.raises(TextError, match="leaves the last message out"):
+    with pytest.raises(TextError, match="omits the last message"):
         ChatTemplate("{{ messages[0].content }}", tokenizer).render(asked)
 
 
@@ -465,7 +465,7 @@ def test_a_refusal_takes_few_renders(tokenizer: Tokenizer) -> None:
     template.capabilities = Capabilities()
     renders.clear()
     opened = TemplateInput([*turns, assistant("b")], False, continue_final_message=True)
-    with pytest.raises(TextError, match="leaves the last message out"):
+    with pytest.raises(TextError, match="omits the last message"):
         template.render(opened)
     assert len(renders) == 1
 

@@ -57,8 +57,8 @@ def make(name: str, schemas: ToolSchemas | None = None, parallel: bool = True) -
     assert family is not None
     ids = count()
     schemas = TOOLS if schemas is None else schemas
-    if family.whole is not None:
-        return family.whole(lambda: f"call_{next(ids)}", parallel, schemas)
+    if family.make_parser is not None:
+        return family.make_parser(lambda: f"call_{next(ids)}", parallel, schemas)
     return CallStream(family, schemas, lambda: f"call_{next(ids)}", parallel)
 
 

@@ -84,7 +84,7 @@ def test_uncalled_tools_are_shown_and_leave_the_answer_to_a_structure(llm: LLM) 
         GREEDY, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex="ab")
     )
     assert llm.chat(HI, bound, tools=[WEATHER], tool_choice="none").text == "ab"
-    with pytest.raises(InvalidRequest, match="the form that tool_choice asks for") as refused:
+    with pytest.raises(InvalidRequest, match="the form that tool_choice requires") as refused:
         llm.chat(HI, bound, tools=[WEATHER], tool_choice="required")
     assert refused.value.param == "structured_outputs.regex"
 
@@ -144,7 +144,7 @@ def test_a_thought_is_apart_from_the_answer(tmp_path: Path) -> None:
         assert llm.chat(HI, bound).text == "ab"
     with LLM(path, reasoning_parser="none", **OPTIONS) as llm:
         assert llm.chat(HI, replace(params, thinking_token_budget=None)).reasoning == ""
-        with pytest.raises(InvalidRequest, match="thoughts of this model are not read"):
+        with pytest.raises(InvalidRequest, match="reasoning of this model is not parsed"):
             llm.chat(HI, params)
 
 
@@ -161,7 +161,7 @@ def test_the_last_message_goes_on(llm: LLM) -> None:
     found = llm.chat(begun, GREEDY, continue_final_message=True)
     assert found.prompt is not None
     assert found.prompt.endswith("The answer is")
-    with pytest.raises(InvalidRequest, match="needs a last message of the assistant"):
+    with pytest.raises(InvalidRequest, match="requires a last assistant message"):
         llm.chat(HI, GREEDY, continue_final_message=True)
 
 
