@@ -55,7 +55,7 @@ def json_lines() -> Iterator[Callable[[], list[dict[str, str]]]]:
     root.setLevel(level)
 
 
-def test_a_json_object_a_line(json_lines: Callable[[], list[dict[str, str]]]) -> None:
+def test_each_line_is_a_json_object(json_lines: Callable[[], list[dict[str, str]]]) -> None:
     assert logs_json()
     before = datetime.now(UTC)
     logging.getLogger("pdserve.test").info("hello %s", 'a\n"b"', extra={"request": "req-1"})
@@ -84,7 +84,7 @@ def test_a_json_object_a_line(json_lines: Callable[[], list[dict[str, str]]]) ->
     assert failed["exception"].endswith("KeyError: 'lost'")
 
 
-def test_what_nobody_catches_is_json(json_lines: Callable[[], list[dict[str, str]]]) -> None:
+def test_an_uncaught_exception_is_json(json_lines: Callable[[], list[dict[str, str]]]) -> None:
     def fail() -> None:
         raise KeyError("of a thread")
 

@@ -1,4 +1,4 @@
-"""The router as a process: reports, metrics, a signal ends it."""
+"""The router as a process: it reports, exports metrics, and ends on a signal."""
 
 import asyncio
 import signal
@@ -99,7 +99,7 @@ async def test_metrics_count_what_happened(make_cluster: Any) -> None:
     assert 'pdserve_router_workers{model_name="tiny",role="decode",state="live"} 1.0' in text
 
 
-def test_a_certificate_that_no_client_would_see_is_refused() -> None:
+def test_a_certificate_that_no_client_would_get_is_refused() -> None:
     with pytest.raises(ValueError, match="--client-bind"):
         RouterSettings(tls_cert="cert.pem", tls_key="key.pem")
     RouterSettings(tls_cert="cert.pem", tls_key="key.pem", client_bind="127.0.0.1:0")
