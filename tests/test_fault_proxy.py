@@ -60,7 +60,7 @@ def asked(sock: socket.socket, data: bytes) -> bytes:
     return got
 
 
-def test_it_carries_both_ways_unchanged(proxy: FaultProxy, sock: socket.socket) -> None:
+def test_bytes_pass_both_ways_unchanged(proxy: FaultProxy, sock: socket.socket) -> None:
     data = bytes(range(256)) * 4000
     sender = threading.Thread(target=sock.sendall, args=(data,))
     sender.start()

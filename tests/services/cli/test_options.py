@@ -121,7 +121,7 @@ def test_a_shared_option_fills_both_groups() -> None:
         (["stray"], ["stray"]),
     ],
 )
-def test_bad_flags_are_named(words: list[str], parts: list[str]) -> None:
+def test_invalid_flags_are_named(words: list[str], parts: list[str]) -> None:
     message = refusal(*words)
     assert all(part in message for part in parts), message
 

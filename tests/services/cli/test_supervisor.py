@@ -103,7 +103,7 @@ def test_a_child_that_never_was_ready_is_an_error(supervisor: Supervisor) -> Non
 
 @pytest.mark.parametrize("serving", [False, True])
 def test_a_child_killed_before_it_was_ready(serving: bool, events: Events) -> None:
-    """It does not end a system that already serves."""
+    """Its death does not end a system that already serves."""
     with Supervisor(noting(events), serving=lambda: serving) as supervisor:
         child = start(supervisor, "slow")
         supervisor.run_until(lambda: "pid" in child.figures, LIMIT_S)
@@ -116,7 +116,7 @@ def test_a_child_killed_before_it_was_ready(serving: bool, events: Events) -> No
 
 
 def test_a_child_that_fails_while_the_system_serves(events: Events) -> None:
-    """It is restarted, whether it reports a load error or the system refuses it a process."""
+    """The child is restarted, whether it reports a load error or the system refuses a process."""
     starts: list[int] = []
 
     def make() -> Task:

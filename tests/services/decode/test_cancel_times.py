@@ -85,7 +85,7 @@ class Freed:
 
 
 def held(worker: Any, hogged: int = 0) -> int:
-    """Return the blocks of a request; call it in its engine's thread."""
+    """Return the number of blocks of requests; call it in the engine's thread."""
     blocks = worker.runtime.engine.stats().blocks
     return int(blocks.used + blocks.reserved - hogged)
 

@@ -65,7 +65,7 @@ def test_a_lower_or_equal_epoch_is_counted_and_ignored(epoch: int, lost: bool) -
     assert step(lease, Resumed(epoch), 1.0) == (lease, (LeaseAction.COUNT_STALE,))
 
 
-def test_a_higher_epoch_takes_it_over_and_the_old_session_is_ignored() -> None:
+def test_a_higher_epoch_takes_over_and_the_old_session_is_ignored() -> None:
     lease, done = run(Lease(3), Resumed(5))
     assert (lease, done) == (Lease(5), [LeaseAction.HAND_OVER])
     assert run(lease, SessionLost(3)) == (Lease(5), [])

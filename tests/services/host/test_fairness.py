@@ -35,7 +35,7 @@ def test_owners_take_turns_and_each_keeps_its_order() -> None:
         FairQueue[int]().pop()
 
 
-def test_one_that_takes_all_leaves_others_their_share() -> None:
+def test_an_owner_that_takes_all_leaves_others_their_share() -> None:
     share = FairShare(100)
     while share.has_room(b"flood"):
         share.take(b"flood")

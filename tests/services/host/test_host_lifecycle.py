@@ -71,7 +71,7 @@ def rest_of(process: "subprocess.Popen[str]") -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_order(number: signal.Signals) -> None:
+def test_stop_runs_its_steps_in_order(number: signal.Signals) -> None:
     with start("quick", 10) as process:
         process.send_signal(number)
         lines = rest_of(process)
@@ -116,7 +116,7 @@ def test_a_failure_of_the_service_ends_it() -> None:
     assert process.returncode == 1
 
 
-def test_a_failure_while_it_drains_ends_the_drain() -> None:
+def test_a_failure_during_the_drain_ends_the_drain() -> None:
     with start("fail while draining", 60) as process:
         process.send_signal(signal.SIGTERM)
         lines = rest_of(process)

@@ -60,7 +60,7 @@ def test_each_line_is_a_json_object(json_lines: Callable[[], list[dict[str, str]
     before = datetime.now(UTC)
     logging.getLogger("pdserve.test").info("hello %s", 'a\n"b"', extra={"request": "req-1"})
     logging.getLogger("pdserve.test").debug("not this")
-    for name in ("uvicorn.error", "grpc._cython.cygrpc"):  # they have no handlers of their own
+    for name in ("uvicorn.error", "grpc._cython.cygrpc"):  # which have no separate handlers
         logging.getLogger(name).warning("theirs")
     try:
         raise KeyError("lost")

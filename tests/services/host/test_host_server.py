@@ -174,7 +174,7 @@ async def test_a_port_in_use_is_named(running: Any) -> None:
         second.listen(address)
 
 
-async def test_binds_to_the_given_address_only() -> None:
+async def test_the_server_binds_to_the_given_address_only() -> None:
     host = GrpcHost(ACCESS)
     port = host.listen("127.0.0.2:0")
     await host.start()

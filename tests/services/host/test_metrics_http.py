@@ -75,7 +75,7 @@ def test_many_connections_block_no_scraper(
     assert capfd.readouterr().err == ""
 
 
-def test_it_listens_on_the_given_address_only() -> None:
+def test_the_port_is_bound_to_the_given_address_only() -> None:
     server = MetricsHttp(CollectorRegistry(), 0, "[::1]:0")
     with socket.create_connection(("::1", server.port), LIMIT_S):
         pass
@@ -86,7 +86,7 @@ def test_it_listens_on_the_given_address_only() -> None:
     server.close()
 
 
-def test_without_descriptors_it_waits_and_logs_it_once(
+def test_without_descriptors_the_server_waits_and_logs_once(
     server: MetricsHttp, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = socket.socket()

@@ -148,7 +148,7 @@ def test_without_an_endpoint_nothing_is_imported_or_recorded(monkeypatch: Any) -
 
 
 def test_a_client_s_context_is_passed_on_without_an_endpoint() -> None:
-    """It reaches processes that have an endpoint, within the sampling share."""
+    """The context reaches processes that have an endpoint, within the sampling share."""
     client = TraceContext(CLIENT, "vendor=1")
     assert Tracer().begin("a", client, 0.0, entry=True).context == client
     assert Tracer(0.0).begin("a", client, 0.0, entry=True).context.parent == CLIENT[:-2] + "00"
@@ -195,7 +195,7 @@ def test_spans_waiting_for_a_collector_are_bounded() -> None:
 
 @pytest.mark.parametrize("how", ["closed", "silent"])
 def test_an_unreachable_collector(how: str, caplog: Any, monkeypatch: Any) -> None:
-    """It costs no time, bounded memory, one line in the log, and no wait at the end."""
+    """The collector costs no time, bounded memory, one line in the log, and no wait at the end."""
     monkeypatch.setattr(module, "EXPORT_S", 0.5)
     with socket.socket() as listener, caplog.at_level(logging.DEBUG, "pdserve"):
         listener.bind(("127.0.0.1", 0))

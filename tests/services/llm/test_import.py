@@ -24,7 +24,7 @@ def seconds(code: str) -> float:
     return time.perf_counter() - started
 
 
-def test_it_takes_at_most_50_ms() -> None:
+def test_the_import_takes_at_most_50_ms() -> None:
     """Measured beyond the interpreter's own start; the least of several, since others use the
     machine.
     """
@@ -33,7 +33,7 @@ def test_it_takes_at_most_50_ms() -> None:
     assert import_s - bare_s <= MOST_S
 
 
-def test_it_imports_no_slow_module() -> None:
+def test_the_import_loads_no_slow_module() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOADED], check=True, capture_output=True, text=True
     )

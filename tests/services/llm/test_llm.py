@@ -86,7 +86,7 @@ def test_a_lost_device_fails_running_and_later_requests(
                 llm.generate("hi", GREEDY)
 
 
-def test_the_package_exports_it() -> None:
+def test_the_package_exports_the_llm_class() -> None:
     assert pdserve.LLM is LLM
 
 

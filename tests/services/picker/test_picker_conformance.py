@@ -116,7 +116,7 @@ async def test_missing_served_metadata() -> None:
         assert set_headers(answer)[messages.TEST_SERVED].startswith("fail: ")
 
 
-async def test_a_response_is_left_as_it_is() -> None:
+async def test_a_response_is_not_changed() -> None:
     """TestHandleResponseHeaders_ForwardsOriginalHeaders, without the headers of the tests."""
     exchange = ScriptedPicker(PODS).exchange()
     await tell(exchange, head(CHAT), body(PROMPT))

@@ -241,7 +241,7 @@ def test_endpoints_of_hints_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:80", "[fd00::1]:80", "pod:80"])
-def test_addresses(address: str) -> None:
+def test_valid_addresses(address: str) -> None:
     assert has_port(address)
 
 

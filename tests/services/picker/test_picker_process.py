@@ -99,7 +99,7 @@ async def health_of(channel: grpc.aio.Channel, name: str) -> int:
 
 
 async def test_health_has_the_names_of_the_protocol() -> None:
-    """It is live at once, and serves once it knows endpoints, even without a router."""
+    """The picker is live at once, and serves once it knows endpoints, even without a router."""
     async with (
         running("127.0.0.1:9", known=False, endpoints=("nowhere.invalid:80",)) as picker,
         grpc.aio.insecure_channel(picker.address) as channel,

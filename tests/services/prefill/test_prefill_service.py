@@ -116,7 +116,7 @@ async def held_up(thread: EngineThread) -> threading.Event:
     return release
 
 
-def test_busy_when_its_queue_is_full(with_pair: Callable[..., None]) -> None:
+def test_a_worker_with_a_full_queue_is_busy(with_pair: Callable[..., None]) -> None:
     tracer = MemoryTracer()
 
     async def test(pair: Pair) -> None:
@@ -197,7 +197,7 @@ def test_a_lower_priority_value_is_computed_first(with_pair: Callable[..., None]
     with_pair(test, engine={"max_running": 1})
 
 
-def test_cancel_reaches_both_sides(with_pair: Callable[..., None]) -> None:
+def test_cancel_reaches_both_workers_and_frees_their_blocks(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         attempt = pair.admit(prompt(200))
         admitted = await pair.decode.wait("admitted", attempt)

@@ -91,8 +91,8 @@ def test_mixing_pairs_the_allowed_kinds_and_counts_them(
 
 @pytest.mark.parametrize("other", [WEIGHTS, NUMERICS, TOKENIZER])
 def test_an_answer_is_not_resumed_on_another_identity(other: Any) -> None:
-    """It waits for a compatible worker, and continues when one joins; other requests do not wait
-    for it.
+    """The request waits for a compatible worker, and continues when one joins; other requests do
+    not wait for it.
     """
     world = World(Mixing(), "never")
     first = world.join(DECODE)

@@ -47,7 +47,7 @@ async def test_a_worker_that_dies(make_cluster: Any, said: bool) -> None:
     assert cluster.router.core.dispatcher.num_running == 0
 
 
-async def test_a_session_that_breaks_delivers_it_once(make_cluster: Any) -> None:
+async def test_an_embedding_is_delivered_once_over_a_broken_session(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.hold_at = 1

@@ -298,7 +298,7 @@ def several(num: int) -> tuple[Fleet, list[Worker]]:
     return fleet, workers
 
 
-def test_time_in_which_the_router_stood_still_counts_for_no_worker() -> None:
+def test_time_stood_still_counts_as_silence_of_no_worker() -> None:
     fleet, workers = several(4)
     fleet.stream_ended(workers[0], workers[0].lease, 0.1)
     fleet.excuse(30.0, 30.2)
@@ -328,7 +328,7 @@ def test_a_router_that_hears_from_no_worker_suspects_itself() -> None:
     assert [w.state for w in fleet.workers.values()] == [State.LIVE] * 3
 
 
-def test_workers_that_it_hears_last_get_their_full_time() -> None:
+def test_workers_heard_last_get_their_full_time() -> None:
     fleet, workers = several(4)
     fleet.tick(SILENCE_S)
     now = SILENCE_S + 4 * SUSPECT_S
@@ -342,7 +342,7 @@ def test_workers_that_it_hears_last_get_their_full_time() -> None:
     assert fleet.tick(now + SUSPECT_S) == workers[2:]
 
 
-def test_it_does_not_suspect_itself_forever() -> None:
+def test_a_router_does_not_suspect_itself_forever() -> None:
     fleet, workers = several(4)
     fleet.tick(SILENCE_S)
     assert fleet.isolated
@@ -352,7 +352,7 @@ def test_it_does_not_suspect_itself_forever() -> None:
     assert not fleet.isolated
 
 
-def test_time_in_which_it_stood_still_while_it_suspected_itself_does_not_count() -> None:
+def test_time_stood_still_in_isolation_does_not_count() -> None:
     fleet, _ = several(4)
     fleet.tick(SILENCE_S)
     assert fleet.isolated

@@ -68,7 +68,7 @@ def test_listens_exports_and_stops() -> None:
         assert process.wait(timeout=LIMIT_S) == 0
 
 
-def test_without_its_ticker_it_ends(
+def test_a_router_without_its_ticker_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(self: Dispatcher, now: float) -> None:
@@ -105,7 +105,7 @@ def test_a_certificate_that_no_client_would_get_is_refused() -> None:
     RouterSettings(tls_cert="cert.pem", tls_key="key.pem", client_bind="127.0.0.1:0")
 
 
-def test_without_its_watch_of_the_keys_it_ends(
+def test_a_router_without_its_watch_of_the_keys_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def fail(self: ApiKeys) -> None:

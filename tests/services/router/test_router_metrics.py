@@ -68,7 +68,7 @@ def test_the_ratio_counts_held_and_promised_blocks() -> None:
 
 
 async def test_waiting_requests_count_for_their_model(make_cluster: Any, wait_for: Any) -> None:
-    """Their waits do too: a request that no worker takes in time has waited all that time."""
+    """Their waits count too: a request that no worker takes in time has waited all that time."""
     cluster = await make_cluster(remote_prefill_threshold=10)
     decode, _ = await cluster.decode(), await cluster.prefill()
     core, gateway = cluster.router.core, await cluster.gateway()

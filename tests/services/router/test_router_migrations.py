@@ -176,7 +176,7 @@ async def test_broken_sessions_wait_for_the_other_side(drained: Drained) -> None
     assert (drained.migrations.num_done, drained.migrations.failed.total()) == (1, 0)
 
 
-async def test_a_source_that_dies_before_is_an_ordinary_loss(drained: Drained) -> None:
+async def test_a_source_that_dies_before_the_move_is_an_ordinary_loss(drained: Drained) -> None:
     move = await drained.moving()
     await drained.leaving.kill()
     await drained.wait_for(lambda: drained.migrations.num_done == 1)

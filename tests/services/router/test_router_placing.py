@@ -109,7 +109,7 @@ def test_facts_of_many_workers_equal_those_of_each(
 
 
 def test_a_command_that_no_load_names_expires_before_a_placement() -> None:
-    """It expires whether or not the router has ticked meanwhile."""
+    """The command expires whether or not the router has ticked meanwhile."""
     world = World(Mixing(), "never")
     worker = world.join(DECODE)
     worker.commanded(b"attempt", 30, world.now)

@@ -40,7 +40,7 @@ def test_a_retired_model_is_forgotten_after_a_while(world: World) -> None:
 
 
 def test_a_model_whose_last_worker_crashed_stays(world: World) -> None:
-    """It stays whether or not other workers had left in order before."""
+    """The model stays whether or not other workers had left in order before."""
     workers = [world.join(DECODE, name="lost") for _ in range(2)]
     world.leave(workers[0])
     world.die(workers[1])

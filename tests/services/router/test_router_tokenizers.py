@@ -45,7 +45,7 @@ def test_workers_and_prompts_without_a_known_tokenizer_match_any() -> None:
     assert tokenizers_of(world) == [OLD]
 
 
-def test_the_client_is_told_to_encode_the_prompt_again() -> None:
+def test_the_client_must_encode_the_prompt_again() -> None:
     world = world_of({}, TOKENIZER)
     old = next(w for w in world.fleet.workers.values() if w.identity.tokenizer == OLD)
     world.fleet.goodbye(old)
@@ -103,7 +103,7 @@ def test_prompts_of_no_known_tokenizer_take_turns_with_the_others() -> None:
 
 
 def test_a_leaving_pool_without_a_replacement_is_waited_for() -> None:
-    """It may be a restart: no other worker serves the model."""
+    """The departure may be a restart: no other worker serves the model."""
     world = world_of({})
     (old,) = world.fleet.workers.values()
     world.fleet.goodbye(old)

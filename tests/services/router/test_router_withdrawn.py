@@ -32,7 +32,7 @@ def test_withdrawn_weights_are_not_waited_for() -> None:
 
 
 def test_the_successor_of_the_only_worker_is_waited_for_a_while() -> None:
-    """It may be a restart; if no worker of the model joins, the answer ends."""
+    """The departure may be a restart; if no worker of the model joins, the answer ends."""
     world = World(Mixing(), "never", Rules().resuming)
     first = world.join(DECODE)
     world.submit("r")

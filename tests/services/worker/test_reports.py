@@ -84,8 +84,8 @@ def test_rare_loads_do_not_delay_heartbeats() -> None:
 
 
 def test_an_older_router_gets_separate_heartbeats() -> None:
-    """It does not look for them in loads, and would neither find frozen engines nor echo
-    anything.
+    """Such a router does not look for heartbeats in loads, and would neither find frozen engines
+    nor echo anything.
     """
     said = minute(False, 0.02)
     assert not any(r.HasField("load_beat") for _, r in said)
@@ -94,7 +94,7 @@ def test_an_older_router_gets_separate_heartbeats() -> None:
 
 
 def test_an_engine_that_hangs_is_found_by_its_heartbeats_within_ten_seconds() -> None:
-    """Its counter may have moved just before, and no load reports a change any more."""
+    """The engine's counter may have moved just before, and no load reports a change any more."""
     for reads_beats in (False, True):
         engine, found = StallDetector(), list[float]()
         for at in beats(minute(reads_beats, None)):

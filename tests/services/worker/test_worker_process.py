@@ -197,7 +197,7 @@ def test_the_folder_of_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_a_worker_without_a_router_is_not_ready(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends in order, whether or not it ever reached a router."""
+    """The worker ends in order, whether or not it ever reached a router."""
     build_with(monkeypatch, engine_maker())
     events: list[str] = []
 

@@ -24,7 +24,7 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
         self.cancels: asyncio.Queue[router_pb2.Cancel] = asyncio.Queue()
         self.hang_up_after: int | None = None  # tokens of the next session
         self.silent = False
-        self.hangs = False  # when it is asked for models, the fleet or a blob
+        self.hangs = False  # on requests for models, the fleet or a blob
         self.num_hanging = 0
         self.num_lists = 0  # requests for models
         self.num_picks = 0

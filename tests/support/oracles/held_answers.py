@@ -107,9 +107,7 @@ async def check(client: httpx.AsyncClient, form: str, tag: str, seed: int) -> Co
             assert not text
             assert form == "required" or [name for name, _ in calls] == ["get_weather"]
         case "strict":
-            assert not any(name in text for name in PARAMETERS), (
-                text
-            )  # of a call that was not parsed
+            assert not any(name in text for name in PARAMETERS), text  # of an unparsed call
         case "beside" | "schema":
             if not calls:
                 schema = fields["response_format"]["json_schema"]["schema"]

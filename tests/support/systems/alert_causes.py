@@ -313,7 +313,7 @@ async def a_certificate_ends_in_three_days(patch: pytest.MonkeyPatch) -> Change:
 
 
 def of_another(folder: str) -> Path:
-    """Return the page of a package with another commit."""
+    """Return a package with another commit."""
     (package := Path(folder)).joinpath(process_metrics.COMMIT_FILE).write_text("another")
     return package
 

@@ -33,7 +33,7 @@ class Project:
         self._files = [ROOT / file for file in files]
         self._name = name
         override = folder / f"{name}.yml"
-        # The engine has no bridge of its own: builds use the host's network.
+        # The engine has no bridge network: builds use the host's network.
         images = {"PYTHON_IMAGE": PYTHON_IMAGE, "BUILD_IMAGE": BUILD_IMAGE}
         builds = {role: {"build": {"network": "host", "args": images}} for role in ROLES}
         override.write_text(yaml.safe_dump({"services": builds}))

@@ -32,7 +32,7 @@ class Replaceable:
     address: str  # of its HTTP server, or of its gRPC server
     popen: "subprocess.Popen[bytes]"
     log: Path
-    metrics: str = ""  # URL of its own page, of a gateway and a router
+    metrics: str = ""  # URL of its metrics page, of a gateway and a router
 
     @property
     def url(self) -> str:

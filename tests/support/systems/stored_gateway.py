@@ -117,7 +117,7 @@ async def stored_gateway(
 
 
 def all_take_part(count: int) -> list[FakeRouter]:
-    """Return routers of so many gateways, which answer only once each has received a request."""
+    """Return `count` routers, which answer only once each has received a request."""
     asked: set[int] = set()
     everybody = asyncio.Event()
 
@@ -133,9 +133,7 @@ def all_take_part(count: int) -> list[FakeRouter]:
 
 
 def holding_after(count: int, hold: asyncio.Event) -> Play:
-    """Return a router that answers hello; after this many requests it answers only when `hold` is
-    set.
-    """
+    """Return a script that answers "hello"; requests after the first `count` wait for `hold`."""
 
     async def play(router: FakeRouter, start: pb.Start) -> AsyncGenerator[Event, None]:
         if len(router.starts) > count:

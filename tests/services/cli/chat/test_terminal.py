@@ -222,7 +222,7 @@ def test_a_full_context_names_reset(server: ApiServer) -> None:
     assert len(server.asked[-1]["messages"]) == 1
 
 
-def test_a_server_that_ends_in_between(server: ApiServer) -> None:
+def test_a_server_that_stops_during_an_answer(server: ApiServer) -> None:
     server.events = says("half")
     with pdserve("chat", "--url", server.url) as terminal:
         terminal.wait_for(PROMPT)

@@ -242,7 +242,7 @@ def refusing() -> Iterator[str]:
         thread.join()
 
 
-def test_what_a_gateway_refuses_is_reported_missing(refusing: str) -> None:
+def test_data_that_a_gateway_refuses_is_reported_missing(refusing: str) -> None:
     """The report says what to do; an error that the server itself raises is its answer."""
     files = report("--url", refusing)
     summary = files["summary.txt"].decode()

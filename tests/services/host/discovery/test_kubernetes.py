@@ -413,7 +413,7 @@ def test_resolve() -> None:
     assert resolve("host.invalid:1") == []
 
 
-def test_only_processes_that_use_it_import_it() -> None:
+def test_only_processes_with_discovery_import_it() -> None:
     """Other processes start without importing it."""
     code = (
         "import sys; from pdserve.services.worker.membership import Membership;"

@@ -208,7 +208,7 @@ def evict_parked(w: World, a: int) -> None:
 
 
 def notice_evicted(w: World, a: int) -> None:
-    """The loop learns of the eviction; a router may have asked for the request in between."""
+    """The loop learns of the eviction; a router may have sent a Resume in between."""
     it = w.attempt(a)
     it.evicted = False
     if lease.LeaseAction.SEND_GONE in _lease(w, a, lease.BlocksEvicted()):

@@ -92,7 +92,7 @@ def crash_decode(w: World, _: int) -> None:
 
 
 def crash_prefill(w: World, p: int) -> None:
-    """Prefill crashes and restarts likewise; its sent messages may still arrive, until decode
+    """Prefill crashes and restarts without state; its sent messages may still arrive, until decode
     notices.
     """
     w.strike("crash prefill")

@@ -86,9 +86,7 @@ class Handoffs(States[Handoff]):
         super().__init__()
         self._step = step
         self._steps: dict[tuple[int, str], tuple[int, tuple[Action, ...]]] = {}
-        self.over: list[
-            bool
-        ] = []  # final, and no event changes it or is answered by more than Gone
+        self.over: list[bool] = []  # final; no event changes it or is answered except by Gone
         self.final: list[bool] = []
         self.live: list[bool] = []
         self.holds: list[bool] = []

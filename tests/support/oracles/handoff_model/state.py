@@ -130,9 +130,7 @@ class Model:
         self.decode_blocks = Memories(DecodeBlocks(config, rules))
         self.prefill_blocks = Memories(PrefillBlocks(config))
         self._bitmaps: dict[tuple[int, int, int], Bitmap] = {}
-        self.hears_computed = (
-            rules.is_complete is not Rules().is_complete
-        )  # otherwise it is not read
+        self.hears_computed = rules.is_complete is not Rules().is_complete  # else it is not read
         # The router's machine ignores messages about an attempt that is over; a wrong one may not.
         self.hears_all = rules.request_step is not Rules().request_step
         self.num_attempts = len(config.prompts) * config.attempts

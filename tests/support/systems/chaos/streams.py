@@ -154,7 +154,7 @@ class Clients:
 
 
 def reference(clients: Clients) -> dict[str, Stream]:
-    """Return the fault-free answers by kind; from now on one kind ends by a string of its own
+    """Return the fault-free answers by kind; from now on one kind ends by a string from its
     text.
     """
     first = clients.batch()
