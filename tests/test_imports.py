@@ -192,7 +192,9 @@ def test_only_the_package_imports_the_composing_services() -> None:
 
 
 def says_pure(path: Path) -> bool:
-    """Whether a docstring ends a sentence with "Pure." or says "; pure", perhaps with a remark."""
+    """Return whether a docstring ends a sentence with "Pure." or says "; pure", with or without a
+    remark.
+    """
     text = ast.get_docstring(parsed(path)) or ""
     return re.search(r"(?:^|[.;)]\s+)pure\b(?! function)", text, re.IGNORECASE) is not None
 

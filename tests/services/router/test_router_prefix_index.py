@@ -139,7 +139,7 @@ def test_a_sample_reports_no_missing_block_and_many_of_the_present_ones(
 
 
 def test_a_full_table_is_filled_again_when_a_worker_restarts() -> None:
-    """The worker's former blocks make room, however few of the new blocks need it."""
+    """The worker's former blocks make room, however few of them the new blocks collide with."""
     rng, index = Random(5), PrefixIndex(capacity=10_000)
     workers = [index.open(bytes([n])) for n in range(10)]
     for worker in workers:

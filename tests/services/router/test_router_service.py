@@ -227,9 +227,7 @@ async def test_join_refuses_an_invalid_hello(make_cluster: Any) -> None:
 async def test_some_heartbeats_are_echoed(
     within: str, make_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These are separate reports, as older workers send only those, and reports that come with
-    loads.
-    """
+    """Heartbeats come in separate reports, the only kind of older workers, or with loads."""
     monkeypatch.setattr(join_service, "HEARTBEAT_ECHO_S", ECHO_S)
     cluster = await make_cluster()
     fleet = cluster.router.core.fleet

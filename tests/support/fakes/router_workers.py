@@ -187,7 +187,7 @@ class FakeDecode(FakeWorker, DecodeServicer):
         self.admits: dict[bytes, wire.Admit] = {}
         self.peers: list[FakeDecode] = []  # possible targets of a move
         self.keep = False  # answer Hold with Stayed
-        self.silent = False  # answer neither Hold nor Move
+        self.silent = False  # do not answer Hold
         self.break_moves = ""  # why no hand-off completes
 
     def resume(self, resume: wire.Resume) -> None:

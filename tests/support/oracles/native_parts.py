@@ -55,7 +55,7 @@ def layer_norm(seed: int, bias: bool = True) -> Part:
 
 
 def linear(seed: int, outputs: int, inputs: int, kind: str = "Q8_0", bias: bool = False) -> Part:
-    """Return parts with two matrices; `made` makes them."""
+    """Return a linear part with descriptions of two matrices; `made` builds them."""
     half = outputs // 32 * 16
     matrices = [(seed, half, inputs, kind), (seed + 1, outputs - half, inputs, kind)]
     return "linear", {"matrices": matrices, "bias": values(seed, outputs) if bias else None}
@@ -90,7 +90,7 @@ def attention(group: int = 0, window: int = 0, sinks: bool = False, latent: int 
 
 
 def head_linear(seed: int, kept: int, kind: str) -> Part:
-    """Return a product of each head of q: the row length is unchanged."""
+    """Return a part that multiplies the heads of q: the row length is unchanged."""
     size = HEAD_DIM - kept
     return "head_linear", {
         "matrices": [(seed + n, size, size, kind) for n in range(HEADS)],
@@ -107,7 +107,7 @@ def experts(
     activation: str = "silu",
     **routing: Any,
 ) -> Part:
-    """Return six experts, two a row, unless `routing` differs."""
+    """Return a part with six experts, two per row unless `routing` overrides it."""
     count, size = 6, 32
     routers = [(seed, count, HIDDEN, "F32"), (seed + 1, 1, HIDDEN, "F32")]
     wide, narrow = (size, HIDDEN, kind), (HIDDEN, size, kind)

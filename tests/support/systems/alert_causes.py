@@ -202,7 +202,7 @@ async def sequences_take_each_others_blocks(patch: pytest.MonkeyPatch) -> Change
 
 
 async def _with_pair(patch: pytest.MonkeyPatch, do: Callable[[Pair], Awaitable[None]]) -> Change:
-    """Return decode's page before and after."""
+    """Run `do` on a pair of workers; return decode's page before and after."""
     build_with(patch, engine_maker())
     with TemporaryDirectory() as folder:
         async with worker_pair(Path(folder)) as pair:
