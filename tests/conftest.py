@@ -1,5 +1,6 @@
-"""Shared by all tests: hypothesis' profiles, anyio's backend, the one event loop of coroutines,
-garbage collection, torch's threads, Triton's interpreter."""
+"""Configuration of all tests: hypothesis' profiles, anyio's backend, one event loop for
+coroutines, garbage collection, torch's threads, Triton's interpreter.
+"""
 
 import asyncio
 import gc
@@ -19,13 +20,13 @@ from hypothesis import HealthCheck, settings
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
 
 if signal.getsignal(SIGINT) is signal.SIG_IGN:
-    # A shell lets what it starts in the background ignore Ctrl-C, and so would the programs that
-    # tests start.
+    # A shell starts background processes with SIGINT ignored, and programs that tests start would
+    # inherit this.
     signal.signal(SIGINT, signal.default_int_handler)
 
-# The same examples in every run, so that a failure belongs to the change; `make test-all` draws
-# others with --hypothesis-profile=drawn. Neither fails for the time that an example takes or for
-# the rules of a state machine that cannot run yet.
+# Every run uses the same examples, so that a failure belongs to the change; `make test-all` draws
+# others with --hypothesis-profile=drawn. Neither profile fails because an example is slow or
+# because rules of a state machine cannot run yet.
 settings.register_profile(
     "same",
     deadline=None,
@@ -37,24 +38,26 @@ settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The C++ builds begin first, where xdist keeps the order of files: they take longest."""
+    """Run the C++ builds first where xdist keeps the order of files: they take longest."""
     items.sort(key=lambda item: item.path.stem != "test_native_targets")
 
 
 def pytest_collection_finish() -> None:
-    """The collector of garbage does not walk what holds the tests, about a million objects: that
-    took half a second each time, within whichever test it fell."""
+    """Keep the garbage collector from walking the objects of the tests, about a million: each walk
+    took half a second, in an arbitrary test.
+    """
     gc.collect()
     gc.freeze()
     if torch := sys.modules.get("torch"):
-        torch.set_num_threads(1)  # two that wait for each other took ten times as long under load
+        torch.set_num_threads(1)  # two contending threads took ten times as long under load
 
 
 class WholeTest:
-    """pytest's subtests, except that a skip or a timeout in one of them ends the whole test.
+    """pytest's subtests, except that a skip or a timeout in a subtest ends the whole test.
 
     pytest catches both: the remaining subtests would run without a timeout, and no report would
-    mention the skip."""
+    mention the skip.
+    """
 
     def __init__(self, inner: pytest.Subtests) -> None:
         self._inner = inner
@@ -87,14 +90,15 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 async def one_loop(anyio_backend: str) -> AsyncIterator[None]:
-    """Keeps one event loop for all tests: grpc.aio has one poller for all loops of a process,
-    and an event of a closed test's loop would raise in the next one's."""
+    """Keep one event loop for all tests: grpc.aio has one poller for all loops of a process, and
+    an event of a finished test's loop would raise in the next test's loop.
+    """
     yield  # noqa: PT022  (a fixture that is not over keeps the loop)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _loops_of_services_stay_open() -> Iterator[None]:
-    """Keeps, for the same reason, the loops of services that tests run in this process."""
+    """Keep the loops of services that tests run in this process, for the same reason."""
     runners: list[asyncio.Runner] = []
 
     def run(main: Coroutine[Any, Any, Any]) -> Any:
@@ -120,7 +124,7 @@ def _loops_of_services_stay_open() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What `pdserve up` keeps is not the user's."""
+    """Give `pdserve up` a data folder that is not the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         yield
@@ -128,7 +132,7 @@ def _own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(autouse=True)
 def _blocks_add_up() -> Iterator[None]:
-    """Of every engine that the test has made, in whatever state it is left."""
+    """Check that the blocks add up in every engine that the test has made, whatever its state."""
     kit = sys.modules.get("builders.engine_kit")
     if kit is not None:
         kit.made.clear()

@@ -1,6 +1,7 @@
-"""The documents are true: what they name exists, and what users may name is documented.
+"""The documents are correct: names in them exist, and everything that users can name is
+documented.
 
-Pages that are made from the code are compared with it.
+Generated pages are compared with the code.
 """
 
 import re
@@ -42,8 +43,8 @@ DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text() for path in DOCS}
 EVERYTHING = "\n".join(DOCUMENTS.values())
 MAKEFILE = (ROOT / "Makefile").read_text()
 FOLDERS = [p for p in ROOT.iterdir() if p.is_dir() and p.name[0] != "." and p.name != "build"]
-NOT_OURS = {"tokenizer.json", "config.json", "utils.py"}  # of models, and the one not wanted
-# They name metrics, too: what a check looks for must be there.
+NOT_OURS = {"tokenizer.json", "config.json", "utils.py"}  # of models, and the unwanted one
+# These name metrics, too: metrics that a check looks for must exist.
 READERS = ("services/cli", "benchmarks", "tests/support", "tests/system", "tools/docs")
 
 OPTIONS: dict[str, Option] = {
@@ -54,7 +55,7 @@ OPTIONS: dict[str, Option] = {
     for flag in (option.flag, *([f"--no-{option.flag[2:]}"] if option.kind is bool else []))
 }
 VARIABLES = {option.env for option in OPTIONS.values()} | {CONFIG_ENV}
-# Flags of pdserve that are no option, then those of docker, kubectl and curl.
+# Flags of pdserve that are not options, then those of docker, kubectl and curl.
 OTHER_FLAGS = {
     "--help",
     "--config",
@@ -102,7 +103,7 @@ OUTSIDE = (
 )
 
 
-def test_pages_that_are_made_are_as_the_code(subtests: pytest.Subtests) -> None:
+def test_generated_pages_match_the_code(subtests: pytest.Subtests) -> None:
     for page in (flags_page, metrics_page):
         name = f"docs/{page.__name__.removesuffix('_page')}.md"
         with subtests.test(name):
@@ -110,13 +111,13 @@ def test_pages_that_are_made_are_as_the_code(subtests: pytest.Subtests) -> None:
     with subtests.test("alerts"):
         alerts = (ROOT / "k8s/observability/compose/alerts.yml").read_text()
         assert alerts_page.page() == alerts, "`make docs` writes the alerts of compose again"
-    with subtests.test("docs/models.md"):  # in its own process: other tests add architectures
+    with subtests.test("docs/models.md"):  # in a separate process: other tests add architectures
         program = [sys.executable, str(models_page.__file__)]
         made = subprocess.run(program, capture_output=True, text=True, check=True).stdout
         assert made == TEXTS["docs/models.md"], "`make docs` writes docs/models.md again"
 
 
-def test_every_architecture_is_in_the_page_of_models(subtests: pytest.Subtests) -> None:
+def test_every_architecture_is_on_the_page_of_models(subtests: pytest.Subtests) -> None:
     lines = TEXTS["docs/models.md"].splitlines()
     rows = {line.split(" | ")[-1].strip(" |"): line for line in lines}
     for module in (ROOT / "engine/architectures").glob("[a-z]*.py"):
@@ -129,13 +130,15 @@ def test_every_architecture_is_in_the_page_of_models(subtests: pytest.Subtests) 
 
 
 def quoted(text: str) -> list[str]:
-    """Return what stands between backquotes on one line."""
+    """Return the texts between backquotes on one line."""
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     return re.findall(r"`([^`\n]+)`", prose)
 
 
 def exists(path: str, folders: list[Path]) -> bool:
-    """Whether the path, or with .py after it, is in one of the folders; `*` and `{a,b}` count."""
+    """Return whether the path, or with .py after it, is in one of the folders; `*` and `{a,b}`
+    count.
+    """
     found = re.fullmatch(r"(.*)\{([^}]*)\}(.*)", path)
     if found:
         before, words, after = found.groups()
@@ -205,7 +208,7 @@ def test_commands_exist() -> None:
 # --- flags, variables, metrics, routes
 
 
-def test_what_is_looked_for_is_found() -> None:
+def test_metrics_in_checks_are_found() -> None:
     text = """`--no-such` and `--w X`, PDSERVE_NO_SUCH=1, vllm:no_such_total{a="b"}, `pdserve_none`,
     curl http://127.0.0.1:8000/none, `GET /v1/no/{name}`, (`/such`) path: /none_too, GET /b | x"""
     assert FLAG.findall(text) == ["--no-such", "--w"]
@@ -216,7 +219,7 @@ def test_what_is_looked_for_is_found() -> None:
 
 
 def test_flags_and_variables_exist(subtests: pytest.Subtests) -> None:
-    """A compose file may also ask for variables that only it reads."""
+    """A compose file may also use variables that only it reads."""
     flags = {*OPTIONS, *ALIASES, *OTHER_FLAGS, *SCRIPT_FLAGS}
     read = {found for path in COMPOSE for found in re.findall(r"\$\{(\w+)", path.read_text())}
     for name, text in TEXTS.items():
@@ -249,7 +252,7 @@ def test_metrics_exist() -> None:
 
 
 def test_metrics_are_documented() -> None:
-    """Also those of a collector that the page would not know."""
+    """This includes a collector's metrics that the page would not know."""
     page = set(re.findall(r"^\| `([\w:]+)` \|", TEXTS["docs/metrics.md"], re.MULTILINE))
     assert page == metrics_page.names()
     made = re.compile(r'"((?:vllm:|pdserve_)[a-z_]+)"')
@@ -261,7 +264,7 @@ def test_metrics_are_documented() -> None:
 
 @pytest.fixture
 def routes(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Return the paths of a whole gateway, as /v1/models/{name}."""
+    """Return the paths of a whole gateway, in the form /v1/models/{name}."""
     apps: list[FastAPI] = []
 
     def create(*args: Any, routes: FastAPI, **more: Any) -> ASGIApp:

@@ -1,4 +1,4 @@
-"""The TCP proxy of the chaos runs: each fault does what it says, and is counted."""
+"""The TCP proxy of the chaos runs: each fault has its documented effect, and is counted."""
 
 import socket
 import threading
@@ -14,7 +14,7 @@ FACE = b"\x10\x20\x30"
 
 @pytest.fixture
 def echo() -> Iterator[str]:
-    """A server that sends back what it gets, and ends when its client ends."""
+    """Run a server that echoes its input, and ends when its client ends."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -60,7 +60,7 @@ def asked(sock: socket.socket, data: bytes) -> bytes:
     return got
 
 
-def test_it_carries_both_ways_unchanged(proxy: FaultProxy, sock: socket.socket) -> None:
+def test_bytes_pass_both_ways_unchanged(proxy: FaultProxy, sock: socket.socket) -> None:
     data = bytes(range(256)) * 4000
     sender = threading.Thread(target=sock.sendall, args=(data,))
     sender.start()
@@ -112,7 +112,7 @@ def test_new_connections_seem_to_open_in_a_partition(
         assert other.recv(10) == FACE
 
 
-def test_corrupt_flips_bits_of_as_many_chunks(proxy: FaultProxy, sock: socket.socket) -> None:
+def test_corrupt_flips_bits_of_this_many_chunks(proxy: FaultProxy, sock: socket.socket) -> None:
     proxy.corrupt(Way.THERE, count=2, least_bytes=3)
     assert asked(sock, b"ab") == b"ab", "too short"
     assert asked(sock, FACE) == b"\x10\xa0\x30"
@@ -125,7 +125,7 @@ def test_corrupt_flips_bits_of_as_many_chunks(proxy: FaultProxy, sock: socket.so
 def test_half_close(proxy: FaultProxy, sock: socket.socket) -> None:
     proxy.half_close(Way.BACK)
     assert sock.recv(10) == b""
-    sock.sendall(FACE)  # that way still goes
+    sock.sendall(FACE)  # that way is still open
     proxy.half_close(Way.THERE)
     assert proxy.hits["half-closed"] == 2
 
@@ -137,7 +137,7 @@ def test_reset(proxy: FaultProxy, sock: socket.socket) -> None:
     assert proxy.hits == {"reset": 1}
 
 
-def test_nobody_listens_behind_it(proxy: FaultProxy) -> None:
+def test_no_listener_behind_the_proxy(proxy: FaultProxy) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         proxy.target = f"127.0.0.1:{free.getsockname()[1]}"
     host, _, port = proxy.address.rpartition(":")

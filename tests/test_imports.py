@@ -1,4 +1,4 @@
-"""Imports go one way: which part may import which, no circles, and pure modules do no I/O."""
+"""Imports go one way: allowed imports of each part, no circles, and no I/O in pure modules."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("gateway", "services", "engine", "kernels")
 SAMPLING_BOUNDS = "pdserve.engine.api.sampling_bounds"  # imports nothing: the one table of them
-GRAMMAR_TOKENIZER = "pdserve.engine.api.grammar_tokenizer"  # imports llguidance alone
+GRAMMAR_TOKENIZER = "pdserve.engine.api.grammar_tokenizer"  # imports only llguidance
 ROUTER_MAY = (
     SAMPLING_BOUNDS,
     "pdserve.engine.handoff.protocol.machine",
@@ -23,7 +23,7 @@ ROUTER_MAY = (
     "pdserve.engine.kv.identity",
     "pdserve.engine.kv.spec",
 )
-LLM_MAY = (  # of the gateway: what makes prompts and reads answers; none of it imports gRPC
+LLM_MAY = (  # of the gateway: modules that make prompts and read answers; none of them imports gRPC
     "pdserve.gateway.content.answer_format",
     "pdserve.gateway.content.constraints",
     "pdserve.gateway.grammars",
@@ -32,7 +32,7 @@ LLM_MAY = (  # of the gateway: what makes prompts and reads answers; none of it 
     "pdserve.gateway.text_processes.structure_cache",
 )
 
-# place -> (our modules it may import, modules it must not)
+# place -> (product modules it may import, modules it must not)
 RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "kernels": (("pdserve.kernels",), ("grpc", "fastapi")),
     "engine": (("pdserve.kernels", "pdserve.engine"), ("grpc", "fastapi", "google.protobuf")),
@@ -162,7 +162,7 @@ def place_of(path: Path) -> str:
     return max(inside, key=len)
 
 
-def test_each_place_imports_what_it_may(subtests: pytest.Subtests) -> None:
+def test_each_place_imports_only_what_it_may(subtests: pytest.Subtests) -> None:
     files: defaultdict[str, list[Path]] = defaultdict(list)
     for path in sources(*PRODUCT):
         files[place_of(path)].append(path)
@@ -179,7 +179,7 @@ def test_each_place_imports_what_it_may(subtests: pytest.Subtests) -> None:
             assert bad == []
 
 
-def test_only_the_package_imports_what_composes() -> None:
+def test_only_the_package_imports_the_composing_services() -> None:
     composing = tuple(f"pdserve.services.{name}" for name in COMPOSING)
     bad = [
         f"{path.relative_to(ROOT)} imports {name}"
@@ -192,7 +192,9 @@ def test_only_the_package_imports_what_composes() -> None:
 
 
 def says_pure(path: Path) -> bool:
-    """Whether a docstring ends a sentence with "Pure." or says "; pure", perhaps with a remark."""
+    """Return whether a docstring ends a sentence with "Pure." or says "; pure", with or without a
+    remark.
+    """
     text = ast.get_docstring(parsed(path)) or ""
     return re.search(r"(?:^|[.;)]\s+)pure\b(?! function)", text, re.IGNORECASE) is not None
 
@@ -219,7 +221,7 @@ def modules(*places: str) -> dict[str, Path]:
 
 
 def file_graph(known: dict[str, Path]) -> dict[str, set[str]]:
-    """Return who imports whom, imports for type checkers included."""
+    """Return the imports of each file, including those for type checkers."""
     graph: dict[str, set[str]] = {}
     for name, path in known.items():
         graph[name] = set()
@@ -275,7 +277,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_no_sibling_folders_import_each_other() -> None:
-    """Within each of the product's four folders; between these, RULES decides."""
+    """Checks each of the product's four folders; between these, RULES decides."""
     uses: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     known = modules(*PRODUCT)
     inside = {n: f"{n}.__init__" if p.name == "__init__.py" else n for n, p in known.items()}

@@ -1,4 +1,6 @@
-"""The mutants that `make mutation` draws: each changes the meaning of one line and parses."""
+"""The mutants that `make mutation` draws: each changes the meaning of one line and can be
+parsed.
+"""
 
 import ast
 from pathlib import Path
@@ -34,8 +36,8 @@ CHANGES = {
 }
 
 
-def test_every_change_of_a_python_module_is_one_of_behaviour() -> None:
-    """No docstring, annotation, message or line of the log is changed."""
+def test_every_mutant_of_a_python_module_changes_behaviour() -> None:
+    """No docstring, annotation, message or log line is changed."""
     found = set()
     for edit in python_edits(PYTHON):
         changed = apply(PYTHON, edit)
@@ -44,7 +46,7 @@ def test_every_change_of_a_python_module_is_one_of_behaviour() -> None:
     assert found == CHANGES
 
 
-def test_changes_of_cpp_leave_comments_and_strings_alone() -> None:
+def test_mutants_of_cpp_leave_comments_and_strings_alone() -> None:
     source = 'if (i < rows && used) {  // i < rows\n  fail("a == b", 2);\n}\n#include <a>\n'
     assert {apply(source, edit).splitlines()[edit.line - 1] for edit in cpp_edits(source)} == {
         "if (i <= rows && used) {  // i < rows",
@@ -61,7 +63,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_seed_draws_the_same_mutants_whatever_happens_to_other_files(tree: Path) -> None:
+def test_a_seed_draws_the_same_mutants_when_other_files_change(tree: Path) -> None:
     before = draw(tree, 5, 100)
     assert before == draw(tree, 5, 100) != draw(tree, 6, 100)
     (tree / "gateway/c.py").write_text("WEIGHT = 4\n" + PYTHON)
@@ -78,7 +80,7 @@ def test_important_parts_are_drawn_twice_as_often(tree: Path) -> None:
     assert 240 < first.count("scheduler") < 360  # of three files of equal length
 
 
-def test_a_mutant_is_found_again_where_its_line_has_moved(tree: Path) -> None:
+def test_a_mutant_is_found_again_after_its_line_has_moved(tree: Path) -> None:
     (mutant,) = [m for m in draw(tree, 5, 100) if m.path == "engine/b.py" and "append" in m.line]
     (tree / "engine/b.py").write_text("\n\n" + PYTHON)
     text, line = mutated(tree, mutant)

@@ -1,4 +1,4 @@
-"""Tests that are coroutines run on one event loop, so that none is closed under grpc.aio."""
+"""Coroutine tests run on one event loop, so that none is closed under grpc.aio."""
 
 import asyncio
 

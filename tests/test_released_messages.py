@@ -1,7 +1,7 @@
-"""What the last release sends and reads keeps its numbers and types; adding is fine.
+"""Messages of the last release keep their numbers and types; adding fields is allowed.
 
-Fields of another type, or of another meaning under an old number, are read wrongly by the release
-beside which this one runs (docs/upgrades.md).
+The previous release, which may run beside this one (docs/upgrades.md), misreads fields with
+another type, or with another meaning under an old number.
 """
 
 import copy
@@ -21,7 +21,9 @@ RESERVED = "reserved"
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What of the old one the new one says otherwise. A field may end as a reserved number."""
+    """Return the incompatible changes from the old messages to the new. A removed field may become
+    a reserved number.
+    """
     found = []
     for kind in ("messages", "enums"):
         for name, values in old[kind].items():
@@ -38,7 +40,7 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return found
 
 
-def test_the_last_release_can_read_what_this_one_says() -> None:
+def test_the_last_release_can_read_messages_of_this_one() -> None:
     assert changes(LAST, described()) == []
 
 
@@ -69,7 +71,7 @@ HELLO = "pdserve.v1.WorkerHello"
         ("methods", "pdserve.v1.Fleet/Join", ["pdserve.v1.WorkerHello", "pdserve.v1.JoinReply"]),
     ],
 )
-def test_a_change_that_breaks_is_found(kind: str, name: str, change: Any) -> None:
+def test_an_incompatible_change_is_found(kind: str, name: str, change: Any) -> None:
     new = copy.deepcopy(LAST)
     if isinstance(change, dict):
         new[kind][name] |= change
@@ -78,7 +80,7 @@ def test_a_change_that_breaks_is_found(kind: str, name: str, change: Any) -> Non
     assert len(changes(LAST, new)) == 1
 
 
-def test_additions_and_reserved_numbers_are_fine() -> None:
+def test_additions_and_reserved_numbers_are_allowed() -> None:
     new = copy.deepcopy(LAST)
     new["messages"][HELLO] |= {"2": RESERVED, "99": "shape: string"}
     new["messages"]["pdserve.v1.Another"] = {"1": "what: string"}

@@ -1,4 +1,6 @@
-"""What the whole tree must not do: run data as code, fetch URLs, listen to every network."""
+"""Code that is forbidden in the whole tree: running data as code, fetching URLs, listening on
+every network.
+"""
 
 import ast
 import ipaddress
@@ -19,7 +21,7 @@ from pdserve.services.options.options import Option
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("gateway", "services", "engine", "kernels", ".src", "tools")
 
-# Each runs what it reads, or makes any object of it.
+# Each runs the code in its input, or makes any object of it.
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 ATTRIBUTES = {
@@ -43,7 +45,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def dangers(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, what) of everything in the tree that would run data as code."""
+    """Return (line, what) of everything in the tree that would run data as code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
@@ -106,7 +108,7 @@ def imports_a_client(node: ast.AST) -> bool:
     return any(f"{name}.".startswith(f"{client}.") for name in names for client in CLIENTS)
 
 
-def test_nothing_that_serves_can_fetch_a_url() -> None:
+def test_no_server_module_can_fetch_a_url() -> None:
     services = ("host", "router", "picker", "worker", "prefill", "decode")
     fetching = {
         str(path.relative_to(ROOT))
@@ -117,13 +119,15 @@ def test_nothing_that_serves_can_fetch_a_url() -> None:
 
 
 def fields(message: Descriptor) -> set[str]:
-    """Names of all fields of a message and of those within it."""
+    """Return names of all fields of a message and of those within it."""
     inner = [field.message_type for field in message.fields if field.message_type]
     return {field.name for field in message.fields}.union(*map(fields, inner))
 
 
 def test_no_client_can_name_an_address() -> None:
-    """Neither over gRPC nor over HTTP; workers, which the cluster trusts, name their own."""
+    """Neither gRPC nor HTTP has such a field; workers, which the cluster trusts, name their own
+    addresses.
+    """
     places = {"address", "host", "port", "url", "uri", "endpoint", "router", "worker", "peer"}
 
     def named(names: Iterable[str]) -> set[str]:
@@ -160,7 +164,7 @@ def all_options() -> dict[str, list[Option]]:
     }
 
 
-def test_everything_binds_to_loopback_unless_told() -> None:
+def test_every_service_binds_to_loopback_by_default() -> None:
     checked = set()
     for command, options in all_options().items():
         for option in options:
@@ -175,7 +179,7 @@ def test_everything_binds_to_loopback_unless_told() -> None:
     assert checked == {"host", "bind", "data_bind"}
 
 
-def test_no_address_of_all_interfaces_in_the_program() -> None:
+def test_the_program_names_no_address_of_all_interfaces() -> None:
     wildcards = re.compile(r"(0\.0\.0\.0|\[?::\]?)(:\d+)?|:\d+")
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"

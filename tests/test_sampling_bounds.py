@@ -1,4 +1,4 @@
-"""Each layer refuses what is just outside the table of sampling bounds, and takes what is at them.
+"""Each layer refuses values just outside the table of sampling bounds, and accepts those at them.
 
 tests/gateway/test_api_bounds.py does the same for the two public APIs.
 """
@@ -62,7 +62,7 @@ def test_the_table_has_every_parameter() -> None:
     assert BOUNDS.keys() | UNBOUNDED | MAX_ENTRIES.keys() <= of_clients
 
 
-def test_clients_may_ask_for_nothing_that_the_engine_refuses() -> None:
+def test_clients_may_send_nothing_that_the_engine_refuses() -> None:
     for name, row in BOUNDS.items():
         assert row.api.high <= row.engine.high
         # -1 is 0, a top_p of 0 is a top_k of 1, and a seed counts modulo 2**64.
@@ -71,13 +71,13 @@ def test_clients_may_ask_for_nothing_that_the_engine_refuses() -> None:
             assert row.api.open_low >= row.engine.open_low
 
 
-def test_the_engine_takes_what_is_at_its_bounds(subtests: pytest.Subtests) -> None:
+def test_the_engine_accepts_values_at_its_bounds(subtests: pytest.Subtests) -> None:
     for name, value in engine_edges(inside):
         with subtests.test(f"{name}={value}"):
             LIMITS.check(request(name, value))
 
 
-def test_the_engine_refuses_what_is_just_outside(subtests: pytest.Subtests) -> None:
+def test_the_engine_refuses_values_just_outside(subtests: pytest.Subtests) -> None:
     for name, value in [*engine_edges(outside), ("temperature", math.nan)]:
         with subtests.test(f"{name}={value}"):
             with pytest.raises(InvalidRequest) as refused:
@@ -85,8 +85,8 @@ def test_the_engine_refuses_what_is_just_outside(subtests: pytest.Subtests) -> N
             assert refused.value.param == name
 
 
-def test_the_wire_brings_what_clients_may_ask_for_to_the_engine(subtests: pytest.Subtests) -> None:
-    """Its floats have 32 bits, so bounds of both sides must not lie within a rounding."""
+def test_the_engine_gets_every_value_that_clients_may_send(subtests: pytest.Subtests) -> None:
+    """Floats in messages have 32 bits, so bounds of both sides must not lie within a rounding."""
     for name, value in api_edges(inside, BOUNDS.keys() - {"seed"}):
         if (name, value) == ("top_p", 0):
             continue  # the gateway sends a top_k instead
@@ -102,11 +102,11 @@ def test_the_wire_brings_what_clients_may_ask_for_to_the_engine(subtests: pytest
                 assert getattr(found.params, name) == pytest.approx(sent)
 
 
-def test_what_the_wire_leaves_out_has_the_engine_s_defaults() -> None:
+def test_omitted_fields_have_the_engine_s_defaults() -> None:
     assert to_params(pb.SamplingParams()) == SamplingParams()
 
 
-def test_router_and_decode_bound_choices_alike() -> None:
+def test_router_and_decode_have_the_same_bounds_of_choices() -> None:
     def start(n: int) -> pb.Start:
         return pb.Start(prompt_ids=[1], params=pb.SamplingParams(n=n))
 
@@ -118,7 +118,7 @@ def test_router_and_decode_bound_choices_alike() -> None:
         assert (refused.value.code, refused.value.param) == (pb.INVALID_ARGUMENT, "n")
 
 
-def test_the_native_sampler_takes_all_that_the_engine_takes(subtests: pytest.Subtests) -> None:
+def test_the_native_sampler_accepts_every_value_of_the_engine(subtests: pytest.Subtests) -> None:
     settings = {field.name for field in fields(StreamSettings)} & BOUNDS.keys() - {"seed"}
     assert settings
     for name, value in engine_edges(inside):
@@ -128,7 +128,7 @@ def test_the_native_sampler_takes_all_that_the_engine_takes(subtests: pytest.Sub
                 Stream(64, **{name: given})
 
 
-def test_the_native_sampler_refuses_what_it_cannot_compute(subtests: pytest.Subtests) -> None:
+def test_the_native_sampler_refuses_values_it_cannot_compute(subtests: pytest.Subtests) -> None:
     for name, value in (
         ("temperature", -0.1), ("temperature", math.inf), ("top_p", 0.0), ("min_p", -0.1),
         ("min_p", 1.1), ("repetition_penalty", 0.0),
@@ -139,7 +139,7 @@ def test_the_native_sampler_refuses_what_it_cannot_compute(subtests: pytest.Subt
                 Stream(64, **{name: value})  # type: ignore[arg-type]
 
 
-def test_a_model_may_recommend_what_a_client_may_ask_for(subtests: pytest.Subtests) -> None:
+def test_a_model_may_recommend_values_that_a_client_may_send(subtests: pytest.Subtests) -> None:
     for name, value in api_edges(inside, MODEL_DEFAULTS):
         with subtests.test(f"{name}={value}"):
             found = getattr(GenerationDefaults.from_json(json.dumps({name: value})), name)

@@ -1,7 +1,7 @@
 """docs/security.md names tests that attack: each exists and is part of an ordinary run.
 
-What a run of the whole suite has collected says so; each worker of pytest-xdist collects all of it.
-A run of a part looks at the files of the tests instead.
+Checks the tests collected in a run of the whole suite; each worker of pytest-xdist collects all of
+them. In a partial run it reads the test files instead.
 """
 
 import ast
@@ -38,7 +38,7 @@ def defined(file: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def may_skip(file: str, name: str) -> bool:
-    """Whether a test, or a fixture of its file that it uses, says so."""
+    """Return whether a test, or a fixture of its file that it uses, may skip."""
     function = defined(file)[name]
     used = [arg.arg for arg in function.args.args if arg.arg in defined(file)]
     says = any(word in ast.unparse(function) for word in SKIPS)
@@ -57,7 +57,7 @@ def is_whole(config: pytest.Config) -> bool:
     return everything and not chosen
 
 
-def test_every_attack_is_made(request: pytest.FixtureRequest, subtests: pytest.Subtests) -> None:
+def test_every_attack_is_tested(request: pytest.FixtureRequest, subtests: pytest.Subtests) -> None:
     collected: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in request.session.items:
         file, _, name = item.nodeid.partition("::")

@@ -1,4 +1,4 @@
-"""Installs pinned clients into folders below build/, once each."""
+"""Install pinned clients into folders below build/, once each."""
 
 import fcntl
 import hashlib
@@ -18,7 +18,7 @@ LIMIT_S = 900
 
 
 def installed(pin: Pin) -> Path:
-    """The folder of commands (bin) of an installed pin; skips the test where it cannot be had."""
+    """Return the folder of commands (bin) of a pin; skip the test if it cannot be installed."""
     words = json.dumps([pin.registry, pin.packages, sys.version_info[:2]])
     name = re.sub(r"[^a-z0-9.]+", "-", pin.title.lower()).strip("-")
     folder = FOLDER / f"{name}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"

@@ -1,6 +1,6 @@
-"""A gateway over the agents' model, alone in a network that has a loopback interface only.
+"""A gateway over the agents' model in a network with only a loopback interface.
 
-Clients run in the same network, each with an empty home and an empty work folder.
+Clients run in the same network, each with an empty home folder and an empty work folder.
 """
 
 import json
@@ -16,16 +16,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOKEN_S = 0.01
-IDLE_MS = "3000"  # after which clients give up a silent stream, where that can be set
+IDLE_MS = "3000"  # clients that can limit it give up a stream after this silence
 STOP_S = 20
 RUN_S = 240
 PROGRAMS = ("unshare", "nsenter", "ip")
-# Clients get these of the caller's variables, and no others.
+# Clients get only these variables of the caller's environment.
 KEPT = ("PATH", "LANG", "TZ")
 
 
 class Loopback:
-    """`with Loopback(folder) as loopback`. `folder` gets all files."""
+    """Context manager: `with Loopback(folder) as loopback`. All files go to `folder`."""
 
     def __init__(self, folder: Path, context_len: int = 131072, **settings: Any) -> None:
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -86,19 +86,21 @@ class Loopback:
 
     @property
     def log(self) -> str:
-        """What the gateway has logged."""
+        """Return what the gateway has logged."""
         return (self._served / "log").read_text()
 
     @property
     def notes(self) -> list[dict[str, Any]]:
-        """What the model has noted of each request (AgentModel)."""
+        """Return what the model has recorded about each request (AgentModel)."""
         file = self._served / "notes.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def run(
         self, *words: str | Path, stdin: str = "", exit_codes: tuple[int, ...] = (0,), **env: str
     ) -> str:
-        """What a client's command prints to both of its streams; fails with another exit code."""
+        """Return what a client's command prints to both of its streams; fail on another exit
+        code.
+        """
         inside = ["nsenter", f"--net=/proc/{self._process.pid}/ns/net", "--"]
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         process = subprocess.run(

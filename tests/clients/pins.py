@@ -1,11 +1,11 @@
-"""The clients that the tests run, and their versions: the only place that names them."""
+"""The clients that the tests run, with their versions. No other file names them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Pin:
-    """Packages of one registry that are installed into one folder; the first one is the client."""
+    """Packages of one registry, installed into one folder; the first one is the client."""
 
     registry: str  # npm or pypi
     packages: tuple[str, ...]

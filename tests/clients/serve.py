@@ -1,8 +1,8 @@
-"""Serves the agents' model through a real gateway, as a program: prints the gateway's URL, and
-serves until its standard input ends.
+"""Serve the agents' model through a real gateway.
 
-Arguments: the folder of notes and database, the length of the context, seconds a token, and the
-gateway's further settings as JSON.
+A program: prints the gateway's URL and serves until its standard input ends. Arguments: the folder
+for records and the database, the context length, seconds per token, and the gateway's other
+settings as JSON.
 """
 
 import asyncio

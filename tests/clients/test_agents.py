@@ -1,4 +1,4 @@
-"""Agents of a terminal: each looks at its folder, writes a long file, and recalls both."""
+"""Terminal agents: each looks at its folder, writes a long file and recalls both."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(1200)]
 SEEN = "harbour-lights.txt"
 CONTEXT_LEN = 131072
 
-# What a person says, whether it continues the session, and the exit codes that are no failure.
+# The user's message, whether it continues the session, and the exit codes that are not failures.
 Turn = Callable[..., str]
 Agent = Callable[[Loopback], Turn]
 
@@ -129,8 +129,8 @@ def test_a_session(agent: Agent, tmp_path: Path) -> None:
         assert "turn 3 with 2 results" in turn("[[recall]]", resumes=True)
 
 
-# The tokens of each agent's own prompt leave room for two texts, and not for three. OpenCode exits
-# with 1 after an overflow from which it has recovered, too.
+# The tokens of each agent's own prompt leave room for two texts, not for three. OpenCode also exits
+# with 1 after an overflow from which it has recovered.
 @pytest.mark.parametrize(
     ("agent", "context_len", "exit_codes"),
     [(claude_code, 63_000, (0,)), (codex, 30_000, (0,)), (opencode, 35_000, (0, 1))],
@@ -149,5 +149,5 @@ def test_an_overflow(
         assert "All is well." in turn("[[say All is well.]]", resumes=True)
         # A summary has replaced the texts.
         assert len(loopback.notes[-1]["prompt"]) < longest
-        if agent is not codex:  # which reckons with the context by itself
+        if agent is not codex:  # which counts the context itself
             assert "finish=CONTEXT_LENGTH_EXCEEDED" in loopback.log

@@ -1,5 +1,7 @@
-"""Client libraries: each script of `sessions` lists a folder, writes a long file, recalls both, and
-goes on after a prompt that is too long; instructor's has typed answers instead of files."""
+"""Client libraries: each script of `sessions` lists a folder, writes a long file, recalls both and
+continues after a prompt that is too long. The script of instructor has typed answers instead of
+files.
+"""
 
 import shutil
 import sys
@@ -65,7 +67,7 @@ def test_ai_sdk(provider: str, loopback: Loopback) -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("there is no node")
-    # A module finds its packages from the folder in which it lies.
+    # Node resolves a module's packages from the folder of the module.
     script = installed(AI_SDK).parents[1] / "ai_sdk.mjs"
     shutil.copy(SESSIONS / script.name, script)
     loopback.run(node, script, PROVIDER=provider)
@@ -74,7 +76,7 @@ def test_ai_sdk(provider: str, loopback: Loopback) -> None:
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
 def test_llm(api: str, loopback: Loopback) -> None:
-    """It has no option for time-outs, and shows thoughts of responses only."""
+    """llm has no option for time-outs, and shows reasoning of responses only."""
     program = installed(LLM) / "llm"
     models = loopback.home / "extra-openai-models.yaml"
     models.write_text(

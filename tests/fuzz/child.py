@@ -1,8 +1,9 @@
-"""Runs cases of one target in a process of its own, since it may die.
+"""Run cases of one target in a separate process, since it may die.
 
-`python -m fuzz.child TARGET FIRST COUNT FOLDER` prints a JSON object a thousand cases, and at the
-end: {"next": the next seed, "outcomes": how many ended how}. A case that raises, takes longer than
-CASE_S or more memory than ROOM_BYTES ends it; the last line of standard error says which.
+`python -m fuzz.child TARGET FIRST COUNT FOLDER` prints a JSON object per thousand cases, and at
+the end: {"next": the next seed, "outcomes": counts by outcome}. A case that raises, takes longer
+than CASE_S or needs more memory than ROOM_BYTES ends it; the last line of standard error names the
+case.
 """
 
 import faulthandler
@@ -18,7 +19,7 @@ from random import Random
 
 from fuzz.target import Target
 
-CASE_S = 10  # by the clock: a busy machine is no finding
+CASE_S = 10  # wall clock: a busy machine is no finding
 ROOM_BYTES = 512 << 20
 REPORT = 1000
 

@@ -19,7 +19,7 @@ MAX_REPEATED = 5
 
 
 def fill(rng: Random, message: Message, given: float = 0.5, depth: int = 4) -> None:
-    """Sets each field with that probability; of a oneof at most one stays."""
+    """Set each field with this probability; at most one field of a oneof stays."""
     for field in message.DESCRIPTOR.fields:
         if rng.random() > given:
             continue

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-# Lengths and counts that have broken parsers: signs, wraps of 32 and 64 bits, off by one.
+# Lengths and counts that have broken parsers: signs, wraps at 32 and 64 bits, off by one.
 EDGES = [0, 1, 2, 7, 8, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**60]
 EDGES += [2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 8, 2**64 - 1]
 LETTERS = "abcxyz_.019"
@@ -21,7 +21,7 @@ def number(rng: Random) -> bytes:
 
 
 def mutate(rng: Random, data: bytes, head: int = 0) -> bytes:
-    """Some changes within the first `head` bytes (0: anywhere)."""
+    """Return the data with some changes within the first `head` bytes (0: anywhere)."""
     for _ in range(rng.randint(1, MAX_STEPS)):
         at = rng.randrange(max(1, min(head or len(data), len(data))))
         new = rng.choice((number, _letters, _noise))(rng)
@@ -43,7 +43,7 @@ def mutate(rng: Random, data: bytes, head: int = 0) -> bytes:
 
 
 def _letters(rng: Random) -> bytes:
-    """Names stay names."""
+    """Draw letters, so that names stay names."""
     return "".join(rng.choices(LETTERS, k=rng.randint(1, 2))).encode()
 
 
@@ -52,7 +52,7 @@ def _noise(rng: Random) -> bytes:
 
 
 def value(rng: Random, depth: int = 3) -> Any:
-    """Something that JSON can say."""
+    """Draw a value that JSON can represent."""
     kind = rng.randrange(8 if depth else 6)
     if kind == 0:
         return None
@@ -72,8 +72,9 @@ def value(rng: Random, depth: int = 3) -> Any:
 
 
 def change(rng: Random, tree: Any, names: Sequence[str] = ()) -> Any:
-    """A JSON value with one of its parts replaced, removed, doubled or renamed. `names`: of fields
-    that may be added."""
+    """Return a JSON value with one of its parts replaced, removed, duplicated or renamed. `names`:
+    fields that may be added.
+    """
     if isinstance(tree, dict) and (tree or names) and rng.random() < 0.9:
         tree = dict(tree)
         if names and rng.random() < 0.3:

@@ -1,4 +1,4 @@
-"""Reads a model as a worker would, up to the decoder."""
+"""Read a model as a worker would, up to the decoder."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from pdserve.engine.weights.unpack import unpack_into
 
 
 def read_everything(path: Path) -> str:
-    """How it ended. Raises anything but what a worker says in one line."""
+    """Return the outcome. Raises every error except those that a worker reports in one line."""
     try:
         checkpoint = open_checkpoint(path)
         for name in checkpoint.names():

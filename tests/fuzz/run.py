@@ -1,10 +1,10 @@
-"""`make fuzz`: many cases of each target, or of those that are named, each in a process of its own.
+"""`make fuzz`: run many cases of each target, or of the named ones, each in a separate process.
 
     python -m fuzz.run [TARGET ...] [--cases N] [--first SEED]
 
-Resumable: what a target has done is in build/fuzz/TARGET.json, until the product, the fuzzers or
-what is installed changes. Prints one JSON object a target; the exit code is 1 if a case failed, and
-its seed is said: `--first SEED --cases 1` repeats it.
+Resumable: build/fuzz/TARGET.json records the finished cases of a target, until the product, the
+fuzzers or the installed packages change. Prints one JSON object per target; the exit code is 1 if a
+case failed. The output names its seed: `--first SEED --cases 1` repeats it.
 """
 
 import argparse
@@ -26,8 +26,9 @@ MEASURED = ("gateway", "services", "engine", "kernels", "protos", "tests/fuzz", 
 
 
 def run(name: str, first: int, count: int, on_part: Any = None) -> tuple[Counter[str], str]:
-    """Outcomes of the cases, and why they ended early; empty if they did not. `on_part` is called
-    with (next seed, outcomes since the last call)."""
+    """Return outcomes of the cases, and why they ended early; empty if they did not. `on_part` is
+    called with (next seed, outcomes since the last call).
+    """
     outcomes: Counter[str] = Counter()
     environment = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE.parent / 'support'}"}
     command = [sys.executable, "-m", "fuzz.child", name, str(first), str(count)]
@@ -48,7 +49,7 @@ def run(name: str, first: int, count: int, on_part: Any = None) -> tuple[Counter
 
 
 def source_tree() -> str:
-    """Changes whenever something changes that the cases run."""
+    """Return a hash that changes with any file that the cases run."""
     found = subprocess.run(
         ["git", "ls-files", "-s", "--", *MEASURED], cwd=ROOT, capture_output=True, check=True
     )
@@ -59,7 +60,7 @@ def source_tree() -> str:
 
 
 def resume(name: str, first: int, cases: int, tree: str) -> bool:
-    """Runs what is left of a target, and prints what became of it. False if a case failed."""
+    """Run the remaining cases of a target and print the result. Returns False if a case failed."""
     store = STORE / f"{name}.json"
     done: dict[str, Any] = {"tree": tree, "first": first, "next": first, "outcomes": {}}
     if store.exists():

@@ -1,4 +1,4 @@
-"""What is fuzzed: one file under targets/ each, with a class `Fuzzed`."""
+"""Fuzz targets: one file each under targets/, with a class `Fuzzed`."""
 
 from pathlib import Path
 from random import Random
@@ -6,11 +6,11 @@ from typing import Protocol
 
 
 class Target(Protocol):
-    """Something that reads what strangers send."""
+    """A component that reads input from untrusted senders."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes what all cases need; `folder` is its own."""
+        """Make what all cases need; `folder` belongs to this target only."""
 
     def case(self, rng: Random) -> str:
-        """One hostile input; returns how it ended, e.g. "refused". An exception is a finding."""
+        """Run one hostile input; return its outcome, e.g. "refused". An exception is a finding."""
         ...

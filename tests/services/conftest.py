@@ -1,4 +1,4 @@
-"""Pairs of a Sender and a Receiver that must leave nothing behind."""
+"""Pairs of a Sender and a Receiver that must release everything."""
 
 import threading
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ CHANGES = ("decode_identity", "mixing", "encrypted", "decode_encrypted")  # of P
 def make_pair(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MakePair]:
-    """What a test has patched stays until the rings are checked."""
+    """Return a function that makes pairs; patches of the test stay until the rings are checked."""
     made: list[Pair] = []
-    # No router is here that tries again where a machine is too busy to connect in time.
+    # There is no router here to retry where a machine is too busy to connect in time.
     monkeypatch.setattr("pdserve.engine.handoff.connection.dial.DIAL_S", LIMIT_S)
     rings = tmp_path_factory.mktemp("rings")
 
@@ -43,7 +43,7 @@ def make_pair(
         assert_at_rest(pair.prefill)
         assert_at_rest(pair.decode)
     assert threading.active_count() < before or not made
-    assert not list(tmp_path.iterdir()), "a socket was left"
+    assert not list(tmp_path.iterdir()), "a socket is still open"
     if made:
         assert_conform(rings)
 

@@ -1,5 +1,6 @@
-"""Routers found by a watch of EndpointSlices: readiness gates new requests, and none is lost that
-had a live worker."""
+"""Routers found by a watch of EndpointSlices: readiness gates new requests, and no request with a
+live worker is lost.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,8 +36,9 @@ async def system(
 
 
 async def test_readiness_gates_new_requests(system: DiscoveredSystem) -> None:
-    """Workers join a router before it is ready; gateways use it from then on, and while it is not
-    ready again it keeps its sessions and what runs there, but gets nothing new."""
+    """Workers join a router before it is ready; gateways use it from then on. While it is not
+    ready again, it keeps its sessions and running requests but gets nothing new.
+    """
     made = await system.add()
     await eventually(lambda: made.num_workers == len(system.workers))
     for number in range(6):
@@ -51,7 +53,7 @@ async def test_readiness_gates_new_requests(system: DiscoveredSystem) -> None:
     seen = made.num_answered, system.num_right
 
     def gets_nothing() -> bool:
-        """While the others have answered 20."""
+        """Check that a router gets no request while the others answer 20."""
         nonlocal seen
         if made.num_answered != seen[0]:
             seen = made.num_answered, system.num_right
@@ -63,7 +65,7 @@ async def test_readiness_gates_new_requests(system: DiscoveredSystem) -> None:
     assert system.wrong == []
 
 
-async def test_without_a_ready_router_the_sessions_that_there_are_go_on(
+async def test_without_a_ready_router_existing_sessions_continue(
     system: DiscoveredSystem, caplog: pytest.LogCaptureFixture
 ) -> None:
     for one in system.routers:

@@ -1,4 +1,4 @@
-"""Real worker processes: a hung engine is found, a slow one is not taken for hung."""
+"""Real worker processes: a hung engine is detected, a slow one is not mistaken for hung."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.anyio
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SERVING, NOT_SERVING = 1, 2
-STEP_S = 2.0  # that a step of the usual size may take
+STEP_S = 2.0  # allowed for a step of the usual size
 
 
 class Odd:
@@ -55,7 +55,7 @@ class Odd:
             )
 
     def is_at(self, address: str) -> bool:
-        """Whether this process listens there."""
+        """Return whether this process listens there."""
         connections = psutil.Process(self.process.pid).net_connections(kind="tcp")
         return any(f"127.0.0.1:{c.laddr.port}" == address for c in connections if not c.raddr)
 
@@ -79,7 +79,7 @@ class System:
         self.odd[name] = Odd(self._router.address, self._folder / name, model, token_s)
 
     async def workers(self) -> dict[str, Worker]:
-        """All of them, once they have joined."""
+        """Return all workers, once they have joined."""
         known = self.core.fleet.workers
 
         def there() -> bool:
@@ -132,13 +132,14 @@ async def health_becomes(worker: Worker, status: int) -> None:
 
 
 @pytest.mark.extended
-async def test_a_hung_engine_is_found_within_ten_seconds_and_a_slow_one_never(
+async def test_a_hung_engine_is_detected_within_ten_seconds_and_a_slow_one_never(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As time is counted by looks: ten seconds are 25 heartbeats to a router. Here it has to find
-    it in fewer; tests/services/worker/test_reports.py and the simulation have the ten."""
+    """Counts time in looks: ten seconds are 25 heartbeats to a router. Here detection has to take
+    fewer; tests/services/worker/test_reports.py and the simulation cover the ten seconds.
+    """
     product_s = stall_detector.FROZEN_S
-    assert max(product_s, MIN_LOOKS * LOOK_S) + LOOK_S <= 10, "a worker finds it by itself"
+    assert max(product_s, MIN_LOOKS * LOOK_S) + LOOK_S <= 10, "a worker detects it by itself"
     assert product_s + STEP_S <= 10
     monkeypatch.setattr(stall_detector, "FROZEN_S", FROZEN_S)
     slow_s = 2 * FROZEN_S
@@ -178,7 +179,7 @@ async def test_a_hung_engine_is_found_within_ten_seconds_and_a_slow_one_never(
         assert core.dispatcher.num_retries == core.dispatcher.num_frozen == 1
         assert "in forward" in made.odd[name].log.read_text(), "the stack of the hung thread"
         assert await health(slow) == SERVING
-        # It moves again: it does what it was told meanwhile, and takes work.
+        # It moves again: it runs the commands received meanwhile, and takes work.
         (folder / "hang").unlink()
         await eventually(lambda: victim.state is State.LIVE)
         await health_becomes(victim, SERVING)
@@ -190,7 +191,7 @@ async def test_a_hung_engine_is_found_within_ten_seconds_and_a_slow_one_never(
         assert await made.generate("tiny", prompt(9), 4) == expected(prompt(9), max_tokens=4)[0]
 
 
-async def test_a_worker_with_a_hung_engine_ends_all_the_same(tmp_path: Path) -> None:
+async def test_a_worker_with_a_hung_engine_still_ends(tmp_path: Path) -> None:
     async with system(tmp_path) as made:
         made.launch("a", "tiny")
         await made.workers()
@@ -199,7 +200,7 @@ async def test_a_worker_with_a_hung_engine_ends_all_the_same(tmp_path: Path) -> 
         asked = asyncio.create_task(made.generate("tiny", prompt(20), 8))
         await eventually((odd.folder / "hung").exists)
         code = await asyncio.to_thread(odd.end, False)
-        assert code == 1, "it gave up after its drain, grace and close; the engine hangs for ever"
+        assert code == 1, "it gave up after its drain, grace and close; the engine hangs forever"
         assert "did not end in time" in odd.log.read_text()
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)

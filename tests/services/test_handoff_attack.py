@@ -1,4 +1,4 @@
-"""Records that must change nothing: neither a byte of a block nor a bit of a bitmap."""
+"""Invalid records, which must change neither a byte of a block nor a bit of a bitmap."""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Records that the network doubles, credits that it damages: counted, and the connection stays."""
+"""Records duplicated and credits damaged by the network: they are counted, and the connection
+stays.
+"""
 
 import threading
 from collections import Counter
@@ -28,18 +30,20 @@ WRITERS: dict[str, Any] = {
 }
 
 
-def test_every_transport_is_here() -> None:
+def test_every_transport_has_a_row() -> None:
     assert set(WRITERS) == set(transports())
 
 
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame for each block of each layer, so that slots are used again and again."""
+    """Send a frame for each block of each layer, so that slots are reused many times."""
     monkeypatch.setattr("pdserve.engine.handoff.protocol.layout.SLOT_BYTES", 1)
 
 
 @contextmanager
 def handed_over(transport: str, folder: Path) -> Iterator[Pair]:
-    """After a few hand-offs on one connection, nothing lost and nothing wrong; clean at the end."""
+    """Run a few hand-offs on one connection; check that nothing is lost or wrong, and that both
+    ends are clean.
+    """
     options: dict[str, Any] = {"num_blocks": 256, "prefix_cache": False}
     pair = Pair(fake_engine(**options), fake_engine(**options), transport, folder)
     try:
@@ -81,7 +85,9 @@ def check_the_one_link(pair: Pair) -> None:
 
 
 def refused_credits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bytes]]:
-    """(slot, mark) of the Credits that free no slot: its frame has been answered, or is another."""
+    """Return (slot, mark) of the Credits that free no slot: its frame has been answered, or is
+    another.
+    """
     refused: list[tuple[int, bytes]] = []
     slot_returned = DataLink.slot_returned
 
@@ -97,7 +103,7 @@ def refused_credits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bytes]]:
 
 
 @pytest.mark.parametrize("transport", list(WRITERS))
-def test_a_record_that_comes_twice_in_a_row(
+def test_a_record_twice_in_a_row(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = WRITERS[transport]
@@ -122,10 +128,10 @@ def test_a_record_that_comes_twice_in_a_row(
 
 
 @pytest.mark.parametrize("transport", list(WRITERS))
-def test_a_record_that_comes_again_when_its_slot_has_another_frame(
+def test_a_record_repeated_while_its_slot_has_another_frame(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The duplicate's credit must not free the slot under the frame that is in it now."""
+    """The duplicate's credit must not free the slot of the frame that is in it now."""
     writer = WRITERS[transport]
     send = writer.send_frame
     last: dict[tuple[int, int], tuple[bytes, bytes]] = {}
@@ -151,7 +157,7 @@ def test_a_record_that_comes_again_when_its_slot_has_another_frame(
 
 
 def damage_credits(monkeypatch: pytest.MonkeyPatch, most: int) -> list[tuple[int, bytes]]:
-    """Decode's first credits name other frames; their slots, with the marks that they have now."""
+    """Make decode's first credits name other frames; return their slots with the damaged marks."""
     damaged: list[tuple[int, bytes]] = []
     credit = link_module._credit
 
@@ -166,10 +172,10 @@ def damage_credits(monkeypatch: pytest.MonkeyPatch, most: int) -> list[tuple[int
 
 
 @pytest.mark.parametrize("transport", list(WRITERS))
-def test_slots_whose_credits_are_damaged_come_back_with_the_answers(
+def test_slots_with_damaged_credits_return_with_the_answers(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else as many damaged credits as there are slots would stop the connection for ever."""
+    """Otherwise as many damaged credits as there are slots would stop the connection forever."""
     damaged = damage_credits(monkeypatch, SLOTS)
     small_frames(monkeypatch)
     refused, returned = refused_credits(monkeypatch), slots_returned(monkeypatch)
@@ -184,7 +190,7 @@ def test_slots_whose_credits_are_damaged_come_back_with_the_answers(
 def test_the_end_of_a_hand_off_answers_its_last_frames(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decode says Complete of them and nothing else."""
+    """Decode sends only Complete for them."""
     damaged, returned = damage_credits(monkeypatch, 1 << 20), slots_returned(monkeypatch)
     with handed_over(transport, tmp_path) as pair:
         check_the_one_link(pair)

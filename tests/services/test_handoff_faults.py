@@ -1,4 +1,4 @@
-"""Hand-offs cancelled, late, corrupt or cut off: each ends once and gives its blocks back."""
+"""Hand-offs cancelled, late, corrupt or cut off: each ends once and returns its blocks."""
 
 import socket
 import threading
@@ -27,7 +27,7 @@ from pdserve.engine.transport.registry import transports
 TRANSPORTS = list(transports())
 
 
-def test_cancel_before_the_claim_is_answered_gone(pair: Pair) -> None:
+def test_a_cancel_before_the_claim_is_answered_gone(pair: Pair) -> None:
     asked = request(50)
     ticket = pair.admit(asked)
     assert ticket is not None
@@ -95,7 +95,7 @@ def test_prefill_killed_between_the_first_and_the_last_frame(pair: Pair) -> None
 
 
 def slow_frames(pair: Pair) -> None:
-    """Prefill takes a chunk only when decode has written the frames of the one before."""
+    """Let prefill take a chunk only when decode has written the frames of the previous one."""
     inner, step_s = pair.prefill_hook, 0.02
 
     def hook(step: Any) -> None:
@@ -125,7 +125,7 @@ def corrupt(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_corrupt_frame_is_sent_again(
+def test_a_corrupt_frame_is_resent(
     transport: str, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hits = corrupt(monkeypatch, 2)  # even if it is twice the same frame
@@ -220,7 +220,7 @@ def test_a_silent_peer_ends_the_attempt(
     pair = make_pair(num_blocks=64, decode={"num_blocks": 40})
     blocker = pair.decode_thread.post(lambda e: e.reserve(request(150))).result(LIMIT_S)
     promise_anything(monkeypatch)
-    pair.sender._stop_ticker()  # prefill lives, but says nothing while its claim waits
+    pair.sender._stop_ticker()  # prefill lives, but sends nothing while its claim waits
     attempt = pair.hand_off(request(60))
     pair.wait(lambda: attempt in pair.lost)
     assert pair.lost[attempt] == "peer silent"
@@ -229,7 +229,7 @@ def test_a_silent_peer_ends_the_attempt(
     pair.assert_clean()
 
 
-def test_frames_that_come_when_their_attempt_has_ended_change_no_block(pair: Pair) -> None:
+def test_frames_that_arrive_after_their_attempt_has_ended_change_no_block(pair: Pair) -> None:
     asked = request(200)
     ticket = pair.admit(asked)
     assert ticket is not None
@@ -238,7 +238,7 @@ def test_frames_that_come_when_their_attempt_has_ended_change_no_block(pair: Pai
     payload = pair.receiver.payload
 
     def held(*args: Any) -> None:
-        """On the thread of the connection, before it looks at the frame."""
+        """Block on the thread of the connection, before it checks the frame."""
         arrived.set()
         assert ended.wait(LIMIT_S)
         payload(*args)
@@ -289,7 +289,9 @@ def test_frames_wait_on_a_device_when_their_attempt_ends(
     pair.assert_clean()
 
 
-def test_strangers_are_few_cost_no_window_and_keep_nobody_out(make_pair: MakePair) -> None:
+def test_unauthenticated_connections_are_few_cost_no_window_and_block_no_peer(
+    make_pair: MakePair,
+) -> None:
     pair = make_pair()
     host, port = pair.addresses["tcp"].rsplit(":", 1)
     strangers = [socket.create_connection((host, int(port))) for _ in range(MAX_UNPROVEN + 4)]
@@ -299,14 +301,14 @@ def test_strangers_are_few_cost_no_window_and_keep_nobody_out(make_pair: MakePai
     assert not any(link._wire._payload_buffer for link in links)
     asked = request(50)
     pair.hand_off(asked)
-    assert pair.answer(asked) == local(asked), "the oldest stranger has gone"
+    assert pair.answer(asked) == local(asked), "the oldest unauthenticated connection is closed"
     assert pair.receiver.counters["unproven_refused"] == 5
     for one in strangers:
         one.close()
     pair.assert_clean()
 
 
-def test_a_crowd_of_one_address_costs_others_nothing(
+def test_many_connections_of_one_address_cost_others_nothing(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair()
@@ -327,7 +329,7 @@ def test_a_crowd_of_one_address_costs_others_nothing(
         one.close()
 
 
-def test_nobody_at_the_address(make_pair: MakePair) -> None:
+def test_no_listener_at_the_address(make_pair: MakePair) -> None:
     pair = make_pair()
     asked = request(50)
     ticket = pair.admit(asked)

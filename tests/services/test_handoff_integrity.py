@@ -1,4 +1,4 @@
-"""What both sides must agree on, what may differ on request, and frames that are sealed."""
+"""Identities on which both sides must agree, allowed differences, and sealed frames."""
 
 import socket
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def pair_of(
 
 
 def refused(pair: Pair) -> str:
-    """Why a hand-off did not begin, as prefill tells it."""
+    """Return why a hand-off did not begin, as reported by prefill."""
     attempt = pair.hand_off(request(50))
     pair.wait(lambda: attempt in pair.sent)
     pair.at_decode(lambda r: r.cancel(attempt, "the router heard of it"))
@@ -142,7 +142,7 @@ def test_sealed_frames_give_the_same_tokens(
 def test_no_plain_kv_passes_the_wire_when_it_is_sealed(
     transport: str, encrypted: bool, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On shm the slot is what others could read; the parts of a frame are what is put there."""
+    """On shm other processes could read the slot; the parts of a frame are what is put there."""
     passed: list[bytes] = []
     records: list[bytes] = []
     build = OutgoingHandoff._build
@@ -175,7 +175,7 @@ def test_nothing_is_sealed_on_a_device(make_pair: MakePair) -> None:
     assert refused(pair).endswith("encrypted payloads cannot be copied on a device (--encrypt-kv)")
 
 
-def test_a_sealed_frame_that_was_changed_is_sent_again_under_a_new_nonce(
+def test_a_changed_sealed_frame_is_resent_under_a_new_nonce(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, seen = Receiver.payload, []
@@ -233,6 +233,8 @@ def test_another_wire_version_is_refused_by_name_on_both_sides(
         messages.decode(bytes(as_the_other_reads_it))
     asked = request(50)
     pair.hand_off(asked)
-    assert pair.answer(asked) == local(asked), "its own version is still welcome"
+    assert pair.answer(asked) == local(asked), "its own version is still accepted"
     pair.assert_clean()
-    assert "connection failed" not in caplog.text, "it has ended as refused, by no fault of decode"
+    assert "connection failed" not in caplog.text, (
+        "it has ended as refused, without a fault of decode"
+    )

@@ -1,4 +1,4 @@
-"""A bit of a ticket's id changes under way: the tag tells whose record it was, and nobody waits."""
+"""A flipped bit in a ticket's id: the tag identifies the record, and no attempt waits for it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ CACHELESS: dict[str, Any] = {"prefix_cache": False}
 
 
 def change(monkeypatch: pytest.MonkeyPatch, kind: int, bits: list[int]) -> list[int]:
-    """The next records of a type are changed, each in one bit of the id; the bits that are left."""
+    """Flip one bit of the id in each of the next records of a type; return the remaining bits."""
     left, post, push = list(bits), DataLink.post, DataLink.push
 
     def changed(record: bytes) -> bytes:
@@ -55,7 +55,7 @@ def hand_over(pair: Pair, length: int, seed: int) -> None:
     [(n, sealed) for n in transports() for sealed in {False, n not in DIRECT_TRANSPORTS}],
 )
 @pytest.mark.parametrize("length", [9, 200], ids=["one frame", "many"])
-def test_a_frame_is_asked_for_again(
+def test_a_frame_is_requested_again(
     length: int,
     transport: str,
     encrypted: bool,
@@ -71,7 +71,7 @@ def test_a_frame_is_asked_for_again(
         assert not left
     receiver, sender = pair.receiver.counters, pair.sender.counters
     assert receiver["misnamed"] == receiver["refused"] == sender["resent"] == len(bits)
-    assert len(pair.sender.links) == 1, "the connection goes on"
+    assert len(pair.sender.links) == 1, "the connection stays open"
     assert not pair.lost
     pair.assert_clean()
 
@@ -81,7 +81,7 @@ def test_a_frame_is_asked_for_again(
     [messages.Claim, messages.Computed, messages.Granted, messages.Ack, messages.Complete],
     ids=lambda kind: kind.__name__,
 )
-def test_a_message_is_taken_for_what_it_was(
+def test_a_message_with_a_damaged_id_is_identified(
     kind: type[messages.Body], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair("tcp", **CACHELESS)
@@ -100,7 +100,7 @@ def test_a_message_is_taken_for_what_it_was(
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_the_end_of_an_attempt_is_heard(
+def test_the_end_of_an_attempt_with_a_damaged_id_is_processed(
     side: str, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(num_blocks=64)

@@ -1,4 +1,4 @@
-"""A running request goes on at another engine with its KV, or stays where it was."""
+"""A running request continues on another engine with its KV, or stays where it was."""
 
 import threading
 from dataclasses import replace
@@ -16,7 +16,7 @@ from pdserve.services.decode.migration.outgoing import OutgoingMigrations
 
 
 class Source:
-    """The pair's first engine as a decode worker: its sender sends what OutgoingMigrations says."""
+    """The pair's first engine as a decode worker, with OutgoingMigrations over its sender."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
@@ -41,7 +41,7 @@ class Source:
         self.told.append((attempt, sent))
 
     def run(self, asked: Request, count: int) -> None:
-        """Until it has said `count` ids; then it is held."""
+        """Run until the request has `count` ids, then hold it."""
         self.asked = asked
         self.pair.prefill_thread.post(lambda engine: engine.submit(asked))
         self.pair.wait(lambda: len(self.said) >= count)
@@ -54,7 +54,7 @@ class Source:
         return self.pair.prefill_thread.post(lambda _: act(self.migrations)).result(LIMIT_S)
 
     def admit(self) -> tuple[Request, Ticket]:
-        """The rest of it at the other side."""
+        """Admit the rest of the request at the other side."""
         rest = replace(fresh(self.asked), choices=(ChoiceState(tuple(self.said)),))
         ticket = self.pair.admit(rest)
         assert ticket is not None
@@ -67,7 +67,7 @@ class Source:
 
 
 def slow_down(pair: Pair) -> None:
-    """Steps of the source take a while, so that it has not ended when it moves."""
+    """Slow the source's steps down, so that a request has not ended when it moves."""
     forward = pair.prefill.model.forward
 
     def slow(batch: Any, kv: Any) -> Any:
@@ -95,7 +95,7 @@ MOVES = [("tcp", length, params) for length in LENGTHS for params in PARAMS] + [
 
 
 @pytest.mark.parametrize(("transport", "length", "params"), MOVES)
-def test_it_goes_on_with_the_tokens_that_it_would_have_had(
+def test_a_moved_request_gives_the_tokens_of_an_unmoved_one(
     make_pair: MakePair, transport: str, length: int, params: dict[str, Any]
 ) -> None:
     """Nothing is computed twice, and the last block is moved though it is not full."""
@@ -105,7 +105,7 @@ def test_it_goes_on_with_the_tokens_that_it_would_have_had(
     source = Source(pair)
     source.run(asked, 6)
     said = len(source.said)
-    assert said < 60, "it was over too soon"
+    assert said < 60, "the request ended too soon"
     rest, ticket = source.admit()
     source.send(ticket)
     found = pair.answer(rest)[0]
@@ -122,7 +122,7 @@ def test_it_goes_on_with_the_tokens_that_it_would_have_had(
     pair.assert_clean()
 
 
-def test_only_what_the_other_side_lacks_is_sent(make_pair: MakePair) -> None:
+def test_only_blocks_that_the_other_side_lacks_are_sent(make_pair: MakePair) -> None:
     pair = make_pair()
     slow_down(pair)
     asked = request(40, max_tokens=60)
@@ -154,7 +154,7 @@ def test_window_layers_move_their_last_window(make_pair: MakePair, window: int) 
 
 
 @pytest.mark.parametrize("how", ["before", "refused", "cancelled there", "it stays", "no answer"])
-def test_whatever_fails_it_goes_on_where_it_was(
+def test_after_any_failure_a_request_continues_where_it_was(
     make_pair: MakePair, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_s = 3.0 if how == "no answer" else 1e6  # enough for the claim to come on a busy machine
@@ -187,7 +187,7 @@ def test_whatever_fails_it_goes_on_where_it_was(
     assert (source.migrations.num_gone, source.migrations.num_stayed) == (0, 1)
     pair.wait(lambda: ticket.attempt in pair.lost or how in ("before",))
     told = [sent.reason for _, sent in source.told]
-    assert bool(told) == (how not in ("before", "it stays")), "whoever asks knows"
+    assert bool(told) == (how not in ("before", "it stays")), "the failed move is reported"
     if how == "no answer":
         assert told == ["deadline"]
     pair.assert_clean()

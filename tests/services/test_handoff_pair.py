@@ -1,4 +1,4 @@
-"""Sender and Receiver over every transport: tokens as if prefilled locally, nothing left behind."""
+"""Sender and Receiver over every transport: tokens as if prefilled locally, everything released."""
 
 import threading
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from pdserve.engine.transport.registry import transports
 TRANSPORTS = list(transports())
 
 
-# Prompts around a block (4 tokens) and a chunk (16): the transfer has one token less.
+# Prompt lengths around a block (4 tokens) and a chunk (16): the transfer has one token less.
 LENGTHS = [2, 3, 4, 5, 6, 8, 9, 16, 17, 18, 33, 200]
 
 
-def test_same_tokens_as_local(pair: Pair, subtests: pytest.Subtests) -> None:
+def test_tokens_equal_those_of_a_local_prefill(pair: Pair, subtests: pytest.Subtests) -> None:
     for length in LENGTHS:
         with subtests.test(length=length):
             asked = request(length, seed=length)  # no two share a block
@@ -69,7 +69,7 @@ PREFILL_ACTIONS = [Action.SEND_CLAIM, Action.SEND_FRAMES]
 
 
 @pytest.mark.parametrize("action", [*DECODE_ACTIONS, *PREFILL_ACTIONS], ids=lambda a: a.value)
-def test_an_action_that_raises_ends_its_attempt_only(
+def test_an_action_that_raises_ends_only_its_attempt(
     make_pair: MakePair, action: Action, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = make_pair()
@@ -127,7 +127,7 @@ def test_windowed_groups_send_what_the_window_needs(transport: str, make_pair: M
     pair.assert_clean()
 
 
-def test_many_at_once_reuse_one_connection(pair: Pair) -> None:
+def test_many_concurrent_hand_offs_reuse_one_connection(pair: Pair) -> None:
     asked = [request(20 + 9 * i, seed=i) for i in range(8)]
     for one in asked:
         pair.hand_off(one)
@@ -137,7 +137,7 @@ def test_many_at_once_reuse_one_connection(pair: Pair) -> None:
     pair.assert_clean()
 
 
-def test_a_warm_prefix_at_decode_is_not_sent_again(pair: Pair) -> None:
+def test_a_warm_prefix_at_decode_is_not_sent(pair: Pair) -> None:
     first = request(100)
     pair.hand_off(first)
     pair.answer(first)
@@ -191,7 +191,7 @@ def test_cancelled_choices_do_not_join_the_batch(pair: Pair) -> None:
     pair.assert_clean()
 
 
-def test_a_claim_waits_for_blocks_and_then_goes_on(make_pair: MakePair) -> None:
+def test_a_claim_waits_for_blocks_and_then_continues(make_pair: MakePair) -> None:
     pair = make_pair(num_blocks=64, decode={"num_blocks": 40, "prefix_cache": False})
     hog = request(100, seed=1, max_tokens=50)  # 38 of 40 blocks by its end
     asked = request(60, seed=2)
@@ -234,7 +234,7 @@ def test_a_waiting_claim_keeps_fifo_order(
     pair.assert_clean()
 
 
-def test_busy_beyond_the_promises(make_pair: MakePair) -> None:
+def test_requests_beyond_the_promised_blocks_are_refused(make_pair: MakePair) -> None:
     pair = make_pair(num_blocks=64)
     tickets = [pair.admit(request(60, seed=i)) for i in range(6)]
     given = [t for t in tickets if t is not None]
@@ -248,7 +248,7 @@ def test_busy_beyond_the_promises(make_pair: MakePair) -> None:
 
 
 def cancel_at_first_chunk(pair: Pair, key: str) -> Callable[[Step], None]:
-    """A prefill hook: decode has cancelled before the second chunk is computed."""
+    """Return a prefill hook that makes decode cancel before the second chunk is computed."""
 
     def hook(step: Step) -> None:
         if any(isinstance(event, PrefillComputed) and event.key == key for event in step.events):
@@ -260,7 +260,7 @@ def cancel_at_first_chunk(pair: Pair, key: str) -> Callable[[Step], None]:
     return hook
 
 
-def test_mixed_requests_leave_nothing(make_pair: MakePair) -> None:
+def test_mixed_requests_release_everything(make_pair: MakePair) -> None:
     pair = make_pair("shm")
     pair.hand_off(request(9))
     pair.assert_clean()

@@ -1,4 +1,6 @@
-"""A lost or slow prefill leaves what decode has verified, and the next try goes on from there."""
+"""A lost or slow prefill leaves the blocks that decode has verified; the next try continues from
+there.
+"""
 
 import threading
 import time
@@ -20,7 +22,7 @@ BLOCK_BYTES = 128
 
 
 class Stop:
-    """Holds prefill's engine thread once decode has verified `tokens` of an attempt."""
+    """Blocks prefill's engine thread once decode has verified `tokens` of an attempt."""
 
     def __init__(self, pair: Pair, tokens: int) -> None:
         self.reached = threading.Event()
@@ -29,7 +31,7 @@ class Stop:
         pair.prefill_hook = self._hook
 
     def _hook(self, step: Any) -> None:
-        """After each chunk: wait until decode has it."""
+        """Wait after each chunk until decode has it."""
         if self.reached.is_set():
             return
         for event in step.events:
@@ -44,7 +46,7 @@ class Stop:
     def _wait(self, attempt: bytes, num_tokens: int) -> None:
         outgoing = self._pair.sender.attempt(attempt)
         if outgoing is None or not outgoing.next_blocks:
-            # This thread has to be told that it may send, between this chunk and the next.
+            # This thread has to receive the permission to send, between this chunk and the next.
             with suppress(TimeoutError):
                 wait_until(lambda: self._pair.sender._inbox, limit_s=1.0, pause_s=0.001)
             return
@@ -56,18 +58,18 @@ class Stop:
 
 
 def verified(pair: Pair, attempt: bytes) -> int:
-    """Tokens that decode has in its prefix cache, as it said."""
+    """Return how many tokens decode has reported in its prefix cache."""
     return pair.verified.get(attempt, [(0, 0)])[-1][0]
 
 
 def cut_off(pair: Pair) -> None:
-    """What decode sees of a prefill that is killed."""
+    """Cut decode's connection as if prefill were killed."""
     for link in pair.sender.links:
         link.end("killed")
 
 
 def lose(pair: Pair, asked: Request, tokens: int) -> int:
-    """Hands `asked` over and cuts the connection after `tokens`; how many decode has kept."""
+    """Hand `asked` over and cut the connection after `tokens`; return how many decode has kept."""
     stop = Stop(pair, tokens)
     attempt = pair.hand_off(asked)
     assert stop.reached.wait(LIMIT_S)
@@ -107,7 +109,7 @@ def test_decode_itself_computes_only_the_missing_tokens(pair: Pair) -> None:
     pair.assert_clean()
 
 
-def test_lost_again_and_again_every_try_goes_on(pair: Pair) -> None:
+def test_repeated_losses_make_progress_with_every_try(pair: Pair) -> None:
     asked = request(200)
     kept = [lose(pair, fresh(asked), tokens) for tokens in (48, 96, 144)]
     assert 48 <= kept[0] < kept[1] < kept[2] < 199
@@ -131,8 +133,8 @@ def test_a_cancelled_attempt_leaves_its_prefix(pair: Pair) -> None:
     assert counts.cached == verified(pair, attempt) // BLOCK >= 96 // BLOCK
 
 
-def test_one_prompt_received_twice_at_once(pair: Pair) -> None:
-    """Of equal blocks the first is the cached one; the others are freed as they are."""
+def test_one_prompt_received_twice_concurrently(pair: Pair) -> None:
+    """Of equal blocks the first is the cached one; the others are freed uncached."""
     asked = request(200)
     stop = Stop(pair, 96)
     first = pair.hand_off(asked)
@@ -150,10 +152,10 @@ def test_one_prompt_received_twice_at_once(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("window", [6, 40])
-def test_a_window_model_never_finds_a_prefix_that_it_could_not_go_on_from(
+def test_a_window_model_never_finds_a_prefix_without_its_window(
     make_pair: MakePair, window: int
 ) -> None:
-    """The window's blocks before the last tokens are not sent, so nothing before is of use."""
+    """The window's blocks before the last tokens are not sent, so nothing before them is of use."""
     pair = make_pair(window=window)
     asked = request(120)
     kept = lose(pair, asked, 80)
@@ -209,7 +211,7 @@ def test_a_prefill_that_computes_others_first_is_not_slow(
 
     pair.prefill_hook = hold
     stop.go_on.set()
-    assert passed.wait(LIMIT_S), "the shorter prompt had a step of its own"
+    assert passed.wait(LIMIT_S), "the shorter prompt had a separate step"
     incoming = pair.receiver.attempt(attempt)
     assert incoming is not None, "before the longer one's end"
     assert incoming.slow_peer is not None
@@ -227,7 +229,7 @@ def test_a_prefill_that_computes_others_first_is_not_slow(
     pair.assert_clean()
 
 
-def test_choices_go_on_from_the_prefix_too(pair: Pair) -> None:
+def test_several_choices_also_continue_from_the_prefix(pair: Pair) -> None:
     options = {"n": 3, "seed": 9, "temperature": 1.0}
     asked = request(90, **options)
     kept = lose(pair, asked, 64)
@@ -238,7 +240,7 @@ def test_choices_go_on_from_the_prefix_too(pair: Pair) -> None:
     pair.assert_clean()
 
 
-def test_another_tenant_does_not_find_it(pair: Pair) -> None:
+def test_another_tenant_does_not_find_the_prefix(pair: Pair) -> None:
     asked = request(200)
     lose(pair, asked, 160)
     other = fresh(ask("", asked.prompt_ids, cache_salt=b"another"))
@@ -247,8 +249,8 @@ def test_another_tenant_does_not_find_it(pair: Pair) -> None:
     assert pair.decode_thread.post(lambda e: e.stats().prompt_tokens).result(LIMIT_S) == 200
 
 
-def test_a_prefix_of_another_identity_is_not_told_as_decodes_own(tmp_path: Path) -> None:
-    """A prefill of the same identity goes on from it; decode itself cannot."""
+def test_a_prefix_of_another_identity_is_not_reported_as_decode_s_own(tmp_path: Path) -> None:
+    """A prefill of the same identity continues from it; decode itself cannot."""
     engines = fake_engine(num_blocks=256), fake_engine(num_blocks=256)
     for engine, weights in zip(engines, ("aa", "bb"), strict=True):
         digest = weights.encode() * 8

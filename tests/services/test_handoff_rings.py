@@ -1,4 +1,4 @@
-"""The rings of a real Sender and Receiver tell when these do not do what the machine says."""
+"""Rings of a real Sender and Receiver reveal where these deviate from the state machine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +41,7 @@ class Noted(Pair):
         self.closed = True
 
     def rules(self) -> set[str]:
-        """The rules that it has broken."""
+        """Return the rules that the pair has broken."""
         self.close()
         return {violation.rule for violation in check(read_rings(self.folder.iterdir()))}
 
@@ -77,13 +77,13 @@ def test_a_commit_without_the_frames(noted: Noted, monkeypatch: pytest.MonkeyPat
     assert "committed with 0 of 50 cells" in noted.rules()
 
 
-def test_blocks_that_are_not_given_back(noted: Noted) -> None:
+def test_blocks_that_are_not_returned(noted: Noted) -> None:
     noted.receiver.actions[Action.FREE_BLOCKS] = lambda attempt: None
     asked = request(200)
     attempt, hits = bytes.fromhex(asked.key), []
 
     def hook(step: Step) -> None:
-        """Cancelled when decode has the blocks; prefill has not gone on meanwhile."""
+        """Cancel when decode has the blocks; prefill has not continued meanwhile."""
         if not hits and any(isinstance(event, PrefillComputed) for event in step.events):
             wait_until(lambda: not noted.receiver.is_waiting(attempt), "blocks at decode")
             hits.append(noted.at_decode(lambda r: r.cancel(attempt, "cancelled")))
@@ -99,10 +99,8 @@ def test_blocks_that_are_not_given_back(noted: Noted) -> None:
 
 
 @pytest.mark.parametrize("action", [Action.GIVE_BACK_PROMISE, Action.SEND_COMPLETE])
-def test_an_action_that_is_left_out(
-    noted: Noted, monkeypatch: pytest.MonkeyPatch, action: Action
-) -> None:
-    """The shells run a machine with a bug; the checker has the right one."""
+def test_an_omitted_action(noted: Noted, monkeypatch: pytest.MonkeyPatch, action: Action) -> None:
+    """The shells run a machine with a bug; the checker has the correct one."""
 
     def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
         after, actions = machine.step(state, event, now)
@@ -116,9 +114,7 @@ def test_an_action_that_is_left_out(
     assert action.value in rule
 
 
-def test_blocks_that_are_given_back_too_early(
-    noted: Noted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_returned_too_early(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill takes its blocks back when decode asks for them, not when decode has them."""
 
     def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:

@@ -1,5 +1,6 @@
-"""Several routers and gateways, with workers that have no engine: a router that goes is missed by
-nobody."""
+"""Several routers and gateways, with workers that have no engine: losing a router loses no
+request.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,7 +24,7 @@ ROUTERS, GATEWAYS, WORKERS, REQUESTS = 4, 3, 2, 600
 
 
 class System:
-    """Routers, workers that join each, and gateways that know all by one name."""
+    """Routers, workers that join each, and gateways that reach all by one name."""
 
     def __init__(self) -> None:
         self.routers: list[RouterProcess] = []
@@ -54,12 +55,12 @@ class System:
 
     @staticmethod
     def has_work(router: RouterProcess) -> bool:
-        """It has ended requests, and has others open."""
+        """Return whether a router has ended requests and has others open."""
         dispatcher = router.core.dispatcher
         return dispatcher.num_running > 0 and dispatcher.outcomes["ok"] > 0
 
     async def ask(self, count: int, width: int = 20) -> None:
-        """Requests through the gateways in turn, some of which begin alike."""
+        """Send requests through the gateways in turn; some have a common prefix."""
         gate = asyncio.Semaphore(width)
 
         async def one(number: int) -> None:
@@ -104,7 +105,7 @@ def _ready(router: RouterProcess) -> bool:
     return len(workers) == WORKERS and all(worker.connected for worker in workers)
 
 
-async def test_a_router_that_goes_takes_no_request_with_it(system: System) -> None:
+async def test_a_lost_router_takes_no_request_with_it(system: System) -> None:
     asking = asyncio.create_task(system.ask(REQUESTS))
     busy = await eventually(lambda: [r for r in system.routers if system.has_work(r)])
     gone = busy[0]

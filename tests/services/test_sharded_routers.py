@@ -1,5 +1,8 @@
-"""Routers of which each worker joins two of three: a router that goes costs no stream a token, nor
-does one that comes back, and models and figures are those of the whole fleet."""
+"""Routers of which each worker joins two of three.
+
+A lost or returning router costs no stream a token, and models and figures are those of the whole
+fleet.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +28,7 @@ LONG = 200  # tokens: more than two seconds, or twenty while the system is slow
 async def system(
     anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ShardedSystem]:
-    """Three routers a, b and c; b knows no worker of the model "other"."""
+    """Run three routers a, b and c; b knows no worker of the model "other"."""
     made = ShardedSystem(tmp_path, monkeypatch)
     monkeypatch.setattr(discovery, "resolve", lambda name: made.addresses)
     monkeypatch.setattr(client_module, "RESOLVE_S", 0.1)
@@ -46,7 +49,7 @@ async def system(
 
 
 async def has_both_models(system: ShardedSystem) -> bool:
-    """Whether the gateway has heard of both models."""
+    """Return whether the gateway knows both models."""
     try:
         return [card.name for card in await system.client.models()] == ["other", "tiny"]
     except ServiceError:
@@ -70,7 +73,7 @@ async def answered(asked: list[Stream], max_tokens: int) -> None:
         assert stream.ids == expected(stream.prompt, max_tokens=max_tokens)[0]
 
 
-async def test_each_worker_joins_its_own_routers_and_all_together_are_the_fleet(
+async def test_each_worker_joins_some_routers_and_together_they_cover_the_fleet(
     system: ShardedSystem,
 ) -> None:
     a, b, c = system.addresses
@@ -92,10 +95,10 @@ async def test_each_worker_joins_its_own_routers_and_all_together_are_the_fleet(
 
 
 @pytest.mark.parametrize("name", ["tiny-ab", "tiny-bc", "other-ac"])
-async def test_a_pick_is_of_a_router_that_knows_a_worker_there(
+async def test_a_pick_comes_from_a_router_that_knows_a_worker_there(
     system: ShardedSystem, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All hosts are one here, so the worker is made to say another."""
+    """All hosts are one here, so the worker is made to report another."""
     host = f"host-of-{name}"
     boot = system.workers[name].boot
     for router in system.routers.values():
@@ -111,7 +114,7 @@ async def test_a_pick_is_of_a_router_that_knows_a_worker_there(
     assert nowhere.elsewhere
 
 
-async def test_streams_go_on_with_another_router_of_their_workers(system: ShardedSystem) -> None:
+async def test_streams_continue_with_another_router_of_their_workers(system: ShardedSystem) -> None:
     a, b, c = system.addresses
     dispatcher = system.routers[a].core.dispatcher
     with system.slow():
@@ -129,7 +132,7 @@ async def test_streams_go_on_with_another_router_of_their_workers(system: Sharde
     await eventually(lambda: len(system.knows(b)) == len(system.knows(c)) == 4)
 
 
-async def test_a_router_that_comes_back_takes_its_workers_and_no_stream_ends(
+async def test_a_returning_router_gets_its_workers_and_no_stream_ends(
     system: ShardedSystem,
 ) -> None:
     a, b, c = system.addresses
@@ -139,7 +142,8 @@ async def test_a_router_that_comes_back_takes_its_workers_and_no_stream_ends(
     with system.slow():
         asked: list[Stream] = []
         num_asked = 0
-        # Streams run by a router that their worker will leave: of ten there nearly always are.
+        # Streams run by a router that their worker will leave: among ten there nearly always are
+        # some.
         while not (system.uses(b) & {"other-ac", "other-ca"} or "tiny-ab" in system.uses(c)):
             for stream in asked:  # the workers run no more than these at once
                 stream.task.cancel()
@@ -165,14 +169,14 @@ async def test_a_router_that_comes_back_takes_its_workers_and_no_stream_ends(
     assert system.knows(b).keys() == {"tiny-ab", "tiny-bc"}
     assert system.knows(a).keys() == {"tiny-ab", "other-ac", "other-ca"}
     assert [core.dispatcher.num_retries for core in left] == [0, 0]
-    assert not any(sum(core.deaths.values()) for core in left), "to leave is not to die"
+    assert not any(sum(core.deaths.values()) for core in left), "leaving is not dying"
     await answered(streams(system, 6, 8), 8)
 
 
-async def test_a_stream_whose_worker_dies_goes_to_a_router_that_has_another(
+async def test_a_stream_of_a_dead_worker_goes_to_a_router_that_has_another(
     system: ShardedSystem,
 ) -> None:
-    """Its own router has no worker of the model left, and none will come."""
+    """Its own router has no remaining worker of the model, and none will join."""
     a = system.addresses[0]
     boot = system.workers["tiny-ab"].boot
     dispatcher = system.routers[a].core.dispatcher

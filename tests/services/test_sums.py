@@ -1,4 +1,4 @@
-"""Three gateways, two routers and three workers, each scraped for its own: sums are right."""
+"""Three gateways, two routers and three workers, each scraped separately: sums are correct."""
 
 import asyncio
 import re
@@ -41,7 +41,7 @@ class System:
     workers: dict[str, list[WorkerProcess]]
 
     async def pages(self, **query: str) -> dict[str, list[str]]:
-        """By job, as Prometheus would scrape them."""
+        """Return the pages by job, as Prometheus would scrape them."""
         found = {role: [await _page(w) for w in them] for role, them in self.workers.items()}
         return {
             "pdserve-gateway": [await gateway.page(**query) for gateway in self.gateways],
@@ -51,7 +51,7 @@ class System:
 
 
 async def _page(worker: WorkerProcess) -> str:
-    """Of its engine now."""
+    """Return the current metrics page of a worker's engine."""
     runtime: Any = worker.runtime
     load, _, _ = await asyncio.wrap_future(runtime.thread.post(lambda _: runtime.snapshot()))
     metrics = WorkerMetrics(runtime.hello)
@@ -104,7 +104,7 @@ def _knows_all(router: RouterProcess) -> bool:
 
 
 def dropped() -> dict[str, re.Pattern[str]]:
-    """By job: what Prometheus is told to drop of its samples."""
+    """Return by job the samples that Prometheus is configured to drop."""
     jobs = yaml.safe_load((OBSERVABILITY / "compose/prometheus.yml").read_text())["scrape_configs"]
     return {
         job["job_name"]: re.compile(one["regex"])
@@ -115,7 +115,7 @@ def dropped() -> dict[str, re.Pattern[str]]:
 
 
 def values(pages: Mapping[str, list[str]], name: str, **labels: str) -> list[float]:
-    """Of all scraped samples of that name, with those labels."""
+    """Return the values of all scraped samples with this name and these labels."""
     drops = dropped()
     return [
         sample.value
@@ -128,7 +128,7 @@ def values(pages: Mapping[str, list[str]], name: str, **labels: str) -> list[flo
     ]
 
 
-async def test_sums_over_all_processes_are_those_of_the_system(system: System) -> None:
+async def test_sums_over_all_processes_equal_those_of_the_system(system: System) -> None:
     for number in range(REQUESTS):
         gateway = system.gateways[number % GATEWAYS]
         prompt = [(number + n) % 60 for n in range(2 * THRESHOLD)]
@@ -155,10 +155,10 @@ async def test_sums_over_all_processes_are_those_of_the_system(system: System) -
     assert sent == verified > 0
     states = {"role": "decode", "state": "live"}
     views = values(pages, "pdserve_router_workers", **states)
-    assert views == [DECODES] * ROUTERS, "each router hears all of them: max, not sum"
+    assert views == [DECODES] * ROUTERS, "each router has all of them: max, not sum"
     ratios = values(pages, "pdserve_decode_kv_used_ratio")
     assert len(ratios) == ROUTERS
-    # What would be counted again by gateways that export the fleet, too.
+    # Samples that gateways with metrics of the fleet would count twice.
     again = await system.pages(fleet="true")
     total = (DECODES + 1) * BLOCKS
     counted = sum(values(again, "pdserve_kv_blocks", state="total"))

@@ -1,4 +1,4 @@
-"""openai-agents: an agent with tools and a session, over chats and over responses."""
+"""openai-agents: an agent with tools and a session, over the chat and responses APIs."""
 
 import asyncio
 from functools import partial
@@ -21,7 +21,7 @@ tools = [function_tool(list_files), function_tool(write_file)]
 
 
 async def turn(agent: Agent, before: list, text: str) -> tuple[str, list]:
-    """The answer, and the conversation with it."""
+    """Return the answer and the conversation that includes it."""
     result = Runner.run_streamed(agent, [*before, {"role": "user", "content": text}])
     try:
         async for _ in result.stream_events():

@@ -1,5 +1,8 @@
-"""instructor: typed answers by a tool and by a schema in one conversation: in parts, one of them
-long, and whole after a prompt that is too long; then an answer without a type, with its thought."""
+"""instructor: typed answers by a tool and by a schema in one conversation.
+
+Answers are streamed, one of them long, and whole after a prompt that is too long. An answer
+without a type, with its reasoning, comes last.
+"""
 
 import json
 
@@ -38,7 +41,7 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode
         assert parts[-1].model_dump() == boat.model_dump(), parts[-1]
         messages.append({"role": "assistant", "content": boat.model_dump_json()})
     notes = {part.note for part in parts}
-    assert len(notes) > 100, len(notes)  # the long one has come in parts
+    assert len(notes) > 100, len(notes)  # the long one was streamed
     too_long = [*messages, {"role": "user", "content": TOO_LONG}]
     try:
         list(chats.create_partial(messages=too_long, **common))
@@ -50,7 +53,7 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode
     messages.append(request(mode, "Boat", BOATS[0]))
     boat = chats.create(messages=messages, **common)
     assert boat.model_dump() == BOATS[0].model_dump(), boat
-    # The grammar of a typed answer has no room for a thought.
+    # The grammar of a typed answer does not allow reasoning.
     messages.append({"role": "user", "content": RECALL})
     recalled = chats.create(messages=messages, **common | {"response_model": None})
     answer = recalled.choices[0].message

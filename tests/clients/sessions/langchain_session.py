@@ -1,4 +1,4 @@
-"""LangChain: ChatOpenAI, with chats and responses, and ChatAnthropic; streamed, with tools."""
+"""LangChain: ChatOpenAI with chats and responses, and ChatAnthropic; streamed, with tools."""
 
 from functools import partial
 

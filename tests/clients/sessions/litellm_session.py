@@ -1,4 +1,4 @@
-"""LiteLLM: streamed chats with tools by hand, and an overflow by its own exception."""
+"""LiteLLM: streamed chats with manual tool calls, and its own exception for an overflow."""
 
 import json
 

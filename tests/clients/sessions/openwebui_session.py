@@ -1,5 +1,6 @@
-"""Open WebUI's requests: the list of models, a streamed chat with native tools, the tasks that it
-asks of a model beside it (title, tags), and Ollama's lists."""
+"""Open WebUI's requests: the list of models, a streamed chat with native tools, its background
+tasks (title, tags), and Ollama's lists.
+"""
 
 import json
 import urllib.request
@@ -27,7 +28,7 @@ HEADERS = {
 
 
 class TooLong(Exception):
-    """What Open WebUI shows of an overflow."""
+    """The error that Open WebUI shows for an overflow."""
 
 
 def ask(path: str, body: dict | None = None) -> object:
@@ -43,7 +44,7 @@ def ask(path: str, body: dict | None = None) -> object:
 
 
 def answer(messages: list) -> dict:
-    """The message that a stream adds up to, as Open WebUI keeps it."""
+    """Return the message that a stream adds up to, as Open WebUI stores it."""
     body = {
         "model": MODEL,
         "messages": messages,
@@ -80,7 +81,7 @@ def turn(messages: list, text: str) -> str:
         message = answer(messages)
         thoughts += message["reasoning"]
         calls = list(message["tool_calls"].values())
-        # Thoughts go back as text in tags, and a message of calls has an empty content.
+        # Reasoning goes back as text in tags, and a message with calls has empty content.
         shown = f"<think>{message['reasoning']}</think>\n{message['content']}"
         kept = {"role": "assistant", "content": "" if calls else shown}
         messages.append(kept | ({"tool_calls": calls} if calls else {}))

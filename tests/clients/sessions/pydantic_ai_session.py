@@ -24,7 +24,7 @@ MODELS: list[Model] = [
 
 
 async def turn(agent: Agent, before: list[ModelMessage], text: str) -> tuple[str, list]:
-    """The answer, and the conversation with it."""
+    """Return the answer and the conversation that includes it."""
     async with agent.run_stream(text, message_history=before) as result:
         answer = await result.get_output()
         return answer, result.all_messages()
@@ -32,7 +32,7 @@ async def turn(agent: Agent, before: list[ModelMessage], text: str) -> tuple[str
 
 async def session(model: Model) -> None:
     agent = Agent(model, instructions="You are brief.", tools=[list_files, write_file])
-    # A thought without a summary has its text elsewhere in OpenAI's responses.
+    # Reasoning without a summary has its text in another field of OpenAI's responses.
     shown = (lambda _: None) if isinstance(model, OpenAIResponsesModel) else thoughts
     await converse_async(partial(turn, agent), ModelContextWindowExceededError, shown)
 

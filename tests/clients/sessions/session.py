@@ -1,4 +1,4 @@
-"""What every session has: the tools, what a person says, and what has to come of it.
+"""Common parts of every session: the tools, the user's messages and the expected results.
 
 Runs in a client's own environment, so it imports nothing else.
 """
@@ -11,7 +11,7 @@ from tools import list_files, write_file
 BASE_URL = os.environ["BASE_URL"]
 MODEL = "agent"
 KEY = "a-key"
-IDLE_S = 3.0  # a silent stream is given up
+IDLE_S = 3.0  # after this silence a stream is given up
 SEEN = "harbour-lights.txt"
 LIST, WRITE, RECALL = "[[list .]]", "[[write long.txt]]", "[[recall]]"
 TOO_LONG = "[[recall]]" + " The tide comes in, and the boats rise." * 5000
@@ -42,8 +42,9 @@ def converse(
     overflow: type[Exception],
     thoughts: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Say what a person says. `turn` adds a text and its answer to `messages`, and returns the
-    answer; for a prompt that is too long it raises `overflow`."""
+    """Send the user's messages. `turn` adds a text and its answer to `messages`, and returns the
+    answer; for a prompt that is too long it raises `overflow`.
+    """
     listed = turn(messages, LIST)
     turn(messages, WRITE)
     check(listed, turn(messages, RECALL), thoughts())
@@ -61,7 +62,9 @@ async def converse_async(
     overflow: type[Exception],
     thoughts: Callable[[list], str | None] = lambda messages: None,
 ) -> None:
-    """The same with a `turn` that returns the answer and the conversation with it."""
+    """Like `converse`, with a `turn` that returns the answer and the conversation that includes
+    it.
+    """
     listed, messages = await turn([], LIST)
     _, messages = await turn(messages, WRITE)
     recalled, messages = await turn(messages, RECALL)
@@ -76,7 +79,7 @@ async def converse_async(
 
 
 def check(listed: str, recalled: str, thoughts: str | None = None) -> None:
-    """The first and the third answer; the file of the second is checked by the test."""
+    """Check the first and the third answer; the test checks the file of the second."""
     assert f"The tool has answered: {SEEN}" in listed, listed
     assert "turn 3 with 2 results" in recalled, recalled
     assert thoughts is None or "I look at what was said" in thoughts, thoughts

@@ -1,6 +1,6 @@
-"""What models answer, through every parser of calls and thoughts.
+"""Answers of models, through every parser of calls and reasoning.
 
-Whatever an answer is and however it is cut, its parts are the same, its calls have JSON objects as
+However an answer is cut into pieces, its parts are the same, and its calls have JSON objects as
 arguments.
 """
 
@@ -62,7 +62,7 @@ class Fuzzed:
 
 
 def _is_object(text: str) -> bool:
-    """Whether the arguments are whole: those of a call that has begun may end anywhere."""
+    """Return whether the arguments are complete: those of an unfinished call may end anywhere."""
     try:
         return isinstance(json.loads(text), dict)
     except ValueError:
@@ -70,7 +70,7 @@ def _is_object(text: str) -> bool:
 
 
 def _schemas(rng: Random) -> dict[str, dict[str, Any] | None]:
-    """Of the function that most answers call, which may be unknown."""
+    """Return the schemas of the function that most answers call, which may be unknown."""
     return rng.choice(({}, {"get_weather": None}, {"get_weather": _schema(rng, 3)}))
 
 

@@ -1,4 +1,4 @@
-"""A config.json of any architecture that is known."""
+"""A config.json of any known architecture."""
 
 import json
 from pathlib import Path

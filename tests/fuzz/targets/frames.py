@@ -1,4 +1,4 @@
-"""Records of a data connection: frames and control messages, genuine ones changed, and noise."""
+"""Records of a data connection: frames and control messages, mutated valid ones, and noise."""
 
 import os
 from pathlib import Path
@@ -58,7 +58,7 @@ class Fuzzed:
                 continue
             outcomes.add("read")
             if isinstance(found, messages.Signed) and data not in self._records:
-                assert not found.genuine(self._keys.to_decode), "a changed record counts"
+                assert not found.genuine(self._keys.to_decode), "a changed record is accepted"
         for decode in (decode_spec, decode_identity):
             try:
                 decode(data)

@@ -18,6 +18,6 @@ class Fuzzed:
         self._head = self._original.index(b"output_norm.weight") + 4000
 
     def case(self, rng: Random) -> str:
-        self._file.unlink(missing_ok=True)  # readers of the last one may still map it
+        self._file.unlink(missing_ok=True)  # readers of the previous one may still map it
         self._file.write_bytes(mutate(rng, self._original, self._head))
         return read_everything(self._file)

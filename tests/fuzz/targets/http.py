@@ -1,4 +1,4 @@
-"""Bodies of every POST route, and paths, of a gateway over a router that answers from a script."""
+"""Bodies of every POST route, and paths, of a gateway over a router with scripted answers."""
 
 import asyncio
 import json
@@ -126,5 +126,5 @@ class Fuzzed:
         if answer.status_code >= 400:
             error = answer.json()["error"]
             assert error if path.startswith("/api/") else error["message"]
-            assert len(answer.content) < 4096, "it quotes too much"
+            assert len(answer.content) < 4096, "the error quotes too much of the input"
         return str(answer.status_code)

@@ -1,5 +1,6 @@
-"""The native bindings: shapes that fit, contents that need not (noise as weights, NaN, infinities,
-block numbers and token ids of nowhere). They compute or raise; a crash ends the process."""
+"""The native bindings: valid shapes with arbitrary contents (noise as weights, NaN, infinities,
+block numbers and token ids out of range). They compute or raise; a crash ends the process.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from pdserve.engine.weights.formats import formats
 from pdserve.kernels import _native
 from pdserve.kernels.copy_hash import KEY_BYTES, expand_key
 
-FLOATS = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
+FLOATS = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per number
 TYPES = ("float32", "bfloat16", "float16", "int8")
 ODD = np.array([np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, 0.0, -0.0], np.float32)
 
@@ -58,7 +59,7 @@ class Fuzzed:
         self._product(rng, numbers, context, matrix, tokens)
 
     def _groups(self, rng: Random, numbers: np.random.Generator) -> None:
-        """Levels, scales and zeros of any bytes; sizes that may not fit."""
+        """Draw levels, scales and zeros of arbitrary bytes; sizes may not match."""
         context, kind = rng.choice(self._contexts), rng.choice(_native.grouped_formats())
         rows, groups = rng.randint(1, 70), rng.randint(1, 5)
         width = rng.choice((8, 16, 32, 64, 96, 128)) * (2 if kind.endswith("8") else 1)
@@ -154,7 +155,7 @@ class Fuzzed:
 def _values(
     rng: Random, numbers: np.random.Generator, shape: tuple[int, ...]
 ) -> NDArray[np.float32]:
-    """Plain numbers, some of them odd ones."""
+    """Draw ordinary numbers, some of them unusual."""
     found = numbers.normal(size=shape).astype(np.float32)
     if rng.random() < 0.4:
         flat = found.reshape(-1)
@@ -163,5 +164,5 @@ def _values(
 
 
 def _ids(rng: Random, count: int) -> NDArray[np.int64]:
-    """Numbers of nowhere."""
+    """Draw numbers out of range."""
     return np.array([rng.choice(EDGES) % 2**63 - rng.choice((0, 2**62)) for _ in range(count)])

@@ -1,4 +1,4 @@
-"""A safetensors file in a folder of a model, read as a worker would, up to the decoder."""
+"""A safetensors file in a model folder, read as a worker would, up to the decoder."""
 
 from pathlib import Path
 from random import Random
@@ -14,10 +14,10 @@ class Fuzzed:
         self._folder = write_tiny(folder / "hf", "llama", num_hidden_layers=1)
         self._file = self._folder / "model.safetensors"
         self._original = self._file.read_bytes()
-        # As much of the values as of the header.
+        # As many changes in the values as in the header.
         self._head = 2 * (8 + int.from_bytes(self._original[:8], "little"))
 
     def case(self, rng: Random) -> str:
-        self._file.unlink()  # readers of the last one may still map it
+        self._file.unlink()  # readers of the previous one may still map it
         self._file.write_bytes(mutate(rng, self._original, self._head))
         return read_everything(self._folder)

@@ -1,6 +1,6 @@
 """Messages to every method of a router, a decode and a prefill worker that run in this process.
 
-Whatever comes, no handler raises what nobody foresaw, and all of them go on serving.
+No message makes a handler raise an unexpected error, and all services keep serving.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from pdserve.protos import common_pb2, fleet_pb2, router_pb2, worker_pb2
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
 
-NOBODY = "127.0.0.1:1"  # where workers that messages invent are looked for
+NOBODY = "127.0.0.1:1"  # address of workers that fuzzed messages invent
 METHODS: dict[str, tuple[type[Message], bool]] = {  # (request, whether it is a stream)
     "Router/Session": (router_pb2.GatewayMessage, True),
     "Router/Generate": (router_pb2.GenerateRequest, False),
@@ -36,12 +36,12 @@ METHODS: dict[str, tuple[type[Message], bool]] = {  # (request, whether it is a 
     "Decode/Session": (worker_pb2.DecodeCommand, True),
     "Prefill/Session": (worker_pb2.PrefillCommand, True),
 }
-CALL_S = 0.01  # an answer that takes longer is not waited for
-LOOK = 10  # after the first case, and after so many each time, all must serve
+CALL_S = 0.01  # longer answers are not awaited
+LOOK = 10  # all must serve after the first case and after every LOOK cases
 
 
 class Findings(logging.Handler):
-    """What was logged with a traceback."""
+    """Collects log records with a traceback."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

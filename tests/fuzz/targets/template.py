@@ -1,5 +1,6 @@
-"""A chat template, rendered in a process under the limits of a text process: it may hang, take all
-memory or die there, and nowhere else."""
+"""A chat template, rendered in a process under the limits of a text process: only there may it
+hang, exhaust memory or crash.
+"""
 
 from pathlib import Path
 from random import Random
@@ -19,7 +20,8 @@ LIMITS = TextLimits(
     late_s=2.0,
     grammar_s=0.2,
 )
-# What has broken sandboxes: growth, recursion, formats, deep values, C code that holds the GIL.
+# Constructs that have broken sandboxes: growth, recursion, formats, deep values, C code that holds
+# the GIL.
 PARTS = [
     "{{ '%%(a)%ds' % {'a': 1} }}",
     "{% set ns = namespace(a=[], b=[]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}"

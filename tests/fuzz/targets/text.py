@@ -1,6 +1,6 @@
-"""Messages to the gateway's gRPC service, over a router that answers from a script.
+"""Messages to the gateway's gRPC service, over a router with scripted answers.
 
-Whatever comes is answered or refused with a typed error: nothing that nobody foresaw.
+Every message is answered or refused with a typed error, never with an unexpected one.
 """
 
 import asyncio
@@ -59,5 +59,5 @@ class Fuzzed:
                 pass
         code, details = await call.code(), await call.details()
         assert code not in UNFORESEEN, details
-        assert len(details or "") < 4096, "it quotes too much"
+        assert len(details or "") < 4096, "the error quotes too much of the input"
         return str(code.name)

@@ -1,6 +1,6 @@
-"""A tokenizer.json, and a text that it is asked to encode.
+"""A tokenizer.json, and a text to encode with it.
 
-A panic of the Rust library is expected: the text process that has it answers with an error.
+A panic of the Rust library is expected: its text process answers with an error.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Fixtures of the command line's tests."""
+"""Fixtures of the command-line tests."""
 
 import sys
 from types import ModuleType
@@ -8,6 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def bare_main(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A spawned child imports its parent's main module; pytest's would cost each of them more
-    than all that it needs itself."""
+    """Hide pytest's main module: a spawned child imports its parent's, which would cost each child
+    more than all its other imports.
+    """
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))

@@ -1,4 +1,4 @@
-"""The names of vLLM.rs and candle-vllm, and what a mistyped word is answered with."""
+"""Option names of vLLM.rs and candle-vllm, and suggestions for a mistyped word."""
 
 from collections.abc import Sequence
 
@@ -33,11 +33,11 @@ MEANINGS = [
 ]
 
 
-def test_an_alias_is_the_option_of_its_meaning(subtests: pytest.Subtests) -> None:
+def test_an_alias_is_parsed_as_its_option(subtests: pytest.Subtests) -> None:
     for command, line, wanted in MEANINGS:
         with subtests.test(command=command, line=line):
             assert translated(command, line) == wanted.split()
-            parse_command(COMMANDS[command], "pdserve", line.split())  # and is understood
+            parse_command(COMMANDS[command], "pdserve", line.split())  # and is parsed
 
 
 LACKING = [
@@ -56,7 +56,7 @@ LACKING = [
 ]
 
 
-def test_what_pdserve_lacks_is_said(subtests: pytest.Subtests) -> None:
+def test_an_option_that_pdserve_lacks_is_reported(subtests: pytest.Subtests) -> None:
     for command, line, part in LACKING:
         with subtests.test(command=command, line=line):
             with pytest.raises(OptionError) as caught:
@@ -64,7 +64,7 @@ def test_what_pdserve_lacks_is_said(subtests: pytest.Subtests) -> None:
             assert part in str(caught.value)
 
 
-def test_no_alias_is_an_option_of_another_meaning() -> None:
+def test_no_alias_is_an_option_with_another_meaning() -> None:
     assert not set(ALIASES) & set().union(*FLAGS.values())
     assert set(SAME.values()) <= FLAGS["up"]
     assert BARE
@@ -94,7 +94,7 @@ def test_a_mistyped_word_gets_a_suggestion(
             assert "Traceback" not in err
 
 
-def test_a_value_may_begin_as_a_flag_does() -> None:
+def test_a_value_may_begin_with_dashes() -> None:
     words = ["--temperature", "-1", "--system", "-be brief", "--model=--x"]
     settings, _ = parse_command(COMMANDS["chat"], "pdserve chat", words)
     values = {name: settings.values[name].value for name in ("temperature", "system", "model")}

@@ -1,4 +1,4 @@
-"""The client of many requests at once: kept connections, broken ones, and what is no server."""
+"""The client for many concurrent requests: kept connections, broken ones, and invalid servers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -36,7 +36,7 @@ async def request(reader: asyncio.StreamReader) -> str:
     return head + (await reader.readexactly(length)).decode()
 
 
-def test_a_connection_is_used_again_until_the_server_closes_it() -> None:
+def test_a_connection_is_reused_until_the_server_closes_it() -> None:
     connections: list[list[str]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -58,7 +58,7 @@ def test_a_connection_is_used_again_until_the_server_closes_it() -> None:
     assert connections[0][0].endswith('{"a": 1}')
 
 
-def test_pieces_come_with_their_times() -> None:
+def test_chunks_come_with_their_times() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -85,7 +85,7 @@ def test_pieces_come_with_their_times() -> None:
         (b"SSH-2.0-OpenSSH\r\n", "does not respond with HTTP"),
     ],
 )
-def test_what_is_no_answer(answer: bytes, part: str) -> None:
+def test_an_invalid_answer_is_an_error(answer: bytes, part: str) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request(reader)
         writer.write(answer)
@@ -108,7 +108,7 @@ def test_an_answer_may_end_with_its_connection() -> None:
     with_server(serve, use)
 
 
-def test_an_error_of_the_server_has_its_message() -> None:
+def test_an_error_of_the_server_carries_its_message() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request(reader)
         body = b'{"error": {"message": "busy", "code": "overloaded"}}'
@@ -116,7 +116,9 @@ def test_an_error_of_the_server_has_its_message() -> None:
         writer.write(head.encode() + body)
 
     async def use(api: AsyncApi) -> None:
-        answer = await api.post("/x", {}, lambda piece, now: pytest.fail("an error is no text"))
+        answer = await api.post(
+            "/x", {}, lambda piece, now: pytest.fail("an error was returned as text")
+        )
         assert answer.retry_after_s == 3
         with pytest.raises(ApiError, match="busy") as caught:
             answer.check()

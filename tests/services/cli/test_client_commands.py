@@ -1,4 +1,4 @@
-"""models and health against a small HTTP server and a real gRPC health service."""
+"""`models` and `health` against a small HTTP server and a real gRPC health service."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -65,14 +65,16 @@ def test_errors_of_the_client(server: ApiServer) -> None:
 @pytest.mark.parametrize(
     "url", ["ftp://x", "http://", "", "http://h:99999", "http://h:x", "http://a..b", "http://[::"]
 )
-def test_what_is_no_url_of_a_server(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_urls_of_a_server_are_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("chat", "models", "bench", "top"):
         assert main([command, "--url", url]) == 1
         assert f"{url!r} is not the URL of a server; check --url" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["chat", "bench"])
-def test_a_key_that_no_header_can_carry(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_that_no_header_can_carry_is_refused(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([command, "--api-key", "clé\nX: 1"]) == 1
     assert "--api-key" in capsys.readouterr().err
 

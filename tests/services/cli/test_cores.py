@@ -1,4 +1,4 @@
-"""The allotment of cores: disjoint while it can be, never more threads than cores asked for."""
+"""The allotment of cores: disjoint where possible, never more threads than requested cores."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ def test_two_workers_on_two_cores() -> None:
     assert allot((0, 1), 2, 2) == [Share(1, (0,)), Share(1, (1,))]
 
 
-def test_a_core_left_over_goes_to_the_first() -> None:
+def test_a_remaining_core_goes_to_the_first() -> None:
     assert allot((3, 5, 6), 3, 2) == [Share(2, (3, 5)), Share(1, (6,))]
 
 
@@ -25,7 +25,7 @@ def test_nothing_is_pinned_under_a_quota() -> None:
     assert allot(range(8), 4, 2) == [Share(2)] * 2
 
 
-def test_threads_are_taken_at_their_word() -> None:
+def test_the_requested_threads_are_used() -> None:
     assert allot(range(8), 8, 2, threads=3) == [Share(3, (0, 1, 2)), Share(3, (3, 4, 5))]
 
 
@@ -71,7 +71,7 @@ def test_shares_are_disjoint_and_within_bounds(
         (Share(2), "2 threads, not pinned"),
     ],
 )
-def test_shares_in_words(share: Share, text: str) -> None:
+def test_shares_as_text(share: Share, text: str) -> None:
     assert str(share) == text
 
 

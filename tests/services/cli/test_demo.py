@@ -1,4 +1,4 @@
-"""What the demo believes: it fails unless answer, log and metrics agree."""
+"""The demo's checks: it fails unless answer, log and metrics agree."""
 
 import json
 import threading
@@ -14,7 +14,7 @@ from pdserve.services.cli.http_client import ApiClient
 
 
 class Gateway(ThreadingHTTPServer):
-    """Answers, and claims in its metrics and its log what it is told to claim."""
+    """A gateway that answers, and reports configured values in its metrics and log."""
 
     daemon_threads = True
 
@@ -33,7 +33,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Gateway
 
     def log_message(self, *args: Any) -> None:
-        """Quiet."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         gateway = self.server
@@ -80,7 +80,9 @@ def ask(gateway: Gateway, wanted: str = "tcp") -> None:
     demo.ask(client, gateway.log, "m", "long", "Which animal?", wanted)
 
 
-def test_it_is_content_when_all_agree(gateway: Gateway, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_passes_when_all_agree(
+    gateway: Gateway, capsys: pytest.CaptureFixture[str]
+) -> None:
     ask(gateway)
     out = capsys.readouterr().out
     assert "600 prompt tokens, prefilled remotely over tcp" in out
@@ -101,7 +103,7 @@ def test_it_is_content_when_all_agree(gateway: Gateway, capsys: pytest.CaptureFi
         ("sends", 0.0, "/metrics after"),
     ],
 )
-def test_it_complains_about_each_disagreement(
+def test_the_demo_fails_on_each_disagreement(
     gateway: Gateway, claim: str, value: object, complaint: str
 ) -> None:
     setattr(gateway, claim, value)
@@ -109,6 +111,6 @@ def test_it_complains_about_each_disagreement(
         ask(gateway)
 
 
-def test_a_request_without_a_line_is_missed(gateway: Gateway) -> None:
+def test_a_missing_log_line_is_an_error(gateway: Gateway) -> None:
     with pytest.raises(demo.DemoError, match="no line for request unheard"):
         demo.read_prefill_at(gateway.log, "unheard")

@@ -1,4 +1,4 @@
-"""Who may keep a database for the next `pdserve up`: one system of a port and host at a time."""
+"""The database kept for the next `pdserve up`: one system per port and host at a time."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from pdserve.services.local import kept_database as module
 from pdserve.services.local.kept_database import kept_database
 
 
-def test_one_system_at_a_time_has_it(tmp_path: Path) -> None:
+def test_one_system_at_a_time_keeps_the_database(tmp_path: Path) -> None:
     with kept_database(tmp_path, 8000) as path:
         assert path.stat().st_mode & 0o777 == 0o600
         with (
@@ -22,21 +22,21 @@ def test_one_system_at_a_time_has_it(tmp_path: Path) -> None:
         assert again == path
 
 
-def test_each_host_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_host_has_a_separate_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = set()
     for name in ("one", "other", ""):
         monkeypatch.setattr(module, "MACHINE_ID", tmp_path / "machine-id")
         (tmp_path / "machine-id").write_text(name + "\n")
         with kept_database(tmp_path, 8000) as path:
             found.add(path.name)
-    (tmp_path / "machine-id").unlink()  # as if it were empty: the host's name
+    (tmp_path / "machine-id").unlink()  # as if it were empty: the host name is used
     with kept_database(tmp_path, 8000) as path:
         found.add(path.name)
     assert len(found) == 3
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.sshfs"])
-def test_none_is_kept_where_other_hosts_may_write(
+def test_no_database_is_kept_where_other_hosts_may_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     home = tmp_path / "a home"
@@ -53,7 +53,7 @@ def test_none_is_kept_where_other_hosts_may_write(
         pass
 
 
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+def test_an_unusable_file_is_named(tmp_path: Path) -> None:
     with kept_database(tmp_path, 8000) as path:
         pass
     path.write_bytes(b"no database " * 1000)

@@ -1,4 +1,4 @@
-"""The command table: every command's help, lazy imports, and errors that name what is wrong."""
+"""The command table: every command's help, lazy imports, and errors that name the mistake."""
 
 import ast
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def run(*words: str, block: tuple[str, ...] = (), timeout_s: float = 100) -> tuple[int, str, str]:
-    """The command line in a process where some modules cannot be imported."""
+    """Run the command line in a process where some modules cannot be imported."""
     code = (
         "import sys\n"
         "class Block:\n"
@@ -39,7 +39,7 @@ def run(*words: str, block: tuple[str, ...] = (), timeout_s: float = 100) -> tup
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_router_tells_grpc_how_to_poll_before_it_is_imported() -> None:
+def test_a_router_configures_grpc_polling_before_the_import() -> None:
     code = (
         "import os, sys\n"
         "class Look:\n"
@@ -97,7 +97,7 @@ def test_help_fits_the_terminal(
 
 
 def test_entries_exist(subtests: pytest.Subtests) -> None:
-    """The functions that the table names are there, without importing what they import."""
+    """The functions named in the table exist; this test does not import their modules' imports."""
     for name in COMMANDS:
         with subtests.test(name):
             module, function = COMMANDS[name].entry.split(":")
@@ -107,7 +107,7 @@ def test_entries_exist(subtests: pytest.Subtests) -> None:
 
 
 def test_settings_are_light() -> None:
-    """`known_names` imports the settings of all commands; none may bring torch or grpc."""
+    """`known_names` imports the settings of all commands; none may import torch or grpc."""
     _, out, _ = run("config", "show", "decode", block=("torch", "numpy", "grpc", "fastapi"))
     assert out.endswith("[]\n")
     assert "kv_transport: auto" in out
@@ -115,8 +115,9 @@ def test_settings_are_light() -> None:
 
 @pytest.mark.parametrize("role", ["gateway", "router"])
 def test_gateway_and_router_need_no_torch(role: str, tmp_path: Path) -> None:
-    """They come as far as their servers, without what is for later either: the address given cannot
-    be bound."""
+    """They start up to their servers without torch, or modules that are needed only later: the
+    given address cannot be bound.
+    """
     database = ("--database-url", f"sqlite:///{tmp_path}/kept.db")
     words = {
         "gateway": ("--host", "203.0.113.1", "--routers", "127.0.0.1:1", *database),
@@ -132,7 +133,7 @@ def test_gateway_and_router_need_no_torch(role: str, tmp_path: Path) -> None:
     assert "torch" not in out
 
 
-def test_a_service_opens_as_many_files_as_the_system_grants() -> None:
+def test_a_service_raises_its_limit_of_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
     try:
@@ -195,7 +196,7 @@ def test_an_unknown_variable_is_refused(
     assert "did you mean prefill" in capsys.readouterr().err
 
 
-def test_what_up_decides_is_a_field_of_a_service() -> None:
+def test_options_that_up_sets_are_fields_of_a_service() -> None:
     fields = {
         option.field
         for command in ("gateway", "router", "prefill", "decode")
@@ -205,8 +206,8 @@ def test_what_up_decides_is_a_field_of_a_service() -> None:
     assert set(UP_OWNS) <= fields
 
 
-def test_an_option_means_one_thing() -> None:
-    """Options of one name take the same values wherever they stand, so one environment fits all."""
+def test_an_option_has_one_meaning() -> None:
+    """Options of one name take the same values in all commands, so one environment fits all."""
     kinds: dict[str, set[object]] = {}
     for command in COMMANDS.values():
         for section in command.sections():
@@ -217,7 +218,7 @@ def test_an_option_means_one_thing() -> None:
     assert {name for name, found in kinds.items() if len(found) > 1} == set()
 
 
-def test_gateway_and_router_share_what_means_the_same() -> None:
+def test_gateway_and_router_share_options_of_one_meaning() -> None:
     gateway, router = (
         {option.name for section in COMMANDS[name].sections() for option in section.options}
         for name in ("gateway", "router")

@@ -1,4 +1,4 @@
-"""Options from flags, environment and YAML: precedence, bounds, and refusals that name the flag."""
+"""Options from flags, environment and YAML: precedence, bounds, and errors that name the flag."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,7 +20,7 @@ def option(default: Any, help: str, **extra: Any) -> Any:
 
 @dataclass(frozen=True)
 class Server:
-    """A settings class as services write them."""
+    """A settings class like those of services."""
 
     host: str = option("127.0.0.1", "address")
     port: int = option(8000, "port", min=1, max=65535)
@@ -121,7 +121,7 @@ def test_a_shared_option_fills_both_groups() -> None:
         (["stray"], ["stray"]),
     ],
 )
-def test_bad_flags_are_named(words: list[str], parts: list[str]) -> None:
+def test_invalid_flags_are_named(words: list[str], parts: list[str]) -> None:
     message = refusal(*words)
     assert all(part in message for part in parts), message
 
@@ -141,7 +141,7 @@ def test_bad_flags_are_named(words: list[str], parts: list[str]) -> None:
         ("port: !!python/object/apply:os.getpid []", ["not YAML"]),
     ],
 )
-def test_bad_files_are_named(tmp_path: Path, text: str, parts: list[str]) -> None:
+def test_invalid_files_are_named(tmp_path: Path, text: str, parts: list[str]) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     message = refusal(config=file)
@@ -163,7 +163,8 @@ def test_environment() -> None:
     assert "did you mean port" in refusal(environ={"PDSERVE_PROT": "1"})
     message = refusal(environ={"PDSERVE_PORT": "x"})
     assert "--port (from PDSERVE_PORT)" in message
-    # Empty is unset, and another command's option may stand in a shared environment.
+    # An empty variable counts as unset, and another command's option may be in a shared
+    # environment.
     environ = {"PDSERVE_PORT": "", "PDSERVE_OF_ANOTHER_COMMAND": "7", "HOME": "/"}
     assert settle([], environ).build(Server) == Server()
 
@@ -175,13 +176,13 @@ def test_secrets_are_never_shown(tmp_path: Path) -> None:
     lines = [line.split("#") for line in text.splitlines()]
     assert any(MASK in line[1] and "api_key" in line[1] for line in lines if len(line) > 2)
     assert [line[1].strip() for line in lines if line[0].startswith("port:")] == ["flag --port"]
-    # What is shown can be loaded again, and gives the same but for the secret.
+    # The printed settings can be loaded again, and give the same values except for the secret.
     file = tmp_path / "shown.yaml"
     file.write_text(text)
     assert settle(["--config", str(file)]).build(Server) == Server(port=9000, host="0.0.0.0")
 
 
-def test_a_wrong_secret_is_not_quoted(tmp_path: Path) -> None:
+def test_an_invalid_secret_is_not_quoted(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("api_key: 12345678")
     message = refusal(config=file)

@@ -1,4 +1,4 @@
-"""Bars in a pseudo terminal while children write there, too; lines where there is no terminal."""
+"""Bars in a pseudo terminal while children also write there; lines without a terminal."""
 
 import sys
 

@@ -36,7 +36,7 @@ def test_a_file_is_written_and_described(plain: Path, capsys: pytest.CaptureFixt
         ("tiny/config.json", "out.gguf", [], 1, "is not a GGUF file"),
     ],
 )
-def test_what_cannot_be_done(
+def test_impossible_conversions_are_refused(
     plain: Path,
     capsys: pytest.CaptureFixture[str],
     model: str,
@@ -67,7 +67,7 @@ def test_what_cannot_be_done(
         ("org/name", "plain.gguf", "already exists"),
     ],
 )
-def test_nothing_is_downloaded_for_what_cannot_be_done(
+def test_nothing_is_downloaded_for_an_impossible_conversion(
     plain: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -1,4 +1,4 @@
-"""The examples of README run as written.
+"""Run the examples of README as written.
 
 tests/test_docs.py checks the names in it.
 """
@@ -28,7 +28,7 @@ EXAMPLES = {code.splitlines()[0] + str(n): code for n, code in enumerate(blocks(
 
 @pytest.fixture(scope="module")
 def ports() -> Iterator[dict[str, str]]:
-    """A system with the flags that README names; its ports by those in README."""
+    """Run a system with the flags that README names; return its ports by those in README."""
     probes = [socket.socket() for _ in PORTS]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
@@ -75,7 +75,7 @@ def test_the_curl_line_works(ports: dict[str, str]) -> None:
     assert '"content":' in done.stdout, done.stdout + done.stderr
 
 
-def test_there_are_examples_of_every_way_in() -> None:
+def test_there_are_examples_of_every_entry_point() -> None:
     text = "\n".join(EXAMPLES.values())
     for word in ("OpenAI(", "TextStub", "RouterStub", "from pdserve import LLM"):
         assert word in text

@@ -1,4 +1,6 @@
-"""`pdserve replay`: lives as text, as verdict and as script, from rings of three processes."""
+"""`pdserve replay`: attempts as text, as a verdict and as a script, from rings of three
+processes.
+"""
 
 from pathlib import Path
 
@@ -26,7 +28,7 @@ FIRST, SECOND = bytes(range(16)), bytes(range(100, 116))
 
 @pytest.fixture
 def rings(tmp_path: Path) -> Path:
-    """Two hand-offs without a fault."""
+    """Return rings of two hand-offs without a fault."""
     made = [open_ring(str(tmp_path), role, role.encode() * 4, 1) for role in ROLES]
     for number, attempt in enumerate((FIRST, SECOND), 1):
         play(attempt, number, *(ring for ring in made if ring is not None))
@@ -39,7 +41,9 @@ def rings(tmp_path: Path) -> Path:
 ROLES = ("router", "decode", "prefill")
 
 
-def test_a_life_is_a_line_a_record(rings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_attempt_has_a_line_for_each_record(
+    rings: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["replay", *map(str, sorted(rings.iterdir()))]) == 0
     first, second, rest = capsys.readouterr().out.split("\n\n")
     assert rest == ""
@@ -62,7 +66,7 @@ def test_attempts_are_chosen_by_prefix(rings: Path, capsys: pytest.CaptureFixtur
     assert "no attempt matches --attempt" in capsys.readouterr().out
 
 
-def test_check_tells_violations_by_its_code(
+def test_check_reports_violations_in_its_exit_code(
     rings: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["replay", str(rings), "--check"]) == 0
@@ -104,7 +108,7 @@ ENDS: list[tuple[str, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("side", "reason", "kind", "phase"), ENDS, ids=lambda v: str(v)[:16])
-def test_what_ended_an_attempt_is_the_fault(
+def test_the_end_of_an_attempt_becomes_the_fault(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     side: str,
@@ -112,7 +116,7 @@ def test_what_ended_an_attempt_is_the_fault(
     kind: str,
     phase: str,
 ) -> None:
-    """The simulation takes it, and it strikes there."""
+    """The simulation accepts the scenario and applies the fault at the same point."""
     made = [open_ring(str(tmp_path), role, role.encode() * 4, 1) for role in ROLES]
     router, decode, prefill = (ring for ring in made if ring is not None)
     play(FIRST, 1, router, decode, prefill)
@@ -142,7 +146,7 @@ def test_what_ended_an_attempt_is_the_fault(
 
 
 @pytest.mark.parametrize("content", [b"", b"PDSVRING", b"x" * 10_000])
-def test_what_is_no_ring_is_named(
+def test_a_file_that_is_no_ring_is_named(
     tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "bad.ring"
@@ -153,14 +157,14 @@ def test_what_is_no_ring_is_named(
     assert "bad.ring: the file is not a ring" in capsys.readouterr().err
 
 
-def test_losses_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_records_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ring = Ring(tmp_path / "a.ring", "router", b"r" * 16, 4096 + 10 * 32)
     for number in range(10):
         EventLog(ring).route(FIRST, number, 5)
         EventLog(ring).unroute(FIRST, "busy")
     ring.close()
     data = bytearray((tmp_path / "a.ring").read_bytes())
-    for slot in (5, 6):  # one may be torn
+    for slot in (5, 6):  # one may be half-written
         data[4096 + slot * 32] ^= 1
     (tmp_path / "a.ring").write_bytes(data)
     assert main(["replay", str(tmp_path)]) == 0

@@ -1,4 +1,4 @@
-"""The temporary folder of `up`: private, removed, and swept after a kill."""
+"""The temporary folder of `up`: private, removed at the end, and swept after a kill."""
 
 import fcntl
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 from pdserve.services.local.run_folder import PREFIX, run_dir
 
 
-def test_it_is_private_and_removed(tmp_path: Path) -> None:
+def test_the_folder_is_private_and_removed(tmp_path: Path) -> None:
     with run_dir(tmp_path) as folder:
         (folder / "a.sock").touch()
         assert folder.stat().st_mode & 0o077 == 0
@@ -36,7 +36,7 @@ def test_the_folder_of_a_killed_owner_is_swept_and_a_living_one_kept(tmp_path: P
             assert second.exists()
 
 
-def test_a_folder_that_is_swept_before_its_lock_is_made_anew(
+def test_a_folder_swept_before_its_lock_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mkdtemp, flock = tempfile.mkdtemp, fcntl.flock

@@ -1,4 +1,4 @@
-"""`pdserve certs` and `pdserve key`: what they write is what the processes take."""
+"""`pdserve certs` and `pdserve key`: the processes accept what they write."""
 
 import ssl
 import stat
@@ -25,7 +25,7 @@ def test_certificates_of_every_role(tmp_path: Path, capsys: pytest.CaptureFixtur
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key)
 
 
-def test_a_wrong_certificate_does_not_start(
+def test_an_invalid_certificate_stops_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["certs", str(tmp_path)]) == 0
@@ -41,7 +41,7 @@ def test_a_wrong_certificate_does_not_start(
     assert "decode.pem: the key does not match the certificate" in start("router", "router-key")
 
 
-def test_renewed_by_the_same_authority(tmp_path: Path) -> None:
+def test_certificates_renewed_by_the_same_authority(tmp_path: Path) -> None:
     assert main(["certs", str(tmp_path)]) == 0
     names = ("ca.pem", "ca-key.pem", "router.pem", "router-key.pem")
     before = {name: (tmp_path / name).read_bytes() for name in names}
@@ -59,7 +59,9 @@ def test_a_broken_authority_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["certs", str(tmp_path / "file")]) == 2
 
 
-def test_a_line_for_the_key_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_prints_a_line_for_the_key_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["key", "someone"]) == 0
     said = capsys.readouterr()
     line = next(text for text in said.out.splitlines() if text.startswith("someone:sha256:"))

@@ -1,4 +1,4 @@
-"""Children are restarted, stopped in order, killed after the bound, and never orphaned."""
+"""Children are restarted, stopped in order, killed after the time limit, and never orphaned."""
 
 import os
 import signal
@@ -81,7 +81,7 @@ def test_a_killed_child_is_restarted_at_once(supervisor: Supervisor, events: Eve
     assert died["restart_s"] == 0
 
 
-def test_one_that_dies_again_is_restarted_with_a_delay(
+def test_a_child_that_dies_again_is_restarted_with_a_delay(
     supervisor: Supervisor, events: Events
 ) -> None:
     child = start(supervisor, "mortal")
@@ -91,7 +91,7 @@ def test_one_that_dies_again_is_restarted_with_a_delay(
     assert [figures["restart_s"] for _, event, figures in events if event == "died"] == [0, 1]
 
 
-def test_delays() -> None:
+def test_restart_delays() -> None:
     assert [restart_delay(n) for n in range(1, 9)] == [0, 1, 2, 4, 8, 16, 30, 30]
 
 
@@ -102,8 +102,8 @@ def test_a_child_that_never_was_ready_is_an_error(supervisor: Supervisor) -> Non
 
 
 @pytest.mark.parametrize("serving", [False, True])
-def test_one_that_is_killed_before_it_was_ready(serving: bool, events: Events) -> None:
-    """It does not end a system that already serves."""
+def test_a_child_killed_before_it_was_ready(serving: bool, events: Events) -> None:
+    """Its death does not end a system that already serves."""
     with Supervisor(noting(events), serving=lambda: serving) as supervisor:
         child = start(supervisor, "slow")
         supervisor.run_until(lambda: "pid" in child.figures, LIMIT_S)
@@ -115,8 +115,8 @@ def test_one_that_is_killed_before_it_was_ready(serving: bool, events: Events) -
                 supervisor.run_until(lambda: False, LIMIT_S)
 
 
-def test_one_that_fails_while_the_system_serves(events: Events) -> None:
-    """It is restarted, whether it says why it cannot load or the system has no process for it."""
+def test_a_child_that_fails_while_the_system_serves(events: Events) -> None:
+    """The child is restarted, whether it reports a load error or the system refuses a process."""
     starts: list[int] = []
 
     def make() -> Task:
@@ -132,7 +132,9 @@ def test_one_that_fails_while_the_system_serves(events: Events) -> None:
 
 
 @pytest.mark.parametrize("preload", [(), ("fakes.service",)])
-def test_a_hang_up_goes_on_to_who_reloads(preload: tuple[str, ...], events: Events) -> None:
+def test_sighup_is_forwarded_to_children_that_reload(
+    preload: tuple[str, ...], events: Events
+) -> None:
     with Supervisor(noting(events), preload, reloading=("reloading",)) as supervisor:
         children = [start(supervisor, "reloading"), start(supervisor, "good")]
         assert all_ready(supervisor)
@@ -143,13 +145,13 @@ def test_a_hang_up_goes_on_to_who_reloads(preload: tuple[str, ...], events: Even
     assert [child.deaths_in_a_row for child in children] == [1, 1]
 
 
-def test_an_unforeseen_failure_is_named(supervisor: Supervisor) -> None:
+def test_an_unexpected_failure_is_named(supervisor: Supervisor) -> None:
     start(supervisor, "surprised")
     with pytest.raises(StartError, match=r"KeyError: 'oops'"):
         all_ready(supervisor)
 
 
-def test_stages_end_one_after_the_other(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_stages_end_in_order(supervisor: Supervisor, tmp_path: Path) -> None:
     log = tmp_path / "order"
     children = [start(supervisor, "logged", str(log), name) for name in "abc"]
     assert all_ready(supervisor)
@@ -157,7 +159,7 @@ def test_stages_end_one_after_the_other(supervisor: Supervisor, tmp_path: Path) 
     assert log.read_text().split() == ["c", "a", "b"]
 
 
-def test_a_stubborn_child_is_killed_after_the_bound(supervisor: Supervisor) -> None:
+def test_a_stubborn_child_is_killed_after_the_time_limit(supervisor: Supervisor) -> None:
     children = [start(supervisor, "stubborn"), start(supervisor, "good")]
     assert all_ready(supervisor)
     started = time.monotonic()
@@ -196,7 +198,7 @@ def test_forked_children_share_one_import(forking: Supervisor) -> None:
     assert child.figures["pgid"] == child.figures["pid"] != other.figures["pgid"]
     assert child.figures["cores"] == list(share.cores)
     assert child.figures["blocked"] == [signal.SIGTERM]  # which the service itself blocks
-    assert child.figures["num_fds"] == other.figures["num_fds"]  # none of its siblings'
+    assert child.figures["num_fds"] == other.figures["num_fds"]  # it inherits none of its siblings'
     os.kill(child.figures["pid"], signal.SIGKILL)
     assert forking.run_until(lambda: child.restarts == 1 and child.ready, LIMIT_S)
     assert child.figures["imported_by"] == server
@@ -206,7 +208,7 @@ def test_forked_children_share_one_import(forking: Supervisor) -> None:
 
 
 def test_signals_leave_the_fork_server_alone(forking: Supervisor) -> None:
-    """The children end in order, so it must be there until they have."""
+    """The children end in order, so the fork server must live until they have ended."""
     child = start(forking, "good")
     assert all_ready(forking)
     server = child.figures["imported_by"]
@@ -251,7 +253,7 @@ def test_children_come_back_when_the_fork_server_is_killed(
     assert forking.run_until(lambda: child.restarts == 1 and child.ready, LIMIT_S)
     assert ended(first)
     assert [figures["code"] for _, event, figures in events if event == "died"] == [-9]
-    other = start(forking, "good")  # by now it is known that the server is dead
+    other = start(forking, "good")  # by now the supervisor knows that the server is dead
     assert all_ready(forking)
     assert other.figures["imported_by"] == other.figures["ppid"] not in (server.pid, os.getpid())
 
@@ -265,7 +267,7 @@ def test_a_child_is_spawned_if_the_fork_server_dies(caplog: pytest.LogCaptureFix
     assert "good is spawned, since it could not be forked" in caplog.text
 
 
-def test_a_refused_fork_costs_no_sibling(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_fork_leaves_siblings_running(caplog: pytest.LogCaptureFixture) -> None:
     with Supervisor(noting([]), preload=["fakes.service", "fakes.refusal"]) as supervisor:
         spawned, child, other = (start(supervisor, "good") for _ in range(3))
         assert all_ready(supervisor)
@@ -277,7 +279,7 @@ def test_a_refused_fork_costs_no_sibling(caplog: pytest.LogCaptureFixture) -> No
         assert child.figures["num_fds"] == other.figures["num_fds"]
 
 
-def test_a_task_that_cannot_be_read_costs_no_sibling(forking: Supervisor) -> None:
+def test_an_unreadable_task_leaves_siblings_running(forking: Supervisor) -> None:
     child = start(forking, "good")
     assert all_ready(forking)
     start(forking, "stubborn", fake_service.Unreadable())
@@ -290,7 +292,7 @@ def test_a_task_that_cannot_be_read_costs_no_sibling(forking: Supervisor) -> Non
 def test_a_fork_server_that_hangs_is_killed(
     forking: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its children are started again, by another one."""
+    """Another fork server starts its children again."""
     child = start(forking, "good")
     assert all_ready(forking)
     server = psutil.Process(child.figures["imported_by"])
@@ -310,7 +312,9 @@ def test_a_fork_server_that_hangs_is_killed(
 def test_a_start_that_the_system_refuses(
     forked: bool, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At first it is an error; later the child starts again, and the others go on."""
+    """At the first start it is an error; later the child starts again, and the others keep
+    running.
+    """
 
     def refuse(*args: object) -> None:
         raise BlockingIOError("no more processes")
@@ -333,7 +337,7 @@ def test_a_start_that_the_system_refuses(
         assert supervisor.stop([[child, other]], LIMIT_S)
 
 
-def test_what_up_preloads_starts_no_thread_and_imports_no_torch() -> None:
+def test_preloaded_modules_start_no_thread_and_import_no_torch() -> None:
     code = (
         "import importlib, os, sys\n"
         "from pdserve.services.local.up import PRELOAD\n"
@@ -350,7 +354,7 @@ def test_what_up_preloads_starts_no_thread_and_imports_no_torch() -> None:
 
 @pytest.mark.parametrize("preload", [(), ("fakes.service",)])
 def test_no_orphan_when_the_parent_is_killed(preload: tuple[str, ...]) -> None:
-    """The whole tree goes, though the parent could do nothing."""
+    """The whole tree ends although the parent could do nothing."""
     code = (
         "import os\n"
         "from pdserve.services.local.child import Task\n"
@@ -381,5 +385,5 @@ def test_no_orphan_when_the_parent_is_killed(preload: tuple[str, ...]) -> None:
 
 
 def ended(process: psutil.Process) -> bool:
-    """An orphan may be left as a zombie by whoever should reap it here."""
+    """Return whether a process has ended; an orphan may remain as a zombie until it is reaped."""
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE

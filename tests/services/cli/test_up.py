@@ -1,4 +1,4 @@
-"""`pdserve up` over fake services: what each child is told, restarts, and a clean end."""
+"""`pdserve up` over fake services: arguments of each child, restarts, and a clean end."""
 
 import json
 import os
@@ -46,7 +46,7 @@ class Watched(Supervisor):
     def __init__(self, system: System, then: Callable[["Watched"], bool]) -> None:
         super().__init__(system.on_event, reloading=system.reloading())
         self._then = then
-        self.ports: set[int] = set()  # at which this process listens when its children stop
+        self.ports: set[int] = set()  # on which this process listens when its children stop
 
     def run_until(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
         serving = len(self.children) > 1 and all(c.ready for c in self.children)
@@ -64,7 +64,7 @@ class Watched(Supervisor):
 
 
 def serve(tmp_path: Path, *words: str, then: Callable[[Watched], bool] = lambda s: True) -> Watched:
-    """Run a system to readiness, then until `then`, then to its end."""
+    """Run a system until it is ready, then until `then` returns, then to its end."""
     settings, _ = parse_command(COMMANDS["up"], "pdserve up", ["--port", "0", *words])
     system = System(settings, FAKES)
     with run_dir(tmp_path) as folder, Watched(system, then) as supervisor:
@@ -76,9 +76,7 @@ def serve(tmp_path: Path, *words: str, then: Callable[[Watched], bool] = lambda 
     return supervisor
 
 
-def test_everybody_is_told_what_they_need(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_child_gets_its_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ended = serve(tmp_path, "--model", "one.gguf", "--model", "two", "--decode", "2")
     names = [child.name for child in ended.children]
     assert names[:2] == ["gateway", "router"]
@@ -214,7 +212,7 @@ def test_a_given_secret_keys_and_ports_are_used(
     assert "first" not in out
 
 
-def test_a_killed_router_comes_back_at_its_address(tmp_path: Path) -> None:
+def test_a_killed_router_restarts_at_its_address(tmp_path: Path) -> None:
     killed: list[int] = []
     addresses: list[str] = []
 
@@ -233,8 +231,8 @@ def test_a_killed_router_comes_back_at_its_address(tmp_path: Path) -> None:
     assert [c.restarts for c in ended.children] == [0, 1, 0, 0]
 
 
-def test_a_hang_up_reloads_the_keys(tmp_path: Path) -> None:
-    """Of those that have any; without a file of keys it is a stop."""
+def test_sighup_reloads_the_keys(tmp_path: Path) -> None:
+    """Only in children that have keys; without a key file SIGHUP is a stop."""
     keys = tmp_path / "keys"
     keys.write_text("first\n")
     folder = tmp_path / "run"
@@ -253,7 +251,7 @@ def test_a_hang_up_reloads_the_keys(tmp_path: Path) -> None:
     assert ended.signals == []
 
 
-def test_mcp_servers_are_the_gateways_and_checked_first(tmp_path: Path) -> None:
+def test_mcp_servers_belong_to_the_gateway_and_are_checked_first(tmp_path: Path) -> None:
     config = tmp_path / "mcp.json"
     config.write_text('{"mcpServers": {"a": {"command": "x"}}}')
     words = ["--port", "0", "--mcp-config", str(config), "--mcp-max-rounds", "3"]
@@ -265,7 +263,7 @@ def test_mcp_servers_are_the_gateways_and_checked_first(tmp_path: Path) -> None:
         System(parse_command(COMMANDS["up"], "pdserve up", words)[0], FAKES)
 
 
-def test_traces_go_to_one_collector_from_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_of_every_process_go_to_one_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--port", "0", "--otlp-traces-endpoint", "http://c:4318"]
     settings, _ = parse_command(COMMANDS["up"], "pdserve up", words)
     for kind in (GatewaySettings, RouterSettings, PrefillSettings, DecodeSettings):
@@ -279,7 +277,7 @@ def test_traces_go_to_one_collector_from_every_process(monkeypatch: pytest.Monke
         System(parse_command(COMMANDS["up"], "pdserve up", words)[0], FAKES)
 
 
-def test_a_worker_that_cannot_start_ends_everything(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_start_ends_the_system(tmp_path: Path) -> None:
     settings, _ = parse_command(COMMANDS["up"], "pdserve up", ["--port", "0"])
     system = System(settings, {**FAKES, "prefill": "fakes.service:broken_worker"})
     with run_dir(tmp_path) as folder, Supervisor(system.on_event) as supervisor:
@@ -300,7 +298,7 @@ def test_a_busy_port_is_named() -> None:
                 System(settings, FAKES)
 
 
-def test_an_open_address_without_a_key_is_warned_of(
+def test_an_open_address_without_a_key_gets_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(tmp_path, "--host", "0.0.0.0")
@@ -309,7 +307,7 @@ def test_an_open_address_without_a_key_is_warned_of(
     assert "no --api-key is set" not in capsys.readouterr().err
 
 
-def test_it_says_how_to_talk_to_it(
+def test_the_output_says_how_to_send_a_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["somewhere/pdserve"])
@@ -323,7 +321,7 @@ def test_it_says_how_to_talk_to_it(
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """The real command in a process of its own, over fake services."""
+    """Run the real command in a separate process, over fake services."""
     started: list[subprocess.Popen[str]] = []
 
     def start(
@@ -357,13 +355,15 @@ def process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Everything below it, once it says that it is ready."""
+    """Return all its descendants, once it reports that it is ready."""
     assert process.stdout is not None
     assert any("pdserve is ready" in line for line in process.stdout)
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def test_as_json_every_line_is_an_object(process: Callable[..., subprocess.Popen[str]]) -> None:
+def test_json_output_has_an_object_in_every_line(
+    process: Callable[..., subprocess.Popen[str]],
+) -> None:
     up = process(words=("--log-format", "json"))
     assert up.stderr is not None
     lines = []
@@ -381,7 +381,7 @@ def test_as_json_every_line_is_an_object(process: Callable[..., subprocess.Popen
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_leaves_nothing_behind(
+def test_a_signal_ends_every_process(
     process: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
 ) -> None:
     up = process()
@@ -394,7 +394,7 @@ def test_a_signal_leaves_nothing_behind(
     assert list(tmp_path.glob(PREFIX + "*")) == []
 
 
-def test_the_second_signal_ends_it_at_once(
+def test_the_second_signal_ends_the_system_at_once(
     process: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     up = process(drain_s=10 * LIMIT_S, decode="fakes.service:stubborn_worker")
@@ -409,7 +409,7 @@ def test_the_second_signal_ends_it_at_once(
     assert list(tmp_path.glob(PREFIX + "*")) == []
 
 
-def test_no_orphan_when_it_is_killed(process: Callable[..., subprocess.Popen[str]]) -> None:
+def test_no_orphan_when_up_is_killed(process: Callable[..., subprocess.Popen[str]]) -> None:
     up = process()
     children = family(up)
     up.kill()
@@ -417,7 +417,7 @@ def test_no_orphan_when_it_is_killed(process: Callable[..., subprocess.Popen[str
 
 
 def test_a_certificate_for_clients_goes_with_a_cluster_secret(tmp_path: Path) -> None:
-    """The gateway shows it; the router's own port is on loopback then, and shows none."""
+    """The gateway presents it; the router's own port is then on loopback and presents none."""
     words = ("--tls-cert", "cert.pem", "--tls-key", "key.pem")
     ended = serve(tmp_path, "--cluster-secret", "s" * 32, *words)
     assert "bind" in ended.named("router").figures

@@ -1,4 +1,4 @@
-"""Nothing on the native backend imports torch; what needs it says which extra brings it."""
+"""Nothing on the native backend imports torch; errors of code that needs it name the extra."""
 
 import os
 import subprocess
@@ -42,7 +42,9 @@ def test_an_llm_in_this_process_imports_neither_torch_nor_servers(model: Path) -
 
 
 def test_no_process_of_up_imports_torch(model: Path) -> None:
-    """Up itself, gateway, router, prefill and decode, once both kinds of worker have served."""
+    """Covers `up` itself, gateway, router, prefill and decode, after both kinds of worker have
+    served.
+    """
     options = ("--model", str(model), "--kv-tokens", "2048", "--remote-prefill", "always")
     with Fleet("--prefill", "1", "--decode", "1", *options) as fleet:
         params = {"max_tokens": 4, "ignore_eos": True}

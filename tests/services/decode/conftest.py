@@ -1,4 +1,4 @@
-"""A decode and a prefill service over real gRPC that must leave nothing behind."""
+"""A decode and a prefill service over real gRPC that must release everything."""
 
 import asyncio
 import threading

@@ -1,6 +1,6 @@
-"""Leaving frees decode's blocks within one step and prefill's within one chunk.
+"""A cancelled request frees decode's blocks within one step and prefill's within one chunk.
 
-Counted in steps of the engine from the moment at which the worker hears of it, so that a busy
+Counted in engine steps from the moment at which the worker receives the cancel, so that a busy
 machine changes nothing; no timer frees anything here.
 """
 
@@ -23,7 +23,7 @@ from pdserve.protos.worker_pb2_grpc import DecodeStub
 
 STEP_S = 0.1  # of a chunk too: 16 tokens
 LONG = 200  # tokens: 13 chunks
-HOG = "hog"  # has blocks so that others lack them
+HOG = "hog"  # holds blocks so that others lack them
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def _no_timer() -> Iterator[None]:
 
 
 class Slow(FakeDecoder):
-    """`forwards` so far, by thread: each worker's engine has its own."""
+    """Counts `forwards` by thread: each worker's engine runs in a separate one."""
 
     def __init__(self) -> None:
         super().__init__(fake_spec())
@@ -46,13 +46,14 @@ class Slow(FakeDecoder):
 
 
 async def asked(worker: Any, what: Callable[[Any], Any]) -> Any:
-    """`what` of the worker's engine, between two steps."""
+    """Return `what` of the worker's engine, between two steps."""
     return await asyncio.wrap_future(worker.runtime.thread.post(what))
 
 
 class Freed:
-    """Counts the steps of a worker's engine from when its core hears of a cancel until nothing is
-    left, which is looked at between steps."""
+    """Counts the steps of a worker's engine from when its core receives a cancel until nothing
+    remains, checked between steps.
+    """
 
     def __init__(self, model: Slow, left: Callable[[], int]) -> None:
         self._model, self._left = model, left
@@ -84,13 +85,13 @@ class Freed:
 
 
 def held(worker: Any, hogged: int = 0) -> int:
-    """Blocks that are a request's; to be called in its engine's thread."""
+    """Return the number of blocks of requests; call it in the engine's thread."""
     blocks = worker.runtime.engine.stats().blocks
     return int(blocks.used + blocks.reserved - hogged)
 
 
 async def queued(pair: Pair) -> bytes:
-    """Behind another request that has the one place in the batch."""
+    """Run a request behind another one that has the only place in the batch."""
     other = pair.admit(prompt(4, 1), remote=False, params={"max_tokens": 200})
     await pair.decode.wait("tokens", other)
     attempt = pair.admit(prompt(LONG), remote=False)
@@ -122,7 +123,7 @@ async def receiving(pair: Pair) -> bytes:
 
 
 async def claiming(pair: Pair) -> bytes:
-    """Others have decode's blocks."""
+    """Run a request that waits for decode's blocks while others hold them."""
     hog = Request(HOG, tuple(prompt(240, 3)), SamplingParams(max_tokens=1), seed=0)
     taken = await asked(pair.decode_worker, lambda engine: engine.reserve(hog))
     assert taken is not None
@@ -146,7 +147,7 @@ async def parked(pair: Pair) -> bytes:
 @pytest.mark.parametrize(
     "state", [queued, prefilling, decoding, receiving, claiming, parked], ids=lambda f: f.__name__
 )
-def test_leaving_frees_the_blocks_at_once(with_pair: Callable[..., None], state: Any) -> None:
+def test_cancelling_frees_the_blocks_at_once(with_pair: Callable[..., None], state: Any) -> None:
     model = Slow()
 
     async def test(pair: Pair) -> None:
@@ -173,8 +174,10 @@ def test_leaving_frees_the_blocks_at_once(with_pair: Callable[..., None], state:
     with_pair(test, engine=engine)
 
 
-def test_a_follower_that_leaves_is_forgotten_at_once(with_pair: Callable[..., None]) -> None:
-    """One that waits for KV on its way for another has no blocks; the other goes on."""
+def test_a_cancelled_follower_is_forgotten_at_once(with_pair: Callable[..., None]) -> None:
+    """A follower that waits for the KV of another request has no blocks; the other request
+    continues.
+    """
     model = Slow()
 
     async def test(pair: Pair) -> None:

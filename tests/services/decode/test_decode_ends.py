@@ -50,9 +50,9 @@ def test_cancel_of_a_single_choice(with_pair: Callable[..., None]) -> None:
     with_pair(test)
 
 
-def test_a_deadline_ends_it(with_pair: Callable[..., None]) -> None:
+def test_a_deadline_ends_a_request(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
-        remote = pair.admit(prompt(50), remaining_ms=200)  # prefill never comes
+        remote = pair.admit(prompt(50), remaining_ms=200)  # no prefill starts
         failed = await pair.decode.wait("failed", remote)
         assert failed.failure.code == pb.DEADLINE_EXCEEDED
         assert pair.decode.kinds(remote) == ["admitted", "failed"]
@@ -61,9 +61,11 @@ def test_a_deadline_ends_it(with_pair: Callable[..., None]) -> None:
     with_pair(test)
 
 
-def test_the_queue_timeout_counts_only_while_it_waits(with_pair: Callable[..., None]) -> None:
+def test_the_queue_timeout_counts_only_while_a_request_waits(
+    with_pair: Callable[..., None],
+) -> None:
     async def test(pair: Pair) -> None:
-        waits = pair.admit(prompt(50), queue_remaining_ms=150)  # prefill never comes
+        waits = pair.admit(prompt(50), queue_remaining_ms=150)  # no prefill starts
         failed = await pair.decode.wait("failed", waits)
         assert failed.failure.code == pb.QUEUE_TIMEOUT
         runs = await pair.hand_off(prompt(50), queue_remaining_ms=2000)
@@ -73,11 +75,11 @@ def test_the_queue_timeout_counts_only_while_it_waits(with_pair: Callable[..., N
     with_pair(test)
 
 
-def test_a_lost_hand_off_is_told(with_pair: Callable[..., None]) -> None:
+def test_a_lost_hand_off_is_reported(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         attempt = pair.admit(prompt(60))
         admitted = await pair.decode.wait("admitted", attempt)
-        pair.start_prefill(attempt, prompt(30), admitted.ticket)  # not the ids it was promised for
+        pair.start_prefill(attempt, prompt(30), admitted.ticket)  # not the promised ids
         lost = await pair.decode.wait("handoff_lost", attempt)
         assert lost.reason == "the Claim names 30 tokens instead of 59"
         failed = await pair.prefill.wait("failed", attempt)
@@ -87,7 +89,9 @@ def test_a_lost_hand_off_is_told(with_pair: Callable[..., None]) -> None:
     with_pair(test)
 
 
-def test_resume_is_gone_and_unknown_cancels_are_counted(with_pair: Callable[..., None]) -> None:
+def test_an_unknown_resume_is_gone_and_unknown_cancels_are_counted(
+    with_pair: Callable[..., None],
+) -> None:
     async def test(pair: Pair) -> None:
         pair.decode.send(wire.DecodeCommand(resume=wire.Resume(attempt=b"x" * 16, epoch=9)))
         await pair.decode.wait("gone", b"x" * 16)

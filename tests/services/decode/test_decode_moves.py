@@ -1,4 +1,4 @@
-"""A request of one decode worker goes on at another one, as a router tells them; or it stays."""
+"""Moves of a request to another decode worker, as commanded by a router, and requests that stay."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ class Other:
         self.client = SessionClient(DecodeStub, worker.address)
 
     async def admit(self, pair: Pair, ids: list[int], said: list[int]) -> tuple[bytes, Any]:
-        """The rest of a request of the pair's, whose decode worker is to send its KV."""
+        """Admit the rest of a request of the pair, whose decode worker is to send its KV."""
         start = pb.Start(
             request="moved",
             epoch=3,
@@ -75,7 +75,7 @@ async def held(pair: Pair, ids: list[int]) -> tuple[bytes, list[int], Any]:
     assert pair.decode.kinds(attempt)[-1] == "held"
     said = pair.decode.tokens(attempt)[0]
     assert message.tokens == len(ids) + len(said) - 1
-    assert len(said) < NUM, "it was over too soon"
+    assert len(said) < NUM, "the request ended too soon"
     return attempt, said, message
 
 
@@ -95,7 +95,7 @@ async def snapshot(worker: Any) -> Any:
     )[0]
 
 
-def test_it_moves_with_its_blocks(with_pair: Callable[..., None]) -> None:
+def test_a_request_moves_with_its_blocks(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         ids = prompt(50)
         async with another() as other:
@@ -113,7 +113,7 @@ def test_it_moves_with_its_blocks(with_pair: Callable[..., None]) -> None:
             found = said + [token for m in rest for token in m.ids]
             assert found == expected(ids, seed=7, **PARAMS)[0]
             assert all(len(m.logprobs) == len(m.ids) for m in rest)
-            assert pair.decode.kinds(attempt)[-1] == "moved", "no Finished, no token after it"
+            assert pair.decode.kinds(attempt)[-1] == "moved", "no Finished and no token may follow"
             assert pair.decode_role.core.num_served == 0
             source, target = await snapshot(pair.decode_worker), await snapshot(other.worker)
             assert (source.moved_away, source.stayed, source.prompt_tokens) == (1, 0, 50)
@@ -124,7 +124,7 @@ def test_it_moves_with_its_blocks(with_pair: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("how", ["stay", "refused", "session", "resumed", "cancel", "choice"])
-def test_it_stays_or_ends_like_any_other(with_pair: Callable[..., None], how: str) -> None:
+def test_a_held_request_stays_or_ends_normally(with_pair: Callable[..., None], how: str) -> None:
     async def test(pair: Pair) -> None:
         ids = prompt(50)
         wanted = expected(ids, seed=7, **PARAMS)[0]
@@ -169,7 +169,7 @@ def test_it_stays_or_ends_like_any_other(with_pair: Callable[..., None], how: st
     with_pair(test, engine=slow())
 
 
-def test_what_cannot_move_is_said_to_stay(with_pair: Callable[..., None]) -> None:
+def test_a_request_that_cannot_move_is_reported_to_stay(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         two = pair.admit(prompt(20), remote=False, params={"n": 2, "max_tokens": 100})
         await pair.decode.wait("tokens", two)
@@ -186,7 +186,7 @@ def test_what_cannot_move_is_said_to_stay(with_pair: Callable[..., None]) -> Non
     with_pair(test, engine=slow())
 
 
-def test_a_drained_worker_ends_its_sessions_after_the_last_words(
+def test_a_drained_worker_ends_its_sessions_after_the_last_messages(
     with_pair: Callable[..., None],
 ) -> None:
     async def test(pair: Pair) -> None:

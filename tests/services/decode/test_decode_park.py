@@ -30,7 +30,7 @@ SAMPLED = {"n": 2, "temperature": 1.0, "max_tokens": 100, "logprobs": 2}
 
 
 class Slow(FakeDecoder):
-    """Ten milliseconds a step, so that a session can break in the middle."""
+    """Takes ten milliseconds per step, so that a session can break in the middle."""
 
     def forward(self, batch: Any, kv: Any) -> Any:
         threading.Event().wait(0.01)
@@ -41,7 +41,7 @@ def slow() -> dict[str, Any]:
     return {"model": Slow(fake_spec())}
 
 
-def test_an_adopted_stream_misses_nothing_and_computes_nothing_again(
+def test_an_adopted_stream_is_complete_and_nothing_is_recomputed(
     with_pair: Callable[..., None],
 ) -> None:
     async def test(pair: Pair) -> None:
@@ -56,7 +56,7 @@ def test_an_adopted_stream_misses_nothing_and_computes_nothing_again(
         assert (await load(pair)).parked == 1
         first = heard(pair.decode, attempt)
         counts = [max(0, len(first.get(choice, {})) - 1) for choice in range(2)]
-        assert 0 < max(counts) < 90, "the session broke in the middle"
+        assert 0 < max(counts) < 90, "the session must break in the middle"
 
         client = another(pair)
         ask_again(client, attempt, counts)
@@ -67,7 +67,7 @@ def test_an_adopted_stream_misses_nothing_and_computes_nothing_again(
         found = {c: {**first[c], **second[c]} for c in range(2)}
         tokens = {c: [found[c][at][0] for at in range(100)] for c in range(2)}
         assert tokens == expected(ids, seed=7, **SAMPLED)
-        assert min(second[0]) == counts[0], "from the asker's count on"
+        assert min(second[0]) == counts[0], "tokens start at the requested count"
         assert all(score for choice in found.values() for _, score in choice.values())
         overlap = [at for at in first[0] if at in second[0]]
         assert overlap
@@ -85,10 +85,12 @@ def test_an_adopted_stream_misses_nothing_and_computes_nothing_again(
 
 
 @pytest.mark.parametrize("started", [True, False])
-def test_a_hand_off_goes_on_and_its_request_waits(
+def test_a_hand_off_continues_and_its_request_waits(
     with_pair: Callable[..., None], started: bool
 ) -> None:
-    """`started`: prefill had begun when the router died; else its Admitted was all it had."""
+    """`started`: prefill had begun when the router died; otherwise the router had only the
+    Admitted.
+    """
 
     async def test(pair: Pair) -> None:
         ids = prompt(90)
@@ -120,7 +122,7 @@ def test_a_hand_off_goes_on_and_its_request_waits(
     with_pair(test, engine=slow())
 
 
-def test_a_prefill_start_said_again_begins_nothing_anew(with_pair: Callable[..., None]) -> None:
+def test_a_repeated_prefill_start_begins_nothing(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         ids = prompt(90)
         attempt = pair.admit(ids)
@@ -131,7 +133,7 @@ def test_a_prefill_start_said_again_begins_nothing_anew(with_pair: Callable[...,
         pair.start_prefill(attempt, ids[:-1], admitted.ticket)
         await pair.prefill.wait("accepted", attempt)
         cancel = wire.PrefillCommand(cancel=wire.CancelAttempt(attempt=attempt))
-        old.send(cancel)  # it is no longer that session's
+        old.send(cancel)  # the attempt no longer belongs to that session
         await pair.decode.wait("finished", attempt)
         await pair.prefill.wait("done", attempt)
         assert old.kinds() == ["accepted"]
@@ -154,7 +156,7 @@ def test_a_prefill_start_said_again_begins_nothing_anew(with_pair: Callable[...,
     with_pair(test, engine=slow())
 
 
-def test_last_words_wait_for_whoever_missed_them(with_pair: Callable[..., None]) -> None:
+def test_last_messages_wait_for_a_session_that_missed_them(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         params = {"prompt_logprobs": 1, "logprobs": 0}
         attempt = pair.admit(prompt(30), remote=False, params=params)
@@ -178,7 +180,7 @@ def test_last_words_wait_for_whoever_missed_them(with_pair: Callable[..., None])
     with_pair(test)
 
 
-def test_ids_of_another_attempt_are_said_without_scores_or_not_at_all(
+def test_ids_of_another_attempt_are_sent_without_scores_or_not_at_all(
     with_pair: Callable[..., None],
 ) -> None:
     async def test(pair: Pair) -> None:
@@ -196,7 +198,9 @@ def test_ids_of_another_attempt_are_said_without_scores_or_not_at_all(
     with_pair(test)
 
 
-def test_nobody_comes(with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_no_session_adopts_expires(
+    with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pdserve.services.decode.lease_machine.PARK_S", 0.2)
 
     async def test(pair: Pair) -> None:
@@ -219,7 +223,7 @@ def test_nobody_comes(with_pair: Callable[..., None], monkeypatch: pytest.Monkey
     with_pair(test, engine=slow())
 
 
-def test_parked_blocks_go_to_whoever_needs_them(with_pair: Callable[..., None]) -> None:
+def test_parked_blocks_go_to_requests_that_need_them(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         attempt = pair.admit(prompt(60), remote=False, params={"max_tokens": 60})
         await pair.decode.wait("tokens", attempt)
@@ -236,7 +240,7 @@ def test_parked_blocks_go_to_whoever_needs_them(with_pair: Callable[..., None]) 
     with_pair(test, engine=slow() | {"num_blocks": 34})
 
 
-def test_the_highest_epoch_has_it_and_the_old_session_no_say(
+def test_the_highest_epoch_owns_the_request_and_the_old_session_is_ignored(
     with_pair: Callable[..., None],
 ) -> None:
     async def test(pair: Pair) -> None:
@@ -245,7 +249,7 @@ def test_the_highest_epoch_has_it_and_the_old_session_no_say(
         client = another(pair)
         ask_again(client, attempt, epoch=EPOCH)
         await eventually(lambda: figures(pair).stale == 1)
-        assert not client.events, "an equal epoch is not answered"
+        assert not client.events, "an equal epoch gets no answer"
         ask_again(client, attempt, epoch=EPOCH + 4)
         await client.wait("resumed", attempt)
         cancel = wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=attempt))
@@ -262,7 +266,7 @@ def test_the_highest_epoch_has_it_and_the_old_session_no_say(
 
 @contextmanager
 def busy_engine(pair: Pair) -> Iterator[None]:
-    """Its thread is in a step that takes as long as this lasts."""
+    """Keep the engine's thread in one step for the duration of the context."""
     part: Any = pair.decode_worker.runtime
     done = threading.Event()
     part.thread.post(lambda _: done.wait(LIMIT_S))
@@ -272,10 +276,10 @@ def busy_engine(pair: Pair) -> Iterator[None]:
         done.set()
 
 
-def test_who_asks_before_the_engine_has_answered_waits_for_it(
+def test_a_resume_waits_until_the_engine_has_answered(
     with_pair: Callable[..., None],
 ) -> None:
-    """Of two that ask the last one is answered, and one whose session is lost is not."""
+    """Of two waiting sessions only the last is answered; one whose session is lost is not."""
 
     async def test(pair: Pair) -> None:
         clients = [another(pair) for _ in range(3)]
@@ -304,7 +308,9 @@ def test_who_asks_before_the_engine_has_answered_waits_for_it(
     with_pair(test)
 
 
-def test_who_asks_for_what_the_engine_then_refuses_is_told(with_pair: Callable[..., None]) -> None:
+def test_a_resume_of_a_request_that_the_engine_refuses_is_answered(
+    with_pair: Callable[..., None],
+) -> None:
     async def test(pair: Pair) -> None:
         client = another(pair)
         with busy_engine(pair):
@@ -322,7 +328,7 @@ def test_who_asks_for_what_the_engine_then_refuses_is_told(with_pair: Callable[.
     with_pair(test)
 
 
-def test_a_deadline_passes_while_it_is_parked(with_pair: Callable[..., None]) -> None:
+def test_a_deadline_passes_while_a_request_is_parked(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         attempt = pair.admit(prompt(20), remote=False, params={"max_tokens": 200}, remaining_ms=400)
         await pair.decode.wait("tokens", attempt)
@@ -340,7 +346,7 @@ def test_a_deadline_passes_while_it_is_parked(with_pair: Callable[..., None]) ->
 
 
 @pytest.mark.parametrize("choices", [[], [1]])
-def test_cancelled_while_parked(with_pair: Callable[..., None], choices: list[int]) -> None:
+def test_a_parked_request_is_cancelled(with_pair: Callable[..., None], choices: list[int]) -> None:
     async def test(pair: Pair) -> None:
         attempt = pair.admit(prompt(20), remote=False, params=SAMPLED, seed=7)
         await pair.decode.wait("tokens", attempt)

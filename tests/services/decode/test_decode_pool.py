@@ -1,4 +1,6 @@
-"""Embeddings of a decode worker: computed there, said once, and again to whoever missed them."""
+"""Embeddings of a decode worker: computed there, sent once, and resent to a session that missed
+them.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,13 +16,13 @@ ENGINE = {"pooling": "mean"}
 
 
 def pooled(ids: list[int]) -> list[float]:
-    """The values of the same request in an engine of its own."""
+    """Return the values of the same request in a separate engine."""
     request = replace(ask("a", ids), pool=True)
     (event,) = of(run(fake_engine(pooling="mean"), request), Pooled)
     return list(event.values)
 
 
-def test_it_is_computed_there_though_a_prefill_worker_is_named(
+def test_an_embedding_is_computed_there_though_a_prefill_worker_is_named(
     with_pair: Callable[..., None],
 ) -> None:
     async def test(pair: Pair) -> None:
@@ -39,7 +41,7 @@ def test_it_is_computed_there_though_a_prefill_worker_is_named(
     with_pair(test, engine=ENGINE)
 
 
-def test_it_is_said_again_to_a_session_that_missed_it(with_pair: Callable[..., None]) -> None:
+def test_an_embedding_is_resent_to_a_session_that_missed_it(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         attempt = pair.admit(prompt(30), remote=False, pool=True)
         await pair.decode.wait("finished", attempt)
@@ -56,7 +58,7 @@ def test_it_is_said_again_to_a_session_that_missed_it(with_pair: Callable[..., N
     with_pair(test, engine=ENGINE)
 
 
-def test_a_model_that_generates_refuses_it(with_pair: Callable[..., None]) -> None:
+def test_a_generating_model_refuses_embeddings(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         attempt = pair.admit(prompt(9), remote=False, pool=True)
         failed = await pair.decode.wait("failed", attempt)

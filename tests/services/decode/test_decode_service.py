@@ -86,7 +86,7 @@ def test_a_remote_prompt(with_pair: Callable[..., None], transport: str) -> None
             total = phases.queue_s + phases.prefill_s + phases.transfer_s + phases.first_token_s
             assert 0 < total < 10
             assert min(phases.queue_s, phases.prefill_s, phases.transfer_s) >= 0
-        assert finished.cached_tokens > 0, "the second time the prefix is warm"
+        assert finished.cached_tokens > 0, "the prefix is warm the second time"
         assert done.sent_bytes < 90 * 32
         await pair.at_rest()
         load = (await snapshot(pair))[0]
@@ -106,11 +106,11 @@ def test_a_remote_prompt(with_pair: Callable[..., None], transport: str) -> None
 def test_phases_sum_to_the_first_token_and_computing_is_not_queueing(
     with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch, remote: bool
 ) -> None:
-    """Which phase each step is in, and that nothing else is in the phases of computing."""
+    """Checks the phase of each step, and that phases of computing contain nothing else."""
 
     class Slow(FakeDecoder):
         computed: list[tuple[float, float]]  # begin and end of each step, of both workers
-        ready: Callable[[], Any]  # asked before the first step
+        ready: Callable[[], Any]  # checked before the first step
 
         def forward(self, batch: Any, kv: Any) -> Any:
             if not self.computed:
@@ -136,11 +136,11 @@ def test_phases_sum_to_the_first_token_and_computing_is_not_queueing(
         thread = pair.decode_worker.runtime.thread  # type: ignore[union-attr]
 
         def claimed() -> bool:
-            """Decode knows that prefill has begun, and has blocks for what it will send."""
+            """Return whether decode has reserved blocks, so it knows that prefill has begun."""
             return bool(thread.post(lambda e: e.stats().blocks.reserved).result(LIMIT_S))
 
         model.ready = claimed if remote else (lambda: True)
-        for length in (12, 44):  # one chunk, the first contact of the two workers; and three
+        for length in (12, 44):  # one chunk, with the workers' first contact; and three
             ended.clear()
             model.computed.clear()
             if remote:
@@ -155,13 +155,15 @@ def test_phases_sum_to_the_first_token_and_computing_is_not_queueing(
             assert len(model.computed) == chunks + 1 + remote
             prefill, first = model.computed[:chunks], model.computed[chunks]
             assert phases.prefill_s >= sum(end - begin for begin, end in prefill) >= STEP_S * chunks
-            assert 0 <= phases.queue_s <= prefill[0][0] - served.arrived, "before all computing"
+            assert 0 <= phases.queue_s <= prefill[0][0] - served.arrived, (
+                "queueing ends before all computing"
+            )
             assert 0 <= phases.transfer_s <= max(0.0, first[0] - prefill[-1][1])
             if remote:
-                assert phases.first_token_s >= first[1] - first[0], "a step of its own"
+                assert phases.first_token_s >= first[1] - first[0], "a separate step"
             else:
                 assert phases.transfer_s == 0
-                assert served.first_token <= first[0], "no step of its own"
+                assert served.first_token <= first[0], "no separate step"
         await pair.at_rest()
 
     with_pair(test, engine={"model": model})
@@ -172,7 +174,7 @@ async def snapshot(pair: Pair) -> Any:
     return await asyncio.wrap_future(part.thread.post(lambda _: part.snapshot()))
 
 
-def test_nothing_to_send_is_local_whatever_was_asked(
+def test_a_request_without_kv_to_send_is_local_even_if_remote_is_requested(
     with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(pair: Pair) -> None:
@@ -225,7 +227,7 @@ def test_choices_resumes_and_long_prompts_in_parts(with_pair: Callable[..., None
         ({"params": {"max_tokens": 5000}}, pb.CONTEXT_LENGTH_EXCEEDED, "max_tokens"),
     ],
 )
-def test_bad_requests_fail_with_their_field(
+def test_invalid_requests_fail_with_their_field(
     with_pair: Callable[..., None], remote: bool, change: dict[str, Any], code: int, param: str
 ) -> None:
     async def test(pair: Pair) -> None:
@@ -238,7 +240,9 @@ def test_bad_requests_fail_with_their_field(
     with_pair(test)
 
 
-def test_a_prompt_that_breaks_the_bounds_fails_alone(with_pair: Callable[..., None]) -> None:
+def test_an_oversized_or_empty_prompt_part_fails_only_its_request(
+    with_pair: Callable[..., None],
+) -> None:
     async def test(pair: Pair) -> None:
         attempt = os.urandom(16)
         empty = pb.IdsPart(key=f"req-{attempt.hex()[:6]}")  # a part without ids is refused
@@ -252,7 +256,7 @@ def test_a_prompt_that_breaks_the_bounds_fails_alone(with_pair: Callable[..., No
     with_pair(test)
 
 
-def test_busy_beyond_the_promises(with_pair: Callable[..., None]) -> None:
+def test_requests_beyond_the_promised_blocks_are_busy(with_pair: Callable[..., None]) -> None:
     tracer = MemoryTracer()
 
     async def test(pair: Pair) -> None:
@@ -268,7 +272,7 @@ def test_busy_beyond_the_promises(with_pair: Callable[..., None]) -> None:
         await pair.decode.wait("admitted", again)
         pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=again)))
         await pair.at_rest()
-        assert pair.decode_role.core.num_stale == 2, "the busy ones were not known any more"
+        assert pair.decode_role.core.num_stale == 2, "the busy ones are not stale"
 
     with_pair(test, engine={"num_blocks": 64}, tracer=tracer)
     declined = [span for span in tracer.ended() if span.events]
@@ -283,13 +287,13 @@ def test_many_requests_share_messages(with_pair: Callable[..., None]) -> None:
             await pair.decode.wait("finished", attempt)
             assert pair.decode.tokens(attempt) == expected(prompt(9 + i, i))
         assert max(pair.decode.batches) > 1
-        assert pair.decode.num_rows == 8 * 7, "all tokens of a choice but the last"
+        assert pair.decode.num_rows == 8 * 7, "all tokens of a choice except the last"
         await pair.at_rest()
 
     with_pair(test)
 
 
-def test_drain_lets_what_runs_end(with_pair: Callable[..., None]) -> None:
+def test_drain_lets_running_requests_end(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         attempt = pair.admit(prompt(30), remote=False, params={"max_tokens": 100})
         await pair.decode.wait("tokens", attempt)
@@ -304,7 +308,7 @@ def test_drain_lets_what_runs_end(with_pair: Callable[..., None]) -> None:
     with_pair(test)
 
 
-def test_metrics_when_asked(with_pair: Callable[..., None]) -> None:
+def test_metrics_on_request(with_pair: Callable[..., None]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -352,7 +356,7 @@ def test_blobs_and_card(with_pair: Callable[..., None]) -> None:
     with_pair(test)
 
 
-def test_a_stranger_reaches_nothing(with_pair: Callable[..., None]) -> None:
+def test_a_client_without_credentials_reaches_nothing(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         stranger = SessionClient(DecodeStub, pair.decode_worker.address, "wrong")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -363,10 +367,12 @@ def test_a_stranger_reaches_nothing(with_pair: Callable[..., None]) -> None:
     with_pair(test)
 
 
-def test_a_lost_device_ends_the_process_and_not_its_requests(
+def test_a_lost_device_ends_the_process_but_not_its_requests(
     with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The session ends without a word on the request, so that the router goes on elsewhere."""
+    """The session ends without a message about the request, so that the router continues it
+    elsewhere.
+    """
     monkeypatch.setattr("pdserve.services.worker.process.LOOK_S", 0.02)
     device = LosableDevice(lost=True)
 
@@ -380,7 +386,7 @@ def test_a_lost_device_ends_the_process_and_not_its_requests(
         await pair.decode_worker.stop(0.1)
         assert pair.decode_worker.hung  # so that the process ends without closing what it cannot
         assert pair.decode_worker.runtime is not None
-        await asyncio.to_thread(pair.decode_worker.runtime.close)  # this process goes on
+        await asyncio.to_thread(pair.decode_worker.runtime.close)  # this process continues
 
     with_pair(test, engine={"model": device})
 

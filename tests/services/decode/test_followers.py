@@ -1,4 +1,4 @@
-"""Requests whose prompt's KV is on its way for another: they wait for it, and share it."""
+"""Followers: requests that wait for the KV of another request's prompt and share it."""
 
 import asyncio
 import threading
@@ -23,10 +23,11 @@ EPOCH = 3  # of every Admit
 
 
 class Gated(FakeDecoder):
-    """Computes chunks from the third on only once its gate is open, and rows at any time.
+    """A model that computes chunks from the third on only once its gate is open, and rows at any
+    time.
 
-    Before KV of its prompt has arrived at decode it does not stop: the thread that computes also
-    has to be told that it may send.
+    It does not stop before KV of its prompt has arrived at decode: the thread that computes also
+    receives the permission to send.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class Gated(FakeDecoder):
 
 
 class Bench:
-    """The model of both workers: whoever prefills stops in the middle until the gate is open."""
+    """The model of both workers: a prefill stops in the middle until the gate is open."""
 
     def __init__(self) -> None:
         self.model = Gated()
@@ -58,7 +59,7 @@ class Bench:
         await eventually(self.model.held.is_set)
 
     async def verified(self, pair: Pair, attempt: bytes) -> None:
-        """Prefill is held, and decode has said what has arrived."""
+        """Wait until prefill is held and decode has reported the arrived blocks."""
         await self.held()
         await pair.decode.wait("verified", attempt)
 
@@ -104,7 +105,7 @@ def with_bench(with_pair: Callable[..., None], bench: Bench) -> Callable[..., No
 
 
 @pytest.mark.parametrize("length", [200, 199, 203])
-def test_the_rest_share_what_one_brings(
+def test_followers_share_the_kv_of_one_leader(
     with_bench: Callable[..., None], bench: Bench, length: int
 ) -> None:
     ids = prompt(length)
@@ -117,7 +118,9 @@ def test_the_rest_share_what_one_brings(
         assert (told.following, told.attached) == (7, 0)
         assert told.waiting >= 7
         await bench.verified(pair, first)
-        assert told.promised_tokens == 0, "its blocks are reserved, nobody else's are promised"
+        assert told.promised_tokens == 0, (
+            "the leader's blocks are reserved, no follower's are promised"
+        )
         assert "tokens" not in pair.decode.kinds()
         bench.gate.set()
         for attempt in (first, *others):
@@ -131,7 +134,7 @@ def test_the_rest_share_what_one_brings(
         told = await load(pair)
         assert (told.following, told.attached, told.placed_again) == (0, 7, 0)
         assert (await load(pair, prefill=True)).prompt_tokens == length - 1
-        # Each computes its own last token, and what of the prompt does not fill a block.
+        # Each computes its own last token, and the part of the prompt that does not fill a block.
         assert told.prompt_tokens == 1 + 7 * max(1, length % BLOCK)
         (transport,) = told.transports
         assert transport.bytes == -(-(length - 1) // BLOCK) * 128
@@ -140,7 +143,7 @@ def test_the_rest_share_what_one_brings(
     with_bench(test)
 
 
-def test_another_tail_waits_for_the_common_blocks_only(
+def test_a_follower_with_another_tail_waits_for_the_common_blocks_only(
     with_bench: Callable[..., None], bench: Bench
 ) -> None:
     tracer = MemoryTracer()
@@ -159,7 +162,7 @@ def test_another_tail_waits_for_the_common_blocks_only(
         for attempt, ids in ((other, short), (local, other_long)):
             await pair.decode.wait("finished", attempt)
             assert pair.decode.tokens(attempt) == expected(ids)
-        for attempt in (remote, twin):  # whose twin was to bring the rest
+        for attempt in (remote, twin):  # whose twin was to bring the remaining blocks
             again = await pair.decode.wait("place_again", attempt)
             assert again.tokens >= 120
             assert pair.decode.kinds(attempt) == ["admitted", "place_again"]
@@ -173,7 +176,7 @@ def test_another_tail_waits_for_the_common_blocks_only(
     assert span.status.is_unset
 
 
-def test_who_does_not_wait(with_bench: Callable[..., None], bench: Bench) -> None:
+def test_requests_that_do_not_follow(with_bench: Callable[..., None], bench: Bench) -> None:
     async def test(pair: Pair) -> None:
         first = await lead(pair)
         await bench.held()
@@ -199,11 +202,11 @@ def test_who_does_not_wait(with_bench: Callable[..., None], bench: Bench) -> Non
     with_bench(test, num_blocks=512)
 
 
-def test_a_prefill_of_decodes_own_leads_too(with_bench: Callable[..., None], bench: Bench) -> None:
+def test_a_prefill_in_decode_also_leads(with_bench: Callable[..., None], bench: Bench) -> None:
     async def test(pair: Pair) -> None:
         first = pair.admit(IDS, remote=False, shared=BLOCK)
         await bench.held()
-        # Decode's engine is at its third chunk: whoever comes is admitted behind it.
+        # Decode's engine is at its third chunk: new requests are admitted behind it.
         others = [pair.admit(IDS, remote=remote, shared=BLOCK) for remote in (True, False, True)]
         await eventually(lambda: pair.decode_role.core.num_served == 4)
         bench.gate.set()
@@ -221,8 +224,10 @@ def test_a_prefill_of_decodes_own_leads_too(with_bench: Callable[..., None], ben
 
 
 @pytest.mark.parametrize("how", ["cancelled", "deadline", "lost"])
-def test_the_leader_is_lost(with_bench: Callable[..., None], bench: Bench, how: str) -> None:
-    """Every follower is told, behind the leader and in order; the first to come back leads."""
+def test_followers_of_a_lost_leader_are_placed_again(
+    with_bench: Callable[..., None], bench: Bench, how: str
+) -> None:
+    """Every follower gets the message after the leader, in order; the first to come back leads."""
 
     async def test(pair: Pair) -> None:
         left = {"remaining_ms": 1500} if how == "deadline" else {}
@@ -252,14 +257,14 @@ def test_the_leader_is_lost(with_bench: Callable[..., None], bench: Bench, how: 
             await pair.decode.wait("finished", attempt)
             assert pair.decode.tokens(attempt) == expected(IDS)
         assert (await load(pair)).prompt_tokens == 3
-        # What prefill had computed for the lost one it has in its own cache.
+        # The prefill worker has the lost leader's chunks in its cache.
         assert (await load(pair, prefill=True)).prompt_tokens <= 199 + CHUNK
         await pair.at_rest()
 
     with_bench(test)
 
 
-def test_followers_end_by_themselves(with_bench: Callable[..., None], bench: Bench) -> None:
+def test_followers_end_independently(with_bench: Callable[..., None], bench: Bench) -> None:
     async def test(pair: Pair) -> None:
         first = await lead(pair)
         await bench.verified(pair, first)
@@ -288,7 +293,7 @@ def test_followers_end_by_themselves(with_bench: Callable[..., None], bench: Ben
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_queue_timeout_cuts_only_who_waits_for_what_nobody_has_begun(
+def test_a_queue_timeout_ends_only_followers_of_a_leader_that_has_not_begun(
     with_bench: Callable[..., None], bench: Bench, begun: bool
 ) -> None:
     async def test(pair: Pair) -> None:
@@ -315,10 +320,10 @@ def test_a_queue_timeout_cuts_only_who_waits_for_what_nobody_has_begun(
 
 
 @pytest.mark.parametrize("adopted", ["before", "after", "never"])
-def test_a_parked_follower_waits_for_its_router_too(
+def test_a_parked_follower_also_waits_for_its_router(
     with_bench: Callable[..., None], bench: Bench, adopted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`adopted`: before its KV is there, or after that. Nothing is computed twice."""
+    """`adopted`: before its KV has arrived, or after that. Nothing is computed twice."""
     ids = IDS[:-1]  # its last block is not full: all that is shared comes with the hand-off
     if adopted == "never":
         monkeypatch.setattr("pdserve.services.decode.lease_machine.PARK_S", 0.3)
@@ -377,7 +382,7 @@ def test_two_routers_share_one_flight(with_bench: Callable[..., None], bench: Be
     with_bench(test)
 
 
-def test_a_bound_of_followers(with_bench: Callable[..., None], bench: Bench) -> None:
+def test_the_number_of_followers_is_bounded(with_bench: Callable[..., None], bench: Bench) -> None:
     async def test(pair: Pair) -> None:
         first = await lead(pair)
         await bench.held()
@@ -392,7 +397,9 @@ def test_a_bound_of_followers(with_bench: Callable[..., None], bench: Bench) -> 
     with_bench(test, max_waiting=3)
 
 
-def test_nobody_waits_at_a_worker_without_a_prefix_cache(with_pair: Callable[..., None]) -> None:
+def test_no_request_follows_on_a_worker_without_a_prefix_cache(
+    with_pair: Callable[..., None],
+) -> None:
     async def test(pair: Pair) -> None:
         attempts = [await lead(pair) for _ in range(2)]
         for attempt in attempts:

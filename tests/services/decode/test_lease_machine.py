@@ -65,13 +65,13 @@ def test_a_lower_or_equal_epoch_is_counted_and_ignored(epoch: int, lost: bool) -
     assert step(lease, Resumed(epoch), 1.0) == (lease, (LeaseAction.COUNT_STALE,))
 
 
-def test_a_higher_epoch_takes_it_over_and_the_old_session_has_no_say() -> None:
+def test_a_higher_epoch_takes_over_and_the_old_session_is_ignored() -> None:
     lease, done = run(Lease(3), Resumed(5))
     assert (lease, done) == (Lease(5), [LeaseAction.HAND_OVER])
     assert run(lease, SessionLost(3)) == (Lease(5), [])
 
 
-def test_eviction_gives_up_and_tells_an_owner_that_came_too_late() -> None:
+def test_eviction_gives_up_and_answers_an_owner_that_came_too_late() -> None:
     parked, _ = run(Lease(3), SessionLost(3))
     lease, done = run(parked, BlocksEvicted())
     assert (lease.phase, done) == (
@@ -83,7 +83,7 @@ def test_eviction_gives_up_and_tells_an_owner_that_came_too_late() -> None:
     assert LeaseAction.SEND_GONE in done
 
 
-def test_last_words_are_kept_for_the_park_time_after_the_end_or_the_loss() -> None:
+def test_last_messages_are_kept_for_the_park_time_after_the_end_or_the_loss() -> None:
     lease, done = run(Lease(3), AttemptEnded(keep=True), now=1.0)
     assert (lease.phase, lease.until, done) == (LeasePhase.KEPT, 1.0 + PARK_S, [])
     lease, _ = run(lease, SessionLost(3), now=3.0)
@@ -95,7 +95,7 @@ def test_last_words_are_kept_for_the_park_time_after_the_end_or_the_loss() -> No
     assert done == [LeaseAction.FORGET, LeaseAction.COUNT_STALE, LeaseAction.SEND_GONE]
 
 
-def test_what_was_cancelled_is_not_kept() -> None:
+def test_a_cancelled_request_is_not_kept() -> None:
     for events in ((), (SessionLost(3),), (AttemptEnded(keep=True),)):
         lease, _ = run(Lease(3), *events)
         lease, done = run(lease, AttemptEnded())
@@ -129,7 +129,7 @@ def made(kind: type, epoch: int) -> Event:
     )
 
 
-def test_every_path_frees_once_forgets_once_and_never_goes_back() -> None:
+def test_every_path_frees_once_forgets_once_and_never_returns() -> None:
     walked: Counter[tuple[str, str]] = Counter()
 
     for seed in range(WALKS):
@@ -163,6 +163,6 @@ def test_every_path_frees_once_forgets_once_and_never_goes_back() -> None:
         assert count[LeaseAction.FORGET] == int(lease.final)
         assert count[LeaseAction.PARK] - count[LeaseAction.UNPARK] in (0, 1)
         if lease.phase is not LeasePhase.OWNED and not lease.final:
-            assert step(lease, LeaseTick(), lease.until)[0].final, "nothing waits for ever"
+            assert step(lease, LeaseTick(), lease.until)[0].final, "no lease waits forever"
     print({f"{a} -> {b}": count for (a, b), count in walked.items()})
     assert all(walked[edge] for edge in EDGES), walked

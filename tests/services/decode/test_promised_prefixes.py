@@ -20,7 +20,7 @@ BLOCK = 4
 
 @cache
 def chain(blocks: int, tail: int = 0, own: int = 0, salt: bytes = b"") -> list[bytes]:
-    """Of `blocks` blocks that all have, then `own` blocks that only this tail has."""
+    """Return `blocks` blocks that all prompts share, then `own` blocks that only this tail has."""
     ids = [*range(blocks * BLOCK), *[1000 + tail] * (own * BLOCK)]
     return chain_hashes(ids, BLOCK, cache_seed(b"kv", salt))
 
@@ -38,7 +38,7 @@ def join(prefixes: PromisedPrefixes, key: str, prompt: list[bytes], found: int =
     return shared
 
 
-def test_followers_wait_for_what_they_have_in_common() -> None:
+def test_followers_wait_for_the_blocks_they_share() -> None:
     prefixes = one_leader()
     assert join(prefixes, "same", chain(10)) == SharedBlocks("leader", 10)
     assert join(prefixes, "longer", chain(6, 1, 3)) == SharedBlocks("leader", 6)
@@ -52,7 +52,7 @@ def test_followers_wait_for_what_they_have_in_common() -> None:
     assert not prefixes.num_following
 
 
-def test_nobody_waits_for_a_prompt_that_comes_after_its_own() -> None:
+def test_no_prompt_waits_for_a_later_one() -> None:
     prefixes = PromisedPrefixes()
     prefixes.lead("late", chain(10), in_engine=True, priority=3)
     assert prefixes.find(chain(10), 0, priority=2) is None
@@ -65,19 +65,19 @@ def test_nobody_waits_for_a_prompt_that_comes_after_its_own() -> None:
     assert prefixes.find(chain(10), 6, priority=2) == SharedBlocks("follower", 10)
 
 
-def test_nothing_is_awaited_that_is_there_or_that_nobody_brings() -> None:
+def test_blocks_that_are_cached_or_not_promised_are_not_awaited() -> None:
     prefixes = one_leader()
     assert prefixes.find(chain(10), 10) is None
     assert prefixes.find(chain(0, 1, 5), 0) is None
     assert prefixes.find(chain(10, salt=b"another tenant"), 0) is None
     prefixes.arrived("leader", 7)
-    assert prefixes.find(chain(7, 1, 3), 0) is None, "it has arrived, and is no longer cached"
+    assert prefixes.find(chain(7, 1, 3), 0) is None, "the block arrived and is no longer cached"
     assert prefixes.find(chain(10), 7) == SharedBlocks("leader", 10)
     prefixes.over("leader")
     assert prefixes.find(chain(10), 0) is None
 
 
-def test_a_follower_leads_with_what_it_has_beyond() -> None:
+def test_a_follower_leads_with_its_further_blocks() -> None:
     prefixes = one_leader()
     prompt = chain(10, 1, 4)
     join(prefixes, "first", prompt)
@@ -91,7 +91,7 @@ def test_a_follower_leads_with_what_it_has_beyond() -> None:
     assert prefixes.take() == EndedWaits(ready=["second"])
 
 
-def test_what_ends_a_leader_ends_all_behind_it_in_order() -> None:
+def test_the_end_of_a_leader_ends_all_its_followers_in_order() -> None:
     prefixes = one_leader()
     join(prefixes, "first", chain(10, 1, 4))
     join(prefixes, "second", chain(10, 1, 4))
@@ -113,7 +113,7 @@ def test_a_block_that_never_comes_is_computed() -> None:
     assert prefixes.take() == EndedWaits(ready=["same"])
 
 
-def test_a_leader_without_steps_keeps_those_that_have_none_either() -> None:
+def test_a_parked_leader_keeps_its_parked_followers() -> None:
     prefixes = one_leader(in_engine=True)
     join(prefixes, "parked", chain(10))
     join(prefixes, "live", chain(10))
@@ -121,14 +121,14 @@ def test_a_leader_without_steps_keeps_those_that_have_none_either() -> None:
     prefixes.park("parked", True)
     assert prefixes.take() == EndedWaits(lost=["live"])
     assert prefixes.find(chain(10), 0) == SharedBlocks("parked", 10), (
-        "which has no steps to lose yet"
+        "the parked follower has no steps to lose yet"
     )
     prefixes.park("leader", False)
     prefixes.arrived("leader", 10)
     assert prefixes.take() == EndedWaits(ready=["parked"])
 
 
-def test_a_hand_off_to_a_parked_leader_goes_on() -> None:
+def test_a_hand_off_to_a_parked_leader_continues() -> None:
     prefixes = one_leader()
     join(prefixes, "live", chain(10))
     prefixes.park("leader", True)
@@ -141,7 +141,7 @@ HITS: Counter[str] = Counter()
 
 
 class PrefixesMachine(RuleBasedStateMachine):
-    """Against a plain list of who waits for whom."""
+    """Compares promised prefixes with a plain list of who waits for whom."""
 
     @initialize()
     def begin(self) -> None:

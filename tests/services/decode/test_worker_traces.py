@@ -51,7 +51,7 @@ def test_a_local_prompt_and_one_that_is_cancelled(with_pair: Callable[..., None]
     async def test(pair: Pair) -> None:
         local = pair.admit(prompt(40), remote=False, trace_parent=CLIENT)
         await pair.decode.wait("finished", local)
-        waiting = pair.admit(prompt(30), trace_parent=CLIENT)  # for a prefill that nobody starts
+        waiting = pair.admit(prompt(30), trace_parent=CLIENT)  # for a prefill that never starts
         await pair.decode.wait("admitted", waiting)
         pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=waiting)))
         untraced = pair.admit(prompt(20), remote=False)

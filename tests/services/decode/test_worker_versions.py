@@ -12,7 +12,9 @@ from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
 from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
 
 
-def test_a_router_too_new_is_refused_and_others_are_served(with_pair: Callable[..., None]) -> None:
+def test_a_router_that_is_too_new_is_refused_and_others_are_served(
+    with_pair: Callable[..., None],
+) -> None:
     async def test(pair: Pair) -> None:
         far = PROTOCOL_VERSION + 2
         for worker, stub_type, command in (

@@ -1,4 +1,4 @@
-"""What processes of a cluster show each other: certificates with roles, or a secret."""
+"""Authentication between processes of a cluster: certificates with roles, or a secret."""
 
 import asyncio
 import time
@@ -56,7 +56,7 @@ OURS = {method: roles for method, roles in RIGHTS.items() if method.startswith("
 
 
 class Everything(FleetServicer, RouterServicer, BlobsServicer, DecodeServicer, PrefillServicer):
-    """Answers every method of the cluster once, and notes what was called."""
+    """Answers every method of the cluster once, and records the called methods."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -95,7 +95,7 @@ def access_of(role: Role, authority: Identity = AUTHORITY) -> TlsAccess:
 
 @pytest.fixture
 async def server(anyio_backend: str) -> AsyncIterator[tuple[Everything, str]]:
-    """Every service at once, with the certificate of a router."""
+    """Run every service in one server, with the certificate of a router."""
     host, everything = GrpcHost(access_of(Role.ROUTER)), Everything()
     for add in (
         add_FleetServicer_to_server,
@@ -112,7 +112,7 @@ async def server(anyio_backend: str) -> AsyncIterator[tuple[Everything, str]]:
 
 
 def call(channel: Any, method: str) -> Any:
-    """The method, with a first message."""
+    """Call the method with a first message."""
     calls = {
         "/pdserve.v1.Fleet/Join": lambda: FleetStub(channel).Join(iter([WorkerReport()])),
         "/pdserve.v1.Router/Session": lambda: RouterStub(channel).Session(iter([GatewayMessage()])),
@@ -131,8 +131,9 @@ def call(channel: Any, method: str) -> Any:
 
 
 async def status(channel: grpc.Channel, method: str) -> grpc.StatusCode:
-    """What the method is answered with. By a blocking channel, since grpc.aio's says INTERNAL if an
-    answer comes while it still writes."""
+    """Return the status that answers a call of the method. Uses a blocking channel, since
+    grpc.aio's reports INTERNAL if an answer comes while it still writes.
+    """
 
     def answered() -> grpc.StatusCode:
         try:
@@ -160,7 +161,7 @@ async def status_of(answer: Any) -> grpc.StatusCode:
 
 
 @pytest.mark.parametrize("role", Role)
-async def test_a_role_may_call_its_methods_and_no_other(server: Any, role: Role) -> None:
+async def test_a_role_may_call_only_its_methods(server: Any, role: Role) -> None:
     everything, address = server
     with access_of(role).open_blocking_channel(address, Role.ROUTER) as channel:
         for method, allowed in OURS.items():
@@ -174,7 +175,7 @@ async def test_a_role_may_call_its_methods_and_no_other(server: Any, role: Role)
 
 
 async def test_every_method_of_the_cluster_has_a_row(server: Any) -> None:
-    """What has none is for people or probes."""
+    """A method without a row is for people or probes."""
     of_people = {"Generate", "ListModels", "Chat", "Complete"}
     from pdserve.protos import common_pb2, fleet_pb2, router_pb2, text_pb2, worker_pb2
 
@@ -188,8 +189,8 @@ async def test_every_method_of_the_cluster_has_a_row(server: Any) -> None:
     assert methods == set(OURS)
 
 
-async def test_a_stranger_is_refused_by_tls(server: Any) -> None:
-    """No certificate, one of another authority, and plain text."""
+async def test_an_unknown_client_is_refused_by_tls(server: Any) -> None:
+    """Covers no certificate, one of another authority, and plain text."""
     everything, address = server
     foreign = access_of(Role.GATEWAY, make_authority())
     credentials = grpc.ssl_channel_credentials(AUTHORITY.certificate)
@@ -205,8 +206,10 @@ async def test_a_stranger_is_refused_by_tls(server: Any) -> None:
     assert not everything.called
 
 
-async def test_a_process_of_another_role_is_not_talked_to(server: Any) -> None:
-    """Whatever a name resolves to: a router that asks for a decode worker finds none here."""
+async def test_a_process_of_another_role_is_not_connected_to(server: Any) -> None:
+    """Whatever a name resolves to, a router that looks for a decode worker does not accept this
+    server.
+    """
     everything, address = server
     async with access_of(Role.ROUTER).open_channel(address, Role.DECODE) as channel:
         status = await status_of(call(channel, "/pdserve.v1.Blobs/GetBlob"))
@@ -214,7 +217,7 @@ async def test_a_process_of_another_role_is_not_talked_to(server: Any) -> None:
     assert not everything.called
 
 
-async def test_a_probe_needs_no_certificate_and_gets_nothing_else(anyio_backend: str) -> None:
+async def test_a_probe_needs_no_certificate_and_reaches_nothing_else(anyio_backend: str) -> None:
     open_method = "/pdserve.v1.Router/Generate"
     host, everything = GrpcHost(access_of(Role.ROUTER), [open_method]), Everything()
     add_RouterServicer_to_server(everything, host.server)
@@ -239,8 +242,10 @@ def write(folder: Path, name: str, identity: Identity) -> None:
     (folder / f"{name}-key.pem").write_bytes(identity.key)
 
 
-async def test_files_are_read_again(tmp_path: Path, anyio_backend: str) -> None:
-    """An authority is replaced while calls go on: first both are trusted, then the new one."""
+async def test_files_are_reloaded(tmp_path: Path, anyio_backend: str) -> None:
+    """An authority is replaced while calls continue: at first both are trusted, then the
+    new one.
+    """
     old, new = make_authority(), make_authority()
     authorities = tmp_path / "ca.pem"
     authorities.write_bytes(old.certificate)
@@ -279,9 +284,10 @@ async def test_files_are_read_again(tmp_path: Path, anyio_backend: str) -> None:
 def test_a_server_takes_new_files_only_if_they_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC frees what it had for them, and a connection on another thread may be about to use it:
-    new files for each connection ended a router that 100 workers joined at once. The storm of
-    connections itself is benchmarks/security/connections.py."""
+    """gRPC frees what it had for the old files, and a connection on another thread may be about to
+    use it: reloading for each connection crashed a router that 100 workers joined at once. The
+    storm of connections itself is in benchmarks/security/connections.py.
+    """
     authority = make_authority()
     write(tmp_path, "router", issue(authority, Role.ROUTER))
     (tmp_path / "ca.pem").write_bytes(authority.certificate)
@@ -301,7 +307,7 @@ def test_a_server_takes_new_files_only_if_they_differ(
             (tmp_path / "ca.pem").write_bytes(make_authority().certificate)
         asked = time.monotonic()
         assert isinstance(new_files(), grpc.ServerCertificateConfiguration)
-        assert time.monotonic() - asked >= REPLACING_S, "who asked before has taken the old files"
+        assert time.monotonic() - asked >= REPLACING_S, "the earlier call has taken the old files"
         assert new_files() is None
     Path(own[0]).unlink()
     with pytest.raises(OSError):  # gRPC keeps what it has
@@ -311,7 +317,7 @@ def test_a_server_takes_new_files_only_if_they_differ(
 def test_a_key_without_its_certificate_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are replaced one after the other; a new authority is taken with the old ones."""
+    """The files are replaced one after the other; a new authority is loaded with the old ones."""
     authority = make_authority()
     first, second, third = (issue(authority, Role.ROUTER) for _ in range(3))
     write(tmp_path, "router", first)
@@ -346,10 +352,10 @@ def test_a_key_without_its_certificate_waits_for_it(
     assert new_files() == ((third.key, third.certificate), both), "it came during the pause"
 
 
-async def test_clients_from_outside_see_another_certificate(
+async def test_clients_from_outside_get_another_certificate(
     tmp_path: Path, anyio_backend: str
 ) -> None:
-    """And need none: their methods check an API key."""
+    """They need no certificate: their methods check an API key."""
     public = make_authority()
     write(tmp_path, "public", issue(public, Role.ROUTER))
     tls = make_tls(str(tmp_path / "public.pem"), str(tmp_path / "public-key.pem"))
@@ -378,19 +384,19 @@ async def test_clients_from_outside_see_another_certificate(
         ({"cluster_ca": "a", "cluster_cert": "b", "cluster_key": "/nonexistent"}, "nonexistent"),
     ],
 )
-def test_what_cannot_be_trusted_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_untrusted_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises((ValueError, OSError), match=said):
         make_access(HostSettings(**settings))
 
 
-def test_half_a_certificate_for_clients_is_refused() -> None:
+def test_an_incomplete_certificate_for_clients_is_refused() -> None:
     with pytest.raises(ValueError, match="must be set together"):
         make_tls("cert.pem", "")
     assert make_tls("", "") is None
 
 
 async def test_a_secret_can_be_replaced(anyio_backend: str) -> None:
-    """The next one is accepted before anybody shows it."""
+    """The next secret is accepted before any process sends it."""
     old, new = "o" * 32, "n" * 32
     host, everything = GrpcHost(SecretAccess((old, new))), Everything()
     add_RouterServicer_to_server(everything, host.server)
@@ -404,7 +410,7 @@ async def test_a_secret_can_be_replaced(anyio_backend: str) -> None:
     assert [status.name for status in found] == ["OK", "OK", "OK", "UNAUTHENTICATED"]
 
 
-def test_a_certificate_says_its_role() -> None:
+def test_a_certificate_contains_its_role() -> None:
     for role in Role:
         assert role_in(issue(AUTHORITY, role).certificate) is role
     with pytest.raises(ValueError, match="names no role"):
@@ -424,7 +430,7 @@ BEYOND = ["0.0.0.0:0", "[::]:0", "10.0.0.5:1", "127.example.com:1", "router:1", 
 
 @pytest.mark.parametrize("address", BEYOND)
 async def test_a_secret_stays_on_this_machine(anyio_backend: str, address: str) -> None:
-    """It is neither taken nor shown elsewhere, and the error says what else there is."""
+    """The secret is neither accepted nor sent elsewhere, and the error names the alternatives."""
     access = SecretAccess(("x" * 32,))
     with pytest.raises(PermissionError, match=r"pdserve certs.*--trust-network"):
         await served(access, address)
@@ -433,7 +439,7 @@ async def test_a_secret_stays_on_this_machine(anyio_backend: str, address: str) 
             dial(address, Role.ROUTER)
 
 
-async def test_where_a_secret_may_go(tmp_path: Path, anyio_backend: str) -> None:
+async def test_addresses_to_which_a_secret_may_be_sent(tmp_path: Path, anyio_backend: str) -> None:
     access = SecretAccess(("x" * 32,))
     for bind in (
         "127.0.0.1:0",
@@ -468,7 +474,7 @@ def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
         make_tls(*own)
 
 
-def test_what_up_makes_lasts_as_long_as_its_authority() -> None:
+def test_a_certificate_made_by_up_lasts_as_long_as_its_authority() -> None:
     ends = [
         x509.load_pem_x509_certificate(pem).not_valid_after_utc
         for pem in (

@@ -1,4 +1,4 @@
-"""Turns at something of which only so much runs at once."""
+"""A semaphore whose waiting owners take turns."""
 
 import asyncio
 from random import Random
@@ -28,7 +28,7 @@ async def test_owners_are_served_in_turn(anyio_backend: str) -> None:
     assert served == [b"flood", b"flood", b"other", b"flood", b"flood"]
 
 
-async def test_no_turn_is_lost_with_those_who_leave(anyio_backend: str) -> None:
+async def test_no_turn_is_lost_when_waiters_leave(anyio_backend: str) -> None:
     for seed in range(30):
         rng, turns, running, most = Random(seed), FairSemaphore(2), 0, 0
 

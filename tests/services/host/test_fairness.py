@@ -35,7 +35,7 @@ def test_owners_take_turns_and_each_keeps_its_order() -> None:
         FairQueue[int]().pop()
 
 
-def test_one_that_takes_all_leaves_others_their_share() -> None:
+def test_an_owner_that_takes_all_leaves_others_their_share() -> None:
     share = FairShare(100)
     while share.has_room(b"flood"):
         share.take(b"flood")
@@ -49,8 +49,8 @@ def test_one_that_takes_all_leaves_others_their_share() -> None:
     assert not share.has_room(b"flood")
 
 
-def test_whoever_comes_last_finds_room() -> None:
-    """However many came before, each with all that it could get."""
+def test_a_late_owner_finds_room() -> None:
+    """A new owner finds room however many came before and took all that they could."""
     share = FairShare(2048)
     for number in range(30):
         owner = b"%d" % number
@@ -83,7 +83,7 @@ def test_a_share_is_never_more_than_twice_the_bound() -> None:
         assert refused > 100
 
 
-def test_what_is_held_in_a_block_is_given_back() -> None:
+def test_amounts_held_in_a_block_are_given_back() -> None:
     share = FairShare(100)
     with share.holding(b"one", 100, "prompts"), share.holding(b"one", 0, "prompts"):
         assert share.total == 100

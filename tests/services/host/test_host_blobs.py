@@ -1,4 +1,4 @@
-"""The blob cache and its client: what is kept, fetched once, refused."""
+"""The blob cache and its client: which blobs are kept, fetched once, or refused."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ async def has(cache: BlobCache, *blobs: bytes) -> list[bool]:
     return [await cache.get(blob_digest(blob)) is not None for blob in blobs]
 
 
-async def test_the_blob_that_was_not_used_for_longest_goes_first() -> None:
+async def test_the_least_recently_used_blob_is_evicted_first() -> None:
     cache = BlobCache(max_bytes=25)
     cache.add(A)
     cache.add(B)
@@ -52,10 +52,10 @@ async def test_a_blob_is_fetched_once_and_kept_under_its_own_name() -> None:
     found = await asyncio.gather(*(cache.get(blob_digest(A), fetch) for _ in range(3)))
     assert found == [A] * 3
     assert calls == [blob_digest(A)]
-    assert await cache.get(blob_digest(C), fetch) is None, "other bytes than it asked for"
+    assert await cache.get(blob_digest(C), fetch) is None, "other bytes than requested"
 
 
-async def test_a_failed_fetch_is_tried_again() -> None:
+async def test_a_failed_fetch_is_retried() -> None:
     cache = BlobCache()
 
     async def fails(digest: str) -> bytes | None:
@@ -70,7 +70,7 @@ async def test_a_failed_fetch_is_tried_again() -> None:
 
 
 class Liar(BlobsServicer):
-    """Sends other bytes than it is asked for."""
+    """Sends other bytes than requested."""
 
     async def GetBlob(self, request: Any, context: Any) -> AsyncIterator[pb.BlobChunk]:
         yield pb.BlobChunk(data=A)

@@ -1,4 +1,4 @@
-"""Channels to other processes: how long a peer may take to answer a connection, and their ends."""
+"""Channels to other processes: how long a peer may take to accept a connection, and closing."""
 
 import asyncio
 import time
@@ -14,10 +14,10 @@ from pdserve.services.host.rpc.channel import may_be_closed
 from pdserve.services.host.server import GrpcHost
 
 pytestmark = pytest.mark.anyio
-SLOW_S = 0.15  # each way: TCP's handshake is over at once, HTTP/2's settings are late
+SLOW_S = 0.15  # each way: TCP's handshake is done at once, HTTP/2's settings are late
 
 
-async def test_a_slow_peer_is_connected_to() -> None:
+async def test_a_slow_peer_gets_its_connection() -> None:
     host = GrpcHost(ACCESS)
     port = host.listen("127.0.0.1:0")
     await host.start()
@@ -34,7 +34,7 @@ async def test_a_slow_peer_is_connected_to() -> None:
         await host.stop(0)
 
 
-async def test_a_call_on_a_closed_channel_is_an_error_of_the_connection() -> None:
+async def test_a_call_on_a_closed_channel_is_a_connection_error() -> None:
     channel = open_channel("127.0.0.1:1")
     await channel.close()
     with pytest.raises(ConnectionError), may_be_closed():

@@ -1,4 +1,4 @@
-"""Answers for clients that read as they please: all of it, or a bound and a closed source."""
+"""Delivery to slow clients: complete, or ended at a limit with the source closed."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Source:
-    """`count` messages of some 1,000 bytes, then `error` if there is one."""
+    """A source of `count` messages of some 1,000 bytes, then `error` if set."""
 
     def __init__(self, count: int, error: Exception | None = None, then_wait: bool = False) -> None:
         self.given = 0
@@ -35,7 +35,7 @@ class Source:
 
 
 class Client:
-    """Takes a message at each `take`; all at once with `open`."""
+    """A client that takes a message at each `take`, or everything at once with `open`."""
 
     def __init__(self) -> None:
         self.got = 0
@@ -48,7 +48,7 @@ class Client:
 
 
 async def ended(source: Source, client: Client, limits: Backpressure) -> ServiceError:
-    """How it ends for a client that reads again after the source was closed."""
+    """Return the outcome for a client that reads again after the source was closed."""
     running = asyncio.create_task(deliver(source(), client.write, limits))
     await eventually(lambda: source.closed)
     assert not running.done()
@@ -74,23 +74,23 @@ async def test_everything_is_written_before_the_end(error: Exception | None) -> 
     assert client.got == 50
 
 
-async def test_more_than_the_cap_unread_ends_it() -> None:
+async def test_more_unread_bytes_than_the_limit_end_the_delivery() -> None:
     source, client = Source(10_000), Client()
     limits = Backpressure(max_buffer_bytes=20_000, stall_s=60)
     error = await ended(source, client, limits)
     assert "bytes of the response were not read" in error.message
     assert source.given <= 22
-    assert client.got == 1, "that was in the hands of gRPC"
+    assert client.got == 1, "the messages that gRPC had accepted"
 
 
-async def test_nothing_read_for_too_long_ends_it() -> None:
+async def test_a_client_that_reads_nothing_for_too_long_ends_the_delivery() -> None:
     source, client = Source(3, then_wait=True), Client()
     error = await ended(source, client, Backpressure(stall_s=0.05))
     assert error.message == "the client has read nothing of the response for 0.05 s"
     assert client.got == 1
 
 
-async def test_a_source_that_says_nothing_is_waited_for() -> None:
+async def test_a_silent_source_is_waited_for() -> None:
     source, client = Source(3, then_wait=True), Client()
     client.open.set()
     running = asyncio.create_task(deliver(source(), client.write, Backpressure(stall_s=0.02)))
@@ -103,7 +103,7 @@ async def test_a_source_that_says_nothing_is_waited_for() -> None:
 
 
 class Wire:
-    """A writer of bytes whose writes may be cancelled, as an HTTP server's."""
+    """A writer of bytes whose writes may be cancelled, like an HTTP server's."""
 
     def __init__(self) -> None:
         self.writes: list[bytes] = []
@@ -132,7 +132,7 @@ async def to_wire(source: AsyncGenerator[bytes, None], wire: Wire, limits: Backp
 
 
 @pytest.mark.parametrize("error", [None, ServiceError(pb.INTERNAL, "broken")])
-async def test_what_waits_is_joined_in_one_write(error: Exception | None) -> None:
+async def test_waiting_messages_are_joined_in_one_write(error: Exception | None) -> None:
     wire = Wire()
     running = asyncio.create_task(to_wire(lines(5, error), wire, Backpressure()))
     await asyncio.sleep(0.05)
@@ -153,7 +153,7 @@ async def test_what_waits_is_joined_in_one_write(error: Exception | None) -> Non
         (Backpressure(stall_s=0.05), "the client has read nothing of the response for 0.05 s"),
     ],
 )
-async def test_a_write_that_can_be_cut_is_cut_at_once(limits: Backpressure, why: str) -> None:
+async def test_a_cancellable_write_is_cancelled_at_once(limits: Backpressure, why: str) -> None:
     wire = Wire()
     source = lines(1000)
     with pytest.raises(SlowReaderError, match=why):
@@ -164,7 +164,7 @@ async def test_a_write_that_can_be_cut_is_cut_at_once(limits: Backpressure, why:
         await anext(source)  # it is closed
 
 
-async def test_each_part_of_an_item_has_the_time_of_a_write() -> None:
+async def test_each_part_of_an_item_may_take_the_time_of_a_write() -> None:
     written: list[bytes] = []
 
     async def write(part: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Every code has a row, and an error survives the way to a peer and back."""
+"""The error catalogue: every code has a row, and an error survives a round trip to a peer."""
 
 from typing import Any
 from urllib.parse import quote
@@ -63,7 +63,7 @@ def test_errors_of_calls() -> None:
 
 
 def test_a_long_message_is_cut_once(subtests: pytest.Subtests) -> None:
-    """And fits the metadata of gRPC, which percent-encodes it."""
+    """The message fits the metadata of gRPC, which percent-encodes it."""
     for written in ("x", "%", "\n", "\u4e2d", "\U0001f600", "a\u4e2d"):
         with subtests.test(written=written):
             text = written * 100_000
@@ -75,6 +75,6 @@ def test_a_long_message_is_cut_once(subtests: pytest.Subtests) -> None:
             assert (again.message, again.param) == (error.message, error.param)
 
 
-def test_a_short_message_is_whole() -> None:
+def test_a_short_message_is_not_cut() -> None:
     for text in ("x" * MAX_MESSAGE, "\u4e2d" * (MAX_MESSAGE // 9)):
         assert ServiceError(pb.INVALID_ARGUMENT, text).message == text

@@ -74,7 +74,7 @@ def test_whole_or_refused_under_any_sequence(steps: list[tuple[str, int, str]]) 
 
 
 @given(st.binary(max_size=300))
-def test_bytes_of_a_peer_parse_or_fail_cleanly(data: bytes) -> None:
+def test_bytes_of_a_peer_are_parsed_or_refused_with_an_error(data: bytes) -> None:
     from google.protobuf.message import DecodeError
 
     try:

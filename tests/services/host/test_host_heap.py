@@ -1,4 +1,4 @@
-"""What a service has loaded is no work for the garbage collector."""
+"""Objects that a service has loaded cost the garbage collector nothing."""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""A service ends on a signal: not serving, drain with a bound, stop; again: at once."""
+"""A service ends on a signal: not serving, drain with a time limit, stop; a second signal exits at
+once.
+"""
 
 import asyncio
 import signal
@@ -59,7 +61,9 @@ def start(mode: str, drain_s: float) -> "subprocess.Popen[str]":
 
 
 def rest_of(process: "subprocess.Popen[str]") -> list[str]:
-    """What it still prints until its end. (communicate would miss what readline buffered.)"""
+    """Return its remaining output until its end. (communicate would miss what readline
+    buffered.)
+    """
     assert process.stdout is not None
     lines = process.stdout.read().splitlines()
     process.wait(LIMIT_S)
@@ -67,7 +71,7 @@ def rest_of(process: "subprocess.Popen[str]") -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_order(number: signal.Signals) -> None:
+def test_stop_runs_its_steps_in_order(number: signal.Signals) -> None:
     with start("quick", 10) as process:
         process.send_signal(number)
         lines = rest_of(process)
@@ -96,8 +100,8 @@ def test_the_same_signal_again_exits_at_once() -> None:
         assert process.wait(LIMIT_S) == 128 + signal.SIGINT
 
 
-def test_one_stop_that_comes_twice_is_drained() -> None:
-    """From the system, which signals every process, and from the parent."""
+def test_a_repeated_stop_drains_once() -> None:
+    """The stop comes from the system, which signals every process, and from the parent."""
     with start("twice", 10) as process:
         process.send_signal(signal.SIGTERM)
         lines = rest_of(process)
@@ -112,7 +116,7 @@ def test_a_failure_of_the_service_ends_it() -> None:
     assert process.returncode == 1
 
 
-def test_a_failure_while_it_drains_ends_the_drain() -> None:
+def test_a_failure_during_the_drain_ends_the_drain() -> None:
     with start("fail while draining", 60) as process:
         process.send_signal(signal.SIGTERM)
         lines = rest_of(process)
@@ -129,7 +133,7 @@ def test_a_failure_while_it_drains_ends_the_drain() -> None:
         (asyncio.CancelledError(), "cancelled"),
     ],
 )
-async def test_a_failure_is_logged_unless_its_owner_tells_it(
+async def test_a_failure_is_logged_unless_its_owner_reports_it(
     error: BaseException | None, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     other: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -55,12 +55,12 @@ def json_lines() -> Iterator[Callable[[], list[dict[str, str]]]]:
     root.setLevel(level)
 
 
-def test_a_json_object_a_line(json_lines: Callable[[], list[dict[str, str]]]) -> None:
+def test_each_line_is_a_json_object(json_lines: Callable[[], list[dict[str, str]]]) -> None:
     assert logs_json()
     before = datetime.now(UTC)
     logging.getLogger("pdserve.test").info("hello %s", 'a\n"b"', extra={"request": "req-1"})
     logging.getLogger("pdserve.test").debug("not this")
-    for name in ("uvicorn.error", "grpc._cython.cygrpc"):  # they have no handlers of their own
+    for name in ("uvicorn.error", "grpc._cython.cygrpc"):  # which have no separate handlers
         logging.getLogger(name).warning("theirs")
     try:
         raise KeyError("lost")
@@ -84,7 +84,7 @@ def test_a_json_object_a_line(json_lines: Callable[[], list[dict[str, str]]]) ->
     assert failed["exception"].endswith("KeyError: 'lost'")
 
 
-def test_what_nobody_catches_is_json(json_lines: Callable[[], list[dict[str, str]]]) -> None:
+def test_an_uncaught_exception_is_json(json_lines: Callable[[], list[dict[str, str]]]) -> None:
     def fail() -> None:
         raise KeyError("of a thread")
 

@@ -1,4 +1,4 @@
-"""Whatever the pace of the reader, ids and their order per choice stay, and messages stay small."""
+"""At any pace of the reader, ids keep their order per choice, and messages stay small."""
 
 import asyncio
 from collections import defaultdict
@@ -116,7 +116,7 @@ def test_a_slow_reader_costs_one_event_per_choice() -> None:
     assert len(outbox) == 2
 
 
-def test_what_was_taken_is_never_changed() -> None:
+def test_taken_events_are_never_changed() -> None:
     outbox = in_rows()
     outbox.put(tokens(0))
     (sent,) = outbox.take()
@@ -182,7 +182,7 @@ def test_rows_are_columns_of_one_event() -> None:
     assert len(event.rows.named) == 2
     assert outbox.put_token(A, 3, 30)
     (event,) = outbox.take()
-    assert not event.rows.named, "it has its number"
+    assert not event.rows.named, "the choice has its number"
     assert list(reader.read(event.rows)) == [(A, 3, 30)]
 
 
@@ -192,7 +192,7 @@ def test_a_receiver_that_reads_no_rows_gets_none() -> None:
     assert not len(outbox)
 
 
-def test_rows_do_not_overtake_what_was_put_before_them() -> None:
+def test_rows_do_not_overtake_earlier_events() -> None:
     outbox = in_rows()
     outbox.put(tokens(0))
     assert outbox.put_token(A, 1, 1)
@@ -201,7 +201,7 @@ def test_rows_do_not_overtake_what_was_put_before_them() -> None:
     assert kinds == ["tokens", "rows", "tokens"]
 
 
-def test_one_event_has_only_so_many_rows_and_names() -> None:
+def test_rows_and_names_in_one_event_are_bounded() -> None:
     outbox, reader = in_rows(), RowReader()
     for position in range(2 * MAX_ROWS + 1):
         assert outbox.put_token(A, position, 250_000)
@@ -218,15 +218,16 @@ def test_one_event_has_only_so_many_rows_and_names() -> None:
     )
 
 
-def test_rows_with_numbers_that_nobody_gave_are_left_out() -> None:
+def test_rows_with_unknown_numbers_are_ignored() -> None:
     rows = pb.TokenRows(numbers=[1], positions=[1], ids=[5])
     assert not list(RowReader().read(rows))
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 40]))
-def test_over_two_hops_each_choice_has_its_own_tokens(seed: int, most: int) -> None:
+def test_each_choice_has_its_own_tokens_over_two_hops(seed: int, most: int) -> None:
     """Two workers' outboxes, a router's, and the gateway: rows, Tokens, merges in backlogs, ends
-    and cancels at random, with numbers for only `most` choices."""
+    and cancels at random, with numbers for only `most` choices.
+    """
     random = Random(seed)
     with patch.object(token_rows, "MAX_NUMBERED", most):
         workers = [in_rows(), in_rows()]
@@ -277,7 +278,7 @@ def test_over_two_hops_each_choice_has_its_own_tokens(seed: int, most: int) -> N
                     workers[worker].put(RequestEvent(tokens=one))
                 ids.append(id_)
             elif what < 0.83:
-                live.pop(random.randrange(len(live)))  # cancelled: nobody says so
+                live.pop(random.randrange(len(live)))  # cancelled: no end is sent
             elif what < 0.93:
                 number = random.randrange(2)
                 for event in workers[number].take():

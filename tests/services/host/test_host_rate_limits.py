@@ -18,7 +18,7 @@ from pdserve.services.host.tenants.rate_limits import STORAGE_S, RateLimits, Rat
 pytestmark = pytest.mark.anyio
 
 
-async def test_what_is_refused_is_not_counted(anyio_backend: str) -> None:
+async def test_a_refused_request_is_not_counted(anyio_backend: str) -> None:
     rates = RateLimits(RateSettings(tokens=10_000))
     await rates.count_tokens(b"one", 9000)
     with pytest.raises(ServiceError, match="tokens per minute"):
@@ -28,7 +28,7 @@ async def test_what_is_refused_is_not_counted(anyio_backend: str) -> None:
 
 
 @pytest.mark.parametrize("file", [False, True])
-async def test_nor_is_what_another_process_was_faster_than(
+async def test_a_request_that_loses_a_race_to_another_process_is_not_counted(
     file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
 ) -> None:
     storage = f"sqlite:///{tmp_path}/rates.db" if file else "memory://"
@@ -45,7 +45,7 @@ async def test_nor_is_what_another_process_was_faster_than(
     await rates.close()
 
 
-async def test_what_has_no_limit_is_not_refused(anyio_backend: str) -> None:
+async def test_requests_without_a_limit_are_not_refused(anyio_backend: str) -> None:
     rates = RateLimits(RateSettings(requests=1))
     rates.text_spent(b"one", 3600.0)
     await rates.close()
@@ -96,7 +96,7 @@ async def test_processes_that_share_a_file_count_together(
         await rates.close()
 
 
-def test_a_file_that_another_process_makes_is_waited_for(tmp_path: Path) -> None:
+def test_a_file_that_another_process_creates_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "rates.db"
     with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -106,7 +106,7 @@ def test_a_file_that_another_process_makes_is_waited_for(tmp_path: Path) -> None
         made.join()
 
 
-async def test_a_file_that_another_process_has_locked_limits_nobody(
+async def test_a_file_locked_by_another_process_limits_no_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, anyio_backend: str
 ) -> None:
     path = tmp_path / "rates.db"
@@ -129,7 +129,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         RateLimits(RateSettings(requests=1, storage=f"sqlite:///{tmp_path}/text"))
 
 
-async def test_a_storage_that_is_down_limits_nobody(
+async def test_a_storage_that_is_down_limits_no_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, anyio_backend: str
 ) -> None:
     rates = RateLimits(RateSettings(requests=1))
@@ -145,7 +145,7 @@ async def test_a_storage_that_is_down_limits_nobody(
     assert caplog.text.count("rate limits are not enforced for 5 s: no route") == 1
 
 
-async def test_a_storage_that_hangs_limits_nobody_and_is_not_asked_again_at_once(
+async def test_a_storage_that_hangs_limits_no_request_and_is_not_retried_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, anyio_backend: str
 ) -> None:
     rates = RateLimits(RateSettings(requests=1, tokens=1))

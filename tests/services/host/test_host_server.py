@@ -44,7 +44,7 @@ class Fleet(FleetServicer):
 
 
 class Text(TextServicer):
-    """Writes its answer instead of yielding it."""
+    """A service that writes its answer instead of yielding it."""
 
     calls = 0
 
@@ -81,8 +81,8 @@ async def test_secret(running: Any) -> None:
     _, address, blobs, fleet = running
     for secret, status in ((SECRET, "OK"), ("wrong", "UNAUTHENTICATED"), ("", "UNAUTHENTICATED")):
         async with open_channel(address, secret) as channel:
-            # Without a message: grpc.aio's own end of a call that is refused while it writes one
-            # is sometimes INTERNAL.
+            # Without a message: grpc.aio's client sometimes reports INTERNAL for a call that is
+            # refused while it writes one.
             call = FleetStub(channel).Join(iter(()))
             assert (await status_of(call)).name == status
             open_call = BlobsStub(channel).GetBlob(pb.BlobRequest())
@@ -99,14 +99,14 @@ async def test_denied_before_the_peer_has_sent_anything(running: Any) -> None:
     assert fleet.calls == 0
 
 
-async def test_connections_beyond_the_bound_are_closed() -> None:
+async def test_connections_beyond_the_limit_are_closed() -> None:
     host = GrpcHost(ACCESS, max_connections=2)
     port = host.listen("127.0.0.1:0")
     await host.start()
     held: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def settings() -> bytes:
-        """What a peer gets that says that it speaks HTTP/2."""
+        """Return what a peer gets that claims to speak HTTP/2."""
         held.append(await asyncio.open_connection("127.0.0.1", port))
         reader, writer = held[-1]
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
@@ -167,14 +167,14 @@ async def test_reflection_lists_the_services(running: Any) -> None:
     assert {"pdserve.v1.Blobs", "grpc.health.v1.Health"} <= names
 
 
-async def test_a_taken_port_is_named(running: Any) -> None:
+async def test_a_port_in_use_is_named(running: Any) -> None:
     _, address, _, _ = running
     second = GrpcHost(ACCESS)
     with pytest.raises(OSError, match=f"cannot listen on {address}: the port is in use"):
         second.listen(address)
 
 
-async def test_binds_to_the_given_address_only() -> None:
+async def test_the_server_binds_to_the_given_address_only() -> None:
     host = GrpcHost(ACCESS)
     port = host.listen("127.0.0.2:0")
     await host.start()
@@ -187,7 +187,7 @@ async def test_binds_to_the_given_address_only() -> None:
 async def test_a_stop_of_grpc_that_hangs_is_given_up(
     running: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As was seen on a loaded machine after a client had gone away."""
+    """Such a hang was seen on a loaded machine after a client had disconnected."""
     host = running[0]
 
     async def hang(grace_s: float) -> None:
@@ -201,10 +201,10 @@ async def test_a_stop_of_grpc_that_hangs_is_given_up(
 
 
 @pytest.mark.parametrize("method", ["Fleet/Join", "Blobs/GetBlob", "Text/Chat"])
-async def test_bytes_that_are_no_message_are_refused(
+async def test_bytes_that_are_not_a_message_are_refused(
     method: str, caplog: pytest.LogCaptureFixture, anyio_backend: str
 ) -> None:
-    """Whatever the kinds of its request and answer, without a traceback."""
+    """They are refused whatever the kinds of request and answer, without a traceback."""
     host = GrpcHost(ACCESS, [f"/pdserve.v1.{method}"])
     text = Text()
     add_BlobsServicer_to_server(Blobs(), host.server)

@@ -1,4 +1,4 @@
-"""API keys: nobody else is accepted, and each has a prefix cache of its own."""
+"""API keys: no other key is accepted, and each has a separate prefix cache."""
 
 import asyncio
 import hashlib
@@ -35,7 +35,7 @@ def test_a_file_has_keys_or_their_hashes(tmp_path: Path) -> None:
 def test_a_key_is_compared_with_all_hashes_in_constant_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whichever fits, so the time tells nothing of it."""
+    """All hashes are compared whichever matches, so the time reveals nothing about it."""
     compared: list[tuple[bytes, bytes]] = []
     really = hmac.compare_digest
 
@@ -53,14 +53,14 @@ def test_a_key_is_compared_with_all_hashes_in_constant_time(
         compared.clear()
 
 
-def test_without_keys_everybody_is_accepted() -> None:
+def test_without_keys_every_client_is_accepted() -> None:
     keys = ApiKeys()
     assert not keys.required
     assert keys.tenant("") is EVERYBODY
     assert EVERYBODY.cache_salt(b"own") == b"own"
 
 
-def test_keys_that_would_accept_everybody(tmp_path: Path) -> None:
+def test_a_missing_or_empty_key_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# none\n")
     with pytest.raises(ValueError, match="no API key"):
@@ -72,12 +72,12 @@ def test_keys_that_would_accept_everybody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "a b", "a:b", "x" * 65])
-def test_names_of_keys(bad: str) -> None:
+def test_invalid_names_of_keys(bad: str) -> None:
     with pytest.raises(ValueError, match="a key's name"):
         hashed(bad, "key")
 
 
-def test_each_key_has_a_salt_of_its_own() -> None:
+def test_each_key_has_a_separate_salt() -> None:
     keys = ApiKeys(["one", "two"])
     one, two = (keys.tenant(f"Bearer {key}") for key in ("one", "two"))
     assert one is not None
@@ -90,25 +90,25 @@ def test_each_key_has_a_salt_of_its_own() -> None:
     assert again == one, "gateways agree"
 
 
-def test_a_list_of_hashes_tells_no_salt(tmp_path: Path) -> None:
+def test_a_list_of_hashes_reveals_no_salt(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(hashed("first", "one"))
     tenant = ApiKeys(file=str(path)).tenant("Bearer one")
     plain = ApiKeys(["one"]).tenant("Bearer one")
     assert tenant is not None
     assert plain is not None
-    assert tenant.salt == plain.salt, "it comes from the key that is shown"
+    assert tenant.salt == plain.salt, "it is derived from the key that the client sends"
 
 
 @pytest.mark.parametrize("line", ["first:sha256:" + "AB" * 32, "a b:sha256:" + "ab" * 32])
-def test_what_is_nearly_a_hash_is_no_key(tmp_path: Path, line: str) -> None:
+def test_a_malformed_hash_is_not_a_key(tmp_path: Path, line: str) -> None:
     path = tmp_path / "keys"
     path.write_text(line)
     with pytest.raises(ValueError, match="pdserve key"):
         ApiKeys(file=str(path))
 
 
-def test_a_shared_prefix_is_asked_for() -> None:
+def test_a_shared_prefix_is_an_option() -> None:
     keys = ApiKeys(["one", "two"], shared_prefix=True)
     tenants = [keys.tenant(f"Bearer {key}") for key in ("one", "two")]
     assert [t.cache_salt(b"x") for t in tenants if t is not None] == [b"x", b"x"]
@@ -116,7 +116,7 @@ def test_a_shared_prefix_is_asked_for() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("told", [False, True])
-async def test_a_file_is_read_again(
+async def test_a_file_is_reloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str, told: bool
 ) -> None:
     monkeypatch.setattr("pdserve.services.host.tenants.keys.LOOK_AGAIN_S", 3600 if told else 0.01)
@@ -142,7 +142,7 @@ async def test_a_file_is_read_again(
 
 
 @pytest.mark.anyio
-async def test_without_a_file_a_hang_up_ends_nothing(anyio_backend: str) -> None:
+async def test_without_a_file_sighup_ends_nothing(anyio_backend: str) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     watching = asyncio.create_task(ApiKeys().watch())
     try:
@@ -156,9 +156,7 @@ async def test_without_a_file_a_hang_up_ends_nothing(anyio_backend: str) -> None
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_file_that_cannot_be_used_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unusable_file_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "keys"
     path.write_text("one\n")
     keys = ApiKeys(file=str(path))

@@ -1,4 +1,4 @@
-"""The metrics port: what it serves, and that nobody can hold it."""
+"""The metrics port: its contents, and that no client can block it."""
 
 import resource
 import socket
@@ -30,7 +30,7 @@ def silent(server: MetricsHttp) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), LIMIT_S)
 
 
-def test_metrics_and_nothing_else(server: MetricsHttp) -> None:
+def test_the_port_serves_only_metrics(server: MetricsHttp) -> None:
     answer = httpx.get(url(server))
     assert "things_total 3.0" in answer.text
     assert answer.headers["server"].strip() == "pdserve"
@@ -41,7 +41,7 @@ def test_metrics_and_nothing_else(server: MetricsHttp) -> None:
 
 
 def test_names_are_the_same_for_every_scraper() -> None:
-    """Also for a Prometheus 2, which would rather have OpenMetrics."""
+    """This includes a Prometheus 2, which would prefer OpenMetrics."""
     registry = CollectorRegistry()
     Counter("vllm:things", "Things", registry=registry).inc(3)
     server = MetricsHttp(registry, 0)
@@ -53,15 +53,19 @@ def test_names_are_the_same_for_every_scraper() -> None:
     assert "\nvllm:things_total 3.0\n" in page
 
 
-def test_silence_ends(server: MetricsHttp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_connection_is_closed(
+    server: MetricsHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(metrics_http, "SILENT_S", 0.1)
     with silent(server) as nothing, silent(server) as half:
         half.sendall(b"GET /metrics HTTP/1.1\r\nHost:")
         assert nothing.recv(1) == half.recv(1) == b""
 
 
-def test_a_crowd_keeps_nobody_out(server: MetricsHttp, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nor does it fill the log."""
+def test_many_connections_block_no_scraper(
+    server: MetricsHttp, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They do not fill the log either."""
     crowd = [silent(server) for _ in range(MAX_CONNECTIONS + 4)]
     assert httpx.get(url(server)).status_code == 200
     assert [sock.recv(1) for sock in crowd[:5]] == [b""] * 5
@@ -71,7 +75,7 @@ def test_a_crowd_keeps_nobody_out(server: MetricsHttp, capfd: pytest.CaptureFixt
     assert capfd.readouterr().err == ""
 
 
-def test_on_the_given_address_only() -> None:
+def test_the_port_is_bound_to_the_given_address_only() -> None:
     server = MetricsHttp(CollectorRegistry(), 0, "[::1]:0")
     with socket.create_connection(("::1", server.port), LIMIT_S):
         pass
@@ -82,7 +86,7 @@ def test_on_the_given_address_only() -> None:
     server.close()
 
 
-def test_without_descriptors_it_waits_and_says_so_once(
+def test_without_descriptors_the_server_waits_and_logs_once(
     server: MetricsHttp, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = socket.socket()

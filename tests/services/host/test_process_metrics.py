@@ -1,4 +1,4 @@
-"""What every process exports of itself: certificates, the lag of its loop, its build."""
+"""Metrics that every process exports about itself: certificates, event loop lag, build."""
 
 import asyncio
 import time
@@ -26,13 +26,13 @@ DAY_S = 86400.0
 
 
 def left(facts: ProcessFacts) -> dict[str, float]:
-    """Days until the certificates end."""
+    """Return the days until the certificates expire."""
     families = {family.name: family for family in facts.collect()}
     samples = families["pdserve_certificate_expiry_seconds"].samples
     return {s.labels["certificate"]: s.value / DAY_S for s in samples}
 
 
-def test_certificates_are_counted_down_as_their_files_are_now(tmp_path: Path) -> None:
+def test_the_time_left_of_certificates_follows_their_files(tmp_path: Path) -> None:
     old, new = make_authority(days=3), make_authority(days=30)
     ca, own = tmp_path / "ca.pem", tmp_path / "own.pem"
     ca.write_bytes(old.certificate)
@@ -52,8 +52,8 @@ def test_certificates_are_counted_down_as_their_files_are_now(tmp_path: Path) ->
 
 
 @pytest.mark.anyio
-async def test_a_rare_long_stop_weighs_what_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held up once in more than 100 looks, the loop is late for the share of the time."""
+async def test_a_rare_long_delay_counts_with_its_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocked once in more than 100 measurements, the loop is late for that share of the time."""
     monkeypatch.setattr(process_metrics, "LOOK_S", 0.005)
     seen: list[float] = []
     watching = asyncio.create_task(watch_loop(seen.append))
@@ -82,6 +82,6 @@ async def test_a_port_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert families["pdserve_certificate_expiry_seconds"].samples[0].value > DAY_S
 
 
-def test_no_commit_outside_of_an_image() -> None:
+def test_there_is_no_commit_outside_of_an_image() -> None:
     assert process_metrics.commit() == ""
     assert lag_histogram(CollectorRegistry())

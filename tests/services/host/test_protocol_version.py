@@ -1,4 +1,4 @@
-"""Which releases talk to each other, and what is said where they do not."""
+"""Compatibility of releases, and the errors between incompatible ones."""
 
 import logging
 
@@ -22,14 +22,14 @@ from pdserve.services.host.rpc.protocol_version import (
         (2, 0, False), (3, 1, False), (3, 2, True), (3, 4, True),
     ],
 )  # fmt: skip
-def test_a_release_talks_to_its_neighbours(
+def test_a_release_is_compatible_with_its_neighbours(
     ours: int, theirs: int, talk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol_version, "PROTOCOL_VERSION", ours)
     assert (incompatibility(theirs, "router", "worker a:1") == "") == talk
 
 
-def test_the_older_one_is_to_be_upgraded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_says_to_upgrade_the_older_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol_version, "PROTOCOL_VERSION", 3)
     assert incompatibility(1, "router", "worker a:1") == (
         "protocol version 3 of the router does not match 1 of the worker a:1: "
@@ -55,7 +55,7 @@ def test_a_refused_peer_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
     assert len(caplog.records) == 3
 
 
-def test_of_many_refused_peers_those_that_still_ask_are_known(
+def test_of_many_refused_peers_the_recent_ones_are_remembered(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Whatever overlaps, repeats or is lost, a request's progress holds exactly the ids in order."""
+"""A request's progress holds exactly the ids in order, whatever overlaps, repeats or is lost."""
 
 from random import Random
 
@@ -73,7 +73,7 @@ def test_start_of_a_resume() -> None:
     assert not start.prompt_ids
 
 
-def test_prompt_logprobs_are_wanted_once() -> None:
+def test_prompt_logprobs_are_accepted_once() -> None:
     params = pb.SamplingParams(prompt_logprobs=2)
     state = RequestProgress(pb.Start(params=params), [1, 2, 3, 4])
 
@@ -82,7 +82,7 @@ def test_prompt_logprobs_are_wanted_once() -> None:
         return pb.PromptLogprobs(position=start, logprobs=logprobs)
 
     assert state.take_scores(scores(1, 2)) == scores(1, 2)
-    assert not state.may_go_remote, "the rest is still wanted"
+    assert not state.may_go_remote, "the remaining scores are still wanted"
     assert state.take_scores(scores(1, 2)) is None
     with pytest.raises(LostTokens):
         state.take_scores(scores(3, 4))
@@ -91,7 +91,7 @@ def test_prompt_logprobs_are_wanted_once() -> None:
     assert state.may_go_remote
 
 
-def test_an_embedding_is_all_that_is_wanted() -> None:
+def test_a_pooled_request_accepts_only_one_embedding() -> None:
     state = RequestProgress(pb.Start(pool=True), [1, 2, 3])
     assert not state.may_go_remote
     assert state.to_start(2, 0, 0, 0).pool
@@ -99,7 +99,7 @@ def test_an_embedding_is_all_that_is_wanted() -> None:
     assert state.take_embedding(embedding) == embedding
     assert state.complete
     assert state.take_embedding(embedding) is None
-    assert progress().take_embedding(embedding) is None, "nobody asked for it"
+    assert progress().take_embedding(embedding) is None, "this request is for no embedding"
     with pytest.raises(ServiceError) as caught:
         RequestProgress(pb.Start(pool=True, params=pb.SamplingParams(n=2)), [1])
     assert caught.value.param == "n"
@@ -109,7 +109,7 @@ def test_an_embedding_is_all_that_is_wanted() -> None:
     ("prompt", "n", "choices", "param"),
     [([], 1, 0, "prompt_ids"), ([1], 129, 0, "n"), ([1], 2, 1, "choices"), ([1], 0, 2, "choices")],
 )
-def test_refused(prompt: list[int], n: int, choices: int, param: str) -> None:
+def test_invalid_requests_are_refused(prompt: list[int], n: int, choices: int, param: str) -> None:
     start = pb.Start(params=pb.SamplingParams(n=n), choices=[pb.ChoiceState()] * choices)
     with pytest.raises(ServiceError) as caught:
         RequestProgress(start, prompt)
@@ -117,7 +117,7 @@ def test_refused(prompt: list[int], n: int, choices: int, param: str) -> None:
 
 
 def test_any_order_of_tokens_cancels_and_ends_over_many_seeds() -> None:
-    """A plain model of each choice beside it: a list of ids and whether it has ended."""
+    """Compares it with a plain model of each choice: a list of ids and whether it has ended."""
     for seed in range(2000):
         random = Random(seed)
         n = random.randint(1, 4)
@@ -139,7 +139,7 @@ def test_any_order_of_tokens_cancels_and_ends_over_many_seeds() -> None:
                     assert state.take_next(choice, at, TRUTH[at]) == fits
                 if fits:
                     ids[choice].append(TRUTH[at])
-                    continue  # what is asked for is not looked at: the ids are still apart
+                    continue  # requested ids are not checked: the ids still differ
             start = random.randint(max(0, len(ids[choice]) - 5), len(ids[choice]) + 1)
             end = min(len(TRUTH), start + random.randint(0, 6))
             said = message(min(start, end), end, choice)

@@ -1,4 +1,4 @@
-"""Which collector takes the traces, and what OpenTelemetry's own settings have to say in it."""
+"""The collector that takes the traces, and OpenTelemetry's own settings for it."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def of(url: str = "") -> str:
     return endpoint(replace(HostSettings(), otlp_traces_endpoint=url))
 
 
-def test_which_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_endpoint_of_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of("http://c:4318") == of("http://c:4318/") == "http://c:4318/v1/traces"
     assert of("https://c/own/path?a=b") == "https://c/own/path?a=b"
     assert of("https://c?a=b") == "https://c/v1/traces?a=b"
@@ -27,7 +27,7 @@ def test_which_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TRACES, "http://traces")
     assert of() == "http://traces"
     monkeypatch.setattr(module, "is_installed", lambda: False)
-    assert of() == ""  # the environment is not pdserve's alone
+    assert of() == ""  # the environment is not only pdserve's
     with pytest.raises(ValueError, match=r"pip install 'pdserve\[trace\]'"):
         of("http://c:4318")
 
@@ -36,7 +36,7 @@ def test_which_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     "wrong",
     ["localhost:4318", "grpc://c:4317", "http://", "http://c:x", "http://[", "http://u:secret@["],
 )
-def test_what_is_no_url(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_url_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"--otlp-traces-endpoint: .* is not an http") as refused:
         of(wrong)
     assert "secret" not in str(refused.value)
@@ -51,14 +51,14 @@ def test_a_password_is_refused_in_the_flag() -> None:
     assert "secret" not in str(refused.value)
 
 
-def test_what_is_shown_of_a_url() -> None:
+def test_a_url_is_redacted() -> None:
     assert redacted_url("https://user:secret@c:1/x?token=secret#secret") == "https://c:1/x"
 
 
 @pytest.mark.parametrize("url", ["http://c:4318", ""])
 def test_another_protocol_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PROTOCOL, "grpc")
-    assert of() == ""  # without an endpoint nobody asks
+    assert of() == ""  # without an endpoint the protocol is not checked
     monkeypatch.setenv(BASE, "http://base:4317")
     with pytest.raises(ValueError, match=f"{PROTOCOL}=grpc: .*_TRACES_PROTOCOL=http/protobuf"):
         of(url)
@@ -70,7 +70,7 @@ def test_another_protocol_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("url", ["http://c:4318", ""])
-def test_what_switches_it_off(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_disable_tracing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BASE, "http://base:4318")
     for exporter, on in (("otlp", True), ("otlp_proto_http,console", True), ("none", False)):
         monkeypatch.setenv("OTEL_TRACES_EXPORTER", exporter)

@@ -1,4 +1,4 @@
-"""Spans, the contexts that W3C's headers name, and a collector that is gone."""
+"""Spans, the contexts in W3C's headers, and an unreachable collector."""
 
 import logging
 import socket
@@ -32,7 +32,7 @@ from pdserve.services.host.tracing import (
 SETTINGS = HostSettings()
 
 
-def test_a_span_belongs_to_what_the_client_named() -> None:
+def test_a_span_is_a_child_of_the_client_s_context() -> None:
     tracer = MemoryTracer()
     client = context_of({"traceparent": CLIENT, "tracestate": "vendor=1,other=2"})
     began = time.monotonic()
@@ -67,14 +67,14 @@ def test_a_span_belongs_to_what_the_client_named() -> None:
         "x",
         CLIENT[:-1],
         CLIENT.upper(),
-        CLIENT + "-more",  # version 00 has no more
+        CLIENT + "-more",  # version 00 has no more fields
         "ff" + CLIENT[2:],
         f"00-{'0' * 32}-b7ad6b7169203331-01",
         f"00-0af7651916cd43dd8448eb211c80319c-{'0' * 16}-01",
         "é" * 55,
     ],
 )
-def test_what_names_no_parent_is_none(parent: str) -> None:
+def test_an_invalid_parent_is_ignored(parent: str) -> None:
     tracer = MemoryTracer()
     context = TraceContext(parent, "vendor=1")
     assert not tracer.begin("route", context, 0.0).recorded
@@ -82,10 +82,10 @@ def test_what_names_no_parent_is_none(parent: str) -> None:
     root.end()
     (span,) = tracer.spans().values()
     assert span.parent is None
-    assert root.context.state == ""  # it was of the parent
+    assert root.context.state == ""  # it belonged to the parent
 
 
-def test_a_later_version_and_a_broken_state() -> None:
+def test_a_later_version_and_an_invalid_state() -> None:
     tracer = MemoryTracer()
     later = tracer.begin("a", TraceContext("cc" + CLIENT[2:] + "-more", "bad\nstate"), 0.0)
     assert later.context.trace_id == CLIENT[3:35]
@@ -94,8 +94,10 @@ def test_a_later_version_and_a_broken_state() -> None:
     tracer.close()
 
 
-def test_who_decides_what_is_sampled() -> None:
-    """A client that wants none gets none; of the others the share is recorded, whoever began."""
+def test_sampling_follows_the_client_and_the_share() -> None:
+    """A client's decision not to sample is kept; of the other traces the share is recorded,
+    whichever side began them.
+    """
     none, half = MemoryTracer(0.0), MemoryTracer(0.5)
     left_out = half.begin("a", TraceContext(CLIENT[:-2] + "00"), 0.0, entry=True)
     assert not left_out.recorded
@@ -115,8 +117,10 @@ def test_who_decides_what_is_sampled() -> None:
         [half.begin("a", client, 0.0, entry=True).recorded for client in clients] for _ in range(2)
     )
     assert 100 < sum(first) < 300
-    assert first == again  # a trace is whole
-    assert none.begin("a", TraceContext(CLIENT), 0.0).recorded  # of another process of ours
+    assert first == again  # a trace is recorded whole
+    assert none.begin(
+        "a", TraceContext(CLIENT), 0.0
+    ).recorded  # begun by another process of the cluster
     none.close()
     half.close()
 
@@ -143,17 +147,17 @@ def test_without_an_endpoint_nothing_is_imported_or_recorded(monkeypatch: Any) -
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_what_a_client_names_is_passed_on_without_an_endpoint() -> None:
-    """To processes that have one; not beyond the share."""
+def test_a_client_s_context_is_passed_on_without_an_endpoint() -> None:
+    """The context reaches processes that have an endpoint, within the sampling share."""
     client = TraceContext(CLIENT, "vendor=1")
     assert Tracer().begin("a", client, 0.0, entry=True).context == client
     assert Tracer(0.0).begin("a", client, 0.0, entry=True).context.parent == CLIENT[:-2] + "00"
     for parent in (TraceContext("x" * 55), TraceContext(CLIENT[:-1])):
         assert Tracer().begin("a", parent, 0.0, entry=True).context == NOWHERE
-    assert Tracer().begin("a", client, 0.0).context == NOWHERE  # no client's
+    assert Tracer().begin("a", client, 0.0).context == NOWHERE  # not a client's
 
 
-def test_what_switches_it_off_is_said(monkeypatch: Any, caplog: Any) -> None:
+def test_settings_that_disable_tracing_are_logged(monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     with tracing("gateway", replace(SETTINGS, otlp_traces_endpoint="http://c:4318")) as tracer:
         assert not tracer.begin("a", NOWHERE, 0.0, entry=True).recorded
@@ -163,7 +167,7 @@ def test_what_switches_it_off_is_said(monkeypatch: Any, caplog: Any) -> None:
         assert caplog.text == ""
 
 
-def test_a_collector_gets_them_before_the_process_ends() -> None:
+def test_a_collector_gets_the_spans_before_the_process_ends() -> None:
     with OtlpCollector() as collector:
         settings = replace(SETTINGS, otlp_traces_endpoint=collector.url)
         with tracing("router", settings) as tracer:
@@ -172,7 +176,7 @@ def test_a_collector_gets_them_before_the_process_ends() -> None:
     assert (span.service, span.name, span.parent_id) == ("pdserve-router", "a", "")
 
 
-def test_what_waits_for_a_collector_is_bounded() -> None:
+def test_spans_waiting_for_a_collector_are_bounded() -> None:
     go_on, kept = threading.Event(), []
 
     class Stuck(InMemorySpanExporter):
@@ -186,12 +190,12 @@ def test_what_waits_for_a_collector_is_bounded() -> None:
         tracer.begin("a", NOWHERE, time.monotonic(), entry=True).end()
     go_on.set()
     tracer.close()
-    assert MAX_QUEUED <= len(kept) <= MAX_QUEUED + 512  # one batch was on its way
+    assert MAX_QUEUED <= len(kept) <= MAX_QUEUED + 512  # one batch was in flight
 
 
 @pytest.mark.parametrize("how", ["closed", "silent"])
-def test_a_collector_that_is_gone(how: str, caplog: Any, monkeypatch: Any) -> None:
-    """Costs no time, no memory beyond a bound, one line in the log, and no wait at the end."""
+def test_an_unreachable_collector(how: str, caplog: Any, monkeypatch: Any) -> None:
+    """The collector costs no time, bounded memory, one line in the log, and no wait at the end."""
     monkeypatch.setattr(module, "EXPORT_S", 0.5)
     with socket.socket() as listener, caplog.at_level(logging.DEBUG, "pdserve"):
         listener.bind(("127.0.0.1", 0))

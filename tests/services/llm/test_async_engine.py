@@ -1,4 +1,4 @@
-"""`pdserve.Engine`: tasks share the batch, and what nobody waits for is aborted."""
+"""`pdserve.Engine`: tasks share the batch, and abandoned requests are aborted."""
 
 import asyncio
 import threading
@@ -53,7 +53,9 @@ async def num_running(engine: Engine) -> int:
     return (await asyncio.to_thread(stats, engine)).running
 
 
-async def test_tasks_share_the_batch_and_get_what_llm_gives(engine: Engine, folder: Path) -> None:
+async def test_tasks_share_the_batch_and_get_the_results_of_llm(
+    engine: Engine, folder: Path
+) -> None:
     prompts = [f"number {n}" for n in range(12)]  # more than may be queued at once
     found = await asyncio.gather(*(engine.generate(prompt, GREEDY) for prompt in prompts))
     chat = await engine.chat(HI, GREEDY)
@@ -64,7 +66,7 @@ async def test_tasks_share_the_batch_and_get_what_llm_gives(engine: Engine, fold
         assert engine.default_sampling_params() == llm.default_sampling_params()
 
 
-async def test_streams_come_piece_by_piece(engine: Engine) -> None:
+async def test_streams_come_in_chunks(engine: Engine) -> None:
     whole = await engine.generate("hello", GREEDY)
     deltas = [delta async for delta in engine.generate_stream("hello", GREEDY)]
     assert "".join(delta.text for delta in deltas) == whole.text
@@ -74,7 +76,7 @@ async def test_streams_come_piece_by_piece(engine: Engine) -> None:
     assert "".join(answer) == (await engine.chat(HI, GREEDY)).text
 
 
-async def test_the_loop_goes_on_while_a_request_runs(engine: Engine) -> None:
+async def test_the_loop_keeps_running_during_a_request(engine: Engine) -> None:
     with held(engine):
         task = asyncio.create_task(engine.generate("hello", GREEDY))
         await eventually(lambda: num_requests(engine))
@@ -105,8 +107,8 @@ async def test_a_cancelled_task_aborts(engine: Engine) -> None:
     assert (await engine.generate("still there", GREEDY)).text
 
 
-async def test_streams_that_nobody_reads_leave_room(engine: Engine) -> None:
-    """As many as may be queued are begun and left; their requests end all the same."""
+async def test_unread_streams_leave_room(engine: Engine) -> None:
+    """As many as may be queued are started and abandoned; their requests end all the same."""
     streams = [engine.generate_stream(f"{n}", GREEDY) for n in range(4)]
     for stream in streams:
         await anext(stream)
@@ -116,7 +118,7 @@ async def test_streams_that_nobody_reads_leave_room(engine: Engine) -> None:
         await stream.aclose()
 
 
-async def test_what_is_wrong_is_said(engine: Engine) -> None:
+async def test_invalid_arguments_are_named(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="outside the vocabulary"):
         await engine.generate([99999], GREEDY)
     with pytest.raises(TypeError, match="not int"):
@@ -142,10 +144,12 @@ async def test_more_grammars_than_may_wait_are_compiled_in_turn(engine: Engine) 
 
 
 @pytest.mark.parametrize(("max_waiting", "order"), [(4, [1, 2, 3]), (1, [3, 1, 2])])
-async def test_what_waits_comes_by_priority(
+async def test_waiting_requests_run_by_priority(
     folder: Path, max_waiting: int, order: list[int]
 ) -> None:
-    """In the engine's queue, and before it where the first has taken its only place."""
+    """The order holds in the engine's queue, and before it where the first request has taken its
+    only place.
+    """
     ended = []
 
     async def run(priority: int) -> None:
@@ -167,7 +171,7 @@ async def test_what_waits_comes_by_priority(
     assert ended == order
 
 
-async def test_what_a_cancelled_start_loads_is_closed(
+async def test_a_model_loaded_by_a_cancelled_start_is_closed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = engine_threads()
@@ -190,7 +194,7 @@ async def test_what_a_cancelled_start_loads_is_closed(
     await eventually(lambda: made and engine_threads() == before)
 
 
-async def test_close_gives_up_what_runs(folder: Path) -> None:
+async def test_close_ends_running_requests(folder: Path) -> None:
     before = engine_threads()
     engine = Engine(config(folder))
     await engine.start()

@@ -1,4 +1,4 @@
-"""Chats of the Python API: tools and their calls, thoughts, several conversations, messages."""
+"""Chats of the Python API: tools and their calls, reasoning, several conversations, messages."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield made
 
 
-def test_calls_are_parsed_and_go_on_as_messages(llm: LLM) -> None:
+def test_calls_are_parsed_and_returned_as_messages(llm: LLM) -> None:
     found = llm.chat(
         HI, CALL, tools=[WEATHER, CLOCK], tool_choice={"function": {"name": "get_weather"}}
     )
@@ -63,7 +63,7 @@ def test_calls_are_parsed_and_go_on_as_messages(llm: LLM) -> None:
     assert "rain" in prompt
 
 
-def test_a_call_of_a_stream_comes_whole(llm: LLM) -> None:
+def test_a_streamed_call_comes_whole(llm: LLM) -> None:
     whole = llm.chat(HI, CALL, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
     deltas = list(
         llm.chat_stream(
@@ -79,7 +79,9 @@ def test_a_call_of_a_stream_comes_whole(llm: LLM) -> None:
     assert tuple(ids) == whole.outputs[0].token_ids
 
 
-def test_uncalled_tools_are_shown_and_leave_the_answer_to_a_structure(llm: LLM) -> None:
+def test_tools_without_calls_are_in_the_prompt_and_leave_the_answer_to_a_structure(
+    llm: LLM,
+) -> None:
     bound = replace(
         GREEDY, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex="ab")
     )
@@ -89,7 +91,7 @@ def test_uncalled_tools_are_shown_and_leave_the_answer_to_a_structure(llm: LLM) 
     assert refused.value.param == "structured_outputs.regex"
 
 
-def test_beside_tools_an_answer_has_its_structure_or_calls(llm: LLM) -> None:
+def test_an_answer_with_tools_has_its_structure_or_calls(llm: LLM) -> None:
     form = StructuredOutputsParams(regex="[a-z]{2}")
     bound = replace(CALL, n=8, temperature=3.0, structured_outputs=form)
     found = llm.chat(HI, bound, tools=[WEATHER]).outputs
@@ -103,7 +105,7 @@ def test_beside_tools_an_answer_has_its_structure_or_calls(llm: LLM) -> None:
             assert re.fullmatch("[a-z]{2}", one.text)
 
 
-def test_wrong_tools_are_said(llm: LLM) -> None:
+def test_invalid_tools_are_named(llm: LLM) -> None:
     wrong: list[tuple[str, str, dict[str, Any]]] = [
         ("tools[0]", "must have the form", {"tools": [{"name": "f"}]}),
         ("tools[0]", "letters, digits", {"tools": [{"function": {"name": "a b"}}]}),
@@ -122,8 +124,8 @@ def test_wrong_tools_are_said(llm: LLM) -> None:
         assert refused.value.param == param
 
 
-def test_a_thought_is_apart_from_the_answer(tmp_path: Path) -> None:
-    """The template has opened it; a budget ends it after four tokens."""
+def test_reasoning_is_separate_from_the_answer(tmp_path: Path) -> None:
+    """The template opens the reasoning; a budget ends it after four tokens."""
     path = model(tmp_path, THINKING.rstrip() + "<think>\n")
     params = replace(GREEDY, max_tokens=30, thinking_token_budget=4)
     with LLM(path, **OPTIONS) as llm:
@@ -137,7 +139,7 @@ def test_a_thought_is_apart_from_the_answer(tmp_path: Path) -> None:
         assert "".join(delta.text for delta in deltas) == found.text
         prompt = llm.apply_chat_template([*HI, found.message, *HI])
         assert "thought: " in prompt
-        # A structure binds what follows the thought.
+        # A structure constrains what follows the reasoning.
         bound = replace(
             params, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex="ab")
         )
@@ -156,7 +158,7 @@ def test_several_conversations_are_one_batch(llm: LLM) -> None:
     assert [len(one.outputs[0].token_ids) for one in each] == [12, 3]
 
 
-def test_the_last_message_goes_on(llm: LLM) -> None:
+def test_the_last_message_is_continued(llm: LLM) -> None:
     begun = [*HI, Message(role="assistant", content="The answer is")]
     found = llm.chat(begun, GREEDY, continue_final_message=True)
     assert found.prompt is not None

@@ -66,12 +66,12 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, normalizes: bool) 
         assert len(llm.embed("still here")) == 1
 
 
-def test_a_generating_model_embeds_nothing(llm: LLM) -> None:
+def test_a_generating_model_refuses_embeddings(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="The model does not support Embeddings API"):
         llm.embed("hello")
 
 
-def test_a_lost_device_fails_what_is_asked_and_what_comes_later(
+def test_a_lost_device_fails_running_and_later_requests(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(engine: object, pending: object) -> NoReturn:
@@ -86,11 +86,11 @@ def test_a_lost_device_fails_what_is_asked_and_what_comes_later(
                 llm.generate("hi", GREEDY)
 
 
-def test_it_is_the_package_s_api() -> None:
+def test_the_package_exports_the_llm_class() -> None:
     assert pdserve.LLM is LLM
 
 
-def test_a_batch_is_in_order_and_each_as_alone(llm: LLM) -> None:
+def test_a_batch_is_in_order_and_equals_single_requests(llm: LLM) -> None:
     prompts = [f"number {n}, " + "x" * n for n in range(10)]  # more than may wait at once
     together = llm.generate(prompts, GREEDY)
     assert [r.prompt_token_ids for r in together] == [
@@ -155,7 +155,7 @@ def test_a_stop_string_ends_the_text_and_the_request(llm: LLM) -> None:
 
 
 def test_a_stop_string_ends_a_later_prompt_while_an_earlier_one_runs(llm: LLM) -> None:
-    """Its request must not go on to its own max_tokens until it is its turn to be read."""
+    """The second request must not run to its max_tokens while the first is read."""
     (plain,) = llm.generate("hello", GREEDY)
     long = replace(GREEDY, max_tokens=300)
     found = llm.generate(["x", "hello"], [long, replace(long, stop=plain.text[3:5])])
@@ -198,7 +198,7 @@ def test_a_closed_stream_frees_its_blocks(llm: LLM) -> None:
     assert is_idle(llm)
 
 
-def test_what_is_wrong_is_said(llm: LLM) -> None:
+def test_invalid_arguments_are_named(llm: LLM) -> None:
     with pytest.raises(ContextLengthExceeded, match="maximum context length"):
         llm.generate("x" * 2000, GREEDY)
     wrong: list[tuple[type[Exception], str, Any, Callable[[], Any]]] = [
@@ -278,7 +278,7 @@ def test_defaults_come_from_the_model(folder: Path, tmp_path: Path) -> None:
         assert (made_params.presence_penalty, made_params.penalty_window) == (1, 9)
 
 
-def test_close_ends_what_runs_and_may_be_repeated(folder: Path) -> None:
+def test_close_ends_running_requests_and_may_be_repeated(folder: Path) -> None:
     before = engine_threads()
     llm = LLM(str(folder), **OPTIONS)
     assert engine_threads() == before + 1
@@ -296,7 +296,7 @@ def test_close_ends_what_runs_and_may_be_repeated(folder: Path) -> None:
     assert engine_threads() == before
 
 
-def test_a_script_that_forgets_close_still_ends(folder: Path) -> None:
+def test_a_script_without_close_still_ends(folder: Path) -> None:
     code = (
         "import pdserve\n"
         f"llm = pdserve.LLM({str(folder)!r}, kv_tokens=512, chunk_size=64)\n"
@@ -318,8 +318,8 @@ def test_several_threads_share_the_batch(llm: LLM) -> None:
     assert found == [llm.generate(prompt, GREEDY)[0].text for prompt in prompts]
 
 
-def test_streams_that_nobody_reads_leave_room(llm: LLM) -> None:
-    """As many as may be queued are begun and left; their requests end all the same."""
+def test_unread_streams_leave_room(llm: LLM) -> None:
+    """As many as may be queued are started and abandoned; their requests end all the same."""
     streams = [llm.generate_stream(f"{n}", GREEDY) for n in range(4)]
     for stream in streams:
         next(stream)
@@ -364,7 +364,7 @@ def test_more_grammars_than_may_wait_are_compiled_in_turn(folder: Path) -> None:
         assert is_idle(llm)
 
 
-def test_a_structure_that_cannot_be_is_said(llm: LLM) -> None:
+def test_an_impossible_structure_is_reported(llm: LLM) -> None:
     tag = {"begin": "a", "schema": {"enum": [1]}, "end": "b"}
     for form, text, param in [
         ({"regex": "("}, "invalid regular expression", "structured_outputs.regex"),

@@ -1,4 +1,4 @@
-"""The examples of docs/python.md run as written, and every public name is in one of them."""
+"""Run the examples of docs/python.md as written, and check that they cover every public name."""
 
 import inspect
 import os
@@ -21,7 +21,7 @@ AFTER = 'print("block {} has ended")\n'
 
 @pytest.mark.timeout(240)
 def test_the_examples_run(tmp_path: Path) -> None:
-    """One after the other, in one process."""
+    """Run one after the other, in one process."""
     path = write_embedder(tmp_path / "embedder", "qwen3")
     assert sum(EMBEDDER in block for block in BLOCKS) == 2
     code = "".join(
@@ -45,7 +45,7 @@ def test_the_examples_run(tmp_path: Path) -> None:
 
 
 def members(kind: type) -> list[str]:
-    """Its public methods, properties and fields."""
+    """Return its public methods, properties and fields."""
     own = [field.name for field in fields(kind)] if is_dataclass(kind) else []
     return own + [name for name in vars(kind) if not name.startswith("_") and name not in own]
 

@@ -1,4 +1,4 @@
-"""Sampling parameters say what is wrong with them when they are made."""
+"""Sampling parameters are validated when they are constructed."""
 
 import pytest
 
@@ -33,7 +33,7 @@ WRONG = [
 ]
 
 
-def test_a_wrong_value_is_named(subtests: pytest.Subtests) -> None:
+def test_an_invalid_value_is_named(subtests: pytest.Subtests) -> None:
     for name, value, why in WRONG:
         with subtests.test(name=name, value=value):
             with pytest.raises(InvalidRequest) as refused:
@@ -47,7 +47,7 @@ def test_an_unknown_name_is_a_type_error() -> None:
         SamplingParams(temprature=1)  # type: ignore[call-arg]
 
 
-def test_a_structural_tag_is_taken_with_its_schema_as_text_or_dict() -> None:
+def test_a_structural_tag_is_accepted_with_its_schema_as_text_or_dict() -> None:
     for schema in ({"enum": [1]}, '{"enum": [1]}'):
         tags = {"begin": "<n>", "schema": schema, "end": "</n>"}
         asked = StructuredOutputsParams(structural_tag={"structures": (tags,), "triggers": "<n"})
@@ -57,7 +57,7 @@ def test_a_structural_tag_is_taken_with_its_schema_as_text_or_dict() -> None:
         }
 
 
-def test_right_values_are_taken() -> None:
+def test_valid_values_are_accepted() -> None:
     SamplingParams(top_k=-1, seed=-5, stop="a", logit_bias={3: -1}, max_tokens=1, temperature=2)
     SamplingParams(
         seed=2**64 - 1, temperature=None, top_p=None, logprobs=None, logprob_token_ids=[1]

@@ -1,9 +1,9 @@
 """The endpoint picker protocol of the Gateway API Inference Extension, over a stub of a stream.
 
-Each test names the case or rule that it stands for, of the extension at 84436a96b9e6 (2026-08):
+Each test names the case or rule that it covers, of the extension at 84436a96b9e6 (2026-08):
 conformance/tests, pkg/lwepp/handlers (the picker that its conformance tests run), and the text of
-docs/proposals/004-endpoint-picker-protocol. What they ask of a Gateway and a cluster is not asked
-here.
+docs/proposals/004-endpoint-picker-protocol. Requirements for a Gateway or a cluster are not
+covered here.
 """
 
 import json
@@ -39,7 +39,7 @@ async def ask(
     prompt: bytes = PROMPT,
     **headers: str,
 ) -> Told:
-    """A POST whose body comes in one piece."""
+    """Send a POST whose body comes in one piece."""
     named = {key.replace("_", "-"): value for key, value in headers.items()}
     exchange = picker.exchange()
     told = await tell(exchange, head(CHAT | named, context=context), body(prompt))
@@ -48,7 +48,7 @@ async def ask(
 
 
 def prompts(num: int) -> list[bytes]:
-    """Of several conversations: equal ones stay together."""
+    """Return prompts of several conversations: equal ones stay together."""
     return [b'{"model": "tiny", "prompt": "%d"}' % number for number in range(num)]
 
 
@@ -68,8 +68,9 @@ async def test_gateway_following_epp_routing() -> None:
 
 
 async def test_gateway_following_epp_routing_dp() -> None:
-    """GatewayFollowingEPPRoutingWithDataParallelism: several ports of a pod are endpoints of their
-    own; an address without a port allows all of them."""
+    """GatewayFollowingEPPRoutingWithDataParallelism: several ports of a pod are separate
+    endpoints; an address without a port allows all of them.
+    """
     ports = (3000, 3002, 3004)
     picker = ScriptedPicker(
         [f"10.0.0.{n}:{port}" for n in (1, 2, 3) for port in ports], conformance_headers=True
@@ -90,7 +91,7 @@ async def test_gateway_following_epp_routing_dp() -> None:
 
 
 async def test_gateway_destination_endpoint_served() -> None:
-    """GatewayDestinationEndpointServed: who has served is in the response's header."""
+    """GatewayDestinationEndpointServed: the endpoint that served is in the response's header."""
     picker = ScriptedPicker(PODS, conformance_headers=True)
     exchange = picker.exchange()
     await tell(exchange, head(CHAT), body(PROMPT))
@@ -115,7 +116,7 @@ async def test_missing_served_metadata() -> None:
         assert set_headers(answer)[messages.TEST_SERVED].startswith("fail: ")
 
 
-async def test_a_response_is_left_as_it_is() -> None:
+async def test_a_response_is_not_changed() -> None:
     """TestHandleResponseHeaders_ForwardsOriginalHeaders, without the headers of the tests."""
     exchange = ScriptedPicker(PODS).exchange()
     await tell(exchange, head(CHAT), body(PROMPT))
@@ -131,7 +132,7 @@ async def test_a_response_is_left_as_it_is() -> None:
 
 
 async def test_clients_choose_nothing_without_the_option() -> None:
-    """The header of the tests, and the protocol's own, count for nothing from a client."""
+    """The header of the tests, and the protocol's own, are ignored if a client sends them."""
     picker = ScriptedPicker(PODS)
     picker.routers.hosts = ["10.0.0.3"]
     told = await ask(
@@ -185,7 +186,7 @@ async def test_no_pods() -> None:
     ],
 )
 async def test_subset_hint(hint: str | list[str], allowed: list[str]) -> None:
-    """TestHandleRequestHeaders_*: only those of the list, 503 if none of them is ready."""
+    """TestHandleRequestHeaders_*: only endpoints of the list, 503 if none of them is ready."""
     picker = ScriptedPicker(PODS)
     got = set()
     for prompt in prompts(20):
@@ -223,7 +224,7 @@ async def test_the_head_waits_for_the_body() -> None:
 # --- the protocol's text
 
 
-async def test_without_names_the_hint_says_all() -> None:
+async def test_without_names_the_hint_decides() -> None:
     picker = ScriptedPicker(None)
     told = await ask(picker, subset(["10.9.9.9:1"]))
     assert told.endpoints == ["10.9.9.9:1"]
@@ -232,15 +233,15 @@ async def test_without_names_the_hint_says_all() -> None:
 
 
 async def test_fallbacks_are_a_list() -> None:
-    """<ip:port>,<ip:port>,... with the best first."""
+    """The header is <ip:port>,<ip:port>,... with the best first."""
     picker = ScriptedPicker(PODS, fallbacks=1)
     picker.routers.hosts = ["10.0.0.2", "10.0.0.3", "10.0.0.1"]
     assert (await ask(picker)).endpoints == ["10.0.0.2:8080", "10.0.0.3:8080"]
     assert (await ask(picker, subset([PODS[0]]))).endpoints == [PODS[0]]
 
 
-async def test_a_request_that_would_be_refused() -> None:
-    """429."""
+async def test_a_request_that_the_router_would_refuse() -> None:
+    """The answer is 429."""
     picker = ScriptedPicker(PODS)
     picker.routers.overloaded = True
     told = await ask(picker)
@@ -262,7 +263,7 @@ async def test_a_body_is_passed_on_unchanged_in_order() -> None:
     assert bytes(picker.routers.asked[0].prompt_ids) == told.passed
 
 
-async def test_a_body_that_trailers_end() -> None:
+async def test_a_body_that_ends_with_trailers() -> None:
     exchange = ScriptedPicker(PODS).exchange()
     told = await tell(exchange, head(CHAT), body(PROMPT, last=False), TRAILERS)
     assert told.kinds == ["request_headers", "request_body", "request_trailers"]
@@ -285,7 +286,7 @@ async def test_a_buffered_body() -> None:
 
 
 @pytest.mark.parametrize("mode", [pb.NONE, pb.STREAMED, pb.BUFFERED_PARTIAL])
-async def test_modes_in_which_the_head_alone_can_name_an_endpoint(mode: pb.BodySendMode) -> None:
+async def test_modes_in_which_only_the_head_can_name_an_endpoint(mode: pb.BodySendMode) -> None:
     exchange = ScriptedPicker(PODS).exchange()
     told = await tell(exchange, head(CHAT, mode=mode))
     assert told.endpoints
@@ -294,13 +295,13 @@ async def test_modes_in_which_the_head_alone_can_name_an_endpoint(mode: pb.BodyS
         assert answer == pb.ProcessingResponse(request_body=pb.BodyResponse())
 
 
-async def test_a_proxy_that_only_watches_is_not_answered() -> None:
+async def test_a_proxy_that_only_observes_gets_no_answer() -> None:
     message = head(CHAT)
     message.observability_mode = True
     assert await ScriptedPicker(PODS).exchange().take(message) == []
 
 
-async def test_nothing_is_said_after_a_refusal() -> None:
+async def test_nothing_is_sent_after_a_refusal() -> None:
     exchange = ScriptedPicker([]).exchange()
     told = await tell(exchange, head(CHAT), body(PROMPT, last=False), body(b"", last=True))
     assert told.kinds == ["immediate_response"]

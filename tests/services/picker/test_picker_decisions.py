@@ -1,4 +1,6 @@
-"""Which endpoint a request gets: by the policy, or any; for whom; and within what time."""
+"""Choice of the endpoint for a request: by the policy, or any; for which tenant; and within what
+time.
+"""
 
 import asyncio
 
@@ -21,7 +23,7 @@ PROMPT = b'{"prompt": "x"}'
 async def endpoint_of(
     picker: ScriptedPicker, data: bytes = PROMPT, *, ends: bool = False, **headers: str
 ) -> str:
-    """Of a request that stays open, or ends."""
+    """Return the endpoint of a request that stays open, or ends."""
     exchange = picker.exchange()
     found = await tell(exchange, head(CHAT | headers), body(data))
     if ends:
@@ -38,7 +40,7 @@ async def test_the_policy_decides() -> None:
     assert set(picker.routers.asked[0].hosts) == {"10.0.0.1", "10.0.0.2", "10.0.0.3"}
 
 
-async def test_what_has_no_prompt_goes_to_the_least_loaded() -> None:
+async def test_a_request_without_a_prompt_goes_to_the_least_loaded() -> None:
     picker = ScriptedPicker(PODS)
     open_ones = [await tell(picker.exchange(), head(MODELS, end_of_stream=True)) for _ in range(6)]
     assert sorted(one for told in open_ones for one in told.endpoints) == sorted(2 * PODS)
@@ -47,7 +49,7 @@ async def test_what_has_no_prompt_goes_to_the_least_loaded() -> None:
     assert picker.routers.asked == []
 
 
-async def test_routers_that_are_away_or_hang_cost_a_bounded_time() -> None:
+async def test_routers_that_are_down_or_hang_cost_a_bounded_time() -> None:
     picker = ScriptedPicker(PODS, limit_s=0.05)
     picker.routers.hangs = True
     async with asyncio.timeout(5):
@@ -68,8 +70,10 @@ async def test_a_router_that_fails() -> None:
     assert picker.decisions() == {"no router": 1}
 
 
-async def test_gateways_apart_from_decode_workers() -> None:
-    """A pool of gateways: nothing is tokenized for a while, and a conversation stays at one."""
+async def test_gateways_separate_from_decode_workers() -> None:
+    """A pool of gateways: nothing is tokenized for a while, and a conversation stays at one
+    gateway.
+    """
     picker = ScriptedPicker(PODS)
     assert await endpoint_of(picker, ends=True)
     for name in ("a talk", "another", "and another"):
@@ -87,13 +91,13 @@ async def test_conversations_share_the_load() -> None:
     assert all(got.count(pod) <= 12 for pod in PODS)
 
 
-async def test_only_one_endpoint_asks_nobody() -> None:
+async def test_a_single_endpoint_needs_no_router() -> None:
     picker = ScriptedPicker(PODS[:1])
     assert await endpoint_of(picker) == PODS[0]
     assert picker.prompts.num_read == 0
 
 
-async def test_an_endpoint_that_was_passed_over_is_the_last_choice() -> None:
+async def test_an_endpoint_that_was_skipped_is_the_last_choice() -> None:
     picker = ScriptedPicker(PODS, fallbacks=2)
     picker.routers.hosts = ["10.0.0.1"]
     exchange = picker.exchange()
@@ -131,7 +135,7 @@ async def test_a_request_counts_where_it_was_served() -> None:
     assert counts() == [1, 0, 0]
     for address, expected in (
         (PODS[0], [1, 0, 0]),
-        ("10.9.9.9:1", [1, 0, 0]),  # nobody that is known
+        ("10.9.9.9:1", [1, 0, 0]),  # an unknown endpoint
         (PODS[1], [0, 1, 0]),
         (PODS[2], [0, 0, 1]),  # which was not on the list
     ):
@@ -146,7 +150,7 @@ async def test_a_request_counts_where_it_was_served() -> None:
 # --- tenants
 
 
-async def test_salts_are_those_of_the_gateway() -> None:
+async def test_salts_equal_those_of_the_gateway() -> None:
     keys = ApiKeys(["one", "two"])
     picker = ScriptedPicker(PODS, keys=keys)
     picker.routers.hosts = ["10.0.0.1"]
@@ -172,10 +176,10 @@ async def test_nothing_is_tokenized_for_a_wrong_key() -> None:
     assert picker.decisions() == {"wrong key": 2}
 
 
-# --- bounds
+# --- limits
 
 
-async def test_a_body_that_is_too_long_is_passed_on_as_it_comes() -> None:
+async def test_a_body_that_is_too_long_is_passed_on_as_it_arrives() -> None:
     picker = ScriptedPicker(PODS, max_body_bytes=1000)
     exchange = picker.exchange()
     assert await exchange.take(head(CHAT)) == []
@@ -188,7 +192,7 @@ async def test_a_body_that_is_too_long_is_passed_on_as_it_comes() -> None:
     assert picker.prompts.num_read == 0
 
 
-async def test_all_bodies_together_are_bounded() -> None:
+async def test_the_total_size_of_bodies_is_bounded() -> None:
     picker = ScriptedPicker(PODS, max_body_bytes=1000, max_bodies_bytes=1500)
     waiting = [picker.exchange() for _ in range(3)]
     for exchange in waiting[:2]:
@@ -205,7 +209,7 @@ async def test_all_bodies_together_are_bounded() -> None:
 # --- endpoints
 
 
-def test_a_moment_without_names_is_not_believed() -> None:
+def test_an_empty_list_of_names_is_ignored_for_a_moment() -> None:
     picker = ScriptedPicker(PODS)
     for _ in range(MAX_MISSES - 1):
         picker.endpoints.set_resolved([])
@@ -214,7 +218,7 @@ def test_a_moment_without_names_is_not_believed() -> None:
     assert picker.endpoints.candidates(None) == []
 
 
-async def test_requests_spread_over_endpoints_that_only_hints_name() -> None:
+async def test_requests_spread_over_endpoints_named_only_by_hints() -> None:
     picker = ScriptedPicker(None)
     hint = subset(PODS)
     for _ in range(30):
@@ -224,7 +228,7 @@ async def test_requests_spread_over_endpoints_that_only_hints_name() -> None:
 
 
 def test_endpoints_of_hints_are_forgotten() -> None:
-    """Once nobody names them any more, but not while a request is open there."""
+    """They are forgotten once no hint names them, but not while a request is open there."""
     picker = ScriptedPicker(None)
     (busy,) = picker.endpoints.candidates(["10.1.0.0:80"])
     busy.sent(picker.now)
@@ -237,12 +241,12 @@ def test_endpoints_of_hints_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:80", "[fd00::1]:80", "pod:80"])
-def test_addresses(address: str) -> None:
+def test_valid_addresses(address: str) -> None:
     assert has_port(address)
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "fd00::1", ":80", "pod:", "[fd00::1]", "", "a:b"])
-def test_no_addresses(address: str) -> None:
+def test_invalid_addresses(address: str) -> None:
     assert not has_port(address)
 
 

@@ -1,4 +1,4 @@
-"""The picker's process over real gRPC: a proxy asks, a router answers, probes look."""
+"""The picker's process over real gRPC, with a proxy, a router and probes."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 async def running(
     routers: str, *, known: bool = True, **settings: Any
 ) -> AsyncIterator[PickerProcess]:
-    """`known`: once it knows its endpoints."""
+    """Run the picker; `known`: continue once it knows its endpoints."""
     fields = {"bind": "127.0.0.1:0", "endpoints": PODS, "decide_timeout_s": 20.0} | settings
     process = PickerProcess(PickerSettings(cluster_secret=(SECRET,), routers=(routers,), **fields))
     await process.start()
@@ -56,7 +56,7 @@ async def router() -> AsyncIterator[tuple[RouterServicer, str]]:
 
 
 async def endpoint_of(channel: grpc.aio.Channel, asked: dict[str, Any] = ASKED) -> str:
-    """Of a chat."""
+    """Return the endpoint of a chat."""
     call = ExternalProcessorStub(channel).Process()
     for message in (head(CHAT), body(json.dumps(asked).encode())):
         await call.write(message)
@@ -68,7 +68,7 @@ async def endpoint_of(channel: grpc.aio.Channel, asked: dict[str, Any] = ASKED) 
     return set_headers(answer)[messages.DESTINATION]
 
 
-async def test_a_chat_goes_where_a_router_says() -> None:
+async def test_a_chat_goes_where_the_router_decides() -> None:
     async with (
         router() as (servicer, address),
         running(address) as picker,
@@ -98,8 +98,8 @@ async def health_of(channel: grpc.aio.Channel, name: str) -> int:
     return int(answer.status)
 
 
-async def test_health_has_the_protocols_names() -> None:
-    """It lives at once, and serves once it knows endpoints; without any router, too."""
+async def test_health_has_the_names_of_the_protocol() -> None:
+    """The picker is live at once, and serves once it knows endpoints, even without a router."""
     async with (
         running("127.0.0.1:9", known=False, endpoints=("nowhere.invalid:80",)) as picker,
         grpc.aio.insecure_channel(picker.address) as channel,
@@ -147,7 +147,9 @@ async def test_tls(tmp_path: Path) -> None:
             assert await endpoint_of(channel) in PODS
 
 
-async def test_a_mistake_ends_a_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_internal_error_ends_a_stream_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with running("127.0.0.1:9") as picker:
         monkeypatch.setattr(picker.endpoints, "candidates", lambda hint: 1 / 0)
         async with grpc.aio.insecure_channel(picker.address) as channel:

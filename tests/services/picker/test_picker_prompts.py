@@ -1,4 +1,4 @@
-"""The prompt that a picker makes of a body is the one with which a gateway would ask a router."""
+"""A picker derives the same prompt from a body as the gateway that would send it to a router."""
 
 import asyncio
 import json
@@ -91,7 +91,7 @@ def reader(of: FakeRouter, kind: type[PromptService] = PromptService) -> PromptR
 
 
 async def asked_of_a_router(path: str, body: bytes, tenant: Tenant) -> Any:
-    """The Start of a gateway's request."""
+    """Return the Start of a gateway's request."""
     upstream = router()
     service = scripted_service(upstream)
     bodies = BodyReader(LIMITS)
@@ -107,7 +107,7 @@ async def asked_of_a_router(path: str, body: bytes, tenant: Tenant) -> Any:
     return upstream.starts[0]
 
 
-async def test_a_prompt_is_the_gateways(subtests: pytest.Subtests) -> None:
+async def test_a_prompt_equals_the_gateway_s(subtests: pytest.Subtests) -> None:
     for tenant, (path, fields) in product((EVERYBODY, TENANT), BODIES):
         with subtests.test(tenant=tenant, path=path, fields=fields):
             body = json.dumps({"model": "tiny"} | fields).encode()
@@ -138,13 +138,13 @@ NO_PROMPTS = [
 ]
 
 
-async def test_what_has_no_prompt(subtests: pytest.Subtests) -> None:
+async def test_requests_without_a_prompt(subtests: pytest.Subtests) -> None:
     for path, body in NO_PROMPTS:
         with subtests.test(path=path, body=body):
             assert await reader(router()).read(path, body, EVERYBODY) is None
 
 
-async def test_prompts_of_requests_at_once_are_kept_apart() -> None:
+async def test_prompts_of_concurrent_requests_are_kept_apart() -> None:
     read = reader(router()).read
     bodies = [json.dumps({"model": "tiny", "prompt": "hello " * n}).encode() for n in range(1, 20)]
     found = await asyncio.gather(*(read("/v1/completions", body, EVERYBODY) for body in bodies))

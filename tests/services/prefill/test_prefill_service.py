@@ -1,4 +1,4 @@
-"""The prefill service over real gRPC: what it refuses, cancel, lost sessions, a dead decode."""
+"""The prefill service over real gRPC: refusals, cancel, lost sessions, a dead decode worker."""
 
 import asyncio
 import logging
@@ -67,10 +67,10 @@ def ticket(pair: Pair, **change: Any) -> wire.Ticket:
             {},
             pb.UNAVAILABLE,
             "decode does not know the attempt",
-        ),  # a ticket that decode never gave
+        ),  # a ticket that decode never issued
     ],
 )
-def test_what_it_refuses_is_named(
+def test_a_refusal_names_its_reason(
     with_pair: Callable[..., None],
     of_ticket: dict[str, Any],
     of_start: dict[str, Any],
@@ -89,7 +89,7 @@ def test_what_it_refuses_is_named(
     with_pair(test)
 
 
-def test_a_prompt_that_breaks_the_bounds_fails_alone(with_pair: Callable[..., None]) -> None:
+def test_an_empty_prompt_part_fails_only_its_request(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         attempt = os.urandom(16)
         empty = pb.IdsPart(key=attempt.hex())  # a part without ids is refused
@@ -104,7 +104,7 @@ def test_a_prompt_that_breaks_the_bounds_fails_alone(with_pair: Callable[..., No
 
 
 async def held_up(thread: EngineThread) -> threading.Event:
-    """The engine thread waits for the event; what is posted meanwhile is done in its next turn."""
+    """Block the engine thread until the event; commands posted meanwhile run in its next turn."""
     waits, release = threading.Event(), threading.Event()
 
     def wait(_: Engine) -> None:
@@ -116,7 +116,7 @@ async def held_up(thread: EngineThread) -> threading.Event:
     return release
 
 
-def test_busy_when_its_queue_is_full(with_pair: Callable[..., None]) -> None:
+def test_a_worker_with_a_full_queue_is_busy(with_pair: Callable[..., None]) -> None:
     tracer = MemoryTracer()
 
     async def test(pair: Pair) -> None:
@@ -125,7 +125,7 @@ def test_busy_when_its_queue_is_full(with_pair: Callable[..., None]) -> None:
         attempts = [os.urandom(16) for _ in range(4)]
         for attempt in attempts:
             pair.start_prefill(attempt, prompt(20), ticket(pair), trace_parent=CLIENT)
-        # Commands are handled in order: behind this one all four are in the engine thread's queue.
+        # Commands are handled in order: after this one all four are in the engine thread's queue.
         pair.prefill.send(wire.PrefillCommand(cancel=wire.CancelAttempt(attempt=os.urandom(16))))
         await eventually(lambda: pair.prefill_role.core.num_stale == 1)
         release.set()
@@ -139,8 +139,8 @@ def test_busy_when_its_queue_is_full(with_pair: Callable[..., None]) -> None:
     assert all(span.status.is_unset for span in declined)
 
 
-def test_its_log_names_the_request(with_pair: Callable[..., None], caplog: Any) -> None:
-    """Also of what was cancelled."""
+def test_the_log_names_the_request(with_pair: Callable[..., None], caplog: Any) -> None:
+    """This includes cancelled requests."""
 
     async def test(pair: Pair) -> None:
         part: Any = pair.prefill_worker.runtime
@@ -153,7 +153,7 @@ def test_its_log_names_the_request(with_pair: Callable[..., None], caplog: Any) 
                 cancel = wire.CancelAttempt(attempt=attempt)
                 pair.prefill.send(wire.PrefillCommand(cancel=cancel))
                 pair.decode.send(wire.DecodeCommand(cancel=cancel))
-                pair.prefill.send(wire.PrefillCommand(cancel=cancel))  # stale behind the first
+                pair.prefill.send(wire.PrefillCommand(cancel=cancel))  # stale after the first
                 await eventually(lambda: pair.prefill_role.core.num_stale == 1)
                 release.set()
             else:
@@ -181,7 +181,7 @@ def test_a_lower_priority_value_is_computed_first(with_pair: Callable[..., None]
         for attempt, value in values.items():
             ids = [(i + value) % 60 for i in range(79)]
             pair.start_prefill(attempt, ids, admitted[attempt], priority=value)
-        # Commands are handled in order: behind this one all are in the engine thread's queue.
+        # Commands are handled in order: after this one all are in the engine thread's queue.
         pair.prefill.send(wire.PrefillCommand(cancel=wire.CancelAttempt(attempt=os.urandom(16))))
         await eventually(lambda: pair.prefill_role.core.num_stale == 1)
         release.set()
@@ -197,7 +197,7 @@ def test_a_lower_priority_value_is_computed_first(with_pair: Callable[..., None]
     with_pair(test, engine={"max_running": 1})
 
 
-def test_cancel_reaches_both_sides(with_pair: Callable[..., None]) -> None:
+def test_cancel_reaches_both_workers_and_frees_their_blocks(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         attempt = pair.admit(prompt(200))
         admitted = await pair.decode.wait("admitted", attempt)
@@ -234,7 +234,7 @@ def test_a_lost_session_does_not_end_its_attempts(with_pair: Callable[..., None]
 
 
 async def prompt_tokens(pair: Pair) -> int:
-    """What the prefill worker has computed."""
+    """Return how many tokens the prefill worker has computed."""
     part: Any = pair.prefill_worker.runtime
     future = part.thread.post(lambda _: part.snapshot()[0].prompt_tokens)
     return int(await asyncio.wrap_future(future))
@@ -248,14 +248,14 @@ async def prompt_tokens(pair: Pair) -> int:
         ("done", "done", ""),
     ],
 )
-def test_what_has_ended_does_not_begin_anew_and_its_end_is_said_again(
+def test_an_ended_attempt_does_not_begin_again_and_its_end_is_resent(
     with_pair: Callable[..., None], end: str, word: str, text: str
 ) -> None:
-    """To a router that took the attempt over, when the one that was told has gone."""
+    """The end is sent to a router that took the attempt over from one that has gone."""
 
     async def test(pair: Pair) -> None:
         attempt = pair.admit(prompt(200)) if end == "done" else os.urandom(16)
-        given = ticket(pair)  # decode never gave it
+        given = ticket(pair)  # decode never issued it
         if end == "done":
             given = (await pair.decode.wait("admitted", attempt)).ticket
         pair.start_prefill(attempt, prompt(199), given)
@@ -273,7 +273,7 @@ def test_what_has_ended_does_not_begin_anew_and_its_end_is_said_again(
             pair.start_prefill(attempt, prompt(199), given)
             told = await pair.prefill.wait(word, attempt)
             assert word == "done" or text in told.failure.message
-        assert pair.prefill.kinds(attempt) == [word], "it was not accepted"
+        assert pair.prefill.kinds(attempt) == [word], "the attempt was not accepted"
         assert not core.num_attempts
         await pair.at_rest()
         assert await prompt_tokens(pair) == computed
@@ -282,7 +282,7 @@ def test_what_has_ended_does_not_begin_anew_and_its_end_is_said_again(
     with_pair(test)
 
 
-def test_decode_that_stops_is_noticed(with_pair: Callable[..., None]) -> None:
+def test_a_stopped_decode_worker_is_noticed(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         first = await pair.hand_off(prompt(20))
         await pair.prefill.wait("done", first)
@@ -290,7 +290,7 @@ def test_decode_that_stops_is_noticed(with_pair: Callable[..., None]) -> None:
         admitted = await pair.decode.wait("admitted", attempt)
         part: Any = pair.prefill_worker.runtime
         await pair.decode_worker.stop(0.1)
-        # Until the old connection's end is noticed no new one is tried.
+        # No new connection is tried until the old one's end is noticed.
         await eventually(lambda: not any(link.open for link in part.sender.links))
         pair.start_prefill(attempt, prompt(49), admitted.ticket)
         failed = await pair.prefill.wait("failed", attempt)
@@ -322,7 +322,7 @@ def test_drain_waits_for_its_attempts(with_pair: Callable[..., None]) -> None:
 
 
 class Shut(FakeDecoder):
-    """Steps of prefill_only requests wait for `opened`."""
+    """A model whose prefill_only requests wait for `opened`."""
 
     opened = threading.Event()
     entered = threading.Event()
@@ -333,7 +333,7 @@ class Shut(FakeDecoder):
         return super().forward(batch, kv)
 
 
-def test_drain_hands_back_what_it_has_not_begun(with_pair: Callable[..., None]) -> None:
+def test_drain_returns_requests_that_have_not_begun(with_pair: Callable[..., None]) -> None:
     """The first prompt fills the batch; the second one waits in the engine's queue."""
     Shut.opened.clear()
     Shut.entered.clear()

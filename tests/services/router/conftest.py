@@ -1,4 +1,4 @@
-"""A real router among workers that only talk, and its gateways."""
+"""A real router with fake workers that only send messages, and its gateways."""
 
 import asyncio
 import os
@@ -82,7 +82,7 @@ class Gateway:
         return [getattr(e, kind) for e in events if e.WhichOneof("event") == kind]
 
     def ids(self, request: str, choice: int = 0) -> list[int]:
-        """The ids of a choice; asserts that their positions have no gap and no overlap."""
+        """Return the ids of a choice; asserts that their positions have no gap and no overlap."""
         ids: list[int] = []
         for tokens in self.of(request, "tokens"):
             if tokens.choice == choice:
@@ -94,7 +94,7 @@ class Gateway:
         await eventually(condition, self.events)
 
     async def end(self, request: str) -> pb.Finished | pb.Failed:
-        """The one terminal event."""
+        """Return the one terminal event."""
 
         def terminal() -> list[Any]:
             return self.of(request, "finished") + self.of(request, "failed")
@@ -112,7 +112,7 @@ class Gateway:
 
 
 class Cluster:
-    """A real router, and fakes around it."""
+    """A real router with fakes around it."""
 
     def __init__(self, router: RouterProcess, settings: RouterSettings) -> None:
         self.router = router
@@ -149,7 +149,7 @@ class Cluster:
         return gateway
 
     async def restart(self) -> None:
-        """Another router on the same port, after this one is gone with all that it knew."""
+        """Start another router on the same port, after this one is gone with all its state."""
         address = self.router.address
         await self.router.stop(0)
         self.router = RouterProcess(replace(self.settings, bind=address))
@@ -168,7 +168,9 @@ MakeCluster = Callable[..., Awaitable[Cluster]]
 
 @pytest.fixture
 async def make_cluster(anyio_backend: str, tmp_path: Path) -> AsyncIterator[MakeCluster]:
-    """What its routers noted of their attempts must be in order."""
+    """Return a function that makes clusters; checks at the end the records of attempts of their
+    routers.
+    """
     made: list[Cluster] = []
     rings = tmp_path / "rings"
 
@@ -188,7 +190,7 @@ async def make_cluster(anyio_backend: str, tmp_path: Path) -> AsyncIterator[Make
 
 @pytest.fixture
 def expected() -> Callable[..., list[int]]:
-    """The ids that a fault-free run gives."""
+    """Return the ids that a fault-free run gives."""
 
     def ids(prompt: list[int], num: int, choice: int = 0, seed: int = 5) -> list[int]:
         return [token(prompt, seed, choice, position) for position in range(num)]

@@ -1,4 +1,4 @@
-"""Routers that die or lose a session: their requests' attempts are adopted, not tried anew."""
+"""Routers that die or lose a session: their requests' attempts are adopted, not retried."""
 
 from typing import Any
 
@@ -23,7 +23,9 @@ def have(gateway: Any, request: str, n: int = 1) -> list[pb.ChoiceState]:
 async def issue_again(
     cluster: Any, old: Any, request: str, prompt: list[int], **fields: Any
 ) -> Any:
-    """What a gateway does after a lost session: with what it has, and a higher epoch."""
+    """Issue a request again as a gateway does after a lost session: with its ids and a higher
+    epoch.
+    """
     placement = old.of(request, "placed")[-1].placement
     gateway = await cluster.gateway(boot=old.boot)
     fields = {"epoch": 1, "remaining_ms": 60_000, "placement": placement} | fields
@@ -57,11 +59,13 @@ async def test_a_stream_is_adopted_after_a_restart(
     assert placed.placement == gateway.of("r", "placed")[0].placement
     dispatch = cluster.router.core.dispatcher
     assert (dispatch.num_adopted, dispatch.num_retries) == (1, 0)
-    assert not dispatch.prefills, "the router before counted it"
+    assert not dispatch.prefills, "the previous router counted it"
     assert not cluster.router.core.dispatcher.attempts
 
 
-async def test_a_request_that_finished_meanwhile_is_told(make_cluster: Any, expected: Any) -> None:
+async def test_a_request_that_finished_meanwhile_is_reported(
+    make_cluster: Any, expected: Any
+) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode(hold_at=5)
     gateway = await cluster.gateway()
@@ -77,8 +81,10 @@ async def test_a_request_that_finished_meanwhile_is_told(make_cluster: Any, expe
     assert len(decode.of("admit")) == 1
 
 
-async def test_an_end_that_was_not_heard_is_said_again(make_cluster: Any, expected: Any) -> None:
-    """The session breaks with Placed and every word on their way: the router still knows where."""
+async def test_an_end_that_was_lost_is_resent(make_cluster: Any, expected: Any) -> None:
+    """The session breaks with Placed and all later messages in flight: the router still knows the
+    worker.
+    """
     cluster = await make_cluster()
     decode = await cluster.decode()
     gateway = await cluster.gateway()
@@ -91,8 +97,10 @@ async def test_an_end_that_was_not_heard_is_said_again(make_cluster: Any, expect
     assert len(decode.of("resume")) == len(decode.of("admit")) == 1
 
 
-async def test_what_decode_has_yet_to_answer_goes_on(make_cluster: Any, expected: Any) -> None:
-    """Issued again between Admit and Admitted, under a session that never heard Placed."""
+async def test_a_request_that_decode_has_not_answered_continues(
+    make_cluster: Any, expected: Any
+) -> None:
+    """Issued again between Admit and Admitted, under a session that never received Placed."""
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.answering.clear()
@@ -102,7 +110,7 @@ async def test_what_decode_has_yet_to_answer_goes_on(make_cluster: Any, expected
     again = await cluster.gateway(boot=gateway.boot)
     await again.start("r", SHORT, max_tokens=12, epoch=1)
     dispatch = cluster.router.core.dispatcher
-    await again.start("other", SHORT, max_tokens=1)  # the Start before it has arrived, too
+    await again.start("other", SHORT, max_tokens=1)  # so the previous Start has arrived, too
     await decode.until(lambda: len(decode.of("admit")) == 2)
     decode.answering.set()
     finished = await again.end("r")
@@ -115,7 +123,7 @@ async def test_what_decode_has_yet_to_answer_goes_on(make_cluster: Any, expected
 
 
 async def hand_off_under_way(make_cluster: Any) -> tuple[Any, Any, Any, Any]:
-    """(cluster, decode, prefill, gateway): prefill has request "r" and does not answer."""
+    """Return (cluster, decode, prefill, gateway): prefill has request "r" and does not answer."""
     cluster = await make_cluster()
     decode = await cluster.decode()
     prefill = await cluster.prefill()
@@ -128,10 +136,10 @@ async def hand_off_under_way(make_cluster: Any) -> tuple[Any, Any, Any, Any]:
 
 
 @pytest.mark.parametrize("known", [True, False])
-async def test_a_hand_off_goes_on_after_a_restart(
+async def test_a_hand_off_continues_after_a_restart(
     make_cluster: Any, expected: Any, known: bool
 ) -> None:
-    """`known`: prefill has the attempt; else the router died before it said PrefillStart."""
+    """`known`: prefill has the attempt; otherwise the router died before it sent PrefillStart."""
     cluster, decode, prefill, gateway = await hand_off_under_way(make_cluster)
     if not known:
         prefill.ids.clear()
@@ -149,10 +157,10 @@ async def test_a_hand_off_goes_on_after_a_restart(
     assert cluster.router.core.view().prefill_remote == 1
 
 
-async def test_a_hand_off_that_ended_at_prefill_meanwhile_is_tried_anew(
+async def test_a_hand_off_that_ended_at_prefill_meanwhile_is_retried(
     make_cluster: Any, expected: Any
 ) -> None:
-    """Decode still waits for its KV; prefill says again how it ended."""
+    """Decode still waits for its KV; prefill resends how it ended."""
     cluster, decode, prefill, gateway = await hand_off_under_way(make_cluster)
     prefill.hang, prefill.fail = False, 1
     await cluster.restart()
@@ -167,7 +175,7 @@ async def test_a_hand_off_that_ended_at_prefill_meanwhile_is_tried_anew(
     assert cluster.router.core.dispatcher.num_adopted == 1
 
 
-async def test_a_prefill_worker_that_never_joins_is_tried_without(
+async def test_a_request_stops_waiting_for_a_prefill_worker_that_never_joins(
     make_cluster: Any, expected: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(dispatcher, "YOUNG_S", 1.0)
@@ -190,7 +198,7 @@ async def test_a_prefill_worker_that_never_joins_is_tried_without(
 
 
 @pytest.mark.parametrize("why", ["gone", "mute", "dead"])
-async def test_what_cannot_be_adopted_is_placed_anew(
+async def test_an_attempt_that_cannot_be_adopted_is_placed_again(
     make_cluster: Any, expected: Any, monkeypatch: Any, why: str
 ) -> None:
     monkeypatch.setattr(dispatcher, "YOUNG_S", 1.0)
@@ -234,7 +242,7 @@ async def test_a_worker_of_another_replica_is_not_waited_for(
     assert gateway.ids("r") == expected(SHORT, 8)
 
 
-async def test_a_gateway_that_comes_back_to_the_same_router_goes_on(
+async def test_a_gateway_that_returns_to_the_same_router_continues(
     make_cluster: Any, expected: Any
 ) -> None:
     cluster = await make_cluster()

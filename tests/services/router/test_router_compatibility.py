@@ -1,6 +1,7 @@
-"""Workers of other weights under one name: never paired, never resumed on, unless that is allowed.
+"""Workers with other weights under one model name: never paired or resumed on, unless an option
+allows it.
 
-The dispatcher without sockets, time as a number.
+Runs the dispatcher without sockets, with time as a number.
 """
 
 import logging
@@ -68,7 +69,9 @@ def test_an_incompatible_pair_is_never_proposed(
         (Mixing(True, True), BLOCKS, False),
     ],
 )
-def test_mixing_pairs_what_it_says_and_counts_it(mixing: Mixing, other: Any, paired: bool) -> None:
+def test_mixing_pairs_the_allowed_kinds_and_counts_them(
+    mixing: Mixing, other: Any, paired: bool
+) -> None:
     world = World(mixing)
     world.join(DECODE)
     prefill = world.join(PREFILL, **other)
@@ -88,7 +91,9 @@ def test_mixing_pairs_what_it_says_and_counts_it(mixing: Mixing, other: Any, pai
 
 @pytest.mark.parametrize("other", [WEIGHTS, NUMERICS, TOKENIZER])
 def test_an_answer_is_not_resumed_on_another_identity(other: Any) -> None:
-    """It waits for a compatible worker, and goes on when one joins; others do not wait for it."""
+    """The request waits for a compatible worker, and continues when one joins; other requests do
+    not wait for it.
+    """
     world = World(Mixing(), "never")
     first = world.join(DECODE)
     world.submit("r")
@@ -99,7 +104,9 @@ def test_an_answer_is_not_resumed_on_another_identity(other: Any) -> None:
     assert len(world.commands("admit")) == 1
     assert world.dispatcher.num_queued == 1
     world.submit("new")
-    assert world.commands("admit")[-1][0] is stranger, "what has not begun may go anywhere"
+    assert world.commands("admit")[-1][0] is stranger, (
+        "a request that has not begun may go to any worker"
+    )
     assert world.begin("new") is stranger
     same = world.join(DECODE)
     worker, admit = world.commands("admit")[-1]
@@ -110,7 +117,7 @@ def test_an_answer_is_not_resumed_on_another_identity(other: Any) -> None:
     assert world.dispatcher.placer.compatibility.inexact == {}
 
 
-def test_without_a_compatible_worker_it_ends_with_a_typed_error() -> None:
+def test_without_a_compatible_worker_a_request_ends_with_a_typed_error() -> None:
     world = World(Mixing(), "never")
     first = world.join(DECODE)
     world.submit("r")
@@ -127,7 +134,7 @@ def test_without_a_compatible_worker_it_ends_with_a_typed_error() -> None:
     assert world.dispatcher.num_queued == world.dispatcher.num_running == 0
 
 
-def test_a_cancelled_one_is_forgotten() -> None:
+def test_a_cancelled_request_is_forgotten() -> None:
     world = World(Mixing(), "never")
     first = world.join(DECODE)
     world.submit("r")
@@ -154,7 +161,7 @@ def test_a_cancelled_one_is_forgotten() -> None:
         (Mixing(True, True), TOKENIZER, False),
     ],
 )
-def test_mixing_resumes_what_it_says_and_marks_it(
+def test_mixing_resumes_the_allowed_kinds_and_marks_them(
     mixing: Mixing, other: Any, resumed: bool
 ) -> None:
     world = World(mixing, "never")
@@ -170,7 +177,7 @@ def test_mixing_resumes_what_it_says_and_marks_it(
     assert world.dispatcher.placer.compatibility.inexact["resume"] == resumed
 
 
-def test_a_request_that_another_router_began_is_bound_by_its_placement() -> None:
+def test_a_request_begun_by_another_router_is_bound_by_its_placement() -> None:
     world = World(Mixing(), "never")
     world.join(DECODE)
     world.submit("r")
@@ -185,13 +192,13 @@ def test_a_request_that_another_router_began_is_bound_by_its_placement() -> None
     assert not other.commands("admit")
     same = other.join(DECODE)
     assert [worker for worker, _ in other.commands("admit")] == [same]
-    # Nothing generated yet: it may begin anywhere.
+    # Nothing generated yet: it may begin on any worker.
     other.submit("s", epoch=1, placement=placed.placement)
     assert len(other.commands("admit")) == 2
 
 
-def test_another_numerics_id_goes_on_when_no_exact_worker_is_left() -> None:
-    """By default: exactly while it can be, inexactly rather than not at all."""
+def test_a_worker_with_another_numerics_id_continues_when_no_exact_one_remains() -> None:
+    """The default: resume exactly while possible, inexactly otherwise."""
     world = World(Mixing(), "never", Rules().resuming)
     first = world.join(DECODE)
     world.submit("r")

@@ -10,8 +10,8 @@ from pdserve.protos import fleet_pb2
 from pdserve.services.router.fleet.fleet import taking_work
 
 
-def test_nothing_is_begun_past_its_deadline() -> None:
-    """Neither a request that waits for a worker nor one that has lost its first."""
+def test_no_request_begins_after_its_deadline() -> None:
+    """Covers a request that waits for a worker and one that has lost its first worker."""
     machine = DispatcherMachine()
     machine.begin("never", 0)
     machine.issue("retried", 1, 40, 1, 0, 1000)
@@ -41,7 +41,7 @@ WEIGHTS |= {"lose": 8, "handoff": 3, "cancel": 1, "again": 4, "resume": 9, "wait
 
 
 def drive(machine: DispatcherMachine, random: Random, steps: int) -> None:
-    """A long run of the same rules, with odds under which requests get somewhere."""
+    """Run the same rules for long, with probabilities under which requests make progress."""
     machine.begin(random.choice(["auto", "always", "always", "never"]), random.randrange(100))
     names = ["r"]
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Embeddings through a real router to fake workers: one for each request, whoever dies."""
+"""Embeddings through a real router to fake workers: one for each request, whichever worker dies."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ LONG = list(range(600))
 VALUES = [0.0, 600.0]
 
 
-async def test_it_stays_local_and_comes_before_the_end(make_cluster: Any) -> None:
+async def test_an_embedding_stays_local_and_comes_before_the_end(make_cluster: Any) -> None:
     cluster = await make_cluster(remote_prefill="always")
     await cluster.decode()
     prefill = await cluster.prefill()
@@ -47,7 +47,7 @@ async def test_a_worker_that_dies(make_cluster: Any, said: bool) -> None:
     assert cluster.router.core.dispatcher.num_running == 0
 
 
-async def test_a_session_that_breaks_says_it_once(make_cluster: Any) -> None:
+async def test_an_embedding_is_delivered_once_over_a_broken_session(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.hold_at = 1

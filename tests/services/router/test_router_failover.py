@@ -17,7 +17,9 @@ LONG = list(range(600))
 SHORT = list(range(20))
 
 
-async def test_failed_prefill_moves_on_then_stays_local(make_cluster: Any, expected: Any) -> None:
+async def test_a_failed_prefill_moves_to_another_worker_then_stays_local(
+    make_cluster: Any, expected: Any
+) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     prefills = [await cluster.prefill() for _ in range(3)]
@@ -52,7 +54,7 @@ async def test_prefill_worker_dies_during_transfer(make_cluster: Any, expected: 
     assert len(decode.cancelled) == 1
 
 
-async def test_handoff_lost_is_tried_again(make_cluster: Any, expected: Any) -> None:
+async def test_a_lost_handoff_is_retried(make_cluster: Any, expected: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     first = await cluster.prefill()
@@ -92,7 +94,9 @@ async def test_decode_worker_dies_mid_stream(make_cluster: Any, expected: Any, n
     assert [p.placement.decode_boot for p in placed] == [dying.boot, survivor.boot]
 
 
-async def test_remote_resume_prefills_what_was_generated(make_cluster: Any, expected: Any) -> None:
+async def test_remote_resume_prefills_the_generated_tokens(
+    make_cluster: Any, expected: Any
+) -> None:
     cluster = await make_cluster()
     dying = await cluster.decode()
     dying.hold_at = 5
@@ -108,7 +112,7 @@ async def test_remote_resume_prefills_what_was_generated(make_cluster: Any, expe
     assert list(prefill.ids.values()) == [[*LONG, *ids[:4]]]
 
 
-async def test_after_two_crashes_it_is_given_up(make_cluster: Any, expected: Any) -> None:
+async def test_after_two_crashes_a_request_is_given_up(make_cluster: Any, expected: Any) -> None:
     cluster = await make_cluster()
     gateway = await cluster.gateway()
     victims = []
@@ -125,7 +129,7 @@ async def test_after_two_crashes_it_is_given_up(make_cluster: Any, expected: Any
     assert not third.of("admit")
 
 
-async def test_dead_worker_that_has_not_begun_is_no_crash(make_cluster: Any) -> None:
+async def test_a_dead_worker_that_has_not_begun_is_no_crash(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     prefill = await cluster.prefill()
@@ -157,12 +161,12 @@ async def test_broken_session_of_a_living_worker(make_cluster: Any, expected: An
     assert len(decode.outboxes) == 2
     (admit,) = decode.of("admit")
     (resume,) = decode.of("resume")
-    assert resume.attempt == admit.attempt, "nothing was tried anew"
+    assert resume.attempt == admit.attempt, "no attempt was retried"
     assert list(resume.counts) == [3]
     assert resume.epoch > admit.start.epoch
 
 
-async def test_an_event_that_the_router_cannot_take_breaks_only_its_session(
+async def test_an_event_that_the_router_cannot_process_breaks_only_its_session(
     make_cluster: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = await make_cluster()
@@ -185,7 +189,7 @@ async def test_an_event_that_the_router_cannot_take_breaks_only_its_session(
     assert len(decode.of("resume")) == 1
 
 
-async def test_a_broken_session_with_prefill_is_taken_up_again(
+async def test_a_broken_session_with_prefill_is_resumed(
     make_cluster: Any, expected: Any, wait_for: Any
 ) -> None:
     cluster = await make_cluster(remote_prefill="always")
@@ -208,7 +212,7 @@ async def test_a_broken_session_with_prefill_is_taken_up_again(
 async def test_a_worker_that_dies_after_its_session_broke_counts_as_a_crash(
     make_cluster: Any, expected: Any, wait_for: Any
 ) -> None:
-    """The broken session is seen before the port that refuses."""
+    """The router notices the broken session before the port that refuses."""
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.hold_at = 3
@@ -226,7 +230,7 @@ async def test_a_worker_that_dies_after_its_session_broke_counts_as_a_crash(
     assert admit.start.crash_count == 1
 
 
-async def test_what_is_cancelled_while_its_session_is_down_is_cancelled_in_the_next(
+async def test_a_request_cancelled_while_its_session_is_down_is_cancelled_in_the_next(
     make_cluster: Any, wait_for: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(worker_sessions, "RETRY_S", 0.5)
@@ -252,10 +256,10 @@ def verify(decode: Any, attempt: bytes, tokens: int, cached: int = 0) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "where"), [(32, "remote"), (320, "decode")])
-async def test_after_a_dead_prefill_the_cheaper_side_goes_on(
+async def test_after_a_dead_prefill_the_cheaper_side_continues(
     make_cluster: Any, expected: Any, wait_for: Any, tokens: int, where: str
 ) -> None:
-    """Another prefill has none of the prefix: it begins anew if that is little."""
+    """Another prefill worker has none of the prefix: it starts over if the prefix is short."""
     cluster = await make_cluster(remote_prefill="always")
     decode = await cluster.decode()
     dying = await cluster.prefill()
@@ -277,7 +281,7 @@ async def test_after_a_dead_prefill_the_cheaper_side_goes_on(
 
 
 async def test_a_slow_prefill_is_replaced(make_cluster: Any, expected: Any) -> None:
-    """Decode says what it has kept before it gives up, so both come in order."""
+    """Decode reports its verified blocks before it gives up, so both messages come in order."""
     cluster = await make_cluster()
     decode = await cluster.decode()
     slow = await cluster.prefill()
@@ -301,7 +305,7 @@ async def test_a_slow_prefill_is_replaced(make_cluster: Any, expected: Any) -> N
 async def test_blocks_of_an_earlier_try_are_no_cache_hit(make_cluster: Any, wait_for: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
-    decode.cached_tokens = 560  # what it finds at the second try
+    decode.cached_tokens = 560  # found at the second try
     dying = await cluster.prefill()
     dying.hang = True
     gateway = await cluster.gateway()
@@ -327,7 +331,7 @@ async def test_blocks_of_a_try_that_decode_forgot_are_no_cache_hit(make_cluster:
     await gateway.start("r", SHORT)
     await decode.until(lambda: bool(decode.of("admit")))
     await gateway.until(lambda: bool(gateway.of("r", "placed")))
-    decode.cached_tokens = 16  # what it finds at the second try
+    decode.cached_tokens = 16  # found at the second try
     decode.said.clear()
     decode.released.set()
     decode.outboxes[-1].close()

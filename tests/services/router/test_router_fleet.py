@@ -1,4 +1,4 @@
-"""The fleet's automaton, under any sequence of events."""
+"""The fleet's state machine, under any sequence of events."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -35,7 +35,7 @@ def joined(now: float = 0.0) -> tuple[Fleet, Worker]:
     return fleet, fleet.join(hello(1), now)[0]
 
 
-def test_silence_makes_suspect_then_dead() -> None:
+def test_silence_makes_a_worker_suspect_then_dead() -> None:
     fleet, worker = joined()
     assert fleet.tick(SILENCE_S - 0.01) == []
     assert worker.state is State.LIVE
@@ -46,7 +46,7 @@ def test_silence_makes_suspect_then_dead() -> None:
     assert not fleet.workers
 
 
-def test_heard_again_is_as_if_nothing_had_happened() -> None:
+def test_a_worker_heard_again_is_as_before() -> None:
     fleet, worker = joined()
     fleet.stream_ended(worker, worker.lease, 0.1)
     assert worker.state is State.SUSPECT
@@ -55,14 +55,14 @@ def test_heard_again_is_as_if_nothing_had_happened() -> None:
     assert fleet.tick(0.3 + SILENCE_S - 0.01) == []
 
 
-def test_a_worker_that_leaves_this_router_alone_is_live_again_when_it_joins_anew() -> None:
+def test_a_worker_that_leaves_only_this_router_is_live_again_when_it_joins() -> None:
     fleet, worker = joined()
     worker.connected = True
     fleet.goodbye(worker, leaves=True)
     assert (worker.state, worker.stays, worker.said_goodbye) == (State.LEAVING, False, False)
     assert fleet.stream_ended(worker, worker.lease, 0.1) == []
     assert fleet.tick(60.0) == []
-    assert worker.state is State.LEAVING, "its session tells of what still runs there"
+    assert worker.state is State.LEAVING, "its session reports what still runs there"
     again, dead = fleet.join(hello(1), 60.2)
     assert (again, dead, worker.state, worker.stays) == (worker, [], State.LIVE, True)
 
@@ -105,7 +105,7 @@ def test_a_worker_that_leaves_may_freeze_and_drain() -> None:
     assert worker.state is State.DRAINING
 
 
-def test_a_witness_keeps_a_suspect_from_death_but_not_from_suspicion() -> None:
+def test_a_witness_saves_a_suspect_from_death_but_not_from_suspicion() -> None:
     fleet, worker = joined()
     fleet.stream_ended(worker, worker.lease, 0.0)
     for step in range(1, 20):
@@ -115,7 +115,7 @@ def test_a_witness_keeps_a_suspect_from_death_but_not_from_suspicion() -> None:
     assert fleet.tick(19 * 0.4 + SUSPECT_S) == [worker]
 
 
-def test_an_old_stream_of_a_worker_that_joined_again_says_nothing() -> None:
+def test_the_end_of_an_old_stream_of_a_rejoined_worker_is_ignored() -> None:
     fleet, worker = joined()
     old = worker.lease
     fleet.join(hello(1), 0.2)
@@ -123,7 +123,7 @@ def test_an_old_stream_of_a_worker_that_joined_again_says_nothing() -> None:
     assert worker.state is State.LIVE
 
 
-def test_new_boot_on_the_same_address_ends_the_old_life() -> None:
+def test_a_new_boot_on_the_same_address_ends_the_old_worker() -> None:
     fleet, worker = joined()
     new, dead = fleet.join(hello(1, life=1), 0.2)
     assert dead == [worker]
@@ -158,7 +158,7 @@ def test_a_frozen_engine_gets_no_work_until_it_moves() -> None:
     assert (worker.state, taking_work([worker], now)) == (State.LIVE, [worker])
 
 
-def test_a_frozen_worker_that_drains_goes_on_draining() -> None:
+def test_a_frozen_worker_that_drains_keeps_draining() -> None:
     fleet, worker = joined()
     fleet.goodbye(worker)
     assert worker.state is State.DRAINING
@@ -170,7 +170,7 @@ def test_a_frozen_worker_that_drains_goes_on_draining() -> None:
     assert fleet.stream_ended(worker, worker.lease, 10.1) == [worker]
 
 
-def test_goodbye_then_gone_while_its_last_words_are_on_their_way() -> None:
+def test_goodbye_then_gone_while_its_last_messages_are_in_flight() -> None:
     fleet, worker = joined()
     worker.connected = True
     fleet.goodbye(worker)
@@ -184,7 +184,7 @@ def expected(worker: Worker) -> tuple[int, int]:
     return worker.facts.requests, worker.facts.waiting_tokens
 
 
-def test_own_commands_count_until_a_load_includes_them() -> None:
+def test_a_router_s_commands_count_until_a_load_includes_them() -> None:
     _, worker = joined()
     worker.report(pb.Load(running=2, waiting_tokens=100))
     for name, tokens in ((b"a", 10), (b"b", 20), (b"c", 30)):
@@ -199,8 +199,8 @@ def test_own_commands_count_until_a_load_includes_them() -> None:
     assert expected(worker) == (4, 130)
 
 
-def test_a_command_that_is_said_again_counts_once_from_then_on() -> None:
-    """As the prompt's, when the prefill worker is asked after all."""
+def test_a_repeated_command_counts_once_from_its_last_time() -> None:
+    """For example a prompt's command, when it is sent to the prefill worker after all."""
     _, worker = joined()
     for name, tokens, at in ((b"a", 10, 0.0), (b"b", 20, 0.1), (b"a", 5, 0.2)):
         worker.commanded(name, tokens, at)
@@ -216,7 +216,7 @@ def test_a_command_that_is_said_again_counts_once_from_then_on() -> None:
 
 
 class FleetMachine(RuleBasedStateMachine):
-    """Any order of events; a model of a few lines says who must be there."""
+    """Any order of events; a model of a few lines computes the expected workers."""
 
     lives = Bundle("lives")
 
@@ -298,26 +298,28 @@ def several(num: int) -> tuple[Fleet, list[Worker]]:
     return fleet, workers
 
 
-def test_time_in_which_the_router_stood_still_is_nobodys_silence() -> None:
+def test_time_stood_still_counts_as_silence_of_no_worker() -> None:
     fleet, workers = several(4)
     fleet.stream_ended(workers[0], workers[0].lease, 0.1)
     fleet.excuse(30.0, 30.2)
     assert fleet.tick(30.2) == []
     assert [w.state for w in workers] == [State.SUSPECT, *[State.LIVE] * 3]
     assert not fleet.isolated
-    assert fleet.tick(30.1 + SUSPECT_S) == workers[:1], "its time goes on where it stood"
+    assert fleet.tick(30.1 + SUSPECT_S) == workers[:1], "its time continues where it stood"
     for worker in workers[1:]:
         fleet.heard(worker, 30.2)
     assert fleet.tick(30.2 + SILENCE_S - 0.01) == []
 
 
-def test_a_router_that_hears_nobody_suspects_itself() -> None:
+def test_a_router_that_hears_from_no_worker_suspects_itself() -> None:
     fleet, workers = several(4)
     fleet.heard(workers[0], SILENCE_S)
     assert fleet.tick(SILENCE_S) == []
     assert fleet.isolated
-    assert fleet.tick(SILENCE_S + 3 * SUSPECT_S) == [], "nobody dies of silence"
-    assert fleet.lost(workers[1]) == [workers[1]], "a port that refuses says so by name"
+    assert fleet.tick(SILENCE_S + 3 * SUSPECT_S) == [], "no worker dies of silence"
+    assert fleet.lost(workers[1]) == [workers[1]], (
+        "a port that refuses is evidence of one worker's death"
+    )
     now = SILENCE_S + 4 * SUSPECT_S
     for worker in (workers[0], workers[2], workers[3]):
         fleet.heard(worker, now)
@@ -326,7 +328,7 @@ def test_a_router_that_hears_nobody_suspects_itself() -> None:
     assert [w.state for w in fleet.workers.values()] == [State.LIVE] * 3
 
 
-def test_those_that_it_hears_last_get_their_time_anew() -> None:
+def test_workers_heard_last_get_their_full_time() -> None:
     fleet, workers = several(4)
     fleet.tick(SILENCE_S)
     now = SILENCE_S + 4 * SUSPECT_S
@@ -340,7 +342,7 @@ def test_those_that_it_hears_last_get_their_time_anew() -> None:
     assert fleet.tick(now + SUSPECT_S) == workers[2:]
 
 
-def test_it_does_not_suspect_itself_for_ever() -> None:
+def test_a_router_does_not_suspect_itself_forever() -> None:
     fleet, workers = several(4)
     fleet.tick(SILENCE_S)
     assert fleet.isolated
@@ -350,7 +352,7 @@ def test_it_does_not_suspect_itself_for_ever() -> None:
     assert not fleet.isolated
 
 
-def test_time_in_which_it_stood_still_while_it_suspected_itself_does_not_count() -> None:
+def test_time_stood_still_in_isolation_does_not_count() -> None:
     fleet, _ = several(4)
     fleet.tick(SILENCE_S)
     assert fleet.isolated
@@ -361,7 +363,7 @@ def test_time_in_which_it_stood_still_while_it_suspected_itself_does_not_count()
     assert len(fleet.tick(now + ISOLATED_S)) == 4
 
 
-def test_half_of_the_workers_may_well_be_dead() -> None:
+def test_half_of_the_workers_may_be_dead() -> None:
     for num, heard in ((4, 2), (3, 0)):
         fleet, workers = several(num)
         for worker in workers[:heard]:

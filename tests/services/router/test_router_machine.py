@@ -1,7 +1,7 @@
-"""The state machine of a request under any sequence of events, against a plain record beside it.
+"""The state machine of a request under any sequence of events, compared with a plain record.
 
-Thousands of seeds: most events are plausible where the request stands, the rest are anything about
-any attempt. The record knows nothing of the machine but its actions.
+Thousands of seeds: most events are plausible in the current state, the others are arbitrary events
+about any attempt. The record sees only the actions of the machine.
 """
 
 import ast
@@ -29,8 +29,8 @@ QUEUED, SEEKING, RESUMING, ADMITTING, PREFILLING, RUNNING, ENDED = (
     *(Stage.QUEUED, Stage.SEEKING, Stage.RESUMING, Stage.ADMITTING),
     *(Stage.PREFILLING, Stage.RUNNING, Stage.ENDED),
 )
-# As drawn in machine.py; a migration's switch leads from SEEKING and RESUMING to RUNNING, and from
-# RUNNING to SEEKING.
+# The edges drawn in machine.py; a migration's switch leads from SEEKING and RESUMING to RUNNING,
+# and from RUNNING to SEEKING.
 DRAWN = {
     (QUEUED, ADMITTING), (QUEUED, SEEKING), (QUEUED, RESUMING), (QUEUED, ENDED),
     (SEEKING, RESUMING), (SEEKING, QUEUED), (SEEKING, RUNNING), (SEEKING, ENDED),
@@ -40,7 +40,7 @@ DRAWN = {
     (PREFILLING, RUNNING), (PREFILLING, QUEUED), (PREFILLING, SEEKING), (PREFILLING, ENDED),
     (RUNNING, QUEUED), (RUNNING, SEEKING), (RUNNING, ENDED),
 }  # fmt: skip
-# What decode says when it has nothing of the attempt any more.
+# Decode's messages for an attempt that it no longer has.
 OVER_AT_DECODE = (
     *(on.AdmitRefused, on.AttemptUnknown, on.AttemptFailed, on.AttemptFinished, on.KvLost),
     *(on.WaitFailed, on.SourceMoved),
@@ -48,7 +48,7 @@ OVER_AT_DECODE = (
 
 
 class Drive:
-    """One request, its events drawn at random."""
+    """One request with randomly drawn events."""
 
     def __init__(self, seed: int, step: Callable[..., Any] = machine.step) -> None:
         self.random = Random(seed)
@@ -67,12 +67,12 @@ class Drive:
         )
         self.num_attempts = 0  # ids given
         self.open: dict[bytes, do.OpenAttempt] = {}
-        self.at_decode: set[bytes] = set()  # attempts that decode may run, by what it was told
-        self.over: set[bytes] = set()  # that it has said it has not
+        self.at_decode: set[bytes] = set()  # attempts that decode may run, by its commands
+        self.over: set[bytes] = set()  # attempts that decode has reported as over
         self.over_at_prefill: set[bytes] = set()
         self.at_prefill: set[bytes] = set()
         self.terminal = 0
-        self.tries = 0  # begun, less those that decode refused
+        self.tries = 0  # begun, minus those that decode refused
         self.edges: Counter[tuple[Stage, Stage]] = Counter()
         self.seen: Counter[str] = Counter()
 
@@ -83,7 +83,7 @@ class Drive:
     # --- events
 
     def plausible(self) -> on.RoutingEvent:
-        """What may well happen next."""
+        """Draw an event that is plausible now."""
         state, random = self.state, self.random
         attempt, migration = state.attempt, state.migration
         reach = random.choice([*[Reachability.YES] * 3, *Reachability])
@@ -146,7 +146,7 @@ class Drive:
         return on.WorkerLost(worker, "lost", crashed, forgotten)
 
     def anything(self) -> on.RoutingEvent:
-        """About any attempt: the current one, one that is over, or one that never was."""
+        """Draw an event about any attempt: the current one, one that is over, or an unknown one."""
         attempt = b"a%d" % self.random.randint(0, self.num_attempts + 1)
         rare = [on.RequestCancelled(), on.ClientLeft(), on.RequestRefused(ERROR)]
         rare += [on.Reissued(True), on.Reissued(False), on.MigrationBegun(DECODES[1])]
@@ -184,13 +184,16 @@ class Drive:
             self._lose(event, before)
         for number, action in enumerate(actions):
             self.record(action, event, before)
-            assert isinstance(action, do.Place) <= (number == len(actions) - 1), "it is the last"
+            assert isinstance(action, do.Place) <= (number == len(actions) - 1), (
+                "Place must be the last action"
+            )
         self.check(event, before, actions)
         self.check_what_only_passes_on()
 
     def check_what_only_passes_on(self) -> None:
-        """The machine is not asked about such tokens, nor before that time about the time: it would
-        do nothing else."""
+        """Check that the machine does nothing with such tokens, nor with the time before
+        `quiet_until`: the caller skips it for both.
+        """
         if self.state.only_passes_on:
             assert self.state.attempt is not None
             attempt = self.state.attempt.id
@@ -204,8 +207,9 @@ class Drive:
                     self.seen["quiet"] += 1
 
     def _lose(self, event: on.WorkerLost, before: Routing) -> None:
-        """Who is dead needs no cancel; a migration's target ends by itself, and so does its source
-        when it is forgotten."""
+        """Record attempts that need no cancel: a dead worker's, and a migration's target, or its
+        source when it is forgotten, since these end by themselves.
+        """
         for attempt, how in self.open.items():
             own = before.attempt is not None and before.attempt.id == attempt
             ends = event.crashed or not own or (event.forgotten and before.migration is not None)
@@ -286,12 +290,12 @@ def test_one_end_every_cancel_and_never_two_attempts_over_any_events() -> None:
 
 
 @pytest.mark.parametrize("wrong", [retries_without_a_cancel, hears_every_attempt, counts_no_try])
-def test_a_wrong_machine_is_found(wrong: Callable[..., Any]) -> None:
+def test_a_faulty_machine_is_detected(wrong: Callable[..., Any]) -> None:
     with pytest.raises(AssertionError):
         drive(range(1500), wrong)
 
 
-def test_tries_end() -> None:
+def test_tries_are_bounded() -> None:
     """Decode answers each Admit with Gone: one try after another is lost, and all are counted."""
     state, actions = machine.step(Routing(), on.Submitted(), 0.0)
     for number in range(MAX_ATTEMPTS):
@@ -303,7 +307,7 @@ def test_tries_end() -> None:
     assert state.stage is ENDED
 
 
-def test_a_request_that_two_workers_died_of_is_not_tried_a_third_time() -> None:
+def test_a_request_that_crashed_two_workers_is_not_tried_a_third_time() -> None:
     state, actions = machine.step(Routing(), on.Submitted(), 0.0)
     for number, decode in enumerate(DECODES[:2]):
         assert actions[-1] == do.Place()
@@ -329,8 +333,8 @@ def test_a_successor_takes_the_answer_that_decode_owes() -> None:
     assert actions[0] == do.CancelAtDecode(b"a")
 
 
-def test_a_stage_is_written_by_the_machine_alone() -> None:
-    """The state is frozen; and no other module of the router makes one with a stage."""
+def test_only_the_machine_writes_a_stage() -> None:
+    """The state is frozen, and no other module of the router makes one with a stage."""
     with pytest.raises(AttributeError):
         Routing().stage = RUNNING  # type: ignore[misc]
     assert replace(Routing(), epoch=1).stage is QUEUED
@@ -345,14 +349,16 @@ def test_a_stage_is_written_by_the_machine_alone() -> None:
 
 
 def gives_a_stage(call: ast.Call) -> bool:
-    """By its name, by position, or perhaps: in a mapping that is unpacked into a state."""
+    """Return whether a call sets a stage: by name, by position, or possibly in a mapping that is
+    unpacked into a state.
+    """
     makes = ast.unparse(call.func).rpartition(".")[2] in ("Routing", "replace")
     unpacked = any(word.arg is None for word in call.keywords)
-    more = call.args[ast.unparse(call.func).endswith("replace") :]  # than the state to replace
+    more = call.args[ast.unparse(call.func).endswith("replace") :]  # without the state to replace
     return any(word.arg == "stage" for word in call.keywords) or (makes and bool(unpacked or more))
 
 
-def test_a_written_stage_is_found() -> None:
+def test_a_written_stage_is_detected() -> None:
     for code, given in {
         "replace(state, stage=RUNNING)": True,
         "self.set(stage=Stage.ENDED)": True,

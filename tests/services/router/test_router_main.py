@@ -1,4 +1,4 @@
-"""The router as a process: reports, metrics, a signal ends it."""
+"""The router as a process: it reports, exports metrics, and ends on a signal."""
 
 import asyncio
 import signal
@@ -68,7 +68,7 @@ def test_listens_exports_and_stops() -> None:
         assert process.wait(timeout=LIMIT_S) == 0
 
 
-def test_without_its_ticker_it_ends(
+def test_a_router_without_its_ticker_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(self: Dispatcher, now: float) -> None:
@@ -99,13 +99,13 @@ async def test_metrics_count_what_happened(make_cluster: Any) -> None:
     assert 'pdserve_router_workers{model_name="tiny",role="decode",state="live"} 1.0' in text
 
 
-def test_a_certificate_that_no_client_would_see_is_refused() -> None:
+def test_a_certificate_that_no_client_would_get_is_refused() -> None:
     with pytest.raises(ValueError, match="--client-bind"):
         RouterSettings(tls_cert="cert.pem", tls_key="key.pem")
     RouterSettings(tls_cert="cert.pem", tls_key="key.pem", client_bind="127.0.0.1:0")
 
 
-def test_without_its_watch_of_the_keys_it_ends(
+def test_a_router_without_its_watch_of_the_keys_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def fail(self: ApiKeys) -> None:

@@ -1,4 +1,4 @@
-"""What a router exports of its models: queue, waits, and what scalers read."""
+"""Metrics of a router about its models: queue, waits, and the metrics for autoscalers."""
 
 import asyncio
 from typing import Any
@@ -28,7 +28,7 @@ def worker(role: Role, number: int = 0, state: State = State.LIVE, **load: Any) 
 
 
 def found(core: RouterCore) -> dict[str, list[Sample]]:
-    """Samples by name."""
+    """Return samples by name."""
     samples: dict[str, list[Sample]] = {}
     for family in RouterMetrics(core).collect():
         for sample in family.samples:
@@ -37,13 +37,13 @@ def found(core: RouterCore) -> dict[str, list[Sample]]:
 
 
 def of_model(core: RouterCore, name: str, **labels: str) -> float:
-    """The one sample of the model, and of the other labels."""
+    """Return the one sample of the model with these other labels."""
     wanted = {"model_name": "tiny", **labels}
     (sample,) = [s for s in found(core)[name] if s.labels == wanted]
     return sample.value
 
 
-def test_the_backlog_is_tokens_by_the_rate_of_the_live() -> None:
+def test_the_backlog_is_tokens_divided_by_the_rate_of_live_workers() -> None:
     quick = worker(PREFILL, 1, waiting_tokens=3000, prefill_tokens_s=1000)
     slow = worker(PREFILL, 2, waiting_tokens=0, prefill_tokens_s=500)
     assert prefill_backlog([quick, slow], 0) == Backlog(2, 0)
@@ -56,7 +56,7 @@ def test_the_backlog_is_tokens_by_the_rate_of_the_live() -> None:
     assert prefill_backlog([new], 1500) is prefill_backlog([], 0) is None
 
 
-def test_the_ratio_counts_what_is_held_and_what_is_promised() -> None:
+def test_the_ratio_counts_held_and_promised_blocks() -> None:
     blocks = {"blocks_total": 10, "blocks_used": 2, "blocks_reserved": 1, "blocks_cached": 4}
     half = worker(DECODE, 1, promised_tokens=2 * BLOCK, **blocks)
     empty = worker(DECODE, 2, blocks_total=10, blocks_free=10)
@@ -67,8 +67,8 @@ def test_the_ratio_counts_what_is_held_and_what_is_promised() -> None:
     assert decode_kv_used_ratio([]) is None
 
 
-async def test_what_waits_is_of_its_model(make_cluster: Any, wait_for: Any) -> None:
-    """Also its waits: a request that no worker takes in time has waited all that time."""
+async def test_waiting_requests_count_for_their_model(make_cluster: Any, wait_for: Any) -> None:
+    """Their waits count too: a request that no worker takes in time has waited all that time."""
     cluster = await make_cluster(remote_prefill_threshold=10)
     decode, _ = await cluster.decode(), await cluster.prefill()
     core, gateway = cluster.router.core, await cluster.gateway()
@@ -95,7 +95,7 @@ async def test_what_waits_is_of_its_model(make_cluster: Any, wait_for: Any) -> N
 
 
 async def test_a_death_is_counted_and_a_goodbye_is_not(make_cluster: Any, wait_for: Any) -> None:
-    """A model that has no worker any more has a zero, for whoever waits for one."""
+    """A model without workers exports a zero, for requests that wait for one."""
     cluster = await make_cluster()
     victim, leaver = await cluster.decode(), await cluster.decode()
     core = cluster.router.core

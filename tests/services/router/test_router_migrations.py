@@ -1,4 +1,4 @@
-"""Requests of a draining decode worker go on at another one, or where they were."""
+"""Requests of a draining decode worker continue on another one, or where they were."""
 
 import asyncio
 import itertools
@@ -32,7 +32,7 @@ SHORT = list(range(20))
 
 
 class Drained:
-    """A request that runs on a worker, which then drains; another one is at hand."""
+    """A request on a worker that drains, and another worker."""
 
     def __init__(self, make_cluster: Any, expected: Any, wait_for: Any) -> None:
         self.make_cluster, self.expected, self.wait_for = make_cluster, expected, wait_for
@@ -61,7 +61,7 @@ class Drained:
         self.leaving.membership.goodbye()
 
     async def moving(self) -> wire.Move:
-        """Begin, and drain until the source is told to send; it says nothing of it."""
+        """Begin, and drain until the source has the Move command; it does not answer."""
         await self.begin()
         said: list[wire.Move] = []
         self.leaving.move = said.append  # type: ignore[method-assign]
@@ -83,7 +83,7 @@ def drained(make_cluster: Any, expected: Any, wait_for: Any) -> Drained:
     return Drained(make_cluster, expected, wait_for)
 
 
-async def test_it_goes_on_at_another_worker(drained: Drained) -> None:
+async def test_a_request_continues_at_another_worker(drained: Drained) -> None:
     await drained.begin()
     said: list[wire.Move] = []
 
@@ -97,7 +97,9 @@ async def test_it_goes_on_at_another_worker(drained: Drained) -> None:
     await drained.wait_for(lambda: drained.migrations.num_done == 1)
     drained.target.arrived[said[0].to].set()
     finished = await drained.answer()
-    assert (finished.cached_tokens, finished.transport) == (7, "first"), "how it began"
+    assert (finished.cached_tokens, finished.transport) == (7, "first"), (
+        "the phases of its first attempt"
+    )
     (admit,) = drained.target.of("admit")
     assert admit.prefill_boot == drained.leaving.boot
     assert list(admit.start.choices[0].generated_ids) == drained.expected(SHORT, 5)
@@ -112,13 +114,13 @@ async def test_it_goes_on_at_another_worker(drained: Drained) -> None:
 
 
 @pytest.mark.parametrize("how", ["keep", "busy", "break_moves", "gone"])
-async def test_a_move_that_fails_is_as_if_it_had_not_been(drained: Drained, how: str) -> None:
+async def test_a_failed_move_changes_nothing(drained: Drained, how: str) -> None:
     await drained.begin()
     if how == "busy":
         drained.target.busy = 1000
     elif how != "gone":
         setattr(drained.leaving, how, "test")
-    if how == "gone":  # it dies with the KV on its way
+    if how == "gone":  # it dies with the KV in flight
         drained.leaving.move = lambda move: None  # type: ignore[method-assign]
     drained.drain()
     if how == "gone":
@@ -137,7 +139,7 @@ async def test_a_move_that_fails_is_as_if_it_had_not_been(drained: Drained, how:
     assert placed.placement.decode_boot == drained.leaving.boot
 
 
-async def test_a_source_that_does_not_answer_keeps_it(
+async def test_a_source_that_does_not_answer_keeps_the_request(
     drained: Drained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.services.router.requests.migration_machine.MIGRATION_S", 0.2)
@@ -151,7 +153,7 @@ async def test_a_source_that_does_not_answer_keeps_it(
 
 
 async def test_a_source_that_dies_with_all_sent_has_moved(drained: Drained) -> None:
-    """The target has every block; only the source's word is missing."""
+    """The target has every block; only the source's Moved is missing."""
     move = await drained.moving()
     await drained.leaving.kill()
     await drained.wait_for(lambda: drained.migrations.num_done == 1)
@@ -160,8 +162,8 @@ async def test_a_source_that_dies_with_all_sent_has_moved(drained: Drained) -> N
     assert finished.cached_tokens == 7
 
 
-async def test_broken_sessions_wait_for_the_other_side_s_word(drained: Drained) -> None:
-    """Source and target live; both sessions break while the KV is on its way."""
+async def test_broken_sessions_wait_for_the_other_side(drained: Drained) -> None:
+    """Source and target live; both sessions break while the KV is in flight."""
     move = await drained.moving()
     drained.leaving.said.clear()  # it has moved: Gone
     for worker in (drained.target, drained.leaving):
@@ -174,7 +176,7 @@ async def test_broken_sessions_wait_for_the_other_side_s_word(drained: Drained) 
     assert (drained.migrations.num_done, drained.migrations.failed.total()) == (1, 0)
 
 
-async def test_a_source_that_dies_before_is_an_ordinary_loss(drained: Drained) -> None:
+async def test_a_source_that_dies_before_the_move_is_an_ordinary_loss(drained: Drained) -> None:
     move = await drained.moving()
     await drained.leaving.kill()
     await drained.wait_for(lambda: drained.migrations.num_done == 1)
@@ -191,7 +193,7 @@ async def test_a_source_that_dies_before_is_an_ordinary_loss(drained: Drained) -
 async def test_a_source_that_dies_before_its_claim_is_not_waited_for(
     drained: Drained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing has reached the target, so it does not miss anything."""
+    """Nothing has reached the target, so it does not wait for anything."""
     monkeypatch.setattr("pdserve.services.router.requests.machine.SENDER_S", 0.2)
     move = await drained.moving()
     await drained.leaving.kill()
@@ -202,7 +204,7 @@ async def test_a_source_that_dies_before_its_claim_is_not_waited_for(
     assert drained.target.of("admit")[-1].prefill_boot == b""
 
 
-async def test_the_target_s_first_words_count_as_the_move(drained: Drained) -> None:
+async def test_the_target_s_first_tokens_count_as_the_move(drained: Drained) -> None:
     """The source's Moved may come later than they do, or never."""
     await drained.begin()
     moves: list[wire.Move] = []
@@ -240,7 +242,7 @@ async def test_several_unfinished_choices_stay(drained: Drained) -> None:
     assert drained.gateway.ids("r", 1) == drained.expected(SHORT, 12, choice=1)
 
 
-async def test_without_room_elsewhere_it_stays(drained: Drained) -> None:
+async def test_without_room_elsewhere_a_request_stays(drained: Drained) -> None:
     await drained.begin()
     from pdserve.protos import fleet_pb2
 
@@ -254,12 +256,12 @@ async def test_without_room_elsewhere_it_stays(drained: Drained) -> None:
     await drained.answer()
 
 
-def test_what_may_run_longest_goes_first() -> None:
+def test_the_request_that_may_run_longest_moves_first() -> None:
     asked = [Running(1, 10, 5), Running(2, 10, None), Running(3, 10, 90), Running(4, 10, 90)]
     assert [r.ordinal for r in drain_order(asked)] == [2, 3, 4, 1]
 
 
-def test_only_a_worker_that_goes_on_preempting_is_under_pressure() -> None:
+def test_only_a_worker_that_keeps_preempting_is_under_pressure() -> None:
     pressure = Pressure()
     a, b = b"a", b"b"
     counts = [(0, 5), (1, 5), (1, 5), (2, 6), (3, 6), (4, 6), (5, 7), (6, 8), (7, 9)]
@@ -271,12 +273,12 @@ def test_only_a_worker_that_goes_on_preempting_is_under_pressure() -> None:
     assert pressure.calm(a)
     assert not pressure.calm(b)
     assert pressure.look({b: 10}, 20.0) == [b]
-    assert pressure.look({a: 50, b: 10}, 30.0) == [], "another life of it"
+    assert pressure.look({a: 50, b: 10}, 30.0) == [], "another boot of it"
 
 
 @pytest.mark.parametrize("roomy", [True, False])
 @pytest.mark.parametrize("calm", [True, False])
-def test_a_worker_that_preempts_gives_to_one_that_has_room_and_does_not(
+def test_a_preempting_worker_moves_requests_only_to_one_with_room_that_does_not_preempt(
     roomy: bool, calm: bool
 ) -> None:
     world = World(Mixing(), "never")
@@ -293,7 +295,7 @@ def test_a_worker_that_preempts_gives_to_one_that_has_room_and_does_not(
     assert world.dispatcher.migrations.num_begun == (roomy and calm)
 
 
-def test_what_is_soon_over_or_dear_to_copy_stays() -> None:
+def test_a_request_that_ends_soon_or_is_costly_to_copy_stays() -> None:
     asked = [
         Running(1, 100, MIN_REMAINING - 1),
         Running(2, 100, MIN_REMAINING),
@@ -304,7 +306,7 @@ def test_what_is_soon_over_or_dear_to_copy_stays() -> None:
     assert [r.ordinal for r in relief_order(asked)] == [4, 3, 2]
 
 
-async def test_a_worker_that_preempts_gives_a_request_away(
+async def test_a_preempting_worker_moves_a_request(
     drained: Drained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pdserve.protos import fleet_pb2
@@ -316,7 +318,7 @@ async def test_a_worker_that_preempts_gives_a_request_away(
 
     def migrated() -> int:
         load = fleet_pb2.Load(running=1, preemptions=next(counts))
-        drained.leaving.membership.report(load)  # at most 20 of them a second go out
+        drained.leaving.membership.report(load)  # at most 20 of them a second are sent
         return int(drained.migrations.num_done)
 
     await eventually(migrated)
@@ -325,7 +327,7 @@ async def test_a_worker_that_preempts_gives_a_request_away(
     assert (drained.migrations.num_done, drained.migrations.failed.total()) == (1, 0)
 
 
-def test_migrations_count_among_what_changes_its_worker() -> None:
+def test_migrations_count_among_changes_of_the_worker() -> None:
     asked = [Running(n, 0, 0) for n in range(10)]
     budget: RecomputeBudget[Running] = RecomputeBudget()
     for request in asked:
@@ -340,8 +342,8 @@ def test_migrations_count_among_what_changes_its_worker() -> None:
     assert budget.has_room
 
 
-def test_the_first_attempt_says_how_a_request_began() -> None:
-    """By the clock: asked at 10, an Admit at 10.5, the first token at 13.5, then two moves."""
+def test_the_first_attempt_decides_a_request_s_first_phases() -> None:
+    """Times: submitted at 10, an Admit at 10.5, the first token at 13.5, then two moves."""
     beginning = Beginning(FirstToken(10.0))
     beginning.token.record(b"one", 10.5, 13.5)
     beginning.token.record(b"two", 14.0, 15.0)
@@ -355,7 +357,7 @@ def test_the_first_attempt_says_how_a_request_began() -> None:
     assert (last.phases.queue_s, last.phases.prefill_s) == (1.5, 2.0)
 
 
-def test_of_a_lost_attempt_only_the_time_to_its_first_token_is_known() -> None:
+def test_a_lost_attempt_contributes_only_the_time_to_its_first_token() -> None:
     beginning = Beginning(FirstToken(10.0))
     beginning.token.record(b"one", 10.5, 13.5)
     last = pb.Finished(phases=pb.Phases(queue_s=7.0, prefill_s=8.0, first_token_s=1.0))

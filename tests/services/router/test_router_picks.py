@@ -1,4 +1,4 @@
-"""What a router tells an endpoint picker, and where the request goes that follows."""
+"""A router's answers to an endpoint picker, and the placement of the request that follows."""
 
 from collections import Counter
 from typing import Any
@@ -43,14 +43,14 @@ def pick(
 
 
 def cache(worker: Worker, ids: list[int], salt: bytes = b"") -> None:
-    """Has the prompt's full blocks there."""
+    """Put the prompt's full blocks into the worker's cache."""
     facts = FactsOfWorkers([*ids, 0], salt, {}, PrefixIndex(1024), PromisedChains(), 0.0)
     chain = facts.chain(worker)
     worker.prefixes.apply(PrefixEvents(added=chain))
 
 
 def submit(world: World, ids: list[int] = IDS, request: str = "r", salt: bytes = b"") -> str:
-    """The host of the decode worker that is asked."""
+    """Submit a request; return the host of its decode worker."""
     start = pb.Start(
         request=request, model="m", params=pb.SamplingParams(n=1), cache_salt=salt, tenant=b"t"
     )
@@ -60,7 +60,7 @@ def submit(world: World, ids: list[int] = IDS, request: str = "r", salt: bytes =
     return worker.host
 
 
-def test_the_worker_with_the_prefix_is_the_first() -> None:
+def test_the_worker_with_the_prefix_comes_first() -> None:
     world, workers = fleet()
     cache(workers[2], IDS)
     assert pick(world)[0] == "10.0.0.3"
@@ -70,7 +70,7 @@ def test_the_worker_with_the_prefix_is_the_first() -> None:
     assert pick(world, hosts={"10.9.9.9"}) == []
 
 
-def test_a_prefix_is_of_its_salt_alone() -> None:
+def test_a_prefix_counts_only_with_its_salt() -> None:
     world, workers = fleet(2)
     cache(workers[0], IDS, b"mine")
     asked = PickQuery("m", IDS, b"theirs", "", HOSTS)
@@ -81,7 +81,7 @@ def test_a_prefix_is_of_its_salt_alone() -> None:
     assert found[0] == ("10.0.0.1", 32)
 
 
-def test_the_request_goes_where_the_picker_was_told() -> None:
+def test_the_request_goes_to_the_picked_worker() -> None:
     for number in range(20):
         world, _ = fleet()
         told = pick(world)[0]
@@ -111,8 +111,8 @@ def test_a_burst_of_picks_spreads() -> None:
     assert len(told) == 4
 
 
-def test_prompts_that_begin_alike_stay_together_in_a_burst() -> None:
-    """The first one's KV is promised, though nobody has computed it yet."""
+def test_prompts_with_a_common_prefix_stay_together_in_a_burst() -> None:
+    """The first one's KV is promised, though not computed yet."""
     world = World(Mixing())
     for role in (DECODE, DECODE, DECODE, PREFILL):
         world.join(role)
@@ -145,7 +145,7 @@ def test_picks_are_bounded() -> None:
     assert promised.num_promised([b"x"]) == {}
 
 
-def test_busy_workers_are_named_where_no_other_is() -> None:
+def test_busy_workers_are_named_only_without_others() -> None:
     world, workers = fleet(2)
     for worker in workers:
         worker.busy_until = world.now + 10

@@ -1,4 +1,4 @@
-"""Which workers a placement may choose among, and what it knows of each."""
+"""The workers that a placement may choose among, and what it knows about each."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,12 +16,12 @@ IDS = list(range(200))
 
 
 def asked(world: World) -> list[tuple[Worker, str]]:
-    """Workers and requests of all Admits."""
+    """Return workers and requests of all Admits."""
     return [(worker, admit.start.request) for worker, admit in world.commands("admit")]
 
 
 def answer(world: World, at: int) -> None:
-    """Decode has taken that Admit."""
+    """Confirm that decode has taken this Admit."""
     worker, admit = world.commands("admit")[at]
     admitted = wire.DecodeEvent(admitted=wire.Admitted(attempt=admit.attempt))
     world.dispatcher.on_decode(worker, admitted, world.now)
@@ -40,8 +40,8 @@ def test_a_worker_with_enough_unanswered_admits_gets_no_more() -> None:
     assert asked(world) == [(only, name) for name in names[: MAX_ADMITTING + 1]]
 
 
-def test_a_worker_that_does_not_answer_is_not_asked_again_at_once() -> None:
-    for seed in range(8):  # the choice between equals is drawn
+def test_a_worker_that_does_not_answer_is_not_tried_again_at_once() -> None:
+    for seed in range(8):  # the choice between equals is random
         world = World(Mixing(), "never", seed=seed)
         both = {world.join(DECODE), world.join(DECODE)}
         world.submit("r")
@@ -49,7 +49,7 @@ def test_a_worker_that_does_not_answer_is_not_asked_again_at_once() -> None:
         assert {worker for worker, _ in asked(world)} == both
 
 
-def test_a_picker_is_told_the_others_by_their_cost() -> None:
+def test_a_picker_gets_the_other_workers_by_cost() -> None:
     world = World(Mixing(), "never")
     workers = [world.join(DECODE) for _ in range(4)]
     for worker, waiting in zip(workers, (90_000, 0, 270_000, 180_000), strict=True):
@@ -71,10 +71,12 @@ def test_a_picker_is_told_the_others_by_their_cost() -> None:
         max_size=8,
     )
 )
-def test_facts_of_many_are_those_of_each(
+def test_facts_of_many_workers_equal_those_of_each(
     fleet: list[tuple[dict[str, bytes], bool, int, int]],
 ) -> None:
-    """Whatever kinds follow each other; a kind has its own hashes and sizes of blocks."""
+    """The kinds may follow each other in any order; each kind has its own hashes and
+    block sizes.
+    """
     world = World(Mixing(), "never")
     placer = world.dispatcher.placer
     workers, verified = [], {}
@@ -106,8 +108,8 @@ def test_facts_of_many_are_those_of_each(
         assert facts.free_tokens == 120 * size - number
 
 
-def test_a_command_that_no_load_names_counts_no_longer_when_a_placement_asks() -> None:
-    """Whether or not the router has ticked meanwhile."""
+def test_a_command_that_no_load_names_expires_before_a_placement() -> None:
+    """The command expires whether or not the router has ticked meanwhile."""
     world = World(Mixing(), "never")
     worker = world.join(DECODE)
     worker.commanded(b"attempt", 30, world.now)

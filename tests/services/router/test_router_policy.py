@@ -60,7 +60,7 @@ rules = st.builds(
 
 
 @given(prompts, fleets, fleets, rules, st.integers())
-def test_decision_is_possible_and_follows_the_rules(
+def test_a_decision_is_possible_and_follows_the_rules(
     prompt: PromptFacts,
     decodes: list[WorkerFacts],
     prefills: list[WorkerFacts],
@@ -95,7 +95,7 @@ def test_decision_is_possible_and_follows_the_rules(
 
 
 @given(prompts, st.lists(workers, min_size=1, max_size=6), st.integers())
-def test_failed_prefill_workers_are_not_asked_again(
+def test_failed_prefill_workers_are_not_tried_again(
     prompt: PromptFacts, prefills: list[WorkerFacts], seed: int
 ) -> None:
     failed = replace(prompt, failed_prefills=frozenset(p.boot for p in prefills[1:]))
@@ -106,7 +106,7 @@ def test_failed_prefill_workers_are_not_asked_again(
 
 
 @given(fleets.filter(bool), st.integers(0, 5000), st.integers())
-def test_choice_is_near_the_best(fleet: list[WorkerFacts], tokens: int, seed: int) -> None:
+def test_the_choice_is_close_to_the_best(fleet: list[WorkerFacts], tokens: int, seed: int) -> None:
     prompt = PromptFacts(tokens)
     costs = decode_costs(prompt, fleet, max_balanced_requests(fleet))
     chosen = power_of_two(fleet, costs, queue_cost, Random(seed))
@@ -120,8 +120,10 @@ def test_choice_is_near_the_best(fleet: list[WorkerFacts], tokens: int, seed: in
         assert cost <= least + spread(queue_cost(best))
 
 
-def test_a_worker_without_the_prefix_is_no_match_for_one_that_has_it() -> None:
-    """Within what is as good among equals, but a little of the prompt would be computed again."""
+def test_a_worker_with_the_prefix_beats_one_without() -> None:
+    """The costs differ by less than the spread within which equals are drawn, but a small part of
+    the prompt would be computed again.
+    """
     warm = WorkerFacts(b"w" * 16, A, requests=20, cached_tokens=50)
     cold = WorkerFacts(b"c" * 16, A, requests=19)
     prompt = PromptFacts(500)
@@ -130,14 +132,14 @@ def test_a_worker_without_the_prefix_is_no_match_for_one_that_has_it() -> None:
     assert all(power_of_two([warm, cold], costs, queue_cost, Random(s)) == 0 for s in range(20))
 
 
-def test_no_more_than_the_prompt_counts_as_cached() -> None:
-    """A worker that has verified more of a longer prefix is no better for it."""
+def test_at_most_the_prompt_counts_as_cached() -> None:
+    """A worker that has verified more of a longer prefix is no better."""
     full, more = (WorkerFacts(bytes([n]) * 16, A, cached_tokens=n) for n in (100, 200))
     assert decode_costs(PromptFacts(100), [full, more], max_requests=9) == [0, 0]
 
 
-def test_the_length_of_a_cold_prompt_hides_no_queue() -> None:
-    """What all have to compute alike says nothing about which of them is idle."""
+def test_the_length_of_a_cold_prompt_does_not_hide_a_queue() -> None:
+    """Work that every worker would have to do does not affect the choice of an idle one."""
     idle = WorkerFacts(b"i" * 16, A)
     queue = WorkerFacts(b"q" * 16, A, waiting_tokens=2 * SPREAD_TOKENS)
     for seed in range(20):
@@ -147,7 +149,7 @@ def test_the_length_of_a_cold_prompt_hides_no_queue() -> None:
 
 
 def chosen_of(warm: WorkerFacts, cold: WorkerFacts, num_tokens: int) -> set[bytes]:
-    """Where such a prompt goes, whatever is drawn."""
+    """Return all workers that such a prompt may go to, over several seeds."""
     found = [
         decide(PromptFacts(num_tokens), [cold, warm], [], Rules(), Random(s)) for s in range(9)
     ]
@@ -155,8 +157,8 @@ def chosen_of(warm: WorkerFacts, cold: WorkerFacts, num_tokens: int) -> set[byte
 
 
 @given(st.integers(100, 20_000), st.integers(1, 20_000))
-def test_a_queue_is_worth_waiting_in_for_the_prefix_that_it_saves(cached: int, rest: int) -> None:
-    """Computing it again would delay others, too: it counts WORK_RATIO times."""
+def test_a_worker_with_the_prefix_is_worth_its_queue(cached: int, rest: int) -> None:
+    """Computing the prefix again would delay others too: it counts WORK_RATIO times."""
     cold = WorkerFacts(b"c" * 16, A)
     worth = WORK_RATIO * cached - ROW_TOKENS
     for waiting, boot in ((worth - 1, b"w" * 16), (worth + 1, cold.boot)):
@@ -165,8 +167,10 @@ def test_a_queue_is_worth_waiting_in_for_the_prefix_that_it_saves(cached: int, r
 
 
 @given(st.integers(5, 40), st.integers(0, 60))
-def test_a_single_idle_worker_takes_no_credit_from_the_others(others: int, requests: int) -> None:
-    """One that has just joined would have every other one count as too busy for its own cache."""
+def test_an_idle_worker_does_not_discredit_the_caches_of_others(others: int, requests: int) -> None:
+    """If it did, a worker that has just joined would make every other one count as too busy for
+    its own cache.
+    """
     fleet = [WorkerFacts(bytes([n]) * 16, A, requests) for n in range(1, others + 1)]
     newcomer = WorkerFacts(b"n" * 16, A)
     assert max_balanced_requests([newcomer, *fleet]) >= max(w.requests for w in fleet)
@@ -174,7 +178,7 @@ def test_a_single_idle_worker_takes_no_credit_from_the_others(others: int, reque
     assert max_balanced_requests([newcomer, hot, *fleet]) < hot.requests
 
 
-def test_two_are_drawn_among_equals() -> None:
+def test_two_candidates_are_drawn_among_equals() -> None:
     fleet = [WorkerFacts(bytes([i]) * 16, A, requests=i) for i in range(4)]
     drawn = [power_of_two(fleet, [10] * 4, queue_cost, Random(seed)) for seed in range(400)]
     counts = {w.requests: drawn.count(at) for at, w in enumerate(fleet)}
@@ -183,7 +187,7 @@ def test_two_are_drawn_among_equals() -> None:
     assert counts[0] > counts[1] > counts[2] > 0
 
 
-def test_a_cached_prefix_draws_a_request() -> None:
+def test_a_cached_prefix_attracts_a_request() -> None:
     cold = WorkerFacts(b"c" * 16, A)
     warm = WorkerFacts(b"w" * 16, A, requests=2, cached_tokens=900)
     decision = decide(PromptFacts(1000), [cold, warm], [], Rules(), Random(0))
@@ -192,10 +196,10 @@ def test_a_cached_prefix_draws_a_request() -> None:
 
 
 @given(st.integers(2, 6), st.integers(1, 200), st.integers(100, 100_000), st.integers())
-def test_one_hot_prefix_makes_no_hot_spot(
+def test_a_hot_prefix_makes_no_hot_spot(
     num_workers: int, num_requests: int, prompt_len: int, seed: int
 ) -> None:
-    """Requests that never end, all with one prefix that a single worker has."""
+    """Requests never end, and all share one prefix that a single worker has."""
     rng = Random(seed)
     fleet = {bytes([i]) * 16: WorkerFacts(bytes([i]) * 16, A) for i in range(num_workers)}
     hot = next(iter(fleet))
@@ -210,7 +214,7 @@ def test_one_hot_prefix_makes_no_hot_spot(
     assert max(loads) <= quarter * BUSIER_RATIO + BUSIER_REQUESTS + 2
 
 
-def test_nothing_left_to_prefill_is_local_whatever_the_flag() -> None:
+def test_a_fully_cached_prompt_is_local_for_any_option() -> None:
     decode = WorkerFacts(b"d" * 16, A, cached_tokens=640)
     prefill = WorkerFacts(b"p" * 16, A)
     for tokens in (0, 600, 640):
@@ -224,19 +228,19 @@ PREFILL = WorkerFacts(b"p" * 16, A)
 
 
 def where(missing: int, streams: int, prefill: WorkerFacts = PREFILL) -> str:
-    """Why a prompt below the threshold goes where it goes."""
+    """Return the reason for the placement of a prompt below the threshold."""
     decode = replace(DECODE, requests=streams)
     decision = decide(PromptFacts(missing), [decode], [prefill], Rules(), Random(0))
     assert decision is not None
     return decision.reason
 
 
-def test_a_short_prompt_stays_where_nobody_waits_for_it() -> None:
+def test_a_short_prompt_stays_where_it_delays_no_stream() -> None:
     assert where(128, streams=0) == "short prompt"
     assert where(16, streams=32) == "short prompt", "a hand-off would cost the streams more"
 
 
-def test_a_short_prompt_goes_remote_where_streams_would_stand_still() -> None:
+def test_a_short_prompt_goes_remote_where_it_would_delay_streams() -> None:
     assert where(128, streams=8) == "remote prefill"
     long_one = replace(PREFILL, requests=1, waiting_tokens=4_000)
     assert where(128, streams=8, prefill=long_one) == "remote prefill", "it comes first there"
@@ -248,7 +252,7 @@ def test_a_short_prompt_goes_remote_where_streams_would_stand_still() -> None:
 def test_more_streams_never_keep_a_prompt_at_decode(
     missing: int, streams: int, prefill: WorkerFacts, rules: Rules
 ) -> None:
-    """Beyond what a hand-off costs them they only speak for it."""
+    """Beyond the cost of a hand-off to them, more streams only favor it."""
     prompt = PromptFacts(missing)
     few, more = (replace(DECODE, requests=n) for n in (streams, streams + 1))
     if missing > HANDOFF_TOKENS and pays(prompt, missing, prefill, few, rules):
@@ -260,7 +264,9 @@ def test_more_streams_never_keep_a_prompt_at_decode(
 def after_failure(
     num_tokens: int, verified: int, cached: int, rules: str = "auto"
 ) -> tuple[str, int]:
-    """Where a prompt goes on whose prefill failed, and how many tokens are computed there."""
+    """Return where a prompt continues whose prefill failed, and how many tokens are computed
+    there.
+    """
     prompt = PromptFacts(num_tokens, prefill_failures=1, failed_prefills=frozenset([b"f" * 16]))
     decode = replace(DECODE, cached_tokens=verified)
     prefill = replace(PREFILL, cached_tokens=cached)
@@ -277,10 +283,12 @@ def after_failure(
     cached=st.sampled_from([0.0, 0.1, 0.5, 0.9]),
     rules=st.sampled_from(["auto", "always"]),
 )
-def test_a_failed_prefill_costs_at_most_a_quarter_again(
+def test_a_failed_prefill_costs_at_most_a_quarter_more(
     num_tokens: int, verified: float, cached: float, rules: str
 ) -> None:
-    """Whatever the point at which it failed; what decode has verified is not computed again."""
+    """This holds for every point of failure; blocks that decode has verified are not computed
+    again.
+    """
     kept = int(verified * num_tokens)
     reason, computed = after_failure(num_tokens, kept, int(cached * num_tokens), rules)
     event(reason)
@@ -288,8 +296,9 @@ def test_a_failed_prefill_costs_at_most_a_quarter_again(
 
 
 def test_the_mean_cost_of_a_failed_prefill() -> None:
-    """A kill at 80 % costs a fifth, which is what was missing; the mean over all points is that
-    of the missing part and a thirtieth of the prompt."""
+    """A kill at 80 % costs the missing fifth; the mean over all points is that of the missing part
+    plus a thirtieth of the prompt.
+    """
     reason, computed = after_failure(4_000, 3_200, 0)
     assert (reason, computed) == ("decode goes on", 800)
     again = []
@@ -300,15 +309,15 @@ def test_the_mean_cost_of_a_failed_prefill() -> None:
     assert sum(again) / len(again) <= 4_000 / 30
 
 
-def test_another_prefill_goes_on_that_has_the_prefix_itself() -> None:
+def test_another_prefill_that_has_the_prefix_continues() -> None:
     assert after_failure(4_000, 2_000, 0)[0] == "decode goes on"
     assert after_failure(4_000, 2_000, 1_500) == ("remote prefill", 2_500)
     assert after_failure(4_000, 2_000, 3_000) == ("remote prefill", 1_000)
-    assert after_failure(4_000, 3_600, 3_600)[0] == "short prompt", "what is left is short"
+    assert after_failure(4_000, 3_600, 3_600)[0] == "short prompt", "the missing part is short"
     assert after_failure(4_000, 500, 0) == ("remote prefill", 4_000), "little was lost"
 
 
-def test_the_decode_worker_that_has_the_blocks_is_taken_again() -> None:
+def test_the_decode_worker_that_has_the_blocks_is_chosen_again() -> None:
     kept = replace(DECODE, cached_tokens=1_000, requests=3)
     idle = replace(DECODE, boot=b"e" * 16)
     for seed in range(20):

@@ -1,4 +1,4 @@
-"""What a router knows of its workers' prefix caches, beside plain sets of hashes."""
+"""A router's index of its workers' prefix caches, compared with plain sets of hashes."""
 
 import tracemalloc
 from random import Random
@@ -21,7 +21,7 @@ def num_cached(index: PrefixIndex, boot: bytes, prompt: list[bytes]) -> int:
 
 
 @given(changes, st.sets(st.integers(0, 30)), st.lists(hashes, max_size=6))
-def test_it_never_knows_what_is_not_there(
+def test_the_index_never_reports_a_missing_block(
     changes: list[tuple[list[bytes], list[bytes]]], dropped: set[int], prompt: list[bytes]
 ) -> None:
     index, truth, sequence = PrefixIndex(), set[bytes](), 0
@@ -54,7 +54,7 @@ happenings = st.one_of(
 
 
 @given(st.lists(happenings, max_size=60), st.lists(hashes, max_size=6))
-def test_several_workers_beside_a_set_of_each(
+def test_several_workers_compared_with_a_set_each(
     happenings: list[tuple[str, int, list[bytes]]], prompt: list[bytes]
 ) -> None:
     index = PrefixIndex()
@@ -101,7 +101,7 @@ def test_a_full_table_keeps_a_sample_of_all_blocks() -> None:
     sample = many[::8]
     assert (len(index), index.sampled_share) == (len(sample), 1 / 8)
     other.apply(pb.PrefixEvents(sequence=0, added=many[:20]))
-    assert len(index) == len(sample), "what two have takes the room of one"
+    assert len(index) == len(sample), "a block of two workers takes the room of one"
     assert index.num_cached(many) == {b"one": 49, b"other": 17}
     assert index.num_cached(many[1:8]) == {}, "none of them is in the sample"
     one.apply(pb.PrefixEvents(sequence=50, removed=many[24:26]))
@@ -112,7 +112,7 @@ def test_a_full_table_keeps_a_sample_of_all_blocks() -> None:
 
 
 @given(st.integers(1, 400), st.integers(0, 2**32))
-def test_a_sample_never_knows_what_is_not_there_and_much_of_what_is(
+def test_a_sample_reports_no_missing_block_and_many_of_the_present_ones(
     capacity: int, seed: int
 ) -> None:
     rng, index = Random(seed), PrefixIndex(capacity)
@@ -133,13 +133,13 @@ def test_a_sample_never_knows_what_is_not_there_and_much_of_what_is(
         sequence += len(gone)
         known = index.num_cached(prompt)
         assert all(num <= having for num in known.values())
-        assert len(set(known.values())) <= 1, "both have the same"
+        assert len(set(known.values())) <= 1, "both have the same blocks"
     total = sum(map(len, prompts))
     assert index.sampled_share >= min(1, capacity / total / 16) or capacity < 16
 
 
-def test_a_full_table_is_filled_again_when_a_worker_starts_anew() -> None:
-    """What the worker had before makes room, however little of it the new blocks come across."""
+def test_a_full_table_is_filled_again_when_a_worker_restarts() -> None:
+    """The worker's former blocks make room, however few of them the new blocks collide with."""
     rng, index = Random(5), PrefixIndex(capacity=10_000)
     workers = [index.open(bytes([n])) for n in range(10)]
     for worker in workers:
@@ -153,7 +153,7 @@ def test_a_full_table_is_filled_again_when_a_worker_starts_anew() -> None:
     assert num_cached(index, b"again", own) == 1000
 
 
-def test_the_room_of_a_worker_that_is_gone_is_used_again() -> None:
+def test_the_room_of_a_removed_worker_is_reused() -> None:
     index = PrefixIndex(capacity=1000)
     rng = Random(1)
     for _ in range(20):
@@ -178,7 +178,7 @@ def test_a_reset_is_no_gap() -> None:
     assert num_cached(index, b"a", [HASHES[4]]) == 0
 
 
-def test_what_is_no_hash_is_not_taken() -> None:
+def test_invalid_hashes_are_refused() -> None:
     index = PrefixIndex()
     worker = index.open(b"a")
     worker.apply(pb.PrefixEvents(added=[b"short", b"", bytes(17), HASHES[0]]))
@@ -204,7 +204,7 @@ def test_a_hash_takes_at_most_forty_bytes() -> None:
 def test_blocks_in_many_mixtures_of_workers_take_little_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each of 20,000 blocks is with some of 20 workers, hardly two with the same ones."""
+    """Each of 20,000 blocks is on some of 20 workers; hardly any two are on the same ones."""
     monkeypatch.setattr(prefix_index, "MAX_SETS", 1000)
     rng = Random(4)
     chains = [rng.randbytes(16) for _ in range(20_000)]
@@ -217,12 +217,12 @@ def test_blocks_in_many_mixtures_of_workers_take_little_more(
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert index.num_left_out > 0, "the sets were at their bound"
+    assert index.num_left_out > 0, "the number of sets was at its limit"
     assert held <= 40 * len(index) + 300 * prefix_index.MAX_SETS
 
 
 def test_a_prompt_is_looked_up_once_for_all_workers() -> None:
-    """Not once for each: what it costs does not depend on how many there are."""
+    """A lookup for each worker would make the cost depend on the number of workers."""
     looks = 0
 
     class Counting(PrefixIndex):
@@ -239,7 +239,7 @@ def test_a_prompt_is_looked_up_once_for_all_workers() -> None:
     assert looks == len(HASHES)
 
 
-def test_sets_of_workers_have_a_bound_however_often_workers_start_anew(
+def test_the_number_of_sets_is_bounded_however_often_workers_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefix_index, "MAX_SETS", 500)
@@ -262,7 +262,7 @@ def test_sets_of_workers_have_a_bound_however_often_workers_start_anew(
         assert all(chain in truth[n] for n in range(len(workers)) if bytes([n]) in known)
 
 
-def test_a_worker_that_joins_when_the_sets_are_at_their_bound_is_known(
+def test_a_worker_that_joins_when_the_sets_are_at_their_limit_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefix_index, "MAX_SETS", 20)
@@ -278,10 +278,12 @@ def test_a_worker_that_joins_when_the_sets_are_at_their_bound_is_known(
     assert (len(late), num_cached(index, b"late", own)) == (100, 100)
 
 
-def test_so_many_sets_of_workers_are_kept_apart_and_no_more(
+def test_the_number_of_distinct_sets_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beyond them it knows less, and never what is not there; what removals leave behind, too."""
+    """Beyond the limit the index knows less, and never reports a missing block, even after
+    removals.
+    """
     monkeypatch.setattr(prefix_index, "MAX_SETS", 20)
     rng, index = Random(3), PrefixIndex()
     chains = [rng.randbytes(16) for _ in range(200)]

@@ -1,4 +1,4 @@
-"""From the HTTP API through a router to its workers: who comes first when all have been busy."""
+"""Priorities from the HTTP API through a router to its workers, after all have been busy."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.anyio
 LIMITS = HttpLimits(1 << 16, 1 << 18, 5.0, 1 << 16, 5.0)
 ONE, TWO = "sk-one", "sk-two"
 CHAT, PLAIN, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-# Whose, where, with which priority; in the order of arrival.
+# Key, path, priority; in the order of arrival.
 ASKED: tuple[tuple[str, str, int | None], ...] = (
     (ONE, PLAIN, 3),
     (ONE, CHAT, None),
@@ -47,7 +47,7 @@ ASKED: tuple[tuple[str, str, int | None], ...] = (
 
 @pytest.fixture
 def served_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model of the workers is one that a gateway can use."""
+    """Give the workers a model that a gateway can use."""
     card, blobs = served()
     card.kv_spec = encode_spec(KvSpec(16, ()))
 
@@ -61,7 +61,7 @@ def served_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def gateway_of(address: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the HTTP application of a gateway with that router."""
+    """Return a client of the HTTP application of a gateway with that router."""
     upstream = RouterClient([address], ACCESS, b"g" * 16)
     await upstream.start()
     await eventually(lambda: upstream.num_connected)
@@ -85,7 +85,7 @@ def body_of(path: str, number: int, priority: int | None) -> dict[str, Any]:
     return {"model": "tiny", "priority": priority, **prompts[path]}
 
 
-async def test_a_full_fleet_takes_each_keys_requests_by_priority(
+async def test_a_full_fleet_takes_the_requests_of_each_key_by_priority(
     make_cluster: Any, served_workers: None
 ) -> None:
     cluster = await make_cluster(remote_prefill="always")
@@ -112,17 +112,19 @@ async def test_a_full_fleet_takes_each_keys_requests_by_priority(
     orders = sorted([s.priority for s in taken if s.tenant == tenant] for tenant in tenants)
     assert orders == sorted([[-(2**31), -2, 0, 3, 3, 2**31 - 1], [-1, 0]])
     turns = [start.tenant for start in taken[:4]]
-    assert turns[0] == turns[2] != turns[1] == turns[3], "the two take turns, as without priorities"
+    assert turns[0] == turns[2] != turns[1] == turns[3], (
+        "the two keys take turns, as without priorities"
+    )
     sent = [start.priority for start in prefill.of("start")]
     assert sorted(sent) == sorted(start.priority for start in taken)
 
 
-async def test_a_new_request_passes_those_of_its_tenant_that_have_a_higher_value() -> None:
+async def test_a_new_request_passes_those_of_its_tenant_with_a_higher_value() -> None:
     world = World(Mixing(), "never")
     decode = world.join(DECODE)
     decode.busy_until = world.now + 1.0
     world.submit("late", priority=1)
-    decode.busy_until = 0.0  # and nobody has looked at those that wait
+    decode.busy_until = 0.0  # the router has not yet checked its waiting requests
     world.submit("later", priority=2)
     world.submit("another's", tenant=b"other", priority=-9)
     assert not world.commands("admit")

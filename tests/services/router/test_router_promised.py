@@ -1,4 +1,4 @@
-"""Chains that attempts bring to decode workers, and the decisions that count on them."""
+"""Prefixes that attempts bring to decode workers, and decisions that rely on them."""
 
 from dataclasses import replace
 from random import Random
@@ -19,7 +19,7 @@ def worker(boot: bytes, **facts: int) -> WorkerFacts:
     return WorkerFacts(boot, kind(), **facts)
 
 
-def test_what_is_promised_is_counted_by_attempt() -> None:
+def test_promised_prefixes_are_counted_by_attempt() -> None:
     promised = PromisedChains()
     promised.add(b"1", b"d0", [b"a", b"b", b"c"])
     promised.add(b"2", b"d0", [b"a", b"b", b"x"])
@@ -33,13 +33,13 @@ def test_what_is_promised_is_counted_by_attempt() -> None:
     assert not set(promised)
 
 
-# A link hashes all that is before it, so it is never the same behind another one.
+# A link hashes all that precedes it, so it never repeats behind another one.
 chains = st.text("ab", max_size=6).map(lambda ids: [ids[: i + 1].encode() for i in range(len(ids))])
 moves = st.lists(st.tuples(st.integers(0, 5), st.sampled_from([b"d0", b"d1"]), chains))
 
 
 @given(moves, chains)
-def test_against_a_plain_list(
+def test_promises_compared_with_a_plain_list(
     moves: list[tuple[int, bytes, list[bytes]]], asked: list[bytes]
 ) -> None:
     promised = PromisedChains()
@@ -69,12 +69,12 @@ def test_followers_go_where_the_kv_is_going() -> None:
         assert decision is not None
         assert (decision.decode, decision.reason) == (b"d0", "shared prefix")
         assert decision.follows
-        # Decode has the last word: it may know better, and then this one computes the prompt.
+        # Decode decides: it may know better, and then this request computes the prompt.
         assert decision.prefill == b"p0"
         assert decision.cached_tokens == 0
 
 
-def test_no_hot_spots() -> None:
+def test_promised_prefixes_make_no_hot_spots() -> None:
     decodes = [worker(b"d0", requests=9, promised_tokens=3984), worker(b"d1")]
     decision = decide(PROMPT, decodes, [worker(b"p0")], RULES, Random(0))
     assert decision is not None
@@ -82,13 +82,13 @@ def test_no_hot_spots() -> None:
     assert not decision.follows
 
 
-def test_what_is_worth_waiting_for() -> None:
+def test_prefixes_that_are_worth_waiting_for() -> None:
     def awaited(prompt: PromptFacts = PROMPT, rules: Rules = RULES, **facts: int) -> int:
         return awaited_tokens(prompt, worker(b"d0", **facts), rules)
 
     assert awaited(promised_tokens=3984) == 3984
     assert awaited(promised_tokens=5000) == 3999
-    assert awaited(promised_tokens=1984) == 0, "less than half of what is missing"
+    assert awaited(promised_tokens=1984) == 0, "less than half of the missing part"
     assert awaited(cached_tokens=1000, promised_tokens=3000) == 3000
     assert awaited(cached_tokens=3500, promised_tokens=3984) == 3500, "too little to wait for"
     assert awaited(cached_tokens=3500, promised_tokens=16) == 3500

@@ -22,7 +22,7 @@ def test_only_a_later_epoch_of_the_same_request_is_restored() -> None:
     assert not restored(finished, 4, (b"other", "r")).HasField("placement")
 
 
-def test_what_the_gateway_knows_itself_stays() -> None:
+def test_a_placement_from_the_gateway_is_kept() -> None:
     finished = RecentlyFinished()
     finished.add(KEY, 3, PLACE, 10.0)
     start = pb.Start(epoch=4, placement=pb.Placement(attempt=b"b" * 16))
@@ -30,7 +30,7 @@ def test_what_the_gateway_knows_itself_stays() -> None:
     assert start.placement.attempt == b"b" * 16
 
 
-def test_forgotten_in_order_and_in_time() -> None:
+def test_placements_are_forgotten_in_order_and_in_time() -> None:
     finished = RecentlyFinished()
     finished.add(KEY, 1, PLACE, 10.0)
     finished.add((b"gateway", "s"), 1, PLACE, 12.0)
@@ -41,4 +41,4 @@ def test_forgotten_in_order_and_in_time() -> None:
     assert not restored(finished, 2).HasField("placement")
     finished.add((b"gateway", "s"), 2, PLACE, 14.0)
     finished.tick(12.0 + KEEP_S)
-    assert len(finished) == 1, "it ended anew"
+    assert len(finished) == 1, "it ended again"

@@ -1,4 +1,6 @@
-"""The resume budget: what a dead decode worker had moves a share at a time; new work goes on."""
+"""The recompute budget: requests of a dead decode worker move a share at a time; new work
+continues.
+"""
 
 from dataclasses import dataclass
 from random import Random
@@ -22,7 +24,7 @@ class Asked:
         return 0, self.ordinal
 
 
-def test_at_most_a_share_of_the_running_is_under_way() -> None:
+def test_at_most_a_share_of_the_running_requests_moves_at_once() -> None:
     waited = 0
     for seed in range(200):
         rng = Random(seed)
@@ -76,7 +78,7 @@ async def test_a_dead_worker_s_requests_move_a_share_at_a_time(
     survivor = await cluster.decode(hold_at=3)
     await dying.kill()
     await survivor.until(lambda: len(survivor.of("admit")) >= 3)
-    await gateway.start("new", [7, 8, 9])  # is not held up by those that wait
+    await gateway.start("new", [7, 8, 9])  # those that wait do not delay it
     await gateway.until(lambda: len(gateway.ids("new")) == 3)
     dispatcher = cluster.router.core.dispatcher
     placer = dispatcher.placer

@@ -17,7 +17,9 @@ LONG = list(range(600))
 SHORT = list(range(20))
 
 
-async def test_short_stays_local_and_long_goes_remote(make_cluster: Any, expected: Any) -> None:
+async def test_a_short_prompt_stays_local_and_a_long_one_goes_remote(
+    make_cluster: Any, expected: Any
+) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     prefill = await cluster.prefill()
@@ -34,7 +36,7 @@ async def test_short_stays_local_and_long_goes_remote(make_cluster: Any, expecte
     assert list(prefill.ids.values()) == [LONG[:-1]]
     view = cluster.router.core.view()
     assert (view.prefill_local, view.prefill_remote, view.retries) == (1, 1, 0)
-    assert gateway.num_rows == 12, "all tokens of a choice but the first and the last"
+    assert gateway.num_rows == 12, "all tokens of a choice except the first and the last"
 
 
 async def test_a_gateway_that_reads_no_rows_gets_none(make_cluster: Any, expected: Any) -> None:
@@ -47,7 +49,7 @@ async def test_a_gateway_that_reads_no_rows_gets_none(make_cluster: Any, expecte
     assert gateway.num_rows == 0
 
 
-async def test_prompt_longer_than_a_message(make_cluster: Any, expected: Any) -> None:
+async def test_a_prompt_longer_than_a_message(make_cluster: Any, expected: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     prefill = await cluster.prefill()
@@ -76,7 +78,7 @@ async def test_remote_prefill_modes(
     assert cluster.router.core.view().prefill_remote == remote
 
 
-async def test_busy_worker_is_passed_over(make_cluster: Any, expected: Any) -> None:
+async def test_a_busy_worker_is_skipped(make_cluster: Any, expected: Any) -> None:
     cluster = await make_cluster()
     first, second = await cluster.decode(), await cluster.decode()
     gateway = await cluster.gateway()
@@ -85,14 +87,14 @@ async def test_busy_worker_is_passed_over(make_cluster: Any, expected: Any) -> N
     assert isinstance(await gateway.end("r"), pb.Finished)
     assert gateway.ids("r") == expected(SHORT, 8)
     placed = [p.placement.attempt for p in gateway.of("r", "placed")]
-    assert placed == list(dict.fromkeys(placed)), "each try says where it asks"
+    assert placed == list(dict.fromkeys(placed)), "each try names its worker"
     assert len(placed) == len(first.of("admit")) + len(second.of("admit")) > 1
     assert first.busy < 2
     assert second.busy < 2
     assert cluster.router.core.view().retries == 0
 
 
-async def test_queue_timeout_and_bound(make_cluster: Any, wait_for: Any) -> None:
+async def test_queue_timeout_and_limit(make_cluster: Any, wait_for: Any) -> None:
     cluster = await make_cluster(max_queued=2)
     decode = await cluster.decode()
     decode.busy = 10_000
@@ -124,7 +126,7 @@ async def test_queued_requests_begin_in_order(make_cluster: Any) -> None:
     assert [a.start.request for a in decode.of("admit")] == names
 
 
-async def test_cancel_reaches_both_sides(make_cluster: Any) -> None:
+async def test_cancel_reaches_both_workers(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     prefill = await cluster.prefill()
@@ -155,7 +157,9 @@ async def test_cancel_of_one_choice_goes_to_decode_by_attempt(make_cluster: Any)
     assert (len(gateway.ids("r", 0)), len(gateway.ids("r", 1))) == (8, 3)
 
 
-async def test_gateway_gone(make_cluster: Any, monkeypatch: Any) -> None:
+async def test_requests_of_a_lost_gateway_are_cancelled(
+    make_cluster: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("pdserve.services.router.requests.machine.ORPHAN_S", 0.3)
     cluster = await make_cluster()
     decode = await cluster.decode()
@@ -169,7 +173,9 @@ async def test_gateway_gone(make_cluster: Any, monkeypatch: Any) -> None:
     assert cluster.router.core.dispatcher.num_running == 0
 
 
-async def test_gateway_comes_back_and_issues_again(make_cluster: Any, expected: Any) -> None:
+async def test_a_gateway_returns_and_issues_its_requests_again(
+    make_cluster: Any, expected: Any
+) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.hold_at = 3
@@ -245,7 +251,7 @@ async def test_several_models_in_one_fleet(make_cluster: Any) -> None:
     assert [m.name for m in cluster.router.core.models()] == ["large", "small"]
 
 
-async def test_draining_worker_gets_no_new_work(
+async def test_a_draining_worker_gets_no_new_work(
     make_cluster: Any, expected: Any, wait_for: Any
 ) -> None:
     cluster = await make_cluster()
@@ -266,7 +272,7 @@ async def test_draining_worker_gets_no_new_work(
     assert gateway.ids("old") == expected(SHORT, 8)
 
 
-async def test_restart_on_the_same_address(make_cluster: Any, expected: Any) -> None:
+async def test_a_worker_restarts_on_the_same_address(make_cluster: Any, expected: Any) -> None:
     cluster = await make_cluster()
     first = await cluster.decode()
     first.hold_at = 3
@@ -282,7 +288,7 @@ async def test_restart_on_the_same_address(make_cluster: Any, expected: Any) -> 
     assert list(cluster.router.core.fleet.workers) == [second.boot]
 
 
-async def test_deadline_travels_and_ends_a_queued_request(make_cluster: Any) -> None:
+async def test_a_deadline_is_passed_on_and_ends_a_queued_request(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     gateway = await cluster.gateway()
@@ -304,19 +310,19 @@ async def test_prompt_logprobs_stay_local_and_arrive_once(make_cluster: Any) -> 
     assert not (await gateway.end("r")).remote
 
 
-async def test_worker_given_up_by_mistake_joins_anew(make_cluster: Any, wait_for: Any) -> None:
+async def test_a_worker_given_up_by_mistake_joins_again(make_cluster: Any, wait_for: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     gateway = await cluster.gateway()
     core = cluster.router.core
     before = core.fleet.get(decode.boot)
-    core.refused(before)  # as after a partition that has healed since
+    core.refused(before)  # as after a partition that has since healed
     await wait_for(lambda: core.fleet.get(decode.boot) not in (None, before))
     await gateway.start("r", SHORT)
     assert isinstance(await gateway.end("r"), pb.Finished)
 
 
-async def test_many_mixed_requests_leave_nothing_behind(make_cluster: Any, expected: Any) -> None:
+async def test_many_mixed_requests_release_everything(make_cluster: Any, expected: Any) -> None:
     cluster = await make_cluster()
     decodes = [await cluster.decode() for _ in range(2)]
     prefills = [await cluster.prefill() for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Which models a router says that it serves: those whose workers come back, not retired ones."""
+"""The models that a router reports as served: those whose workers may return, not retired ones."""
 
 import pytest
 from systems.dispatcher_world import World
@@ -18,7 +18,7 @@ def world() -> World:
 
 
 def live(world: World) -> dict[str, float]:
-    """Decode workers that are, by model, as the router exports them."""
+    """Return the number of live decode workers by model, as the router exports them."""
     (family,) = [
         f for f in RouterMetrics(world.core).collect() if f.name == "pdserve_router_workers"
     ]
@@ -40,7 +40,7 @@ def test_a_retired_model_is_forgotten_after_a_while(world: World) -> None:
 
 
 def test_a_model_whose_last_worker_crashed_stays(world: World) -> None:
-    """Whether or not others had left in order before."""
+    """The model stays whether or not other workers had left in order before."""
     workers = [world.join(DECODE, name="lost") for _ in range(2)]
     world.leave(workers[0])
     world.die(workers[1])
@@ -56,7 +56,7 @@ def test_in_a_sharded_fleet_a_successor_may_join_other_routers(world: World) -> 
     assert live(world) == {"m": 1}
 
 
-def test_a_restart_begins_anew(world: World) -> None:
+def test_a_restart_resets_the_time(world: World) -> None:
     world.leave(world.join(DECODE, name="again"))
     world.pass_time(RETIRED_S - 1)
     world.join(DECODE, name="again")
@@ -65,7 +65,7 @@ def test_a_restart_begins_anew(world: World) -> None:
 
 
 def test_a_forgotten_model_is_not_served(world: World) -> None:
-    """While it is known its requests wait."""
+    """While the model is known, its requests wait."""
     (only,) = world.fleet.workers.values()
     world.join(DECODE, name="other")
     world.leave(only)

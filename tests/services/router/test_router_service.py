@@ -1,4 +1,4 @@
-"""What the router offers beside sessions: Generate, views, blobs, and who may call what."""
+"""The router's methods beside sessions: Generate, views, blobs, and access to them."""
 
 import asyncio
 import hashlib
@@ -72,7 +72,7 @@ async def test_generate_names_the_model_when_there_are_two(make_cluster: Any) ->
         assert [m.name for m in models.models] == ["one", "two"]
 
 
-async def test_client_that_leaves_cancels_at_once(make_cluster: Any) -> None:
+async def test_a_client_that_leaves_cancels_at_once(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.hold_at = 2
@@ -87,7 +87,7 @@ async def test_client_that_leaves_cancels_at_once(make_cluster: Any) -> None:
 @pytest.mark.parametrize(
     ("max_buffer_bytes", "stall_s"), [(1 << 14, 60.0), (1 << 30, 0.5)], ids=["bytes", "time"]
 )
-async def test_client_that_does_not_read_is_cancelled(
+async def test_a_client_that_does_not_read_is_cancelled(
     make_cluster: Any, max_buffer_bytes: int, stall_s: float
 ) -> None:
     cluster = await make_cluster(max_buffer_bytes=max_buffer_bytes, stall_timeout_s=stall_s)
@@ -99,7 +99,7 @@ async def test_client_that_does_not_read_is_cancelled(
         call = RouterStub(channel).Generate(asked, metadata=BEARER)
         await anext(aiter(call))
         attempt = decode.of("admit")[0].attempt
-        for at in range(1, 10_000, 100):  # with scores, so that little of it fills a connection
+        for at in range(1, 10_000, 100):  # with scores, so that few messages fill a connection
             tokens = pb.Tokens(request="r", attempt=attempt, position=at, ids=range(100))
             tokens.logprobs.extend(
                 [pb.TokenLogprob(top_ids=range(20), top_logprobs=[0.5] * 20)] * 100
@@ -114,7 +114,7 @@ async def test_client_that_does_not_read_is_cancelled(
     assert not decode.cancelled[1:], "once"
 
 
-async def test_bad_requests_are_refused_by_name(make_cluster: Any) -> None:
+async def test_invalid_requests_are_refused_by_field(make_cluster: Any) -> None:
     cluster = await make_cluster()
     await cluster.decode()
     gateway = await cluster.gateway()
@@ -132,14 +132,14 @@ async def test_bad_requests_are_refused_by_name(make_cluster: Any) -> None:
         assert (failed.failure.code, failed.failure.param) == (pb.INVALID_ARGUMENT, param)
 
 
-async def test_peers_without_the_secret_get_nothing(make_cluster: Any) -> None:
+async def test_peers_without_the_secret_are_refused(make_cluster: Any) -> None:
     cluster = await make_cluster(api_keys=("a key",))
     await cluster.decode()
     for key in ("wrong", "a key"):
         async with open_channel(cluster.router.address, key) as channel:
             router, fleet = RouterStub(channel), FleetStub(channel)
             calls = [
-                router.Session(),  # a write that races with the refusal has a status of its own
+                router.Session(),  # a write that races with the refusal has its own status
                 router.GetFleet(rpc.GetFleetRequest()),
                 fleet.Join(),
                 BlobsStub(channel).GetBlob(pb.BlobRequest(digest="0")),
@@ -151,7 +151,7 @@ async def test_peers_without_the_secret_get_nothing(make_cluster: Any) -> None:
     assert len(cluster.router.core.fleet.workers) == 1
 
 
-async def test_it_knows_as_many_blocks_of_its_workers_as_the_option_says(make_cluster: Any) -> None:
+async def test_the_option_limits_the_blocks_known_of_workers(make_cluster: Any) -> None:
     cluster = await make_cluster(prefix_index_hashes=10)
     prefixes = cluster.router.core.fleet.prefixes
     for _ in range(2):
@@ -164,7 +164,7 @@ async def test_it_knows_as_many_blocks_of_its_workers_as_the_option_says(make_cl
     assert max(prefixes.num_cached([bytes(15) + bytes([i]) for i in range(16)]).values()) == 15
 
 
-async def test_a_worker_tells_its_cache_anew_when_something_did_not_come(
+async def test_a_worker_resends_its_cache_when_a_message_was_lost(
     make_cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster = await make_cluster()
@@ -189,8 +189,8 @@ async def test_a_worker_tells_its_cache_anew_when_something_did_not_come(
     assert [w.boot for w in core.fleet.workers.values()] == [worker.boot], "it was not given up"
 
 
-async def test_of_the_streams_of_a_worker_the_newest_speaks(make_cluster: Any) -> None:
-    """One address of a router may be two: then a worker joins it twice, and stays."""
+async def test_the_newest_stream_of_a_worker_counts(make_cluster: Any) -> None:
+    """Two addresses may belong to one router: then a worker joins it twice, and stays."""
     core = (await make_cluster()).router.core
     card = pb.ModelCard(name="m", kv_spec=encode_spec(KvSpec(16, (FULL,))))
     hello = WorkerHello(role=2, boot=b"b" * 16, address="127.0.0.1:1", card=card)
@@ -200,10 +200,10 @@ async def test_of_the_streams_of_a_worker_the_newest_speaks(make_cluster: Any) -
     assert core.report(worker, WorkerReport(load=Load(running=1)), first)
     assert worker.load.running == 2
     core.left(worker, worker.lease)
-    assert not core.report(worker, WorkerReport(load=Load(running=1)), first), "it joins anew"
+    assert not core.report(worker, WorkerReport(load=Load(running=1)), first), "it joins again"
 
 
-async def test_join_refuses_a_hello_that_it_cannot_use(make_cluster: Any) -> None:
+async def test_join_refuses_an_invalid_hello(make_cluster: Any) -> None:
     cluster = await make_cluster()
     async with open_channel(cluster.router.address) as channel:
         for hello in (
@@ -227,7 +227,7 @@ async def test_join_refuses_a_hello_that_it_cannot_use(make_cluster: Any) -> Non
 async def test_some_heartbeats_are_echoed(
     within: str, make_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reports of their own, as older workers send them only, and those that loads bring along."""
+    """Heartbeats come in separate reports, the only kind of older workers, or with loads."""
     monkeypatch.setattr(join_service, "HEARTBEAT_ECHO_S", ECHO_S)
     cluster = await make_cluster()
     fleet = cluster.router.core.fleet
@@ -327,16 +327,16 @@ async def test_a_drained_router_sends_gateways_away_and_ends_its_own_calls(
         replies += [reply async for reply in stays]
     assert [i for r in replies for i in r.tokens.ids] == expected(PROMPT, 6)
     await asyncio.wait_for(draining, LIMIT_S)
-    assert not decode.of("cancel"), "what has moved goes on where it runs"
+    assert not decode.of("cancel"), "a request that moved continues where it runs"
 
 
-async def test_a_drained_router_begins_nothing_that_its_gateway_took_along(
+async def test_a_drained_router_begins_no_request_that_its_gateway_took_along(
     make_cluster: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("pdserve.services.router.requests.machine.ORPHAN_S", 1.0)
     cluster = await make_cluster()
     decode = await cluster.decode()
-    decode.busy = 2  # it is asked again after 0.1 s
+    decode.busy = 2  # it is retried after 0.1 s
     gateway = await cluster.gateway()
     await gateway.start("waits", PROMPT)
     await eventually(lambda: decode.of("admit"))
@@ -357,7 +357,7 @@ def test_starts_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-async def test_a_prompt_that_breaks_the_bounds_is_refused_whole(
+async def test_a_prompt_beyond_the_limits_is_refused_whole(
     make_cluster: Any, monkeypatch: Any
 ) -> None:
     from pdserve.services.host.rpc.fragments import IdsCollector
@@ -374,7 +374,7 @@ async def test_a_prompt_that_breaks_the_bounds_is_refused_whole(
     assert [a.start.request for a in decode.of("admit")] == ["short"]
 
 
-async def test_a_session_whose_message_cannot_be_read_leaves_nothing(make_cluster: Any) -> None:
+async def test_a_session_with_an_unreadable_message_releases_everything(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.hold_at = 1

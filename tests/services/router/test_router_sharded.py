@@ -1,5 +1,7 @@
-"""A router among those of which each worker joins some: who waits in vain is given back, and who
-leaves takes nothing along."""
+"""A router in a sharded fleet, where each worker joins some routers.
+
+Requests that wait in vain are given back, and a worker that leaves takes no requests along.
+"""
 
 import pytest
 from systems.dispatcher_world import NUMERICS, World
@@ -48,7 +50,7 @@ def test_requests_without_a_worker_are_given_back_if_the_fleet_is_sharded(
     assert sorted(given_back(world)) == (["a", "b"] if hello else [])
 
 
-def test_a_worker_that_comes_in_time_takes_them() -> None:
+def test_a_worker_that_joins_in_time_takes_waiting_requests() -> None:
     world = sharded()
     worker = world.join(DECODE, SHARDED)
     world.submit("a")
@@ -73,7 +75,7 @@ def test_a_request_that_only_a_busy_worker_may_take_waits() -> None:
 
 
 def test_workers_of_other_numerics_do_not_count() -> None:
-    """Its own went on, and another router may have one of these."""
+    """The request's worker had other numerics, and another router may have such a worker."""
     world = sharded()
     worker = world.join(DECODE, SHARDED)
     world.submit("a")
@@ -84,7 +86,7 @@ def test_workers_of_other_numerics_do_not_count() -> None:
     assert given_back(world) == ["a"]
 
 
-def test_what_runs_with_a_worker_that_leaves_stays_there_and_what_waits_is_given_back() -> None:
+def test_running_requests_of_a_leaving_worker_stay_and_waiting_ones_are_given_back() -> None:
     world = sharded()
     worker = world.join(DECODE, SHARDED)
     world.submit("a")
@@ -103,7 +105,7 @@ def test_what_runs_with_a_worker_that_leaves_stays_there_and_what_waits_is_given
     assert not world.dispatcher.workers_in_use()
 
 
-def test_prefill_workers_are_in_use_too_and_make_no_fleet_sharded() -> None:
+def test_prefill_workers_are_used_and_make_no_fleet_sharded() -> None:
     world = World(NO_MIXING)
     prefill, decode = world.join(PREFILL, SHARDED), world.join(DECODE)
     assert not world.fleet.sharded
@@ -113,7 +115,7 @@ def test_prefill_workers_are_in_use_too_and_make_no_fleet_sharded() -> None:
 
 
 def test_requests_of_a_frozen_worker_are_given_back() -> None:
-    """It takes nothing, and other routers may have living ones."""
+    """A frozen worker takes no requests, and other routers may have live workers."""
     world = sharded()
     worker = world.join(DECODE, SHARDED)
     worker.frozen = True
@@ -123,7 +125,7 @@ def test_requests_of_a_frozen_worker_are_given_back() -> None:
     assert given_back(world) == ["a"]
 
 
-def test_what_was_given_back_before_is_given_back_at_once() -> None:
+def test_a_request_given_back_before_is_given_back_at_once() -> None:
     world = sharded()
     world.die(world.join(DECODE, SHARDED))
     world.submit("a", given_back=True)
@@ -142,7 +144,7 @@ def test_a_request_whose_worker_others_may_know_is_given_back_at_once() -> None:
     assert given_back(world) == ["a"]
 
 
-def test_the_next_router_hears_of_the_workers_that_died_of_it() -> None:
+def test_the_next_router_learns_of_the_workers_that_a_request_crashed() -> None:
     world = sharded()
     first = world.join(DECODE, SHARDED)
     world.submit("a")

@@ -1,4 +1,6 @@
-"""Workers of one model name with different tokenizers: no prompt is read in another one's ids."""
+"""Workers of one model name with different tokenizers: no prompt is read with the ids of
+another.
+"""
 
 import asyncio
 from typing import Any
@@ -22,7 +24,7 @@ def world_of(*cards: dict[str, Any]) -> World:
 
 
 def tokenizers_of(world: World) -> list[str]:
-    """Of the workers that were asked, in order."""
+    """Return the tokenizers of the workers with Admits, in order."""
     return [worker.identity.tokenizer for worker, _ in world.commands("admit")]
 
 
@@ -34,7 +36,7 @@ def test_a_prompt_goes_to_workers_of_its_tokenizer(asked: str) -> None:
     assert tokenizers_of(world) == [asked] * 8
 
 
-def test_workers_and_prompts_without_a_known_one_take_any() -> None:
+def test_workers_and_prompts_without_a_known_tokenizer_match_any() -> None:
     world = world_of(other(tokenizer=""))
     world.submit("r", tokenizer=NEW)
     assert tokenizers_of(world) == [""]
@@ -43,7 +45,7 @@ def test_workers_and_prompts_without_a_known_one_take_any() -> None:
     assert tokenizers_of(world) == [OLD]
 
 
-def test_the_client_is_asked_to_read_the_prompt_again() -> None:
+def test_the_client_must_encode_the_prompt_again() -> None:
     world = world_of({}, TOKENIZER)
     old = next(w for w in world.fleet.workers.values() if w.identity.tokenizer == OLD)
     world.fleet.goodbye(old)
@@ -55,7 +57,7 @@ def test_the_client_is_asked_to_read_the_prompt_again() -> None:
     assert tokenizers_of(world) == [NEW]
 
 
-def test_one_that_waits_for_leaving_workers_holds_up_nobody() -> None:
+def test_a_request_that_waits_for_leaving_workers_delays_no_other() -> None:
     world = world_of({}, TOKENIZER)
     old, new = world.fleet.workers.values()
     old.busy_until = new.busy_until = world.now + 1.0
@@ -72,8 +74,8 @@ def test_one_that_waits_for_leaving_workers_holds_up_nobody() -> None:
 
 
 @pytest.mark.parametrize("busy", [OLD, NEW])
-def test_a_pool_that_is_busy_holds_up_no_other(busy: str) -> None:
-    """Its workers are there and say no for long: the other tokenizer's have nothing to do."""
+def test_a_busy_pool_delays_no_other(busy: str) -> None:
+    """Its workers refuse for long, while those of the other tokenizer are idle."""
     idle = NEW if busy == OLD else OLD
     world = world_of({}, TOKENIZER)
     for worker in world.fleet.workers.values():
@@ -86,7 +88,7 @@ def test_a_pool_that_is_busy_holds_up_no_other(busy: str) -> None:
 
 
 def test_prompts_of_no_known_tokenizer_take_turns_with_the_others() -> None:
-    """They may go to the same workers, so one that comes now is behind one that waits."""
+    """They may go to the same workers, so a new prompt queues behind a waiting one."""
     world = world_of({})
     (worker,) = world.fleet.workers.values()
     worker.busy_until = world.now + 1.0
@@ -100,8 +102,8 @@ def test_prompts_of_no_known_tokenizer_take_turns_with_the_others() -> None:
     assert sorted(asked) == ["first", "second"]
 
 
-def test_a_lone_pool_that_leaves_is_waited_for() -> None:
-    """It may be a restart: nobody else serves the model."""
+def test_a_leaving_pool_without_a_replacement_is_waited_for() -> None:
+    """The departure may be a restart: no other worker serves the model."""
     world = world_of({})
     (old,) = world.fleet.workers.values()
     world.fleet.goodbye(old)
@@ -114,7 +116,7 @@ def test_a_lone_pool_that_leaves_is_waited_for() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_card_is_that_of_the_larger_pool(make_cluster: Any) -> None:
+async def test_the_card_comes_from_the_larger_pool(make_cluster: Any) -> None:
     core = (await make_cluster()).router.core
 
     def join(card: dict[str, Any]) -> str:
@@ -127,5 +129,5 @@ async def test_the_card_is_that_of_the_larger_pool(make_cluster: Any) -> None:
         return found.kv_identity.tokenizer
 
     assert [join(card) for card in ({}, NUMERICS)] == [OLD, OLD]
-    assert [join(TOKENIZER) for _ in range(2)] == [OLD, NEW], "of equal ones the newest"
+    assert [join(TOKENIZER) for _ in range(2)] == [OLD, NEW], "the newest of equal ones"
     assert join({}) == OLD

@@ -1,4 +1,4 @@
-"""The router's spans: between the gateway's and those of the workers."""
+"""The router's spans, between the gateway's and those of the workers."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 SHORT, LONG = list(range(20)), list(range(600))
 
 
-async def test_workers_hear_of_the_routers_span(make_cluster: Any) -> None:
+async def test_workers_get_the_router_s_span(make_cluster: Any) -> None:
     tracer = MemoryTracer()
     cluster = await make_cluster(tracer)
     decode, prefill = await cluster.decode(), await cluster.prefill()
@@ -55,7 +55,7 @@ async def test_a_second_try_is_an_event(make_cluster: Any) -> None:
     assert span.attributes["pdserve.attempts"] == 2
 
 
-async def test_an_issue_that_another_one_follows_names_its_request(make_cluster: Any) -> None:
+async def test_the_next_issue_of_a_request_names_it_in_its_span(make_cluster: Any) -> None:
     tracer = MemoryTracer()
     cluster = await make_cluster(tracer)
     decode = await cluster.decode(hold_at=2)
@@ -78,7 +78,7 @@ async def test_an_issue_that_another_one_follows_names_its_request(make_cluster:
 
 
 async def test_no_span_without_a_parent(make_cluster: Any) -> None:
-    """A gateway that does not trace, or that has not sampled the request."""
+    """The gateway does not trace, or has not sampled the request."""
     tracer = MemoryTracer()
     cluster = await make_cluster(tracer)
     decode = await cluster.decode()

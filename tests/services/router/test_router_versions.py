@@ -23,7 +23,7 @@ CARD = pb.ModelCard(name="tiny", kv_spec=encode_spec(KvSpec(16, ())))
 
 
 def worker_hello(protocol: int) -> WorkerReport:
-    """Of a decode worker at whose port nobody listens."""
+    """Return the hello of a decode worker whose port is closed."""
     hello = WorkerHello(role=2, boot=b"n" * 16, address="127.0.0.1:9", card=CARD)
     hello.protocol = protocol
     return WorkerReport(hello=hello)
@@ -46,7 +46,7 @@ async def test_neighbours_join_and_are_served(
     assert gateway.router_protocol == PROTOCOL_VERSION
 
 
-async def test_a_worker_too_new_is_refused_and_the_others_serve_on(
+async def test_a_worker_that_is_too_new_is_refused_and_the_others_keep_serving(
     make_cluster: Any, expected: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -70,7 +70,7 @@ async def test_a_worker_too_new_is_refused_and_the_others_serve_on(
     assert len(refused) == 1, "it is logged once"
 
 
-async def test_a_window_of_penalties_is_held_back_from_workers_that_do_not_know_it(
+async def test_a_window_of_penalties_is_not_sent_to_workers_that_do_not_know_it(
     make_cluster: Any, expected: Any
 ) -> None:
     cluster = await make_cluster()
@@ -92,7 +92,7 @@ async def test_a_window_of_penalties_is_held_back_from_workers_that_do_not_know_
     assert [admit.start.params.penalty_window for admit in new.of("admit")] == [4] * 4
 
 
-async def test_a_gateway_too_new_is_refused(make_cluster: Any) -> None:
+async def test_a_gateway_that_is_too_new_is_refused(make_cluster: Any) -> None:
     cluster = await make_cluster()
     async with open_channel(cluster.router.address) as channel:
         call = RouterStub(channel).Session()
@@ -105,7 +105,7 @@ async def test_a_gateway_too_new_is_refused(make_cluster: Any) -> None:
         assert "gateway at 127.0.0.1" in error.message
 
 
-async def test_the_router_says_its_version_to_workers(make_cluster: Any) -> None:
+async def test_the_router_sends_its_version_to_workers(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
     await eventually(lambda: decode.of("hello"))

@@ -22,7 +22,7 @@ class Asker:
         return self.priority, self.ordinal
 
 
-def test_each_line_is_in_order_of_rank_whoever_leaves_or_comes_back() -> None:
+def test_each_line_stays_in_order_of_rank_when_requests_leave_or_return() -> None:
     left = back = changed = 0
     for seed in range(20):
         rng = Random(seed)
@@ -60,8 +60,9 @@ def test_each_line_is_in_order_of_rank_whoever_leaves_or_comes_back() -> None:
 
 
 def test_tenants_take_turns() -> None:
-    """A tenant keeps its turn until one of its requests has gone, and order within a tenant is that
-    of arrival."""
+    """A tenant keeps its turn until one of its requests has gone; order within a tenant is that of
+    arrival.
+    """
     for seed in range(20):
         rng = Random(seed)
         queue: WaitingQueue[Asker] = WaitingQueue()
@@ -94,8 +95,8 @@ def test_tenants_take_turns_in_every_line() -> None:
     assert queue.of(WaitReason.BUDGET)[1].ordinal == 6
 
 
-def test_a_tenants_priorities_order_its_own_turns_only() -> None:
-    """Whatever values a tenant gives, the other tenants have the turns that they have anyway."""
+def test_priorities_of_a_tenant_order_only_its_own_turns() -> None:
+    """Whatever values a tenant gives, the turns of the other tenants do not change."""
     for seed in range(50):
         rng = Random(seed)
         tenants = [rng.choice((b"a", b"b", b"c")) for _ in range(60)]

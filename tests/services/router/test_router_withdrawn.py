@@ -1,4 +1,4 @@
-"""Answers whose weights are leaving: who waits for a worker that may come back, and how long."""
+"""Answers of withdrawn weights: which of them wait for a worker that may return, and how long."""
 
 from systems.dispatcher_world import WEIGHTS, World
 
@@ -9,8 +9,10 @@ from pdserve.services.router.fleet.compatibility import STRANDED_S
 from pdserve.services.router.placement.policy import Rules
 
 
-def test_weights_that_were_withdrawn_are_not_waited_for() -> None:
-    """The pool left in order and other weights have its name: nobody will go on with it."""
+def test_withdrawn_weights_are_not_waited_for() -> None:
+    """The pool left in order and other weights have its name: no worker will continue the
+    answer.
+    """
     world = World(Mixing(), "never", Rules().resuming)
     first = world.join(DECODE)
     world.submit("r")
@@ -30,7 +32,7 @@ def test_weights_that_were_withdrawn_are_not_waited_for() -> None:
 
 
 def test_the_successor_of_the_only_worker_is_waited_for_a_while() -> None:
-    """It may be a restart; if no worker of the model comes, the answer ends."""
+    """The departure may be a restart; if no worker of the model joins, the answer ends."""
     world = World(Mixing(), "never", Rules().resuming)
     first = world.join(DECODE)
     world.submit("r")
@@ -63,7 +65,7 @@ def test_a_crashed_worker_of_withdrawn_weights_may_come_back() -> None:
     assert world.commands("admit")[-1][0] is back
 
 
-def test_withdrawn_weights_are_given_up_when_no_crashed_worker_came_back() -> None:
+def test_withdrawn_weights_are_given_up_when_no_crashed_worker_returned() -> None:
     world = World(Mixing(), "never", Rules().resuming)
     crashes, drains = world.join(DECODE), world.join(DECODE)
     crashes.busy_until = world.now + 1.0

@@ -38,7 +38,7 @@ class Lease:
         return [getattr(r, kind) for _, r in self.reports if r.WhichOneof("report") == kind]
 
     def hashes(self) -> set[bytes]:
-        """What the events add up to; asserts that their sequence has no gap."""
+        """Return the hashes that the events add up to; asserts that their sequence has no gap."""
         known: set[bytes] = set()
         following = None
         for event in self.of("prefixes"):
@@ -55,7 +55,7 @@ class Router(FleetServicer):
     def __init__(self) -> None:
         self.leases: list[Lease] = []
         self.echoes = True
-        self.protocol = 0  # its version, which 0.1.0 does not say
+        self.protocol = 0  # the protocol version, which 0.1.0 does not send
         self.refuses = False
         self.welcomed = 0.0
 
@@ -87,7 +87,9 @@ async def make() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
     members: list[Membership] = []
 
     async def build(num_routers: int = 1, join: int = 0) -> tuple[list[Router], Membership]:
-        """`join`: the first so many by rendezvous hash, in whose order the routers are."""
+        """Build a worker. `join`: the number of routers that it joins, the first by rendezvous
+        hash, in whose order the routers are.
+        """
         addresses = []
         for _ in range(num_routers):
             routers.append(Router())
@@ -109,7 +111,7 @@ async def make() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
 
 
 async def test_hello_state_load_heartbeats(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []  # that leases ask for
+    pauses: list[float] = []  # requested by leases
 
     class Recorded(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
@@ -137,7 +139,7 @@ async def test_hello_state_load_heartbeats(make: Any, monkeypatch: pytest.Monkey
     times = [at for at, r in lease.reports if r.HasField("heartbeat")]
     assert (times[-1] - times[0]) / (len(times) - 1) > HEARTBEAT_S / 2
     assert len(pauses) >= 4
-    assert HEARTBEAT_S / 2 < max(pauses) <= HEARTBEAT_S, "no heartbeat is put off for longer"
+    assert HEARTBEAT_S / 2 < max(pauses) <= HEARTBEAT_S, "no heartbeat is delayed for longer"
     steps = [beat.step for beat in lease.of("heartbeat")]
     assert steps == sorted(set(steps))
 
@@ -157,7 +159,7 @@ async def test_loads_are_the_newest_and_at_most_twenty_a_second(make: Any) -> No
     assert [x.running for x in loads] == sorted({x.running for x in loads})
 
 
-async def test_a_router_that_reads_beats_gets_them_in_loads(make: Any) -> None:
+async def test_a_router_that_reads_heartbeats_gets_them_in_loads(make: Any) -> None:
     (router,), member = await make()
     router.protocol = PROTOCOL_VERSION
     member.start()
@@ -169,12 +171,12 @@ async def test_a_router_that_reads_beats_gets_them_in_loads(make: Any) -> None:
         member.report(pb.Load(running=running))
         await asyncio.sleep(0.05)
     await eventually(lambda: sum(r.HasField("load_beat") for _, r in lease.reports) >= 5)
-    assert len(lease.of("heartbeat")) <= alone + 2, "but for what the machine held up"
+    assert len(lease.of("heartbeat")) <= alone + 2, "except for delays by the machine"
     steps = [r.load_beat.step for _, r in lease.reports if r.HasField("load_beat")]
     assert steps == sorted(set(steps))
 
 
-async def test_steady_loads_go_out_ten_times_a_second(make: Any) -> None:
+async def test_steady_loads_are_sent_ten_times_a_second(make: Any) -> None:
     (router,), member = await make()
     member.start()
     await eventually(lambda: bool(router.leases))
@@ -191,7 +193,7 @@ async def test_steady_loads_go_out_ten_times_a_second(make: Any) -> None:
     assert median(steady) > (LOAD_INTERVAL_S + STEADY_INTERVAL_S) / 2
 
 
-async def test_its_end_waits_for_no_look_up_of_a_name(
+async def test_closing_does_not_wait_for_a_name_lookup(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = threading.Event()
@@ -214,7 +216,7 @@ async def test_its_end_waits_for_no_look_up_of_a_name(
     assert not router.leases
 
 
-async def test_rejoins_after_a_cut_with_the_whole_state(make: Any) -> None:
+async def test_a_worker_rejoins_after_a_cut_with_the_whole_state(make: Any) -> None:
     (router,), member = await make()
     member.prefixes([bytes([i]) * 16 for i in range(5)], [])
     member.start()
@@ -228,7 +230,7 @@ async def test_rejoins_after_a_cut_with_the_whole_state(make: Any) -> None:
     assert router.leases[1].of("hello")[0].boot == b"b" * 16
 
 
-async def test_large_state_is_split(make: Any) -> None:
+async def test_a_large_state_is_split(make: Any) -> None:
     (router,), member = await make()
     hashes = [i.to_bytes(16) for i in range(20_000)]
     member.prefixes(hashes, [])
@@ -242,7 +244,7 @@ async def test_large_state_is_split(make: Any) -> None:
     assert router.leases[0].hashes() == set(hashes)
 
 
-async def test_joins_every_router_and_one_that_comes_back(make: Any) -> None:
+async def test_a_worker_joins_every_router_and_one_that_returns(make: Any) -> None:
     routers, member = await make(2)
     address = routers[0].address
     member.start()
@@ -266,7 +268,7 @@ async def test_goodbye_reaches_routers_now_and_later(make: Any) -> None:
     await eventually(lambda: len(router.leases) == 2 and bool(router.leases[1].of("goodbye")))
 
 
-async def test_a_router_that_echoes_nothing_is_joined_anew(make: Any, monkeypatch: Any) -> None:
+async def test_a_router_that_echoes_nothing_is_joined_again(make: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("pdserve.services.worker.membership.SILENT_S", 3 * HEARTBEAT_S)
     (router,), member = await make()
     router.echoes = False
@@ -279,7 +281,9 @@ async def test_a_router_that_echoes_nothing_is_joined_anew(make: Any, monkeypatc
     assert len(router.leases) == num_leases
 
 
-async def test_a_router_that_is_away_is_told_once(make: Any, caplog: Any, monkeypatch: Any) -> None:
+async def test_an_unreachable_router_is_logged_once(
+    make: Any, caplog: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(membership, "REJOIN_S", 0.01)
     caplog.set_level(logging.INFO, logger=membership.__name__)
     tries: list[str] = []
@@ -303,7 +307,7 @@ async def test_a_router_that_is_away_is_told_once(make: Any, caplog: Any, monkey
 
 
 @pytest.mark.parametrize("who_refuses", ["router", "worker"])
-async def test_a_router_of_another_version_is_asked_with_growing_pauses(
+async def test_a_router_of_another_version_is_retried_with_growing_pauses(
     who_refuses: str, make: Any, caplog: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(membership, "REJOIN_S", 0.01)
@@ -327,7 +331,7 @@ async def test_a_router_of_another_version_is_asked_with_growing_pauses(
     await eventually(lambda: len(tried) >= 6)
     pauses = [later - at for at, later in pairwise(tried)]
     assert all(p >= least for p, least in zip(pauses, (0.05, 0.1, 0.2, 0.4, 0.4), strict=False))
-    assert len(near.leases) == 1, "the other router has it all the while"
+    assert len(near.leases) == 1, "the other router has the worker all the time"
     said = [r for r in caplog.records if far.address in r.message]
     assert [r.levelname for r in said] == ["WARNING"], "it is logged once"
     assert "upgrade the" in said[0].message
@@ -349,18 +353,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def joined(router: Router) -> bool:
-    """It has a lease that goes on."""
+    """Return whether the router has a lease that continues."""
     return bool(router.leases) and bool(router.leases[-1].of("heartbeat"))
 
 
 async def looks(router: Router, num: int) -> None:
-    """Time in which the worker looks at its leases again and again."""
+    """Wait while the worker checks its leases repeatedly."""
     (lease,) = router.leases
     beats = len(lease.of("heartbeat"))
     await eventually(lambda: len(lease.of("heartbeat")) >= beats + num)
 
 
-async def test_joins_the_first_routers_alone(make: Any, quick: None) -> None:
+async def test_a_worker_joins_only_the_first_routers(make: Any, quick: None) -> None:
     routers, member = await make(4, join=2)
     member.start()
     await eventually(lambda: all(map(joined, routers[:2])))
@@ -369,17 +373,17 @@ async def test_joins_the_first_routers_alone(make: Any, quick: None) -> None:
     assert [len(router.leases) for router in routers] == [1, 1, 0, 0]
 
 
-async def test_fewer_routers_than_it_would_join(make: Any, quick: None) -> None:
+async def test_fewer_routers_than_the_worker_would_join(make: Any, quick: None) -> None:
     routers, member = await make(2, join=4)
     member.start()
     await eventually(lambda: all(map(joined, routers)))
 
 
 @pytest.mark.parametrize("how", ["away", "another version"])
-async def test_a_router_that_does_not_take_it_does_not_count(
+async def test_a_router_that_refuses_the_worker_does_not_count(
     make: Any, quick: None, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The next one is joined, and left once the first one takes the worker after all."""
+    """The next one is joined, and left once the first one accepts the worker after all."""
     routers, member = await make(4, join=2)
     first, second, third, fourth = routers
     for router in routers:
@@ -399,8 +403,8 @@ async def test_a_router_that_does_not_take_it_does_not_count(
     ((left, _),) = [(at, r) for at, r in third.leases[0].reports if r.HasField("goodbye")]
     assert third.leases[0].of("goodbye")[0].leaves
     assert first.welcomed
-    assert left >= first.welcomed + membership.SETTLED_S, "not behind fewer than two meanwhile"
-    await looks(third, 2)  # the lease goes on until the router ends it
+    assert left >= first.welcomed + membership.SETTLED_S, "not at fewer than two meanwhile"
+    await looks(third, 2)  # the lease continues until the router ends it
     assert len(third.leases[0].of("goodbye")) == 1
     third.leases[0].cut.set()
     await looks(second, 3)
@@ -409,7 +413,7 @@ async def test_a_router_that_does_not_take_it_does_not_count(
 
 
 async def test_a_router_that_cannot_be_left_is_kept(make: Any, quick: None) -> None:
-    """One of 0.1.0 would move all streams away."""
+    """A router of 0.1.0 would move all streams away."""
     routers, member = await make(3, join=2)
     await routers[0].host.stop(0)
     member.start()
@@ -421,7 +425,7 @@ async def test_a_router_that_cannot_be_left_is_kept(make: Any, quick: None) -> N
 
 
 @pytest.mark.parametrize("found", [0, 1])
-async def test_no_router_is_left_while_too_few_are_found(
+async def test_no_router_is_left_while_too_few_are_resolved(
     make: Any, quick: None, monkeypatch: pytest.MonkeyPatch, found: int
 ) -> None:
     """The names may have no addresses for a while."""
@@ -443,7 +447,7 @@ async def test_no_router_is_left_while_too_few_are_found(
     assert not any(router.leases[0].of("goodbye") for router in routers)
 
 
-async def test_a_router_that_is_wanted_again_is_joined_anew(make: Any, quick: None) -> None:
+async def test_a_router_that_is_wanted_again_is_joined_again(make: Any, quick: None) -> None:
     routers, member = await make(3, join=2)
     for router in routers:
         router.protocol = PROTOCOL_VERSION
@@ -458,7 +462,7 @@ async def test_a_router_that_is_wanted_again_is_joined_anew(make: Any, quick: No
     assert not routers[2].leases[1].of("goodbye")
 
 
-async def test_a_worker_that_drains_leaves_no_router(make: Any, quick: None) -> None:
+async def test_a_draining_worker_leaves_no_router(make: Any, quick: None) -> None:
     routers, member = await make(3, join=2)
     for router in routers:
         router.protocol = PROTOCOL_VERSION

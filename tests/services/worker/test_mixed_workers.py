@@ -1,4 +1,4 @@
-"""Whole workers whose options admit another KV identity, and whose KV is sealed."""
+"""Whole workers whose options allow another KV identity, and whose KV is sealed."""
 
 import asyncio
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def run(
     test: Callable[[Pair, bytes], Any],
     **settings: Any,
 ) -> None:
-    """Hand one prompt from a worker of that identity to one of ours; then `test`."""
+    """Hand one prompt from a worker with this identity to one with OURS; then run `test`."""
     identities = iter([OURS, prefill])  # in the order in which the workers start
 
     def make() -> Any:
@@ -53,7 +53,7 @@ def snapshot(pair: Pair) -> Any:
 
 @pytest.mark.parametrize("allowed", OTHERS)
 @pytest.mark.parametrize("differs", OTHERS)
-def test_an_option_of_the_workers_admits_what_it_says(
+def test_an_option_of_the_workers_allows_other_identities(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, allowed: str, differs: str
 ) -> None:
     async def test(pair: Pair, attempt: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The model card as it travels: each fact of the loaded model in its own field."""
+"""The model card as a message: each fact of the loaded model is in a separate field."""
 
 from dataclasses import fields, replace
 
@@ -17,7 +17,9 @@ IDENTITY = KvIdentity(b"d" * 16, "aa", "Q4_1", "cc", "70", "bfloat16", "native/a
 @pytest.mark.parametrize(
     ("bos_id", "adds_bos"), [(None, False), (0, False), (0, True), (7, False), (7, True)]
 )
-def test_having_a_bos_token_and_adding_it_are_two_facts(bos_id: int | None, adds_bos: bool) -> None:
+def test_having_a_bos_token_and_adding_it_are_separate_fields(
+    bos_id: int | None, adds_bos: bool
+) -> None:
     card = replace(CARD, bos_id=bos_id, adds_bos=adds_bos, eos_ids=(9, 2))
     message, _ = model_card(card, IDENTITY, fake_spec())
     assert (message.has_bos, message.adds_bos) == (bos_id is not None, adds_bos)
@@ -25,7 +27,7 @@ def test_having_a_bos_token_and_adding_it_are_two_facts(bos_id: int | None, adds
     assert list(message.eos_ids) == [9, 2]  # the first one is the template's
 
 
-def test_what_a_model_is_for() -> None:
+def test_the_purpose_of_a_model() -> None:
     generating, _ = model_card(CARD, IDENTITY, fake_spec())
     assert (generating.pooling, list(generating.score_token_ids)) == ("", [])
     embedder = replace(CARD, pooling="mean", normalizes=True, hidden_size=48)
@@ -35,7 +37,7 @@ def test_what_a_model_is_for() -> None:
     assert list(reranker.score_token_ids) == [9, 2]
 
 
-def test_the_card_carries_the_whole_identity_and_layout() -> None:
+def test_the_card_has_the_whole_identity_and_layout() -> None:
     message, _ = model_card(CARD, IDENTITY, fake_spec())
     assert KvIdentity.of(message.kv_identity) == IDENTITY
     assert decode_spec(message.kv_spec) == fake_spec()

@@ -1,4 +1,4 @@
-"""What a worker says to a router and when, in a minute of a made-up clock."""
+"""Reports of a worker to a router and their times, in a minute of a simulated clock."""
 
 from itertools import pairwise
 from random import Random
@@ -16,14 +16,16 @@ from pdserve.services.worker.reports import (
     WorkerReports,
 )
 
-TURN_S = 0.005  # that the thread of a lease takes to wake
+TURN_S = 0.005  # delay until the thread of a lease wakes
 Said = list[tuple[float, pb.WorkerReport]]
 
 
 def minute(
     reads_beats: bool, load_every_s: float | None, seconds: float = 60.0, begin: float = 0.0
 ) -> Said:
-    """The reports of a worker whose load changes so often. `begin`: on the wall clock."""
+    """Return the reports of a worker whose load changes at this interval. `begin`: on the wall
+    clock.
+    """
     reports, said = WorkerReports(lambda: pb.Heartbeat(step=1, busy=True)), Said()
     reports.reads_beats, reports.wall_offset = reads_beats, begin
     now, next_load, count = 0.0, 0.0, 0
@@ -44,15 +46,15 @@ def longest_pause(times: list[float]) -> float:
     return max(later - earlier for earlier, later in pairwise(times))
 
 
-def test_an_idle_worker_has_two_chances_before_it_is_suspect() -> None:
+def test_an_idle_worker_has_two_heartbeats_before_it_is_suspect() -> None:
     for reads_beats in (False, True):
         said = minute(reads_beats, None)
         assert len(said) <= 60 / HEARTBEAT_S + 1
         assert 2 * longest_pause(beats(said)) + 0.1 < SILENCE_S
 
 
-def test_idle_workers_beat_in_the_same_slots() -> None:
-    """Whenever they began, by the clock that they share."""
+def test_idle_workers_send_heartbeats_in_the_same_slots() -> None:
+    """The slots follow the shared clock, whenever the workers began."""
     for begin in (0.0, 1_700_000_000.123, 1_700_000_000.049, 7.777):
         times = [at + begin for at in beats(minute(True, None, begin=begin))][1:]
         for at in times:
@@ -67,22 +69,24 @@ def test_a_load_brings_the_heartbeat_to_a_router_that_reads_it_there() -> None:
     times = beats(said)
     assert longest_pause(times) < BEAT_S + LOAD_INTERVAL_S + 2 * TURN_S
     assert min(later - at for at, later in pairwise(times)) >= BEAT_S
-    assert len(said) < 60 / LOAD_INTERVAL_S + 2, "no report more than the loads alone take"
+    assert len(said) < 60 / LOAD_INTERVAL_S + 2, "no more reports than the loads alone take"
 
 
-def test_a_worker_hears_two_echoes_before_it_joins_anew() -> None:
+def test_a_worker_misses_two_echoes_before_it_joins_again() -> None:
     assert 2 * (HEARTBEAT_ECHO_S + HEARTBEAT_S) < SILENT_S
 
 
-def test_rare_loads_do_not_put_heartbeats_off() -> None:
+def test_rare_loads_do_not_delay_heartbeats() -> None:
     for every_s in (0.2, 0.39, 0.5, 3.0):
         said = minute(True, every_s)
         assert longest_pause(beats(said)) < HEARTBEAT_S + 2 * TURN_S
         assert len(said) <= 60 * (1 / HEARTBEAT_S + 1 / every_s) + 2
 
 
-def test_an_older_router_hears_heartbeats_of_their_own() -> None:
-    """It looks at no load for them, and would find neither frozen engines nor echo anything."""
+def test_an_older_router_gets_separate_heartbeats() -> None:
+    """Such a router does not look for heartbeats in loads, and would neither find frozen engines
+    nor echo anything.
+    """
     said = minute(False, 0.02)
     assert not any(r.HasField("load_beat") for _, r in said)
     alone = [at for at, r in said if r.HasField("heartbeat")]
@@ -90,7 +94,7 @@ def test_an_older_router_hears_heartbeats_of_their_own() -> None:
 
 
 def test_an_engine_that_hangs_is_found_by_its_heartbeats_within_ten_seconds() -> None:
-    """Its counter may have moved just before, and no load says anything new any more."""
+    """The engine's counter may have moved just before, and no load reports a change any more."""
     for reads_beats in (False, True):
         engine, found = StallDetector(), list[float]()
         for at in beats(minute(reads_beats, None)):
@@ -99,7 +103,7 @@ def test_an_engine_that_hangs_is_found_by_its_heartbeats_within_ten_seconds() ->
         assert 8.0 <= found[0] <= 8.0 + HEARTBEAT_S + 2 * TURN_S < 10 - 1.0
 
 
-def test_the_newest_load_goes_out_in_the_end() -> None:
+def test_the_newest_load_is_sent_eventually() -> None:
     reports, rng = WorkerReports(pb.Heartbeat), Random(4)
     now, newest, last = 0.0, 0, pb.Load()
     for _ in range(500):
@@ -115,7 +119,7 @@ def test_the_newest_load_goes_out_in_the_end() -> None:
     assert last.running == newest
 
 
-def test_everything_said_at_once_goes_in_order() -> None:
+def test_concurrent_messages_are_sent_in_order() -> None:
     reports = WorkerReports(pb.Heartbeat)
     reports.add_goodbye(pb.Goodbye(reason="upgrade"))
     reports.add_prefixes([pb.PrefixEvents(reset=True), pb.PrefixEvents(sequence=1)])

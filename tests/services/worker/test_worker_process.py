@@ -77,7 +77,7 @@ def test_a_process_reports_and_ends_in_order(
     assert not [t for t in threading.enumerate() if t.name.startswith(("kv-", "engine"))]
 
 
-def test_what_loading_raises_comes_through(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_errors_of_loading_are_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail() -> Any:
         raise CheckpointError("no such model")
 
@@ -90,7 +90,7 @@ def test_a_panic_while_loading_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class PanicException(BaseException):
-        """As pyo3 raises it."""
+        """A class named as pyo3 raises it."""
 
     def fail() -> Any:
         raise PanicException("index out of bounds")
@@ -123,7 +123,7 @@ def test_loading_is_reported_in_whole_percents(
 
 
 @pytest.mark.parametrize("goes_on", [False, True], ids=["at its next progress", "to its end"])
-def test_a_signal_while_loading_ends_it(
+def test_a_signal_while_loading_ends_the_process(
     goes_on: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ended: list[str] = []
@@ -152,7 +152,7 @@ def test_taken_addresses_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             run_decode(settings(DecodeSettings, tmp_path, data_bind=address), EngineConfig())
 
 
-def test_a_transport_asked_for_by_name_must_work(
+def test_an_explicitly_chosen_transport_must_work(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     build_with(monkeypatch, engine_maker())
@@ -165,7 +165,7 @@ def test_a_transport_asked_for_by_name_must_work(
 @pytest.mark.parametrize(
     ("run", "cls"), [(run_decode, DecodeSettings), (run_prefill, PrefillSettings)]
 )
-def test_cuda_ipc_asked_for_by_name_is_not_replaced(
+def test_an_explicitly_chosen_cuda_ipc_is_not_replaced(
     run: Any, cls: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     build_with(monkeypatch, engine_maker())
@@ -191,13 +191,13 @@ def test_the_folder_of_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     own = shm_folder("")
     assert Path(own).stat().st_mode & 0o777 == 0o700
     Path(own).chmod(0o777)
-    assert shm_folder("") == "", "open to others"
+    assert shm_folder("") == "", "other users have access"
 
 
-def test_without_a_router_it_is_not_ready(
+def test_a_worker_without_a_router_is_not_ready(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And it ends in order, whether or not it ever reached one."""
+    """The worker ends in order, whether or not it ever reached a router."""
     build_with(monkeypatch, engine_maker())
     events: list[str] = []
 

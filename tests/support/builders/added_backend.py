@@ -1,5 +1,6 @@
-"""A backend without a model, added from outside the product: the next token is the last one plus
-one. Importing this file is enough."""
+"""A backend without a model, added from outside the product: the next token is the previous one
+plus one. Importing this file registers it.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ class CountingBackend(Backend):
     def decoder(self, model: Any, weights: Callable[[str], RawTensor]) -> CountingDecoder:
         from pdserve.engine.models.layer import tensor_shapes
 
-        for name in tensor_shapes(model):  # it is the one who asks
+        for name in tensor_shapes(model):  # which requests every tensor
             weights(name)
         return CountingDecoder(model, self.kv_dtype)
 

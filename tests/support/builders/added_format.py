@@ -1,5 +1,8 @@
-"""A weight format and the quantization method whose files hold it, added from outside the product:
-eight-bit levels with a scale and a zero for each group of values. Importing this file is enough."""
+"""A weight format and its quantization method, added from outside the product.
+
+Its files hold eight-bit levels with a scale and a zero for each group of values. Importing this
+file registers both.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +52,7 @@ quantization.register(Method)
 
 
 def quantized(values: Floats) -> dict[str, Any]:
-    """The parts that hold nearly these values."""
+    """Return the parts that hold nearly these values."""
     groups = values.reshape(len(values), -1, GROUP)
     low, high = groups.min(axis=2), groups.max(axis=2)
     scales = ((high - low) / 255).astype(np.float16)

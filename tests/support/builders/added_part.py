@@ -1,5 +1,6 @@
-"""Arcee's models: Llama with an MLP of squared ReLU, added from outside the product by importing
-this file.
+"""Arcee's models, added from outside the product: Llama with an MLP of squared ReLU.
+
+Importing this file registers them.
 """
 
 from dataclasses import dataclass, replace
@@ -43,7 +44,7 @@ class SquaredReluMlp:
 
 
 def parse(hf: HfConfig) -> ModelConfig:
-    config = llama.parse({**hf, "hidden_act": "silu"})  # which no part of it uses
+    config = llama.parse({**hf, "hidden_act": "silu"})  # which none of its parts uses
     layers = tuple(replace(layer, feed_forward=SquaredReluMlp()) for layer in config.layers)
     return replace(config, layers=layers)
 

@@ -1,6 +1,6 @@
-"""Conversations as clients of three APIs send them, and answers as they send them back.
+"""Conversations as clients of three APIs send them, and answers as the clients send them back.
 
-Each API is written down as its own documentation has it; the gateway's code is not used.
+Each API is written as its documentation specifies it; the gateway's code is not used.
 """
 
 import json
@@ -23,17 +23,17 @@ class Call(NamedTuple):
 
 
 class Api(ABC):
-    """How one API writes a conversation."""
+    """The form of a conversation in one API."""
 
     name: str
     path: str
 
     @abstractmethod
     def body(self, given: Conversation) -> dict[str, Any]:
-        """The request for the next turn of a conversation."""
+        """Return the request for the next turn of a conversation."""
 
     def same(self, given: Conversation) -> Conversation:
-        """The chat that the body means: what this API cannot say is as it says it."""
+        """Return the chat that the body means, without what this API cannot express."""
         return given
 
     @abstractmethod
@@ -41,14 +41,14 @@ class Api(ABC):
 
     @abstractmethod
     def request(self, turns: Sequence[Any], tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """A request with turns that `user`, `history` and `result` have made."""
+        """Return a request with turns made by `user`, `history` and `result`."""
 
     def user(self, text: str) -> dict[str, Any]:
         return {"role": "user", "content": text}
 
     @abstractmethod
     def history(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
-        """An answer as the conversation goes on with it."""
+        """Return an answer as a turn of the continued conversation."""
 
     @abstractmethod
     def result(self, call: Call, text: str) -> dict[str, Any]: ...
@@ -89,8 +89,9 @@ class ChatApi(Api):
 
 
 class ResponsesApi(Api):
-    """The first rule is the request's instructions if it is a text. Those after it belong to the
-    same message. A text and a list of one part are the same."""
+    """The Responses API. The first rule becomes the request's instructions if it is a text; those
+    after it belong to the same message. A text and a list of one part mean the same.
+    """
 
     name = "responses"
     path = "/v1/responses"
@@ -154,7 +155,7 @@ class ResponsesApi(Api):
 
 
 class MessagesApi(Api):
-    """It has no developer, and a tool has a schema."""
+    """The Messages API. It has no developer role, and a tool has a schema."""
 
     name = "messages"
     path = "/v1/messages"
@@ -248,7 +249,7 @@ def _thought(message: Message) -> str:
 
 
 def _parts(content: Any, kind: str) -> Any:
-    """Parts with another type; a text as it is."""
+    """Return parts with another type; a text unchanged."""
     return content if isinstance(content, str) else [{**part, "type": kind} for part in content]
 
 
@@ -257,7 +258,7 @@ def _as_parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _with_text(message: Message) -> Message:
-    """A list of one part is its text."""
+    """Replace a list of one part by its text."""
     match message.get("content"):
         case [{"text": text}]:
             return {**message, "content": text}
@@ -265,14 +266,14 @@ def _with_text(message: Message) -> Message:
 
 
 def _without_empty(message: Message) -> Message:
-    """An empty text beside calls is none."""
+    """Remove an empty text beside calls."""
     if "tool_calls" not in message or message.get("content"):
         return message
     return {key: value for key, value in message.items() if key != "content"}
 
 
 def _object(arguments: str) -> Any:
-    """Of a call; a text that is no JSON object stays as it is."""
+    """Return the arguments of a call as an object; a text that is not a JSON object unchanged."""
     try:
         value = json.loads(arguments)
     except ValueError:

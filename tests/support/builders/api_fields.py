@@ -1,5 +1,6 @@
-"""A body of each POST route that is answered, and of each served field a value with what it needs
-beside it."""
+"""Request bodies: one for each POST route, and a value of each served field with its companion
+fields.
+"""
 
 from typing import Any
 
@@ -37,7 +38,7 @@ FUNCTION = {"name": "f", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}
 TAG = {"begin": "<a>", "schema": SCHEMA, "end": "</a>"}
 LOGPROBS = "message.output_text.logprobs"
-# A value of each served field, with what it needs beside it.
+# A value of each served field, with the fields that it requires.
 GIVEN: dict[str, dict[str, Any]] = {
     "output_format": {"output_format": {"type": "json_schema", "schema": SCHEMA}},
     "model": {"model": "tiny"},
@@ -77,7 +78,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "reasoning_format": {"reasoning_format": "none"},
     "input": {"input": "x"},
     "instructions": {"instructions": "be kind"},
-    "previous_response_id": {},  # there is one when it is asked for
+    "previous_response_id": {},  # filled in when it is requested
     "store": {"store": False},
     "include": {"include": [LOGPROBS]},
     "max_output_tokens": {"max_output_tokens": 5},

@@ -13,7 +13,9 @@ def plan_rows(
     block_table: Tensor,
     max_kv_len: int = 0,
 ) -> Rows:
-    """Beside their block table; `max_kv_len`: for decode rows whose lengths will change."""
+    """Return the plan of rows and their block table; `max_kv_len`: for decode rows whose lengths
+    will change.
+    """
     return Rows(
         block_table,
         torch.tensor(starts, dtype=torch.int32),

@@ -6,8 +6,9 @@ import struct
 
 
 def panics_on_load(words: bytes) -> bytes:
-    """Its post-processor names a special token that it does not define; pdserve frames a text when
-    it loads."""
+    """Return a tokenizer whose post-processor names a special token that it does not define;
+    pdserve frames a text when it loads.
+    """
     tokenizer = json.loads(words)
     tokenizer["post_processor"] = {
         "type": "TemplateProcessing",
@@ -19,7 +20,9 @@ def panics_on_load(words: bytes) -> bytes:
 
 
 def panics_on_text(words: bytes) -> bytes:
-    """It loads. Its normalizer then looks beyond the end of its table at every letter after "a"."""
+    """Return a tokenizer that loads, and whose normalizer then reads beyond the end of its table
+    at every letter after "a".
+    """
     units = 4 * (ord("a") + 1)
     table = base64.b64encode(struct.pack("<I", units) + bytes(units))
     normalizer = {"type": "Precompiled", "precompiled_charsmap": table.decode()}

@@ -1,4 +1,4 @@
-"""A tokenizer of bytes for models of random weights: each byte is a token."""
+"""A tokenizer of bytes for models with random weights: each byte is a token."""
 
 import json
 from pathlib import Path
@@ -15,9 +15,9 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE) -> None:
-    """A byte-level BPE without merges: token id = rank of the byte, then the three specials.
+    """Write a byte-level BPE without merges: token id = rank of the byte, then the three specials.
 
-    Ids from 259 to `vocab_size` have no text, as the padded vocabularies of real models.
+    Ids from 259 to `vocab_size` have no text, as in the padded vocabularies of real models.
     """
     if vocab_size < VOCAB_SIZE:
         raise ValueError(f"the byte tokenizer needs {VOCAB_SIZE} ids, not {vocab_size}")

@@ -1,4 +1,4 @@
-"""The shipped model with a few weights changed, as training it further would."""
+"""The shipped model with a few weights changed, as further training would change them."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ from builders.tiny_models import shipped_model
 
 
 def write_changed(target: Path) -> Path:
-    """The same tokenizer, template and shapes; other answers."""
+    """Write a model with the same tokenizer, template and shapes but other answers."""
     shutil.copyfile(shipped_model(), target)
     for tensor in GGUFReader(target, "r+").tensors:
         if tensor.name.endswith("attn_norm.weight"):

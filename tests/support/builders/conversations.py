@@ -1,4 +1,6 @@
-"""Sixty conversations as clients send them, with what templates, agents and models differ in."""
+"""Sixty conversations as clients send them, covering the differences of templates, agents and
+models.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,11 +35,11 @@ class Conversation:
     name: str
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] | None
-    words: tuple[str, ...]  # that a prompt shows if it leaves nothing out
+    words: tuple[str, ...]  # shown by a prompt that omits nothing
 
 
 class _Writer:
-    """Writes the messages of a conversation, each with words that no other has."""
+    """Writes the messages of a conversation, each with words that are in no other message."""
 
     def __init__(self) -> None:
         self._numbers = count(101)
@@ -55,7 +57,7 @@ class _Writer:
         return {"role": role, "content": parts}
 
     def calls(self, number: int = 1, malformed: str = "", **more: Any) -> list[Message]:
-        """A turn with calls, and their results."""
+        """Add a turn with calls and their results."""
         ids = [f"call{next(self._numbers)}00" for _ in range(number)]
         made, results = [], []
         for call_id in ids:
@@ -76,7 +78,7 @@ def _with_parts(message: Message) -> Message:
 
 
 def conversations() -> Iterator[Conversation]:
-    """Sixty."""
+    """Return sixty conversations."""
     weather = (WEATHER,)
 
     def built(name: str, make: Any, tools: Any = None) -> Conversation:

@@ -1,4 +1,4 @@
-"""Builds engines over the fake decoder and runs requests to their end."""
+"""Engines over the fake decoder, and functions that run requests to their end."""
 
 import time
 from collections import defaultdict
@@ -17,8 +17,8 @@ from pdserve.engine.kv.spec import KvSpec, pool_sizes
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.kernels import reference
 
-launches_ahead = False  # whether engines launch a step before they have read the one before it
-made: list[Engine] = []  # by the test that runs; tests/conftest.py recounts their blocks at its end
+launches_ahead = False  # whether engines launch a step before they have read the previous one
+made: list[Engine] = []  # by the running test; tests/conftest.py recounts their blocks at its end
 
 
 def fake_engine(
@@ -32,7 +32,7 @@ def fake_engine(
     ahead: bool | None = None,
     **limits: Any,
 ) -> Engine:
-    """`ahead`: see launches_ahead."""
+    """Return an engine over the fake decoder. `ahead`: see launches_ahead."""
     spec = fake_spec(block_size, window)
     ahead = launches_ahead if ahead is None else ahead
     engine = _engine(spec, num_blocks, prefix_cache, model, clock, grammars, ahead, limits)
@@ -77,7 +77,7 @@ def _engine(
 
 
 def ask(key: str, prompt: Iterable[int], seed: int = 0, **params: Any) -> Request:
-    """A greedy request of eight tokens unless told otherwise."""
+    """Return a greedy request of eight tokens unless `params` differ."""
     choices = params.pop("choices", ())
     salt = params.pop("cache_salt", b"")
     prefill_only = params.pop("prefill_only", False)
@@ -86,7 +86,7 @@ def ask(key: str, prompt: Iterable[int], seed: int = 0, **params: Any) -> Reques
 
 
 def run(engine: Engine, *requests: Request, max_steps: int = 2000) -> list[Event]:
-    """Submits the requests and steps until nothing is left; all events in order."""
+    """Submit the requests and step until all have ended; return all events in order."""
     for request in requests:
         engine.submit(request)
     events: list[Event] = []
@@ -99,7 +99,7 @@ def run(engine: Engine, *requests: Request, max_steps: int = 2000) -> list[Event
 
 
 def until(engine: Engine, kind: type, key: str, max_steps: int = 2000) -> Event:
-    """Steps until there is such an event of a request."""
+    """Step until there is such an event of a request."""
     for _ in range(max_steps):
         step = engine.step()
         if step is not None and (found := of(step.events, kind, key)):
@@ -109,7 +109,7 @@ def until(engine: Engine, kind: type, key: str, max_steps: int = 2000) -> Event:
 
 
 def tokens(events: Iterable[Event]) -> dict[tuple[str, int], list[int]]:
-    """Generated ids per (request, choice); positions must continue without a gap."""
+    """Return generated ids per (request, choice); positions must continue without a gap."""
     found: dict[tuple[str, int], list[int]] = defaultdict(list)
     first: dict[tuple[str, int], int] = {}
     for event in events:
@@ -126,7 +126,7 @@ def of(events: Iterable[Event], kind: type, key: str | None = None) -> list[Any]
 
 
 def assert_at_rest(engine: Engine) -> None:
-    """Every block is free or cached, in every group."""
+    """Check that every block is free or cached, in every group."""
     for pool in engine.jobs.tables.pools:
         counts = pool.counts()
         assert counts.total == pool.num_blocks

@@ -1,4 +1,4 @@
-"""Runs requests that may wait for a grammar, and makes grammars of patterns."""
+"""Runs requests that may wait for a grammar, and makes grammars from patterns."""
 
 import threading
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Maker = Callable[..., Engine]
 
 
 class Runner:
-    """Steps an engine to its rest; `widths` are the rows of each step."""
+    """Steps an engine until it rests; `widths` are the rows of each step."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -22,7 +22,7 @@ class Runner:
         engine.wake_with(self._woken.set)
 
     def step(self) -> list[Event]:
-        """The events of the next step; none while all requests wait."""
+        """Return the events of the next step; none while all requests wait."""
         plan = self.engine.schedule()
         if plan is None:
             return []
@@ -37,7 +37,7 @@ class Runner:
             self._woken.clear()
             found = self.step()
             events += found
-            assert found or self._woken.wait(LIMIT_S), "nothing wakes the engine"
+            assert found or self._woken.wait(LIMIT_S), "no grammar wakes the engine"
         return events
 
 

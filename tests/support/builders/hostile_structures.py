@@ -1,4 +1,4 @@
-"""Structures that were made to take time, memory or stack."""
+"""Structures that are designed to exhaust time, memory or stack."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from pdserve.gateway.requests.structure import Structure
 
 
 def _doubled(times: int, keyword: str) -> dict[str, Any]:
-    """Definitions of which each has the next one twice."""
+    """Return definitions of which each refers twice to the next one."""
     names = [f"d{n}" for n in range(times)]
     definitions: dict[str, Any] = {
         name: {keyword: [{"$ref": f"#/$defs/{after}"}] * 2}

@@ -1,9 +1,8 @@
-"""Chat templates that want for ever, or more memory than there is, in one step that no sandbox
+"""Chat templates that run forever, or need more memory than there is, in one step that no sandbox
 within the process can interrupt.
 
-`python -m builders.hostile_templates` renders each in its own process, the endless ones
-under a limit of time and the huge ones under one of memory, and prints as JSON how each
-ended.
+`python -m builders.hostile_templates` renders each in a separate process, the endless ones under a
+time limit and the huge ones under a memory limit, and prints as JSON how each ended.
 """
 
 import json
@@ -47,7 +46,7 @@ ENDLESS = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "power": "{{ 9 ** 999999999 }}",
 }
-# What each begins with is small: the operation that it is named for goes beyond the bound.
+# The initial values are small: the named operation exceeds the limit.
 HUGE = {
     "sum": "{{ ([[0] * 999999] * 999) | sum(start=[]) }}",
     "percent": "{{ '%(a)1500000000s' % {'a': 1} }}",
@@ -58,7 +57,7 @@ HUGE = {
     "{% set n.k = [[0] * 999999, n.k] %}{% endfor %}",
     "times": "{{ 'a' * 1000000000 }}",
 }
-# What a render may write in a moment, and a tokenizer needs long for.
+# Texts that a template renders in a moment and a tokenizer needs long for.
 LONG = {"special tokens": "{{ (eos_token + 'a') * 1400000 }}"}
 MESSAGES = [{"role": "user", "content": "hello <|im_end|>"}, {"role": "assistant", "content": "x"}]
 LIMITS = TextLimits(
@@ -81,8 +80,9 @@ class ForkedWorker:
         self._card = TextCard(vocab_size=400, bos_id=None, eos_ids=(2,), adds_bos=False)
 
     def chat(self, template: str) -> tuple[str, str]:
-        """How MESSAGES ended, "rendered", "refused", "unsupported" or the name of a signal, and
-        the error that the worker told."""
+        """Return how MESSAGES ended ("rendered", "refused", "unsupported" or the name of a signal)
+        and the worker's error.
+        """
         files = {"tokenizer": self._tokenizer, "template": template.encode(), "generation": b""}
         ours, theirs = socket.socketpair()
         with ours:
@@ -94,7 +94,7 @@ class ForkedWorker:
             return self._ask(ours, pid)
 
     def _serve(self, sock: socket.socket, files: dict[str, bytes]) -> int:
-        """The fork; 3: the template cannot be used."""
+        """Serve in the fork; exit code 3: the template cannot be used."""
         die_with(os.getppid())
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, self._limits.load_s)

@@ -1,5 +1,6 @@
-"""An engine over the CUDA kernels without a GPU: interpreted, in the host's memory, and with graphs
-that launch again what was recorded."""
+"""An engine over the CUDA kernels without a GPU: interpreted, in host memory, with graphs that
+replay recorded launches.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from pdserve.kernels.cuda.sampling.step import CudaSampling
 
 
 class ReplayRecorder:
-    """Launches again with the tensors that were recorded, and gives the same tensor each time."""
+    """Launches again with the recorded tensors, and returns the same tensor each time."""
 
     def __init__(self) -> None:
         self.replayed: list[int] = []  # rows of each graph that ran
@@ -37,7 +38,7 @@ class ReplayRecorder:
 def interpreted_engine(
     path: Path, *, ahead: bool, recorder: ReplayRecorder | None = None, num_blocks: int = 16
 ) -> Engine:
-    """In bfloat16, of four rows at most."""
+    """Return an engine in bfloat16, of four rows at most."""
     decoder = load_decoder(path, torch.bfloat16, kernels="cuda")
     assert isinstance(decoder, CudaDecoder)
     spec = KvSpec(16, decoder.kv_groups)

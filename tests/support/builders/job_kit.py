@@ -1,4 +1,4 @@
-"""Requests for direct tests of the scheduling parts, and what must hold of every job table."""
+"""Requests for direct tests of the scheduling parts, and the invariants of every job table."""
 
 import random
 from typing import Any
@@ -17,7 +17,7 @@ VOCAB = 8
 
 
 def spec_of(block_size: int, window: int) -> KvSpec:
-    """A group with full attention, and with a window a second group."""
+    """Return a group with full attention, and with a window a second group."""
     groups = [LayerGroup((0,), "full", 0, 1, 1, "float32", 0, 1)]
     if window:
         groups.append(LayerGroup((1,), "window", window, 1, 1, "float32", 0, 1))
@@ -25,14 +25,14 @@ def spec_of(block_size: int, window: int) -> KvSpec:
 
 
 def make_jobs(limits: EngineLimits, window: int) -> JobTable:
-    """A job table whose window group has a pool of its own size, as an engine's has."""
+    """Return a job table whose window group has a pool with a separate size, as in an engine."""
     spec = spec_of(limits.block_size, window)
     sizes = pool_sizes(spec, limits.num_blocks, limits.max_running, limits.chunk_size)
     return JobTable(BlockTables(spec, sizes, limits.chunk_size), limits.max_running)
 
 
 def prompt_of(rng: random.Random, length: int) -> tuple[int, ...]:
-    """Most prompts begin alike, so that prefixes are shared."""
+    """Return a prompt; most begin alike, so that prefixes are shared."""
     common = [1, 2, 3, 4, 5, 6, 7] * 8
     shared = rng.choice((0, length // 2, length, length))
     return tuple(common[:shared] + [rng.randrange(VOCAB) for _ in range(length - shared)])
@@ -49,7 +49,7 @@ def make_job(
     priority: int = 0,
     **params: Any,
 ) -> RequestState:
-    """A checked request as the engine would make it. Raises InvalidRequest and so on."""
+    """Return a checked request as the engine would make it. Raises InvalidRequest and so on."""
     request = Request(
         key,
         prompt,
@@ -64,7 +64,7 @@ def make_job(
 
 
 def check_table(jobs: JobTable, num_slots: int) -> None:
-    """Every block and every slot is somebody's exactly once, every job is in one state."""
+    """Check that every block and every slot has exactly one owner, and every job one state."""
     assert discrepancy(jobs, recount=True) == ""
     reserved = [reservation.job for reservation in jobs.reserved.values()]
     places = [
@@ -83,7 +83,7 @@ def check_table(jobs: JobTable, num_slots: int) -> None:
             assert len(mine) == job.num_places
             assert all(sequence.slot >= 0 for sequence in job.sequences)
         else:
-            assert mine == [], "a slot of a request without steps"
+            assert mine == [], "a request without steps has a slot"
         slots += mine
     assert len(set(slots)) == len(slots)
     assert len(slots) + jobs.num_free_slots == num_slots

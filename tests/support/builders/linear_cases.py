@@ -54,8 +54,9 @@ def parts_of(
 
 
 def values_of(form: str, parts: Parts, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """The weights, rounded once to the compute dtype; of Q4_K scales and minima are, too, if that
-    is bfloat16."""
+    """Return the weights, rounded once to the compute dtype; for bfloat16 the scales and minima of
+    Q4_K are rounded, too.
+    """
     with np.errstate(all="ignore"):
         if form == "Q4_K" and dtype == torch.bfloat16:
             scales, minima, levels = map(torch.from_numpy, q4_k_numbers(parts["blocks"]))
@@ -65,7 +66,7 @@ def values_of(form: str, parts: Parts, rows: int, cols: int, dtype: torch.dtype)
 
 
 def q4_k_numbers(stored: NDArray[np.uint8]) -> tuple[NDArray[np.float32], ...]:
-    """Scales and minima [rows, groups], and levels [rows, groups, 32], of Q4_K's blocks."""
+    """Return scales and minima [rows, groups], and levels [rows, groups, 32], of Q4_K's blocks."""
     blocks = stored.reshape(len(stored), -1, 144)
     d, dmin = (blocks[..., at : at + 2].copy().view(np.float16) for at in (0, 2))
     first, second, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]

@@ -1,6 +1,7 @@
-"""What `kubectl kustomize` makes of every kustomization under k8s/, and a view of it for rules.
+"""The output of `kubectl kustomize` for every kustomization under k8s/, and a view of it for
+rules.
 
-They are rendered from a copy in which k8s/pin.py has written made-up digests.
+The kustomizations are rendered from a copy in which k8s/pin.py has written invented digests.
 """
 
 import os
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 SOURCES = ROOT / "k8s"
 PINNED = ("overlays/release",)
 UNDER_COMPONENTS = "overlays/cpu"
-# Components that stand beside each other, in an order that their heads allow.
+# Components that can be combined, in an order that the comments at their top allow.
 TOGETHER = (
     ("components/inference-gateway", "observability", "components/inference-gateway/monitors"),
     (
@@ -40,8 +41,9 @@ Manifest = dict[str, Any]
 
 
 def kustomizations() -> list[str]:
-    """Folders of k8s/ that can be applied; a component is applied on top of the overlay cpu. What
-    is inside the base or an overlay is a part of it."""
+    """Return folders of k8s/ that can be applied; a component is applied on top of the overlay
+    cpu. Folders inside the base or an overlay are a part of it.
+    """
     found = (path.parent for path in SOURCES.rglob("kustomization.yaml"))
     names = sorted(str(path.relative_to(SOURCES)) for path in found)
     return [n for n in names if n.count("/") <= (0 if n.startswith("base") else 1)]
@@ -49,7 +51,7 @@ def kustomizations() -> list[str]:
 
 @cache
 def _copy() -> tempfile.TemporaryDirectory[str]:
-    """k8s/ with digests; the folder goes with the process."""
+    """Copy k8s/ with digests; the folder is removed with the process."""
     folder = tempfile.TemporaryDirectory()
     shutil.copytree(SOURCES, folder.name, dirs_exist_ok=True)
     names = [f"registry.example.com/{n}@sha256:{d * 64}" for n, d in _digests().items()]
@@ -84,19 +86,20 @@ def _rendered(*names: str, under: str, namespace: str) -> list[Manifest]:
 
 
 def rendered(*names: str, under: str = UNDER_COMPONENTS, namespace: str = "") -> list[Manifest]:
-    """The objects of an overlay, or of components in this order `under` an overlay; the caller's
-    own. Skips the test where there is no kubectl."""
+    """Return the objects of an overlay, or of components in this order `under` an overlay; a fresh
+    copy. Skips the test if kubectl is missing.
+    """
     return deepcopy(_rendered(*names, under=under, namespace=namespace))
 
 
 def of_kind(manifests: list[Manifest], *kinds: str) -> dict[str, Manifest]:
-    """Objects by name."""
+    """Return objects by name."""
     return {m["metadata"]["name"]: m for m in manifests if m["kind"] in kinds}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Something that makes pods of one template."""
+    """An object that makes pods from one template."""
 
     name: str
     kind: str
@@ -120,7 +123,7 @@ class Workload:
 
     @property
     def containers(self) -> list[Manifest]:
-        """Those that serve, or do the job."""
+        """Return containers that serve, or do the job."""
         found: list[Manifest] = self.pod["containers"]
         return found
 
@@ -129,7 +132,7 @@ class Workload:
         return [*self.pod.get("initContainers", []), *self.containers]
 
     def environment(self) -> dict[str, Manifest]:
-        """Variables of its containers, init containers left out."""
+        """Return variables of its containers, without init containers."""
         return {e["name"]: e for c in self.containers for e in c.get("env", [])}
 
     def number(self, variable: str) -> float | None:
@@ -138,7 +141,7 @@ class Workload:
 
 
 def workloads(manifests: list[Manifest]) -> list[Workload]:
-    """Every pod template."""
+    """Return every pod template."""
     return [workload for manifest in manifests for workload in _templates(manifest)]
 
 
@@ -155,7 +158,7 @@ def _templates(manifest: Manifest) -> Iterator[Workload]:
 
 
 def selects(selector: Manifest | None, labels: dict[str, str]) -> bool:
-    """Whether a label selector (matchLabels, matchExpressions) matches."""
+    """Return whether a label selector (matchLabels, matchExpressions) matches."""
     selector = selector or {}
     if not selector.get("matchLabels", {}).items() <= labels.items():
         return False

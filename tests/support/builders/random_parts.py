@@ -1,4 +1,4 @@
-"""Answers of any parts, as a pipeline could give them, for property tests."""
+"""Answers of random parts, as a pipeline could give them, for property tests."""
 
 import json
 import random
@@ -11,8 +11,9 @@ FINISHES = ("stop", "length", "tool_calls")
 
 
 def random_answer(rng: random.Random) -> list[Delta]:
-    """Deltas with none, one or several parts, the last one with a finish; some end in a call that
-    is cut off."""
+    """Return deltas with none, one or several parts, the last one with a finish; some end in an
+    unfinished call.
+    """
     parts: list[ContentPart] = []
     calls = 0
     for _ in range(rng.randrange(9)):
@@ -38,7 +39,7 @@ def random_answer(rng: random.Random) -> list[Delta]:
 
 
 def said(deltas: list[Delta]) -> list[tuple[str, str]]:
-    """The kind and the text of each run of parts that belong together."""
+    """Return the kind and the text of each run of parts that belong together."""
     runs: list[tuple[str, str]] = []
     for part in (part for delta in deltas for part in delta.content):
         if isinstance(part, ToolCallPart):

@@ -1,7 +1,7 @@
-"""Random JSON schemas that something matches, from a seed.
+"""Random satisfiable JSON schemas, from a seed.
 
-A finite one leaves an answer no end to miss: a small model fills a string, a number, an array or a
-list that is open until its tokens are spent.
+In a finite schema an answer is sure to end: in others a small model fills an open string, number,
+array or list until its tokens are spent.
 """
 
 import random
@@ -10,7 +10,7 @@ from typing import Any
 
 NAMES = ("a", "b1", "name", "the value", 'quo"te', "é", "x/y", "~tilde", "$id2", "")
 PATTERNS = ("^[a-c]{2,5}$", "^\\d{3}-\\d{2}$", "^(yes|no)$", "x+y?z*", '^[^"\\\\]{1,4}$', "^\\w+$")
-# Not "time": llguidance writes a small z, as RFC 3339 lets it, and jsonschema does not take it.
+# Not "time": llguidance writes a small z, as RFC 3339 permits, and jsonschema rejects it.
 FORMATS = ("date", "date-time", "email", "uuid", "ipv4", "duration", "hostname")
 # Nor "date" for a model's answers: llguidance has a 29 February in every year, and a year 0.
 FINITE_PATTERNS, FINITE_FORMATS = PATTERNS[:3], ("uuid", "ipv4")
@@ -21,7 +21,7 @@ MAX_DEPTH, FINITE_DEPTH = 4, 3
 
 
 class SchemaMaker:
-    """One schema; definitions that it refers to are made on the way."""
+    """Makes one schema, along with the definitions that it refers to."""
 
     def __init__(self, rng: random.Random, finite: bool) -> None:
         self._rng = rng
@@ -128,11 +128,11 @@ class SchemaMaker:
         return {"anyOf": [self._any(depth + 1) for _ in range(self._rng.randint(1, 3))]}
 
     def _reference(self, depth: int) -> dict[str, Any]:
-        """To a definition, which may refer to itself where it need not be."""
+        """Refer to a definition, which may refer to itself where it is optional."""
         whole = [name for name, definition in self._definitions.items() if definition]
         if not whole or self._chance(0.3):
             name = f"d{len(self._definitions)}"
-            self._definitions[name] = {}  # one that is begun: what is in it must not refer to it
+            self._definitions[name] = {}  # unfinished: its own parts must not refer to it
             whole.append(name)
             if not self._finite and self._chance(0.5):
                 again = {"$ref": f"#/$defs/{name}"}

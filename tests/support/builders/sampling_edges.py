@@ -12,7 +12,7 @@ _WHOLE = {
 
 
 def _step(name: str, bound: float) -> float:
-    """Large enough to remain in a float32, which is how the wire carries it."""
+    """Return a step large enough to remain in a float32, the type in the message."""
     return 1 if name in _WHOLE else max(abs(bound), 1e-3) * 1e-3
 
 

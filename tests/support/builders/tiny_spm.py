@@ -9,7 +9,7 @@ from pdserve.gateway.text.vocabulary import TextCard
 
 
 def spm_metadata(**more: Any) -> dict[str, Any]:
-    """A vocabulary of 256 bytes, letters, a few words; <s> and </s> are control tokens."""
+    """Return a vocabulary of 256 bytes, letters, a few words; <s> and </s> are control tokens."""
     control = ["<unk>", "<s>", "</s>", "[INST]"]
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     words = ["he", "ll", "hell", "hello", "▁hello", "▁w", "or", "▁wor", "ld", "▁world", "▁▁"]
@@ -31,7 +31,7 @@ def spm_metadata(**more: Any) -> dict[str, Any]:
 
 
 def spm_tokenizer(**more: Any) -> Tokenizer:
-    """Of `spm_metadata`, with bos before a prompt."""
+    """Return the tokenizer of `spm_metadata`, with bos before a prompt."""
     data = tokenizer_json(spm_metadata(**more))
     size = len(json.loads(data)["model"]["vocab"])
     return Tokenizer(data, TextCard(size, eos_ids=(2,), bos_id=1, adds_bos=True))

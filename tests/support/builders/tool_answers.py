@@ -1,5 +1,8 @@
-"""How each family of models calls tools: a call of get_weather for Paris, two calls, and the text
-in a chat template that it is known by."""
+"""Tool calls of each family of models.
+
+A row has a call of get_weather for Paris, two calls, and the text that identifies the family's
+chat template.
+"""
 
 from typing import NamedTuple
 
@@ -12,8 +15,9 @@ DS_CALL, DS_CALL_END, DS_SEPARATOR = (
 
 
 class ToolAnswer(NamedTuple):
-    """`call` and `calls` (for Paris, then for Rome) as the model writes them; `cut` is one that is
-    not finished; `known_by` a piece of its chat template."""
+    """Calls as the model writes them: `call` for Paris, `calls` for Paris, then for Rome; `cut` is
+    an unfinished one; `known_by` a piece of its chat template.
+    """
 
     call: str
     calls: str

@@ -1,4 +1,4 @@
-"""Checkpoints under the names that their models ask for."""
+"""Checkpoints under the names that their models request."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from pdserve.engine.weights.unpack import unpack
 
 
 def viewed(path: Path) -> ViewedCheckpoint:
-    """The checkpoint under the names that its model asks for."""
+    """Return the checkpoint under the names that its model requests."""
     checkpoint = open_checkpoint(path)
     spec = find_spec(checkpoint.hf_config)
     return spec.view(checkpoint, spec.parse(checkpoint.hf_config))
@@ -25,6 +25,6 @@ def assert_same_tensors(gguf: Path, folder: Path) -> None:
         assert a.shape == b.shape
         assert got.layout(name) == (a.format, a.shape)
         values = unpack(b)
-        # Gemma's norms lose a bit when one is added and taken off again.
+        # Gemma's norms lose a bit when one is added and subtracted again.
         slack = 1e-6 if name.endswith("norm.weight") else 0
         np.testing.assert_allclose(unpack(a), values, rtol=0, atol=slack)

@@ -1,4 +1,4 @@
-"""Kinds of workers that differ in little."""
+"""Kinds of workers with small differences."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from pdserve.services.router.fleet.worker_kind import WorkerKind
 
 
 def kind(digest: bytes = b"a", **parts: Any) -> WorkerKind:
-    """Of a worker whose KV another of this kind can take over TCP."""
+    """Return the kind of a worker whose KV another one of this kind can receive over TCP."""
     same: dict[str, Any] = {
         "wire_version": 1,
         "transports": ("tcp",),

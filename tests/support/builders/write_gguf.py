@@ -1,8 +1,9 @@
 """Writes GGUF files of Hugging Face directories with the gguf package's writer and name tables.
 
-Independent of the reader under test: names, permutations and metadata follow llama.cpp's converter.
+Independent of the reader under test: names, permutations and metadata follow llama.cpp's
+converter.
 
-Over 400 lines: one writer, with the names that llama.cpp gives to the tensors of each family.
+Over 400 lines: one writer, with llama.cpp's names for the tensors of each family.
 """
 
 import json
@@ -44,8 +45,8 @@ ARCHS = {
     "DeepseekV3ForCausalLM": "deepseek2",
     "Glm4MoeLiteForCausalLM": "deepseek2",
 }
-# Of which the converter writes that scores are sigmoids: it knows it of GLM 4.5, and the configs of
-# the other two name it. That of GLM 4.7 Flash does not.
+# For these the converter writes that scores are sigmoids: it knows it of GLM 4.5, and the configs
+# of the other two state it. The config of GLM 4.7 Flash does not.
 SIGMOID = ("Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "DeepseekV3ForCausalLM")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 MTP = re.compile(
@@ -57,7 +58,8 @@ GPT_OSS = re.compile(
     r"(model\.layers\.\d+\.)(mlp\.experts\.gate_up_proj|mlp\.experts\.down_proj|self_attn\.sinks)(_bias|)"
 )
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-# Whose q and k the converter writes for rope over neighbours; whose norms it writes with one added.
+# The converter permutes q and k of PERMUTED for rope over neighbours, and adds one to the norms of
+# NORMS_PLUS_ONE.
 PERMUTED, NORMS_PLUS_ONE = {"llama", "smollm3", "granite"}, {"gemma", "gemma2", "gemma3"}
 NORMAL, CONTROL = 1, 3  # token types
 
@@ -74,11 +76,11 @@ def write_gguf(
 ) -> Path:
     """Write the model in folder `source` as GGUF `target` and return it (the first part).
 
-    `kind` is the type of matrices whose rows it divides, F32 of all others; one that gguf cannot
-    quantize to (Q4_K, IQ...) gets random blocks. `rounded` names a new folder that gets the model
-    as the file holds it, in float32 safetensors: what a reader of the GGUF must be equal to.
-    Latent attention that is not `absorbed` is as files of before 2025-04 have it. `metadata` adds
-    keys; "tokenizer.ggml.pre" replaces the default one.
+    `kind` is the type of matrices whose rows are a multiple of its block, F32 that of all others;
+    a type that gguf cannot quantize to (Q4_K, IQ...) gets random blocks. `rounded` names a new
+    folder that gets the model as the file holds it, in float32 safetensors: a reader of the GGUF
+    must equal it. Latent attention that is not `absorbed` is written as in files of before
+    2025-04. `metadata` adds keys; "tokenizer.ggml.pre" replaces the default one.
     """
     config = json.loads((source / "config.json").read_text())
     stored: dict[str, torch.Tensor] = {}
@@ -169,7 +171,7 @@ def _write_config(
         writer.add_sliding_window(config["sliding_window"])
         kinds = config["layer_types"]
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
-        # What the format cannot state: readers take the head size, or 168 for 27B.
+        # What the format cannot state: readers use the head size, or 168 for 27B.
         assert config["query_pre_attn_scalar"] == head_dim
         rope = rope["full_attention"]
     else:
@@ -277,7 +279,7 @@ def _write_tensors(
     kind: GGMLQuantizationType,
     absorbed: bool,
 ) -> dict[str, torch.Tensor]:
-    """Returns Hugging Face name -> the float32 values that the file holds."""
+    """Write all tensors; return Hugging Face name -> the float32 values that the file holds."""
     held: dict[str, torch.Tensor] = {}
     generator = np.random.default_rng(0)
     stacks: dict[str, dict[int, str]] = {}  # of experts: merged name -> number -> name
@@ -335,7 +337,7 @@ def _add_kv_b(
     kind: GGMLQuantizationType,
     generator: np.random.Generator,
 ) -> torch.Tensor:
-    """The projections of keys, turned, and of values, each as a stack of heads."""
+    """Add the projections of keys, transposed, and of values, each as a stack of heads."""
     heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
     both = values.reshape(heads, plain + config["v_head_dim"], -1)
     held = []
@@ -357,8 +359,9 @@ def _add_gpt_oss(
     kind: GGMLQuantizationType,
     generator: np.random.Generator,
 ) -> torch.Tensor:
-    """Experts [experts, inputs, outputs]: outputs first, gate and up apart. Returns the values that
-    the file holds, as they came."""
+    """Add experts [experts, inputs, outputs]: outputs first, gate and up separate. Returns the
+    values that the file holds, in the original layout.
+    """
     turned = values.ndim == 3  # otherwise biases
     kind = kind if turned else GGMLQuantizationType.F32
     rows = values.swapaxes(1, 2) if turned else values
@@ -382,7 +385,7 @@ def _add(
     kind: GGMLQuantizationType,
     generator: np.random.Generator,
 ) -> np.ndarray:
-    """Adds a tensor and returns the values that the file then holds."""
+    """Add a tensor and return the values that the file then holds."""
     block_values = gguf.GGML_QUANT_SIZES[kind][0]
     if values.ndim < 2 or values.shape[-1] % block_values:
         kind = GGMLQuantizationType.F32
@@ -397,14 +400,14 @@ def _add(
 def _random_blocks(
     shape: tuple[int, ...], kind: GGMLQuantizationType, generator: np.random.Generator
 ) -> np.ndarray:
-    """Blocks whose values are finite and small: blocks with others are drawn again."""
+    """Return blocks with small finite values: blocks with others are drawn again."""
     block_values, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     count = math.prod(shape) // block_values
     blocks = np.zeros((count, block_bytes), np.uint8)
     bad = np.ones(count, bool)
     while bad.any():
         drawn = generator.integers(0, 256, (int(bad.sum()), block_bytes), np.uint8)
-        drawn[:, 1::2] &= 0xA3  # float16 scales become small, whichever byte is theirs
+        drawn[:, 1::2] &= 0xA3  # float16 scales become small, whichever bytes hold them
         blocks[bad] = drawn
         values = gguf.quants.dequantize(blocks, kind).reshape(count, -1)
         with np.errstate(invalid="ignore"):
@@ -413,7 +416,7 @@ def _random_blocks(
 
 
 def _permute(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from (half, pair) to (pair, half)."""
+    """Permute rows of each head from (half, pair) to (pair, half)."""
     split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))
 

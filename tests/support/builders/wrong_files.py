@@ -1,6 +1,7 @@
-"""Models that cannot be loaded, each made of a good one, and what the message must say of it.
+"""Models that cannot be loaded, each derived from a good one, and the expected text of the
+message.
 
-Over 400 lines: one table, and the small functions that its rows are made with.
+Over 400 lines: one table, and the small functions that make its rows.
 """
 
 import json
@@ -19,8 +20,9 @@ from builders.write_gguf import write_gguf
 
 
 class WrongFile(NamedTuple):
-    """`make` changes a copy of a good model and returns what --model names; `cause` is a pattern of
-    the message."""
+    """One invalid model. `make` changes a copy of a good model and returns the value for --model;
+    `cause` is a pattern of the message.
+    """
 
     make: Callable[[Path], Path]
     cause: str
@@ -31,7 +33,7 @@ GOOD = ("hf", "model.gguf", "latent", "latent.gguf", "gpt_oss", "gpt_oss.gguf")
 
 
 def good_models(folder: Path) -> None:
-    """What the wrong ones are made of: directories and GGUF files."""
+    """Make the models from which the wrong ones are derived: directories and GGUF files."""
     write_tiny(folder / LLAMA, "llama")
     write_gguf(folder / LLAMA, folder / "model.gguf", "Q8_0")
     for name, arch in ((LATENT, "deepseek_v3"), (GPT_OSS, "gpt_oss")):
@@ -64,7 +66,7 @@ def config(**changes: Any) -> Callable[[Path], Path]:
 
 
 def document(name: str, base: str, **changes: Any) -> Callable[[Path], Path]:
-    """Fields of a JSON file are changed; None removes one."""
+    """Change fields of a JSON file; None removes one."""
 
     def change(path: Path) -> None:
         held = json.loads((path / name).read_text()) | changes
@@ -75,8 +77,9 @@ def document(name: str, base: str, **changes: Any) -> Callable[[Path], Path]:
 
 
 def tensors(**changes: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], Path]:
-    """Tensors are replaced or removed; names have __ for a dot. Of a new one the change gets q_proj
-    of layer 0."""
+    """Replace or remove tensors; names have __ for a dot. For a new name the change gets q_proj of
+    layer 0.
+    """
 
     def change(path: Path) -> None:
         held = load_file(path / "model.safetensors")
@@ -93,7 +96,7 @@ def tensors(**changes: Callable[[torch.Tensor], torch.Tensor | None]) -> Callabl
 def tensor(
     base: str, name: str, alter: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> Callable[[Path], Path]:
-    """One tensor of model `base` is replaced or removed."""
+    """Replace or remove one tensor of model `base`."""
 
     def change(path: Path) -> None:
         held = load_file(path / "model.safetensors")
@@ -113,7 +116,7 @@ def data(change: Callable[[bytes], bytes], name: str = "model.safetensors") -> C
 
 
 def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Path]:
-    """The header of the safetensors file is changed."""
+    """Change the header of the safetensors file."""
 
     def apply(held: bytes) -> bytes:
         (size,) = struct.unpack_from("<Q", held)
@@ -274,7 +277,7 @@ def rewritten(
     name: str = "model.gguf",
     base: str = "model.gguf",
 ) -> Callable[[Path], Path]:
-    """The file with other metadata or tensors; a key that is changed to None is left out."""
+    """Write the file with other metadata or tensors; a key that is changed to None is left out."""
 
     def make(folder: Path) -> Path:
         reader = gguf.GGUFReader(folder / base)
@@ -308,7 +311,7 @@ def rewritten(
 
 
 def keys(**changes: Any) -> Callable[[Path], Path]:
-    """Names have __ for a dot."""
+    """Change keys; names have __ for a dot."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
     return rewritten(lambda held: held.update(dotted))
 
@@ -316,7 +319,7 @@ def keys(**changes: Any) -> Callable[[Path], Path]:
 def gguf_of(
     base: str, key: str = "", value: Any = None, **cut: Callable[[Any], Any]
 ) -> Callable[[Path], Path]:
-    """GGUF file `base` with another value of a key, or tensors of layer 1 that are changed."""
+    """Change the value of a key, or tensors of layer 1, of GGUF file `base`."""
 
     def change(held: dict[str, Any]) -> None:
         for stem, alter in cut.items():
@@ -398,7 +401,7 @@ GGUF_FILES = {
 }
 
 
-# --- latent attention and gpt-oss: their matrices are taken apart by sizes of the config
+# --- latent attention and gpt-oss: their matrices are split by sizes in the config
 
 
 def sized(base: str, **changes: Any) -> Callable[[Path], Path]:

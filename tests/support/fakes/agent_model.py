@@ -1,5 +1,5 @@
-"""A scripted model for agents: it thinks, calls the tools that a prompt offers, and answers from
-their results. What it says is a function of the prompt alone.
+"""A scripted model for agents: it reasons, calls the tools that a prompt offers, and answers from
+their results. Its output is a function of the prompt alone.
 
 A user's text directs it by words in double square brackets; the newest directive counts, until an
 answer without a call has been given:
@@ -8,7 +8,7 @@ answer without a call has been given:
 - `[[read FILE]]` calls a shell tool that shows a file
 - `[[write FILE]]` calls a tool that writes LONG_TEXT to a file
 - `[[call NAME JSON]]` calls a tool by its name with these arguments
-- `[[recall]]` tells which turn this is, and what the prompt has of earlier ones
+- `[[recall]]` reports which turn this is, and what the prompt has of earlier ones
 - `[[say TEXT]]` answers with the text
 """
 
@@ -70,7 +70,7 @@ PROSE = Path(__file__).parents[3] / "benchmarks/text/prose.txt"
 
 @cache
 def tokenizer_json() -> bytes:
-    """A byte-level tokenizer with about 3 characters of English a token."""
+    """Return a byte-level tokenizer with about 3 characters of English per token."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -94,15 +94,17 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What TEMPLATE has made of a request."""
+    """The parts of a request that TEMPLATE has rendered."""
 
     tools: tuple[dict[str, Any], ...]  # functions: name, description, parameters
     messages: tuple[Message, ...]
-    thinks: bool  # the answer begins outside of a thought
+    thinks: bool  # the answer begins outside of its reasoning
 
     @classmethod
     def parse(cls, parts: Sequence[str]) -> "Prompt":
-        """`parts`: the text of each turn, its role in the first line; the last one is begun."""
+        """Parse a prompt. `parts`: the text of each turn, its role in the first line; the last one
+        is unfinished.
+        """
         functions: list[dict[str, Any]] = []
         messages = []
         for part in parts[:-1]:
@@ -115,8 +117,9 @@ class Prompt:
 
     @property
     def directive(self) -> tuple[str, str, int]:
-        """The newest one's verb and words, and how many results of tools have come since; none
-        where a summary of the conversation is the last request."""
+        """Return the newest directive's verb and words, and the number of tool results since;
+        nothing where a summary of the conversation is the last request.
+        """
         last = self.messages[-1] if self.messages else Message("", "")
         if last.role == "user" and "summary" in DIRECTIVE.split(last.text)[-1]:
             return "", "", 0
@@ -131,13 +134,15 @@ class Prompt:
         return "", "", 0
 
     def tool(self, names: Sequence[str]) -> dict[str, Any] | None:
-        """The offered tool of the first of the names, in any case."""
+        """Return the offered tool with the first matching name, ignoring case."""
         by_name = {str(tool["name"]).lower(): tool for tool in reversed(self.tools)}
         return next((by_name[name] for name in names if name in by_name), None)
 
 
 def answer(prompt: Prompt, grammar: str = "") -> str:
-    """What the model says after its thought; where it is all JSON of a schema, a value of it."""
+    """Return the model's answer after its reasoning; where the whole answer is JSON of a schema, a
+    value of it.
+    """
     verb, words, num_results = prompt.directive
     call = None
     if num_results == 0 and verb == "call":
@@ -179,12 +184,14 @@ def _text(prompt: Prompt, verb: str, words: str) -> str:
 
 
 def _schema(grammar: str) -> dict[str, Any] | None:
-    """The schema of the whole answer, None if it has another grammar."""
+    """Return the schema of the whole answer, None if it has another grammar."""
     return json.loads(grammar)["grammars"][0].get("json_schema") if grammar else None
 
 
 def _arguments(tool: dict[str, Any], verb: str, place: str) -> dict[str, Any]:
-    """What the tool's schema requires, and what says where to look or what to write."""
+    """Return the arguments that the tool's schema requires, and those that name a path or
+    contents.
+    """
     commands = {
         "list": f"ls {place}",
         "read": f"cat {place}",
@@ -211,7 +218,7 @@ def _arguments(tool: dict[str, Any], verb: str, place: str) -> dict[str, Any]:
 
 
 def _value(schema: dict[str, Any]) -> Any:
-    """A value of a simple schema."""
+    """Return a value of a simple schema."""
     if "enum" in schema:
         return schema["enum"][0]
     if "const" in schema:
@@ -226,8 +233,9 @@ def _value(schema: dict[str, Any]) -> Any:
 
 
 class AgentModel(FakeRouter):
-    """Serves one model that says a token each `token_s` seconds. `notes` gets a line of JSON for
-    each request: its prompt, its bound of tokens, and the answer."""
+    """Serves one model that generates a token every `token_s` seconds. `notes` gets a line of JSON
+    for each request: its prompt, its limit of tokens, and the answer.
+    """
 
     def __init__(self, notes: Path, context_len: int, token_s: float) -> None:
         card, blobs = served(NAME, context_len, template=TEMPLATE)
@@ -262,7 +270,9 @@ class AgentModel(FakeRouter):
         yield finished(start)
 
     def _answer(self, start: pb.Start) -> str:
-        """With a thought, unless the template has closed it or the grammar has no room for it."""
+        """Answer with reasoning, unless the template has closed it or the grammar does not allow
+        it.
+        """
         prompt, grammar = self._prompt(start), start.params.grammar
         text = answer(prompt, grammar.source)
         thinking = f"<think>\n{THOUGHT}\n</think>\n\n{text}"

@@ -1,4 +1,4 @@
-"""A small HTTP server that answers as the gateway would, and keeps what it was asked."""
+"""A small HTTP server that answers as the gateway would, and records its requests."""
 
 import json
 import threading
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-STALL = "STALL"  # in place of an event: the answer goes no further until `go_on` is set
+STALL = "STALL"  # in place of an event: the answer stops here until `go_on` is set
 CONTEXT_FULL = {"error": {"message": "too long", "code": "context_length_exceeded"}}
 
-# A body -> the answer to it: (status, JSON)
+# Returns the answer to a body: (status, JSON)
 Reply = Callable[[dict[str, Any]], tuple[int, Any]]
 
 
 class ApiServer(ThreadingHTTPServer):
-    """Streams `events` to each POST, unless `reply` answers it; with `key` it wants that key."""
+    """Streams `events` to each POST, unless `reply` answers it; with `key` it requires that key."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -33,14 +33,14 @@ class ApiServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves is no error."""
+        """Ignore a client that leaves."""
 
 
 class Handler(BaseHTTPRequestHandler):
     server: ApiServer
 
     def log_message(self, *args: Any) -> None:
-        """Quiet."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         if not self.may_ask():
@@ -109,13 +109,13 @@ def api_server() -> Iterator[ApiServer]:
 
 
 def says(*texts: str, thinks: str = "") -> list[str]:
-    """Events of a chat completion."""
+    """Return events of a chat completion."""
     deltas = [{"reasoning_content": thinks}] if thinks else []
     deltas += [{"content": text} for text in texts]
     return [json.dumps({"choices": [{"delta": delta}]}) for delta in deltas]
 
 
 def ends(finish: str = "stop", **usage: int) -> list[str]:
-    """The last events of one."""
+    """Return the last events of a completion."""
     last = {"choices": [{"delta": {}, "finish_reason": finish}]}
     return [json.dumps(last), json.dumps({"choices": [], "usage": usage}), "[DONE]"]

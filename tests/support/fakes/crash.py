@@ -1,4 +1,4 @@
-"""A module that ends the process which imports it, as a native library may."""
+"""A module that ends the importing process, as a native library may."""
 
 import os
 import signal

@@ -1,13 +1,13 @@
-"""A GPU without a GPU: what engine/transport/cuda_ipc/device_cupy.py calls of CuPy and torch, in
-host memory. Streams are queues, of which a seeded choice carries out the next operation, so that
-each seed is another order. Kernels are the project's own .cu files, run on the host.
+"""A simulated GPU: the calls of engine/transport/cuda_ipc/device_cupy.py to CuPy and torch, in
+host memory. Streams are queues; a seeded choice picks the queue of the next operation, so that
+each seed gives another order. Kernels are the project's own .cu files, run on the host.
 
-As in CUDA: malloc gives whatever was there, small allocations share a piece of 2 MiB that an
+As in CUDA: malloc returns arbitrary contents, small allocations share a piece of 2 MiB that an
 exported handle opens as a whole, memset returns at once, and nothing orders a non-blocking stream
-with the legacy default stream 0. To touch memory that is not allocated is an error. Stricter than
-CUDA: an event is destroyed only when its records are done, memory is freed only when nobody else
-has it open, pageable memory is read when a copy runs, and what a kernel has written without a
-system fence behind it is seen by the host and by other processes only some time after its event.
+with the legacy default stream 0. Touching memory that is not allocated is an error. Stricter than
+CUDA: an event is destroyed only when its records are done, memory is freed only when no other
+process has it open, pageable memory is read when a copy runs, and the host and other processes see
+what a kernel has written without a system fence after it only some time after its event.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ PIECE_BYTES = 2 << 20
 NOT_READY = 600
 FENCES = DEVICE_FENCE, SYSTEM_FENCE = 1, 2  # __threadfence, __threadfence_system
 HOST = Path(__file__).parent / "cuda_host"
-Operation = Callable[[], bool]  # carries itself out; False: it has to wait
+Operation = Callable[[], bool]  # runs the operation; False: it has to wait
 _HANDLE = struct.Struct("<Q")
 _NUMBERS = (
     ctypes.c_uint64,  # base, layer_bytes, block_bytes
@@ -55,8 +55,9 @@ _NUMBERS = (
 @lru_cache(maxsize=1)
 def copy_hash_on_host() -> Any:
     """kernels/cuda/copy_hash.cu, compiled for the host. Blocks of threads run in the given order,
-    the threads of each from the last to the first with `reverse`, and FENCES are those that work.
-    Returns whether the host and other processes see what it has written."""
+    the threads of each from the last to the first with `reverse`; FENCES are the fences that take
+    effect. Returns whether the host and other processes see what it has written.
+    """
     folder = TemporaryDirectory()
     library = Path(folder.name) / "copy_hash.so"
     flags = ["-O2", "-std=c++17", "-shared", "-fPIC", f"-I{KERNELS}", f"-I{HOST}"]
@@ -110,15 +111,16 @@ class FakeGpu:
         self.num_operations = 0
 
     def number(self) -> int:
-        """A new one, of a stream or an event."""
+        """Return a new number for a stream or an event."""
         self._last_number += 1
         return self._last_number
 
     # --- memory
 
     def malloc(self, size: int, owner: Any) -> int:
-        """Small ones of a process share a piece, as long as it has room. What is in it is
-        anything."""
+        """Allocate memory with arbitrary contents. Small allocations of a process share a piece,
+        as long as it has room.
+        """
         for piece in self._pieces:
             at = -(-piece.used // 256) * 256
             if piece.owner is owner and size < PIECE_BYTES and at + size <= PIECE_BYTES:
@@ -154,19 +156,19 @@ class FakeGpu:
         return address in self._pinned
 
     def export(self, address: int) -> bytes:
-        """The handle of an allocation."""
+        """Return the handle of an allocation."""
         piece = self.piece_of(address)
         assert address in piece.allocations, "a handle is of a whole allocation"
         others = piece.allocations.keys() - {address}
-        assert not others, "another process could open what lies beside the exported memory"
+        assert not others, "another process could open data beside the exported memory"
         return _HANDLE.pack(address).ljust(64, b"\0")
 
     def allocated(self, address: int) -> int:
-        """The size of an allocation."""
+        """Return the size of an allocation."""
         return self.piece_of(address).allocations[address]
 
     def live(self, address: int, size: int) -> None:
-        """Fails unless all of it is allocated device memory."""
+        """Fail unless all of it is allocated device memory."""
         piece = self.piece_of(address)
         inside = any(
             at <= address and address + size <= at + has for at, has in piece.allocations.items()
@@ -185,7 +187,7 @@ class FakeGpu:
         self.queues[stream].append(operation)
 
     def advance(self) -> bool:
-        """One operation of some stream; False if none can go on."""
+        """Run one operation of some stream; False if none can continue."""
         streams = [stream for stream, queue in self.queues.items() if queue]
         self.rng.shuffle(streams)
         for stream in streams:
@@ -196,26 +198,27 @@ class FakeGpu:
         return False
 
     def some(self, most: int = 4) -> None:
-        """What the GPU does between two calls of the host."""
+        """Run what the GPU does between two calls of the host."""
         for _ in range(self.rng.randrange(most)):
             self.advance()
 
     def until(self, over: Callable[[], bool]) -> None:
-        """As a host call that waits."""
+        """Run operations until a condition holds, like a blocking host call."""
         while not over():
-            assert self.advance(), "the host would wait for ever"
+            assert self.advance(), "the host would wait forever"
 
     def drain(self) -> None:
         while self.advance():
             pass
-        assert not any(self.queues.values()), "a stream waits for ever"
+        assert not any(self.queues.values()), "a stream waits forever"
 
 
 class FakeRuntime:
-    """`cupy.cuda.runtime` of one process. These put faults back: with `late_zeros` and
-    `late_windows` what zeroes scratch, or a new allocation, is a memset on the legacy stream that
-    nobody waits for; with `late_signals` a slot's signal is recorded behind its copy's event; with
-    `no_fence` and `no_system_fence` these fences of the kernel do nothing."""
+    """`cupy.cuda.runtime` of one process. These options restore faults: with `late_zeros` and
+    `late_windows` zeroing scratch, or a new allocation, is a memset on the legacy stream that no
+    stream waits for; with `late_signals` a slot's signal is recorded after its copy's event; with
+    `no_fence` and `no_system_fence` these fences of the kernel do nothing.
+    """
 
     streamNonBlocking, memcpyHostToDevice, memcpyDeviceToHost = 1, 1, 2
     hostAllocMapped, hostAllocPortable = 2, 1
@@ -232,11 +235,11 @@ class FakeRuntime:
         self.gpu = gpu
         self.legacy, self.unfenced = gpu.number(), gpu.number()
         gpu.queues[self.legacy] = deque()
-        gpu.queues[self.unfenced] = deque()  # writes on their way
+        gpu.queues[self.unfenced] = deque()  # writes in flight
         off = no_fence * DEVICE_FENCE | no_system_fence * SYSTEM_FENCE
         self.fences = sum(FENCES) & ~off
         self._streams = [self.legacy]
-        self._events: dict[int, _Event] = {}  # by what this process calls them
+        self._events: dict[int, _Event] = {}  # by this process's names for them
         self._late_zeros = late_zeros
         self._late_windows = late_windows
         self._zeroed_late = False
@@ -261,7 +264,7 @@ class FakeRuntime:
         self.gpu.free(address)
 
     def _finish(self) -> None:
-        """As cudaFree: this process's own work first."""
+        """Run this process's own work first, as cudaFree does."""
         self.gpu.until(lambda: not any(self.gpu.queues[stream] for stream in self._streams))
 
     def hostAlloc(self, size: int, flags: int) -> int:
@@ -348,7 +351,7 @@ class FakeRuntime:
         return self.last_error
 
     def check_status(self, status: int) -> None:
-        """As CuPy's: it takes the error from the thread, and raises it."""
+        """Like CuPy's: take the error from the thread, and raise it."""
         if status:
             self.last_error = 0
             raise RuntimeError(f"CUDA error {status}")
@@ -386,7 +389,7 @@ class FakeRuntime:
         return number
 
     def _event(self, number: int) -> _Event:
-        assert number in self._events, "an event that is destroyed is used"
+        assert number in self._events, "a destroyed event is used"
         return self._events[number]
 
 
@@ -454,7 +457,7 @@ class FakeCupy:
         gpu.give(stream, run)
 
     def _come_late(self, places: list[tuple[int, int]], before: list[bytes]) -> None:
-        """What was written into these places is on its way."""
+        """Delay what was written into these places."""
         gpu = self._runtime.gpu
         for (address, size), old in zip(places, before, strict=True):
             new = ctypes.string_at(address, size)

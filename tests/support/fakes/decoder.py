@@ -2,7 +2,7 @@
 
 It writes each token's id and position into the KV cache and reads them back through the tables, so
 a wrong table, slot, copy or shared block gives wrong tokens, and a wrong bit in any word of a key
-or a value an error; no weights, exact in any batch.
+or a value an error. It has no weights, and is exact in any batch.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ VOCAB = 64
 
 
 def fake_spec(block_size: int = 4, window: int = 0) -> KvSpec:
-    """One full group, and with a window a second one; float32, one head of four values."""
+    """Return one full group, and with a window a second one; float32, one head of four values."""
     groups = [LayerGroup((0,), "full", 0, 1, 4, "float32", 0, 1)]
     if window:
         groups.append(LayerGroup((1,), "window", window, 1, 4, "float32", 0, 1))
@@ -28,14 +28,17 @@ def fake_spec(block_size: int = 4, window: int = 0) -> KvSpec:
 
 
 def words(ids: Tensor, positions: Tensor) -> Tensor:
-    """Key and value of each token, [tokens, 2, 4]: functions of both, a different one in each."""
+    """Return key and value of each token, [tokens, 2, 4]: functions of both, a different one in
+    each.
+    """
     scale = torch.arange(1, 9).reshape(2, 4)
     return (ids[:, None, None] * scale + positions[:, None, None] * (scale**2)).float()
 
 
 class LosableDevice:
-    """A device model whose steps fail from the third on, and with them the device if it is `lost`;
-    it computes as FakeDecoder."""
+    """A FakeDecoder as a device model whose steps fail from the third on; if it is `lost`, the
+    device fails with them.
+    """
 
     def __init__(self, lost: bool) -> None:
         self._inner = FakeDecoder(fake_spec())
@@ -55,7 +58,9 @@ class LosableDevice:
 
 
 class FakeDecoder:
-    """Logits of a token are a hash of the (id, position) pairs that it sees in every group."""
+    """Computes logits of a token as a hash of the (id, position) pairs that it sees in every
+    group.
+    """
 
     def __init__(self, spec: KvSpec) -> None:
         self.spec = spec
@@ -90,7 +95,9 @@ class FakeDecoder:
                     low = max(0, end - group.window) if group.window else 0
                     wanted = torch.arange(low, end)
                     ids = kept[low:end, 0, 0] - wanted
-                    assert torch.equal(kept[low:end], words(ids, wanted)), f"row {row} sees others"
+                    assert torch.equal(kept[low:end], words(ids, wanted)), (
+                        f"row {row} sees other keys"
+                    )
                     mixed = (ids + 1) * ((wanted * 7 + number * 3) % 11 + 1)
                     seen[token] += float(mixed.sum() % 8191)
         wanted_tokens = seen[batch.logit_tokens]
@@ -105,7 +112,7 @@ class FakeDecoder:
 
 
 def reference(prompt: list[int], spec: KvSpec, count: int) -> list[int]:
-    """The greedy continuation, computed without a cache."""
+    """Return the greedy continuation, computed without a cache."""
     ids = list(prompt)
     for _ in range(count):
         seen = 0.0

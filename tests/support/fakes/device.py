@@ -56,8 +56,9 @@ def opened(handle: bytes, size: int) -> FakeMemory:
 
 
 class FakeSignal:
-    """[recorded, done]: numbers of records; while a copy is under way they differ. As with CUDA,
-    only the newest record counts: one whose process has died is forgotten with the next."""
+    """[recorded, done]: numbers of records; they differ while a copy is in progress. As with CUDA,
+    only the newest record counts: a record whose process has died is forgotten with the next.
+    """
 
     def __init__(self, memory: FakeMemory) -> None:
         self._memory = memory
@@ -96,8 +97,10 @@ class FakeStream:
 
 
 class FakeDevice:
-    """`pause` makes copies wait on the device until `resume`; `spoil` sees every copy into a slot
-    after it was made. `num` counts copies "out" of and "in" to pools, and open "streams"."""
+    """A fake device. `pause` makes copies wait on the device until `resume`; `spoil` is called
+    with every copy into a slot after it was made. `num` counts copies "out" of and "in" to pools,
+    and open "streams".
+    """
 
     name = "fake"
 
@@ -188,7 +191,7 @@ class FakeDevice:
         return len(self._queue)
 
     def _give(self, run: Callable[[], None]) -> None:
-        with self._lock:  # as a stream: one after the other
+        with self._lock:  # one after the other, like a stream
             if self._paused:
                 self._queue.append(run)
             else:
@@ -200,7 +203,7 @@ def array_at(address: int, size: int) -> NDArray[np.uint8]:
 
 
 def copied(pages: Pages, slot: Slot, key: bytes, to_slot: bool) -> bytes:
-    """The kernel, on the host; the tag."""
+    """Run the kernel on the host; return the tag."""
     last = pages.layers[-1] * pages.layer_bytes + (max(pages.blocks) + 1) * pages.block_bytes
     tag = _native.copy_and_hash(
         array_at(pages.base, last),
@@ -217,5 +220,5 @@ def copied(pages: Pages, slot: Slot, key: bytes, to_slot: bool) -> bytes:
 
 
 def pages_of(data: NDArray[np.uint8]) -> Pages:
-    """A host array as one block; its size is a multiple of 16."""
+    """Return a host array as one block; its size is a multiple of 16."""
     return Pages(data.ctypes.data, data.nbytes, data.nbytes, range(1), (0,))

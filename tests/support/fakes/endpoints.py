@@ -1,6 +1,6 @@
 """Pods of one Service as Kubernetes spreads them over EndpointSlices, changed at random.
 
-What is true is known here, by pods; the slices go to a FakeKubernetes.
+The true state is kept here, by pods; the slices go to a FakeKubernetes.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Pod:
 
 
 class FakeEndpoints:
-    """The Service `name`; each change is told to the API server at once."""
+    """The Service `name`; each change is sent to the API server at once."""
 
     def __init__(
         self, api: FakeKubernetes, rng: Random, name: str = "router", port: int = PORT
@@ -50,7 +50,7 @@ class FakeEndpoints:
         self.pods: dict[str, Pod] = {}
 
     def addresses(self, ready_only: bool) -> list[str]:
-        """What is true."""
+        """Return the true addresses."""
         pods = [p for p in self.pods.values() if not ready_only or (p.ready and not p.terminating)]
         return sorted(f"{pod.host}:{self._port}" for pod in pods)
 
@@ -74,7 +74,7 @@ class FakeEndpoints:
     # --- changes at random
 
     def change(self) -> None:
-        """One of any kind that is possible now."""
+        """Make one change of any kind that is possible now."""
         changes: list[Callable[[], None]] = [self._add_any, self._stranger]
         if self.pods:
             changes += [self._flip, self._flip, self._terminate, self._remove_any, self._move]
@@ -106,7 +106,7 @@ class FakeEndpoints:
         self.remove(self._any())
 
     def _move(self) -> None:
-        """From one slice to another; for a while it is in both, or in none."""
+        """Move an endpoint to another slice; for a while it is in both, or in none."""
         pod = self._any()
         old = self._rng.choice(sorted(pod.slices))
         new = self._new_slice(self._families[old])
@@ -123,7 +123,7 @@ class FakeEndpoints:
         self._into(pod, self._room("IPv4"))
 
     def _replace_slice(self) -> None:
-        """Another slice takes all that it had, before or after it is deleted."""
+        """Let another slice take all endpoints of one, before or after it is deleted."""
         old = self._rng.choice(sorted({name for pod in self.pods.values() for name in pod.slices}))
         pods = [pod for pod in self.pods.values() if old in pod.slices]
         for pod in pods:
@@ -138,7 +138,7 @@ class FakeEndpoints:
             self._delete(old)
 
     def _stranger(self) -> None:
-        """Slices that are none of ours: of another Service, namespace or port."""
+        """Add a slice that is irrelevant: of another Service, namespace or port."""
         pod = Pod("stranger", "10.9.9.9", ready=True)
         ours = self._rng.random() < 0.3
         metrics = [{"name": "metrics", "port": 9090, "protocol": "TCP"}]
@@ -157,7 +157,7 @@ class FakeEndpoints:
     # --- slices
 
     def _room(self, family: str) -> str:
-        """A slice that is not full."""
+        """Return a slice that is not full."""
         for name, of in self._families.items():
             if of == family and sum(name in p.slices for p in self.pods.values()) < SLICE_SIZE:
                 return name

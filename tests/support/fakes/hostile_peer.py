@@ -1,8 +1,8 @@
 """A peer that knows tickets and breaks every rule, against a real Receiver over a real transport.
 
-Nothing but frames can change the pool of a `Victim` (victim.py). `Attack` keeps a bystander's
-half-filled hand-off and one of its own there, sends records that must change nothing, and compares
-the pool's bytes and every bitmap before and after.
+Only frames can change the pool of a `Victim` (victim.py). `Attack` keeps a bystander's half-filled
+hand-off and a separate one there, sends records that must change nothing, and compares the pool's
+bytes and every bitmap before and after.
 """
 
 import itertools
@@ -29,7 +29,7 @@ Record = tuple[bytes, bytes]  # a frame's record, its payload
 
 @dataclass
 class Held:
-    """A hand-off that was granted: its ticket, keys, and the frames that have been verified."""
+    """A granted hand-off: its ticket, keys, and the frames that have been verified."""
 
     ticket: Ticket
     keys: TicketKeys
@@ -38,7 +38,7 @@ class Held:
 
 
 class Peer:
-    """One connection, introduced."""
+    """One connection after its introduction."""
 
     def __init__(self, victim: Victim, boot: bytes) -> None:
         self.victim = victim
@@ -57,7 +57,7 @@ class Peer:
         assert isinstance(self.reply(), messages.Welcome)
 
     def reply(self) -> messages.Message | None:
-        """The next record; None: the connection is closed."""
+        """Return the next record; None: the connection is closed."""
         try:
             head = self.wire.take(PREFIX_BYTES)
             body = self.wire.take(Prefix.unpack(head).length)
@@ -78,7 +78,7 @@ class Peer:
         return held
 
     def frame(self, held: Held, piece: Piece, slot: int, key: Any = None) -> Record:
-        """A genuine frame of random content; `key`: signed with another key."""
+        """Return a genuine frame of random content; `key`: signed with another key."""
         key = key or held.keys.to_decode
         group = self.victim.spec.groups[piece.group]
         size = len(piece.layers) * len(piece.blocks) * group.block_bytes(BLOCK)
@@ -105,7 +105,7 @@ class Peer:
         self.wire.send_frame(head, slot, [memoryview(payload)], lambda: None)
 
     def outcome(self) -> str:
-        """What became of one frame: "credit", "closed"; Acks and Nacks are passed over."""
+        """Return the outcome of one frame: "credit", "closed"; Acks and Nacks are skipped."""
         while True:
             match self.reply():
                 case None:
@@ -129,7 +129,7 @@ class Peer:
 
 
 class Attack:
-    """`run(count)` sends that many frames; `kinds` and `outcomes` count them."""
+    """`run(count)` sends this many frames; `kinds` and `outcomes` count them."""
 
     def __init__(self, victim: Victim, seed: int) -> None:
         self.victim = victim
@@ -160,7 +160,7 @@ class Attack:
         }
 
     def run(self, count: int, closing_share: float = 0.1) -> None:
-        """Half of the closing ones are truncated frames: cut anywhere, then the end."""
+        """Send frames; half of the closing ones are truncated: cut anywhere, then the end."""
         left = count
         while left:
             if self.rng.random() < closing_share * 8:
@@ -231,7 +231,7 @@ class Attack:
     # the records
 
     def _missing(self) -> Piece:
-        """Blocks that the hand-off still wants."""
+        """Return blocks that the hand-off still lacks."""
         group = self.rng.randrange(2)
         first = self.rng.randrange(GENUINE.stop, 14)
         return Piece(group, range(1), range(first, self.rng.randrange(first + 1, 16)))
@@ -258,7 +258,9 @@ class Attack:
         return head, os.urandom(len(payload))
 
     def _stale(self, slot: int) -> Record:
-        """Before the first attempt has ended there is none; its ticket is unknown then."""
+        """Return a frame of an attempt that has ended; before the first one has, of an unknown
+        ticket.
+        """
         if not self.stale:
             return self._unknown_ticket(slot)
         return self._moved(self.rng.choice(self.stale), slot)
@@ -270,7 +272,7 @@ class Attack:
         return self.peer.signed(unknown, self.held.keys.to_decode), payload
 
     def _of_the_bystander(self, slot: int) -> Record:
-        """Genuine, wanted, but on a connection that does not hold its ticket."""
+        """Return a genuine, wanted frame, but on a connection that does not hold its ticket."""
         return self.bystander.frame(self.by_held, self._missing(), slot)
 
     def _bad_header(self, slot: int) -> Record:
@@ -292,7 +294,9 @@ class Attack:
         return head, payload
 
     def _in_slot(self, record: Record, slot: int, held: Held) -> Record:
-        """A verified frame again, byte for byte; signed anew only if its slot is another."""
+        """Return a verified frame again, byte for byte; signed again only if its slot is
+        another.
+        """
         head, payload = record
         header, _, _ = FrameHeader.unpack(head)
         if header.slot == slot:
@@ -300,7 +304,9 @@ class Attack:
         return self.peer.signed(header._replace(slot=slot), held.keys.to_decode), payload
 
     def _moved(self, record: Record, slot: int) -> Record:
-        """In the slot that it names, or its tag would be wrong; nobody looks so far."""
+        """Name the frame's current slot, with the old tag, which is then wrong but is not checked
+        that early.
+        """
         head, payload = record
         header, _, _ = FrameHeader.unpack(head)
         return header._replace(slot=slot).pack() + head[-16:], payload

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on loopback that serves folders: what huggingface_hub asks of it, no more."""
+"""A Hugging Face hub on loopback that serves folders, with only the calls of huggingface_hub."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
 class FakeHub:
-    """`requests` lists (method, path) of everything that was asked."""
+    """`requests` lists (method, path) of every request."""
 
     def __init__(self, repos: Mapping[str, Path], revisions: tuple[str, ...]) -> None:
         self.repos = repos
@@ -25,7 +25,7 @@ class FakeHub:
         self.requests: list[tuple[str, str]] = []
 
     def fetched(self) -> set[str]:
-        """Files whose contents were sent."""
+        """Return files whose contents were sent."""
         return {m[3] for how, path in self.requests if how == "GET" and (m := FILE.match(path))}
 
 
@@ -33,7 +33,9 @@ class FakeHub:
 def serve(
     repos: Mapping[str, Path], revisions: tuple[str, ...] = ("main",)
 ) -> Iterator[tuple[str, FakeHub]]:
-    """Gives (endpoint, hub) for repositories "org/name" -> folder; ends with all threads joined."""
+    """Yield (endpoint, hub) for repositories "org/name" -> folder; at the end all threads are
+    joined.
+    """
     hub = FakeHub(repos, (*revisions, COMMIT))
 
     class Handler(BaseHTTPRequestHandler):
@@ -46,7 +48,7 @@ def serve(
             self.answer()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Keeps tests quiet."""
+            """Log nothing, to keep tests quiet."""
 
         def answer(self) -> None:
             path = unquote(self.path)
@@ -119,7 +121,7 @@ def serve(
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Path in the repository -> content."""
+    """Return path in the repository -> content."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 

@@ -1,4 +1,4 @@
-"""A text pool without processes, for tests of what uses one."""
+"""A text pool without processes, for tests of its users."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

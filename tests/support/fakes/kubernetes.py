@@ -1,7 +1,8 @@
-"""A Kubernetes API server that knows EndpointSlices only, over TLS, and breaks on demand.
+"""A Kubernetes API server that knows only EndpointSlices, over TLS, with faults on demand.
 
-It lists and watches as the real one does: resource versions, bookmarks, time limits, 410 for what
-is compacted. Faults come from a seeded source, a share of all answers while `faults` is above 0.
+It lists and watches as the real one does: resource versions, bookmarks, time limits, 410 for
+compacted versions. Faults come from a seeded source, a share of all answers while `faults` is
+above 0.
 """
 
 import datetime
@@ -29,7 +30,7 @@ from cryptography.x509.oid import NameOID
 NAMESPACE = "llm"
 COLLECTION = re.compile(r"/apis/discovery\.k8s\.io/v1/namespaces/([^/]+)/endpointslices")
 SERVICE_LABEL = "kubernetes.io/service-name"
-# Of an answer, and of a moment at which a watch has something to say.
+# Faults of an answer, and of a moment at which a watch has an event to send.
 ANSWER_FAULTS = ("500", "503", "reset", "half")
 EVENT_FAULTS = ("cut", "reset", "early", "gone", "error", "silent", "repeat", "reorder", "late")
 BROKEN = ("cut", "reset", "early", "gone", "error", "silent")  # they end a watch, or its use
@@ -69,12 +70,12 @@ class FakeKubernetes:
         self.answers: deque[tuple[int, dict[str, str]]] = deque()  # status and headers, once each
         self.counts: Counter[str] = Counter()  # faults
         self.port = 0
-        self.changed = threading.Condition()  # guards what follows
+        self.changed = threading.Condition()  # guards the attributes below
         self.version = 1
         self.life = 0  # `stop` ends it
         self.objects: dict[tuple[str, str], Object] = {}  # by namespace and name
         self.history: list[tuple[int, str, Object]] = []
-        self.compacted = 1  # what happened until this version is not known
+        self.compacted = 1  # events up to this version are not available
         certificate, key = _self_signed()
         (folder / "ca.crt").write_bytes(certificate)
         (folder / "namespace").write_text(NAMESPACE)
@@ -86,14 +87,14 @@ class FakeKubernetes:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Of a pod."""
+        """Return the environment of a pod."""
         return {
             "KUBERNETES_SERVICE_HOST": "127.0.0.1",
             "KUBERNETES_SERVICE_PORT": str(self.port),
         }
 
     def start(self) -> None:
-        """Again on the same port."""
+        """Start, or restart on the same port."""
         self._server = _Server(("127.0.0.1", self.port), _Handler)
         self._server.fake = self
         self.port = self._server.server_address[1]
@@ -102,7 +103,7 @@ class FakeKubernetes:
         self._thread.start()
 
     def stop(self) -> None:
-        """Connections are refused, and those that are open break."""
+        """Refuse connections, and break those that are open."""
         with self.changed:
             self.life += 1
             self.changed.notify_all()
@@ -112,11 +113,11 @@ class FakeKubernetes:
         self._thread.join()
 
     def break_watches(self) -> None:
-        """Those that are open."""
+        """Break the open watches."""
         self._server.break_connections()
 
     def rotate_token(self, written: bool = True) -> None:
-        """The one before is refused from now on."""
+        """Refuse the previous token from now on."""
         self.token = f"token-{time.monotonic_ns()}"
         if written:
             self.write_token()
@@ -125,7 +126,7 @@ class FakeKubernetes:
         (self.folder / "token").write_text(self.token + "\n")
 
     def put(self, found: Object) -> None:
-        """A slice that is new or has changed."""
+        """Store a slice that is new or has changed."""
         key = found["metadata"]["namespace"], found["metadata"]["name"]
         with self.changed:
             self._happen("MODIFIED" if key in self.objects else "ADDED", found)
@@ -144,13 +145,13 @@ class FakeKubernetes:
         self.changed.notify_all()
 
     def compact(self) -> None:
-        """Forget what happened; watches of before get 410."""
+        """Forget past events; watches from before get 410."""
         with self.changed:
             self.history.clear()
             self.compacted = self.version
 
     def draw(self, faults: tuple[str, ...]) -> str:
-        """A fault, or none."""
+        """Draw a fault, or none."""
         with self.changed:
             if self.rng.random() >= self.faults:
                 return ""
@@ -181,7 +182,7 @@ class _Server(ThreadingTCPServer):
                 socket.socket.shutdown(one, socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A peer that has gone."""
+        """Ignore a peer that has gone."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -200,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.request.close()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         fake = self.server.fake
@@ -283,7 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _events(
         self, fault: str, events: list[tuple[str, Object]], sent: list[tuple[str, Object]]
     ) -> bool:
-        """Say events, with a fault if one is named; False: the watch is over."""
+        """Send events, with a fault if one is named; False: the watch is over."""
         if fault == "late":
             time.sleep(LATE_S)
         elif fault == "repeat":
@@ -319,7 +320,7 @@ def _line(kind: str, found: Object) -> bytes:
 
 
 def _self_signed() -> tuple[bytes, bytes]:
-    """A certificate of 127.0.0.1 and its key."""
+    """Return a certificate of 127.0.0.1 and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fake kubernetes")])
     now = datetime.datetime.now(datetime.UTC)

@@ -1,5 +1,8 @@
-"""A peer of a decode process that runs: it introduces itself as prefill does, and shows a ticket or
-none. With `admitted` decode makes one, as for a router."""
+"""A peer of a running decode process: it introduces itself as prefill does, with or without a
+ticket.
+
+With `admitted` decode makes a ticket, as for a router.
+"""
 
 import os
 import time
@@ -25,8 +28,9 @@ PROMPT = range(100, 160)
 
 
 class KvPeer:
-    """A connection by a transport, introduced with a boot id; all that decode tells routers of
-    itself is known to it."""
+    """A connection by a transport, introduced with a boot id; it knows everything that decode
+    reports to routers about itself.
+    """
 
     def __init__(
         self, decode: fleet_pb2.WorkerHello, transport: str, shm_dir: str, boot: bytes
@@ -43,7 +47,7 @@ class KvPeer:
         self.welcome = self.reply()
 
     def reply(self) -> messages.Message | None:
-        """The next record; None: decode has closed the connection. Raises TimeoutError."""
+        """Return the next record; None: decode has closed the connection. Raises TimeoutError."""
         try:
             head = self.wire.take(PREFIX_BYTES)
             return messages.decode(head + self.wire.take(Prefix.unpack(head).length))
@@ -54,7 +58,7 @@ class KvPeer:
             return None
 
     def claim(self, ticket: Ticket) -> messages.Message | messages.Body | None:
-        """What decode answers to a claim of PROMPT."""
+        """Return decode's answer to a claim of PROMPT."""
         keys = derive_keys(ticket, spec_digest(self._spec), self._identity.digest)
         claim = messages.Claim(len(PROMPT) - 1, 0)
         self.wire.write(messages.sign(claim, ticket.id, 1, keys.to_decode))
@@ -64,7 +68,7 @@ class KvPeer:
         return answer
 
     def send_frame(self) -> None:
-        """A frame under no ticket."""
+        """Send a frame without a ticket."""
         header = FrameHeader(bytes(16), 1, 0, 0, range(1), range(16), range(1), 1, bytes(16))
         self.wire.write(header.pack() + bytes(16))
 
@@ -73,14 +77,15 @@ class KvPeer:
 
 
 def guessed(decode: fleet_pb2.WorkerHello, boot: bytes, id: bytes = b"") -> Ticket:
-    """A ticket that decode has not made, or one of its own by the id alone."""
+    """Return a ticket that decode has not made, or one of its tickets with only the id."""
     return Ticket(id or os.urandom(16), os.urandom(32), os.urandom(16), boot, decode.boot)
 
 
 @contextmanager
 def admitted(channel: grpc.Channel, boot: bytes) -> Iterator[Ticket]:
-    """The ticket of a hand-off of PROMPT from that boot id, while it lasts. The channel is a
-    router's to decode."""
+    """Return the ticket of a hand-off of PROMPT from that boot id, while it lasts. The channel is
+    a router's to decode.
+    """
     attempt = os.urandom(16)
     params = common_pb2.SamplingParams(max_tokens=1)
     start = common_pb2.Start(request="a request", prompt_ids=PROMPT, params=params, seed=1)

@@ -1,5 +1,6 @@
 """A device whose picks the host reads late, and an engine that launches each step before it has
-collected the one before it."""
+collected the previous one.
+"""
 
 from typing import Any
 
@@ -11,7 +12,7 @@ from pdserve.kernels import reference
 
 
 class LatePicks:
-    """Of one step."""
+    """The picks of one step."""
 
     def __init__(self, tokens: list[int], owner: "LateSampling") -> None:
         self.tokens = torch.tensor(tokens)
@@ -23,7 +24,7 @@ class LatePicks:
 
 
 class LateSampling:
-    """The reference's sampling; `begin` picks of streams that only count their tokens."""
+    """The reference's sampling; `begin` picks for streams that only count their tokens."""
 
     stream = staticmethod(reference.stream)
     sample = staticmethod(reference.sample)
@@ -31,7 +32,7 @@ class LateSampling:
 
     def __init__(self) -> None:
         self.unread = 0
-        self.ahead = 0  # steps that were launched before the one before them was read
+        self.ahead = 0  # steps launched before the previous one was read
         self.error = ""  # of the next steps
 
     def begin(
@@ -46,7 +47,7 @@ class LateSampling:
 
 
 class AheadEngine(Engine):
-    """Its `step` is a turn of the engine thread."""
+    """An engine whose `step` is a turn of the engine thread."""
 
     ahead: Pending | None = None
     sampling: LateSampling

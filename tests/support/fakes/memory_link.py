@@ -1,4 +1,4 @@
-"""A data connection in memory, whose owner says when which record arrives; no threads."""
+"""A data connection in memory, whose owner decides when each record arrives; no threads."""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Frame = tuple[bytes, bytes]  # signed record, payload
 
 
 class MemoryLink:
-    """One end; stands for a Link (engine/handoff/connection/link.py). Ends are tied by `tie`."""
+    """One end; replaces a Link (engine/handoff/connection/link.py). Ends are tied by `tie`."""
 
     transport = "memory"
     direct = False
@@ -25,7 +25,7 @@ class MemoryLink:
         self.reason = ""
         self.heard = clock()
         self.inbox: deque[bytes] = deque()  # records on their way here
-        self.frames: list[Frame] = []  # likewise
+        self.frames: list[Frame] = []  # frames on their way here
         self.jobs: deque[Any] = deque()
         self.free = deque(range(SLOTS))
         self.other: MemoryLink = self
@@ -40,7 +40,7 @@ class MemoryLink:
     def ended(self) -> bool:
         return not self.open
 
-    # what a Sender or a Receiver does
+    # methods for a Sender or a Receiver
 
     def post(self, record: bytes) -> None:
         if self.open:
@@ -70,16 +70,16 @@ class MemoryLink:
     def close(self, reason: str = "closed locally") -> None:
         self.end(reason)
 
-    # what its owner does
+    # methods for its owner
 
     def hear(self) -> messages.Message | None:
-        """The next record arrives; None: it has closed the connection."""
+        """Deliver the next record; None: the end has closed the connection."""
         message = messages.decode(self.inbox.popleft())
         self.heard = self._clock()
         return message if self._safely(lambda: self.handler.message(self, message)) else None
 
     def write_frame(self) -> bool:
-        """The next frame is read, signed and sent, if a slot is free; False: it was given up."""
+        """Read, sign and send the next frame, if a slot is free; False: it was given up."""
         with self.jobs.popleft()(slot := self.free.popleft(), None) as frame:
             if frame is None:
                 self.free.appendleft(slot)
@@ -88,7 +88,7 @@ class MemoryLink:
         return True
 
     def hear_frame(self, frame: Frame) -> bool:
-        """False: it has closed the connection."""
+        """Deliver the next frame; False: the end has closed the connection."""
         record, payload = frame
         self.heard = self._clock()
 

@@ -1,4 +1,4 @@
-"""A prefill process in one thread, that dials a Receiver over connections in memory."""
+"""A prefill process in one thread, which dials a Receiver over connections in memory."""
 
 import os
 from collections import Counter
@@ -17,7 +17,7 @@ from pdserve.engine.transport.base import Target, TransportRefused
 
 
 class World(Protocol):
-    """What the processes share."""
+    """State shared by the processes."""
 
     receiver: Receiver
     steps: int  # decode's counter
@@ -26,7 +26,7 @@ class World(Protocol):
 
 
 class Later:
-    """An executor that does nothing by itself."""
+    """An executor that runs nothing by itself."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -39,7 +39,7 @@ class Later:
 
 
 class Worker:
-    """A prefill process; it dials by itself, when it is told to."""
+    """A prefill process; it dials when its owner calls `dial`."""
 
     def __init__(self, world: World, num_blocks: int, window: int) -> None:
         self.world = world
@@ -71,7 +71,7 @@ class Worker:
         self.sender._dialer = self  # type: ignore[assignment]
 
     def dial(self, target: Target, hello: messages.Hello) -> MemoryLink:
-        """Dialer.dial."""
+        """Implements Dialer.dial."""
         if self.refuses:
             self.num_refused += 1
             raise TransportRefused("nobody there")
@@ -86,5 +86,5 @@ class Worker:
         return here
 
     def ended(self, sent: Sent) -> None:
-        assert sent.attempt not in self.sent, "told twice"
+        assert sent.attempt not in self.sent, "the end is reported twice"
         self.sent[sent.attempt] = sent

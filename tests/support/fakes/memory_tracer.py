@@ -15,12 +15,12 @@ class MemoryTracer(ExportingTracer):
         super().__init__("test", self.exporter, sample)
 
     def ended(self) -> list[Any]:
-        """All of them, in the order of their ends; ends the tracer."""
+        """End the tracer; return all spans in the order of their ends."""
         self.close()
         return list(self.exporter.get_finished_spans())
 
     def spans(self) -> dict[str, Any]:
-        """Likewise, by name."""
+        """End the tracer; return all spans by name."""
         return {span.name: span for span in self.ended()}
 
 

@@ -1,9 +1,9 @@
-"""A decode worker process whose engine obeys files, started as
-`python -m fakes.odd_worker ROUTER FOLDER MODEL TOKEN_S`.
+"""A decode worker process whose engine is controlled by files, started as `python -m
+fakes.odd_worker ROUTER FOLDER MODEL TOKEN_S`.
 
-While FOLDER/hang is there a forward pass does not return (FOLDER/hung says that one has begun);
-FOLDER/slow holds the seconds that the next pass takes. Its other steps take 20 ms, and a token of a
-chunk is said to have been measured as TOKEN_S. It looks at its engine more often than the product
+While FOLDER/hang exists a forward pass does not return (FOLDER/hung shows that one has begun);
+FOLDER/slow holds the seconds that the next pass takes. Its other steps take 20 ms, and it reports
+TOKEN_S as the measured time of a chunk's token. It checks its engine more often than the product
 does, and waits less long for it.
 """
 

@@ -18,7 +18,7 @@ TOKEN = 7
 
 
 class OneTokenWorker(DecodeServicer):
-    """Joins every router that the names stand for, between `start` and `close`."""
+    """Joins every router that the names resolve to, between `start` and `close`."""
 
     def __init__(self, routers: Sequence[str], access: Access, card: pb.ModelCard) -> None:
         self.host = GrpcHost(access)

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector for tests: takes spans by HTTP, and keeps them."""
+"""An OpenTelemetry collector for tests: it receives spans over HTTP and keeps them."""
 
 import threading
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from systems.eventually import wait_until
 
 @dataclass(frozen=True, slots=True)
 class CollectedSpan:
-    """Times are seconds since the epoch."""
+    """A span; times are seconds since the epoch."""
 
     service: str
     name: str
@@ -36,7 +36,7 @@ class CollectedSpan:
 
 
 class OtlpCollector:
-    """Started by `with OtlpCollector() as collector`."""
+    """Context manager: `with OtlpCollector() as collector`."""
 
     def __init__(self) -> None:
         self.spans: list[CollectedSpan] = []
@@ -67,7 +67,7 @@ class OtlpCollector:
         self.close()
 
     def close(self) -> None:
-        """Whoever connects from now on is refused; what came is kept."""
+        """Refuse new connections; received spans are kept."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -85,7 +85,7 @@ class OtlpCollector:
                 self.spans += [_span(service, span) for span in scope.spans]
 
     def trace(self, trace_id: str, *names: str) -> list[CollectedSpan]:
-        """The spans of a trace in order of their beginning, once it has all of these names."""
+        """Return the spans of a trace by start time, once it has all of these names."""
 
         def found() -> list[CollectedSpan]:
             mine = [span for span in self.spans if span.trace_id == trace_id]

@@ -1,4 +1,4 @@
-"""What a scripted router answers to requests for embeddings and for scores."""
+"""Answers of a scripted router to requests for embeddings and for scores."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 
@@ -10,14 +10,14 @@ YES, NO = 10, 11
 
 
 def embedder(name: str = "embedder", normalizes: bool = True, context_len: int = 512) -> FakeRouter:
-    """Serves an embedding model; the state of a prompt is `vector_of` its ids."""
+    """Serve an embedding model; the state of a prompt is `vector_of` its ids."""
     card, blobs = served(name, context_len)
     card.pooling, card.normalizes, card.hidden_size = "last", normalizes, HIDDEN
     return FakeRouter(embedding(vector_of), [card], blobs)
 
 
 def reranker(logits: Callable[[Sequence[int]], tuple[float, float]]) -> FakeRouter:
-    """Serves a model that says yes or no with these logits."""
+    """Serve a model that answers yes or no with these logits."""
     card, blobs = served("reranker")
     card.score_token_ids.extend((YES, NO))
     return FakeRouter(judging(logits), [card], blobs)

@@ -1,4 +1,6 @@
-"""A proxy's side of ext_proc as a stub: what it says of one HTTP request, and what it is told."""
+"""A proxy's side of ext_proc as a stub: the messages of one HTTP request, and the answers
+to them.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ MODELS = {":method": "GET", ":path": "/v1/models"}
 
 
 def metadata(namespace: str, **values: Any) -> pb.FilterMetadata:
-    """`_` in a key stands for a dash."""
+    """Return metadata; `_` in a key is replaced by a dash."""
     found = pb.FilterMetadata()
     named = {key.replace("_", "-"): value for key, value in values.items()}
     found.filter_metadata[namespace].update(named)
@@ -21,7 +23,7 @@ def metadata(namespace: str, **values: Any) -> pb.FilterMetadata:
 
 
 def subset(endpoints: str | Sequence[str]) -> pb.FilterMetadata:
-    """The only endpoints that the picker may choose."""
+    """Return the only endpoints that the picker may choose."""
     value = endpoints if isinstance(endpoints, str) else list(endpoints)
     return metadata(messages.HINT, x_gateway_destination_endpoint_subset=value)
 
@@ -54,7 +56,7 @@ TRAILERS = pb.ProcessingRequest(request_trailers=pb.HttpTrailers())
 
 
 class Told(NamedTuple):
-    """What a picker has said to a request: its endpoints, or a status instead."""
+    """A picker's answer to a request: its endpoints, or a status instead."""
 
     endpoints: list[str]
     status: int
@@ -65,7 +67,7 @@ class Told(NamedTuple):
 
 
 async def tell(exchange: Exchange, *sent: pb.ProcessingRequest) -> Told:
-    """Asserts that header and metadata, where there is one, say the same."""
+    """Add an answer; asserts that header and metadata agree if both are set."""
     answers = [answer for message in sent for answer in await exchange.take(message)]
     endpoints: list[str] = []
     status, passed, ended = 0, b"", False
@@ -92,7 +94,7 @@ async def tell(exchange: Exchange, *sent: pb.ProcessingRequest) -> Told:
 
 
 def set_headers(answer: pb.ProcessingResponse) -> dict[str, str]:
-    """The headers that an answer sets."""
+    """Return the headers that an answer sets."""
     kind = answer.WhichOneof("response")
     said = getattr(answer, str(kind))
     if kind == "immediate_response":

@@ -1,4 +1,4 @@
-"""A client of the dispatcher that keeps and checks everything it hears."""
+"""A client of the dispatcher that keeps and checks all its events."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""A router that answers from a script, and a small model for it to serve: no process, no socket.
+"""A router with scripted answers, and a small model for it to serve: no process, no socket.
 
 The tokenizer is byte-level with a few merges, so that characters and stop strings cross tokens.
 """
@@ -46,7 +46,7 @@ def served(
     generation: dict[str, object] | None = None,
     template: str = "",
 ) -> tuple[pb.ModelCard, dict[str, bytes]]:
-    """A card and the blobs that it names; `template`: another one than TEMPLATE."""
+    """Return a card and the blobs that it names; `template`: replaces TEMPLATE."""
     words = tokenizer_json()
     reader = tokenizers.Tokenizer.from_str(words.decode())
     contents = [words, (template or TEMPLATE).encode(), json.dumps(generation or {}).encode()]
@@ -81,7 +81,7 @@ def with_tokenizer(
     eos: Sequence[str],
     bos: str = "",
 ) -> None:
-    """Gives a card another tokenizer; `eos`, `bos`: texts of tokens."""
+    """Return a card with another tokenizer; `eos`, `bos`: texts of tokens."""
     words = tokenizers.Tokenizer.from_buffer(tokenizer)
     card.tokenizer_digest = hashlib.sha256(tokenizer).hexdigest()
     card.vocab_size = max(words.get_vocab().values()) + 1
@@ -92,13 +92,13 @@ def with_tokenizer(
 
 
 def thinking_model() -> tuple[list[pb.ModelCard], dict[str, bytes]]:
-    """Likewise, of a model that thinks between <think> and </think>."""
+    """Return card and blobs of a model that reasons between <think> and </think>."""
     card, blobs = served(template=TEMPLATE + "{# </think> #}")
     return [card], blobs
 
 
 class FakeRouter:
-    """An Upstream; `play` says what it answers. Records what it was asked."""
+    """An Upstream; `play` makes its answers. Records its requests."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class FakeRouter:
         self.starts: list[pb.Start] = []
         self.cancels: list[tuple[str, tuple[int, ...]]] = []
         self.left: list[str] = []  # requests whose iterator was closed before the end
-        self.closed = asyncio.Event()  # one was
+        self.closed = asyncio.Event()  # an iterator was closed
         self.view: router_pb2.FleetView | None = router_pb2.FleetView(
             workers=[
                 router_pb2.WorkerView(
@@ -148,7 +148,7 @@ class FakeRouter:
     async def _events(
         self, start: pb.Start, take_token: TakeToken[Any] | None
     ) -> AsyncGenerator[Event | Any, None]:
-        """Every second event that has one token and nothing else is given to `take_token`."""
+        """Pass every second event that has only one token to `take_token`."""
         ended = False
         events = self.play(self, start)
         try:
@@ -193,7 +193,7 @@ class FakeRouter:
 
 
 def logprob(position: int, choice: int = 0) -> pb.TokenLogprob:
-    """What the fakes score a token with: less certain with each position and choice."""
+    """Return the score that the fakes give a token: lower with each position and choice."""
     return pb.TokenLogprob(logprob=-0.5 * (position + 1) - choice)
 
 
@@ -247,8 +247,10 @@ def failed(start: pb.Start, code: int, message: str = "no", retry_after_ms: int 
 
 
 def saying(*texts: str, cached: int = 0) -> Play:
-    """Each choice says its text (the last one again if there are more choices), a token at a
-    time, round robin; then eos. Obeys max_tokens, ignore_eos and cancelled choices."""
+    """Return a script: each choice generates its text (the last one again if there are more
+    choices), a token at a time, round robin; then eos. Obeys max_tokens, ignore_eos and cancelled
+    choices.
+    """
 
     async def play(router: FakeRouter, start: pb.Start) -> AsyncGenerator[Event, None]:
         yield placed(start)

@@ -16,7 +16,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServic
     def __init__(self, router: FakeRouter) -> None:
         self.router = router
         self.cancelled: asyncio.Queue[str] = asyncio.Queue()  # whole requests
-        self.hosts: list[str] = []  # told to pickers, as far as they ask about them
+        self.hosts: list[str] = []  # returned to pickers, limited to hosts that they name
         self.picks: list[router_pb2.PickRequest] = []
 
     async def Session(self, requests: Any, context: Any) -> Any:
@@ -70,7 +70,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServic
 
 
 async def serve_router(router: FakeRouter) -> tuple[RouterServicer, GrpcHost, str]:
-    """The servicer, its host (stop it), and its address."""
+    """Return the servicer, its host (stop it), and its address."""
     servicer = RouterServicer(router)
     host = GrpcHost(ACCESS)
     router_pb2_grpc.add_RouterServicer_to_server(servicer, host.server)

@@ -1,4 +1,4 @@
-"""Workers that only talk: real gRPC and the real Membership, tokens from a formula."""
+"""Workers without an engine: real gRPC and the real Membership, tokens from a formula."""
 
 import asyncio
 import hashlib
@@ -33,7 +33,7 @@ TOKENIZER = b'{"tokenizer": "of the tests"}' * 20_000  # more than one chunk
 
 
 def token(prompt: list[int], seed: int, choice: int, position: int) -> int:
-    """What any worker of the tests generates: a function of the request alone."""
+    """Return the token that any worker of the tests generates: a function of the request alone."""
     return (sum(prompt) * 31 + seed * 17 + choice * 7 + position * 13) % 50_000
 
 
@@ -48,7 +48,9 @@ def card(model: str = "tiny", identity: bytes = b"identity") -> pb.ModelCard:
 
 
 class FakeWorker(ABC):
-    """What both roles share. `events` counts what arrived; `wait(name)` waits for a first one."""
+    """Common parts of both roles. `events` counts received messages; `wait(name)` waits for a
+    first one.
+    """
 
     role: fleet_pb2.Role
 
@@ -86,7 +88,7 @@ class FakeWorker(ABC):
 
     @abstractmethod
     def new_outbox(self) -> Outbox[Any]:
-        """What waits for a router."""
+        """Return the queue of messages for a router."""
 
     @abstractmethod
     def register(self) -> None:
@@ -110,7 +112,7 @@ class FakeWorker(ABC):
         self.outboxes[-1].put(event)
 
     async def kill(self) -> None:
-        """Die as SIGKILL does: sockets close, nothing is said."""
+        """Die as by SIGKILL: sockets close without a message."""
         for task in self.tasks.values():
             task.cancel()
         await self.host.stop(0)
@@ -165,28 +167,28 @@ class FakeBlobs(BlobsServicer):
 
 
 class FakeDecode(FakeWorker, DecodeServicer):
-    """Generates max_tokens per choice, one event per token; says it all again on a Resume."""
+    """Generates max_tokens per choice, one event per token; resends all of them on a Resume."""
 
     role = fleet_pb2.DECODE
 
     def __init__(self, *args: Any, hold_at: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.busy = 0  # answer Busy this many times
-        self.cached_tokens = 0  # as Finished tells
+        self.cached_tokens = 0  # reported in Finished
         self.hold_at = hold_at  # stop before this position until released
         self.released = asyncio.Event()
         self.arrived: dict[bytes, asyncio.Event] = {}  # by attempt: KV is complete
         self.prompts: dict[bytes, list[int]] = {}
         self.said: dict[bytes, list[wire.DecodeEvent]] = {}  # tokens and Finished, by attempt
-        self.tickets: dict[bytes, tuple[wire.Ticket, bytes]] = {}  # and who prefills
+        self.tickets: dict[bytes, tuple[wire.Ticket, bytes]] = {}  # and the prefill worker
         self.mute = False  # do not answer Resume
         self.answering = asyncio.Event()  # until it is set, no Admit is answered
         self.answering.set()
         self.admits: dict[bytes, wire.Admit] = {}
-        self.peers: list[FakeDecode] = []  # that a move may go to
+        self.peers: list[FakeDecode] = []  # possible targets of a move
         self.keep = False  # answer Hold with Stayed
-        self.silent = False  # do not answer Hold, or Move if that is not asked
-        self.break_moves = ""  # why no hand-off comes to its end
+        self.silent = False  # do not answer Hold
+        self.break_moves = ""  # why no hand-off completes
 
     def resume(self, resume: wire.Resume) -> None:
         attempt = resume.attempt
@@ -284,7 +286,7 @@ class FakeDecode(FakeWorker, DecodeServicer):
         await self.generate(message)
 
     async def pool(self, message: wire.Admit) -> None:
-        """Says an embedding: the first id of the prompt and its length."""
+        """Send an embedding: the first id of the prompt and its length."""
         start, attempt = message.start, message.attempt
         named: dict[str, Any] = {"request": start.request, "attempt": attempt, "epoch": start.epoch}
         if self.hold_at == 0:
@@ -344,7 +346,7 @@ class FakePrefill(FakeWorker, PrefillServicer):
         self.decodes = decodes
         self.fail = 0  # fail this many prompts
         self.hang = False  # accept, then do nothing
-        self.num_hung = 0  # prompts that it has accepted so
+        self.num_hung = 0  # prompts that it has accepted while hanging
         self.ids: dict[bytes, list[int]] = {}
 
     def new_outbox(self) -> Outbox[Any]:

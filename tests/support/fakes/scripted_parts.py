@@ -1,4 +1,4 @@
-"""Answers made of parts (text, reasoning, calls of tools) that a test writes down."""
+"""Answers made of parts (text, reasoning, tool calls) that a test specifies."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -15,12 +15,12 @@ CACHED = 3  # tokens of each prompt
 
 
 def deltas(*parts: ContentPart, finish: str = "stop", stop: str | None = None) -> list[Delta]:
-    """A token for each part, and one that ends the answer."""
+    """Return a token for each part, and one that ends the answer."""
     told = [Delta(0, (part,), (), number, None) for number, part in enumerate(parts, 1)]
     return [*told, Delta(0, (), (), len(parts) + 1, finish, stop=stop)]
 
 
-# A thought, a text and two calls, one of them in pieces.
+# Reasoning, a text and two calls, one of them in pieces.
 CALLS = deltas(
     ReasoningPart("I "),
     ReasoningPart("look."),
@@ -35,9 +35,10 @@ CALLS = deltas(
 
 
 class ScriptedParts:
-    """Takes the place of a service's completions: the n-th request gets the n-th answer, where an
-    exception is raised. Records what was asked, and hands it on without what would bind or parse
-    an answer, since this one is written down."""
+    """Replaces a service's completions: the n-th request gets the n-th answer, where an exception
+    is raised. Records requests, and passes them on without what would constrain or parse an
+    answer, since this one is fixed.
+    """
 
     def __init__(self, *answers: Sequence[Delta | Exception]) -> None:
         self.asked: list[Any] = []
@@ -67,12 +68,12 @@ class ScriptedParts:
         yield Usage(len(completion.prompts[0].ids), counted, CACHED, reasoning_tokens=thought)
 
     def messages(self, number: int = -1) -> list[dict[str, Any]]:
-        """What a template was to be filled with."""
+        """Return the messages for a template."""
         return [dict(message) for message in self.asked[number].conversation.messages]
 
 
 class MemoryStore:
-    """A ResponseStore."""
+    """A ResponseStore in memory."""
 
     def __init__(self, fails: Exception | None = None, room: bool = True) -> None:
         self.kept: dict[tuple[bytes, str], Any] = {}

@@ -1,4 +1,4 @@
-"""An endpoint picker over routers and prompts that a test writes."""
+"""An endpoint picker over scripted routers and prompts."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from pdserve.services.picker.prompts import RequestPrompt
 
 
 class ScriptedRouters:
-    """Says `hosts`, as far as they are asked about; `hangs` until it is cancelled."""
+    """Returns `hosts`, limited to those in a request; `hangs` until it is cancelled."""
 
     def __init__(self) -> None:
         self.hosts: list[str] = []
@@ -35,7 +35,7 @@ class ScriptedRouters:
 
 
 class BytePrompts:
-    """The bytes of a body are its prompt."""
+    """Uses the bytes of a body as its prompt."""
 
     def __init__(self) -> None:
         self.num_read = 0
@@ -51,7 +51,7 @@ def write_error(path: str, error: ServiceError) -> tuple[HttpError, dict[str, ob
 
 
 class ScriptedPicker:
-    """`ready` are the endpoints that its names stand for; None: it has no names."""
+    """A picker; `ready` are the endpoints that its names resolve to; None: it has no names."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ScriptedPicker:
         return Exchange(self.picker, write_error, self.bodies, self._conformance)
 
     def decisions(self) -> dict[str, int]:
-        """How many, by reason."""
+        """Return the number of decisions by reason."""
         return {
             sample.labels["reason"]: int(sample.value)
             for metric in self.metrics.collect()

@@ -1,4 +1,4 @@
-"""A scripted router behind real gRPC, and what a test asks of it through a RouterClient."""
+"""A scripted router behind real gRPC, and the requests of a test through a RouterClient."""
 
 import asyncio
 
@@ -17,19 +17,19 @@ Event = router_pb2.RequestEvent
 
 
 class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
-    """Says `count` tokens to each request from where it stands; can hang up in between."""
+    """Generates `count` tokens for each request from its position; can hang up in between."""
 
     def __init__(self) -> None:
         self.starts: list[pb.Start] = []
         self.cancels: asyncio.Queue[router_pb2.Cancel] = asyncio.Queue()
         self.hang_up_after: int | None = None  # tokens of the next session
         self.silent = False
-        self.hangs = False  # when it is asked for models, the fleet or a blob
+        self.hangs = False  # on requests for models, the fleet or a blob
         self.num_hanging = 0
-        self.num_lists = 0  # it was asked for models
+        self.num_lists = 0  # requests for models
         self.num_picks = 0
         self.refuses = False  # new requests
-        self.lacks: pb.Failed | None = None  # how it says that it has no worker for a request
+        self.lacks: pb.Failed | None = None  # its message that it has no worker for a request
         self.models = ["tiny"]
         self.join_routers = 0  # of its decode worker, whose boot is
         self.decode_boot = b""
@@ -38,7 +38,7 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
         self.hellos: list[bytes] = []
         self.blob_calls = 0
         self.wrong_blob = False
-        self.protocol = 0  # its version, which 0.1.0 does not say
+        self.protocol = 0  # the protocol version, which 0.1.0 does not send
         self.checks_version = False
 
     async def Session(self, requests, context):
@@ -134,7 +134,7 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
 
 
 class Served:
-    """A router process in miniature: start, stop, start again on the same port."""
+    """A router process in miniature: start, stop, restart on the same port."""
 
     def __init__(self, router: Router) -> None:
         self.router = router

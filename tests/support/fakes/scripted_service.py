@@ -1,4 +1,4 @@
-"""The gateway's Service over a router that answers from a script."""
+"""The gateway's Service over a router with scripted answers."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def scripted_service(
     tracer: Tracer = NO_TRACER,
     **options: Any,
 ) -> Service:
-    """Within a running loop."""
+    """Return a service; call it within a running loop."""
     return Service(
         router,
         text_pool or InProcessPool(),

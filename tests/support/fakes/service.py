@@ -1,4 +1,4 @@
-"""Services for tests of what supervises them: each behaves in one way, none does any work."""
+"""Services for tests of their supervisor: each has one behaviour, none does any work."""
 
 import os
 import signal
@@ -25,19 +25,19 @@ def until_sigterm() -> int:
 
 
 def until_sigterm_with_reloads(report: Report) -> int:
-    """Tells of each SIGHUP."""
+    """Wait for SIGTERM; report each SIGHUP."""
     while signal.sigwait({signal.SIGTERM, signal.SIGHUP}) == signal.SIGHUP:
         report("reloaded", {"reloads": True})
     return 0
 
 
 def block(*more: signal.Signals) -> None:
-    """SIGTERM, and more, wait for until_sigterm."""
+    """Block SIGTERM and other signals until until_sigterm."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, *more})
 
 
 def good(*args: Any, report: Report) -> int:
-    """Loads, is ready, and ends in order."""
+    """Load, become ready, and end in order."""
     block()
     report("listening", {"address": "127.0.0.1:1", "args": [repr(a) for a in args]})
     report("loading", {"fraction": 0.5})
@@ -58,7 +58,7 @@ def good(*args: Any, report: Report) -> int:
 
 
 def logged(path: str, name: str, report: Report) -> int:
-    """Like good; writes its name to the file when it ends."""
+    """Behave like `good`; write its name to the file at its end."""
     code = good(report=report)
     with Path(path).open("a") as file:
         file.write(name + "\n")
@@ -66,36 +66,36 @@ def logged(path: str, name: str, report: Report) -> int:
 
 
 def reloading(report: Report) -> int:
-    """Reads something again at SIGHUP."""
+    """Reload something at SIGHUP."""
     block(signal.SIGHUP)
     report("ready", {"pid": os.getpid()})
     return until_sigterm_with_reloads(report)
 
 
 def slow(report: Report) -> int:
-    """Loads for ever."""
+    """Load forever."""
     report("loading", {"pid": os.getpid(), "fraction": 0.5})
     return until_sigterm()
 
 
 def broken(report: Report) -> int:
-    """Never becomes ready."""
+    """Never become ready."""
     raise OSError("no such model: nowhere.gguf")
 
 
 def surprised(report: Report) -> int:
-    """Fails in a way that nobody foresaw."""
+    """Fail with an unexpected error."""
     raise KeyError("oops")
 
 
 def mortal(report: Report) -> int:
-    """Dies as soon as it is ready."""
+    """Die as soon as it is ready."""
     report("ready", {"pid": os.getpid()})
     return 3
 
 
 def stubborn(report: Report) -> int:
-    """Does not end when it is asked to."""
+    """Ignore the request to end."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     report("ready", {"pid": os.getpid()})
     while True:
@@ -103,7 +103,7 @@ def stubborn(report: Report) -> int:
 
 
 def trust(settings: Any) -> dict[str, Any]:
-    """What the process shows others."""
+    """Return the credentials that the process presents to others."""
     return {
         "secret": settings.cluster_secret,
         "ca": settings.cluster_ca,
@@ -112,7 +112,7 @@ def trust(settings: Any) -> dict[str, Any]:
 
 
 def router(settings: Any, report: Report) -> int:
-    """As `pdserve up` starts it."""
+    """Run a router as `pdserve up` starts it."""
     block(signal.SIGHUP)
     facts = {"bind": settings.bind, "address": settings.bind, **trust(settings)}
     keys = {"api_keys": settings.api_keys, "api_key_file": settings.api_key_file}
@@ -132,7 +132,7 @@ def gateway(settings: Any, report: Report) -> int:
 
 
 def gateway_worker(settings: Any, worker: Any, report: Report) -> int:
-    """Tells what it shares with the others."""
+    """Report what it shares with the others."""
     report("sockets", {"shared": [s.getsockname() for s in (worker.listener, worker.unix) if s]})
     report("sockets", {"index": worker.index, "rates": settings.rate_storage})
     return gateway(settings, report)

@@ -1,4 +1,4 @@
-"""A router whose model has any tokenizer and chat template, and says what a test lets it say."""
+"""A router whose model has any tokenizer and chat template, and generates what a test specifies."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -12,7 +12,9 @@ CONTEXT_LEN = 1 << 15
 
 
 class TemplateModel(FakeRouter):
-    """Each answer is what `says` makes then, token by token. `eos`, `bos`: texts of tokens."""
+    """A model whose answers come from `says` at that time, token by token. `eos`, `bos`: texts of
+    tokens.
+    """
 
     def __init__(self, tokenizer: bytes, template: str, eos: Sequence[str], bos: str = "") -> None:
         card, blobs = served(context_len=CONTEXT_LEN, template=template)

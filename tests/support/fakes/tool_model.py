@@ -1,4 +1,4 @@
-"""A router whose model says a text in each round, and a chat template that shows tools."""
+"""A router whose model generates a text in each round, and a chat template that shows tools."""
 
 import asyncio
 import hashlib
@@ -29,8 +29,9 @@ def calls(name: str, arguments: str = "{}") -> str:
 
 
 class ToolModel(FakeRouter):
-    """A model that says one text in each round (the last one again in further ones), token by
-    token."""
+    """A model that generates one text per round (the last one again in further ones), token by
+    token.
+    """
 
     def __init__(self, *texts: str, template: str = TEMPLATE) -> None:
         card, blobs = served(context_len=CONTEXT_LEN)

@@ -1,6 +1,7 @@
 """An MCP server for tests: as a program on its standard streams, or over HTTP in this process.
 
-What its tools do is noted in a file, one word a line: pid and argument of a start, then events.
+Events of its tools are recorded in a file, one word per line: pid and argument of a start, then
+events.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import uvicorn
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
-CRASHES = "crashes"  # a program that ends at once if the file of that name is there
+CRASHES = "crashes"  # the program ends at once if a file with this name exists
 PIXEL = b"\x89PNG\r\n\x1a\n"
 
 
@@ -84,7 +85,7 @@ class _Uvicorn(uvicorn.Server):
 async def http_tool_server(
     notes: Path, seen: list[dict[str, str]], port: int = 0
 ) -> AsyncIterator[str]:
-    """Its address; `seen` gets the headers of each request."""
+    """Yield its address; `seen` gets the headers of each request."""
     served = make_server(notes).streamable_http_app()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

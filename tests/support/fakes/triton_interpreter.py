@@ -1,10 +1,11 @@
 """Triton kernels on a CPU, by Triton's interpreter: tests/conftest.py sets TRITON_INTERPRET.
 
 Some of its operations are replaced. `tl.dot` took bfloat16 for integers, and numpy's product sums
-in an order that depends on the shape: ours sums in float32, in ascending order of k, so that what a
-kernel computes depends on its own order of operations alone. Casts to bfloat16 cut the bits off:
-ours round to nearest even. What overflows or is no number is no warning, as on a device. And what
-the interpreter puts in the place of Triton's language stays there, which took a fourth of its time.
+in an order that depends on the shape: this one sums in float32, in ascending order of k, so that
+the result of a kernel depends only on its own order of operations. Casts to bfloat16 cut the bits
+off: these round to nearest even. Overflow and NaN cause no warning, as on a device. The
+interpreter's replacements for Triton's language stay in place: installing them took a fourth of
+its time.
 """
 
 from typing import Any
@@ -50,7 +51,9 @@ def _rounding_cast(self: Any, source: Any, target: Any) -> Any:
 def _inline_asm(
     self: Any, asm: str, constraints: str, args: list[Any], types: list[Any], pure: bool, pack: int
 ) -> Any:
-    """PTX that gives bfloat16 of 16-bit numbers, two in a register: four instructions of it."""
+    """Run PTX that makes bfloat16 from 16-bit numbers, two in a register: four of its
+    instructions.
+    """
     registers = {
         f"${n}": np.ascontiguousarray(arg.data).view(np.uint32) for n, arg in enumerate(args, 1)
     }
@@ -89,7 +92,7 @@ class _AsmResult:
 
 
 def _pairs_fma(a: Any, b: Any, c: Any) -> Any:
-    """Of pairs of bfloat16, rounded once to float32 and then to bfloat16."""
+    """Compute on pairs of bfloat16, rounded once to float32 and then to bfloat16."""
     halves = []
     for shift in (0, 16):
         x, y, z = (
@@ -101,14 +104,14 @@ def _pairs_fma(a: Any, b: Any, c: Any) -> Any:
 
 
 def _bf16_bits(values: Any) -> Any:
-    """uint32 of float32, rounded to nearest even."""
+    """Return uint32 of float32, rounded to nearest even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded)
 
 
 class _Kept:
-    """A change that is not taken back."""
+    """A change that is not reverted."""
 
     def restore(self) -> None: ...
 

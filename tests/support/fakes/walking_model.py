@@ -1,4 +1,4 @@
-"""A router whose model writes random answers that its grammar allows, as a worker would let it."""
+"""A router whose model writes random answers that its grammar allows, as under a worker's mask."""
 
 import asyncio
 import random
@@ -24,17 +24,19 @@ CONTEXT_LEN = 1 << 15
 
 
 def with_added_tokens(texts: Sequence[str]) -> bytes:
-    """The fake router's tokenizer with further tokens that are not flagged special, as Qwen 3 has
-    <tool_call> and <think>."""
+    """Return the fake router's tokenizer with further tokens that are not flagged special, like
+    <tool_call> and <think> of Qwen 3.
+    """
     words = tokenizers.Tokenizer.from_buffer(tokenizer_json())
     words.add_tokens([AddedToken(text, special=False, normalized=False) for text in texts])
     return words.to_str().encode()
 
 
 class WalkingModel(FakeRouter):
-    """A model with any tokenizer and template. The seed of a request decides what it writes; where
-    its grammar begins after some ids, a thought comes first. `preferred` are texts that it
-    writes more often than others."""
+    """A model with any tokenizer and template. The seed of a request determines its answer; where
+    its grammar begins after some ids, reasoning comes first. `preferred` are texts that it writes
+    more often than others.
+    """
 
     def __init__(
         self,

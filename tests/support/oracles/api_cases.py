@@ -1,5 +1,6 @@
-"""Requests that Schemathesis makes from /openapi.json, valid ones and broken ones, and what must be
-true of their answers."""
+"""Requests that Schemathesis makes from /openapi.json, valid and invalid ones, and rules for their
+answers.
+"""
 
 from collections import Counter
 from typing import Any
@@ -57,8 +58,9 @@ CHECKS = [
 
 
 def run_cases(url: str, num_cases: int, seed: int) -> dict[str, Counter[int]]:
-    """The statuses of the answers, by operation. Most requests with a body are helped to get
-    further than to their first wrong field. Raises what is wrong of an answer."""
+    """Return the statuses of the answers, by operation. Most requests with a body are completed so
+    that they pass their first invalid field. Raises violations in an answer.
+    """
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
     bodies = [one for one in operations if one.body]
@@ -67,7 +69,7 @@ def run_cases(url: str, num_cases: int, seed: int) -> dict[str, Counter[int]]:
     each_body = -(-num_cases // len(bodies) // 2)  # of each mode
     statuses: dict[str, Counter[int]] = {}
     there: dict[str, str] = {}
-    # Certificates take long to load, and are of no use here.
+    # Certificates are slow to load, and useless here.
     with httpx.Client(base_url=url, timeout=30, verify=False) as client:
         for operation in operations:
             names_one = "{" in operation.path or operation.label == "POST /v1/batches"
@@ -87,7 +89,9 @@ def run_cases(url: str, num_cases: int, seed: int) -> dict[str, Counter[int]]:
 
 
 def _made(client: httpx.Client) -> dict[str, str]:
-    """A model, a new file, a batch and a response that are there, by where their ids stand."""
+    """Make a model, a new file, a batch and a response; return their ids by their place in
+    requests.
+    """
 
     def made(path: str, **more: Any) -> str:
         name: str = client.post(path, **more).raise_for_status().json()["id"]
@@ -105,8 +109,9 @@ def _made(client: httpx.Client) -> dict[str, str]:
 
 
 def _help(case: schemathesis.Case, how_much: int, turn: int, there: dict[str, str]) -> None:
-    """Names what is there, and makes some bodies such that can be answered: their own fields, and
-    one or two others, which are chosen by `turn`."""
+    """Insert existing ids, and make some bodies answerable: their own fields, and one or two
+    others, chosen by `turn`.
+    """
     for name in case.path_parameters or {}:
         case.path_parameters[name] = there.get(case.path, there[name])
     if not isinstance(case.body, dict):

@@ -6,7 +6,7 @@ from pdserve.kernels.copy_hash import PRIME
 
 
 def tag_of(data: bytes, key: bytes) -> tuple[int, int]:
-    """A number for each lane, from a payload of whole units and 32 bytes of key."""
+    """Return a number for each lane, from a payload of whole units and 32 bytes of key."""
     words = [int(word) for word in np.frombuffer(data, "<u4")]
     tags = []
     for at in (0, 16):

@@ -16,7 +16,7 @@ from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.vocabulary import TextCard
 
 MAX_TOKENS = 4000
-HURRY = 60  # tokens, after which what ends is preferred
+HURRY = 60  # tokens, after which tokens that end the answer are preferred
 ENDS = ('"', "]", "}", "null", "0", "Z")
 
 
@@ -33,7 +33,7 @@ class Words:
 
     @cached_property
     def of_worker(self) -> Any:
-        """What grammars are compiled for there."""
+        """Return what a worker compiles grammars for."""
         card = self.tokenizer.card
         return make_tokenizer(self._file, card.vocab_size, card.eos_ids)
 
@@ -49,7 +49,7 @@ def _tiny() -> Words:
 
 
 def tokenizer() -> Tokenizer:
-    """The fake router's."""
+    """Return the fake router's tokenizer."""
     return _tiny().tokenizer
 
 
@@ -58,7 +58,7 @@ def compiler() -> GrammarCompiler:
 
 
 class Walk:
-    """One answer that comes to be, by default of the fake router's tokens."""
+    """An answer in progress, by default of the fake router's tokens."""
 
     def __init__(self, source: str, words: Words | None = None) -> None:
         self._words = words or _tiny()
@@ -72,11 +72,11 @@ class Walk:
         return self._words.tokenizer.decode(self.ids, skip_special_tokens=False)
 
     def allowed(self) -> list[int]:
-        """The tokens that may come next; empty if the answer has ended."""
+        """Return the tokens that may come next; empty if the answer has ended."""
         return [int(token) for token in np.flatnonzero(self._bits())]
 
     def _bits(self) -> Any:
-        """Which tokens may come next: [vocab_size]."""
+        """Return which tokens may come next: [vocab_size]."""
         size = self._words.tokenizer.card.vocab_size
         if self._matcher.is_stopped():
             return np.zeros(size, np.uint8)
@@ -89,7 +89,7 @@ class Walk:
         return self._matcher.is_accepting()
 
     def take(self, text: str) -> bool:
-        """Whether the text may come next, byte by byte; it is taken."""
+        """Take a text byte by byte; return whether the grammar allows it."""
         for token in self._words.tokenizer.encode_within(text):
             if token not in self.allowed():
                 return False
@@ -98,10 +98,11 @@ class Walk:
         return True
 
     def finish(self, rng: random.Random, preferred: Sequence[Sequence[int]] = ()) -> str:
-        """The text after random tokens until it ends; those of `preferred`, each whole, are taken
-        more often."""
+        """Return the text after random tokens until it ends; those of `preferred`, each whole, are
+        taken more often.
+        """
         eos = list(self._words.tokenizer.card.eos_ids)
-        rest: Sequence[int] = ()  # the rest of a preferred text that the walk has begun
+        rest: Sequence[int] = ()  # the remaining part of a preferred text in progress
         while (bits := self._bits()).any():
             assert len(self.ids) < MAX_TOKENS, self.text[-200:]
             hurried = len(self.ids) > HURRY

@@ -1,4 +1,4 @@
-"""Asks a model for answers of every form, whole and streamed, and checks what the gateway read."""
+"""Asks a model for answers of every form, whole and streamed, and checks the gateway's result."""
 
 import json
 import re
@@ -29,8 +29,9 @@ def tools(*, strict: bool) -> list[dict[str, Any]]:
 
 
 def requests(tag: str) -> dict[str, dict[str, Any]]:
-    """The fields of a request by form. `tag`: the text of a token, which a form without calls has
-    as text."""
+    """Return the fields of a request by form. `tag`: the text of a token, which is ordinary text
+    in a form without calls.
+    """
     note = {"type": "object", "properties": {"note": {"enum": [tag, "none"]}, tag: {}},
             "required": ["note", tag], "additionalProperties": False}  # fmt: skip
     form = {
@@ -81,7 +82,7 @@ def whole(reply: httpx.Response) -> Answer:
 
 
 async def answer(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
-    """The same whole and streamed."""
+    """Return the same answer whole and streamed."""
     one = whole(await client.post(URL, json=body))
     stream = await client.post(URL, json={**body, "stream": True})
     assert streamed(events(stream.text)) == one
@@ -89,14 +90,15 @@ async def answer(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
 
 
 async def check(client: httpx.AsyncClient, form: str, tag: str, seed: int) -> Counter[str]:
-    """Asks for one answer. Raises AssertionError if it is not what was asked for; returns what
-    happened in it."""
+    """Request one answer and return what happened in it. Raises AssertionError if it does not have
+    the requested form.
+    """
     fields = requests(tag)[form]
     text, calls, finish = await answer(client, {**BODY, "seed": seed, **fields})
     for name, arguments in calls:
-        # Beside a form, functions that are not strict have any arguments.
+        # In a form, functions that are not strict have any arguments.
         jsonschema.validate(json.loads(arguments), {} if form == "beside" else PARAMETERS[name])
-    # To a client that names a function its call is the answer.
+    # For a client that names a function, its call is the answer.
     assert finish == ("tool_calls" if calls and form != "named" else "stop")
     seen = Counter({"calls": len(calls), "texts": bool(text), "tags": tag in text})
     match form:
@@ -105,7 +107,7 @@ async def check(client: httpx.AsyncClient, form: str, tag: str, seed: int) -> Co
             assert not text
             assert form == "required" or [name for name, _ in calls] == ["get_weather"]
         case "strict":
-            assert not any(name in text for name in PARAMETERS), text  # of a call that was not read
+            assert not any(name in text for name in PARAMETERS), text  # of an unparsed call
         case "beside" | "schema":
             if not calls:
                 schema = fields["response_format"]["json_schema"]["schema"]

@@ -1,4 +1,4 @@
-"""What error answers over HTTP must have, and the requests that tests of them make."""
+"""The required contents of error answers over HTTP, and requests for tests of them."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ PLAIN = "/v1/completions"
 def check(
     reply: httpx.Response, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """The OpenAI error object of an answer."""
+    """Check and return the OpenAI error object of an answer."""
     assert reply.status_code == status, reply.text
     error: dict[str, Any] = reply.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -29,7 +29,7 @@ def check(
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """A JSON schema of objects within objects."""
+    """Return a JSON schema of objects within objects."""
     schema: dict[str, Any] = {}
     for _ in range(depth):
         schema = {"properties": {"a": schema}}

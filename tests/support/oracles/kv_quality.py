@@ -1,5 +1,6 @@
-"""What a dtype of keys and values costs: the distance of a model's next tokens from those with
-float32 keys and values, on text that is given."""
+"""The cost of a dtype of keys and values: the distance of a model's next tokens from those with
+float32 keys and values, on a given text.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,15 +19,17 @@ BLOCK, CHUNK = 32, 64
 
 
 class KvQuality(NamedTuple):
-    """Of one dtype beside float32, over the positions of a text."""
+    """The figures of one dtype compared with float32, over the positions of a text."""
 
     kl: float  # mean of KL(float32 || dtype), nats
     same_top: float  # share of positions with the same best token
 
 
 def logits_of(model: Path, kv_dtype: str, ids: Sequence[int]) -> Tensor:
-    """float32 [len(ids), vocab], on the native kernels with float32 weights: quantized ones round
-    what they multiply to 8 bits, and then every difference, however small, changes some steps."""
+    """Return float32 [len(ids), vocab], on the native kernels with float32 weights: kernels of
+    quantized weights round activations to 8 bits, where any difference, however small, changes
+    some steps.
+    """
     config = EngineConfig(model=str(model), kernels="native", weights="float32", kv_dtype=kv_dtype)
     decoder = load_model(config, lambda *_: None).decoder
     runner = PagedRunner(decoder, num_blocks=len(ids) // BLOCK + 2, block_size=BLOCK)
@@ -35,7 +38,7 @@ def logits_of(model: Path, kv_dtype: str, ids: Sequence[int]) -> Tensor:
 
 
 def kv_quality(exact: Tensor, other: Tensor) -> KvQuality:
-    """Of logits [positions, vocab]."""
+    """Return the figures of logits [positions, vocab]."""
     p, q = exact.double().log_softmax(-1), other.double().log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1)
     return KvQuality(
@@ -44,8 +47,9 @@ def kv_quality(exact: Tensor, other: Tensor) -> KvQuality:
 
 
 def write_biased(folder: Path, most: float = 200.0) -> Path:
-    """A tiny Qwen 2 whose largest k bias is `most`, in those two dims of each head that rope turns
-    least, as Qwen 2.5 has them."""
+    """Write a tiny Qwen 2 whose largest k bias is `most`, in those two dims of each head that rope
+    turns least, as in Qwen 2.5.
+    """
     write_tiny(folder, "qwen2", hidden_size=96, num_attention_heads=3, head_dim=32)
     file = folder / "model.safetensors"
     tensors = load_file(file)

@@ -1,5 +1,6 @@
-"""The cases of llama.cpp's tests/test-chat.cpp: what a model writes in answer to a template's
-prompt, and what a client gets of it. The C++ is read as far as its fluent cases need it."""
+"""The cases of llama.cpp's tests/test-chat.cpp: a model's answer to a template's prompt, and what
+a client gets from it. The C++ is parsed as far as its fluent cases need it.
+"""
 
 import json
 import re
@@ -25,7 +26,7 @@ _LISTS = ("std::vector",)
 
 
 class Message(NamedTuple):
-    """What is made of an answer; of each call name and arguments."""
+    """The message parsed from an answer; name and arguments of each call."""
 
     content: str = ""
     reasoning: str = ""
@@ -34,7 +35,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChatCase:
-    """`options`: those of the prompt, by llama.cpp's names."""
+    """One case. `options`: those of the prompt, by llama.cpp's names."""
 
     template: str
     input: str
@@ -50,7 +51,9 @@ class ChatCase:
 
 
 def chat_cases(source: str) -> Iterator[ChatCase]:
-    """The cases of a source, in order. Raises ValueError for what is read as none of them."""
+    """Return the cases of a source, in order. Raises ValueError for a case that cannot be
+    parsed.
+    """
     yield from _Reader(source).cases()
 
 
@@ -90,7 +93,9 @@ class _Reader:
         self._template_lists: dict[str, list[str]] = {}  # of loops, by variable
 
     def cases(self) -> Iterator[ChatCase]:
-        """Variables keep the last value that the text gives them, as its blocks do."""
+        """Return the cases. Variables keep the last value that the text gives them, as its blocks
+        do.
+        """
         templates: dict[str, list[str]] = {}  # by tester
         shared: dict[str, list[ChatCase]] = {}  # of functions, which loops call
         function = ""
@@ -133,7 +138,7 @@ class _Reader:
         return (*texts, *[""] * (count - len(texts)))
 
     def _variable(self, name: str) -> None:
-        """Takes a value if it is one that cases use."""
+        """Store a variable if its value is one that cases use."""
         start = self._at
         while self._tokens[self._at].text != name:
             self._at += 1
@@ -145,7 +150,7 @@ class _Reader:
         self._at = start
 
     def _loop(self) -> None:
-        """A loop over paths of templates, or another one."""
+        """Parse a loop over paths of templates, or another one."""
         start = self._at
         while self._tokens[self._at].text not in (":", ";"):
             self._at += 1
@@ -235,7 +240,7 @@ def _tokens(source: str) -> Iterator[_Token]:
 
 
 def _unescaped(text: str) -> str:
-    """Bytes that are written as \\x are UTF-8."""
+    """Return the text of a literal; bytes written as \\x are UTF-8."""
     made = _ESCAPE.sub(
         lambda m: chr(int(m[1][1:], 16)) if len(m[1]) > 1 else _ESCAPED.get(m[1], m[1]),
         text,

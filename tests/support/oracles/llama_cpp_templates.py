@@ -1,5 +1,6 @@
-"""The chat templates that llama.cpp is tested with, and the source of its test of them, from the
-sdist of llama-cpp-python, which pip fetches once into a cache."""
+"""The chat templates of llama.cpp's tests, and the source of its test of them, from the sdist of
+llama-cpp-python, which pip fetches once into a cache.
+"""
 
 import subprocess
 import sys
@@ -16,13 +17,13 @@ CHAT_TEST = "vendor/llama.cpp/tests/test-chat.cpp"
 
 
 def llama_cpp_templates() -> dict[str, str]:
-    """Sources by name. Skips the test where the package can't be had."""
+    """Return sources by name. Skips the test if the package is not available."""
     found = _files(lambda path: path.suffix == ".jinja" and str(path.parent).endswith(FOLDER))
     return {path.stem: text for path, text in sorted(found.items())}
 
 
 def llama_cpp_chat_test() -> str:
-    """The C++ source. Skips the test where the package can't be had."""
+    """Return the C++ source. Skips the test if the package is not available."""
     [source] = _files(lambda path: str(path).endswith(CHAT_TEST)).values()
     return source
 

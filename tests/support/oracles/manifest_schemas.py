@@ -1,9 +1,9 @@
-"""Strict schemas of what is under k8s/: a field that they do not know is an error.
+"""Strict schemas of the objects under k8s/: an unknown field is an error.
 
 Kubernetes' own kinds come from kubernetes-validate; KEDA's, cert-manager's and the Prometheus
-operator's from cloudcoil's models, by sending an object through them and comparing what comes back;
-the Gateway API's from the npm package @kubernetes-models/gateway-api, which `make setup` packs into
-build/. Nobody packages those of LeaderWorkerSet and of the Inference Extension: their fields are
+operator's from cloudcoil's models, by sending an object through them and comparing the result; the
+Gateway API's from the npm package @kubernetes-models/gateway-api, which `make setup` packs into
+build/. No package has those of LeaderWorkerSet and of the Inference Extension: their fields are
 listed here, after their published reference.
 """
 
@@ -28,14 +28,14 @@ MODELS = {
 }
 GATEWAY_API = "gateway.networking.k8s.io"
 GATEWAY_API_FILE = ROOT / "build/kubernetes-models-gateway-api-0.5.1.tgz"
-# GRPCRoute became v1 as it was in v1alpha2, the version that the package has.
+# GRPCRoute became v1 unchanged from v1alpha2, the version in the package.
 OLDER = {("v1", "GRPCRoute"): "v1alpha2"}
 
 TEMPLATE = object()  # a pod template
 SCALE = (int, str)
 TEXTS = {str: str}  # any keys
 # Fields by kind: a type, a tuple of types, a set of words, a dict of fields, or a list of one of
-# them. "!" after a name: it must be there.
+# them. "!" after a name: it is required.
 LISTED: dict[tuple[str, str], dict[str, Any]] = {
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): {
         "replicas": int,
@@ -80,7 +80,7 @@ LISTED: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def errors(manifest: dict[str, Any]) -> list[str]:
-    """What is wrong with an object, as its schema sees it."""
+    """Return what is wrong with an object according to its schema."""
     return list(_errors(json.dumps(manifest)))
 
 
@@ -132,7 +132,7 @@ def _of_model(manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def _lost(given: Any, back: Any, where: str) -> Iterator[str]:
-    """What a model did not keep: it has no such field, or another type for it."""
+    """Return what a model did not keep: it has no such field, or another type for it."""
     if isinstance(given, dict) and isinstance(back, dict):
         for name, value in given.items():
             if name not in back:
@@ -147,13 +147,13 @@ def _lost(given: Any, back: Any, where: str) -> Iterator[str]:
 
 
 def has_gateway_api() -> bool:
-    """Whether its schemas are here."""
+    """Return whether the schemas of the Gateway API are installed."""
     return GATEWAY_API_FILE.exists()
 
 
 @cache
 def _gateway_schema(version: str, kind: str) -> dict[str, Any]:
-    """A schema as the package's JavaScript has it: an object in JSON."""
+    """Return a schema from the package's JavaScript: an object in JSON."""
     with tarfile.open(GATEWAY_API_FILE) as package:
         member = package.extractfile(f"package/{GATEWAY_API}/{version}/{kind}.js")
         assert member is not None
@@ -176,7 +176,7 @@ def _of_gateway_api(manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def _unknown(given: Any, schema: dict[str, Any], where: str) -> Iterator[str]:
-    """Fields that a schema does not have; those of a map have no names of their own."""
+    """Return fields that a schema does not have; the keys of a map are not fields."""
     if isinstance(given, dict) and "properties" in schema:
         for name, value in given.items():
             if name not in schema["properties"]:
@@ -189,9 +189,9 @@ def _unknown(given: Any, schema: dict[str, Any], where: str) -> Iterator[str]:
 
 
 def _listed(given: Any, wanted: Any, where: str) -> Iterator[str]:
-    """Compares with a list of fields."""
+    """Compare an object with a list of fields."""
     if wanted is TEMPLATE:
-        # It may have no name, and a pod template is what a Deployment has.
+        # It may have no name; a pod template is that of a Deployment.
         same = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "x"}}
         spec = {"selector": {"matchLabels": {}}, "template": given}
         yield from (f"{where}: {text}" for text in _of_kubernetes({**same, "spec": spec}))

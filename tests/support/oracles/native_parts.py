@@ -1,5 +1,6 @@
-"""Lists of parts for a native stack, and what a step of them is: its single operations, one after
-the other on one thread."""
+"""Lists of parts for a native stack, and the expected result of a step: their single operations,
+one after the other on one thread.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +55,7 @@ def layer_norm(seed: int, bias: bool = True) -> Part:
 
 
 def linear(seed: int, outputs: int, inputs: int, kind: str = "Q8_0", bias: bool = False) -> Part:
-    """Of two matrices; `made` makes them."""
+    """Return a linear part with descriptions of two matrices; `made` builds them."""
     half = outputs // 32 * 16
     matrices = [(seed, half, inputs, kind), (seed + 1, outputs - half, inputs, kind)]
     return "linear", {"matrices": matrices, "bias": values(seed, outputs) if bias else None}
@@ -64,7 +65,7 @@ MATRICES = ("matrices", "router", "gates", "ups", "downs", "shared")  # fields o
 
 
 def made(parts: list[Part]) -> list[Part]:
-    """The parts with matrices where there was how to make them."""
+    """Return the parts with matrices in place of their descriptions."""
     return [
         (kind, f | {name: [matrix(*m) for m in f[name]] for name in MATRICES if name in f})
         for kind, f in parts
@@ -89,7 +90,7 @@ def attention(group: int = 0, window: int = 0, sinks: bool = False, latent: int 
 
 
 def head_linear(seed: int, kept: int, kind: str) -> Part:
-    """Of the heads of q: a row is as long as before."""
+    """Return a part that multiplies the heads of q: the row length is unchanged."""
     size = HEAD_DIM - kept
     return "head_linear", {
         "matrices": [(seed + n, size, size, kind) for n in range(HEADS)],
@@ -106,7 +107,7 @@ def experts(
     activation: str = "silu",
     **routing: Any,
 ) -> Part:
-    """Of six experts, two a row, unless `routing` says otherwise."""
+    """Return a part with six experts, two per row unless `routing` overrides it."""
     count, size = 6, 32
     routers = [(seed, count, HIDDEN, "F32"), (seed + 1, 1, HIDDEN, "F32")]
     wide, narrow = (size, HIDDEN, kind), (HIDDEN, size, kind)
@@ -164,7 +165,7 @@ def plain_layer() -> list[Part]:
 
 @dataclass
 class Batch:
-    """A step: `new` tokens of each row, behind `old` ones; a row has blocks of its own."""
+    """A step: `new` tokens of each row, after `old` ones; each row has separate blocks."""
 
     old: list[int]
     new: list[int]
@@ -193,7 +194,7 @@ class Batch:
 
 
 def pools(lists: list[list[Part]], rows: int) -> list[NDArray[np.uint8]]:
-    """Empty KV memory of each layer."""
+    """Return empty KV memory of each layer."""
     latent = [f["latent"] for parts in lists for kind, f in parts if kind == "attention"]
     sizes = [native.kv_block_bytes("float32", KV_HEADS, BLOCK, HEAD_DIM, n) for n in latent]
     return [np.zeros((rows * Batch.WIDTH, size), np.uint8) for size in sizes]
@@ -239,7 +240,7 @@ def product(x: Floats, matrices: list[native.Matrix], bias: Floats | None = None
 
 
 def one_by_one(lists: list[list[Part]], kv: list[NDArray[np.uint8]], batch: Batch) -> Floats:
-    """Final hidden states of all tokens, by the single operations on a thread of their own."""
+    """Return final hidden states of all tokens, by the single operations on a separate thread."""
     stream = embedding().row_values(ONE, batch.ids)
     stream *= np.float32(1.5)
     for parts, pool in zip(lists, kv, strict=True):
@@ -316,7 +317,7 @@ def operation(kind: str, f: dict[str, Any], x: Floats, pool: Any, batch: Batch) 
 
 
 def mixture(f: dict[str, Any], x: Floats) -> Floats:
-    """Of the rows of x, one after the other, what their experts make of them."""
+    """Return the experts' output for the rows of x, one after the other."""
     logits = product(x, f["router"][:1], f["bias"])
     chosen, weights = choice(logits, f["correction"], **{name: f[name] for name in ROUTING})
     biases = (f["gate_up_biases"], f["down_biases"])

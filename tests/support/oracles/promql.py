@@ -1,4 +1,4 @@
-"""The names and labels in PromQL, and where there is any: boards, alerts, scalers."""
+"""The names and labels in PromQL, and the files that contain it: boards, alerts, scalers."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def panels(board: Path) -> list[dict[str, Any]]:
 
 
 def expressions() -> dict[str, str]:
-    """All that are deployed, by where they stand."""
+    """Return all deployed expressions, by their location."""
     found = {f"alert {name}": str(rule["expr"]) for name, rule in rules().items()}
     for board in BOARDS:
         for panel in panels(board):
@@ -35,17 +35,19 @@ def expressions() -> dict[str, str]:
 
 
 def names(text: str) -> set[str]:
-    """Of the metrics in an expression, or in any text; those of rates and the like as sampled."""
+    """Return the metrics in an expression, or in any text; those of rates and the like as
+    sampled.
+    """
     return {name for name in NAME.findall(text) if not name.endswith("_")}
 
 
 def family(name: str, known: set[str]) -> str:
-    """The metric that a sample is of."""
+    """Return the metric of a sample."""
     return name if name in known else SAMPLE.sub("", name)
 
 
 def labels(expression: str) -> Iterator[tuple[set[str], str]]:
-    """(metrics, a label that one of them must have)."""
+    """Return (metrics, a label that one of them must have)."""
     for name, matchers in SELECTOR.findall(expression):
         if NAME.fullmatch(name):
             yield from (({name}, label) for label in re.findall(r"(\w+)\s*[=!]", matchers))

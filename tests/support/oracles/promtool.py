@@ -1,7 +1,7 @@
 """Scraped pages as the series of `promtool test rules`, which evaluates the real alerts over them.
 
-Time is virtual: a page stands for minutes. What has grown between two pages has done so within a
-minute; it goes on growing at that pace, or it happened once. Gauges stay as they are at the end.
+Time is virtual: a page covers minutes. The growth between two pages happens within a minute;
+afterwards it continues at that pace, or it happened once. Gauges keep their final value.
 """
 
 import json
@@ -35,7 +35,7 @@ def needs_promtool() -> pytest.MarkDecorator:
 
 
 def series(pages: Pages) -> Series:
-    """All samples, with the labels that a scrape adds."""
+    """Return all samples, with the labels that a scrape adds."""
     found: Series = {}
     for role, text in pages.items():
         for family in text_string_to_metric_families(text):
@@ -60,7 +60,7 @@ def _quoted(text: str) -> str:
 
 
 def timeline(before: Pages, after: Pages, minutes: int, once: bool) -> list[dict[str, str]]:
-    """Twenty minutes as `before`, then the minutes of what happened until `after`."""
+    """Return twenty minutes of `before`, then the minutes of the event until `after`."""
     well, ill = series(before), series(after)
     return [
         {"series": name, "values": _values(well.get(name), ill.get(name), minutes, once)}
@@ -69,7 +69,7 @@ def timeline(before: Pages, after: Pages, minutes: int, once: bool) -> list[dict
 
 
 def _values(well: Value | None, ill: Value | None, minutes: int, once: bool) -> str:
-    """As promtool writes them."""
+    """Return values as promtool writes them."""
     calm, steps = HEALTHY_MINUTES * PER_MINUTE, minutes * PER_MINUTE
     first = f"_x{calm}" if well is None else f"{well[0]}x{calm - 1}"
     if ill is None:
@@ -87,7 +87,7 @@ def _values(well: Value | None, ill: Value | None, minutes: int, once: bool) -> 
 def firing(
     before: Pages, after: Pages, minutes: int, once: bool, folder: Path
 ) -> tuple[set[str], set[str]]:
-    """The alerts that fire before, and those at the end."""
+    """Return the alerts that fire before, and those at the end."""
     assert PROMTOOL is not None
     looks = (HEALTHY_MINUTES - 1, HEALTHY_MINUTES + minutes - 1)
     test = {
@@ -97,7 +97,7 @@ def firing(
             {
                 "interval": INTERVAL,
                 "input_series": timeline(before, after, minutes, once),
-                # Nothing is expected, so promtool says what there is.
+                # The test expects no alert, so promtool prints those that fire.
                 "promql_expr_test": [{"expr": FIRING, "eval_time": f"{at}m"} for at in looks],
             }
         ],
@@ -114,6 +114,6 @@ def firing(
 
 
 def _shown(minutes: int) -> str:
-    """As promtool writes a time."""
+    """Return a time as promtool writes it."""
     hours, rest = divmod(minutes, 60)
     return f"{hours}h{rest}m" if hours and rest else f"{hours}h" if hours else f"{rest}m"

@@ -1,4 +1,4 @@
-"""The tables of docs/security.md, and what a gRPC method answers to an empty message."""
+"""The tables of docs/security.md, and a gRPC method's answer to an empty message."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 def rows(head: str) -> list[list[str]]:
-    """The cells of the table with that head."""
+    """Return the cells of the table with this head."""
     lines = PAGE.read_text().split(head)[1].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
@@ -20,7 +20,9 @@ LISTENERS = rows("| What | At | Who |")
 
 
 def status(channel: grpc.Channel, method: str, **metadata: str) -> grpc.StatusCode:
-    """Of an empty message to a method of any kind; OK as soon as something is answered."""
+    """Return the status of an empty message to a method of any kind; OK as soon as there is an
+    answer.
+    """
     call = channel.unary_stream(f"/{method}")(b"", metadata=tuple(metadata.items()), timeout=20)
     try:
         for _ in call:

@@ -1,4 +1,4 @@
-"""What processes have noted of their hand-offs: checked against the machine, and made up."""
+"""Records of hand-offs by processes: checked against the machine, and generated."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -35,9 +35,11 @@ CELLS = 6
 
 
 def assert_conform(folder: Path, may_be_empty: bool = False) -> Counter[tuple[str, str]]:
-    """Every ring in the folder is whole, and together they break no rule and say something.
+    """Check that every ring in the folder is whole, and that together they break no rule and are
+    not empty.
 
-    How often each (side, event) was noted. `may_be_empty`: a test that hands nothing over.
+    Returns how often each (side, event) was recorded. `may_be_empty`: for a test without
+    hand-offs.
     """
     recordings = read_rings(sorted(folder.glob(f"*{SUFFIX}")))
     assert not any(recording.damaged for recording in recordings)
@@ -45,7 +47,7 @@ def assert_conform(folder: Path, may_be_empty: bool = False) -> Counter[tuple[st
     assert not violations, "\n\n".join(map(str, violations))
     noted = Counter((r.side, event_name(r)) for one in recordings for r in one.records)
     assert recordings
-    assert may_be_empty or any(event == "opened" for _, event in noted), "nothing was noted"
+    assert may_be_empty or any(event == "opened" for _, event in noted), "nothing was recorded"
     return noted
 
 
@@ -70,17 +72,17 @@ class Notes:
         return self.reasons.index(text)
 
     def close(self) -> None:
-        """The process ends in order."""
+        """End the process in order."""
         self.append(RecordKind.END, b"", 0, 0, 0)
 
     def recording(self) -> Recording:
-        """As a reader of its ring would have it."""
+        """Return the recording as a reader of its ring would get it."""
         reasons, records = tuple(self.reasons), list(self.records)
         return Recording(self.role, self.boot, HOST, 0, 0, reasons, records)
 
 
 class Played:
-    """One side of a made-up hand-off: does what the machine says, and notes it."""
+    """One side of a generated hand-off: carries out the machine's actions, and records them."""
 
     def __init__(self, log: RecordSink, side: Side, attempt: bytes) -> None:
         self.event_log = EventLog(log)
@@ -104,7 +106,7 @@ class Played:
 def play(
     attempt: bytes, request: int, router: RecordSink, decode: RecordSink, prefill: RecordSink
 ) -> None:
-    """A hand-off without a fault, as three processes note it."""
+    """Play a hand-off without a fault, as three processes record it."""
     EventLog(router).route(attempt, 1, request)
     receive = Played(decode, Side.RECEIVE, attempt)
     send = Played(prefill, Side.SEND, attempt)
@@ -123,7 +125,9 @@ def play(
 
 
 def whole_handoff(attempt: bytes, request: int = 1) -> tuple[Notes, Notes, Notes]:
-    """Router, decode and prefill of an attempt without a fault, and an orderly end of each."""
+    """Return records of router, decode and prefill for an attempt without a fault, with an orderly
+    end of each.
+    """
     clock = count(0, 1_000_000).__next__
     roles = ("router", "decode", "prefill")
     router, decode, prefill = (Notes(role, role.encode(), clock) for role in roles)

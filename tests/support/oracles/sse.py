@@ -5,7 +5,7 @@ from typing import Any
 
 
 def events(body: str) -> list[dict[str, Any]]:
-    """The objects of a whole stream, which must end with [DONE]."""
+    """Return the objects of a whole stream, which must end with [DONE]."""
     lines = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its debugging pipe: no driver and no WebSocket is needed."""
+"""A headless Chromium, driven over its debugging pipe, without a driver or WebSocket."""
 
 import base64
 import fcntl
@@ -28,11 +28,13 @@ DESKTOP, PHONE = (1280, 800), (390, 844)
 
 
 class PageError(Exception):
-    """What a script on the page has thrown, or the browser has refused."""
+    """A script on the page has thrown, or the browser has refused a command."""
 
 
 class Browser:
-    """`with Browser() as browser`: one page. Its calls wait for Chromium's answer."""
+    """Context manager for one page: `with Browser() as browser`. Its calls wait for Chromium's
+    answer.
+    """
 
     def __enter__(self) -> "Browser":
         assert CHROMIUM is not None
@@ -81,7 +83,7 @@ class Browser:
         self._folder.cleanup()
 
     def call(self, method: str, **params: Any) -> Any:
-        """A command of the protocol. Raises PageError."""
+        """Send a command of the protocol. Raises PageError."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -119,14 +121,14 @@ class Browser:
             entry = params["entry"]
             self.console.append(f"{entry['text']} {entry.get('url', '')}")
 
-    # --- what a person does
+    # --- user actions
 
     def open(self, url: str) -> None:
-        """Loads a page, and what it names."""
+        """Load a page and the files that it names."""
         self._load("Page.navigate", url=url)
 
     def reload(self) -> None:
-        """Loads the page again."""
+        """Load the page again."""
         self._load("Page.reload")
 
     def _load(self, method: str, **params: Any) -> None:
@@ -135,7 +137,7 @@ class Browser:
         self.wait("!window.isOld && document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
-        """The value of an expression, or of a promise. Raises PageError."""
+        """Return the value of an expression, or of a promise. Raises PageError."""
         found = self.call(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
@@ -145,26 +147,26 @@ class Browser:
         return found["result"].get("value")
 
     def wait(self, script: str) -> Any:
-        """The value of an expression, once it is true."""
+        """Return the value of an expression, once it is true."""
 
         def holds() -> Any:
             try:
                 return self.run(script)
-            except PageError:  # the page is being loaded
+            except PageError:  # the page is loading
                 return None
 
         return wait_until(holds, lambda: f"{script}\n{self.text()}\n{self.console}", pause_s=0.05)
 
     def wait_console(self, text: str) -> None:
-        """Until an error with this text has been told."""
+        """Wait until an error with this text has been reported."""
         wait_until(lambda: self.run("1") and any(text in line for line in self.console), text)
 
     def text(self, selector: str = "body") -> str:
-        """What is seen of an element; empty if it is not there."""
+        """Return the visible text of an element; empty if it is not there."""
         return str(self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     def click(self, selector: str) -> None:
-        """Presses the mouse on the element's middle."""
+        """Press the mouse on the element's middle."""
         place = self.wait(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             "if (!e) return null; e.scrollIntoView({block: 'nearest'});"
@@ -176,7 +178,7 @@ class Browser:
             self.call("Input.dispatchMouseEvent", type=kind, **at)
 
     def type(self, text: str) -> None:
-        """Into what has the focus."""
+        """Type into the focused element."""
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, *, shift: bool = False) -> None:
@@ -187,7 +189,7 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyUp", **how)
 
     def fill(self, selector: str, text: str) -> None:
-        """Replaces what a field has, and leaves it."""
+        """Replace the contents of a field, and leave it."""
         self.run(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             f"e.focus(); e.value = {json.dumps(text)};"
@@ -195,16 +197,18 @@ class Browser:
             "e.dispatchEvent(new Event(kind, {bubbles: true})); })()"
         )
 
-    # --- how the page is shown
+    # --- display of the page
 
     def resize(self, width: int, height: int) -> None:
-        """A phone's width makes it a phone."""
+        """Resize the page; a phone's width emulates a phone."""
         shown = {"width": width, "height": height, "mobile": width < 800}
         factor = 2 if width < 800 else 1
         self.call("Emulation.setDeviceMetricsOverride", deviceScaleFactor=factor, **shown)
 
     def prefer(self, scheme: str) -> None:
-        """The system's colors: light or dark. Nothing moves: a test need not wait for it."""
+        """Set the system's colors: light or dark. Animations are off, so that tests need not wait
+        for them.
+        """
         wanted = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
         features = [{"name": name, "value": value} for name, value in wanted.items()]
         self.call("Emulation.setEmulatedMedia", features=features)
@@ -213,7 +217,7 @@ class Browser:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def violations(self, *impacts: str) -> list[str]:
-        """What axe-core finds, of these impacts (without any: serious and critical ones)."""
+        """Return axe-core's findings with these impacts (by default serious and critical ones)."""
         if self.run("typeof axe") == "undefined":
             self.run(gzip.decompress(AXE.read_bytes()).decode() + ";0")
         found = json.loads(self.run("axe.run().then((r) => JSON.stringify(r.violations))"))

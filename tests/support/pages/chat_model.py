@@ -1,4 +1,4 @@
-"""A model for tests of the pages: what it answers depends on the last message."""
+"""A model for tests of the pages: its answer depends on the last message."""
 
 import asyncio
 import hashlib
@@ -11,7 +11,7 @@ from pdserve.protos import common_pb2 as pb
 
 CONTEXT_LEN = 8192
 GENERATION: dict[str, object] = {"temperature": 0.25}
-LONG_WORDS = 6000  # half a minute: whoever stops it is never too late
+LONG_WORDS = 6000  # half a minute, so that a stop always comes in time
 SAMPLE = """# A heading
 Some **bold** text, `code` and a [link](https://example.org/).
 
@@ -54,8 +54,9 @@ code
 
 
 class ChatModel(FakeRouter):
-    """Says SAMPLE to "sample", HOSTILE to "hostile", thinks at "think", calls a tool at "tool",
-    goes on until it is stopped at "long", and repeats all else."""
+    """Answers SAMPLE to "sample", HOSTILE to "hostile", reasons at "think", calls a tool at
+    "tool", continues until it is stopped at "long", and repeats everything else.
+    """
 
     def __init__(self) -> None:
         card, blobs = served(context_len=CONTEXT_LEN, generation=GENERATION)

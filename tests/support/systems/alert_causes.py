@@ -1,6 +1,6 @@
-"""What makes each alert fire: a cause, made with the real objects, and the pages before and after.
+"""Causes of each alert, made with the real objects, and the pages before and after.
 
-A cause gives the pages of the processes that it concerns; `None` after it: the process is gone.
+A cause gives the pages of the processes concerned; `None` after it: the process is gone.
 """
 
 import asyncio
@@ -51,8 +51,9 @@ Cause = Callable[[pytest.MonkeyPatch], Awaitable[Change]]
 
 @dataclass(frozen=True)
 class Case:
-    """`also`: alerts that the same cause makes fire; `minutes`: how long it goes on, if it is not
-    made `once`."""
+    """One cause. `also`: alerts that the same cause makes fire; `minutes`: its duration, unless it
+    happens `once`.
+    """
 
     cause: Cause
     also: set[str] = field(default_factory=set)
@@ -61,7 +62,7 @@ class Case:
 
 
 async def healthy() -> Pages:
-    """A page of each process, of a system that has answered a few requests."""
+    """Return a page of each process, of a system that has answered a few requests."""
     async with watched_router() as (router, _, _):
         of_router = router_page(router.core)
     async with watched_gateway(FakeRouter(saying("hello"))) as gateway:
@@ -107,7 +108,7 @@ async def workers_die_again_and_again(patch: pytest.MonkeyPatch) -> Change:
 
 
 async def router_hears_too_few(patch: pytest.MonkeyPatch) -> Change:
-    """Their streams end, while their sessions stay."""
+    """End the workers' streams while their sessions stay."""
     async with watched_router() as (router, _, _):
         others = [FakeDecode() for _ in range(4)]
         for one in others:
@@ -147,7 +148,7 @@ async def gateways_speak_of_the_forgotten(patch: pytest.MonkeyPatch) -> Change:
 
 
 async def workers_are_busy(patch: pytest.MonkeyPatch) -> Change:
-    """For 20 s of a dispatcher whose time is a number."""
+    """Keep workers busy for 20 s of a dispatcher whose time is a number."""
     world = World(NO_MIXING)
     world.join(DECODE).busy_until = world.now + 20
     before = router_page(world.core)
@@ -159,7 +160,7 @@ async def workers_are_busy(patch: pytest.MonkeyPatch) -> Change:
 
 
 async def prompts_wait_for_prefill(patch: pytest.MonkeyPatch) -> Change:
-    """As an engine would report it that has been given 120 prompts and is slow."""
+    """Report the load of a slow engine with 120 prompts."""
 
     class Slow(FakeDecoder):
         def forward(self, host_batch: Any, kv: Any) -> Any:
@@ -192,7 +193,7 @@ async def _reported(load: Load, prefill: bool) -> Change:
 
 
 async def sequences_take_each_others_blocks(patch: pytest.MonkeyPatch) -> Change:
-    """Some of the tokens that were generated are computed again."""
+    """Make the engine recompute some of the generated tokens."""
     engine = fake_engine(num_blocks=24, max_running=8)
     before = worker_page(engine_load(engine))
     run(engine, *(ask(f"r{n}", [n] * 8, max_tokens=60) for n in range(16)))
@@ -201,7 +202,7 @@ async def sequences_take_each_others_blocks(patch: pytest.MonkeyPatch) -> Change
 
 
 async def _with_pair(patch: pytest.MonkeyPatch, do: Callable[[Pair], Awaitable[None]]) -> Change:
-    """Decode's page before and after."""
+    """Run `do` on a pair of workers; return decode's page before and after."""
     build_with(patch, engine_maker())
     with TemporaryDirectory() as folder:
         async with worker_pair(Path(folder)) as pair:
@@ -312,7 +313,7 @@ async def a_certificate_ends_in_three_days(patch: pytest.MonkeyPatch) -> Change:
 
 
 def of_another(folder: str) -> Path:
-    """A package that notes another commit."""
+    """Return a package with another commit."""
     (package := Path(folder)).joinpath(process_metrics.COMMIT_FILE).write_text("another")
     return package
 

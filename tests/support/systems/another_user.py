@@ -1,4 +1,4 @@
-"""What a process of another user gets: a child that gives up root's rights, then tries."""
+"""The rights of another user's process: a child that drops root's rights, then tries."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 NOBODY = 65534
-# It gives them up by itself, since the interpreter may be out of that user's reach.
+# The child drops them by itself, since the interpreter may be unreachable for that user.
 CHILD = f"""
 import json, os, socket, stat, sys
 
@@ -36,8 +36,9 @@ json.dump({{path: tried(path) for path in json.load(sys.stdin)}}, sys.stdout)
 
 
 def tried_by_another_user(paths: Iterable[Path]) -> dict[Path, str]:
-    """Connects to sockets, reads files and lists folders: "reached", or the error's name. Wants
-    root, to become another user."""
+    """Connect to sockets, read files and list folders; return "reached" or the error's name for
+    each. Requires root, to become another user.
+    """
     done = subprocess.run(
         [sys.executable, "-I", "-c", CHILD],
         input=json.dumps([str(path) for path in paths]),

@@ -11,6 +11,6 @@ BEARER = ACCESS.metadata
 
 
 def open_channel(address: str, secret: str = SECRET) -> SecretChannel:
-    """A channel whose calls carry the secret, or another."""
+    """Return a channel whose calls carry the secret, or another."""
     inner = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     return SecretChannel(inner, ((AUTHORIZATION, f"Bearer {secret}"),))

@@ -1,4 +1,4 @@
-"""The repository's compose files on an engine of the tests, on ports of their own."""
+"""The repository's compose files on an engine of the tests, on separate ports."""
 
 import secrets
 import socket
@@ -17,7 +17,9 @@ MODEL = "SmolLM2-135M-Instruct"
 
 
 class Project:
-    """`files` of the repository, one over the other; images are built from the checkout."""
+    """A project of `files` of the repository, one over the other; images are built from the
+    checkout.
+    """
 
     def __init__(
         self,
@@ -31,7 +33,7 @@ class Project:
         self._files = [ROOT / file for file in files]
         self._name = name
         override = folder / f"{name}.yml"
-        # The engine has no bridge of its own: builds use the host's network.
+        # The engine has no bridge network: builds use the host's network.
         images = {"PYTHON_IMAGE": PYTHON_IMAGE, "BUILD_IMAGE": BUILD_IMAGE}
         builds = {role: {"build": {"network": "host", "args": images}} for role in ROLES}
         override.write_text(yaml.safe_dump({"services": builds}))
@@ -62,18 +64,18 @@ class Project:
         self.compose("build", timeout_s=1800)
 
     def up(self) -> None:
-        """Start all; returns when all are healthy."""
+        """Start all services; returns when all are healthy."""
         self.compose("up", "--detach", "--wait", "--no-build", timeout_s=600)
 
     def down(self) -> None:
         self.compose("down", "--volumes")
 
     def containers(self, role: str) -> list[str]:
-        """Ids of a role's containers."""
+        """Return ids of a role's containers."""
         return self.compose("ps", "--quiet", role).split()
 
     def stop(self, container: str) -> int:
-        """SIGTERM, and SIGKILL after stop_grace_period; its exit code."""
+        """Send SIGTERM, and SIGKILL after stop_grace_period; return the exit code."""
         self._engine.run("stop", container, timeout_s=120)
         return self.exit_code(container)
 
@@ -81,7 +83,7 @@ class Project:
         return int(self._engine.run("inspect", "--format", "{{.State.ExitCode}}", container))
 
     def start(self, container: str, timeout_s: float = 180) -> None:
-        """Start a stopped one; returns when it is healthy."""
+        """Start a stopped container; returns when it is healthy."""
         self._engine.run("start", container)
         wait_until(
             lambda: self._health(container) == "healthy", f"{container} healthy", timeout_s, 0.5

@@ -2,8 +2,8 @@
 
     python -m systems.cuda_child half|late|flood|serve FOLDER
 
-half: its copy stops in the middle, when its frame is already sent. late: sends a frame, and for
-each line on stdin writes into its slot again. flood: frames without end. serve: decode, which
+half: its copy stops in the middle, after its frame was sent. late: sends a frame, and for each
+line on stdin writes into its slot again. flood: sends frames without end. serve: decode, which
 takes a few frames and then holds them.
 """
 
@@ -42,7 +42,7 @@ def payload(sequence: int) -> np.ndarray:
 
 
 class HalfDevice(FakeDevice):
-    """A copy into the window never gets further than its first half."""
+    """A device whose copy into the window never gets further than its first half."""
 
     def copy_out(self, pages: Pages, slot: Slot, key: bytes) -> FakeCopy:
         if slot.capacity < SLOT_BYTES:  # the handshake's
@@ -55,7 +55,7 @@ class HalfDevice(FakeDevice):
 
 
 class StubbornDevice(FakeDevice):
-    """What it has opened it can write into for ever, as a copy that is under way can."""
+    """A device that can write forever into what it has opened, like an unfinished copy."""
 
     def open_memory(self, handle: bytes, size: int) -> FakeMemory:
         memory = super().open_memory(handle, size)

@@ -1,5 +1,8 @@
-"""device_cupy.py on a fake GPU: two processes hand blocks over, in a seeded order of their streams.
-No copy takes wrong bytes, all of them end, and faults that there once were can be put back."""
+"""device_cupy.py on a fake GPU: two processes hand blocks over, in a seeded order of their
+streams.
+
+No copy takes wrong bytes, all of them end, and past faults can be restored.
+"""
 
 import ctypes
 import re
@@ -28,10 +31,10 @@ from pdserve.kernels.copy_hash import KEY_BYTES
 
 BLOCK_BYTES, BLOCKS, LAYERS = 8192, 24, 2
 SLOT_BYTES = 12 * BLOCK_BYTES
-LIMIT = 400  # looks at what is under way, at the end
+LIMIT = 400  # looks at unfinished copies, at the end
 
 DAMAGED = "a tag is not that of its payload|did not arrive"
-FAULTS = {  # and what is said of them
+FAULTS = {  # and the error that reports each
     "late_zeros": DAMAGED,
     "late_windows": DAMAGED,
     "late_signals": "an event is destroyed before its record is done",
@@ -80,7 +83,7 @@ class Process:
         return Pages(self.pool, layer_bytes, BLOCK_BYTES, range(LAYERS), blocks, ready)
 
     def compute(self, change: Callable[[], None]) -> Any:
-        """A step of the engine, and the event behind it."""
+        """Make a step of the engine, and record the event after it."""
         assert not self.runtime.last_error, "torch would report another's error as its own"
 
         def run() -> bool:
@@ -104,18 +107,19 @@ class Frame:
 
 @dataclass(eq=False)
 class Connection:
-    """A window of decode's, as both see it."""
+    """A window of decode's, as seen by both sides."""
 
     window: DeviceWindow  # decode's
     memory: Any  # prefill's
     ours: list[Slot] = field(default_factory=list)
-    frames: dict[int, Frame] = field(default_factory=dict)  # under way, by slot
+    frames: dict[int, Frame] = field(default_factory=dict)  # unfinished, by slot
 
 
 class Handoff:
     """Prefill and decode on one GPU, without the protocol between them. Faults are those of
-    FakeRuntime, and: with `freed_early` blocks are given back while a copy writes them, with
-    `before_grant` copies do not wait for their blocks' last owners."""
+    FakeRuntime, and: with `freed_early` blocks are returned while a copy writes them, with
+    `before_grant` copies do not wait for their blocks' previous owners.
+    """
 
     def __init__(
         self, seed: int, freed_early: bool = False, before_grant: bool = False, **faults: bool
@@ -127,7 +131,7 @@ class Handoff:
         self._freed_early, self._before_grant = freed_early, before_grant
         self.given_up: list[tuple[tuple[int, ...], Any]] = []  # blocks, and their next owner's
         self.connections: list[Connection] = []
-        self.sources: set[int] = set()  # prefill's blocks of frames that are under way ...
+        self.sources: set[int] = set()  # prefill's blocks of unfinished frames ...
         self.targets: set[int] = set()  # ... and decode's
         self.spare: list[DeviceWindow] = []
         self.seen: Counter[str] = Counter()
@@ -151,7 +155,7 @@ class Handoff:
         self.connections.append(made)
 
     def send(self, connection: Connection) -> None:
-        """A step computes some blocks, and they are copied into a free slot."""
+        """Compute some blocks in a step, and copy them into a free slot."""
         free = [at for at in range(len(connection.ours)) if at not in connection.frames]
         sources, targets = (
             [block for block in range(1, BLOCKS) if block not in used]
@@ -181,7 +185,7 @@ class Handoff:
         self.seen["frames"] += 1
 
     def receive(self, connection: Connection) -> None:
-        """Looks at what is under way, as decode does between two steps."""
+        """Check unfinished copies, as decode does between two steps."""
         for slot_number, frame in list(connection.frames.items()):
             slot = connection.window.slots[slot_number]
             if frame.copy is None:
@@ -203,8 +207,9 @@ class Handoff:
                 self.seen["taken"] += 1
 
     def give_up(self) -> None:
-        """Decode gives blocks back while a copy writes them, as OpenBlocks.close does; their next
-        owner computes."""
+        """Return decode's blocks while a copy writes them, as OpenBlocks.close does; their next
+        owner computes.
+        """
         under_way = [(c, at, frame) for c in self.connections for at, frame in c.frames.items()]
         for connection, slot_number, frame in under_way:
             if frame.copy is None or frame.copy.done():
@@ -220,7 +225,7 @@ class Handoff:
             return
 
     def _step_of(self, blocks: tuple[int, ...], content: Any) -> Callable[[], None]:
-        """What another owner of decode's blocks computes."""
+        """Return the step of another owner of decode's blocks."""
 
         def change() -> None:
             self.decode.array()[:, blocks] = content
@@ -232,8 +237,9 @@ class Handoff:
         return np.frombuffer(data, np.uint8).reshape(LAYERS, len(blocks), BLOCK_BYTES)
 
     def leave(self, connection: Connection) -> None:
-        """Prefill closes its end, as CudaWriter.close does; what decode has not begun to take is
-        lost, and its window is lent to somebody else."""
+        """Close prefill's end, as CudaWriter.close does; frames that decode has not begun to take
+        are lost, and the window is lent again.
+        """
         if any(frame.copy is not None for frame in connection.frames.values()):
             return
         for slot in connection.ours:
@@ -254,7 +260,7 @@ class Handoff:
         self.seen["left"] += 1
 
     def probe(self) -> None:
-        """A handshake's bytes, off the engine's thread while its stream is busy."""
+        """Check a handshake's bytes, off the engine's thread while its stream is busy."""
         decode, prefill, size = self.decode.device, self.prefill.device, 256
         cell = decode.allocate(3 * size)
         theirs = Slot(cell.address, size, decode.make_signal())
@@ -315,7 +321,9 @@ class Handoff:
         self._check_scratch()
 
     def _check_scratch(self) -> None:
-        """Every scratch can be used again: it lies in a slot or is spare, its copy done."""
+        """Check that every scratch can be used again: it lies in a slot or is spare, and its copy
+        is done.
+        """
         slots = [slot for one in self.connections for slot in (*one.ours, *one.window.slots)]
         slots += [slot for window in self.spare for slot in window.slots]
         scratches = [slot.scratch for slot in slots if slot.scratch is not None]
@@ -327,7 +335,7 @@ class Handoff:
 
 
 def orders_until_found(fault: str, most: int) -> int:
-    """How many orders it takes to find a fault of FAULTS; 0: more than `most`."""
+    """Return how many orders it takes to find a fault of FAULTS; 0: more than `most`."""
     exports = 256 if fault == "shared_exports" else device_cupy.EXPORT_BYTES
     faults = {} if fault == "shared_exports" else {fault: True}
     with patch.object(device_cupy, "EXPORT_BYTES", exports):

@@ -1,5 +1,8 @@
-"""Routers that come and go as pods do, workers and gateways that find them through a fake API
-server, and requests whose every token is known."""
+"""Routers that come and go as pods do, and workers and gateways that find them through a fake API
+server.
+
+Every token of the requests is known in advance.
+"""
 
 import asyncio
 from collections import Counter
@@ -29,7 +32,7 @@ SEED = 5
 
 
 class PacedWorker(OneTokenWorker):
-    """Says max_tokens tokens in their time, the first one after those that a request has."""
+    """Generates max_tokens tokens at a fixed pace, the first one after those that a request has."""
 
     async def _read(self, commands: Any, outbox: TokensOutbox[wire.DecodeEvent]) -> None:
         running: dict[bytes, asyncio.Task[None]] = {}
@@ -82,7 +85,7 @@ class RouterPod:
 
 
 class DiscoveredSystem:
-    """Between `start` and `close`; all routers have one port, at addresses of their own."""
+    """Runs between `start` and `close`; all routers have one port, at separate addresses."""
 
     def __init__(self, api: FakeKubernetes, seed: int, num_workers: int, num_gateways: int) -> None:
         self.api = api
@@ -92,7 +95,7 @@ class DiscoveredSystem:
         self.gateways = [
             RouterClient([TARGET], ACCESS, number.to_bytes(16)) for number in range(num_gateways)
         ]
-        self.wrong: list[str] = []  # requests that did not end right
+        self.wrong: list[str] = []  # requests that did not end correctly
         self.num_right = 0
         self.counts: Counter[str] = Counter()  # changes
         self._port = 0
@@ -132,7 +135,9 @@ class DiscoveredSystem:
         return router
 
     async def settled(self) -> None:
-        """Workers have joined every router; gateways have a session with every ready one."""
+        """Return whether workers have joined every router, and gateways have a session with every
+        ready one.
+        """
         await eventually(lambda: all(r.num_workers == len(self.workers) for r in self.routers))
         ready = sum(r.pod.ready for r in self.routers)
         await eventually(lambda: all(g.num_connected >= ready for g in self.gateways))
@@ -140,7 +145,7 @@ class DiscoveredSystem:
     # --- requests
 
     async def ask(self, gateway: int, name: str) -> None:
-        """Notes in `wrong` whatever is not its whole answer."""
+        """Send a request; record it in `wrong` unless it gets its whole answer."""
         prompt = [self.rng.randrange(60_000) for _ in range(20)]
         start = pb.Start(
             request=name,
@@ -178,11 +183,11 @@ class DiscoveredSystem:
     # --- routers come and go
 
     async def change(self) -> None:
-        """One that leaves a router which is there for every gateway and worker."""
+        """Make one change that leaves a router available to every gateway and worker."""
         changes: list[Callable[[], Awaitable[None]]] = [self.add_and_serve, self.api_away]
         if len(self.routers) > 2:
             changes += [self.roll, self.roll, self.crash, self.blink]
-        # The ones that came least: each kind comes in a few changes, whatever is drawn.
+        # The least frequent kinds: a few changes include each kind, whatever is drawn.
         fewest = min(self.counts[change.__name__] for change in changes)
         change = self.rng.choice([c for c in changes if self.counts[c.__name__] <= fewest + 1])
         self.counts[change.__name__] += 1
@@ -195,7 +200,9 @@ class DiscoveredSystem:
         return made
 
     async def add_and_serve(self) -> None:
-        """Ready some time after the pod is there (its Deployment's minReadySeconds)."""
+        """Add a router; it is ready some time after the pod exists (its Deployment's
+        minReadySeconds).
+        """
         made = await self.add()
         await eventually(lambda: made.num_workers == len(self.workers))
         self.pods.set(made.pod, ready=True)
@@ -203,14 +210,14 @@ class DiscoveredSystem:
             await self.roll()
 
     async def roll(self) -> None:
-        """A pod ends in order: it may learn of that before or after its endpoints show it."""
+        """End a pod in order: it may learn of that before or after its endpoints show it."""
         await self.settled()
         one = self._leaving()
         steps: list[Callable[[], Awaitable[None]]] = [one.router.drain, self._terminates(one.pod)]
         self.rng.shuffle(steps)
         for step in steps:
             await step()
-        self.pods.set(one.pod, ready=False, terminating=True)  # its probe says so
+        self.pods.set(one.pod, ready=False, terminating=True)  # its probe reports it
         await one.router.stop(0.1)
         self.pods.remove(one.pod)
 
@@ -232,7 +239,7 @@ class DiscoveredSystem:
         self.pods.remove(one.pod)
 
     async def blink(self) -> None:
-        """A router is not ready for a while, and lives."""
+        """Make a live router not ready for a while."""
         await self.settled()
         one = self.rng.choice(self.routers)
         self.pods.set(one.pod, ready=False)
@@ -240,7 +247,7 @@ class DiscoveredSystem:
         self.pods.set(one.pod, ready=True)
 
     async def api_away(self) -> None:
-        """Meanwhile a router goes and nobody is told."""
+        """Remove a router while the API server is away and reports nothing."""
         await self.settled()
         await asyncio.to_thread(self.api.stop)
         if len(self.routers) > 2:

@@ -1,7 +1,7 @@
 """A dispatcher, its client and its workers as one Hypothesis state machine, without sockets.
 
-Checked throughout: one terminal event per request, ids in order without a gap, and no attempt
-left running on a live worker once its request has ended or moved on.
+Checked throughout: one terminal event per request, ids in order without a gap, and no attempt left
+running on a live worker once its request has ended or moved on.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ class Remote:
         self.worker = worker
         self.command = command
         self.admitted = False
-        self.parked = False  # its session was lost: it says nothing until it is resumed
+        self.parked = False  # its session was lost: it sends nothing until it is resumed
         self.follows = False  # it waits for the KV of another
         self.sent: dict[int, int] = {}
 
@@ -52,11 +52,11 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.client = Recorder(b"gateway")
         self.at_decode: dict[bytes, Remote] = {}
         self.at_prefill: dict[bytes, Remote] = {}
-        self.kept: dict[bytes, Remote] = {}  # ended at decode; a Resume is answered all the same
+        self.kept: dict[bytes, Remote] = {}  # ended at decode; a Resume is still answered
         self.asked: dict[bytes, tuple[Worker, wire.Resume]] = {}
-        # Whose prefill worker the router may not know: it hears of the end from decode.
+        # Attempts whose prefill worker the router may not know: decode reports their end.
         self.adopted: set[bytes] = set()
-        self.unsure: set[bytes] = set()  # attempts whose end the router may not have heard of
+        self.unsure: set[bytes] = set()  # attempts whose end the router may not know
         rules = Rules(mode, 10)
         self.dispatcher = Dispatcher(self.fleet, rules, self.send, Random(seed), 5, 0.0)
         self.started: dict[str, int] = {}
@@ -65,13 +65,13 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.join(role)
 
     def rarely(self) -> bool:
-        """Faults come less often than progress, so that requests get somewhere."""
+        """Draw true rarely: faults are less frequent than progress, so that requests advance."""
         return self.random.random() < 0.25
 
     def send(self, worker: Worker, command: Any) -> None:
         kind = command.WhichOneof("command")
         if self.fleet.get(worker.boot) is not worker or not (worker.connected or kind == "cancel"):
-            return  # a cancel is said in the next session
+            return  # a cancel is sent in the next session
         if kind == "admit":
             assert worker.hello.role == fleet_pb2.DECODE
             self.at_decode[command.admit.attempt] = Remote(worker, command.admit)
@@ -90,7 +90,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 command.cancel.attempt not in side
             ):
                 return  # it cannot know whether the worker still has it
-            # Both sides are told only of attempts that they may still have.
+            # Both sides get only attempts that they may still have.
             assert side.pop(command.cancel.attempt).worker is worker
             HITS["cancelled"] += 1
 
@@ -327,7 +327,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             return
         remote = self.at_decode.pop(found[0])
         if remote.parked:
-            return  # said to nobody
+            return  # no session
         lost = wire.HandoffLost(attempt=found[0])
         self.dispatcher.on_decode(remote.worker, wire.DecodeEvent(handoff_lost=lost), self.now)
         HITS["handoff lost"] += 1
@@ -390,7 +390,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert ended == ((self.client.key, request) not in alive)
 
     def teardown(self) -> None:
-        """Time alone ends everything."""
+        """Pass time, which alone ends everything."""
         if not hasattr(self, "dispatcher"):
             return
         self.dispatcher.client_gone(self.client, self.now)

@@ -28,7 +28,7 @@ CARD: dict[str, Any] = {
 
 
 def other(**parts: Any) -> dict[str, Any]:
-    """A card of another identity."""
+    """Return a card of another identity."""
     return {"kv_identity": pb.KvIdentity(**(SAME.parts() | parts))}
 
 
@@ -61,7 +61,7 @@ class World:
 
     @property
     def core(self) -> Any:
-        """What the metrics of a router read of it."""
+        """Return the parts that a router's metrics read."""
         return SimpleNamespace(
             dispatcher=self.dispatcher,
             fleet=self.fleet,
@@ -96,7 +96,7 @@ class World:
         return worker
 
     def submit(self, request: str, **start: Any) -> None:
-        start |= {"cache_salt": request.encode()}  # nobody waits for the KV of another
+        start |= {"cache_salt": request.encode()}  # no request waits for the KV of another
         params = start.pop("params", pb.SamplingParams(n=1))
         message = pb.Start(request=request, model="m", params=params, **start)
         self.dispatcher.submit(RequestProgress(message, list(range(40))), self, self.now)
@@ -105,7 +105,7 @@ class World:
         return [(w, getattr(c, kind)) for w, c in self.sent if c.WhichOneof("command") == kind]
 
     def begin(self, request: str) -> Worker:
-        """The last Admit is of that request; admit it, and generate a token."""
+        """Check that the last Admit is of that request; admit it, and generate a token."""
         worker, admit = self.commands("admit")[-1]
         assert admit.start.request == request
         ticket = wire.Ticket(id=b"t") if admit.prefill_boot else None
@@ -127,7 +127,7 @@ class World:
         self.dispatcher.disconnected(worker, True, self.now)
 
     def leave(self, worker: Worker) -> None:
-        """It says goodbye, and ends."""
+        """Make a worker say goodbye, and end."""
         worker.said_goodbye = True
         self.fleet.lost(worker)
         self.dispatcher.disconnected(worker, False, self.now)

@@ -1,6 +1,6 @@
-"""A Docker engine of the tests' own: its daemon, base image and compose project, gone at the end.
+"""A Docker engine for the tests: its daemon, base image and compose project, gone at the end.
 
-It touches no engine that may run on the machine. `missing()` says what a machine lacks for it.
+It uses no engine that may run on the machine. `missing()` says what a machine lacks for it.
 """
 
 import os
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from systems.eventually import wait_until
 
-BUILD_IMAGE = "pdserve-test-python:build"  # what the Dockerfile's stages build in
-PYTHON_IMAGE = "pdserve-test-python:run"  # what its images start from: nothing but Python
+BUILD_IMAGE = "pdserve-test-python:build"  # for the build stages of the Dockerfile
+PYTHON_IMAGE = "pdserve-test-python:run"  # base of its images: nothing except Python
 PACKAGES = {
     BUILD_IMAGE: "python3,python3-dev,python3-venv,python3-pip,ca-certificates",
     PYTHON_IMAGE: "python3,ca-certificates",
@@ -34,7 +34,7 @@ PIP_KEYS = ("index-url", "extra-index-url", "trusted-host", "find-links")
 
 
 def missing() -> str:
-    """Why no engine can be started here; empty if one can."""
+    """Return why no engine can be started here; empty if one can."""
     if os.geteuid() != 0:
         return "a Docker engine can only be started by root"
     for program, package in (
@@ -48,7 +48,7 @@ def missing() -> str:
 
 
 def compose_binary() -> Path | None:
-    """docker-compose, from beside this Python or from the path."""
+    """Return docker-compose, from beside this Python or from the path."""
     beside = Path(sys.executable).with_name("docker-compose")
     found = str(beside) if beside.exists() else shutil.which("docker-compose")
     return Path(found) if found else None
@@ -62,7 +62,9 @@ class DockerEngine:
         self.host = f"unix://{folder}/docker.sock"
 
     def run(self, *words: str, env: dict[str, str] | None = None, timeout_s: float = 60) -> str:
-        """The standard output of `docker WORDS`; both outputs go to the test's log if it fails."""
+        """Return the standard output of `docker WORDS`; both outputs go to the test's log if it
+        fails.
+        """
         full = {
             **os.environ,
             "DOCKER_HOST": self.host,
@@ -78,7 +80,7 @@ class DockerEngine:
         return done.stdout
 
     def make_base_images(self) -> None:
-        """A Debian with Python for the stages that build, and a smaller one for the images."""
+        """Make a Debian with Python for the build stages, and a smaller one for the images."""
         for name, packages in PACKAGES.items():
             self._import(name, packages)
 
@@ -109,7 +111,9 @@ class DockerEngine:
         shutil.rmtree(root)
 
     def make_proxy_image(self) -> None:
-        """Debian's HAProxy under the name that compose.ha.yml runs; needs the base images."""
+        """Make an image of Debian's HAProxy under the name that compose.ha.yml runs; needs the
+        base images.
+        """
         text = f"""FROM {BUILD_IMAGE}
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends haproxy
 """
@@ -120,7 +124,7 @@ RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends haproxy
         self.run(*words, env={"DOCKER_BUILDKIT": "0"}, timeout_s=600)
 
     def _pip_conf(self, root: Path, bundle: Path) -> str:
-        """This machine's package sources; folders of wheels are copied into the image."""
+        """Return this machine's package sources; folders of wheels are copied into the image."""
         lines = ["[global]", f"cert = /{bundle}"]
         for key in PIP_KEYS:
             given = os.environ.get("PIP_" + key.upper().replace("-", "_"), "") or _pip_config(key)
@@ -140,7 +144,7 @@ def _pip_config(key: str) -> str:
 
 @contextmanager
 def docker_engine(folder: Path) -> Iterator[DockerEngine]:
-    """A daemon with all its state under `folder`. Raises RuntimeError if it does not start."""
+    """Run a daemon with all its state under `folder`. Raises RuntimeError if it does not start."""
     plugins = folder / "config/cli-plugins"
     plugins.mkdir(parents=True)
     binary = compose_binary()
@@ -165,7 +169,7 @@ def docker_engine(folder: Path) -> Iterator[DockerEngine]:
 
 
 def unmount(folder: Path) -> None:
-    """What the daemon leaves mounted: the network namespace of its host network, layers."""
+    """Unmount what the daemon leaves mounted: the network namespace of its host network, layers."""
     lines = Path("/proc/mounts").read_text().splitlines()
     points = [line.split()[1] for line in lines]
     for point in sorted((p for p in points if p.startswith(f"{folder}/")), reverse=True):

@@ -1,7 +1,7 @@
-"""Tests wait here, and only here, for what other tasks, threads or processes bring about.
+"""Waits of tests for other tasks, threads or processes; tests wait nowhere else.
 
-The limit ends a test that would otherwise hang; it is generous, so that no test's verdict depends
-on how busy the machine is. A test that promises a time measures it in steps, chunks or messages.
+The limit ends a test that would otherwise hang; it is generous, so that no test's result depends
+on how busy the machine is. A test of a time limit measures it in steps, chunks or messages.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ async def eventually(
 ) -> Any:
     """Return the value of `holds()` once it is true; `holds` may be a coroutine function.
 
-    Raises TimeoutError with `what`, which may be a function that says how things are then.
+    Raises TimeoutError with `what`, which may be a function that describes the current state.
     """
     deadline = time.monotonic() + limit_s
     while True:
@@ -34,7 +34,7 @@ async def eventually(
 def wait_until(
     holds: Callable[[], Any], what: object = "", limit_s: float = LIMIT_S, pause_s: float = 0.01
 ) -> Any:
-    """The same for a test that is no coroutine."""
+    """Like `eventually`, for a test that is not a coroutine."""
     deadline = time.monotonic() + limit_s
     while True:
         if value := holds():

@@ -1,7 +1,7 @@
-"""A TCP proxy between two processes that breaks what passes through it, as networks do.
+"""A TCP proxy between two processes with the faults of networks.
 
-A partition holds bytes instead of losing them: TCP would send them again once it is over. Every
-fault is begun and ended by the test, from its own thread; `hits` counts where faults fell.
+A partition holds bytes instead of losing them: TCP would send them again afterwards. The test
+begins and ends every fault, from its own thread; `hits` counts where faults occurred.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ _NO_LINGER = struct.pack("ii", 1, 0)  # close sends a reset
 
 
 class Way(Enum):
-    THERE = "there"  # from who dials to the target
+    THERE = "there"  # from the dialing side to the target
     BACK = "back"
 
 
 class _Connection:
-    """Two sockets and what passes between them."""
+    """Two sockets and the bytes between them."""
 
     def __init__(self, dialled: socket.socket, target: socket.socket) -> None:
         self.ends = {Way.THERE: (dialled, target), Way.BACK: (target, dialled)}
@@ -65,19 +65,20 @@ class FaultProxy:
         self.close()
 
     def close(self) -> None:
-        """End it and every connection."""
+        """Close the proxy and every connection."""
         self._loop.call_soon_threadsafe(self._accepting.cancel)
         self._thread.join()
 
     # --- faults, begun and ended from any thread
 
     def delay(self, seconds: float) -> None:
-        """Whatever is read from now on passes so much later, in order."""
+        """Delay all bytes read from now on by this time, in order."""
         self._do(lambda: setattr(self, "_delay_s", seconds))
 
     def hold(self, *ways: Way) -> None:
-        """A partition, one-way if one is named: nothing passes until `heal`, no connection
-        breaks, and new ones seem to open."""
+        """Start a partition, one-way if a direction is named: nothing passes until `heal`, no
+        connection breaks, and new ones seem to open.
+        """
         self._do(lambda: [self._flows[way].clear() for way in ways or Way])
 
     def corrupt(self, way: Way, count: int = 1, least_bytes: int = 1, head: bool = False) -> None:
@@ -86,7 +87,7 @@ class FaultProxy:
         self._do(lambda: self._flips.update({way: (count, least_bytes, head)}))
 
     def half_close(self, way: Way) -> None:
-        """End that direction of every connection; the other one goes on."""
+        """End that direction of every connection; the other one stays open."""
 
         def cut() -> None:
             for connection in self._connections.values():
@@ -107,7 +108,7 @@ class FaultProxy:
         self._do(cut)
 
     def heal(self) -> None:
-        """End what lasts: delay, partition, bits not flipped yet."""
+        """End lasting faults: delay, partition, bits not flipped yet."""
 
         def heal() -> None:
             self._delay_s = 0.0
@@ -118,7 +119,7 @@ class FaultProxy:
         self._do(heal)
 
     def _do(self, change: Callable[[], object]) -> None:
-        """Run it on the proxy's thread, and wait for that."""
+        """Run a function on the proxy's thread, and wait for it."""
         done = threading.Event()
         self._loop.call_soon_threadsafe(lambda: (change(), done.set()))
         done.wait()
@@ -160,13 +161,13 @@ class FaultProxy:
                 for way in Way:
                     ways.create_task(self._carry(connection, way))
         except* OSError:
-            pass  # the other end hears of it by the close
+            pass  # the close informs the other end
         finally:
             connection.close()
             del self._connections[asyncio.current_task()]  # type: ignore[arg-type]
 
     async def _carry(self, connection: _Connection, way: Way) -> None:
-        """One direction, until its end of file or a half-close."""
+        """Carry one direction, until its end of file or a half-close."""
         moving = asyncio.create_task(self._move(connection, way))
         cutting = asyncio.create_task(connection.cut[way].wait())
         try:

@@ -28,9 +28,9 @@ READY = re.compile(
 class Fleet:
     """Started by `with Fleet("--prefill", "1", ...) as fleet`; stopped by SIGTERM at the end.
 
-    `certificates`: its processes trust each other by certificates of their own, as without any
-    option; otherwise by the secret of the tests, which then opens its router to them, too.
-    `drain_s`: by default its end waits for nothing, since the tests' requests are over.
+    `certificates`: its processes authenticate by their own certificates, as without any option;
+    otherwise by the secret of the tests, which then gives them access to its router. `drain_s`: by
+    default stopping does not wait, since the tests' requests are over.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class Fleet:
         self._folder.cleanup()
 
     def log(self) -> str:
-        """Everything that the system has printed so far."""
+        """Return everything that the system has printed so far."""
         return self.log_path.read_text(errors="replace")
 
     def pids(self, role: str) -> list[int]:
-        """Live processes of a role: gateway, router, prefill or decode."""
+        """Return live processes of a role: gateway, router, prefill or decode."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         found = []
         for child in children:
@@ -104,13 +104,13 @@ class Fleet:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """/metrics of the gateway, by name with labels."""
+        """Return /metrics of the gateway, by name with labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=10).raise_for_status().text
         rows = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in rows}
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric over its label sets that carry `labels`."""
+        """Return the sum of a metric over its label sets that carry `labels`."""
         wanted = [f'{k}="{v}"' for k, v in labels.items()]
         return sum(
             value
@@ -119,11 +119,11 @@ class Fleet:
         )
 
     def prefills(self, where: str) -> int:
-        """Requests prefilled "local" or "remote" so far."""
+        """Return the requests prefilled "local" or "remote" so far."""
         return int(self.metric("pdserve_prefill_requests_total", where=where))
 
     def blocks(self) -> dict[str, dict[str, float]]:
-        """KV blocks by worker and state."""
+        """Return KV blocks by worker and state."""
         found: dict[str, dict[str, float]] = {}
         for key, value in self.metrics().items():
             if key.startswith("pdserve_kv_blocks{"):
@@ -132,7 +132,7 @@ class Fleet:
         return found
 
     def fleet_view(self) -> Any:
-        """The router's FleetView."""
+        """Return the router's FleetView."""
         from pdserve.protos import router_pb2, router_pb2_grpc
 
         with grpc.insecure_channel(self.router) as channel:
@@ -140,12 +140,12 @@ class Fleet:
             return stub.GetFleet(router_pb2.GetFleetRequest(), metadata=BEARER)
 
     def all_blocks_back(self) -> bool:
-        """free + cached == total on every worker: nothing used, nothing reserved."""
+        """Check that free + cached == total on every worker: nothing used, nothing reserved."""
         blocks = self.blocks()
         return bool(blocks) and all(b["free"] + b["cached"] == b["total"] for b in blocks.values())
 
     def generate(self, asked: Sequence[Any], width: int = 8) -> dict[str, tuple[int, ...]]:
-        """Runs engine Requests through the router's Generate, `width` at a time."""
+        """Run engine Requests through the router's Generate, `width` at a time."""
         return asyncio.run(self._generate(asked, width))
 
     async def _generate(self, asked: Sequence[Any], width: int) -> dict[str, tuple[int, ...]]:

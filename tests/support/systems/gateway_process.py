@@ -1,4 +1,4 @@
-"""The gateway as a process of its own, for tests that kill it."""
+"""The gateway as a separate process, for tests that kill it."""
 
 import json
 import subprocess
@@ -22,8 +22,9 @@ sys.exit(run(GatewaySettings(**json.loads(sys.argv[1])), report))
 
 
 class GatewayProcess:
-    """Started by `with`, which returns when it listens; killed at the end if it lives. `lease_s`:
-    after which it takes a batch of another that gives no sign of life."""
+    """Context manager: `with` returns when it listens; killed at the end if it lives. `lease_s`:
+    time after which it takes over a batch of a gateway that shows no activity.
+    """
 
     def __init__(self, router: str, lease_s: float = LEASE_S, **settings: Any) -> None:
         self._lease_s = lease_s

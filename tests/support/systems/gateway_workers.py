@@ -20,8 +20,9 @@ COMMAND = (sys.executable, "-P", "-m", "pdserve.services.cli.main", "gateway", "
 
 
 class GatewayWorkers:
-    """`async with` starts it and waits until both processes are ready; it has ended afterwards. Its
-    log is a file of the folder."""
+    """`async with` starts it and waits until both processes are ready; it has ended afterwards.
+    Its log is a file of the folder.
+    """
 
     def __init__(self, router: str, folder: Path, *words: str) -> None:
         self._router = router
@@ -61,21 +62,21 @@ class GatewayWorkers:
 
     @property
     def num_ready(self) -> int:
-        """How often a process was ready."""
+        """Return how often a process was ready."""
         return len(re.findall(r"gateway \d is ready", self.log()))
 
     def workers(self) -> dict[str, psutil.Process]:
-        """The processes by their names."""
+        """Return the processes by their names."""
         children = psutil.Process(self.process.pid).children()
         return {name: one for one in children if (name := one.name()).startswith("gateway ")}
 
     def listens(self) -> bool:
-        """Whether the parent does."""
+        """Return whether the parent listens."""
         sockets = psutil.Process(self.process.pid).net_connections("tcp")
         return any(one.status == psutil.CONN_LISTEN for one in sockets)
 
     def connections(self) -> dict[str, set[int]]:
-        """The clients' ports that each process serves."""
+        """Return the clients' ports that each process serves."""
         return {
             name: {
                 conn.raddr.port
@@ -87,7 +88,7 @@ class GatewayWorkers:
 
     @asynccontextmanager
     async def both(self, key: str = "", **options: Any) -> AsyncIterator[list[httpx.AsyncClient]]:
-        """A client of gateway 0 and one of gateway 1, which keep their connections."""
+        """Return a client of gateway 0 and one of gateway 1, which keep their connections."""
         found: dict[str, httpx.AsyncClient] = {}
         async with AsyncExitStack() as held:
             while len(found) < 2:

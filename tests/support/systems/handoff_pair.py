@@ -1,4 +1,4 @@
-"""A Sender and a Receiver in one process, each with an engine on its own thread."""
+"""A Sender and a Receiver in one process, each with an engine on a separate thread."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -33,12 +33,12 @@ DIRECT_TRANSPORTS = {"cuda_ipc"}  # whose payloads stay on a device, so cannot b
 
 
 def claims_of(receiver: Receiver) -> list[IncomingHandoff]:
-    """The attempts whose Claims wait for blocks, oldest attempt first."""
+    """Return the attempts whose Claims wait for blocks, oldest attempt first."""
     return [one for one in receiver.live if one.state.phase is Phase.CLAIMED]
 
 
 class Pair:
-    """`on_event` hooks see every step of a side, on its engine thread."""
+    """A pair of engines; `on_event` hooks see every step of a side, on its engine thread."""
 
     def __init__(
         self, prefill: Engine, decode: Engine, transport: str, folder: Path, **change: Any
@@ -116,7 +116,7 @@ class Pair:
         ).result(LIMIT_S)
 
     def hand_off(self, request: Request) -> bytes:
-        """Admit and start; the attempt."""
+        """Admit and start a hand-off; return the attempt."""
         ticket = self.admit(request)
         assert ticket is not None, "busy"
         self.start(request, ticket)
@@ -126,7 +126,7 @@ class Pair:
         wait_until(condition, (self.sent, self.received, self.lost, self.tokens), pause_s=0.002)
 
     def answer(self, request: Request) -> dict[int, list[int]]:
-        """The generated ids of a request that ends, per choice."""
+        """Return the generated ids of a request that ends, per choice."""
         self.wait(lambda: request.key in self.finished)
         return self.tokens[request.key]
 
@@ -137,7 +137,9 @@ class Pair:
         return self.prefill_thread.post(lambda _: fn(self.sender)).result(LIMIT_S)
 
     def assert_clean(self) -> None:
-        """Nothing is held, reserved or promised on either side: free + cached == total."""
+        """Check that no block is held, reserved or promised on either side: free + cached ==
+        total.
+        """
         threads = self.prefill_thread, self.decode_thread
         wait_until(lambda: all(map(self._clean, threads)), "nothing held", pause_s=0.002)
         assert self.at_decode(lambda r: (r.promises.blocks, r.num_live)) == (0, 0)
@@ -179,14 +181,14 @@ class Pair:
         self, into: dict[bytes, Any], key: Callable[[Any], bytes], value: Callable[[Any], Any]
     ) -> Callable[[Any], None]:
         def note(entry: Any) -> None:
-            assert key(entry) not in into, "told twice"
+            assert key(entry) not in into, "the end is reported twice"
             into[key(entry)] = value(entry)
 
         return note
 
 
 def fresh(request: Request) -> Request:
-    """The same request as another attempt."""
+    """Return the same request as another attempt."""
     return replace(request, key=os.urandom(16).hex())
 
 
@@ -202,13 +204,13 @@ def request(length: int, seed: int = 0, **params: Any) -> Request:
 
 
 def local(asked: Request, **engine: Any) -> dict[int, list[int]]:
-    """What one engine alone answers."""
+    """Return the answer of a single engine."""
     found = tokens(run(fake_engine(**engine), asked))
     return {choice: ids for (_, choice), ids in found.items()}
 
 
 def promise_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there had been room when it was admitted."""
+    """Promise any prompt, as if there had been room when it was admitted."""
 
     def offer(promises: Promises, blocks: int, available: int, running: int) -> bool:
         promises.blocks += blocks

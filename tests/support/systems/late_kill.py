@@ -17,17 +17,17 @@ from systems.fleet import Fleet
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the prompt."""
+    """The result of the prompt."""
 
     ids: list[int]
     finished: common_pb2.Finished
     share: float  # of the KV that decode had verified when the worker was killed
     decoded: int  # prompt tokens that decode computed itself
-    prefilled: int  # prompt tokens that prefill workers which lived on computed
+    prefilled: int  # prompt tokens that surviving prefill workers computed
 
 
 def ask(fleet: Fleet, length: int, tenant: bytes) -> tuple[list[int], common_pb2.Finished]:
-    """The same prompt for every tenant, and no tenant finds what another has cached."""
+    """Send the same prompt for every tenant; no tenant finds what another has cached."""
     message = router_pb2.GenerateRequest(
         prompt_ids=[(i * 37 + i * i) % 40_000 + 100 for i in range(length)],
         params=common_pb2.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -53,13 +53,13 @@ def workers(fleet: Fleet, role: int) -> list[Any]:
 
 
 def received(fleet: Fleet) -> int:
-    """Bytes of KV that the one decode worker has verified so far."""
+    """Return bytes of KV that the one decode worker has verified so far."""
     (decode,) = workers(fleet, fleet_pb2.DECODE)
     return sum(t.bytes for t in decode.load.transports)
 
 
 def computed(fleet: Fleet, role: int) -> dict[bytes, int]:
-    """Prompt tokens by boot id of the workers."""
+    """Return prompt tokens by boot id of the workers."""
     return {w.hello.boot: w.load.prompt_tokens for w in workers(fleet, role)}
 
 
@@ -73,7 +73,9 @@ def pid_of(fleet: Fleet, worker: Any) -> int:
 
 
 def kill_late(fleet: Fleet, length: int, share: float, size: int, tenant: bytes) -> Outcome:
-    """`size`: bytes of the whole prompt's KV. The fleet has one decode worker and nothing to do."""
+    """Kill the worker. `size`: bytes of the whole prompt's KV. The fleet must be idle and have one
+    decode worker.
+    """
     wait_until(fleet.all_blocks_back, "a quiet fleet")
     start = received(fleet)
     pids = {w.hello.boot: pid_of(fleet, w) for w in workers(fleet, fleet_pb2.PREFILL)}

@@ -42,7 +42,7 @@ def make_transport(name: str, folder: Path, device: FakeDevice | None = None) ->
 
 
 def frame_job(payload: bytes, sequence: int) -> FrameJob:
-    """An unsigned frame: what a transport moves, not what a Receiver takes."""
+    """Return an unsigned frame, for tests of transports only: a Receiver would refuse it."""
 
     @contextmanager
     def build(slot: int, sink: DeviceSink | None) -> Iterator[Frame]:
@@ -59,7 +59,9 @@ def frame_job(payload: bytes, sequence: int) -> FrameJob:
 
 
 def slots_returned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether a slot came back, for each Credit and each answer that said so at prefill."""
+    """Return whether a slot came back, for each Credit and each answer at prefill that reports
+    one.
+    """
     returned: list[bool] = []
     slot_returned = DataLink.slot_returned
 
@@ -72,9 +74,10 @@ def slots_returned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 class Recorder:
-    """A LinkHandler. At decode every Claim is trusted, and every payload taken at once, but from
-    `hold` to `go_on`: then slots on a device are not credited, and the thread of a connection
-    does not come back with a payload."""
+    """A LinkHandler. At decode every Claim is trusted, and every payload taken at once, except
+    from `hold` to `go_on`: then slots on a device are not credited, and the thread of a connection
+    does not return with a payload.
+    """
 
     def __init__(self, refuse: str = "", accept: bool = True) -> None:
         self.refuse = refuse
@@ -162,7 +165,7 @@ class Ends:
 
 
 def _padded(size: int) -> int:
-    """Devices copy units of 16 bytes."""
+    """Return a length padded to units of 16 bytes, which devices copy."""
     return -(-size // 16) * 16
 
 
@@ -171,7 +174,7 @@ def claim_record() -> bytes:
 
 
 def record_of(payload: bytes, sequence: int) -> bytes:
-    """The unsigned record of a frame in slot 0."""
+    """Return the unsigned record of a frame in slot 0."""
     with frame_job(payload, sequence)(0, None) as frame:
         assert frame is not None
         return frame.record

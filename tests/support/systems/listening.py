@@ -1,4 +1,4 @@
-"""Where processes can be reached."""
+"""Addresses at which processes listen."""
 
 import socket
 
@@ -6,7 +6,9 @@ import psutil
 
 
 def listening(parent: psutil.Process) -> set[str]:
-    """Of a process and its children: host:port of TCP and UDP, paths of unix sockets."""
+    """Return addresses of a process and its children: host:port of TCP and UDP, paths of unix
+    sockets.
+    """
     found = set()
     for process in (parent, *parent.children(recursive=True)):
         for one in process.net_connections("all"):

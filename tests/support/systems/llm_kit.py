@@ -1,4 +1,4 @@
-"""What tests of the Python API look at behind it."""
+"""The state behind the Python API, for its tests."""
 
 import threading
 from collections.abc import Iterator
@@ -19,25 +19,25 @@ def thread_of(owner: LLM | Engine) -> EngineThread:
 
 
 def num_requests(owner: LLM | Engine) -> int:
-    """How many have not ended."""
+    """Return how many requests have not ended."""
     return len(model_of(owner)._inboxes)
 
 
 def stats(owner: LLM | Engine) -> EngineStats:
-    """Of its engine, once what was asked of it before is done."""
+    """Return stats of its engine, once its earlier commands are done."""
     found: EngineStats = thread_of(owner).post(lambda engine: engine.stats()).result()
     return found
 
 
 def is_idle(owner: LLM | Engine) -> bool:
-    """Whether no request is left, nor a block that one had."""
+    """Return whether no request remains, nor a block that one had."""
     blocks = stats(owner).blocks
     return not num_requests(owner) and blocks.free + blocks.cached == blocks.total
 
 
 @contextmanager
 def held(owner: LLM | Engine) -> Iterator[None]:
-    """Its engine computes nothing until the block ends."""
+    """Make its engine compute nothing until the block ends."""
     go_on = threading.Event()
     thread_of(owner).post(lambda _: go_on.wait(60))
     try:
@@ -48,8 +48,9 @@ def held(owner: LLM | Engine) -> Iterator[None]:
 
 @contextmanager
 def slow(owner: LLM | Engine) -> Iterator[None]:
-    """Each of its steps takes 10 ms until the block ends: a long request still runs when a test
-    looks at it."""
+    """Make each of its steps take 10 ms until the block ends: a long request still runs when a
+    test checks it.
+    """
     full_speed = threading.Event()
     thread_of(owner).add_poll(lambda: full_speed.wait(0.01) and False)
     try:
@@ -59,5 +60,5 @@ def slow(owner: LLM | Engine) -> Iterator[None]:
 
 
 def engine_threads() -> int:
-    """How many run."""
+    """Return how many engine threads run."""
     return sum(thread.name == "engine" for thread in threading.enumerate())

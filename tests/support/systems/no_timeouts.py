@@ -1,5 +1,6 @@
-"""A hand-off, and a request without a router, that no clock ends: for tests whose load or pauses
-must not end them, or that show that something else does."""
+"""A hand-off, and a request without a router, without time limits: for tests whose load or pauses
+must not end them, or that show another cause of an end.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ LIMITS = (
 
 @contextmanager
 def no_timeouts() -> Iterator[None]:
-    """In this process."""
+    """Remove the time limits in this process."""
     with ExitStack() as stack:
         for module, name in LIMITS:
             stack.enter_context(patch.object(module, name, 1e6))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 @cache
 def nvcc() -> tuple[str, ...]:
-    """The first words of its command line. Raises FileNotFoundError."""
+    """Return the first words of its command line. Raises FileNotFoundError."""
     if found := shutil.which("nvcc"):
         return (found,)
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for program in sorted(Path(folder).glob("*/bin/nvcc")):
-            # It looks for libraries in lib64, and pip has them in lib.
+            # It searches libraries in lib64, and pip has them in lib.
             return (str(program), f"-L{program.parents[1] / 'lib'}")
     raise FileNotFoundError("no nvcc: make setup installs it with the tools of the tests")

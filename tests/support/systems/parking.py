@@ -1,4 +1,4 @@
-"""Sessions to a decode worker that break, and others that ask for what they have left."""
+"""Sessions to a decode worker that break, and others that resume their requests."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ async def engine_stats(pair: Pair) -> Any:
 
 
 async def load(pair: Pair) -> Any:
-    """The Load that routers are told."""
+    """Return the Load that routers receive."""
     part: Any = pair.decode_worker.runtime
     return (await asyncio.wrap_future(part.thread.post(lambda _: part.snapshot())))[0]
 
 
 async def lose(pair: Pair) -> None:
-    """The router dies: its session breaks, and its requests are parked."""
+    """Break the session as a dead router would; its requests are parked."""
     served = pair.decode_role.core.num_served
     await pair.decode.close()
     await eventually(lambda: figures(pair).parked == served)
@@ -51,7 +51,7 @@ def ask_again(
 
 
 def heard(client: SessionClient, attempt: bytes) -> dict[int, dict[int, tuple[int, str]]]:
-    """By choice and position: (id, log-probability)."""
+    """Return by choice and position: (id, log-probability)."""
     found: dict[int, dict[int, tuple[int, str]]] = {}
     for kind, message in client.events:
         if kind == "tokens" and message.attempt == attempt:

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of a test's own, where Debian's package is installed."""
+"""A separate PostgreSQL server for a test, where Debian's package is installed."""
 
 import os
 import pwd
@@ -17,14 +17,16 @@ INSTALLED = Path("/usr/lib/postgresql")
 
 
 def programs() -> Path | None:
-    """The folder of its programs; None if something that is needed is not there."""
+    """Return the folder of its programs; None if a required file is missing."""
     found = sorted(INSTALLED.glob("*/bin/postgres"))
     return found[-1].parent if found and find_spec("asyncpg") else None
 
 
 @contextmanager
 def postgres(bin_dir: Path) -> Iterator[str]:
-    """The URL of a new database. It refuses to run as root, so root runs it as its own user."""
+    """Yield the URL of a new database. The server refuses to run as root, so root runs it as its
+    own user.
+    """
     as_root = os.geteuid() == 0
     folder = Path(tempfile.mkdtemp(prefix="pdserve-pg-"))
     user = "postgres" if as_root else None

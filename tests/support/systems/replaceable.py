@@ -1,5 +1,6 @@
 """Routers, gateways and workers that a test starts and stops one by one, as an operator replaces
-them: each a process with its own command line, and its own interpreter if it is of another release.
+them: each a process with its own command line, and its own interpreter if it is of another
+release.
 """
 
 import os
@@ -19,33 +20,35 @@ from systems.chaos.cluster import lasting_port
 from systems.cluster_secret import BEARER, SECRET
 from systems.eventually import wait_until
 
-START_S = 110.0  # a busy machine
+START_S = 110.0  # for a busy machine
 DRAIN_S = 600.0  # longer than any stream; a drain ends when the last one has
 
 
 @dataclass(eq=False)
 class Replaceable:
-    """One life of a process."""
+    """One process from its start to its end."""
 
     role: str
     address: str  # of its HTTP server, or of its gRPC server
     popen: "subprocess.Popen[bytes]"
     log: Path
-    metrics: str = ""  # URL of its own page, of a gateway and a router
+    metrics: str = ""  # URL of its metrics page, of a gateway and a router
 
     @property
     def url(self) -> str:
-        """Of a gateway."""
+        """Return the URL of a gateway."""
         return f"http://{self.address}"
 
     def stop(self) -> int:
-        """SIGTERM; the exit code once its work has ended."""
+        """Send SIGTERM; return the exit code once its work has ended."""
         self.popen.send_signal(signal.SIGTERM)
         return self.popen.wait(DRAIN_S)
 
 
 class ReplaceableSystem:
-    """`with ReplaceableSystem(folder, *worker_options) as system`; all ends with it."""
+    """Context manager: `with ReplaceableSystem(folder, *worker_options) as system`; all processes
+    end with it.
+    """
 
     def __init__(self, folder: Path, *worker_options: str) -> None:
         self.folder = folder
@@ -73,7 +76,7 @@ class ReplaceableSystem:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                # An LLM of another test has told this process how many threads it may have.
+                # An LLM of another test has set the number of threads of this process.
                 env={n: v for n, v in os.environ.items() if not n.endswith("_NUM_THREADS")},
             )
         self._started.append(Replaceable(role, address, popen, log))
@@ -81,7 +84,8 @@ class ReplaceableSystem:
 
     def router(self, *words: str, python: str = sys.executable, address: str = "") -> Replaceable:
         """Start one, at the address of one that has ended or another; the gateways and workers
-        that are started later know it."""
+        that are started later know it.
+        """
         address = address or f"127.0.0.1:{lasting_port()}"
         port = str(lasting_port())
         own = ("--bind", address, "--metrics-port", port)
@@ -115,7 +119,9 @@ class ReplaceableSystem:
         return tuple(word for router in self.routers for word in ("--routers", router.address))
 
     def retire(self, process: Replaceable) -> int:
-        """Stop one; its exit code, once its work has ended and every router has forgotten it."""
+        """Stop one; returns its exit code, once its work has ended and every router has forgotten
+        it.
+        """
         for group in (self.routers, self.gateways, self.workers):
             if process in group and process.role != "router":  # its successor has its address
                 group.remove(process)
@@ -125,11 +131,11 @@ class ReplaceableSystem:
         return code
 
     def wait_joined(self) -> None:
-        """Until every router can send work to all workers."""
+        """Wait until every router can send work to all workers."""
         wait_until(lambda: all(map(self._joined, self.workers)), "workers joined", START_S)
 
     def wait_draining(self, worker: Replaceable) -> None:
-        """Until every router knows that the worker takes nothing new, or has forgotten it."""
+        """Wait until every router knows that the worker takes nothing new, or has forgotten it."""
 
         def states() -> set[str]:
             views = [self._view(router) for router in self.routers]
@@ -139,7 +145,7 @@ class ReplaceableSystem:
         wait_until(lambda: states() <= {"draining"}, states, START_S)
 
     def view(self) -> router_pb2.FleetView:
-        """The fleet as the first router knows it."""
+        """Return the fleet as the first router knows it."""
         return self._seen_by(self.routers[0])
 
     def _seen_by(self, router: Replaceable) -> router_pb2.FleetView:
@@ -148,15 +154,15 @@ class ReplaceableSystem:
         return found
 
     def remote_prefills(self) -> int:
-        """Prompts that were handed from prefill to decode since the routers that run now began."""
+        """Return the prompts handed from prefill to decode since the running routers began."""
         return sum(self._seen_by(router).prefill_remote for router in self.routers)
 
     def protocols(self) -> list[int]:
-        """Versions of the workers, each once."""
+        """Return versions of the workers, each once."""
         return sorted({w.hello.protocol for w in self.view().workers})
 
     def build(self, process: Replaceable) -> dict[str, str]:
-        """What a gateway or router says of its build; empty: 0.1.0 says nothing."""
+        """Return the build that a gateway or router reports; empty: 0.1.0 reports nothing."""
         page = httpx.get(process.metrics, timeout=START_S).raise_for_status().text
         samples = (s for family in text_string_to_metric_families(page) for s in family.samples)
         return next((s.labels for s in samples if s.name == "pdserve_build_info"), {})
@@ -192,5 +198,5 @@ def _ready(gateway: Replaceable) -> bool:
 
 
 def tail(process: Replaceable) -> str:
-    """The end of what it has said."""
+    """Return the end of its output."""
     return process.log.read_text(errors="replace")[-3000:]

@@ -8,7 +8,7 @@ from pdserve.services.host.rpc.token_rows import RowReader
 
 
 class SessionEvents:
-    """Of one session, in order: (kind, message); each row is a Tokens."""
+    """Events of one session, in order: (kind, message); each row is a Tokens."""
 
     def __init__(self) -> None:
         self.num_rows = 0

@@ -1,4 +1,4 @@
-"""A gateway's HTTP server over a scripted router, in a thread with an event loop of its own."""
+"""A gateway's HTTP server over a scripted router, in a thread with a separate event loop."""
 
 import asyncio
 import threading
@@ -35,7 +35,9 @@ START_S = 20.0
 
 
 def every_kind() -> FakeRouter:
-    """Serves the model "tiny", which always says the same, an "embedder" and a "reranker"."""
+    """Serve the model "tiny", which always gives the same answer, an "embedder" and a
+    "reranker".
+    """
     tiny, blobs = served()
     embedder, _ = served("embedder")
     embedder.pooling, embedder.normalizes, embedder.hidden_size = "last", True, HIDDEN
@@ -62,7 +64,7 @@ def served_gateway(
     api_keys: tuple[str, ...] = (),
     root_path: str = "",
 ) -> Iterator[str]:
-    """Its URL. It has every API, a database, and the pages."""
+    """Yield its URL. It has every API, a database, and the pages."""
     started = threading.Event()
     stop: list[tuple[asyncio.AbstractEventLoop, HttpServer]] = []
     with TemporaryDirectory() as folder, listen("127.0.0.1", 0) as listener:

@@ -1,5 +1,6 @@
 """Routers of which each decode worker joins two, real workers over paced fake engines that serve
-two models, and a gateway's client; all in this process."""
+two models, and a gateway's client; all in this process.
+"""
 
 import asyncio
 import os
@@ -29,12 +30,12 @@ from systems.worker_kit import CARD, start_worker
 
 K = 2
 PACE_S = 0.01  # a step
-SLOW_S = 0.1  # a step while a test waits for what must fall into a stream
-NAME = "routers:1"  # what all routers are known by
+SLOW_S = 0.1  # a step while a test waits for an event that must occur during a stream
+NAME = "routers:1"  # the common name of all routers
 
 
 class PacedDecoder(FakeDecoder):
-    """Every step takes its time."""
+    """Takes a fixed time for every step."""
 
     pace_s = PACE_S  # of all of them
 
@@ -44,7 +45,7 @@ class PacedDecoder(FakeDecoder):
 
 
 class ShardedSystem:
-    """`addresses` is what NAME stands for."""
+    """A sharded system; `addresses` are those that NAME resolves to."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.routers: dict[str, RouterProcess] = {}  # by address
@@ -55,7 +56,7 @@ class ShardedSystem:
 
     @contextmanager
     def slow(self) -> Iterator[None]:
-        """Streams take ten times as long within it."""
+        """Make streams take ten times as long within it."""
         with self._patch.context() as patch:
             patch.setattr(PacedDecoder, "pace_s", SLOW_S)
             yield
@@ -75,7 +76,7 @@ class ShardedSystem:
         await self.routers.pop(address).stop(0)
 
     async def add_worker(self, name: str, model: str, left_out: str) -> None:
-        """It joins all routers that there are but one."""
+        """Add a worker that joins all routers except one."""
 
         def build(config: EngineConfig, progress: Any) -> Any:
             engine = fake_engine(num_blocks=512, model=PacedDecoder(fake_spec()))
@@ -95,22 +96,22 @@ class ShardedSystem:
         )
 
     async def kill_worker(self, name: str) -> None:
-        """Its port refuses from now on."""
+        """Kill a worker: its port refuses from now on."""
         await self.workers.pop(name).stop(0)
 
     def knows(self, router: str) -> dict[str, str]:
-        """The states of the workers that a router can send to, by name."""
+        """Return the states of the workers that a router can send to, by name."""
         fleet = self.routers[router].core.fleet
         found = {name: fleet.get(worker.boot) for name, worker in self.workers.items()}
         return {n: w.state.value for n, w in found.items() if w is not None and w.connected}
 
     def uses(self, router: str) -> set[str]:
-        """The names of the workers on which streams of this router run."""
+        """Return the names of the workers on which streams of this router run."""
         used = {w.boot for w in self.routers[router].core.dispatcher.workers_in_use()}
         return {name for name, worker in self.workers.items() if worker.boot in used}
 
     async def begin(self) -> None:
-        """The gateway has a session to every router."""
+        """Wait until the gateway has a session to every router."""
         await self.client.start()
         self.stack.push_async_callback(self.client.close)
         await eventually(lambda: self.client.num_connected == len(self.routers))
@@ -122,7 +123,7 @@ class ShardedSystem:
 
 
 class Stream:
-    """One greedy request, and what has come of it."""
+    """One greedy request, and its result."""
 
     def __init__(self, client: RouterClient, number: int, model: str, max_tokens: int) -> None:
         self.prompt = [(7 * number + i * i) % 60 for i in range(8 + number)]
@@ -151,7 +152,7 @@ class Stream:
 
 
 def boot_without(left_out: str, routers: Sequence[str]) -> bytes:
-    """The boot id of a worker for which that router comes last."""
+    """Return the boot id of a worker for which that router comes last."""
     while rendezvous_order(boot := os.urandom(16), routers)[-1] != left_out:
         pass
     return boot

@@ -1,7 +1,7 @@
 """A pair of engines whose hand-offs arrive in any order, pieces twice; every byte is compared.
 
 Prefill keeps a prompt's frames until the last chunk is computed, then sends them shuffled, a part
-of them twice (a frame of its own each time, as a resend is). At the commit decode's blocks are
+of them twice (each time as a separate frame, like a resend). At the commit decode's blocks are
 compared with prefill's, which are held until then, and the writes of each block are counted.
 """
 
@@ -23,7 +23,7 @@ BLOCK = 4
 
 
 class ShuffledPair:
-    """Use in a `with`. `duplicates`, `reordered`, `num_frames` tell what happened."""
+    """Use in a `with`. `duplicates`, `reordered`, `num_frames` count what happened."""
 
     def __init__(self, transport: str, folder: Path, seed: int, window: int = 0) -> None:
         options: dict[str, Any] = {"num_blocks": 256, "block_size": BLOCK, "window": window}
@@ -75,7 +75,7 @@ class ShuffledPair:
         self._timeouts.__exit__(*raised)
 
     def transfer(self, number: int) -> None:
-        """One hand-off; raises AssertionError if a byte, a token or a count is wrong."""
+        """Make one hand-off; raises AssertionError if a byte, a token or a count is wrong."""
         self._writes.clear()
         asked = request(self.rng.randrange(2, 130), seed=number, max_tokens=3)
         attempt = self.pair.hand_off(asked)
@@ -99,7 +99,7 @@ class ShuffledPair:
             self._push(outgoing, kv, [piece], table, resends)
 
     def _split(self, kv: Any, piece: Piece, table: Any, resends: int) -> Iterator[tuple[Any, ...]]:
-        """How much had been computed when the grant came is chance; runs of 1 to 3 blocks."""
+        """Split into runs of 1 to 3 blocks; how much had been computed at the grant is random."""
         start = piece.blocks.start
         while start < piece.blocks.stop:
             stop = min(start + self.rng.randrange(1, 4), piece.blocks.stop)
@@ -107,7 +107,9 @@ class ShuffledPair:
             start = stop
 
     def _compare(self, incoming: Any) -> None:
-        """On decode's engine thread; prefill holds its blocks until it hears Complete."""
+        """Compare on decode's engine thread; prefill holds its blocks until it receives
+        Complete.
+        """
         self.commits += 1
         ours, theirs = self.pair.decode.kv, self.pair.prefill.kv
         tables = self.pair.prefill.held_blocks(incoming.ticket.attempt.hex())

@@ -17,29 +17,30 @@ from systems.chaos.cluster import lasting_port
 from systems.eventually import wait_until
 
 PDSERVE = (sys.executable, "-P", "-m", "pdserve.services.cli.main")
-START_S = 110.0  # a busy machine
-PICKER = "picker"  # it shows a gateway's certificate
+START_S = 110.0  # for a busy machine
+PICKER = "picker"  # it presents a gateway's certificate
 WORKERS = {Role.PREFILL: fleet_pb2.PREFILL, Role.DECODE: fleet_pb2.DECODE}
 
 
 def make_certificates(folder: Path) -> None:
-    """`pdserve certs`: an authority and a certificate for each role."""
+    """Run `pdserve certs`: make an authority and a certificate for each role."""
     subprocess.run([*PDSERVE, "certs", str(folder)], check=True, capture_output=True)
 
 
 def trusted(folder: Path, role: Role) -> TlsAccess:
-    """What a process of that role shows with the certificates of the folder."""
+    """Return the credentials of a process of that role with the certificates of the folder."""
     return TlsAccess(*files_of(folder, role))
 
 
 def files_of(folder: Path, role: Role) -> tuple[str, str, str]:
-    """The authority, the role's certificate and its key."""
+    """Return the authority, the role's certificate and its key."""
     return str(folder / "ca.pem"), str(folder / f"{role}.pem"), str(folder / f"{role}-key.pem")
 
 
 class SingleProcesses:
-    """`with SingleProcesses(folder) as system` makes the certificates; all that was started has
-    ended at its end. What a process says is in the folder, in a file with the name of its role."""
+    """`with SingleProcesses(folder) as system` makes the certificates; all processes have ended at
+    its end. The output of a process is in the folder, in a file with the name of its role.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -63,7 +64,7 @@ class SingleProcesses:
                 process.wait()
 
     def start(self, role: str, *words: str) -> None:
-        """Begins a process of that role, or a picker; the router must be the first."""
+        """Start a process of that role, or a picker; the router must be the first."""
         shown = Role.GATEWAY if role == PICKER else Role(role)
         authority, own, key = files_of(self.certificates, shown)
         command = [*PDSERVE, role, *words]
@@ -73,7 +74,7 @@ class SingleProcesses:
             command += ["--bind", self.address[role]]
         if role != Role.ROUTER:
             command += ["--routers", self.address[Role.ROUTER]]
-        # An LLM of another test has told this process how many threads it may have.
+        # An LLM of another test has set the number of threads of this process.
         ours = {n: v for n, v in os.environ.items() if not n.endswith("_NUM_THREADS")}
         with (self.folder / f"{role}.log").open("wb") as log:
             self.processes[role] = subprocess.Popen(
@@ -85,7 +86,7 @@ class SingleProcesses:
             )
 
     def new_address(self) -> str:
-        """A free one that nothing else is given, neither here nor by the kernel."""
+        """Return a free address that neither this class nor the kernel gives to another process."""
         while (address := f"127.0.0.1:{lasting_port()}") in self._given:
             pass
         self._given.add(address)
@@ -95,7 +96,9 @@ class SingleProcesses:
         return trusted(self.certificates, role)
 
     def wait_for(self, holds: Callable[[], object], what: str) -> None:
-        """Until it holds; raises with the log of a process that has ended meanwhile."""
+        """Wait until a condition holds; raises with the log of a process that has ended
+        meanwhile.
+        """
 
         def look() -> object:
             for role, process in self.processes.items():
@@ -105,13 +108,13 @@ class SingleProcesses:
         wait_until(look, what, START_S, 0.05)
 
     def fleet(self) -> router_pb2.FleetView:
-        """What the router knows. Raises grpc.RpcError while it does not answer."""
+        """Return the router's view. Raises grpc.RpcError while it does not answer."""
         access, router = self.access(Role.GATEWAY), self.address[Role.ROUTER]
         with access.open_blocking_channel(router, Role.ROUTER) as channel:
             return RouterStub(channel).GetFleet(router_pb2.GetFleetRequest(), timeout=5)
 
     def wait_joined(self) -> None:
-        """Until the router knows every worker that was started."""
+        """Wait until the router knows every worker that was started."""
         wanted = sorted(WORKERS[role] for role in self.processes if role in WORKERS)
 
         def joined() -> bool:
@@ -123,6 +126,6 @@ class SingleProcesses:
         self.wait_for(joined, "the workers to join")
 
     def hello(self, role: Role) -> fleet_pb2.WorkerHello:
-        """What the worker of that role has told the router of itself."""
+        """Return the hello that the worker of that role has sent to the router."""
         (found,) = [w.hello for w in self.fleet().workers if w.hello.role == WORKERS[role]]
         return found

@@ -41,7 +41,7 @@ BOUNDS = HttpLimits(
 
 @dataclass
 class StoredGateway:
-    """`stored` are its parts; its clients are closed with it."""
+    """A gateway; `stored` are its parts; its clients are closed with it."""
 
     url: str
     limits: AdmissionLimits
@@ -60,7 +60,8 @@ class StoredGateway:
 
 async def change(folder: Path, statement: str, *values: object) -> None:
     """Run a statement in the database of `stored_gateway` as another process would: in a thread,
-    since the event loop ends a transaction that the gateway has open."""
+    since the event loop ends a transaction that the gateway has open.
+    """
 
     def execute() -> None:
         with closing(sqlite3.connect(folder / "gateway.db", timeout=LIMIT_S)) as database, database:
@@ -79,8 +80,9 @@ async def stored_gateway(
     rates: RateLimits | None = None,
     **settings: Any,
 ) -> AsyncIterator[StoredGateway]:
-    """Its database is in `folder` unless `settings` have another. Without `runs` it runs no batch,
-    and writes no usage."""
+    """Run a gateway. Its database is in `folder` unless `settings` have another. Without `runs` it
+    runs no batch, and writes no usage.
+    """
     made = GatewaySettings(**{"database_url": f"sqlite:///{folder}/gateway.db", **settings})
     accepted = ApiKeys(keys)
     limits = limits or AdmissionLimits(64, 32)
@@ -115,7 +117,7 @@ async def stored_gateway(
 
 
 def all_take_part(count: int) -> list[FakeRouter]:
-    """Routers of so many gateways, which answer nothing until each has been asked."""
+    """Return `count` routers, which answer only once each has received a request."""
     asked: set[int] = set()
     everybody = asyncio.Event()
 
@@ -131,7 +133,7 @@ def all_take_part(count: int) -> list[FakeRouter]:
 
 
 def holding_after(count: int, hold: asyncio.Event) -> Play:
-    """Says hello, but to requests after so many ones only when `hold` is set."""
+    """Return a script that answers "hello"; requests after the first `count` wait for `hold`."""
 
     async def play(router: FakeRouter, start: pb.Start) -> AsyncGenerator[Event, None]:
         if len(router.starts) > count:
@@ -143,7 +145,7 @@ def holding_after(count: int, hold: asyncio.Event) -> Play:
 
 
 def lines_of(count: int, url: str = CHAT, **body: Any) -> bytes:
-    """A batch of so many requests, request-0 and on; each says its number."""
+    """Return a batch of this many requests, from request-0 on; each contains its number."""
     return b"".join(
         json.dumps(
             {
@@ -163,7 +165,7 @@ def lines_of(count: int, url: str = CHAT, **body: Any) -> bytes:
 
 
 async def start_batch(client: openai.AsyncOpenAI, data: bytes, url: Any = CHAT) -> str:
-    """The id of a new batch."""
+    """Start a new batch; return its id."""
     file = await client.files.create(file=("in.jsonl", data), purpose="batch")
     batch = await client.batches.create(
         input_file_id=file.id, endpoint=url, completion_window="24h"
@@ -173,7 +175,7 @@ async def start_batch(client: openai.AsyncOpenAI, data: bytes, url: Any = CHAT) 
 
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
-    """The batch, once it has ended."""
+    """Return the batch, once it has ended."""
 
     async def found() -> Any:
         batch = await client.batches.retrieve(batch_id)
@@ -183,7 +185,7 @@ async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
 
 
 async def content_of(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
-    """The lines of an output or error file."""
+    """Return the lines of an output or error file."""
     if file_id is None:
         return []
     text = (await client.files.content(file_id)).text

@@ -1,4 +1,4 @@
-"""Streamed completions of a real system, and what came of each."""
+"""Streamed completions of a real system, and their results."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +11,10 @@ LONG = "Far too long to be computed where it is answered: " + WORDS * 130  # abo
 
 @dataclass
 class Stream:
-    """One request and what came of it, by choice."""
+    """One request and its result, by choice."""
 
     options: dict[str, Any]
-    extra: dict[str, Any] = field(default_factory=dict)  # what OpenAI's API does not have
+    extra: dict[str, Any] = field(default_factory=dict)  # fields that OpenAI's API does not have
     text: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)

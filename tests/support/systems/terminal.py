@@ -1,4 +1,4 @@
-"""A program in a pseudo terminal, and what is on its screen."""
+"""A program in a pseudo terminal, and the contents of its screen."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 LIMIT_S = 60.0
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[=>78]|\([AB0])")
 ROWS, COLUMNS = 40, 100
-# What is asked of a terminal and must be answered, as prompt_toolkit does at its start.
+# Queries to a terminal that must be answered, as prompt_toolkit sends them at its start.
 WHERE_IS_THE_CURSOR, IT_IS_HERE = b"\x1b[6n", b"\x1b[40;1R"  # in the last row
 
 
@@ -24,7 +24,9 @@ CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\r|\n|([^\x1b\r\n]+)")
 
 
 def on_screen(written: str) -> list[str]:
-    """The lines that a terminal without end shows after this; it knows what rich uses."""
+    """Return the lines that an endless terminal shows after this; it knows the sequences that rich
+    uses.
+    """
     lines, row, column = [""], 0, 0
     for found in CONTROL.finditer(written):
         number, command, text = found.groups()
@@ -47,7 +49,7 @@ def on_screen(written: str) -> list[str]:
 
 
 class Terminal:
-    """The person's side: types, and waits for words to appear."""
+    """The user's side: types, and waits for words to appear."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", descriptor: int) -> None:
         self.process = process
@@ -57,12 +59,12 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All that was written so far, without colours and moves."""
+        """Return everything written so far, without colours and moves."""
         return ESCAPES.sub("", self._written.decode(errors="replace"))
 
     @property
     def screen(self) -> list[str]:
-        """The lines that are left on a screen without end."""
+        """Return the lines that remain on an endless screen."""
         return on_screen(self._written.decode(errors="replace"))
 
     def type(self, text: str) -> None:
@@ -72,7 +74,7 @@ class Terminal:
         self.type(line + "\r")
 
     def wait_for(self, words: str) -> str:
-        """What was written up to these words, after what was waited for before."""
+        """Return the output up to these words, after what was waited for before."""
         deadline = time.monotonic() + LIMIT_S
         while (at := self.text.find(words, self._seen)) < 0:
             assert self._read(deadline), f"no {words!r} in:\n{self.text}"
@@ -81,14 +83,16 @@ class Terminal:
         return found
 
     def end(self) -> int:
-        """Its exit code, once it has ended by itself."""
+        """Return its exit code, once it has ended by itself."""
         deadline = time.monotonic() + LIMIT_S
         while self._read(deadline):
             pass
         return self.process.wait(LIMIT_S)
 
     def _read(self, deadline: float) -> bool:
-        """False if the program has closed the terminal, or says nothing until the deadline."""
+        """Read output; False if the program has closed the terminal, or writes nothing until the
+        deadline.
+        """
         ready, _, _ = select.select([self._descriptor], [], [], max(0, deadline - time.monotonic()))
         if not ready:
             return False
@@ -104,7 +108,7 @@ class Terminal:
 
 @contextmanager
 def in_terminal(command: Sequence[str], env: dict[str, str] | None = None) -> Iterator[Terminal]:
-    """Runs the program as the leader of a session with a terminal of its own."""
+    """Run the program as the leader of a session with its own terminal."""
     mine, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     process = subprocess.Popen(

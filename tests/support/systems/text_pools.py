@@ -42,10 +42,12 @@ class Pool(TextPool):
 
 
 def text_processes() -> list[psutil.Process]:
-    """Of models, and spare ones. Each leads a session; what other tests have left here does not."""
+    """Return processes of models, and spare ones. Each leads a session; those that other tests
+    have left here do not.
+    """
     return [p for p in psutil.Process().children() if os.getsid(p.pid) == p.pid]
 
 
 def workers() -> list[psutil.Process]:
-    """Of the only model."""
+    """Return the processes of the only model."""
     return [w for p in text_processes() for w in p.children()]

@@ -24,7 +24,7 @@ SKEW_S = 0.002  # between readings of one clock by several processes; a loop's o
 
 @dataclass(frozen=True, slots=True)
 class TracedAnswer:
-    """One streamed answer, as its client saw it; and what /v1/traces says of it."""
+    """One streamed answer as its client saw it, and its trace from /v1/traces."""
 
     request_id: str
     traceparent: str
@@ -37,13 +37,13 @@ class TracedAnswer:
 
     @property
     def phases_ms(self) -> float:
-        """Their sum, until the first token."""
+        """Return their sum, until the first token."""
         phases = self.trace["phases"]
         return float(sum(one["duration_ms"] for one in phases if one["name"] != "decode"))
 
 
 class TracedClient:
-    """One connection, on which requests follow each other."""
+    """One connection for consecutive requests."""
 
     def __init__(self, url: str) -> None:
         self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
@@ -55,7 +55,7 @@ class TracedClient:
         self._connection.close()
 
     def ask(self, prompt: str, max_tokens: int = 4, **headers: str) -> TracedAnswer:
-        """Waits for the answer's end, and for its trace."""
+        """Send a request; wait for the end of its answer, and for its trace."""
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
         body = json.dumps(asked).encode()
         headers = {"content-type": "application/json", **headers}
@@ -83,7 +83,9 @@ class TracedClient:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Milliseconds that no process spent on a request, as the clocks at both ends of a way say."""
+    """Milliseconds that no process spent on a request, by the clocks at both ends of a
+    connection.
+    """
 
     to_router: float
     to_decode: float
@@ -95,8 +97,9 @@ class Ways:
 
 
 def check_spans(collector: OtlpCollector, answer: TracedAnswer, parent_id: str = "") -> Ways:
-    """The spans of a request whose prompt a prefill worker computed are of four processes, nested,
-    in order, and say what its client was told."""
+    """Check the spans of a request whose prompt a prefill worker computed: they belong to four
+    processes, are nested, in order, and agree with the client's answer.
+    """
     spans = collector.trace(answer.trace_id, *SERVICES)
     named = {span.name: span for span in spans if span.name in SERVICES}
     request, route, prefill, decode = (named[name] for name in SERVICES)
@@ -134,8 +137,9 @@ def check_spans(collector: OtlpCollector, answer: TracedAnswer, parent_id: str =
 
 
 def _check_phases(trace: dict[str, Any], parts: dict[str, CollectedSpan]) -> Ways:
-    """What the client was told is what each process measured, within a millisecond; what it calls
-    "return" is what lies between their spans."""
+    """Check that the client's figures equal each process's measurements, within a millisecond; its
+    "return" is the time between their spans.
+    """
     told = {phase["name"]: phase["duration_ms"] for phase in trace["phases"]}
     spent = {name: 1e3 * span.duration_s for name, span in parts.items()}
     for phase, span in (
@@ -146,7 +150,7 @@ def _check_phases(trace: dict[str, Any], parts: dict[str, CollectedSpan]) -> Way
         ("first_token", "decode first token"),
     ):
         assert abs(spent.get(span, 0.0) - told[phase]) < 1, phase
-    # Waiting for blocks lies within the span of the transfer, and is queueing.
+    # Waiting for blocks lies within the span of the transfer, and counts as queueing.
     waited = told["queue"] - spent["decode queue"]
     assert waited > -1
     assert abs(spent["decode transfer"] - told["transfer"] - waited) < 1
@@ -164,6 +168,6 @@ def _check_phases(trace: dict[str, Any], parts: dict[str, CollectedSpan]) -> Way
 
 
 def _follow(spans: Sequence[CollectedSpan]) -> None:
-    """Each begins where the one before has ended, or later."""
+    """Check that each begins at or after the end of the previous one."""
     for one, following in pairwise(spans):
         assert one.ended <= following.began + 1e-4

@@ -25,8 +25,9 @@ SLOT_BYTES = 1 << 16
 
 
 class Watched(Receiver):
-    """`taking`: connections with a frame between its record and what becomes of it. A connection
-    that fails at its writer thread is closed while its reader still takes a frame."""
+    """`taking`: connections with a frame between its record and its outcome. A connection that
+    fails at its writer thread is closed while its reader still takes a frame.
+    """
 
     def __init__(self, *args: Any, **words: Any) -> None:
         self._taking: set[DataLink] = set()
@@ -49,9 +50,10 @@ class Watched(Receiver):
 
 
 class Victim:
-    """Decode's side, to be used with `with`: it ends though its test fails, for no time limit
+    """Decode's side, to be used with `with`: it ends though its test fails, since no time limit
     holds in this process until then. `lost` holds the reasons by attempt; `writes` counts writes
-    into the pool."""
+    into the pool.
+    """
 
     def __init__(self, transport: str, folder: Path, encrypted: bool = False) -> None:
         self.engine = fake_engine(num_blocks=256, block_size=BLOCK, window=48, prefix_cache=False)
@@ -99,7 +101,7 @@ class Victim:
         return ticket
 
     def state(self, tickets: list[bytes]) -> dict[str, Any]:
-        """Hash of every byte of the pool, and the bitmaps of these live tickets."""
+        """Return the hash of every byte of the pool, and the bitmaps of these live tickets."""
 
         def read(_: Any) -> dict[str, Any]:
             pool = hashlib.sha256()
@@ -117,7 +119,7 @@ class Victim:
         return found
 
     def settle(self) -> None:
-        """Until every payload that has been credited is written or dropped, and known to be."""
+        """Wait until every credited payload is written or dropped, and the result is known."""
         wait_until(lambda: not self.receiver.taking, pause_s=0.0002)
         self.thread.post(lambda _: None).result(LIMIT_S)  # the poll follows
 
@@ -129,7 +131,7 @@ class Victim:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        with self._timeouts:  # they end, whatever fails before
+        with self._timeouts:  # restored, whatever fails before
             self.thread.close()
             self.receiver.close()
 

@@ -1,7 +1,7 @@
 """A small system whose processes are objects of this one, and their pages of /metrics.
 
-The router is real, and so are engines and the gateway's service; workers only talk, and models are
-tiny.
+The router is real, and so are engines and the gateway's service; workers have no engine, and
+models are tiny.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ THRESHOLD = 32  # prompt tokens from which a prefill worker computes them
 
 
 def page_of(*collectors: Collector, certificates: Mapping[str, str] | None = None) -> str:
-    """As a metrics port would show them, with the facts of the process."""
+    """Return a page as a metrics port would show it, with the facts of the process."""
     registry = CollectorRegistry()
     for collector in (*collectors, ProcessFacts(certificates or {})):
         registry.register(collector)
@@ -54,14 +54,14 @@ def router_page(core: RouterCore) -> str:
 
 
 def worker_page(load: Load) -> str:
-    """Of a decode worker with that load."""
+    """Return the page of a decode worker with that load."""
     metrics = WorkerMetrics(WorkerHello(address="decode:1", card=pb.ModelCard(name="tiny")))
     metrics.load = load
     return page_of(metrics)
 
 
 def engine_load(engine: Engine) -> Load:
-    """What a worker would report of its engine now."""
+    """Return the load that a worker would report of its engine now."""
     return load_of(engine.stats(), {}, {}, 0)
 
 
@@ -76,7 +76,7 @@ class WatchedRouter:
         self._number = itertools.count()
 
     async def add(self, worker: FakeWorker) -> None:
-        """Returns when the router can send it commands."""
+        """Add a worker; returns when the router can send it commands."""
         await worker.start(self._address)
         self._workers.append(worker)
 
@@ -87,7 +87,7 @@ class WatchedRouter:
         await eventually(connected)
 
     async def ask(self, count: int = 1, tokens: int = 2 * THRESHOLD) -> None:
-        """Requests to their ends, whatever these are, one after another."""
+        """Run requests to their ends, of any kind, one after another."""
         for _ in range(count):
             number = next(self._number)
             start = pb.Start(
@@ -102,7 +102,7 @@ class WatchedRouter:
                 pass
 
     def report(self, worker: FakeWorker, load: Load) -> None:
-        """As if the worker had sent that load."""
+        """Report a load as if the worker had sent it."""
         known = self.core.fleet.get(worker.boot)
         assert known is not None
         self.core.report(known, WorkerReport(load=load), known.lease)
@@ -114,7 +114,7 @@ class WatchedRouter:
 
 @asynccontextmanager
 async def watched_router() -> AsyncIterator[tuple[WatchedRouter, FakeDecode, FakePrefill]]:
-    """Yields it with its two workers, when one prompt has been handed off."""
+    """Yield it with its two workers, when one prompt has been handed off."""
     settings = RouterSettings(cluster_secret=(SECRET,), remote_prefill_threshold=THRESHOLD)
     router = RouterProcess(settings)
     await router.start()
@@ -144,7 +144,7 @@ class WatchedGateway:
         self._http = http
 
     async def ask(self, count: int, prompt: Prompt = "hello", max_tokens: int = 16) -> list[int]:
-        """The codes of so many answers, asked for at once."""
+        """Return the codes of this many concurrent answers."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens}
         asked = (self._http.post("/v1/completions", json=body) for _ in range(count))
         return [answer.status_code for answer in await asyncio.gather(*asked)]
@@ -159,7 +159,7 @@ async def watched_gateway(
     limits: AdmissionLimits | None = None,
     clock: Callable[[], float] | None = None,
 ) -> AsyncIterator[WatchedGateway]:
-    """Of a cluster, over an Upstream."""
+    """Run the gateway of a cluster, over an Upstream."""
     service = scripted_service(router, limits, clock=clock)
     openai = OpenAiDialect(service, LIMITS, BodyReader(LIMITS))
     readiness = Readiness(router, service.catalog)

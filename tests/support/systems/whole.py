@@ -1,4 +1,4 @@
-"""A whole system of single processes with everything that docs/security.md has a row for."""
+"""A whole system of single processes that covers every row of docs/security.md."""
 
 from contextlib import closing
 from itertools import count
@@ -16,17 +16,18 @@ from pdserve.services.host.auth.roles import Role
 from systems.single_processes import PICKER, WORKERS, SingleProcesses
 
 MODEL = "SmolLM2-135M-Instruct"
-MARK = "xylophone quagmire"  # stands in every prompt
+MARK = "xylophone quagmire"  # in every prompt
 KEY = "sk-the-key-of-the-client"
 KEY_SHOWN = {"authorization": f"Bearer {KEY}"}
 SECRET = "the-secret-of-the-cluster-that-nobody-may-see"
 BACKENDS = (Role.ROUTER, *WORKERS)
-PROBED = (*BACKENDS, PICKER)  # what has a metrics port and a probe port
+PROBED = (*BACKENDS, PICKER)  # roles with a metrics port and a probe port
 
 
 class WholeSystem(SingleProcesses):
-    """Every port, socket and file of the tables. The folders of sockets and rings are open to all
-    users, so that only the files themselves keep them out."""
+    """A system with every port, socket and file of the tables. The folders of sockets and rings
+    are open to all users, so that only the permissions of the files themselves protect them.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -39,7 +40,7 @@ class WholeSystem(SingleProcesses):
         self._asked = count()
 
     def start_all(self) -> None:
-        """Returns when a prompt has been handed off by shared memory."""
+        """Start all; returns when a prompt has been handed off by shared memory."""
         for role in BACKENDS:
             words = ["--cluster-secret", SECRET, "--trace-dir", str(self.rings)]
             words += self._ports(role)
@@ -72,7 +73,7 @@ class WholeSystem(SingleProcesses):
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def _handed_off(self) -> bool:
-        """A prompt with the mark has gone through all of them."""
+        """Check that a prompt with the mark has gone through all of them."""
         prompt = f"{next(self._asked)} {MARK} " * 50
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
         url = f"http://{self.http}/v1/completions"
@@ -83,19 +84,19 @@ class WholeSystem(SingleProcesses):
         return answer.status_code == 200 and self.fleet().prefill_remote > 0
 
     def mark_ids(self) -> list[int]:
-        """The tokens of the mark, as they stand in a prompt."""
+        """Return the tokens of the mark, as in a prompt."""
         body = {"model": MODEL, "prompt": f" {MARK}"}
         answer = httpx.post(f"http://{self.http}/tokenize", json=body, headers=KEY_SHOWN)
         return [int(token) for token in answer.json()["tokens"]]
 
     @property
     def decode(self) -> fleet_pb2.WorkerHello:
-        """All that decode tells of itself."""
+        """Return everything that decode reports about itself."""
         return self.hello(Role.DECODE)
 
     @property
     def unix(self) -> Path:
-        """Decode's socket."""
+        """Return decode's socket."""
         (path,) = self.shm.iterdir()
         return path
 
@@ -104,7 +105,7 @@ class WholeSystem(SingleProcesses):
         return path
 
     def places(self) -> dict[str, dict[str, str]]:
-        """By option and command: the addresses and files that the table speaks of."""
+        """Return by option and command the addresses and files that the table names."""
         return {
             "--data-bind": {Role.DECODE: self.kv},
             "--shm-dir": {Role.DECODE: str(self.unix)},
@@ -114,9 +115,9 @@ class WholeSystem(SingleProcesses):
         }
 
     def parent(self, role: str) -> psutil.Process:
-        """The process of a role; the gateway has children."""
+        """Return the process of a role; the gateway has children."""
         return psutil.Process(self.processes[role].pid)
 
     def peer(self, transport: str, boot: bytes) -> "closing[KvPeer]":
-        """One that has introduced itself to decode with that boot id."""
+        """Return a peer that has introduced itself to decode with that boot id."""
         return closing(KvPeer(self.decode, transport, str(self.shm), boot))

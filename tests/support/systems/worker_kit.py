@@ -50,7 +50,7 @@ CARD = CardData(
 
 
 def build_with(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Engine]) -> None:
-    """Workers started from here on load this engine."""
+    """Make workers that are started from here load this engine."""
 
     def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Any:
         progress("loading", 0.5)
@@ -64,7 +64,7 @@ class SessionClient:
 
     def __init__(self, stub_type: Any, address: str, secret: str = SECRET) -> None:
         self.events: list[tuple[str, Any]] = []  # (kind, message)
-        self.batches: list[int] = []  # events of each message, a row being one
+        self.batches: list[int] = []  # events of each message; a row counts as one
         self.num_rows = 0
         self._commands: asyncio.Queue[Any] = asyncio.Queue()
         self._channel = open_channel(address, secret)
@@ -78,7 +78,7 @@ class SessionClient:
         self._commands.put_nowait(command)
 
     async def wait(self, kind: str, attempt: bytes) -> Any:
-        """The first event of a kind about an attempt."""
+        """Return the first event of a kind about an attempt."""
 
         def find() -> list[Any]:
             return [m for k, m in self.events if k == kind and m.attempt == attempt]
@@ -90,7 +90,7 @@ class SessionClient:
         return [k for k, m in self.events if attempt is None or m.attempt == attempt]
 
     def tokens(self, attempt: bytes) -> dict[int, list[int]]:
-        """Ids per choice; positions must continue."""
+        """Return ids per choice; positions must continue."""
         found: dict[int, list[int]] = {}
         for kind, message in self.events:
             if kind == "tokens" and message.attempt == attempt:
@@ -130,7 +130,9 @@ class Pair:
     prefill: SessionClient
 
     def admit(self, ids: Sequence[int], remote: bool = True, **change: Any) -> bytes:
-        """`shared`: missing tokens of another prompt that it waits for; 0: it does not."""
+        """Admit a request. `shared`: missing tokens of another prompt that it waits for; 0: it
+        does not.
+        """
         attempt: bytes = change.pop("attempt", None) or os.urandom(16)
         shared: int = change.pop("shared", 0)
         params = {"temperature": 0.0, "max_tokens": 8} | change.pop("params", {})
@@ -152,7 +154,7 @@ class Pair:
         return attempt
 
     async def hand_off(self, ids: Sequence[int], **change: Any) -> bytes:
-        """Admit, then start the prefill of all but the last id."""
+        """Admit a request, then start the prefill of all ids except the last."""
         attempt = self.admit(ids, **change)
         admitted = await self.decode.wait("admitted", attempt)
         self.start_prefill(attempt, ids[:-1], admitted.ticket)
@@ -166,7 +168,7 @@ class Pair:
         self.prefill.send(wire.PrefillCommand(start=start))
 
     async def at_rest(self) -> None:
-        """free + cached == total on both sides, nothing promised, reserved or held."""
+        """Check free + cached == total on both sides, with nothing promised, reserved or held."""
         for worker in (self.decode_worker, self.prefill_worker):
             part: Any = worker.runtime
             loads: list[Any] = []

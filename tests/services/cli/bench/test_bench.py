@@ -1,4 +1,4 @@
-"""`pdserve bench` against a small HTTP server whose answers and times are known."""
+"""`pdserve bench` against a small HTTP server with known answers and times."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ def test_a_closed_loop(
     assert (figures["prompt_tokens"], figures["output_tokens"]) == (9 * 12, 9 * 3)
     assert figures["ttft_ms"]["p50"] > 0
     asked = [body for body in server.asked if "max_tokens" in body]
-    assert len(asked) == 10  # and one that warms up
+    assert len(asked) == 10  # including a warm-up request
     assert all(body["stream"] and body["ignore_eos"] and body["temperature"] == 0 for body in asked)
     assert len({body["prompt"] for body in asked}) == 10
     out = capsys.readouterr().out
@@ -55,8 +55,8 @@ def test_a_closed_loop(
     assert "9 of 9 requests" in out
 
 
-def test_a_seed_makes_the_same_prompts_again(server: ApiServer, tmp_path: Path) -> None:
-    """And without one no prompt is that of an earlier run, which the server may have cached."""
+def test_a_seed_repeats_its_prompts(server: ApiServer, tmp_path: Path) -> None:
+    """Without a seed no prompt repeats one of an earlier run, which the server may have cached."""
     asked = []
     for words in (["--random-seed", "5"], ["--random-seed", "5"], [], []):
         server.asked.clear()
@@ -81,7 +81,7 @@ def test_an_open_loop_of_chats(
 
 
 def test_arrivals_do_not_wait_for_answers(server: ApiServer) -> None:
-    """All are on their way while the server answers none; the gaps are those of the seed."""
+    """All requests are in flight while the server answers none; the seed sets the gaps."""
     server.events.insert(0, STALL)
     samples: list[Any] = []
 
@@ -101,8 +101,8 @@ def test_arrivals_do_not_wait_for_answers(server: ApiServer) -> None:
 
 
 @pytest.mark.parametrize("letters", [1, 4, 100])
-def test_prompts_of_any_tokenizer(letters: int) -> None:
-    """A word has a token for so many letters."""
+def test_prompts_have_the_right_length_with_any_tokenizer(letters: int) -> None:
+    """A word has one token per `letters` letters."""
 
     async def tokens(text: str) -> int:
         words = text.split() if letters > 1 else [text]
@@ -114,7 +114,7 @@ def test_prompts_of_any_tokenizer(letters: int) -> None:
             assert asyncio.run(tokens(text)) == num_tokens
 
 
-def test_prompts_have_as_many_tokens_as_asked(server: ApiServer) -> None:
+def test_prompts_have_the_requested_number_of_tokens(server: ApiServer) -> None:
     def reply(body: dict[str, Any]) -> tuple[int, Any]:
         words = body["prompt"].split()  # a word with an "a" has two tokens, and one begins the text
         return 200, {"count": 1 + len(words) + sum("a" in word for word in words)}
@@ -140,7 +140,7 @@ def test_prompts_have_as_many_tokens_as_asked(server: ApiServer) -> None:
     assert all(len(prompt.split()) == 30 for prompt in prompts)
 
 
-def test_failed_requests_are_told(
+def test_failed_requests_are_reported(
     server: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--requests", "3", "--warmup", "0")
@@ -164,7 +164,7 @@ def test_failed_requests_are_told(
         (["--input-token", "3"], 2, "did you mean --input-tokens"),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_invalid_options_are_named_in_the_error(
     words: list[str], code: int, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *words]) == code
@@ -173,7 +173,7 @@ def test_what_is_wrong_is_said(
     assert "Traceback" not in err
 
 
-def test_ctrl_c_shows_what_was_measured(server: ApiServer) -> None:
+def test_ctrl_c_shows_the_measurements_so_far(server: ApiServer) -> None:
     server.events = [*TEXTS, *ends(prompt_tokens=12, completion_tokens=3)]
     command = [sys.executable, "-m", "pdserve.services.cli.main", "bench", "--url", server.url]
     command += ["--requests", "100000", "--warmup", "0", "--input-tokens", "2", "--rate", "5"]

@@ -1,4 +1,4 @@
-"""Figures of known times, and how they are shown."""
+"""Figures of known times, and their output."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_figures_of_a_run() -> None:
     assert figures["slo_attainment"] == pytest.approx(1 / 3)
 
 
-def test_a_bound_is_kept_or_not() -> None:
+def test_a_request_meets_its_bounds_or_does_not() -> None:
     one = sample(0.0, 0.1, 0.2, 0.5)
     for slo, kept in (
         ("ttft=100", True),
@@ -59,7 +59,7 @@ def test_a_bound_is_kept_or_not() -> None:
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft=x", "speed=1", "itl=-1", "itl=5m"])
-def test_bounds_that_are_none(text: str) -> None:
+def test_invalid_bounds_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a valid bound"):
         parse_slo(text)
 

@@ -1,4 +1,4 @@
-"""A conversation against a small HTTP server: history, commands, errors and what is drawn."""
+"""A conversation against a small HTTP server: history, commands, errors and drawing."""
 
 import io
 import re
@@ -27,7 +27,7 @@ def server() -> Iterator[ApiServer]:
 
 
 class TerminalText(io.StringIO):
-    """Text that a person would see."""
+    """Text that a user would see."""
 
     def isatty(self) -> bool:
         return True
@@ -63,7 +63,7 @@ def test_commands_of_a_conversation(server: ApiServer) -> None:
     assert "temperature" not in server.asked[0]
 
 
-def test_the_temperature_can_be_set_and_given_back(server: ApiServer) -> None:
+def test_the_temperature_can_be_set_and_reset(server: ApiServer) -> None:
     server.events = [*says("x"), "[DONE]"]
     talk, chat, out = talking(server)
     assert chat.sampling == "temperature 0.2 (recommended for this model)"
@@ -74,7 +74,7 @@ def test_the_temperature_can_be_set_and_given_back(server: ApiServer) -> None:
     assert "the temperature must be 0 to 2" in out.getvalue()
 
 
-def test_sampling_of_a_server_that_tells_none() -> None:
+def test_sampling_of_a_server_that_reports_none() -> None:
     chat = Conversation(ApiClient("http://x"), {"id": "m"}, ChatSettings())
     assert chat.sampling == "sampling with the server's defaults"
     model = {"id": "m", "default_sampling_params": {}}
@@ -120,7 +120,7 @@ def test_ctrl_c_before_the_question_is_sent(server: ApiServer) -> None:
     assert not server.asked
 
 
-def test_an_answer_that_did_not_come_is_in_the_exit_code(server: ApiServer) -> None:
+def test_a_missing_answer_sets_the_exit_code(server: ApiServer) -> None:
     talk, _, _ = talking(server)
     lines = iter(["one", "two"])
 
@@ -132,7 +132,7 @@ def test_an_answer_that_did_not_come_is_in_the_exit_code(server: ApiServer) -> N
     assert talk.run(typed()) == 1
 
 
-def test_reasoning_is_folded_until_it_is_asked_for(server: ApiServer) -> None:
+def test_reasoning_is_folded_until_requested(server: ApiServer) -> None:
     server.events = [*says("42", thinks="six times seven"), "[DONE]"]
     talk, chat, out = talking(server)
     talk.run(["what?"])
@@ -152,7 +152,7 @@ def test_a_question_that_fails_is_forgotten(
     assert talk.run(["hi"]) == 1
     assert "the worker went away" in capsys.readouterr().err
     assert chat.messages == []
-    server.events = says("half an ans")  # and then the connection ends
+    server.events = says("half an ans")  # then the connection ends
     assert talk.run(["hi"]) == 1
     assert "ended early" in capsys.readouterr().err
     assert chat.messages == []
@@ -164,14 +164,14 @@ def test_the_end_of_the_context_names_reset(
     talk, _, out = talking(server)
     server.events = [*says("long"), *ends("length", total_tokens=100, completion_tokens=60)]
     assert talk.run(["hi"]) == 0
-    assert out.getvalue() == "long\n"  # it is for a pipe
+    assert out.getvalue() == "long\n"  # because it is for a pipe
     assert "the context of 100 tokens is full; /reset" in capsys.readouterr().err
     server.reply = lambda body: (400, CONTEXT_FULL)
     assert talk.run(["hi"]) == 1
     assert "Type /reset to clear the conversation" in capsys.readouterr().err
 
 
-def test_an_answer_that_max_tokens_cuts_says_so(
+def test_an_answer_cut_by_max_tokens_says_so(
     server: ApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talk, _, _ = talking(server, max_tokens=3)
@@ -190,7 +190,7 @@ def test_chat_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixtu
     assert "pdserve up" in err
 
 
-def test_a_wrong_key_and_a_wrong_model_are_said(
+def test_a_wrong_key_and_a_wrong_model_are_reported(
     server: ApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.key = "right"
@@ -207,7 +207,7 @@ def test_a_wrong_key_and_a_wrong_model_are_said(
 
 
 @pytest.mark.parametrize("models", [5, None, [1], [{"name": "x"}], [{"id": 1}]])
-def test_a_server_of_another_kind_is_said(
+def test_a_server_of_another_kind_is_reported(
     models: Any, server: ApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.models = models
@@ -217,7 +217,7 @@ def test_a_server_of_another_kind_is_said(
 
 
 @pytest.mark.parametrize("event", ["5", "[]", '{"error": "no"}', '{"choices": null}'])
-def test_events_of_another_kind_are_said(event: str, server: ApiServer) -> None:
+def test_events_of_another_kind_are_reported(event: str, server: ApiServer) -> None:
     server.events = [event, '{"choices": [{"delta": null}]}']
     assert talking(server)[0].run(["hi"]) == 1
 
@@ -234,7 +234,7 @@ def test_chat_reads_from_a_pipe(
 
 
 def drawn(pieces: list[str], thinks: str = "") -> str:
-    """What is on the screen in the end."""
+    """Return the final contents of the screen."""
     out = TerminalText()
     view = MarkdownView(out, shows_reasoning=False)
     if thinks:
@@ -267,7 +267,9 @@ The end.
 
 
 def test_markdown_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However it comes, and however often it is drawn: every block is there once, in order."""
+    """Every block is on the screen once, in order, however the text arrives and however often it
+    is redrawn.
+    """
     monkeypatch.setattr("pdserve.services.cli.chat.view.FRAME_S", 0.0)
     monkeypatch.setattr("pdserve.services.cli.chat.view.PAUSE", 0)
     shown = drawn([MARKDOWN[n : n + 3] for n in range(0, len(MARKDOWN), 3)])
@@ -287,8 +289,8 @@ def test_markdown_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_a_block_that_takes_long_is_drawn_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(1000))  # each look is a second later
+def test_a_block_that_is_slow_to_draw_is_drawn_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))  # each reading is a second later
     monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
     out = TerminalText()
     view = MarkdownView(out, shows_reasoning=False)
@@ -298,7 +300,7 @@ def test_a_block_that_takes_long_is_drawn_less_often(monkeypatch: pytest.MonkeyP
     assert 4 <= len(pictures) <= 10  # of 40
 
 
-def test_an_answer_has_no_say_over_the_terminal() -> None:
+def test_an_answer_cannot_control_the_terminal() -> None:
     nasty = "a\x1b]0;title\x07b\x9b2Jc\r\td\n"
     assert drawn([nasty]).split() == ["a]0;titleb2Jc", "d"]
     for out, wanted in ((TerminalText(), "a]0;titleb2Jc\td\n"), (io.StringIO(), nasty)):
@@ -306,7 +308,7 @@ def test_an_answer_has_no_say_over_the_terminal() -> None:
         assert out.getvalue() == wanted
 
 
-def test_thoughts_are_one_line() -> None:
+def test_reasoning_is_one_line() -> None:
     shown = drawn(["done"], thinks="secret thoughts")
     assert "thought for" in shown
     assert "secret" not in shown

@@ -1,4 +1,4 @@
-"""`pdserve chat` as a person has it: in a pseudo terminal, with keys."""
+"""`pdserve chat` as a user sees it: in a pseudo terminal, with keys."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from systems.terminal import Terminal, in_terminal
 from pdserve.services.cli.commands import STOPPED
 
 MODEL = {"id": "tiny", "max_model_len": 100, "default_sampling_params": {"temperature": 0.2}}
-PROMPT = ">"  # a key that comes before is not for it
+PROMPT = ">"  # keys typed before it are ignored
 WITH_THE_EXTRA = """
 import sys
 from pdserve.services.cli.main import main
@@ -48,7 +48,7 @@ def pdserve(*words: str, data: Path | None = None) -> Iterator[Terminal]:
 
 
 def asked(server: ApiServer, count: int = 1) -> list[str]:
-    """The last messages of that many questions, once they have come."""
+    """Return the last messages of that many questions, once they have arrived."""
     wait_until(lambda: len(server.asked) >= count, "questions")
     return [body["messages"][-1]["content"] for body in server.asked]
 
@@ -66,7 +66,7 @@ def test_a_conversation(server: ApiServer, tmp_path: Path) -> None:
         terminal.wait_for(PROMPT)
         terminal.type(CTRL_D)
         assert terminal.end() == 0
-    with pdserve("chat", "--url", server.url, data=tmp_path) as terminal:  # the arrow keys know it
+    with pdserve("chat", "--url", server.url, data=tmp_path) as terminal:  # the arrow keys use it
         terminal.wait_for(PROMPT)
         terminal.type(UP)
         terminal.type(UP)
@@ -89,9 +89,9 @@ def test_a_question_of_several_lines(server: ApiServer) -> None:
     assert asked(server) == ["one\ntwo\nthree"]
 
 
-def test_without_the_extra_lines_are_plain(server: ApiServer, tmp_path: Path) -> None:
+def test_lines_are_plain_without_the_extra(server: ApiServer, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_THE_EXTRA, "chat", "--url", server.url]
-    for lines in (["one\\", "two"], [UP]):  # the second time its history is there
+    for lines in (["one\\", "two"], [UP]):  # the second run has the history of the first
         with in_terminal(command, {"XDG_DATA_HOME": str(tmp_path)}) as terminal:
             terminal.wait_for(PROMPT)
             for line in lines:
@@ -123,7 +123,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(server: ApiServer) -> 
     assert [m["content"] for m in server.asked[1]["messages"]] == ["talk", "and so on", "again"]
 
 
-def test_what_is_typed_during_an_answer_is_for_the_next_prompt(server: ApiServer) -> None:
+def test_keys_typed_during_an_answer_are_for_the_next_prompt(server: ApiServer) -> None:
     server.events = [*says("and so on"), STALL, *ends()]
     with pdserve("chat", "--url", server.url) as terminal:
         terminal.wait_for(PROMPT)
@@ -136,7 +136,7 @@ def test_what_is_typed_during_an_answer_is_for_the_next_prompt(server: ApiServer
 
 
 @pytest.mark.parametrize("broken", ["folder", "full"])
-def test_it_goes_on_without_a_history(server: ApiServer, tmp_path: Path, broken: str) -> None:
+def test_chat_works_without_a_history(server: ApiServer, tmp_path: Path, broken: str) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
     code = f"{limit if broken == 'full' else ''}\n{WITH_THE_EXTRA}"
     (tmp_path / "pdserve").mkdir()
@@ -171,7 +171,7 @@ def test_ctrl_c_ends_the_lines_of_a_pipe(server: ApiServer) -> None:
     assert asked(server) == ["one"]
 
 
-def test_a_pipe_of_other_characters(server: ApiServer) -> None:
+def test_a_pipe_in_another_encoding(server: ApiServer) -> None:
     server.events = [*says("caf\u00e9 \ud800"), *ends()]
     command = [sys.executable, "-m", "pdserve.services.cli.main", "chat", "--url", server.url]
     env = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
@@ -192,7 +192,7 @@ def test_reasoning_is_folded(server: ApiServer) -> None:
         terminal.wait_for("six times seven")
 
 
-def test_a_wrong_key_is_said(server: ApiServer) -> None:
+def test_a_wrong_key_is_reported(server: ApiServer) -> None:
     server.key = "right"
     with pdserve("chat", "--url", server.url) as terminal:
         terminal.wait_for("Pass the server's key with --api-key")
@@ -222,7 +222,7 @@ def test_a_full_context_names_reset(server: ApiServer) -> None:
     assert len(server.asked[-1]["messages"]) == 1
 
 
-def test_a_server_that_ends_in_between(server: ApiServer) -> None:
+def test_a_server_that_stops_during_an_answer(server: ApiServer) -> None:
     server.events = says("half")
     with pdserve("chat", "--url", server.url) as terminal:
         terminal.wait_for(PROMPT)

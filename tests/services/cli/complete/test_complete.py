@@ -1,4 +1,4 @@
-"""`pdserve complete` against a small HTTP server: results, errors, and going on after a stop."""
+"""`pdserve complete` against a small HTTP server: results, errors, and resuming after a stop."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 def results(path: Path) -> dict[str, Any]:
-    """By id; each is there once."""
+    """Return results by id; each id is there once."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({line["custom_id"] for line in lines}) == len(lines)
     return {line["custom_id"]: line for line in lines}
@@ -68,7 +68,7 @@ def test_each_kind_of_line(server: ApiServer, tmp_path: Path) -> None:
     assert all(line["error"] is None for line in found.values())
 
 
-def test_errors_are_lines(server: ApiServer, tmp_path: Path) -> None:
+def test_errors_are_result_lines(server: ApiServer, tmp_path: Path) -> None:
     server.reply = lambda body: (
         (400, {"error": {"message": "no"}}) if body["prompt"] == "bad" else (200, {})
     )
@@ -85,7 +85,7 @@ def test_errors_are_lines(server: ApiServer, tmp_path: Path) -> None:
     assert found["line-7"]["response"]["status_code"] == 200
 
 
-def test_a_line_that_is_no_utf_8(server: ApiServer, tmp_path: Path) -> None:
+def test_a_line_that_is_not_utf_8(server: ApiServer, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'\xef\xbb\xbf{"prompt": "with a mark"}\n\xff\xfe\n')
     code, out = complete(server, source)
@@ -94,7 +94,7 @@ def test_a_line_that_is_no_utf_8(server: ApiServer, tmp_path: Path) -> None:
     assert results(out)["line-1"]["response"]["status_code"] == 200
 
 
-def test_a_pipe_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_is_refused_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, pipe = write(tmp_path / "in.jsonl", PROMPT), tmp_path / "pipe"
     os.mkfifo(pipe)
     for paths in ((pipe, tmp_path / "out"), (source, pipe), (tmp_path, pipe)):
@@ -102,12 +102,12 @@ def test_a_pipe_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert "is not a regular file" in capsys.readouterr().err
 
 
-def test_what_has_a_result_is_not_asked_again(server: ApiServer, tmp_path: Path) -> None:
+def test_finished_lines_are_not_sent_again(server: ApiServer, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", *({"id": n, **PROMPT} for n in range(5)))
     done = {"custom_id": "1", "response": {"status_code": 200, "body": "old"}, "error": None}
     out = write(tmp_path / "out.jsonl", done)
     with out.open("a") as file:
-        file.write('{"custom_id": "2", "respo')  # torn
+        file.write('{"custom_id": "2", "respo')  # an incomplete line
     assert complete(server, source)[0] == 0
     assert results(out).keys() == {"0", "1", "2", "3", "4"}
     assert results(out)["1"] == done
@@ -116,7 +116,7 @@ def test_what_has_a_result_is_not_asked_again(server: ApiServer, tmp_path: Path)
     assert len(server.asked) == 4
 
 
-def test_a_busy_server_is_asked_again(server: ApiServer, tmp_path: Path) -> None:
+def test_a_busy_server_is_retried(server: ApiServer, tmp_path: Path) -> None:
     replies = iter([(429, {}), (503, {})])
     server.reply = lambda body: next(replies, (200, {}))
     code, out = complete(server, write(tmp_path / "in.jsonl", PROMPT))
@@ -125,7 +125,7 @@ def test_a_busy_server_is_asked_again(server: ApiServer, tmp_path: Path) -> None
     assert results(out).keys() == {"line-1"}
 
 
-def test_a_server_that_goes_leaves_lines_to_ask(
+def test_lines_remain_to_be_sent_when_the_server_goes(
     server: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.reply = lambda body: (503, {}) if body["prompt"] == "x" else (200, {})
@@ -151,7 +151,7 @@ def test_a_server_that_goes_leaves_lines_to_ask(
         ([PROMPT], '{"custom_id": "line-1", "response": "x", "error": 1}\n', "is not a result"),
     ],
 )
-def test_files_that_do_not_belong_together_are_kept(
+def test_files_that_do_not_match_are_kept(
     server: ApiServer,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -168,7 +168,7 @@ def test_files_that_do_not_belong_together_are_kept(
     assert not server.asked
 
 
-def test_a_wrong_key_ends_it_with_advice(
+def test_a_wrong_key_stops_with_advice(
     server: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.key = "right"
@@ -178,7 +178,7 @@ def test_a_wrong_key_ends_it_with_advice(
     assert out.read_text() == ""
 
 
-def test_missing_files_and_servers_are_said(
+def test_missing_files_and_servers_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write(tmp_path / "in.jsonl", PROMPT)
@@ -211,8 +211,8 @@ def test_concurrency_is_bounded(server: ApiServer, tmp_path: Path) -> None:
     assert most == 3
 
 
-def test_ctrl_c_and_going_on(server: ApiServer, tmp_path: Path) -> None:
-    """Whatever is on its way at the stop is asked again, and no line is there twice."""
+def test_a_run_stopped_by_ctrl_c_resumes(server: ApiServer, tmp_path: Path) -> None:
+    """Requests in flight at the stop are sent again, and no line is there twice."""
     count, first = 40, threading.Semaphore(15)
 
     def reply(body: dict[str, Any]) -> tuple[int, Any]:

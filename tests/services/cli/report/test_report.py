@@ -1,4 +1,4 @@
-"""`pdserve report`: what is in the file, and what never is."""
+"""`pdserve report`: what the file contains, and what it never contains."""
 
 import json
 import os
@@ -35,7 +35,7 @@ from pdserve.services.options.options import Option
 from pdserve.services.options.sources import Settings
 
 NOBODY = "http://127.0.0.1:1"
-VALUES = {  # of options that are checked when they are read
+VALUES = {  # of options that are validated when they are read
     "database_url": "postgresql://me:hunter2hunter2@db/x",
     "rate_storage": "redis://:swordfish99@cache:6379",
 }
@@ -43,7 +43,7 @@ VALUES = {  # of options that are checked when they are read
 
 @pytest.fixture(autouse=True)
 def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other systems of this machine are not the test's."""
+    """Use a private temporary folder, so that other systems of this machine are not found."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
@@ -59,7 +59,7 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 
 def report(*words: str) -> dict[str, bytes]:
-    """Of a run that must succeed."""
+    """Return the files of a report from a run that must succeed."""
     assert main(["report", "--out", "report.tar.gz", *words]) == 0
     assert os.stat("report.tar.gz").st_mode & 0o777 == 0o600
     return files_of(Path("report.tar.gz"))
@@ -70,7 +70,7 @@ def secret_options() -> dict[str, Option]:
     return {option.name: option for option in options if option.secret}
 
 
-def test_of_a_system_that_is_gone_it_says_what_is_missing(
+def test_a_report_of_a_stopped_system_lists_what_is_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     files = report("--url", NOBODY, "--scrape", "127.0.0.1:1", "--routers", "127.0.0.1:1")
@@ -86,7 +86,7 @@ def test_of_a_system_that_is_gone_it_says_what_is_missing(
 
 
 class TwoRouters(RouterServicer):
-    """Routers on one port of two addresses; a third address has none there."""
+    """Routers on the same port of two addresses; a third address has none."""
 
     HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 
@@ -107,7 +107,7 @@ class TwoRouters(RouterServicer):
         return router_pb2.FleetView(retries=7)
 
     def asked_by(self, target: str) -> None:
-        """A report of this has what both say, and why the third says nothing."""
+        """Check that a report has the answers of both, and why the third gave none."""
         files = report("--url", NOBODY, "--routers", target, "--cluster-secret", SECRET)
         found = {name: data for name, data in files.items() if name.startswith("fleet/")}
         *there, gone = (f"fleet/{host}_{self.port}" for host in self.HOSTS)
@@ -123,10 +123,10 @@ def two_routers() -> Iterator[TwoRouters]:
     made.stop()
 
 
-def test_every_address_of_a_name_is_asked(
+def test_every_address_of_a_name_is_queried(
     two_routers: TwoRouters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a headless Service."""
+    """The name of a headless Service resolves to several addresses."""
     look_up = socket.getaddrinfo
 
     def headless(host: str, *rest: Any, **words: Any) -> Any:
@@ -137,10 +137,10 @@ def test_every_address_of_a_name_is_asked(
     two_routers.asked_by(f"router-headless:{two_routers.port}")
 
 
-def test_every_pod_of_a_service_is_asked(
+def test_every_pod_of_a_service_is_queried(
     two_routers: TwoRouters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are not ready, too."""
+    """Pods that are not ready are queried too."""
     api = FakeKubernetes(tmp_path)
     api.start()
     for name, value in api.environ.items():
@@ -155,7 +155,7 @@ def test_every_pod_of_a_service_is_asked(
         api.stop()
 
 
-def test_a_name_that_stands_for_no_router() -> None:
+def test_a_name_without_a_router_is_reported() -> None:
     words = ("--routers", "router.invalid:50050", "--routers", "kubernetes:///router:grpc")
     summary = report("--url", NOBODY, "--cluster-secret", SECRET, *words)["summary.txt"].decode()
     assert (
@@ -172,15 +172,17 @@ def test_files_of_logs_are_added_without_secrets(tmp_path: Path) -> None:
     assert "log none.log: MISSING: the file does not exist\n" in files["summary.txt"].decode()
 
 
-def test_to_standard_output(capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path) -> None:
-    """Where the root file system is read-only, or a file could not be fetched."""
+def test_a_report_to_standard_output(
+    capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    """For a read-only root file system, or where a file could not be copied out."""
     assert main(["report", "--url", NOBODY, "--out", "-"]) == 0
     shown = capsysbinary.readouterr()
     (tmp_path / "got.tar.gz").write_bytes(shown.out)
     assert files_of(tmp_path / "got.tar.gz")["summary.txt"] == shown.err
 
 
-def test_a_wrong_variable_costs_one_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_variable_costs_only_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDSERVE_KV_TRANSPORT", "pigeon")
     files = report("--url", NOBODY)
     summary = files["summary.txt"].decode()
@@ -190,7 +192,7 @@ def test_a_wrong_variable_costs_one_part_only(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def repeating() -> Iterator[str]:
-    """The URL of a server that answers with what it was asked, as an echo of any secret."""
+    """Return the URL of a server that echoes the request, and so any secret in it."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -205,7 +207,7 @@ def repeating() -> Iterator[str]:
             self.wfile.write(data)
 
         def log_message(self, *args: object) -> None:
-            """Quiet."""
+            """Log nothing."""
 
     over = threading.Event()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -223,14 +225,14 @@ repeated: list[str] = []
 
 @pytest.fixture
 def refusing() -> Iterator[str]:
-    """The URL of a gateway that wants a key for some, and that is not ready."""
+    """Return the URL of a gateway that requires a key for some routes and is not ready."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_error(503 if self.path == "/ready" else 401, "so it is")
 
         def log_message(self, *args: object) -> None:
-            """Quiet."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -240,8 +242,8 @@ def refusing() -> Iterator[str]:
         thread.join()
 
 
-def test_what_a_gateway_refuses_is_missing(refusing: str) -> None:
-    """With what to do; an error of the server's own is its answer."""
+def test_data_that_a_gateway_refuses_is_reported_missing(refusing: str) -> None:
+    """The report says what to do; an error that the server itself raises is its answer."""
     files = report("--url", refusing)
     summary = files["summary.txt"].decode()
     for path in ("/metrics?fleet=true", "/fleet/state", "/health"):
@@ -252,10 +254,12 @@ def test_what_a_gateway_refuses_is_missing(refusing: str) -> None:
     assert files["gateway/ready.json"].startswith(b"503: ")
 
 
-def test_no_secret_of_any_source_is_in_it(
+def test_no_secret_of_any_source_is_in_the_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repeating: str
 ) -> None:
-    """Variables, flags, the file of options, URLs, keys; also where a server or a log has them."""
+    """Secrets in variables, flags, the options file, URLs and keys, and those that a server or a
+    log repeats.
+    """
     secrets = {n: VALUES.get(n, f"{n}-hush-{'x' * 32}") for n in secret_options()}
     in_file = ("database_url", "rate_storage")
     for name in secrets.keys() - {*in_file}:
@@ -285,10 +289,10 @@ def test_no_secret_of_any_source_is_in_it(
     assert b"********" in files["gateway/ready.json"]
     assert b"# database_url: ********" in files["options/gateway.yaml"]
     assert {(n, word) for n in files for word in never if word.encode() in files[n]} == set()
-    assert {n for n in files if b"hush" in files[n]} == set(), "a part is left"
+    assert {n for n in files if b"hush" in files[n]} == set(), "a part remains"
 
 
-def test_it_ends_in_time_and_is_not_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_ends_in_time_and_is_not_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
 
     def fails() -> dict[str, bytes]:

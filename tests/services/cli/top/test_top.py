@@ -1,4 +1,4 @@
-"""`pdserve top` on the metrics that the gateway really has."""
+"""`pdserve top` on the metrics of a real gateway."""
 
 import sys
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def test_rates() -> None:
     found = rates(before, now, 2.0)
     assert found.output_tokens == 15
     assert found.transfer_bytes == {"h:1": 3e6, "h:2": 3e6}
-    assert rates(now, before, 1.0).output_tokens == 0  # a gateway that began anew
+    assert rates(now, before, 1.0).output_tokens == 0  # after a restart of the gateway
 
 
 def test_the_screen() -> None:
@@ -96,7 +96,7 @@ def test_the_table_fits_80_columns() -> None:
     assert lines[5].endswith("KV MB/s")
 
 
-def test_once(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_prints_one_screen(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--once", "--url", server.url]) == 0
     out = capsys.readouterr().out
     assert "2 workers" in out
@@ -114,7 +114,7 @@ def test_errors(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert "pdserve up" in capsys.readouterr().err
 
 
-def test_it_is_drawn_again_until_q(server: ApiServer) -> None:
+def test_the_screen_is_redrawn_until_q(server: ApiServer) -> None:
     command = [sys.executable, "-m", "pdserve.services.cli.main", "top", "--url", server.url]
     with in_terminal([*command, "--interval-s", "0.1"]) as terminal:
         terminal.wait_for("2 workers")

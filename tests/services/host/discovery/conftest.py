@@ -1,4 +1,4 @@
-"""A fake API server, as processes in pods find theirs."""
+"""A fake API server that processes find as in a pod."""
 
 from collections.abc import Iterator
 from pathlib import Path

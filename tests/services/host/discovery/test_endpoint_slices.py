@@ -34,14 +34,14 @@ def a_list(version: int, *items: Object) -> Object:
 
 
 def view(*slices: Object, port: str = "grpc") -> list[tuple[str, bool]]:
-    """Of slices that were written in this order."""
+    """Return the view of slices that were written in this order."""
     made = EndpointSlices(port)
     made.take_list(a_list(100, *(versioned(one, n) for n, one in enumerate(slices, 1))))
     return [tuple(endpoint) for endpoint in made.endpoints()]
 
 
 def test_conditions() -> None:
-    """Missing ones mean ready, as the API says; what terminates is not ready."""
+    """A missing condition means ready, as the API says; a terminating endpoint is not ready."""
     endpoints = [
         an_endpoint("10.0.0.1", ready=True, serving=True),
         an_endpoint("10.0.0.2", ready=False, serving=False),
@@ -59,7 +59,7 @@ def test_conditions() -> None:
     [
         ("grpc", ["10.0.0.1:50050"]),
         ("metrics", ["10.0.0.1:9090"]),
-        ("", []),  # which one?
+        ("", []),  # ambiguous
         ("7000", ["10.0.0.1:7000"]),
         ("dns", []),  # over UDP
         ("none", []),
@@ -80,15 +80,15 @@ def test_the_only_port_needs_no_name() -> None:
     assert view(one, port="") == [("10.0.0.1:5", True)]
 
 
-def test_each_slice_has_its_own_port() -> None:
-    """Pods of two releases may name different numbers alike."""
+def test_each_slice_has_a_separate_port() -> None:
+    """Pods of two releases may have different numbers for one port name."""
     ports = ([{"name": "grpc", "port": n}] for n in (1, 2))
     hosts = (f"10.0.0.{n}" for n in count(1))
     slices = [endpoint_slice(f"{p}", "router", [an_endpoint(next(hosts))], p) for p in ports]
     assert view(*slices) == [("10.0.0.1:1", True), ("10.0.0.2:2", True)]
 
 
-def test_a_pod_of_both_families_is_there_once() -> None:
+def test_a_pod_of_both_families_is_listed_once() -> None:
     four = endpoint_slice("a", "router", [an_endpoint("10.0.0.1", "p", ready=True)])
     both = [an_endpoint("fd00::1", "p", ready=True), an_endpoint("fd00::2", "q", ready=True)]
     six = endpoint_slice("b", "router", both, family="IPv6")
@@ -100,14 +100,14 @@ def test_slices_with_domain_names_are_left_out() -> None:
     assert view(endpoint_slice("a", "router", [an_endpoint("x.example")], family="FQDN")) == []
 
 
-def test_while_a_pod_is_in_two_slices_the_one_written_last_counts() -> None:
+def test_the_last_written_slice_counts_for_a_pod_in_two_slices() -> None:
     old = endpoint_slice("a", "router", [an_endpoint("10.0.0.1", "p", ready=True)])
     new = endpoint_slice("b", "router", [an_endpoint("10.0.0.1", "p", ready=False)])
     assert view(old, new) == [("10.0.0.1:50050", False)]
     assert view(new, old) == [("10.0.0.1:50050", True)]
 
 
-def test_a_pod_may_have_the_address_of_one_that_is_going() -> None:
+def test_a_pod_may_have_the_address_of_a_terminating_one() -> None:
     gone = an_endpoint("10.0.0.1", "old", ready=False, terminating=True)
     new = an_endpoint("10.0.0.1", "new", ready=True)
     for order in ([gone, new], [new, gone]):
@@ -130,7 +130,7 @@ WITHOUT_ADDRESS = versioned(endpoint_slice("b", "router", [{"addresses": []}]), 
         a_list(5, WITHOUT_ADDRESS),
     ],
 )
-def test_what_is_no_list_empties_nothing(answer: object) -> None:
+def test_an_invalid_list_changes_nothing(answer: object) -> None:
     slices = EndpointSlices("grpc")
     one = versioned(endpoint_slice("a", "router", [an_endpoint("10.0.0.1")]), 3)
     slices.take_list(a_list(4, one))
@@ -152,7 +152,7 @@ def test_what_is_no_list_empties_nothing(answer: object) -> None:
         {"type": "ADDED", "object": WITHOUT_ADDRESS},
     ],
 )
-def test_what_is_no_event_changes_nothing(event: object) -> None:
+def test_an_invalid_event_changes_nothing(event: object) -> None:
     slices = EndpointSlices("grpc")
     slices.take_list(a_list(4))
     with pytest.raises(ValueError, match="not an event"):
@@ -178,14 +178,14 @@ def test_bookmarks_move_the_version() -> None:
     assert slices.version == ""
 
 
-def test_what_was_deleted_is_forgotten_at_last() -> None:
+def test_deleted_slices_are_forgotten_eventually() -> None:
     slices = EndpointSlices("grpc")
     slices.take_list(a_list(1))
     for number in range(MAX_DELETED + 1):
         assert slices.version
         found = versioned(endpoint_slice(f"{number}", "router", []), number + 2)
         slices.take_event({"type": "DELETED", "object": found})
-    assert slices.version == "", "all is listed anew"
+    assert slices.version == "", "everything is listed again"
 
 
 # --- any sequence
@@ -201,7 +201,7 @@ WRITES = st.lists(
 
 
 class _Server:
-    """What the API server knows after each write."""
+    """The state of the API server after each write."""
 
     def __init__(self, writes: list[tuple[str, list[tuple[int, bool]], bool]]) -> None:
         self.events: list[Object] = []
@@ -225,7 +225,7 @@ class _Server:
 @settings(max_examples=300)
 @given(WRITES, st.data())
 def test_any_sequence_ends_in_the_server_s_last_state(writes: Any, data: st.DataObject) -> None:
-    """Lists at any time, then events in any order, each at least once, old ones too."""
+    """Lists at any time, then events in any order, each at least once, including old ones."""
     server = _Server(writes)
     slices = EndpointSlices("grpc")
     last = len(writes)

@@ -1,4 +1,4 @@
-"""A watch of EndpointSlices over TLS, against an API server that breaks."""
+"""A watch of EndpointSlices over TLS, against an API server with faults."""
 
 import asyncio
 import logging
@@ -34,7 +34,9 @@ Find = Callable[..., Discovery]
 
 @pytest.fixture
 def find() -> Iterator[Find]:
-    """Makes a Discovery that is closed at the end, and waits for its threads."""
+    """Return a function that makes a Discovery; at the end all are closed and their threads
+    joined.
+    """
     made: list[Discovery] = []
     before = set(threading.enumerate())
 
@@ -64,20 +66,20 @@ def pods(api: FakeKubernetes) -> FakeEndpoints:
 
 
 def says(discovery: Discovery, *hosts: str) -> None:
-    """Wait until it finds these."""
+    """Wait until the discovery reports these addresses."""
     expected = sorted(f"{host}:50050" for host in hosts)
     wait_until(lambda: found(discovery) == expected, lambda: found(discovery))
 
 
 def watched(api: FakeKubernetes) -> int:
-    """Watches that were asked for."""
+    """Return the number of requested watches."""
     return sum("watch" in query for query in api.requests)
 
 
-# --- what is found
+# --- addresses
 
 
-def test_the_first_look_has_what_is_there(pods: FakeEndpoints, find: Find) -> None:
+def test_the_first_list_has_all_addresses(pods: FakeEndpoints, find: Find) -> None:
     pods.add("10.0.0.1", ready=True)
     pods.add("10.0.0.2")
     assert found(find()) == ["10.0.0.1:50050"]
@@ -89,7 +91,7 @@ def test_the_first_look_has_what_is_there(pods: FakeEndpoints, find: Find) -> No
     assert found(find("kubernetes:///other:grpc")) == []
 
 
-def test_changes_are_told(pods: FakeEndpoints, find: Find) -> None:
+def test_changes_are_reported(pods: FakeEndpoints, find: Find) -> None:
     told = threading.Event()
     discovery = find(on_change=told.set)
     assert found(discovery) == []
@@ -106,7 +108,7 @@ def test_changes_are_told(pods: FakeEndpoints, find: Find) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_picker_looks_again_when_it_is_told(
+async def test_a_picker_updates_on_a_change(
     api: FakeKubernetes, pods: FakeEndpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoints, "RESOLVE_S", 10 * LIMIT_S)
@@ -125,7 +127,7 @@ async def test_a_picker_looks_again_when_it_is_told(
         await asyncio.wait([keeping])
 
 
-def test_an_empty_list_is_believed(pods: FakeEndpoints, find: Find, api: FakeKubernetes) -> None:
+def test_an_empty_list_is_accepted(pods: FakeEndpoints, find: Find, api: FakeKubernetes) -> None:
     pod = pods.add("10.0.0.1", ready=True)
     discovery = find()
     says(discovery, "10.0.0.1")
@@ -136,11 +138,11 @@ def test_an_empty_list_is_believed(pods: FakeEndpoints, find: Find, api: FakeKub
     says(discovery)
 
 
-# --- what breaks
+# --- faults
 
 
 @pytest.mark.parametrize("fault", EVENT_FAULTS)
-def test_a_watch_that_breaks(
+def test_a_broken_watch(
     api: FakeKubernetes,
     pods: FakeEndpoints,
     find: Find,
@@ -161,29 +163,29 @@ def test_a_watch_that_breaks(
     says(discovery, "10.0.0.1", "10.0.0.2")
 
 
-def test_a_watch_ends_in_time_and_goes_on_where_it_was(
+def test_a_watch_ends_in_time_and_resumes_at_its_version(
     api: FakeKubernetes, pods: FakeEndpoints, find: Find, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes, "WATCH_S", 1)
     monkeypatch.setattr(kubernetes, "SOON_S", 0.1)
     discovery = find()
     says(discovery)
-    api.put(endpoint_slice("x", "other", []))  # only a bookmark tells of it
+    api.put(endpoint_slice("x", "other", []))  # only a bookmark reports its version
     wait_until(lambda: watched(api) >= 3)
     queries = [query for query in api.requests if "watch" in query]
     assert queries[0]["allowWatchBookmarks"] == "true"
     assert [query["resourceVersion"] for query in queries[:3]] == ["1", "2", "2"]
-    assert len(api.requests) - watched(api) == 1, "one list"
+    assert len(api.requests) - watched(api) == 1, "only one list was requested"
 
 
 @pytest.mark.parametrize("code", [401, 403, 410, 429, 500, 503])
-def test_an_answer_that_is_an_error(
+def test_an_error_as_answer(
     api: FakeKubernetes, pods: FakeEndpoints, find: Find, code: int
 ) -> None:
     pods.add("10.0.0.1", ready=True)
     api.answers.append((code, {"Retry-After": "0"}))
     discovery = find()
-    assert found(discovery) == ["10.0.0.1:50050"], "the first look waits for the second try"
+    assert found(discovery) == ["10.0.0.1:50050"], "the first lookup waits for the second try"
     api.answers.append((code, {"Retry-After": "0"}))
     api.break_watches()
     pods.add("10.0.0.2", ready=True)
@@ -206,7 +208,7 @@ def test_the_last_view_is_kept(api: FakeKubernetes, pods: FakeEndpoints, find: F
     says(discovery, "10.0.0.1", "10.0.0.2")
 
 
-def test_a_server_that_comes_later(api: FakeKubernetes, pods: FakeEndpoints, find: Find,
+def test_a_server_that_starts_later(api: FakeKubernetes, pods: FakeEndpoints, find: Find,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(kubernetes, "FIRST_S", 0.2)
@@ -218,7 +220,7 @@ def test_a_server_that_comes_later(api: FakeKubernetes, pods: FakeEndpoints, fin
     says(discovery, "10.0.0.1")
 
 
-def test_a_token_that_was_rotated(api: FakeKubernetes, pods: FakeEndpoints, find: Find) -> None:
+def test_a_rotated_token(api: FakeKubernetes, pods: FakeEndpoints, find: Find) -> None:
     discovery = find()
     says(discovery)
     api.rotate_token(written=False)
@@ -231,7 +233,7 @@ def test_a_token_that_was_rotated(api: FakeKubernetes, pods: FakeEndpoints, find
 
 
 def recorded_pauses(monkeypatch: pytest.MonkeyPatch, most: int = sys.maxsize) -> list[float]:
-    """The pauses of watches from now on; `most` of them take no time."""
+    """Record the pauses of watches from now on; `most` of them take no time."""
     pauses: list[float] = []
 
     class Recorded(threading.Event):
@@ -250,10 +252,10 @@ def recorded_pauses(monkeypatch: pytest.MonkeyPatch, most: int = sys.maxsize) ->
     return pauses
 
 
-def test_an_error_is_waited_out(
+def test_the_pause_after_an_error(
     api: FakeKubernetes, pods: FakeEndpoints, find: Find, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Longer each time; Retry-After is obeyed."""
+    """Pauses grow with each error; Retry-After is obeyed."""
     pauses = recorded_pauses(monkeypatch)
     api.answers.extend([(500, {})] * 9)
     api.answers.append((429, {"Retry-After": "3600"}))
@@ -264,7 +266,7 @@ def test_an_error_is_waited_out(
     assert len(pauses) >= len(bounds)
 
 
-def test_refusals_without_end_are_asked_again_at_a_bounded_pace(
+def test_endless_refusals_are_retried_at_a_bounded_pace(
     api: FakeKubernetes, find: Find, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusals = 2000
@@ -279,14 +281,14 @@ def test_refusals_without_end_are_asked_again_at_a_bounded_pace(
     assert all(5.0 <= pause <= 10.0 for pause in pauses[10:])
 
 
-def test_a_mistake_of_ours_ends_no_watch(
+def test_an_internal_error_ends_no_watch(
     api: FakeKubernetes,
     pods: FakeEndpoints,
     find: Find,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What nobody foresaw is logged with its traceback, and the view goes on."""
+    """An unexpected error is logged with its traceback, and the view keeps being updated."""
     pods.add("10.0.0.1", ready=True)
     discovery = find()
     says(discovery, "10.0.0.1")
@@ -307,7 +309,7 @@ def test_a_mistake_of_ours_ends_no_watch(
     assert told.exc_info
 
 
-# --- what is said
+# --- log messages
 
 
 def test_a_missing_right_is_named(
@@ -318,13 +320,13 @@ def test_a_missing_right_is_named(
     says(discovery)
     wait_until(lambda: watched(api))
     (text,) = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert "told to say 403" in text, "what the API server says"
+    assert "told to say 403" in text, "the API server's message"
     assert "Role with the verbs get, list and watch" in text
     assert "endpointslices of apiGroup discovery.k8s.io" in text
     assert "k8s/components/endpoint-slices" in text
 
 
-def test_a_change_of_trouble_is_told_once_and_its_end(
+def test_each_new_error_and_its_end_are_logged_once(
     api: FakeKubernetes, pods: FakeEndpoints, find: Find, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger=kubernetes.__name__)
@@ -344,7 +346,7 @@ def test_a_change_of_trouble_is_told_once_and_its_end(
     assert texts[-1] == ("INFO", "watching the EndpointSlices of router again")
 
 
-# --- what cannot be
+# --- invalid targets
 
 
 BAD_TARGETS = [
@@ -359,7 +361,7 @@ BAD_TARGETS = [
 ]
 
 
-def test_a_target_that_cannot_be(subtests: pytest.Subtests) -> None:
+def test_an_invalid_target_is_refused(subtests: pytest.Subtests) -> None:
     error = r"--routers: .* is neither host:port nor kubernetes://"
     for target, settings in product(BAD_TARGETS, (GatewaySettings, WorkerSettings)):
         case = subtests.test(target=target, settings=settings)
@@ -391,7 +393,7 @@ def test_outside_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
         ("picker", "--endpoints", ("--routers", "127.0.0.1:9")),
     ],
 )
-def test_a_process_outside_a_pod_says_so_at_once(
+def test_a_process_outside_a_pod_reports_it_at_once(
     role: str, option: str, words: tuple[str, ...]
 ) -> None:
     command = [sys.executable, "-P", "-m", "pdserve.services.cli.main", role, option, TARGET]
@@ -411,8 +413,8 @@ def test_resolve() -> None:
     assert resolve("host.invalid:1") == []
 
 
-def test_it_is_imported_by_those_who_use_it() -> None:
-    """Other processes start without it."""
+def test_only_processes_with_discovery_import_it() -> None:
+    """Other processes start without importing it."""
     code = (
         "import sys; from pdserve.services.worker.membership import Membership;"
         "print([m for m in sys.modules if m.startswith('pdserve.services.host.discovery')])"
@@ -423,8 +425,8 @@ def test_it_is_imported_by_those_who_use_it() -> None:
     assert "api_server" not in done.stdout
 
 
-def test_its_end_waits_for_nobody(api: FakeKubernetes, find: Find) -> None:
-    """A watch waits for a server that says nothing for most of a minute."""
+def test_close_does_not_wait_for_a_watch(api: FakeKubernetes, find: Find) -> None:
+    """A watch waits most of a minute for a server that sends nothing."""
     discovery = find()
     says(discovery)
     wait_until(lambda: watched(api))
@@ -434,10 +436,10 @@ def test_its_end_waits_for_nobody(api: FakeKubernetes, find: Find) -> None:
     wait_until(lambda: not any(map(_watches, threading.enumerate())), "the thread's end", 5.0)
 
 
-# --- all at once
+# --- combined
 
 
-def test_changes_with_broken_watches_end_in_the_truth(
+def test_changes_with_broken_watches_reach_the_final_state(
     api: FakeKubernetes, find: Find, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The short form of benchmarks/k8s/line3_discovery.py."""
@@ -458,7 +460,7 @@ def test_changes_with_broken_watches_end_in_the_truth(
             api.stop()
             pods.change()
             api.start()
-        time.sleep(0.02)  # for watches to say it
+        time.sleep(0.02)  # time for watches to report the change
         if number % 6 == 5:
             api.faults = 0.0
             for ready, discovery in views.items():

@@ -1,4 +1,4 @@
-"""Rendezvous hashing: everybody finds the same order, in balance, and little of it moves."""
+"""Rendezvous hashing: every process computes the same order, in balance, and few workers move."""
 
 from collections import Counter
 
@@ -16,21 +16,21 @@ def firsts(routers: list[str]) -> dict[bytes, set[str]]:
     return {worker: set(rendezvous_order(worker, routers)[:K]) for worker in WORKERS}
 
 
-def test_it_does_not_depend_on_who_names_the_routers_how() -> None:
+def test_the_order_does_not_depend_on_the_order_of_names() -> None:
     order = rendezvous_order(WORKERS[0], ROUTERS)
     assert sorted(order) == sorted(ROUTERS)
     assert rendezvous_order(WORKERS[0], [*reversed(ROUTERS), *ROUTERS]) == order
     assert rendezvous_order(WORKERS[1], ROUTERS) != order
 
 
-def test_each_router_has_its_share() -> None:
+def test_each_router_has_an_even_share() -> None:
     counts = Counter(router for chosen in firsts(ROUTERS).values() for router in chosen)
     mean = len(WORKERS) * K / len(ROUTERS)
     assert counts.keys() == set(ROUTERS)
     assert all(0.85 * mean < count < 1.15 * mean for count in counts.values())
 
 
-def test_a_router_that_goes_or_comes_moves_its_share_alone() -> None:
+def test_a_change_of_one_router_moves_only_its_share() -> None:
     gone = ROUTERS[7]
     whole, without = firsts(ROUTERS), firsts([r for r in ROUTERS if r != gone])
     moved = [worker for worker in WORKERS if whole[worker] != without[worker]]
@@ -40,7 +40,7 @@ def test_a_router_that_goes_or_comes_moves_its_share_alone() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=12), st.integers(0, 6))
-def test_the_shortest_beginning_in_which_so_many_count(counts: list[bool], num: int) -> None:
+def test_the_shortest_prefix_with_enough_counted_routers(counts: list[bool], num: int) -> None:
     order = [str(n) for n in range(len(counts))]
     found = first_that_count(order, num, lambda name: counts[int(name)])
     assert found == order[: len(found)]

@@ -27,7 +27,7 @@ from pdserve.services.router.requests.state import Routing
 
 @dataclass(frozen=True)
 class Bug:
-    """A wrong rule, and what it breaks (the start of the violation's message)."""
+    """A wrong rule, and the invariant that it breaks (the start of the violation's message)."""
 
     name: str
     rules: Rules
@@ -36,22 +36,22 @@ class Bug:
 
 
 def takes_every_frame(state: Handoff) -> bool:
-    """Prefill writes into what it was granted, whatever has become of the attempt since."""
+    """Bug: prefill writes into the granted blocks, whatever has become of the attempt since."""
     return True
 
 
 def first_of_the_request(served: Sequence[int], attempt: int) -> int | None:
-    """A Cancel ends whatever attempt of its request is served (two per request)."""
+    """Bug: a Cancel ends any served attempt of its request (two per request)."""
     return next((one for one in served if one // 2 == attempt // 2), None)
 
 
 def done_is_complete(bitmap: Bitmap, computed: bool) -> bool:
-    """Prefill says that it is done, so everything must be here."""
+    """Bug: prefill reports that it is done, so everything counts as arrived."""
     return computed or bitmap.complete
 
 
 class CountedMatch(BlockTables):
-    """A prefix match counts the blocks that are cached, wherever they are in the prompt."""
+    """Bug: a prefix match counts the cached blocks, wherever they are in the prompt."""
 
     def _found(self, hashes: Sequence[bytes]) -> list[bytes]:
         return [h for h in hashes if self.pools[0].find(h) is not None]
@@ -72,7 +72,7 @@ class CountedMatch(BlockTables):
 
 
 class EarlyCache(BlockTables):
-    """The blocks of a reservation can be found as soon as it is made."""
+    """Bug: the blocks of a reservation can be found as soon as it is made."""
 
     def open(self, sequence: Tokens, *args: Any, **named: Any) -> list[BlockCopy] | None:
         copies = super().open(sequence, *args, **named)
@@ -85,7 +85,7 @@ class EarlyCache(BlockTables):
 def frees_for_the_reaper(
     state: Handoff, event: machine.Event, now: float
 ) -> tuple[Handoff, machine.Actions]:
-    """A peer that died gives the blocks back at once, and the deadline ends the attempt."""
+    """Bug: a dead peer returns the blocks at once, and the deadline ends the attempt."""
     after, actions = machine.step(state, event, now)
     died = isinstance(event, HandoffEnded) and event.reason.startswith("connection")
     if died and Action.FREE_BLOCKS in actions:
@@ -96,7 +96,7 @@ def frees_for_the_reaper(
 def adopts_what_expired(
     state: Lease, event: lease.Event, now: float
 ) -> tuple[Lease, lease.Actions]:
-    """A Resume finds the attempt, although its time has passed."""
+    """Bug: a Resume finds the attempt, although its time has passed."""
     if isinstance(event, lease.Resumed) and state.phase is lease.LeasePhase.GIVEN_UP:
         return Lease(event.epoch), (lease.LeaseAction.HAND_OVER, lease.LeaseAction.COUNT_ADOPTED)
     return lease.step(state, event, now)
@@ -105,7 +105,7 @@ def adopts_what_expired(
 def keeps_the_promise(
     state: Handoff, event: machine.Event, now: float
 ) -> tuple[Handoff, machine.Actions]:
-    """A claim that is refused, or ended while it waits, does not give its promise back."""
+    """Bug: a claim that is refused, or ended while it waits, does not return its promise."""
     after, actions = machine.step(state, event, now)
     if state.side is Side.RECEIVE and state.phase is Phase.CLAIMED and after.final:
         actions = tuple(a for a in actions if a is not Action.GIVE_BACK_PROMISE)
@@ -115,7 +115,9 @@ def keeps_the_promise(
 def retries_without_a_cancel(
     state: Routing, event: RoutingEvent, now: float
 ) -> tuple[Routing, tuple[RoutingAction, ...]]:
-    """An attempt that is given up is not cancelled: its workers will notice by themselves."""
+    """Bug: an attempt that is given up is not cancelled, on the assumption that its workers
+    notice.
+    """
     after, actions = request_machine.step(state, event, now)
     if any(isinstance(action, LogLoss) for action in actions):
         cancels = CancelAtDecode | CancelAtPrefill
@@ -126,7 +128,7 @@ def retries_without_a_cancel(
 def hears_every_attempt(
     state: Routing, event: RoutingEvent, now: float
 ) -> tuple[Routing, tuple[RoutingAction, ...]]:
-    """What a worker says is taken for the attempt that counts, whichever it names."""
+    """Bug: a worker's message counts for the current attempt, whichever it names."""
     if isinstance(event, OfDecode | OfPrefill) and state.attempt is not None:
         event = replace(event, attempt=state.attempt.id)
     return request_machine.step(state, event, now)
@@ -135,7 +137,7 @@ def hears_every_attempt(
 def counts_no_try(
     state: Routing, event: RoutingEvent, now: float
 ) -> tuple[Routing, tuple[RoutingAction, ...]]:
-    """A try that begins is not counted."""
+    """Bug: a try that begins is not counted."""
     after, actions = request_machine.step(state, event, now)
     if isinstance(event, AttemptBegun):
         after = replace(after, num_attempts=state.num_attempts)

@@ -2,7 +2,7 @@
 
 Visited states are kept as 64-bit hashes (hash compaction): with n states the chance that two of
 them share one, so that a part of the space is missed, is about n^2 / 2^65: 1 in 300,000 at ten
-million. A trace is found again by replaying the moves that led to its state.
+million. A trace is reconstructed by replaying the moves that led to its state.
 """
 
 import gc
@@ -25,13 +25,13 @@ THAWS = (decode.thaw, prefill.thaw)
 
 @dataclass
 class Result:
-    """Of one run. `trace` is empty if nothing was violated."""
+    """The result of one run. `trace` is empty if nothing was violated."""
 
     config: str
     states: int = 0
     transitions: int = 0
     depth: int = 0
-    ends: int = 0  # states in which nothing is left to happen
+    ends: int = 0  # states without a further move
     seconds: float = 0.0
     complete: bool = False
     violation: str = ""
@@ -40,7 +40,7 @@ class Result:
 
 
 def own_moves(w: World) -> Iterator[Move]:
-    """What the processes do by themselves."""
+    """Return the moves that processes make by themselves."""
     yield from router.moves(w)
     yield from decode.moves(w)
     yield from prefill.moves(w)
@@ -49,8 +49,9 @@ def own_moves(w: World) -> Iterator[Move]:
 def explore(
     config: Config, rules: Rules | None = None, wanted: str = "", max_seconds: float = 1e9
 ) -> Result:
-    """All states that can be reached, or up to the first violation whose message begins so; a path
-    with another one is not followed further."""
+    """Explore all reachable states, or those up to the first violation whose message begins with
+    `wanted`; a path with another violation is not followed further.
+    """
     search = _Search(Model(config, rules or Rules()), wanted)
     gc.disable()  # nothing here is cyclic, and there are millions of tuples
     try:
@@ -61,7 +62,7 @@ def explore(
 
 
 def name(move: Callable[..., Any]) -> str:
-    """Who does it, and what."""
+    """Return the process and the name of a move."""
     return f"{move.__module__.rpartition('.')[2]} {move.__name__}"
 
 
@@ -92,7 +93,7 @@ class _Search:
         self.result.happened = Counter({name(f): n for f, n in self.happened.items()})
 
     def _layer(self, frontier: list[State], index: int, seen: set[int]) -> list[State]:
-        """Everything one move away from the frontier, whose first state has this index."""
+        """Visit every state one move away from the frontier, whose first state has this index."""
         model, happened = self.model, self.happened
         found: list[State] = []
         for at, state in enumerate(frontier, index):
@@ -137,7 +138,7 @@ class _Search:
         return found
 
     def _fail(self, at: int, number: int | None, violation: Violation) -> bool:
-        """Whether it is a violation that was asked for."""
+        """Return whether the violation is the wanted one."""
         if not str(violation).startswith(self.wanted):
             return False
         self.result.violation = str(violation)
@@ -163,7 +164,7 @@ class _Search:
             yield f"{count:3} {self._told(act, words, said)}"
 
     def _told(self, act: Any, words: list[Any], said: Any) -> str:
-        """One line of a trace: who, what, of which attempt, with what."""
+        """Return one line of a trace: process, move, attempt, arguments."""
         who, what = name(act).split()
         subject, *rest = words
         if act.__code__.co_varnames[1] == "a":

@@ -1,31 +1,31 @@
-"""How large the small pdserve is, which faults may strike it, and the runs that cover them.
+"""Size of the small pdserve, the faults that may occur, and the runs that cover them.
 
-All faults, several at once, on two requests do not fit a search in Python, so the space is factored
-into runs, each of them exhaustive. One request alone meets every pair of faults at every two
-moments. Two requests, who compete for decode's three blocks, meet every single fault at every
-moment, and pairs of the small ones with prompts that share a block or are equal; where the space is
-large the second of them is tried only once. So every event, every pair of events on one request,
-and every event on one request beside everything that the other can be doing is covered; two of the
-larger faults on two requests at once, and three on one, are not.
+All faults, several at once, on two requests do not fit a search in Python, so the space is
+factored into runs, each of them exhaustive. A single request meets every pair of faults at every
+two moments. Two requests, which compete for decode's three blocks, meet every single fault at
+every moment, and pairs of the small ones with prompts that share a block or are equal; where the
+space is large the second request is tried only once. The runs cover every event, every pair of
+events on one request, and every event on one request in every state of the other; they do not
+cover two of the larger faults on two requests at once, or three on one.
 """
 
 from dataclasses import dataclass
 
 FAULTS = (
     "cancel",  # the client leaves
-    "deadline",  # the request's time is up, for everybody at once, seen whenever each looks
+    "deadline",  # the request's time is up, for all at once, seen at each one's next look
     "crash decode",
     "crash prefill",
     "freeze decode",  # until it thaws, at any later moment
     "freeze prefill",
     "slow prefill",  # decode has had a block, and waits too long for the next
-    "cut",  # a data connection breaks; each end notices at a moment of its own
+    "cut",  # a data connection breaks; each end notices at a separate moment
     "lose session",  # router - decode
     "lose prefill session",  # router - prefill
-    "duplicate",  # a frame on the wire is there twice
-    "torn",  # a frame on the wire is not what was signed
+    "duplicate",  # a frame in flight arrives twice
+    "torn",  # a frame in flight differs from what was signed
     "refuse dial",
-    "refuse claim",  # the engine will not reserve, whatever its blocks
+    "refuse claim",  # the engine refuses to reserve, whatever its blocks
     "evict",  # a cached block loses its content, or a parked request its blocks
 )
 
@@ -36,28 +36,28 @@ class Config:
 
     name: str
     prompts: tuple[tuple[int, ...], ...]  # one request each; four tokens, so two blocks of two
-    faults: tuple[str, ...] = ()  # that may strike, each once ...
-    at_once: int = 0  # ... and so many of them in one path
+    faults: tuple[str, ...] = ()  # that may occur, each once ...
+    at_once: int = 0  # ... and at most this many of them in one path
     attempts: int = 2  # per request, at most
-    once: bool = False  # the last request is not tried again: its first attempt is its only one
+    once: bool = False  # the last request is not retried: its first attempt is its only one
     blocks: int = 3  # at decode
     prefills: int = 2
     prefill_blocks: int = 2  # of each
 
     @property
     def allowance(self) -> tuple[int, ...]:
-        """How often each of FAULTS may strike."""
+        """Return how often each of FAULTS may occur."""
         return tuple(int(f in self.faults) for f in FAULTS)
 
     def tries(self, request: int) -> int:
-        """Attempts of a request before the router gives it up."""
+        """Return the attempts of a request before the router gives it up."""
         return 1 if self.once and request == len(self.prompts) - 1 else self.attempts
 
 
 A, B = (1, 2, 3, 4), (5, 6, 7, 8)
 SHARED = (1, 2, 9, 9)  # its first block is A's
 
-# Those with few states: they end an attempt or touch a frame, and nobody is out of reach.
+# Faults with few states: they end an attempt or touch a frame, and make no process unreachable.
 SMALL = ("cancel", "slow prefill", "duplicate", "torn", "refuse dial", "refuse claim", "evict")
 
 IN_TEST = (

@@ -1,9 +1,9 @@
-"""Decode: DecodeCore, Receiver and the engine behind them, as one that does one thing at a time.
+"""Decode: DecodeCore, Receiver and the engine behind them, as one process with one move at a time.
 
 The loop and the engine thread exchange commands and answers in order, so what one of them has not
-seen yet is in the queues here. Frames and control messages may overtake one another, and so may the
-frames among themselves: a wire may have several streams. Over 400 lines: each function is one move
-of the same process.
+seen yet is in the queues here. Frames and control messages may overtake one another, and so may
+frames: a wire may have several streams. Over 400 lines: each function is one move of the same
+process.
 """
 
 from collections.abc import Iterator
@@ -93,7 +93,9 @@ def read_command(w: World, a: int, command: Any) -> None:
 
 
 def read_late(w: World, a: int, command: Any) -> None:
-    """From a stream that is over: what it starts or resumes is orphaned at once."""
+    """Read a command from a stream that is over: the attempt that it starts or resumes is orphaned
+    at once.
+    """
     it = w.attempt(a)
     late = list(it.late)
     late.remove(command)
@@ -102,7 +104,7 @@ def read_late(w: World, a: int, command: Any) -> None:
 
 
 def _obey(w: World, a: int, command: Any, present: bool) -> None:
-    """`present`: the stream that it came on is up."""
+    """Run a command. `present`: the stream that it came on is up."""
     match command:
         case ("admit", epoch):
             _admit(w, a, epoch, present)
@@ -113,7 +115,7 @@ def _obey(w: World, a: int, command: Any, present: bool) -> None:
 
 
 def _admit(w: World, a: int, epoch: int, present: bool) -> None:
-    """DecodeCore.admit, Receiver.admit."""
+    """Implements DecodeCore.admit, Receiver.admit."""
     it = w.attempt(a)
     _belongs(it, epoch, present)
     promises = offer(w, len(w.model.config.prompts[w.model.request_of(a)]))
@@ -133,7 +135,9 @@ def _belongs(it: Attempt, epoch: int, present: bool) -> None:
 
 
 def _cancel(w: World, a: int, present: bool) -> None:
-    """DecodeCore.cancel: no event follows. A session that another one has followed is not heard."""
+    """Implements DecodeCore.cancel: no event follows. Commands of a session that another one has
+    replaced are ignored.
+    """
     it = w.attempt(a)
     if not present and it.alive and w.model.leases.all[it.lease].phase is lease.LeasePhase.OWNED:
         return
@@ -145,7 +149,7 @@ def _cancel(w: World, a: int, present: bool) -> None:
 
 
 def _resume(w: World, a: int, epoch: int, present: bool) -> None:
-    """DecodeCore.resume."""
+    """Implements DecodeCore.resume."""
     it = w.attempt(a)
     for action in _lease(w, a, lease.Resumed(epoch)):
         if action is lease.LeaseAction.HAND_OVER:
@@ -159,20 +163,22 @@ def _resume(w: World, a: int, epoch: int, present: bool) -> None:
 
 
 def _stop(w: World, a: int) -> None:
-    """DecodePart.cancel: wherever it is, its blocks are free then."""
+    """Implements DecodePart.cancel: whatever the attempt's state, its blocks are free
+    afterwards.
+    """
     if w.model.handoffs.live[w.attempt(a).receive]:
         advance(w, a, "ended")
     else:
         w.do_decode("abort", a)
 
 
-# its lease
+# the lease
 
 
 def _lease(
     w: World, a: int, event: lease.Event, late: bool = False
 ) -> tuple[lease.LeaseAction, ...]:
-    """One step of the lease; its actions, those on blocks done."""
+    """Make one step of the lease; run its actions, those on blocks included."""
     it = w.attempt(a)
     it.lease, actions = w.model.leases.step(it.lease, event, late)
     for action in actions:
@@ -202,7 +208,7 @@ def evict_parked(w: World, a: int) -> None:
 
 
 def notice_evicted(w: World, a: int) -> None:
-    """The loop hears of it; a router may have asked for the request in between."""
+    """The loop learns of the eviction; a router may have sent a Resume in between."""
     it = w.attempt(a)
     it.evicted = False
     if lease.LeaseAction.SEND_GONE in _lease(w, a, lease.BlocksEvicted()):
@@ -210,13 +216,13 @@ def notice_evicted(w: World, a: int) -> None:
 
 
 def end_at_deadline(w: World, a: int) -> None:
-    """DecodeCore._deadline."""
+    """Implements DecodeCore._deadline."""
     say_last(w, a, "failed")
     _stop(w, a)
 
 
 def say_last(w: World, a: int, word: str) -> None:
-    """The one terminal event of an attempt."""
+    """Send the one terminal event of an attempt."""
     it = w.attempt(a)
     if not w.model.live_lease(it.lease):
         return
@@ -235,7 +241,9 @@ def emit(it: Attempt, word: Any) -> None:
 
 
 def read_message(w: World, a: int) -> str:
-    """Receiver.message; of an attempt that is not live: Gone to a Claim, nothing to others."""
+    """Implements Receiver.message; for an attempt that is not live: Gone to a Claim, no answer to
+    others.
+    """
     it = w.attempt(a)
     word, it.claims = it.claims[0], it.claims[1:]
     match word:
@@ -249,7 +257,7 @@ def read_message(w: World, a: int) -> str:
 
 
 def notice_broken_connection(w: World, a: int) -> None:
-    """Endpoint._drop_link."""
+    """Implements Endpoint._drop_link."""
     it = w.attempt(a)
     it.decode_end, it.claims = End.CLOSED, ()
     if w.model.handoffs.linked[it.receive]:
@@ -257,7 +265,7 @@ def notice_broken_connection(w: World, a: int) -> None:
 
 
 def find_peer_silent(w: World, a: int, how: str) -> None:
-    """Endpoint._check: the machine's Tick, and the connection is abandoned."""
+    """Implements Endpoint._check: the machine's Tick, and the connection is abandoned."""
     advance(w, a, how)
     hang_up(w, a)
 
@@ -270,7 +278,7 @@ def hang_up(w: World, a: int) -> None:
 
 
 def give_up_slow_prefill(w: World, a: int) -> None:
-    """Receiver._check: nothing has come for longer than its own pace allows."""
+    """Implements Receiver._check: no block has come for longer than its own pace allows."""
     w.strike("slow prefill")
     advance(w, a, "ended")
 
@@ -280,7 +288,9 @@ def find_deadline(w: World, a: int) -> None:
 
 
 def grant(w: World, a: int) -> bool:
-    """engine/handoff/claims.py granted: the head of the line, or nobody. False: not yet."""
+    """Implements granted of engine/handoff/claims.py: the head of the line, or none. False: not
+    yet.
+    """
     granted: Granted | None = w.do_decode("reserve", a)
     if granted is None:
         return False
@@ -294,14 +304,14 @@ def grant(w: World, a: int) -> bool:
 
 
 def refuse_claim(w: World, a: int) -> None:
-    """The engine raises."""
+    """Refuse a claim because the engine raises."""
     w.strike("refuse claim")
     w.decode.claims = w.decode.claims[1:]
     advance(w, a, "ended")
 
 
 def advance(w: World, a: int, happening: str) -> None:
-    """Endpoint._advance."""
+    """Implements Endpoint._advance."""
     it = w.attempt(a)
     it.receive, actions = w.model.handoffs.step(it.receive, happening)
     for action in actions:
@@ -347,9 +357,10 @@ def _give_back(w: World, a: int) -> None:
 
 
 def read_frame(w: World, a: int, frame: Frame) -> None:
-    """Receiver.frame, payload and _write: verified on the connection's thread, written on the
-    engine thread. A verified frame that waits is as good as one on the wire: it may be written at
-    any later moment, or its attempt ends before; so both are one move."""
+    """Implements Receiver.frame, payload and _write: verified on the connection's thread, written
+    on the engine thread. A verified frame that waits is equivalent to one in flight: it may be
+    written at any later moment, or its attempt ends before; so both are one move.
+    """
     it = w.attempt(a)
     it.frames = without(it.frames, frame)
     if not w.model.rules.takes_frames(w.model.handoffs.all[it.receive]) or it.bitmap < 0:
@@ -380,7 +391,7 @@ def read_frame(w: World, a: int, frame: Frame) -> None:
 
 
 def fill(w: World, a: int) -> None:
-    """Receiver._commit_if_complete."""
+    """Implements Receiver._commit_if_complete."""
     it = w.attempt(a)
     done = w.model.rules.is_complete(bitmap_of(w, a), it.computed_heard)
     if done and w.model.handoffs.holds[it.receive]:
@@ -396,7 +407,7 @@ def _commit(w: World, a: int) -> None:
 
 
 def run_row(w: World, a: int) -> bool:
-    """The last prompt token runs as a decode row, and is the last one. False: not yet."""
+    """Run the last prompt token as a decode row, which is also the last one. False: not yet."""
     table = w.decode_blocks().table(a)
     check_values(w, a, table, "runs")
     copies = w.do_decode("finish", a)

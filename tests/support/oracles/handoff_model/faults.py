@@ -1,4 +1,4 @@
-"""What may strike at any moment, as often as the configuration says."""
+"""Faults that may occur at any moment, as often as the configuration says."""
 
 from collections.abc import Iterator
 
@@ -70,7 +70,7 @@ def pass_deadline(w: World, r: int) -> None:
 
 
 def crash_decode(w: World, _: int) -> None:
-    """It comes back at once as another process, with nothing."""
+    """Decode crashes and restarts at once as another process without state."""
     w.strike("crash decode")
     model = w.model
     decode = w.decode
@@ -92,7 +92,9 @@ def crash_decode(w: World, _: int) -> None:
 
 
 def crash_prefill(w: World, p: int) -> None:
-    """Likewise; what it has sent may still arrive, until decode notices."""
+    """Prefill crashes and restarts without state; its sent messages may still arrive, until decode
+    notices.
+    """
     w.strike("crash prefill")
     prefill = w.prefill(p)
     prefill.blocks, prefill.values = 0, (0,) * w.model.config.prefill_blocks
@@ -122,7 +124,7 @@ def freeze_prefill(w: World, p: int) -> None:
 
 
 def cut(w: World, a: int) -> None:
-    """Its data connection breaks."""
+    """An attempt's data connection breaks."""
     w.strike("cut")
     it = w.attempt(a)
     if it.prefill_end == End.UP:
@@ -132,13 +134,13 @@ def cut(w: World, a: int) -> None:
 
 
 def lose_session(w: World, a: int, read_late: bool) -> None:
-    """Router - decode."""
+    """The session between router and decode breaks."""
     w.strike("lose session")
     lose_decode(w, a, "session lost", read_late)
 
 
 def lose_prefill_session(w: World, a: int, read_late: bool) -> None:
-    """Router - prefill."""
+    """The session between router and prefill breaks."""
     w.strike("lose prefill session")
     lose_prefill(w, a, "session lost", read_late)
 

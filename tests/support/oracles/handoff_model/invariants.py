@@ -1,7 +1,7 @@
-"""What must hold in every state, and at the end of every path.
+"""Conditions of every state, and of the end of every path.
 
-The rest is checked where it happens: a write into a block that is another's, a wrong value in the
-batch, a second answer, a block or a promise given back twice.
+Other conditions are checked where they apply: a write into a block of another attempt, a wrong
+value in the batch, a second answer, a block or a promise returned twice.
 """
 
 from oracles.handoff_model.memory import BLOCK_SIZE
@@ -11,7 +11,9 @@ from pdserve.engine.handoff.protocol.promises import promise_blocks
 
 
 def check_state(w: World) -> None:
-    """No block is cached before it was verified, and promises are those of live attempts."""
+    """Check that no block is cached before it was verified, and that promises belong to live
+    attempts.
+    """
     model, decode = w.model, w.decode
     for chain_hash, block in w.decode_blocks().pool._by_hash.items():
         if decode.values[block - 1] != model.values.of_hash[chain_hash]:
@@ -31,9 +33,10 @@ def check_state(w: World) -> None:
 
 
 def check_end(w: World) -> None:
-    """Nothing is left to happen, but perhaps a fault: everybody has an answer, nobody a block.
+    """Check a state without moves, except perhaps a fault: every client has an answer, and no
+    attempt has a block.
 
-    While a process is frozen nothing may be left at the others.
+    While a process is frozen the others must have released everything.
     """
     frozen = [w.decode.frozen, *(w.prefill(p).frozen for p in range(w.model.config.prefills))]
     if not w.decode.frozen:

@@ -1,9 +1,9 @@
 """The product's state machines of a hand-off, a lease and a request, as tables filled on demand.
 
 All three are pure functions, so a state is a small number and each step is computed once. Time is
-abstracted: whatever happens happens at 0, and a bound may be found exceeded whenever the world
-allows it, by a step at that bound. What no later step reads is forgotten (times, reasons, counts of
-failures that only the placement policy looks at).
+abstracted: every event happens at 0, and a time limit may be found exceeded whenever the world
+allows it, by a step at that limit. Data that no later step reads is dropped (times, reasons,
+counts of failures that only the placement policy uses).
 """
 
 from dataclasses import replace
@@ -36,10 +36,10 @@ from pdserve.services.router.requests.actions import RoutingAction
 from pdserve.services.router.requests.machine import MAX_ATTEMPTS, OVERDUE_S
 from pdserve.services.router.requests.state import Routing, Stage
 
-DEADLINE = 100.0  # after every other bound
+DEADLINE = 100.0  # after every other time limit
 StateT = TypeVar("StateT")
 
-# What can happen to a hand-off: events and when, told one after the other.
+# Events of a hand-off: the events of each row are applied one after the other.
 HANDOFF_EVENTS: dict[str, tuple[tuple[Event, float], ...]] = {
     "claimed": ((Claimed(), 0.0),),
     "picked": ((Picked(), 0.0),),
@@ -76,7 +76,7 @@ class States(Generic[StateT]):
         return found
 
     def _added(self, state: StateT) -> None:
-        """A state that was not there before."""
+        """Process a state that was not there before."""
 
 
 class Handoffs(States[Handoff]):
@@ -86,7 +86,7 @@ class Handoffs(States[Handoff]):
         super().__init__()
         self._step = step
         self._steps: dict[tuple[int, str], tuple[int, tuple[Action, ...]]] = {}
-        self.over: list[bool] = []  # final, and no event changes it or asks for more than Gone
+        self.over: list[bool] = []  # final; no event changes it or is answered except by Gone
         self.final: list[bool] = []
         self.live: list[bool] = []
         self.holds: list[bool] = []
@@ -113,7 +113,7 @@ class Handoffs(States[Handoff]):
         return True
 
     def step(self, number: int, name: str) -> tuple[int, tuple[Action, ...]]:
-        """The state after a happening, and all actions of it."""
+        """Return the state after an event, and all its actions."""
         key = number, name
         found = self._steps.get(key)
         if found is None:
@@ -147,7 +147,7 @@ class Leases(States[Lease]):
     def step(
         self, number: int, event: lease.Event, late: bool = False
     ) -> tuple[int, tuple[lease.LeaseAction, ...]]:
-        """`late`: at the end of its time."""
+        """Return the state after an event. `late`: at the end of its time."""
         key = number, event, late
         found = self._steps.get(key)
         if found is None:
@@ -164,12 +164,12 @@ FAILED = RuntimeError("decode says so")
 
 
 def prefill_boot(number: int) -> bytes:
-    """Of a prefill worker."""
+    """Return the boot id of a prefill worker."""
     return bytes([number])
 
 
 def events_about(attempt: bytes) -> tuple[on.RoutingEvent, ...]:
-    """All that workers say of an attempt here."""
+    """Return all events that workers report of an attempt here."""
     return (
         on.AdmitAccepted(attempt, True),
         on.AdmitRefused(attempt),
@@ -184,7 +184,8 @@ def events_about(attempt: bytes) -> tuple[on.RoutingEvent, ...]:
 
 class Routings(States[Routing]):
     """Every state of a request in the router. Attempts are named by their number in the request,
-    workers by DECODE and `prefill_boot`."""
+    workers by DECODE and `prefill_boot`.
+    """
 
     def __init__(self, step: RequestStep, config: Config) -> None:
         super().__init__()
@@ -195,11 +196,11 @@ class Routings(States[Routing]):
         self._deaf: dict[tuple[int, int], bool] = {}
         self.stage: list[Stage] = []
         self.ended: list[bool] = []
-        self.current: list[int] = []  # number of the attempt that counts, or -1
+        self.current: list[int] = []  # number of the current attempt, or -1
         self.first = [self._begin(config.tries(r)) for r in range(len(config.prompts))]
 
     def _begin(self, tries: int) -> int:
-        """A request that has so many tries left."""
+        """Begin a request with this many remaining tries."""
         tried = MAX_ATTEMPTS - tries
         times = {"deadline": DEADLINE, "queue_s": QUEUE_S, "queue_deadline": QUEUE_S}
         return self.number(Routing(num_attempts=tried, **times))
@@ -220,7 +221,7 @@ class Routings(States[Routing]):
         return found
 
     def deaf(self, number: int, attempt: int) -> bool:
-        """Whether nothing that is said of the attempt changes anything."""
+        """Return whether no message about the attempt changes anything."""
         key = number, attempt
         found = self._deaf.get(key)
         if found is None:
@@ -230,11 +231,11 @@ class Routings(States[Routing]):
         return found
 
     def passes_deadline(self, number: int) -> tuple[int, tuple[RoutingAction, ...]]:
-        """The workers have let the deadline pass, too."""
+        """Pass the deadline at the workers, too."""
         return self.step(number, on.TimePassed(), DEADLINE + OVERDUE_S)
 
     def passes_queue_deadline(self, number: int) -> tuple[int, tuple[RoutingAction, ...]]:
-        """No worker has taken it in time."""
+        """Pass the queue deadline: no worker has taken the request in time."""
         return self.step(number, on.TimePassed(), QUEUE_S)
 
 

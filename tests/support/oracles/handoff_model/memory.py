@@ -25,9 +25,9 @@ SEED = cache_seed(b"model", b"")
 
 
 class Values:
-    """What a block can hold: a number per chain hash, so equal prefixes are equal values.
+    """Possible contents of a block: a number per chain hash, so equal prefixes are equal values.
 
-    0: whatever was there before anybody wrote.
+    0: the content before any write.
     """
 
     TORN = -1
@@ -65,7 +65,7 @@ class DecodeBlocks:
         return self.jobs.tables.pools[0]
 
     def reserve(self, attempt: int) -> Granted | None:
-        """Engine.reserve."""
+        """Implements Engine.reserve."""
         prompt = self.prompts[attempt // self.attempts]
         request = Request(str(attempt), prompt, SamplingParams(max_tokens=1), seed=0)
         job = RequestState(request, order=attempt, arrived_s=0.0, max_tokens=1, seed_hash=SEED)
@@ -78,24 +78,24 @@ class DecodeBlocks:
         return Granted(table, reservation.first_block[0], reservation.num_tokens, _pairs(copies))
 
     def verified(self, attempt: int, num_tokens: int) -> None:
-        """Engine.verified."""
+        """Implements Engine.verified."""
         self.jobs.verified(self.open[attempt], num_tokens)
 
     def commit(self, attempt: int) -> tuple[int, ...]:
-        """Engine.commit; its blocks."""
+        """Implements Engine.commit; returns its blocks."""
         reservation = self.open.pop(attempt)
         self.jobs.commit(reservation)
         return tuple(reservation.blocks[0])
 
     def release(self, attempt: int) -> None:
-        """Engine.release."""
+        """Implements Engine.release."""
         found = self.open.pop(attempt, None)
         if found is None:
             raise Violation("blocks are freed that are not reserved any more")
         self.jobs.release(found)
 
     def abort(self, attempt: int) -> bool:
-        """Engine.abort of a whole request."""
+        """Implements Engine.abort of a whole request."""
         job = self.jobs.by_key.get(str(attempt))
         if job is None:
             return False
@@ -105,7 +105,7 @@ class DecodeBlocks:
         return True
 
     def finish(self, attempt: int) -> tuple[tuple[int, int], ...] | None:
-        """The row of the last prompt token runs and is the last one. None: blocks are short."""
+        """Run the row of the last prompt token, which is the last one. None: blocks are short."""
         job = self.jobs.by_key[str(attempt)]
         self.jobs.admit(job)
         sequence = job.sequences[0]
@@ -117,12 +117,14 @@ class DecodeBlocks:
         return _pairs(copies)
 
     def table(self, attempt: int) -> tuple[int, ...]:
-        """The blocks of a request in the batch."""
+        """Return the blocks of a request in the batch."""
         (sequence,) = self.jobs.by_key[str(attempt)].sequences
         return tuple(sequence.block_tables[0])
 
     def may_write(self, attempt: int, block: int) -> bool:
-        """The block is reserved for this attempt alone, and nobody can find it by its content."""
+        """Return whether the block is reserved for this attempt alone, and cannot be found by its
+        content.
+        """
         found = self.open.get(attempt)
         return (
             found is not None
@@ -132,20 +134,22 @@ class DecodeBlocks:
         )
 
     def owner(self, block: int) -> int | None:
-        """An attempt that holds the block."""
+        """Return an attempt that holds the block."""
         for name, job in self.jobs.by_key.items():
             if any(block in s.block_tables[0] for s in job.sequences):
                 return int(name)
         return None
 
     def evict(self, block: int) -> None:
-        """Other work needs this block, which is cached."""
+        """Evict this cached block for other work."""
         pool = self.pool
         pool._idle = {block: None, **pool._idle}
         pool._evict()
 
     def key(self) -> tuple[object, ...]:
-        """Equal for equal states. Free blocks are alike, so the lowest is always the next."""
+        """Return a key that is equal for equal states. Free blocks are alike, so the lowest is
+        always the next.
+        """
         pool = self.pool
         pool._free.sort(reverse=True)
         pool.take_events()
@@ -162,7 +166,7 @@ class DecodeBlocks:
         return counts, hashes, tuple(jobs), opened
 
     def check(self) -> None:
-        """Every reference is somebody's, and every block is in one state."""
+        """Check that every reference has an owner, and every block one state."""
         pool = self.pool
         counts = pool.counts()
         if counts.total != pool.num_blocks:
@@ -175,20 +179,20 @@ class DecodeBlocks:
 
     @property
     def idle(self) -> bool:
-        """No block is held by anybody."""
+        """Return whether no block is held."""
         counts = self.pool.counts()
         return counts.free + counts.cached == counts.total
 
 
 class PrefillBlocks:
-    """A prefill worker's pool, and who holds what of it."""
+    """A prefill worker's pool, and the holder of each block."""
 
     def __init__(self, config: Config) -> None:
         self.pool = BlockPool(config.prefill_blocks)
         self.tables: dict[int, tuple[int, ...]] = {}
 
     def pick(self, attempt: int) -> tuple[int, ...] | None:
-        """Blocks of the whole prompt, or None."""
+        """Allocate blocks of the whole prompt, or return None."""
         if self.pool.num_available < 2:
             return None
         self.tables[attempt] = tuple(self.pool.allocate(2))
@@ -224,7 +228,9 @@ class Memories(Generic[MemoryT]):
         self._number(empty)
 
     def do(self, number: int, operation: str, *arguments: int) -> tuple[int, Any]:
-        """(the state after it, its result); raises Violation for what the product refuses."""
+        """Return (the state after an operation, its result); raises Violation where the product
+        refuses.
+        """
         key = number, operation, arguments
         found = self._known.get(key)
         if found is None:

@@ -1,4 +1,6 @@
-"""Prefill: PrefillCore, Sender and the engine behind them, as one that does one thing at a time."""
+"""Prefill: PrefillCore, Sender and the engine behind them, as one process with one move
+at a time.
+"""
 
 from collections.abc import Iterator
 
@@ -54,14 +56,14 @@ def _dial_moves(w: World, a: int, it: Attempt) -> Iterator[Move]:
 
 
 def read_command(w: World, a: int) -> str:
-    """PrefillCore.start and cancel."""
+    """Implements PrefillCore.start and cancel."""
     it = w.attempt(a)
     word, it.to_prefill = it.to_prefill[0], it.to_prefill[1:]
     if word == "start":
         it.known = not {"session lost", "died"} & set(it.from_prefill)
         if not it.send:
             it.send = w.model.handoffs.send
-        elif w.model.handoffs.final[it.send]:  # its end is said again
+        elif w.model.handoffs.final[it.send]:  # its end is sent again
             done = w.model.handoffs.all[it.send].phase is Phase.COMMITTED
             report(it, "done" if done else "failed")
     elif it.send:
@@ -79,7 +81,7 @@ def pick(w: World, a: int) -> None:
 
 
 def connect(w: World, a: int) -> None:
-    """Sender._dialed: the connection is there, and the Claim goes out on it."""
+    """Implements Sender._dialed: the connection is there, and the Claim is sent on it."""
     it = w.attempt(a)
     it.prefill_end = it.decode_end = End.UP
     if w.model.handoffs.final[it.send]:
@@ -99,7 +101,7 @@ def fail_to_connect(w: World, a: int) -> None:
 
 
 def read_message(w: World, a: int) -> str:
-    """Sender.message."""
+    """Implements Sender.message."""
     it = w.attempt(a)
     message, it.grants = it.grants[0], it.grants[1:]
     match message:
@@ -117,7 +119,7 @@ def read_message(w: World, a: int) -> str:
 
 
 def _send_again(w: World, a: int, index: int) -> None:
-    """Sender._refused, with one resend instead of two."""
+    """Implements Sender._refused, with one resend instead of two."""
     it = w.attempt(a)
     if not w.model.handoffs.holds[it.send]:
         return
@@ -148,7 +150,7 @@ def find_deadline(w: World, a: int) -> None:
 
 
 def compute(w: World, a: int) -> None:
-    """A chunk of one block."""
+    """Compute a chunk of one block."""
     it = w.attempt(a)
     index, it.computed = it.computed, it.computed + 1
     prefill = w.prefill(it.prefill)
@@ -160,7 +162,7 @@ def compute(w: World, a: int) -> None:
 
 
 def send_frame(w: World, a: int, index: int) -> None:
-    """Outgoing._build, on the writer thread: read and signed at the last moment."""
+    """Implements Outgoing._build, on the writer thread: read and signed at the last moment."""
     it = w.attempt(a)
     it.next += 1
     it.frames = tuple(sorted((*it.frames, (index, read(w, a, index)))))
@@ -185,7 +187,7 @@ def expected(w: World, a: int, index: int) -> int:
 
 
 def advance(w: World, a: int, happening: str) -> None:
-    """Endpoint._advance."""
+    """Implements Endpoint._advance."""
     it = w.attempt(a)
     it.send, actions = w.model.handoffs.step(it.send, happening)
     for action in actions:

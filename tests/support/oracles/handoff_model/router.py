@@ -1,4 +1,5 @@
-"""The router: services/router/requests/machine.py itself, and what carries messages to and from it.
+"""The router: services/router/requests/machine.py itself, and the code that carries messages to
+and from it.
 
 No rule of the router is here, only its surroundings: which event may reach it when, and where its
 commands go. An attempt whose session is lost may be found again or not (another router would do
@@ -18,7 +19,7 @@ from pdserve.services.router.requests.events import Reachability
 from pdserve.services.router.requests.state import Stage
 
 Move = tuple[object, ...]  # a function of a World and its further arguments
-LOSSES = ("session lost", "died")  # what the router says to a request of a session's end
+LOSSES = ("session lost", "died")  # reported to a request at a session's end
 
 
 def moves(w: World) -> Iterator[Move]:
@@ -30,7 +31,7 @@ def moves(w: World) -> Iterator[Move]:
             continue
         stage = w.stage(r)
         if stage is Stage.QUEUED:
-            # Nothing is begun at a decode that is frozen: it may as well freeze right after it.
+            # Nothing begins at a frozen decode: a freeze right after the beginning covers it.
             may_begin = not req.expired and not w.decode.frozen
             no_more = req.begun == w.model.config.tries(r)
             if req.busy or no_more:
@@ -73,17 +74,17 @@ def _moves_of_current(w: World, a: int, it: Attempt, stage: Stage) -> Iterator[M
 
 
 def routing(w: World, a: int) -> Any:
-    """The state of the attempt's request in the router."""
+    """Return the state of the attempt's request in the router."""
     return w.model.routings.all[w.request(w.model.request_of(a)).machine]
 
 
 def has_room(w: World, num_tokens: int) -> bool:
-    """As its next load report shows."""
+    """Return whether decode has room, as its next load report shows."""
     return offer(w, num_tokens) is not None
 
 
 def offer(w: World, num_tokens: int) -> Promises | None:
-    """Decode's promises if it takes one more prompt; None: Busy. As in Receiver.admit."""
+    """Return decode's promises if it takes one more prompt; None: Busy. As in Receiver.admit."""
     pool = w.decode_blocks().pool
     counts = pool.counts()
     promises = Promises(2)
@@ -94,7 +95,9 @@ def offer(w: World, num_tokens: int) -> Promises | None:
 
 
 def candidates(w: World, r: int) -> list[int]:
-    """Prefill workers that the policy may choose. They are alike: the very first is the first."""
+    """Return prefill workers that the policy may choose. They are alike: the very first is the
+    first.
+    """
     req = w.request(r)
     everyone = range(w.model.config.prefills)
     if r == 0 and not req.begun:
@@ -122,7 +125,7 @@ def begin(w: World, r: int, p: int) -> None:
 
 
 def time_out_in_queue(w: World, r: int) -> None:
-    """Decode has been full for too long, or the model has no name for another attempt left."""
+    """Decode has been full for too long, or the model has no remaining name for another attempt."""
     req = w.request(r)
     take(w, r, *w.model.routings.passes_queue_deadline(req.machine))
 
@@ -133,12 +136,12 @@ def end_at_deadline(w: World, r: int) -> None:
 
 
 def declare_decode_dead(w: World, a: int, read_late: bool) -> None:
-    """A process that is silent; its session is closed. It may thaw, and go on."""
+    """A silent process is declared dead and its session closed. It may thaw, and continue."""
     lose_decode(w, a, "died", read_late)
 
 
 def lose_decode(w: World, a: int, why: str, read_late: bool) -> None:
-    """The session to decode is over; `read_late`: what was said last is in decode's buffers."""
+    """The session to decode is over; `read_late`: the last messages are in decode's buffers."""
     attempt = w.attempt(a)
     if read_late:
         attempt.late = tuple(sorted((*attempt.late, *attempt.to_decode), key=str))
@@ -155,7 +158,7 @@ def declare_prefill_dead(w: World, a: int, read_late: bool) -> None:
 
 
 def lose_prefill(w: World, a: int, why: str, read_late: bool) -> None:
-    """Likewise; prefill does not react to it."""
+    """The session to prefill is over; prefill does not react to it."""
     attempt = w.attempt(a)
     if not read_late:
         attempt.to_prefill = ()
@@ -171,7 +174,7 @@ def seek_prefill(w: World, a: int, found: Reachability) -> None:
 
 
 def hear_decode(w: World, a: int) -> str:
-    """What decode says, or that its session is over, reaches the router."""
+    """A message of decode, or the end of its session, reaches the router."""
     it, r = w.attempt(a), w.model.request_of(a)
     word, it.from_decode = it.from_decode[0], it.from_decode[1:]
     number, current = bytes([a % w.model.config.attempts]), w.is_current(a)
@@ -201,7 +204,7 @@ def hear_decode(w: World, a: int) -> str:
 
 
 def _was_refused(req: Req, it: Attempt) -> None:
-    """Nothing was tried: its name is as good as a new one, unless decode may still hear of it."""
+    """Undo a try that was refused: its name is free again, unless decode may still receive it."""
     req.busy = True
     if it.late or it.orphaned:
         req.refused += 1
@@ -230,7 +233,7 @@ def hear_prefill(w: World, a: int) -> str:
 
 
 def tell(w: World, r: int, event: on.RoutingEvent, closed: bytes = b"") -> None:
-    """An event reaches the machine of request r; `closed`: a worker to which no session is up."""
+    """Pass an event to the machine of request r; `closed`: a worker to which no session is up."""
     machine, actions = w.model.routings.step(w.request(r).machine, event)
     take(w, r, machine, actions, closed)
 
@@ -238,7 +241,7 @@ def tell(w: World, r: int, event: on.RoutingEvent, closed: bytes = b"") -> None:
 def take(
     w: World, r: int, machine: int, actions: tuple[do.RoutingAction, ...], closed: bytes = b""
 ) -> None:
-    """Carry out what the machine says."""
+    """Carry out the actions of the machine."""
     req = w.request(r)
     req.machine = machine
     for action in actions:
@@ -262,11 +265,11 @@ def take(
             case do.CancelAtPrefill():
                 to_prefill(w, r, action.attempt, "cancel", closed)
             case do.CloseAttempt():
-                attempt_of(w, r, action.attempt)  # its record forgets what nobody would hear
+                attempt_of(w, r, action.attempt)  # its record drops messages that would be ignored
 
 
 def _queue(w: World, r: int) -> None:
-    """It waits; `begin` is the policy's answer."""
+    """Queue the request; `begin` is the policy's answer."""
     req, tries = w.request(r), w.model.config.tries(r)
     if req.begun == tries and not req.refused:
         raise Violation(f"request {r} is to be tried more than {tries} times")
@@ -285,12 +288,16 @@ def attempt_of(w: World, r: int, number: bytes) -> Attempt:
 
 
 def _is_down(heard: tuple[object, ...]) -> bool:
-    """Whether the router has closed the session, or lost it, though the machine has yet to hear."""
+    """Return whether the router has closed or lost the session, though the machine has yet to
+    learn it.
+    """
     return any(loss in heard for loss in LOSSES)
 
 
 def to_decode(w: World, r: int, number: bytes, message: object, closed: bytes) -> None:
-    """Dropped if the session is down, or the process is another one now."""
+    """Send a message to decode; dropped if the session is down, or the process is another
+    one now.
+    """
     it = attempt_of(w, r, number)
     if not _is_down(it.from_decode) and not it.decode_gone and closed != DECODE:
         it.to_decode += (message,)

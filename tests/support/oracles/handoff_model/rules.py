@@ -20,27 +20,29 @@ LeaseStep = Callable[[Lease, lease.Event, float], tuple[Lease, lease.Actions]]
 
 
 class Violation(Exception):
-    """Something that must never happen has happened."""
+    """An event that must never happen has happened."""
 
 
 def takes_frames(state: Handoff) -> bool:
-    """Receiver._write: a frame that was verified is written only while its attempt holds blocks."""
+    """Implements Receiver._write: a verified frame is written only while its attempt
+    holds blocks.
+    """
     return state.holds
 
 
 def is_complete(bitmap: Bitmap, computed: bool) -> bool:
-    """Receiver._commit_if_complete; `computed`: prefill has said that it is done."""
+    """Implements Receiver._commit_if_complete; `computed`: prefill has reported that it is done."""
     return bitmap.complete
 
 
 def named(served: Sequence[int], attempt: int) -> int | None:
-    """DecodeCore.cancel: which of the served attempts a Cancel of `attempt` ends."""
+    """Implements DecodeCore.cancel: return the served attempts that a Cancel of `attempt` ends."""
     return attempt if attempt in served else None
 
 
 @dataclass(frozen=True)
 class Rules:
-    """By default what the product does."""
+    """The rules; the defaults are the product's."""
 
     step: HandoffStep = machine.step
     lease_step: LeaseStep = lease.step

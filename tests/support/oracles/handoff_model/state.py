@@ -1,7 +1,7 @@
 """The state of the world: nested tuples, opened for a change one record at a time.
 
-Attempt k of request r is number r * attempts + k. Everything that is on its way is here too; what
-is on its way to somebody whom it can no longer change is forgotten (World.freeze).
+Attempt k of request r is number r * attempts + k. All messages in flight are here too; a message
+that can no longer change its receiver is dropped (World.freeze).
 """
 
 from collections.abc import Callable
@@ -42,35 +42,35 @@ class Req:
     submitted: bool = False
     begun: int = 0  # attempts so far
     refused: int = 0  # of them those that decode refused, and whose names are still in use
-    busy: bool = False  # decode has said Busy since it was last asked
+    busy: bool = False  # decode has answered Busy since the last offer
     expired: bool = False  # its deadline has passed
-    answer: str = ""  # "", "ok" or "failed": what the client was told
+    answer: str = ""  # "", "ok" or "failed": the client's answer
 
 
 @dataclass(slots=True)
 class Attempt:
-    """An attempt everywhere."""
+    """An attempt at all processes."""
 
     prefill: int = -1  # the worker that the router chose, or -1
     to_decode: tuple[Message, ...] = ()  # router -> decode, in order
     late: tuple[Message, ...] = ()  # of a lost session, unread by decode: in any order
     from_decode: tuple[Message, ...] = ()  # in order
-    alive: bool = False  # decode's words reach the router
+    alive: bool = False  # decode's messages reach the router
     orphaned: tuple[int, ...] = ()  # epochs whose sessions are over without decode having noticed
     to_prefill: tuple[Message, ...] = ()
     from_prefill: tuple[Message, ...] = ()
-    known: bool = False  # prefill's service has it, and its words reach the router
+    known: bool = False  # prefill's service has it, and its messages reach the router
     decode_gone: bool = False  # the process of this attempt has died
     prefill_gone: bool = False
     claims: tuple[Message, ...] = ()  # prefill -> decode, in order
     grants: tuple[Message, ...] = ()  # decode -> prefill, in order
-    frames: tuple[tuple[int, int], ...] = ()  # on the wire, in any order: (block, value)
+    frames: tuple[tuple[int, int], ...] = ()  # in flight, in any order: (block, value)
     decode_end: int = End.NONE
     prefill_end: int = End.NONE
     receive: int = 0  # number of decode's hand-off state, 0: none
     lease: int = 0  # number of its lease, 0: none
-    last: str = ""  # its last word to the router, as long as its lease keeps it
-    evicted: bool = False  # the engine has taken its blocks; the loop has not heard of it
+    last: str = ""  # its last message to the router, as long as its lease keeps it
+    evicted: bool = False  # the engine has taken its blocks; the loop does not know yet
     bitmap: int = -1  # blocks verified and written, as a bit mask; -1: not reserved
     table: tuple[int, ...] = ()  # decode's blocks, as the reservation named them
     first: int = 0  # of them to be filled
@@ -102,7 +102,7 @@ class Prefill:
 
 
 def _closing(record: type) -> tuple[Callable[[Any], State], tuple[str, ...]]:
-    """What makes a tuple of a record, and its names in order."""
+    """Return the function that makes a tuple of a record, and its names in order."""
     names = tuple(f.name for f in fields(record))
     return attrgetter(*names), names
 
@@ -118,7 +118,7 @@ NO_ATTEMPT = _close_attempt(Attempt())
 
 
 class Model:
-    """What does not change from state to state: bounds, rules, and the tables of real states."""
+    """Constant data of all states: bounds, rules, and the tables of real states."""
 
     def __init__(self, config: Config, rules: Rules) -> None:
         self.config = config
@@ -130,8 +130,8 @@ class Model:
         self.decode_blocks = Memories(DecodeBlocks(config, rules))
         self.prefill_blocks = Memories(PrefillBlocks(config))
         self._bitmaps: dict[tuple[int, int, int], Bitmap] = {}
-        self.hears_computed = rules.is_complete is not Rules().is_complete  # else nobody reads it
-        # The router's machine ignores what is said of an attempt that is over; a wrong one may not.
+        self.hears_computed = rules.is_complete is not Rules().is_complete  # else it is not read
+        # The router's machine ignores messages about an attempt that is over; a wrong one may not.
         self.hears_all = rules.request_step is not Rules().request_step
         self.num_attempts = len(config.prompts) * config.attempts
         self.attempts = range(self.num_attempts)
@@ -149,7 +149,7 @@ class Model:
         )
 
     def bitmap(self, request: int, first: int, written: int) -> Bitmap:
-        """The real bitmap of a prompt's hand-off with these blocks written. To read only."""
+        """Return the real bitmap of a prompt's hand-off with these blocks written. Read-only."""
         key = request, first, written
         found = self._bitmaps.get(key)
         if found is None:
@@ -164,7 +164,7 @@ class Model:
         return attempt // self.config.attempts
 
     def title(self, attempt: int) -> str:
-        """In a trace."""
+        """Return the attempt's title in a trace."""
         request, number = divmod(attempt, self.config.attempts)
         return f"request {request} attempt {number}"
 
@@ -188,7 +188,7 @@ class World:
 
     @property
     def present(self) -> list[int]:
-        """Attempts of which anything exists (before the change)."""
+        """Return attempts of which anything exists (before the change)."""
         return [a for a, found in enumerate(self.state[2]) if found is not NO_ATTEMPT]
 
     def request(self, number: int) -> Req:
@@ -216,24 +216,24 @@ class World:
         return found
 
     def _machine(self, request: int) -> int:
-        """Number of a request's Routing, without opening the request."""
+        """Return the number of a request's Routing, without opening the request."""
         found = self._requests.get(request)
         return self.state[1][request][MACHINE] if found is None else found.machine
 
     def stage(self, request: int) -> Stage:
-        """Where the request stands in the router."""
+        """Return the request's stage in the router."""
         return self.model.routings.stage[self._machine(request)]
 
     def ended(self, request: int) -> bool:
         return self.model.routings.ended[self._machine(request)]
 
     def is_current(self, attempt: int) -> bool:
-        """The router waits for it."""
+        """Return whether the router waits for the attempt."""
         request, number = divmod(attempt, self.model.config.attempts)
         return self.model.routings.current[self._machine(request)] == number
 
     def _is_unheard(self, attempt: int) -> bool:
-        """The router ignores whatever it hears of it."""
+        """Return whether the router ignores every message about the attempt."""
         request, number = divmod(attempt, self.model.config.attempts)
         deaf = self.model.routings.deaf(self._machine(request), number)
         return deaf and not self.model.hears_all
@@ -252,7 +252,7 @@ class World:
     # the real memories
 
     def decode_blocks(self) -> DecodeBlocks:
-        """To read."""
+        """Return decode's blocks, read-only."""
         return self.model.decode_blocks.all[self.decode.blocks]
 
     def do_decode(self, operation: str, *arguments: int) -> Any:
@@ -272,7 +272,7 @@ class World:
     # ---
 
     def freeze(self) -> State:
-        """The state after the change."""
+        """Return the state after the change."""
         _, requests, attempts, decode, prefills = self.state
         if self._attempts:
             attempts = list(attempts)
@@ -292,12 +292,12 @@ class World:
         if decode[CLAIMS] or self._decode is not None:
             self.decode.claims = tuple(
                 a for a in self.decode.claims if not self.model.handoffs.over[attempts[a][RECEIVE]]
-            )  # those that have ended are popped unseen, whenever it is their turn
+            )  # those that have ended are popped unseen in their turn
             decode = _close_decode(self.decode)
         return self.left, requests, attempts, decode, prefills
 
     def _forgotten(self, number: int, a: Attempt) -> State:
-        """Closes the record, without what cannot change anything any more."""
+        """Close the record, without data that can no longer change anything."""
         model = self.model
         handoffs, leases = model.handoffs, model.leases
         current = self.is_current(number)
@@ -318,7 +318,7 @@ class World:
                 a.prefill_end = End.CLOSED
         asked = current or any(
             m != "cancel" for m in (*a.to_decode, *a.late)
-        )  # somebody may still ask decode for it
+        )  # a router may still ask decode for it
         if not asked and not leases.live[a.lease]:
             a.lease, a.last, a.evicted = 0, "", False
         if not a.lease:

@@ -1,4 +1,4 @@
-"""What is written into decode's blocks, and whether it may be."""
+"""Writes into decode's blocks, and whether they are allowed."""
 
 from oracles.handoff_model.memory import BLOCK_SIZE, SPEC
 from oracles.handoff_model.rules import Violation
@@ -6,7 +6,7 @@ from oracles.handoff_model.state import World
 from pdserve.engine.handoff.protocol.frames import FrameHeader
 from pdserve.engine.handoff.protocol.layout import Bitmap
 
-Frame = tuple[int, int]  # which block of the prompt, and what it says
+Frame = tuple[int, int]  # which block of the prompt, and its value
 
 
 def bitmap_of(w: World, a: int) -> Bitmap:
@@ -15,7 +15,7 @@ def bitmap_of(w: World, a: int) -> Bitmap:
 
 
 def header(index: int) -> FrameHeader:
-    """Of the frame with one block, which is all that matters here."""
+    """Return the header of the frame with one block, the only field that matters here."""
     tokens = range(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
     size = SPEC.groups[0].block_bytes(BLOCK_SIZE)
     return FrameHeader(b"", 0, 0, 0, range(1), tokens, range(1), size, b"")

@@ -1,4 +1,4 @@
-"""What each rendered kustomization under k8s/ keeps to; a rule gives a sentence for each breach."""
+"""Rules for each rendered kustomization under k8s/; a rule gives a sentence for each breach."""
 
 from collections.abc import Callable, Iterator
 

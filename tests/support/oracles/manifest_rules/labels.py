@@ -1,4 +1,4 @@
-"""Labels by which our objects know each other, and roles."""
+"""Labels that connect pdserve's objects, and roles."""
 
 NAME, INSTANCE = "app.kubernetes.io/name", "app.kubernetes.io/instance"
 COMPONENT, POOL = "app.kubernetes.io/component", "pdserve.internal/pool"

@@ -1,4 +1,4 @@
-"""Rules about pods: what they are asked, where they run, how they end, what they may and have."""
+"""Rules about pods: probes, placement, shutdown, limits and rights."""
 
 import re
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from pdserve.services.options.options import ENV_PREFIX, OptionError
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
 
 END_S = GRACE_S + STOP_S + LEAVE_S + CLOSE_S  # a stop after the drain (docs/bounds.md)
-PINNED_MODEL = re.compile(r"[^@]+@[0-9a-f]{40}(:.+)?")  # what model_volume.py takes
+PINNED_MODEL = re.compile(r"[^@]+@[0-9a-f]{40}(:.+)?")  # accepted by model_volume.py
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 def probes(manifests: list[Manifest]) -> Iterator[str]:
-    """Whatever serves is asked whether it has started, is ready and lives, at one of its ports."""
+    """Every server has startup, readiness and liveness probes, at one of its ports."""
     for workload in workloads(manifests):
         for container in () if workload.ends else workload.containers:
             ports = {p["name"]: p["containerPort"] for p in container.get("ports", [])}
@@ -31,7 +31,7 @@ def probes(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def spread(manifests: list[Manifest]) -> Iterator[str]:
-    """Pods of a role are apart over zones and nodes; groups have a domain each."""
+    """Pods of a role are spread over zones and nodes; groups have a domain each."""
     for workload in workloads(manifests):
         if workload.ends:
             continue
@@ -60,14 +60,14 @@ def spread(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def _alike(term: Manifest, workload: Workload) -> bool:
-    """Whether a term is about pods of that role of that system."""
+    """Return whether a term selects pods of that role of that system."""
     selector = term.get("labelSelector")
     named = {*(selector or {}).get("matchLabels", {}), *term.get("matchLabelKeys", [])}
     return selects(selector, workload.labels) and {NAME, COMPONENT} <= named
 
 
 def drain(manifests: list[Manifest]) -> Iterator[str]:
-    """A pod that ends has time for its longest stream, and is not killed before that is over."""
+    """A pod that ends has time for its longest stream, and is not killed before."""
     found = [w for w in workloads(manifests) if not w.ends]
     longest = max((w.number("PDSERVE_REQUEST_TIMEOUT_S") or 0 for w in found), default=0)
     late = max((w.number("PDSERVE_LAME_DUCK_S") or 0 for w in found), default=0)
@@ -86,7 +86,7 @@ def drain(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def sizes(manifests: list[Manifest]) -> Iterator[str]:
-    """Every container asks for what it needs; its memory, its disk and each volume are bounded."""
+    """Every container requests its resources; its memory, its disk and each volume are bounded."""
     for workload in workloads(manifests):
         for container in workload.every_container:
             resources, what = (
@@ -105,7 +105,8 @@ def sizes(manifests: list[Manifest]) -> Iterator[str]:
 
 def models(manifests: list[Manifest]) -> Iterator[str]:
     """A model is in an image or on a volume that a Job fills with a commit; no server fetches or
-    changes it."""
+    changes it.
+    """
     for workload in workloads(manifests):
         source = workload.environment().get("PDSERVE_MODEL", {}).get("valueFrom")
         if source is not None:
@@ -148,7 +149,7 @@ def models(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def rights(manifests: list[Manifest]) -> Iterator[str]:
-    """Pods have no rights; a token is for those that name an account of their own."""
+    """Pods have no rights; only pods that name a separate service account have a token."""
     bound = {
         subject["name"]
         for binding in of_kind(manifests, "RoleBinding").values()
@@ -184,7 +185,7 @@ def rights(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def variables(manifests: list[Manifest]) -> Iterator[str]:
-    """Variables are options of the command that reads them, with good values."""
+    """Variables are options of the command that reads them, with valid values."""
     for workload in workloads(manifests):
         for container in workload.containers:
             command = (container.get("args") or [""])[0]
@@ -214,7 +215,7 @@ def variables(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def digests(manifests: list[Manifest]) -> Iterator[str]:
-    """Images are what was tested, whatever a tag becomes. Of a release."""
+    """Images of a release are pinned by digest, so that a moved tag changes nothing."""
     for workload in workloads(manifests):
         images = {c["image"] for c in workload.every_container}
         volumes = workload.pod.get("volumes", [])

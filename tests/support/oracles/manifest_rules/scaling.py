@@ -1,4 +1,4 @@
-"""Rules about numbers of pods: what scales, by which figures, and how many end at once."""
+"""Rules about numbers of pods: scalers, their metrics, and how many pods end at once."""
 
 import re
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ import promql_parser
 from builders.manifests import Manifest, of_kind, selects, workloads
 
 SCALERS = ("ScaledObject", "HorizontalPodAutoscaler")
-# Words of KEDA's scaler `prometheus`; its schema takes any.
+# Fields of KEDA's scaler `prometheus`; its schema accepts any.
 NEEDED = {"serverAddress", "query", "threshold"}
 WORDS = NEEDED | {"activationThreshold", "namespace", "authModes", "ignoreNullValues"}
 SAMPLE = re.compile(r"_(total|bucket|sum|count)$")
 
 
 def scalers(manifests: list[Manifest]) -> Iterator[str]:
-    """What scales is there, has no fixed number, and goes down slowly."""
+    """A scaler's target exists, has no fixed number of replicas, and scales down slowly."""
     targets = {(w.kind, w.name.partition(" ")[0]): w for w in workloads(manifests)}
     scaled: set[tuple[str, str]] = set()
     for name, scaler in of_kind(manifests, *SCALERS).items():
@@ -55,7 +55,7 @@ def _behavior(scaler: Manifest) -> Manifest:
 
 
 def limits_of(scaler: Manifest) -> tuple[int, int]:
-    """The least and the most replicas."""
+    """Return the least and the most replicas."""
     spec, keda = scaler["spec"], scaler["kind"] == "ScaledObject"
     words = ("minReplicaCount", "maxReplicaCount") if keda else ("minReplicas", "maxReplicas")
     low, high = (spec.get(word, 0) for word in words)
@@ -66,7 +66,9 @@ emitted = cache(metrics_page.names)
 
 
 def metrics(manifests: list[Manifest]) -> Iterator[str]:
-    """A scaler asks for metrics that we emit, of pods that there are, in words that KEDA knows."""
+    """A scaler queries metrics that pdserve emits, of pods that exist, in fields that
+    KEDA knows.
+    """
     known = emitted()
     pods = [w.name for w in workloads(manifests)]
     for name, scaler in of_kind(manifests, "ScaledObject").items():
@@ -98,7 +100,7 @@ def metrics(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def selectors(query: Any) -> Iterator[tuple[str, str]]:
-    """(metric, what is asked of its label `pod`) of each vector selector in a query."""
+    """Return (metric, matchers of its label `pod`) of each vector selector in a query."""
     if isinstance(query, promql_parser.VectorSelector):
         pod = [m.value for m in query.matchers.matchers if m.name == "pod"]
         yield query.name, pod[0] if pod else ""

@@ -1,4 +1,4 @@
-"""Rules about who meets whom: selectors, policies, the way in, certificates."""
+"""Rules about connections: selectors, policies, ingress, certificates."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -11,7 +11,7 @@ OWN = ("Service", "PodDisruptionBudget")  # a second system in this namespace ha
 
 
 def own_selectors(manifests: list[Manifest]) -> Iterator[str]:
-    """Selectors name the system, its instance and the role, so they meet our pods and no others."""
+    """Selectors name the system, its instance and the role, so they match only pdserve's pods."""
     pods = workloads(manifests)
     for workload in pods:
         for label in (NAME, INSTANCE, COMPONENT, "app.kubernetes.io/part-of"):
@@ -42,7 +42,7 @@ def own_selectors(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def _selectors(manifest: Manifest) -> Iterator[Manifest]:
-    """Of pods of this namespace."""
+    """Return selectors of pods of this namespace."""
     kind, spec = manifest["kind"], manifest.get("spec", {})
     if kind == "Service" and spec.get("selector"):
         yield {"matchLabels": spec["selector"]}
@@ -58,7 +58,7 @@ def _selectors(manifest: Manifest) -> Iterator[Manifest]:
 
 
 def egress(manifests: list[Manifest]) -> Iterator[str]:
-    """Nobody opens a connection unless a policy says where to; the model's Job reaches the hub."""
+    """No pod opens a connection unless a policy allows it; the model's Job reaches the hub."""
     policies = of_kind(manifests, "NetworkPolicy").values()
     for workload in workloads(manifests):
         mine = [p["spec"] for p in policies if selects(p["spec"]["podSelector"], workload.labels)]
@@ -91,7 +91,7 @@ def egress(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def entrance(manifests: list[Manifest]) -> Iterator[str]:
-    """Clients come by TLS, to services that are there, and an answer may take as long as it may."""
+    """Clients connect by TLS, to services that exist, and timeouts allow the longest answer."""
     services = of_kind(manifests, "Service")
     secrets = {c["spec"]["secretName"] for c in of_kind(manifests, "Certificate").values()}
     listeners = {
@@ -142,7 +142,9 @@ def entrance(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def _in_common(one: str, other: str) -> bool:
-    """Whether two of a route's or a listener's hostnames have a host in common; empty: any has."""
+    """Return whether two of a route's or a listener's hostnames have a host in common; empty: any
+    has.
+    """
     pairs = ((one, other), (other, one))
     return one == other or any(not a or (a[:2] == "*." and b.endswith(a[1:])) for a, b in pairs)
 

@@ -1,6 +1,6 @@
 """A system of real processes, each started as `pdserve up` does, that a test kills one by one.
 
-Workers beyond those wanted are started ahead, so that a kill need not wait for the next start.
+Spare workers are started ahead, so that a kill need not wait for the next start.
 """
 
 import json
@@ -33,13 +33,13 @@ from systems.cluster_secret import BEARER, SECRET
 from systems.eventually import wait_until
 from systems.fault_proxy import FaultProxy
 
-START_S = 180.0  # a busy machine
+START_S = 180.0  # for a busy machine
 LINKS = ("gateway-router", "router-decode", "router-prefill", "prefill-decode")
 ROLES = {"prefill": fleet_pb2.PREFILL, "decode": fleet_pb2.DECODE}
 
 
 def child(name: str, task: Task, parent: int, pipe: Connection, log: str) -> None:
-    """The target of a spawned process: what it says goes to a file of its own."""
+    """Run the target of a spawned process; its reports go to a separate file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for number in (1, 2):
         os.dup2(file, number)
@@ -48,7 +48,7 @@ def child(name: str, task: Task, parent: int, pipe: Connection, log: str) -> Non
 
 @dataclass(eq=False)
 class Process:
-    """One life of a process."""
+    """One process from its start to its end."""
 
     role: str
     child: SpawnProcess
@@ -66,11 +66,11 @@ class Process:
 
     @property
     def address(self) -> str:
-        """Under which others reach it."""
+        """Return the address for other processes."""
         return str(self.figures["address"])
 
     def hear(self) -> None:
-        """Take its reports."""
+        """Read its reports."""
         with suppress(EOFError, OSError):
             while self.pipe.poll():
                 event, figures = json.loads(self.pipe.recv_bytes(MAX_REPORT_BYTES))
@@ -81,27 +81,29 @@ class Process:
 
 @dataclass(frozen=True)
 class Shape:
-    """How many workers live at a time, and what they run."""
+    """The number of live workers, and their configuration."""
 
     model: Path
     prefills: int = 1
     decodes: int = 1
     routers: int = 1
-    proxied: bool = False  # every hop but the join streams goes through a FaultProxy
+    proxied: bool = False  # every hop except the join streams goes through a FaultProxy
     kv_tokens: int = 32_768
     chunk_size: int = 64
     threshold: int = 128  # shorter prompts are prefilled at decode
 
 
 class Cluster:
-    """`with Cluster(folder, shape) as cluster`; everything it started is gone at the end."""
+    """Context manager: `with Cluster(folder, shape) as cluster`; at the end all its processes are
+    gone.
+    """
 
     def __init__(self, folder: Path, shape: Shape, rings: Path | None = None) -> None:
         self.shape = shape
         self.rings = rings or folder / "rings"
         self.logs = folder / "logs"
         self.logs.mkdir(parents=True)
-        self.processes: list[Process] = []  # alive, as far as we know
+        self.processes: list[Process] = []  # alive, as far as is known
         self.strikes: list[Any] = []  # that a run keeps for its end
         self.num_started = 0
         self.start_s: list[float] = []  # of the workers
@@ -125,7 +127,7 @@ class Cluster:
         self.stop()
 
     def stop(self) -> None:
-        """End everything, the gateway first."""
+        """End all processes, the gateway first."""
         for role in ("gateway", "router", "decode", "prefill"):
             ending = [p for p in self.processes if p.role == role]
             for process in ending:
@@ -156,7 +158,9 @@ class Cluster:
         return process
 
     def start_router(self, address: str = "") -> Process:
-        """Returns once it listens; workers and gateways know that address from now on."""
+        """Start a router; returns once it listens. Workers and gateways know that address from now
+        on.
+        """
         address = address or f"127.0.0.1:{lasting_port()}"
         made = RouterSettings(
             bind=address,
@@ -186,7 +190,9 @@ class Cluster:
         return gateway
 
     def start_worker(self, role: str) -> Process:
-        """With proxies there is one worker of a role: it is reached through its proxy."""
+        """Start a worker. With proxies there is one worker of a role: it is reached through its
+        proxy.
+        """
         mine = self.proxies.get(f"router-{role}")
         common = {
             "routers": (self.router,),
@@ -228,7 +234,7 @@ class Cluster:
         wait_until(told, f"{process.role} to listen", limit_s=START_S)
 
     def refill(self) -> None:
-        """Start what is missing; nobody waits for it."""
+        """Start missing workers without waiting for them."""
         for role, wanted in (("decode", self.shape.decodes), ("prefill", self.shape.prefills)):
             for _ in range(wanted - len(self.of(role))):
                 self.start_worker(role)
@@ -237,7 +243,7 @@ class Cluster:
         return [p for p in self.processes if p.role == role]
 
     def hear(self) -> None:
-        """Take reports; know the boot ids of the workers that have joined."""
+        """Read reports; look up the boot ids of the workers that have joined."""
         for process in self.processes:
             process.hear()
         if any(p.role in ROLES and p.ready_s and not p.boot for p in self.processes):
@@ -249,12 +255,12 @@ class Cluster:
                         self.start_s.append(process.ready_s)
 
     def joined(self, role: str) -> list[Process]:
-        """Live workers of a role that the router knows."""
+        """Return live workers of a role that the router knows."""
         self.hear()
         return [p for p in self.of(role) if p.boot]
 
     def wait_ready(self) -> None:
-        """Everything that was started has joined, and the gateway serves."""
+        """Wait until every started process has joined, and the gateway serves."""
 
         def ready() -> bool:
             for process in self.processes:
@@ -266,7 +272,7 @@ class Cluster:
         wait_until(ready, "a whole system", limit_s=START_S)
 
     def kill(self, process: Process) -> int:
-        """SIGKILL; the monotonic time in ns just before it."""
+        """Send SIGKILL; return the monotonic time in ns just before it."""
         now = time.monotonic_ns()
         os.kill(process.pid, signal.SIGKILL)
         process.child.join()
@@ -279,10 +285,10 @@ class Cluster:
         process.pipe.close()
         self.processes.remove(process)
 
-    # --- what the router knows
+    # --- the router's view
 
     def view(self) -> router_pb2.FleetView:
-        """Raises grpc.RpcError while no router answers."""
+        """Return the fleet view. Raises grpc.RpcError while no router answers."""
         with grpc.insecure_channel(self.router) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
             return stub.GetFleet(
@@ -293,12 +299,12 @@ class Cluster:
             )
 
     def loads(self) -> dict[bytes, fleet_pb2.Load]:
-        """By boot id, of the workers that live."""
+        """Return loads of the live workers by boot id."""
         alive = {p.boot for p in self.processes if p.boot}
         return {w.hello.boot: w.load for w in self.view().workers if w.hello.boot in alive}
 
     def blocks_back(self) -> bool:
-        """Nothing is used, reserved, promised or parked on any live worker."""
+        """Return whether no block is used, reserved, promised or parked on any live worker."""
         loads = self.loads()
         alive = [p for p in self.processes if p.boot]
         return len(loads) == len(alive) and all(
@@ -308,21 +314,23 @@ class Cluster:
         )  # fmt: skip
 
     def prompt_tokens(self) -> dict[bytes, int]:
-        """Computed so far, by worker."""
+        """Return the tokens computed so far, by worker."""
         return {boot: load.prompt_tokens for boot, load in self.loads().items()}
 
     def router_log(self) -> str:
-        """What all routers have said."""
+        """Return the output of all routers."""
         return "".join(p.read_text(errors="replace") for p in sorted(self.logs.glob("*router.log")))
 
 
 def with_proxies(shape: Shape) -> Shape:
-    """One worker of each role, every hop through a proxy."""
+    """Return a shape with one worker of each role and every hop through a proxy."""
     return replace(shape, prefills=1, decodes=1, proxied=True)
 
 
 def lasting_port() -> int:
-    """A free one that no connection is given while its router is down, as one from 0 might be."""
+    """Return a free port that no connection gets while its router is down, which could happen with
+    port 0.
+    """
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in random.sample(range(first // 2, first), 100):
         with socket.socket() as probe, suppress(OSError):

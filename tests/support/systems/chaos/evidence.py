@@ -1,7 +1,7 @@
-"""What the rings say of a fault: whether it fell where it should, and how soon it was noticed.
+"""Evidence of a fault in the rings: whether it struck at its moment, and how soon it was noticed.
 
-`Watch` reads the rings of running processes as they grow; `Evidence` what all have noted at the
-end. Times are readings of the one monotonic clock, in ns.
+`Watch` reads the rings of running processes as they grow; `Evidence` all records at the end. Times
+are readings of the one monotonic clock, in ns.
 """
 
 import mmap
@@ -30,7 +30,7 @@ from pdserve.engine.handoff.recorder.timeline import Entry, event_name, merge
 
 SEND, RECEIVE = Side.SEND.value, Side.RECEIVE.value
 EARLY = 3  # frames; the prompts of the chaos runs have six or more
-NOTICED_S = 10.0  # what a router closes later has another cause
+NOTICED_S = 10.0  # tries that a router closes later have another cause
 
 
 class Watch:
@@ -45,7 +45,7 @@ class Watch:
         self.frames: Counter[bytes] = Counter()  # by attempt that is not over
 
     def sending(self) -> set[bytes]:
-        """Attempts that have sent a frame, but not many, and hold their blocks."""
+        """Return attempts that have sent a frame, but not many, and hold their blocks."""
         for record in self._new():
             if record.kind is RecordKind.SENT:
                 self.frames[record.attempt] += 1
@@ -65,7 +65,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Handoff:
-    """One attempt, as all processes together have noted it."""
+    """One attempt, from the records of all processes."""
 
     opened_ns: int = 0  # by the router
     closed_ns: int = 0
@@ -78,7 +78,7 @@ class Handoff:
 
 
 class Evidence:
-    """All rings of a folder, merged; `violations`: what they break, in words."""
+    """All rings of a folder, merged; `violations`: broken rules, in words."""
 
     def __init__(self, folder: Path) -> None:
         recordings = read_rings(sorted(folder.glob(f"*{SUFFIX}")))
@@ -110,7 +110,9 @@ class Evidence:
             )
 
     def in_transfer(self, sender: bytes, at_ns: int) -> list[Handoff]:
-        """Hand-offs of a prefill worker that were between first and last frame then."""
+        """Return hand-offs of a prefill worker that were between first and last frame at that
+        time.
+        """
         return [
             h for h in self.handoffs.values()
             if h.sender == sender and h.sent and h.sent[0] < at_ns
@@ -119,9 +121,10 @@ class Evidence:
         ]  # fmt: skip
 
     def noticed(self, address: str, boot: bytes, at_ns: int) -> list[float]:
-        """Seconds from a fault of the worker to each time that the router gave up a try of it: by
-        itself, with the worker's address as the reason, or since the other side of a hand-off has
-        lost it first, who names what became of the connection."""
+        """Return seconds from a fault of the worker to each time that the router gave up a try of
+        it: by itself, with the worker's address as the reason, or because the other side of the
+        hand-off lost it first and reported the connection's end.
+        """
         return [
             (h.closed_ns - at_ns) / 1e9
             for h in self.handoffs.values()
@@ -130,7 +133,7 @@ class Evidence:
         ]
 
     def closed_since(self, at_ns: int) -> list[tuple[float, str]]:
-        """When tries were given up since then, in seconds, and why."""
+        """Return when tries were given up since then, in seconds, and why."""
         return sorted(
             ((h.closed_ns - at_ns) / 1e9, h.reason)
             for h in self.handoffs.values()
@@ -138,7 +141,9 @@ class Evidence:
         )
 
     def given_back(self, boot: bytes, at_ns: int) -> list[float]:
-        """Seconds from a worker's death until the blocks of its hand-offs were free elsewhere."""
+        """Return seconds from a worker's death until the blocks of its hand-offs were free
+        elsewhere.
+        """
         found = []
         for h in self.handoffs.values():
             other = RECEIVE if h.sender == boot else SEND if h.receiver == boot else ""

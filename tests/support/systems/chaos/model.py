@@ -1,4 +1,6 @@
-"""The model of the chaos runs: few operations a token, and much KV, so that transfers are real."""
+"""The model of the chaos runs: few operations per token, and much KV, so that transfers
+take time.
+"""
 
 from pathlib import Path
 
@@ -6,7 +8,7 @@ from builders.tiny_models import write_tiny
 
 
 def write_chaos_model(folder: Path) -> Path:
-    """8 heads of 64 in two layers: 4 KiB of KV a token; a context of 2,048."""
+    """Write a model with 8 heads of 64 in two layers: 4 KiB of KV per token; a context of 2,048."""
     return write_tiny(
         folder / "tiny",
         "llama",

@@ -1,6 +1,7 @@
-"""Sixteen kinds of completions that stream at once, and what a fault must not change of them.
+"""Sixteen kinds of concurrently streamed completions, and the results that a fault must not
+change.
 
-Every ask carries a tenant of its own, so that no prompt is found in a cache and each long one is
+Every batch has a separate tenant, so that no prompt is found in a cache and each long one is
 computed by a prefill worker and sent.
 """
 
@@ -21,7 +22,7 @@ TIMEOUT_S = 90.0
 
 @dataclass
 class Stream:
-    """One request and what has come of it."""
+    """One request and its result."""
 
     kind: str
     body: dict[str, Any]
@@ -37,12 +38,12 @@ class Stream:
 
     @property
     def answer(self) -> tuple[Any, ...]:
-        """All that the client is told, but ids and times."""
+        """Return the whole answer to the client, except ids and times."""
         return self.text, self.logprobs, self.ends, self.usage
 
     @property
     def under_way(self) -> bool:
-        """It has tokens, and not all."""
+        """Return whether it has some of its tokens, but not all."""
         return self.num_events > 0 and not self.ends and not self.over
 
     async def run(self, http: httpx.AsyncClient) -> None:
@@ -81,7 +82,9 @@ class Stream:
 
 
 def kinds(num_tokens: int) -> dict[str, dict[str, Any]]:
-    """By name. Prompts are longer than the threshold of a remote prefill, but for two."""
+    """Return kinds by name. All prompts except two are longer than the threshold of a remote
+    prefill.
+    """
     longs = [f"Number {n}: " + WORDS * (4 + n % 5) for n in range(16)]  # 350 to 700 tokens
     greedy = {"temperature": 0.0}
     seeded = {"temperature": 1.0, "seed": 7}
@@ -112,7 +115,7 @@ def kinds(num_tokens: int) -> dict[str, dict[str, Any]]:
 
 
 class Clients:
-    """Streams run on a thread of their own; the test watches them and strikes."""
+    """Runs streams on a separate thread; the test watches them and strikes."""
 
     def __init__(self, url: str, num_tokens: int, stop: str = "") -> None:
         self.url = url
@@ -123,7 +126,7 @@ class Clients:
         self._model = model["data"][0]["id"]
 
     def batch(self, num: int = 16) -> list[Stream]:
-        """One of each kind, for a tenant of their own."""
+        """Return one stream of each kind, for a separate tenant."""
         self._num_batches += 1
         tenant = f"batch {self._num_batches} at {time.monotonic_ns()}"
         made = []
@@ -134,7 +137,7 @@ class Clients:
         return made
 
     def start(self, streams: Sequence[Stream]) -> threading.Thread:
-        """They run until the thread ends."""
+        """Start streams, which run until the thread ends."""
         thread = threading.Thread(target=lambda: asyncio.run(self._run(streams)), name="clients")
         thread.start()
         return thread
@@ -151,7 +154,9 @@ class Clients:
 
 
 def reference(clients: Clients) -> dict[str, Stream]:
-    """The fault-free answers by kind; from now on one kind ends by a string of its own text."""
+    """Return the fault-free answers by kind; from now on one kind ends by a string from its
+    text.
+    """
     first = clients.batch()
     clients.run(first)
     assert not any(s.error for s in first), [s.error for s in first if s.error]
@@ -171,7 +176,7 @@ def reference(clients: Clients) -> dict[str, Stream]:
 
 
 def wrong(streams: Sequence[Stream], whole: dict[str, Stream]) -> list[str]:
-    """What differs from the fault-free run, in words."""
+    """Return differences from the fault-free run, in words."""
     found = [f"{s.kind}: {s.error}" for s in streams if s.error]
     for stream in streams:
         for name, got, want in zip(

@@ -1,6 +1,6 @@
-"""The faults of the chaos runs: each falls at a chosen moment of a batch of streams, and says so.
+"""The faults of the chaos runs: each strikes at a chosen moment of a batch of streams.
 
-A strike that came too late, or hit nothing, is no hit: it says None and is done again.
+A strike that came too late, or hit nothing, returns None and is repeated.
 """
 
 import os
@@ -21,7 +21,7 @@ LOST = re.compile(r"attempt lost: (.*)  request=(\S+)")
 PAYLOAD_BYTES = 16 << 10  # a longer chunk of a data connection is mostly payload
 MOST_BATCHES = 10
 BACK_S = 10.0  # until a router that has just started knows the loads; the rings tell more exactly
-MOMENT_S = 30.0  # a batch has its moment within this, or never
+MOMENT_S = 30.0  # within which a batch reaches its moment, or never
 
 FAULTS: dict[str, Callable[[FaultProxy], None]] = {
     "delay": lambda proxy: proxy.delay(0.05),
@@ -42,18 +42,18 @@ HITS = {
 
 @dataclass
 class Strike:
-    """What fell, where and when."""
+    """The place and time of a fault."""
 
     role: str
     at_ns: int
     boot: bytes
     address: str
-    streams: list[str] = field(default_factory=list)  # ids of those under way
+    streams: list[str] = field(default_factory=list)  # ids of unfinished streams
 
 
 @dataclass
 class Batch:
-    """Streams that ran together, the strikes among them, and what was wrong afterwards."""
+    """Streams that ran together, the strikes among them, and differences found afterwards."""
 
     streams: list[Stream]
     strikes: list[Strike]
@@ -62,7 +62,7 @@ class Batch:
 
 
 def watch_until(condition: Callable[[], object], over: Callable[[], bool]) -> bool:
-    """Polls tightly; False once `over`."""
+    """Poll tightly until a condition holds; False once `over`."""
     seen = ""
     with suppress(TimeoutError):
         seen = wait_until(
@@ -82,7 +82,9 @@ class Striker:
         self.whole = whole
 
     def run(self, strike: Callable[[Sequence[Stream]], list[Strike]], num: int = 16) -> Batch:
-        """A batch with strikes in it; its streams have ended and everything is given back."""
+        """Run a batch with strikes in it; returns when its streams have ended and all blocks are
+        free.
+        """
         streams = self.clients.batch(num)
         began = time.monotonic()
         thread = self.clients.start(streams)
@@ -96,7 +98,7 @@ class Striker:
         return Batch(streams, strikes, found, took)
 
     def hit(self, strike: Callable[[Sequence[Stream]], list[Strike]]) -> list[Batch]:
-        """Batches until one was struck, which is the last. Raises TimeoutError."""
+        """Run batches until one was struck, and return it. Raises TimeoutError."""
         batches: list[Batch] = []
         while not batches or not batches[-1].strikes:
             if len(batches) == MOST_BATCHES:
@@ -107,7 +109,7 @@ class Striker:
     # --- SIGKILL
 
     def prefill(self, streams: Sequence[Stream]) -> list[Strike]:
-        """A prefill worker while it sends frames."""
+        """Kill a prefill worker while it sends frames."""
         found: list[Process] = []
         struck: list[Strike] = []
         if watch_until(self._sends(found), lambda: all(s.over for s in streams)):
@@ -116,7 +118,7 @@ class Striker:
         return struck
 
     def decode(self, streams: Sequence[Stream]) -> list[Strike]:
-        """The decode worker with the most running requests, while half of the streams run."""
+        """Kill the decode worker with the most running requests, while half of the streams run."""
         half = len(streams) // 2
         if not watch_until(
             lambda: sum(s.under_way for s in streams) >= half, lambda: all(s.over for s in streams)
@@ -130,7 +132,7 @@ class Striker:
         return struck
 
     def router(self, streams: Sequence[Stream]) -> list[Strike]:
-        """The only one, once every request is known to run; it starts again on its port."""
+        """Kill the only router, once every request is known to run; it restarts on its port."""
         half = len(streams) // 2
         if not watch_until(
             lambda: all(s.num_events for s in streams),
@@ -144,7 +146,7 @@ class Striker:
         return struck
 
     def _sends(self, found: list[Process]) -> Callable[[], bool]:
-        """Whether a prefill worker sends frames: `found` then begins with it."""
+        """Return whether a prefill worker sends frames: `found` then begins with it."""
         joined = self.cluster.joined("prefill")
         watches = {p: Watch(self.cluster.rings, p.boot) for p in joined}
 
@@ -164,7 +166,9 @@ class Striker:
     def network(
         self, link: str, fault: str, seconds: float = 0.7
     ) -> Callable[[Sequence[Stream]], list[Strike]]:
-        """One of FAULTS on a link, while frames or tokens pass there; some last for a while."""
+        """Apply one of FAULTS to a link, while frames or tokens pass there; some last for
+        a while.
+        """
         proxy = self.cluster.proxies[link]
         data = link == "prefill-decode"
 
@@ -181,7 +185,7 @@ class Striker:
             else:
                 FAULTS[fault](proxy)
             if fault in LASTING:
-                time.sleep(seconds)  # how long the fault lasts
+                time.sleep(seconds)  # duration of the fault
                 proxy.heal()
             return [Strike(link, at, b"", fault, [s.id for s in streams if s.under_way])]
 
@@ -192,8 +196,9 @@ class Striker:
     def stopped_prefill(
         self, seconds: float, rounds: list[Batch]
     ) -> Callable[[Sequence[Stream]], list[Strike]]:
-        """A prefill worker that sends frames is stopped, and goes on in the middle of a later
-        batch; batches run meanwhile."""
+        """Stop a prefill worker that sends frames, and continue it in the middle of a later batch;
+        batches run meanwhile.
+        """
 
         def strike(streams: Sequence[Stream]) -> list[Strike]:
             found: list[Process] = []
@@ -227,7 +232,7 @@ class Striker:
 
 
 def lost_tries(log: str) -> dict[str, list[str]]:
-    """Why tries were given up, by request, from the routers' logs."""
+    """Return why tries were given up, by request, from the routers' logs."""
     found: dict[str, list[str]] = {}
     for reason, request in LOST.findall(log):
         found.setdefault(request, []).append(reason)
