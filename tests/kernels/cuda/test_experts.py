@@ -230,8 +230,8 @@ def test_rows_that_do_not_fill_a_tile(rows: int) -> None:
 
 
 def test_a_stack_does_not_touch_the_outputs_of_other_experts() -> None:
-    """Of five experts, three are in one stack and two in another. Each stack writes only its
-    experts' outputs."""
+    """Of five experts, three have INT4 weights in one stack and two have BF16 weights in another.
+    Each stack writes only its experts' outputs."""
     some = matrices_of(KINDS[3], 3, 10, torch.bfloat16)
     others = matrices_of(("BF16", 640, 0, BF16, False), 2, 10, torch.bfloat16)
     stacks = stacked(some, [0, 2, 3], 5), stacked(others, [4, 1], 5)
