@@ -293,7 +293,7 @@ def test_the_gpu_overlay_only_changes_workers() -> None:
         assert environment == {"PDSERVE_DEVICE": "cuda"}
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert device["capabilities"] == ["gpu"]
-        assert device["device_ids"] == [gpu], "reserved and visible GPU are the same"
+        assert device["device_ids"] == [gpu], "the reserved and the visible GPU differ"
 
 
 def test_the_gpu_overlay_meets_the_requirements_of_cuda_ipc() -> None:
@@ -317,7 +317,7 @@ def test_the_gpu_overlay_meets_the_requirements_of_cuda_ipc() -> None:
     assert "ARG WORKER_PACKAGES=\n" in dockerfile
     assert "TRITON_CACHE_DIR=/tmp/" in dockerfile, "the root file system is read-only in k8s"
     assert not any(name.startswith("torch") for name in extras["worker"]), (
-        "CPU images do not contain torch"
+        "CPU images must not contain torch"
     )
 
 

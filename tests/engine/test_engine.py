@@ -289,9 +289,7 @@ def test_waiting_time_counts_in_proportion_to_the_length() -> None:
         now[0] += 0.1
         if "second" in done:
             break
-    assert done.index("first") + 5 < done.index("second") < 60, (
-        "long prompts run one after the other"
-    )
+    assert done.index("first") + 5 < done.index("second") < 60, "the long prompts ran side by side"
     assert any(key.startswith("s") for key in done[: done.index("first")])
 
 

@@ -24,7 +24,7 @@ def test_a_held_request_continues_where_it_was(subtests: pytest.Subtests) -> Non
             said = len(tokens(events)["r", 0])
             computed = 20 + said - 1
             assert engine.hold("r") == Held(computed, 0)
-            assert engine.hold("r") is not None, "holding twice is allowed"
+            assert engine.hold("r") is not None, "a request may be held twice"
             assert not engine.has_work
             assert (engine.stats().held, engine.stats().running) == (1, 0)
             assert sum(block != 0 for block in engine.held_blocks("r")[0]) == -(-computed // 4)
@@ -56,7 +56,7 @@ def test_blocks_of_a_held_request_are_not_taken() -> None:
     engine.unhold("r")
     alone = run(fake_engine(), ask("r", range(30), max_tokens=40))
     assert tokens(run(engine))["r", 0] == tokens(alone)["r", 0][2:]
-    assert engine.stats().recomputed_tokens > 0, "preempted requests are recomputed"
+    assert engine.stats().recomputed_tokens > 0, "preempted requests must be recomputed"
 
 
 def test_a_released_request_ends_without_an_event() -> None:

@@ -60,7 +60,7 @@ def test_a_parked_request_continues_where_it_was(subtests: pytest.Subtests) -> N
             assert sorted(map(str, scores)) == sorted(str(e.logprobs) for e in of(whole, NewTokens))
             assert len(of(events, Finished, "r")) == 1
             assert engine.stats().prompt_tokens - 10 == 20 >= computed, (
-                "no prompt token is computed twice"
+                "a prompt token was computed twice"
             )
             assert engine.stats().preemptions == 0
             assert_at_rest(engine)
@@ -114,7 +114,7 @@ def test_the_longest_parked_request_is_evicted_first_and_only_for_blocks() -> No
     assert [e.key for e in of(events, Evicted)] == ["c", "a"]
     assert len(of(events, Finished, "large")) == 1
     assert engine.stats().preemptions == 0, (
-        "parked requests are evicted before running ones are preempted"
+        "parked requests must be evicted before running ones are preempted"
     )
     assert not engine.unpark("c")
     assert engine.unpark("b")

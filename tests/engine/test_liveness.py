@@ -37,7 +37,9 @@ def test_a_chunk_that_takes_a_minute_is_not_frozen(every_s: float) -> None:
     liveness = LivenessCounter()
     liveness.beat(0.0, expected_s=60.0)
     assert not verdicts(liveness, 0.0, SLACK * 60.0, every_s)
-    assert verdicts(liveness, 0.0, SLACK * 60.0 + 10.0, every_s), "it is frozen after its slack"
+    assert verdicts(liveness, 0.0, SLACK * 60.0 + 10.0, every_s), (
+        "must count as frozen after its slack"
+    )
 
 
 def test_the_counter_never_decreases_and_every_turn_increments_it() -> None:

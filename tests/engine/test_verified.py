@@ -129,7 +129,7 @@ class Cluster:
             for index in piece.blocks:
                 block = one.reservation.blocks[piece.group][index]
                 for layer in piece.layers:
-                    assert (piece.group, layer, block) not in self.held, "no cell is written twice"
+                    assert (piece.group, layer, block) not in self.held, "a cell was written twice"
                     self.held[piece.group, layer, block] = one.ids[: (index + 1) * SIZE]
         lead = min(one.reservation.num_tokens, one.bitmap.num_leading * SIZE)
         kept = self.engine.verified(one.reservation, lead)
@@ -196,17 +196,17 @@ class Cluster:
             in_tables = {block for table in tables for block in table if block}
             assert counts.used + counts.reserved == len(in_tables)
             findable = self.findable(group)
-            assert findable.keys() == self.published[group], "published blocks can be found"
+            assert findable.keys() == self.published[group], "a published block cannot be found"
             found = set(findable.values())
             assert len(found) == len(findable)
-            assert counts.cached == len(found - in_tables), "every cached block can be found"
+            assert counts.cached == len(found - in_tables), "a cached block cannot be found"
             used, reserved = pool.references()
             for block, count in (used + reserved).items():
                 assert pool.writable(block) == (count == 1 and block not in found)
             for chain_hash, block in findable.items():
                 for layer in range(2):
                     ids = self.held[group, layer, block]  # KeyError: cached before it arrived
-                    assert len(ids) % SIZE == 0, "only whole blocks are cached"
+                    assert len(ids) % SIZE == 0, "a partial block was cached"
                     if ids not in known:
                         known[ids] = chain_hashes(ids, SIZE, SEED)[-1]
                     assert known[ids] == chain_hash
@@ -269,8 +269,8 @@ def test_a_verified_prefix_is_found_before_and_after_its_release() -> None:
     engine = make_engine(40, 0)
     reservation = engine.reserve(ask("a", range(33)))
     assert reservation is not None
-    assert engine.verified(reservation, 19) == 16, "only whole blocks count"
-    assert engine.verified(reservation, 8) == 16, "cached blocks stay cached"
+    assert engine.verified(reservation, 19) == 16, "only whole blocks may count"
+    assert engine.verified(reservation, 8) == 16, "cached blocks must stay cached"
     assert len(engine.take_prefix_events()[0]) == 4
     blocks = engine.stats().blocks
     assert (blocks.cached, blocks.reserved) == (0, 9), "the reservation holds them"

@@ -88,7 +88,7 @@ def test_the_target_is_a_service_and_its_port(manifests: list[Manifest]) -> None
         env = {entry["name"]: entry for entry in container["env"]}
         target = parse_kubernetes(env["PDSERVE_ROUTERS"]["value"])
         assert target is not None
-        assert target.namespace == "", "empty: the pod's namespace"
+        assert target.namespace == "", "must be empty, which means the pod's namespace"
         assert target.service in services
         spec = services[target.service]["spec"]
         assert target.port in [port["name"] for port in spec["ports"]]

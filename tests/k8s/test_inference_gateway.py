@@ -110,7 +110,7 @@ def test_every_gateway_has_the_database() -> None:
         for container in gateways:
             (entry,) = (e for e in container["env"] if e["name"] == "PDSERVE_DATABASE_URL")
             wanted = {"name": "pdserve-database", "key": "url"}
-            assert entry["valueFrom"]["secretKeyRef"] == wanted, "the secret is required"
+            assert entry["valueFrom"]["secretKeyRef"] == wanted, "the secret must be required"
             having.add(workload.name)
     assert having == {"pdserve-gateway", "pdserve-decode"}
 

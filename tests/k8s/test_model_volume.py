@@ -46,13 +46,13 @@ def test_a_worker_opens_what_the_job_fetched(tmp_path: Path, repo: Path) -> None
         before = len(hub.requests)
         assert command("fetch", cache, HF_ENDPOINT=endpoint).wait(60) == 0
         assert hub.fetched() == {"config.json", "model.safetensors"}
-        assert hub.requests[before:] == [], "a complete model is not fetched again"
+        assert hub.requests[before:] == [], "a complete model was fetched again"
     before_reading = state(cache)
     env = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": endpoint}
     done = subprocess.run([sys.executable, "-c", OPENS], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "name='org/tiny'" in done.stdout
-    assert state(cache) == before_reading, "the worker writes nothing to the volume"
+    assert state(cache) == before_reading, "the worker changed the volume, which is read-only"
 
 
 def test_an_incomplete_model_is_not_used(tmp_path: Path, repo: Path) -> None:
@@ -60,7 +60,7 @@ def test_an_incomplete_model_is_not_used(tmp_path: Path, repo: Path) -> None:
     cache.mkdir()
     with fake_hub.serve({"org/other": repo}) as (endpoint, hub):
         assert command("fetch", cache, HF_ENDPOINT=endpoint).wait(60) != 0
-        assert hub.requests, "the hub received requests"
+        assert hub.requests, "the hub received no request"
     assert not list(cache.glob("*.complete"))
     waiting = command("wait", cache)
     try:

@@ -83,7 +83,7 @@ def test_two_pools_serve_two_models_by_one_name(manifests: list[Manifest]) -> No
     for pool in POOLS:
         variables = [pod_of(deployment)[1] for deployment in workers(manifests, pool)]
         of_pool = {v["PDSERVE_MODEL"] for v in variables}
-        assert len(of_pool) == 1, "the prefill and decode workers of a pool have one model"
+        assert len(of_pool) == 1, "prefill and decode workers of a pool have different models"
         models |= of_pool
         served |= {v["PDSERVE_SERVED_NAME"] for v in variables if "PDSERVE_SERVED_NAME" in v}
         assert all(v["PDSERVE_MODEL"] == "" or "PDSERVE_SERVED_NAME" in v for v in variables)
@@ -148,7 +148,7 @@ def beside(
     image = ["../../../components/model-image"] if "components/model-volume" in mine else []
     change(overlays / "two-pools/pool-b", without=image, components=names, patches=patches)
     runs, found = kustomized(overlays / "mine"), kustomized(overlays / "two-pools")
-    assert [m for m in runs if m not in found] == [], "existing objects are unchanged"
+    assert [m for m in runs if m not in found] == [], "existing objects changed"
     return found
 
 

@@ -78,7 +78,7 @@ def first_found(bug: Bug, kind: str, phase: str, text: str) -> tuple[int, Scenar
 )
 def test_a_seeded_bug_is_found(bug: Bug, kind: str, phase: str, text: str) -> None:
     _, scenario = first_found(bug, kind, phase, text)
-    assert not simulate(scenario).violations, "the scenario passes without the bug"
+    assert not simulate(scenario).violations, "the scenario fails without the bug, too"
 
 
 def test_a_failing_scenario_is_shrunk() -> None:

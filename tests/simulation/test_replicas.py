@@ -95,6 +95,6 @@ def spread(seed: int) -> tuple[float, float]:
         finally:
             network.closed = True
             world.close()
-    assert sum(fullest) > 0.75 * BURST, "the whole burst was running at once"
+    assert sum(fullest) > 0.75 * BURST, "the burst was never running at once"
     assert all(counted.total() > BURST / ROUTERS / 2 for counted in outcomes)
     return to_mean(fullest), to_mean([admitted[node.name] for node in cluster.of("decode")])

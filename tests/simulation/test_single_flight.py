@@ -49,4 +49,4 @@ def test_a_lost_leader_costs_at_most_one_prefill(fault: str) -> None:
         assert set(answers) == {"finished"}
         assert result.computed <= 2 * 43 + TWINS * (43 % BLOCK)
         placed_again += result.placed_again
-    assert placed_again > TWINS, "leaders were lost while others waited"
+    assert placed_again > TWINS, "too few leaders were lost while others waited"

@@ -59,7 +59,7 @@ def test_a_long_request_takes_the_documented_path(tmp_path: Path) -> None:
         asked = time.monotonic_ns()
         reply = httpx.post(f"{fleet.url}/v1/chat/completions", json=body, timeout=60)
         assert "[DONE]" in reply.raise_for_status().text
-        assert fleet.prefills("remote") == 1, "the prompt was long enough for remote prefill"
+        assert fleet.prefills("remote") == 1, "the prompt was too short for remote prefill"
     first: dict[str, int] = {}
     for line in notes.read_text().splitlines():
         at, step = line.split()

@@ -45,7 +45,7 @@ def test_killed_processes_cost_no_stream_a_token(model: Path, tmp_path: Path, ri
         cluster.wait_ready()
         asked = sum(s.usage["prompt_tokens"] for batch in calm for s in batch.streams)
         assert sum(cluster.prompt_tokens().values()) - before == asked, (
-            "each token is computed once"
+            "each token must be computed once"
         )
         tries = lost_tries(cluster.router_log())
     assert not [text for batch in batches for text in batch.wrong]
@@ -55,11 +55,11 @@ def test_killed_processes_cost_no_stream_a_token(model: Path, tmp_path: Path, ri
         lost = [s.id for s in batch.streams if s.id in tries]
         # An attempt may also be abandoned for another reason, e.g. slow prefill on a busy machine.
         struck = [[why for why in tries[request] if strike.address in why] for request in lost]
-        assert all(len(reasons) <= 1 for reasons in struck), ("no stream is struck twice", tries)
+        assert all(len(reasons) <= 1 for reasons in struck), ("a stream was struck twice", tries)
         if strike.role == "prefill":
             assert evidence.in_transfer(strike.boot, strike.at_ns)
         elif strike.role == "decode":
-            assert {*lost} & {*strike.streams}, "the worker had streams in progress"
+            assert {*lost} & {*strike.streams}, "the worker had no stream in progress"
         if strike.role == "router":
             assert not lost
         else:

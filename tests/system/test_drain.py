@@ -164,7 +164,7 @@ def test_a_drained_decode_worker_migrates_its_streams(
     assert after.moves - before.moves >= 2
     assert after.moved_tokens > before.moved_tokens
     assert after.moved_bytes > before.moved_bytes
-    assert after.retries == before.retries, "no request was retried"
+    assert after.retries == before.retries, "a request was retried"
     final = told["loads"]
     final.update({w.hello.boot: w.load for w in after.workers})
     first = {w.hello.boot: w.load for w in before.workers}
@@ -172,7 +172,7 @@ def test_a_drained_decode_worker_migrates_its_streams(
     old = computed(first.values())
     assert new[1] == old[1] == 0
     asked = sum(answer[-1] for answer in answers)
-    assert new[0] - old[0] <= asked, "no prompt token was recomputed"
+    assert new[0] - old[0] <= asked, "a prompt token was recomputed"
 
 
 def test_a_drained_prefill_worker_returns_requests_that_it_has_not_started(fleet: Fleet) -> None:
@@ -187,8 +187,10 @@ def test_a_drained_prefill_worker_returns_requests_that_it_has_not_started(fleet
     terminate(fleet, leaves.hello.address)
     answers = run.end()
     view = whole(fleet)
-    assert view.retries - before.retries >= 2, "requests were returned and retried elsewhere"
-    assert view.prefill_remote > before.prefill_remote, "requests that had started were finished"
+    assert view.retries - before.retries >= 2, (
+        "too few requests were returned and retried elsewhere"
+    )
+    assert view.prefill_remote > before.prefill_remote, "no started request was finished"
     wait_until(fleet.all_blocks_back, "blocks back")
     assert Run(fleet, long_streams()).end() == answers
 

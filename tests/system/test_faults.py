@@ -47,14 +47,14 @@ def test_killing_prefill_during_a_transfer_loses_no_request(fleet: Fleet) -> Non
     size = wait_until(lambda: received(fleet), "a report of decode")
     before = fleet.metric("pdserve_router_retries_total")
     killed = kill_late(fleet, LENGTH, 0.7, size, b"faulty")
-    assert 0.7 <= killed.share < 1, "the worker was killed between the first and the last frame"
+    assert 0.7 <= killed.share < 1, "the worker was not killed between the first and the last frame"
     assert killed.ids == whole
-    assert not killed.finished.remote, "decode computed the rest"
+    assert not killed.finished.remote, "decode did not compute the rest"
     assert killed.finished.cached_tokens == 0, (
-        "verified blocks do not count as cache hits of the request"
+        "verified blocks must not count as cache hits of the request"
     )
     assert 1 < killed.decoded <= (1 - killed.share) * LENGTH + 2 * CHUNK
-    assert killed.prefilled == 0, "no other prefill worker started the prompt"
+    assert killed.prefilled == 0, "another prefill worker started the prompt"
     assert fleet.metric("pdserve_router_retries_total") > before
     wait_until(lambda: len(fleet.pids("prefill")) == 2, "a restarted prefill worker")
 
@@ -120,4 +120,4 @@ def test_a_client_that_disconnects_frees_its_blocks_on_both_sides(fleet: Fleet) 
     with leaving(fleet, body | {"stream": True}):
         wait_until(lambda: held() > 0, "blocks held on its behalf")
     wait_until(fleet.all_blocks_back, "blocks back after the client left")
-    assert generated() - before < body["max_tokens"], "the request was aborted early"
+    assert generated() - before < body["max_tokens"], "the request was not aborted early"

@@ -83,7 +83,7 @@ def test_a_flood_is_answered_or_refused_in_bounded_time(tmp_path: Path) -> None:
             assert error["code"] == "rate_limit_exceeded"
         assert error["type"]
         assert error["message"]
-        assert seconds < 60, "a refusal is faster than the slowest permitted answer"
+        assert seconds < 60, "a refusal took as long as an answer may take"
         why[f"{reply.status_code} {error['message']}"] += 1
     print(why)
     assert why["answered"] >= 2
@@ -91,8 +91,6 @@ def test_a_flood_is_answered_or_refused_in_bounded_time(tmp_path: Path) -> None:
     by_router = fleet.final_log.count("failed (too many requests are waiting)")
     assert 0 < by_router < refused, (by_router, why)
     assert sum(why.values()) == MANY
-    assert len([w for w in why if w.startswith("503")]) >= 1, (
-        f"some queued requests time out: {why}"
-    )
+    assert len([w for w in why if w.startswith("503")]) >= 1, f"no queued request timed out: {why}"
     grown = {pid: after[pid] - before[pid] for pid in before}
     assert max(grown.values()) < GROWTH_BYTES, grown

@@ -86,13 +86,13 @@ def test_without_a_ticket_no_claim_is_granted(system: WholeSystem, transport: st
             assert peer.claim(unknown) == messages.Gone(unknown.id)
         with system.peer(transport, boot) as peer:
             assert peer.claim(guessed(system.decode, boot, ticket.id)) is None, (
-                "the secret is wrong"
+                "a claim with a wrong secret was answered"
             )
         with system.peer(transport, thief) as peer:
-            assert peer.claim(ticket) is None, "the ticket belongs to another process"
+            assert peer.claim(ticket) is None, "a claim with another process's ticket was answered"
         with system.peer(transport, boot) as peer:
             peer.send_frame()
-            assert peer.reply() is None, "a frame without a ticket is ignored"
+            assert peer.reply() is None, "a frame without a ticket was answered"
         with system.peer(transport, boot) as peer:
             assert isinstance(peer.claim(ticket), messages.Granted)
 
@@ -158,7 +158,7 @@ def test_another_user_can_open_no_file_or_socket(system: WholeSystem) -> None:
             open_file.unlink()
     reached = [path for path, outcome in found.items() if outcome == "reached"]
     assert reached == [open_file, system.folder / "control"], (
-        "the control file and socket can be opened"
+        "only the two files opened for comparison may be reached"
     )
     assert {found[path] for path in closed} == {"PermissionError"}
     assert len(closed) > 3 + 5 * len(Role)
@@ -176,7 +176,7 @@ def secrets_in(data: bytes) -> list[str]:
 def test_a_ring_holds_no_prompt_and_no_secret(system: WholeSystem, role: Role) -> None:
     path = system.ring(role)
     assert is_private(path)
-    assert read_ring(path).records, "the ring has records of the hand-off"
+    assert read_ring(path).records, "the ring has no record of the hand-off"
     data, ids = path.read_bytes(), system.mark_ids()
     assert secrets_in(data) == []
     assert len(ids) > 3

@@ -226,7 +226,7 @@ def test_a_killed_worker_changes_no_structured_answer(
         streams = [pool.submit(stream, pair) for pair in requests]
         wait_until(lambda: ended.is_set() or all(len(taken[pair]) > 4 for pair in requests))
         num_taken = {pair: len(chunks) for pair, chunks in taken.items()}
-        assert not ended.is_set(), f"all streams were running at the kill: {num_taken}"
+        assert not ended.is_set(), f"a stream ended before the kill: {num_taken}"
         assert cluster.view().prefill_remote == remote + 2 * len(requests)
         at_kill = {pair: len(chunks) for pair, chunks in taken.items()}
         cluster.kill(cluster.of("decode")[0])
@@ -240,4 +240,4 @@ def test_a_killed_worker_changes_no_structured_answer(
             assert 4 < at_kill[form, seed] < len(chunks)
             assert streamed(chunks) == answer
     again = [form for (form, _), chunks in taken.items() if tried[chunks[0]["id"]] > 1]
-    assert set(again) == set(FORMS), "the killed worker had streams of every form"
+    assert set(again) == set(FORMS), "the killed worker had no stream of some form"

@@ -69,7 +69,7 @@ def test_scores_equal_those_of_transformers(fleet: Fleet, scores: list[float]) -
     found = ask(fleet, "/v1/score", text_1=QUERY, text_2=DOCUMENTS)
     assert [item["score"] for item in found["data"]] == pytest.approx(scores, abs=1e-4)
     assert len({round(value, 3) for value in scores}) > 3, (
-        "the scores differ enough to define an order"
+        "the scores differ too little to define an order"
     )
 
 

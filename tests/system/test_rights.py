@@ -199,7 +199,7 @@ def test_no_other_port_is_open(fleet: Fleet) -> None:
     (inside,) = left[Role.ROUTER]
     with grpc.insecure_channel(inside) as channel:
         code = status(channel, "grpc.health.v1.Health/Check")
-        assert code is grpc.StatusCode.UNAVAILABLE, "the port accepts only TLS"
+        assert code is grpc.StatusCode.UNAVAILABLE, "the port must accept only TLS"
     addresses = set().union(*left.values(), *known.values()) - {path}
     assert all(address.startswith("127.0.0.1:") for address in addresses)
     parent = psutil.Process(fleet.process.pid)

@@ -37,8 +37,8 @@ def test_two_models_with_several_workers_each(tmp_path: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             together = list(pool.map(lambda one: ask(*one), asked))
         assert fleet.prefills("remote") == len(asked)
-        assert together[0::2] != together[1::2], "each model gives different answers"
-        assert [ask(*one) for one in asked] == together, "the answer does not depend on the worker"
+        assert together[0::2] != together[1::2], "both models gave the same answers"
+        assert [ask(*one) for one in asked] == together, "an answer depends on the worker"
 
         def all_have_worked() -> bool:
             workers = fleet.fleet_view().workers

@@ -112,13 +112,13 @@ def test_a_change_of_weights_under_load(
     system: ReplaceableSystem, old: Pool, api: openai.OpenAI, tmp_path: Path
 ) -> None:
     of_old = answers(*run(api))
-    assert system.view().prefill_remote, "long prompts are prefilled remotely"
+    assert system.view().prefill_remote, "no long prompt was prefilled remotely"
     new = Pool(system, tiny_model(tmp_path / "new", 6))
 
     streams, threads = run(api)  # both pools accept requests
     wait_until(lambda: all(s.num_chunks > 3 for s in streams), "streams")
-    assert old.load().running, "the old pool runs some requests"
-    assert new.load().running, "the new pool runs some requests"
+    assert old.load().running, "no request runs on the old pool"
+    assert new.load().running, "no request runs on the new pool"
     codes: list[int] = []
     retiring = threading.Thread(target=lambda: codes.extend(old.retire()))
     retiring.start()
@@ -127,11 +127,11 @@ def test_a_change_of_weights_under_load(
     both = answers(streams, threads)
     of_new = answers(late, late_threads)
     retiring.join(LIMIT_S)
-    assert codes == [0, 0], "each drain ended with the last stream, not at its time limit"
+    assert codes == [0, 0], "a drain ended at its time limit instead of with its last stream"
 
     assert all(one != other for one, other in zip(of_old, of_new, strict=True))
     found = [text in (a, b) for text, a, b in zip(both, of_old, of_new, strict=True)]
-    assert all(found), "no answer mixes both models"
+    assert all(found), "an answer mixes tokens of both models"
     assert set(both) & set(of_old)
     assert set(both) & set(of_new)
     assert [w.hello.address for w in system.view().workers if w.hello.data_address] == [

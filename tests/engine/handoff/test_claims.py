@@ -56,7 +56,7 @@ def test_a_device_failure_at_a_grant_keeps_no_blocks(monkeypatch: pytest.MonkeyP
         with pytest.raises(ZeroDivisionError):
             list(queue.granted())
     assert not engine.jobs.reserved
-    assert list(queue.granted()) == [one], "the claim is still the next one"
+    assert list(queue.granted()) == [one], "the claim must stay the next one"
     for reservation in list(engine.jobs.reserved.values()):
         engine.release(reservation)
 
@@ -72,6 +72,8 @@ def test_a_claim_passed_by_others_of_its_tenant_keeps_its_place_among_requests()
     while engine.has_work and (made := engine.reserve(first)) is None:
         step = engine.step()
         assert step is not None
-        assert not of(step.events, NewTokens, "later"), "the request arrived after the claim"
+        assert not of(step.events, NewTokens, "later"), (
+            "a request that arrived after the claim ran before it"
+        )
     assert made is not None
     engine.release(made)

@@ -77,7 +77,7 @@ class DeviceSource:
 
     def copy_in(self, pages: Pages, key: bytes) -> Copy:
         assert self.is_ready
-        assert pages.ready is READY, "the copy waits for work that the engine has launched"
+        assert pages.ready is READY, "the copy would not wait for work that the engine has launched"
         copy = Copy(self._run.pool, pages, self.content)
         self._run.num_begun += 1
         self._run.copies.append(copy)
@@ -130,12 +130,14 @@ class Run:
     def accepted(self, frame: ReceivedFrame, written: Piece | None, wake: bool = True) -> None:
         self.told["duplicate" if written is None else "taken"] += 1
         if written is not None:
-            assert self.credits[frame.header.slot] == 1, "the slot is credited before the answer"
+            assert self.credits[frame.header.slot] == 1, (
+                "the answer came before the credit of its slot"
+            )
             self.attempt.bitmap.add(written)
 
     def damaged(self, frame: ReceivedFrame) -> None:
         self.told["damaged"] += 1
-        assert self.credits[frame.header.slot] == 1, "the slot is credited before the answer"
+        assert self.credits[frame.header.slot] == 1, "the answer came before the credit of its slot"
         self.nacked.append(self.attempt.bitmap.piece(frame.header))
 
     def refused(self, frame: ReceivedFrame, error: Exception) -> None:
@@ -188,7 +190,7 @@ def test_duplicates_and_damaged_frames_in_any_order() -> None:
             run.check()
         assert run.attempt.bitmap.complete
         assert all(run.pool.cells[cell] == GOOD for cell in run.pool.cells)
-        assert run.credits == Counter(range(run.num_sent)), "each slot is credited once"
+        assert run.credits == Counter(range(run.num_sent)), "each slot must be credited once"
         told += run.told
     print(dict(told), deferred)
     assert min(told["taken"], told["duplicate"], told["damaged"], deferred) > 500
@@ -203,7 +205,7 @@ def test_a_frame_that_overlaps_verified_blocks_in_part_is_refused() -> None:
     run.sources[1].is_ready = True
     run.frames.poll()
     assert run.frames.busy
-    assert len(run.copies) == 1, "the frame waits for the overlapping copy"
+    assert len(run.copies) == 1, "the frame must wait for the overlapping copy"
     run.copies[0].end()
     run.frames.poll()
     assert not run.frames.busy
@@ -222,7 +224,7 @@ def test_an_attempt_may_end_before_and_during_a_copy(when: str) -> None:
         run.frames.poll()
     run.attempt.blocks.close()
     if when == "during the copy":
-        assert run.copies[0].waited, "its blocks may now have another owner"
+        assert run.copies[0].waited, "not waited for, although its blocks may get another owner"
     run.frames.poll()
     assert not run.frames.busy
     assert run.told == {"late": 1}
@@ -237,7 +239,7 @@ def test_a_peer_that_never_finishes_delays_no_other_frame() -> None:
     run.frames.poll()
     run.copies[0].end()
     run.frames.poll()
-    assert run.frames.busy, "the first frame still waits"
+    assert run.frames.busy, "the first frame must still wait"
     assert run.told == {"taken": 1}
 
 

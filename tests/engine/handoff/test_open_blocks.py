@@ -73,7 +73,7 @@ def test_a_frame_is_written_once_to_its_blocks() -> None:
     assert piece is not None
     assert b"".join(kv.read(0, range(2, 4), [5, 9])) == payload
     assert blocks.write(kv, header(range(2, 4), range(1, 3), 2), payload_of(head)) is None
-    assert b"".join(kv.read(0, range(2, 4), [5, 9])) == payload, "verified blocks are unchanged"
+    assert b"".join(kv.read(0, range(2, 4), [5, 9])) == payload, "verified blocks must not change"
 
 
 def test_a_frame_that_does_not_fit_changes_nothing(subtests: pytest.Subtests) -> None:
@@ -120,7 +120,7 @@ def test_closing_waits_for_the_current_write_and_prevents_others() -> None:
     assert gate.entered.wait(LIMIT_S)
     closer.start()
     closer.join(0.1)
-    assert closer.is_alive(), "the blocks are still being written"
+    assert closer.is_alive(), "closed while the blocks were being written"
     gate.free.set()
     closer.join(LIMIT_S)
     writer.join(LIMIT_S)
@@ -219,7 +219,7 @@ def test_an_attempt_that_ends_during_a_write_frees_its_blocks_afterwards() -> No
     engine = threading.Thread(target=world.receiver.cancel, args=(world.attempt, "cancelled"))
     engine.start()
     engine.join(0.1)
-    assert world.engine.ended == [], "the attempt does not end during the write"
+    assert world.engine.ended == [], "the attempt ended during the write"
     gate.free.set()
     engine.join(LIMIT_S)
     writer.join(LIMIT_S)

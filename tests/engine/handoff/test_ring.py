@@ -189,7 +189,7 @@ def test_reasons_are_stored_as_text(tmp_path: Path) -> None:
         trace.step(ATTEMPT, event, state, after, actions)
     found = read_ring(tmp_path / "a.ring")
     words = [found.reason(record.detail) for record in found.records]
-    assert words[0] == words[-1] == "deadline", "the machine's reasons always fit"
+    assert words[0] == words[-1] == "deadline", "the machine's reasons must always fit"
     room = NUM_REASONS - 5
     assert all(w and r.startswith(w) for w, r in zip(words[1:room], reasons, strict=False))
     assert set(words[room + 1 : -1]) == {MORE}
@@ -233,7 +233,9 @@ def test_records_of_a_killed_process_are_kept(tmp_path: Path, capacity: int) -> 
         found = parse_ring(data)
         numbers = [record.sequence for record in found.records]
         assert found.damaged == 0
-        assert numbers[-1] in (position, position + 1), "at most one record after the counted ones"
+        assert numbers[-1] in (position, position + 1), (
+            "at most one record may follow the counted ones"
+        )
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
         assert len(numbers) >= min(position, capacity - 1)
         for side in (0, 1):

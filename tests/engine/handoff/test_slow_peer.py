@@ -63,7 +63,7 @@ def test_time_for_other_requests_of_prefill_does_not_count(ticks: int) -> None:
         assert not pace.slow(now)
     done = pace.arrived(now + 0.3, chunk=True)
     assert done.longest is not None
-    assert done.longest < 0.31, "it does not count toward the chunk's time either"
+    assert done.longest < 0.31, "must not count toward the chunk's time either"
     _, _, slow = wait(pace, now, 2 * SLOW_S)
     assert slow is not None, "the peer must still continue now"
     assert slow - now <= SLOW_S + 2 * STEP_S

@@ -90,7 +90,7 @@ def test_a_difference_in_unknown_parts_is_never_admitted() -> None:
         assert found is not None
         assert found.what == "identity"
         assert found.text.startswith("KV identity ")
-    assert refusal(OURS, KvIdentity(OURS.digest), Mixing()) is None, "equal digests are enough"
+    assert refusal(OURS, KvIdentity(OURS.digest), Mixing()) is None, "equal digests must be enough"
 
 
 def test_the_digest_covers_rope_and_the_context_length_only_where_rope_depends_on_it() -> None:

@@ -162,7 +162,7 @@ def test_logits_equal_transformers(subtests: pytest.Subtests, variant: str, tmp_
             ours = run_schedule(runner, ids)
             for name, logits in theirs.items():
                 torch.testing.assert_close(ours[name], logits, atol=1e-4, rtol=0)
-                assert logits.std() > 0.3, "logits vary enough to compare"
+                assert logits.std() > 0.3, "the logits are too flat to compare"
             assert runner.mixed_steps >= 3
             windows = {layer.window for layer in runner.decoder.config.layers} - {0}
             assert (runner.freed_blocks > 0) == bool(windows)

@@ -103,7 +103,7 @@ def test_logits_equal_the_reference(variant: str, tmp_path: Path) -> None:
     for name, logits in ours.items():
         assert logits.dtype == torch.float32
         torch.testing.assert_close(logits, theirs[name], atol=1e-4, rtol=0)
-        assert logits.std() > 0.3, "logits vary enough to compare"
+        assert logits.std() > 0.3, "the logits are too flat to compare"
     assert runner.mixed_steps == 2
     windows = {layer.window for layer in runner.decoder.config.layers} - {0}
     assert all(window < 15 for window in windows)

@@ -50,7 +50,7 @@ def product(experts: list[list[RawTensor]]) -> tuple[ExpertProduct, DeviceWeight
         specs = tuple(TensorSpec(f"{n}.{name}", (ROWS, COLS)) for name in GATE_UP)
         biases = tuple(TensorSpec(f"{n}.{name}.bias", (ROWS,)) for name in GATE_UP)
         matrices.add(n, Linear(specs, biases))
-    assert not stored, "each tensor is requested once"
+    assert not stored, "a tensor was not requested"
     return matrices.product(), weights
 
 

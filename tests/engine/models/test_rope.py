@@ -25,7 +25,7 @@ def test_a_grown_table_equals_one_made_at_full_size() -> None:
     rope = RopeConfig(1e4, 8, "yarn", 4.0, 512, attention_factor=1.2)
     grown, whole = RopeTable(rope, 9000), RopeTable(rope, 9000)
     first = grown.cos.copy()
-    assert len(first) < 3000, "tables start small"
+    assert len(first) < 3000, "tables must start small"
     for num_positions in (5, 3000, 8999):
         grown.reserve(num_positions)
         assert num_positions <= len(grown.cos) <= 9000
@@ -42,7 +42,7 @@ def test_factors_divide_the_frequencies() -> None:
     divisors = plain / scaled
     assert divisors.min() == 1
     assert divisors.max() == pytest.approx(8)
-    assert ((divisors > 1.01) & (divisors < 7.9)).any(), "some frequencies are interpolated"
+    assert ((divisors > 1.01) & (divisors < 7.9)).any(), "no frequency is interpolated"
     factors = RopeConfig(5e5, 64, "factors", factors=tuple(divisors.tolist()))
     np.testing.assert_allclose(inverse_frequencies(factors), scaled, rtol=1e-6)
 
@@ -86,9 +86,7 @@ def test_rope_kinds_that_depend_on_the_context_length(subtests: pytest.Subtests)
             fixed = for_context(rope, context_len)
             np.testing.assert_allclose(inverse_frequencies(fixed), theirs.numpy(), rtol=2e-7)
             assert fixed.attention_factor == pytest.approx(scale)
-            assert for_context(fixed, 17) == fixed, (
-                "the result does not depend on the context any more"
-            )
+            assert for_context(fixed, 17) == fixed, "must not depend on the context any more"
             table = RopeTable(rope, context_len)
             again = RopeTable(fixed, 17)
             assert np.array_equal(table.cos[:17], again.cos[:17])

@@ -59,5 +59,5 @@ def test_logits_equal_those_of_expanded_weights(
         logits[kind] = torch.cat([part["x"] for part in parts])
     tolerance = 1e-4 if dtype == torch.float32 else 0.15
     torch.testing.assert_close(logits["stored"], logits["expanded"], atol=tolerance, rtol=0)
-    assert sorted(asked) == sorted(stored), "each tensor is requested once"
+    assert sorted(asked) == sorted(stored), "each tensor must be requested once"
     assert {raw.format for raw in stored.values()} >= {"Q8_0", "Q5_1", "Q4_0"}

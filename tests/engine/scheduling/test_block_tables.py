@@ -52,7 +52,7 @@ class Bench:
                 if block == NULL_BLOCK:
                     assert self.window, "a block of a full group is missing"
                     continue
-                assert pool.writable(block), "no write goes into a shared block"
+                assert pool.writable(block), "a write into a shared block"
                 self.content[group][block, at % self.size] = tuple(sequence.ids[: at + 1])
 
     def begin(self) -> None:
@@ -171,9 +171,7 @@ class Bench:
                     self.reached["part of a prompt"] += 1
                 for at in range(first, sequence.num_computed if contents else 0):
                     seen = content[table[at // self.size], at % self.size]
-                    assert seen == tuple(sequence.ids[: at + 1]), (
-                        "the block belongs to the sequence's prefix"
-                    )
+                    assert seen == tuple(sequence.ids[: at + 1]), "KV of another prefix"
 
 
 def test_random_operations_keep_every_block_and_its_content() -> None:

@@ -53,7 +53,7 @@ class Bench:
         while self.jobs.admit(job) is None:
             assert job.key in self.jobs.waiting
             assert not job.sequences
-            assert not had_blocks, "only a request without blocks waits"
+            assert not had_blocks, "a request that has blocks must be admitted"
             self.reached["short"] += 1
             if self.jobs.evict() is None:
                 return

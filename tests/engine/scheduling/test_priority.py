@@ -35,7 +35,7 @@ def test_a_tenant_keeps_its_places_in_the_queue() -> None:
         assert sorted(ordered) == sorted(entries)
         for tenant in {tenant for tenant, *_ in entries}:
             own = [entry for entry in ordered if entry[0] == tenant]
-            assert own == sorted(own), "by priority, then by arrival"
+            assert own == sorted(own), "must be ordered by priority, then by arrival"
 
 
 @pytest.mark.parametrize("prefill_only", [False, True])  # at decode and at prefill
@@ -93,7 +93,7 @@ def test_the_highest_value_is_preempted_first_without_changing_answers() -> None
 
     alike, plain = answers([0, 0, 0, 0])
     assert alike.jobs.preemptions
-    assert keys(plain, Finished)[0] == "0", "the oldest request keeps its blocks"
+    assert keys(plain, Finished)[0] == "0", "the oldest request must keep its blocks"
     for values in ([5, 0, 0, -1], [1, 2, 3, -9], [-1, 0, 9, 3]):
         engine, events = answers(values)
         assert engine.jobs.preemptions
@@ -134,7 +134,7 @@ def test_reservations_and_queued_requests_are_ordered_by_rank_within_a_tenant() 
         engine = nearly_full()
         engine.submit(prioritized(ask("queued", [2] * 40), queued, tenant))
         engine.step()
-        assert "queued" in engine.jobs.waiting, "it waits for blocks"
+        assert "queued" in engine.jobs.waiting, "must wait for blocks"
         reservation = engine.reserve(prioritized(ask("reserves", [3] * 8), reserving))
         first = not tenant and reserving < queued
         assert (reservation is not None) is first

@@ -37,7 +37,7 @@ def hand_off(prefill: Engine, reservation: Reservation, decode: Engine, request:
         for group, held in enumerate(prefill.held_blocks(request.key)):
             first, targets = reservation.first_block[group], reservation.blocks[group]
             sources = held[first : len(targets)]
-            assert all(sources), "prefill still holds the blocks that decode requests"
+            assert all(sources), "prefill has released blocks that decode requests"
             layers = range(len(prefill.kv.spec.groups[group].layers))
             payload = b"".join(prefill.kv.read(group, layers, sources))
             decode.kv.write(group, layers, targets[first:], memoryview(payload))

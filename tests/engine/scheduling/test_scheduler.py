@@ -118,9 +118,7 @@ class Bench:
         if held_up is not None and held_up.key not in self.jobs.by_key:
             for job in without_blocks:
                 if job.order > held_up.order:
-                    assert not job.sequences, (
-                        "no later request passes a hand-off that waits for blocks"
-                    )
+                    assert not job.sequences, "a request passed a hand-off that waits for blocks"
         for event in plan.events:
             if isinstance(event, Evicted):
                 self.evicted.add(event.key)
@@ -136,12 +134,12 @@ class Bench:
     def check(self, plan: Plan) -> None:
         limits, rows = self.limits, plan.rows
         assert plan.num_tokens <= limits.step_tokens
-        assert len({id(row.sequence) for row in rows}) == len(rows), "a sequence has one row"
+        assert len({id(row.sequence) for row in rows}) == len(rows), "two rows of one sequence"
         assert [row.num_tokens > 1 for row in rows] == sorted(row.num_tokens > 1 for row in rows)
         assert plan.num_decode_rows == sum(row.num_tokens == 1 for row in rows)
         for row in rows:
             job, total = row.sequence.job, len(row.sequence.ids)
-            assert job in self.jobs.running, "only running requests get rows"
+            assert job in self.jobs.running, "a row of a request that is not running"
             assert row.sequence in job.sequences
             assert row.start == row.sequence.num_computed < row.end <= total
             assert row.start // limits.chunk_size == (row.end - 1) // limits.chunk_size
@@ -166,7 +164,7 @@ class Bench:
             own = [row for row in rows if row.sequence.job.request.tenant == tenant]
             sizes = Counter(row.sequence.job.order for row in own if row.num_tokens == 1)
             assert sizes.total() <= max(share, *sizes.values(), 0) + 1, (
-                "one-token rows stay within the share"
+                "rows of one token exceed the share"
             )
             chunks = [row.num_tokens for row in own if row.num_tokens > 1]
             assert sum(chunks) <= share or len(chunks) == 1
@@ -242,7 +240,7 @@ def finish(bench: Bench) -> None:
             bench.ended[job.key] += 1
         if not bench.step() and not jobs.held:
             break
-    assert not jobs.by_key, "every request ends"
+    assert not jobs.by_key, "a request never ends"
     assert set(bench.ended.values()) <= {1}
     assert names == set(bench.ended)
 
@@ -257,7 +255,7 @@ def test_of_equal_requests_the_older_is_admitted_first() -> None:
         orders = [int(key[1:]) for key in bench.scheduled]
         assert orders == sorted(orders)
         assert len(orders) == 8
-    assert reached["preempted"] > 50, "preempted requests keep their place"
+    assert reached["preempted"] > 50, "too few requests lost their blocks and kept their place"
 
 
 def test_tenants_take_turns() -> None:
@@ -273,9 +271,9 @@ def test_tenants_take_turns() -> None:
     assert order(entries) == [3, 5, 1, 6, 2, 4]
     assert order([*entries, (b"new", 7)]) == [3, 7, 5, 1, 6, 2, 4]
     assert order([(b"a", 3), (b"a", 1)]) == [3, 1]
-    assert order(entries) == [3, 5, 1, 6, 2, 4], "a new tenant comes first"
+    assert order(entries) == [3, 5, 1, 6, 2, 4], "a new tenant must come first"
     assert order([(b"c", 1)]) == [1]
-    assert order([(b"a", 3), (b"b", 1)]) == [3, 1], "earlier computation no longer counts"
+    assert order([(b"a", 3), (b"b", 1)]) == [3, 1], "earlier computation must not count any more"
 
 
 def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
@@ -311,12 +309,12 @@ def test_a_flood_takes_a_small_part_of_steps_that_others_wait_for() -> None:
         pass  # without others, one step has all its rows
     engine.submit(replace(ask("other", [7] * 4, max_tokens=3), tenant=b"other"))
     told = [step(), step(), step()]
-    assert all("other" in keys for keys in told), "the other tenant has a row in every step"
+    assert all("other" in keys for keys in told), "the other tenant must have a row in every step"
     assert [len(keys) for keys in told] == [7, 7, 7]
     engine.submit(replace(ask("other 2", [7] * 4, max_tokens=2), tenant=b"other"))
-    assert step() == ["other 2"], "the flood gives way after exceeding its share"
+    assert step() == ["other 2"], "the flood must give way after exceeding its share"
     engine.submit(replace(ask("third", [7] * 4, max_tokens=1), tenant=b"third"))
-    assert len(step()) == 8, "but not in every step"
+    assert len(step()) == 8, "the flood must not give way in every step"
     counts = Counter(key for _ in range(10) for key in step())
     assert counts.keys() == {f"flood {number}" for number in range(20)}
     assert set(counts.values()) == {3}
@@ -361,4 +359,4 @@ def test_a_long_prompt_ends_although_short_ones_keep_arriving() -> None:
         if "long" in {e.key for e in engine.step().events if isinstance(e, Finished)}:
             break
         assert steps < 200
-    assert steps > 8, "other requests came first"
+    assert steps > 8, "other requests must come first"

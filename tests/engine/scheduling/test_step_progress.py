@@ -113,12 +113,12 @@ class Bench:
 
     def hear(self, events: list[Event]) -> None:
         for event in events:
-            assert not self.last[event.key], "no event follows the last one"
+            assert not self.last[event.key], "an event after the last one"
             job = self.asked[event.key]
             match event:
                 case NewTokens(_, choice, position, ids, _, finish):
                     at = event.key, choice
-                    assert at not in self.reasons, "no tokens follow the end of a choice"
+                    assert at not in self.reasons, "tokens after the end of a choice"
                     assert position == len(self.heard[at])
                     self.heard[at] += ids
                     if finish is not None:
@@ -182,7 +182,7 @@ class Bench:
                 assert reason is FinishReason.LENGTH
                 assert len(ids) == params.max_tokens
             ended = [n for n, t in enumerate(ids) if t in stops and n + 1 > params.min_tokens]
-            assert all(n == len(ids) - 1 for n in ended), "a choice ends with its first stop token"
+            assert all(n == len(ids) - 1 for n in ended), "a choice continued after its stop token"
         assert all(self.last[key] == 1 for key in self.asked), self.last
         assert self.progress.generated_tokens == sum(map(len, self.heard.values()))
 

@@ -191,7 +191,7 @@ def test_a_death_during_transfers_ends_both_sides(ends: Ends) -> None:
     ends.decode.links[0].close()
     assert ends.decode.links[0].ended
     assert len(ends.decode.reasons) == len(prefill.reasons) == 1, (
-        "each side gets a single close notification"
+        "each side must get one close notification"
     )
 
 
@@ -221,7 +221,9 @@ def test_garbage_and_silence_close_the_connection_and_take_no_memory(
             sock.sendall(data)
             wait_until(lambda seen=seen: len(ends.decode.reasons) > seen)
     for wire in ends.decode.wires:
-        assert not getattr(wire, "_payload_buffer", None), "unauthenticated peers get no buffer"
+        assert not getattr(wire, "_payload_buffer", None), (
+            "unauthenticated peers must get no buffer"
+        )
     link = ends.dial(Recorder())
     link.push(frame_job(b"still works", 1))
     wait_until(lambda: len(ends.decode.payloads) == 1)

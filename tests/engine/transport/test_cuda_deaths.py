@@ -107,7 +107,7 @@ def test_a_writer_killed_during_its_copy(ends: Ends, start: Any) -> None:
     intact, data = take(first(ends, 2))
     assert intact
     assert (data == payload(7)).all()
-    assert window_of(ends, 1) is window, "the dead process's window is used again"
+    assert window_of(ends, 1) is window, "the dead process's window must be reused"
 
 
 def test_late_writes_change_only_the_window(ends: Ends, start: Any) -> None:
@@ -120,8 +120,8 @@ def test_late_writes_change_only_the_window(ends: Ends, start: Any) -> None:
     assert child.stdout.readline() == "late\n"
     assert (data == payload(7)).all()
     intact, later = take(source)
-    assert (later == 0xEE).all(), "the late write happened"
-    assert not intact, "a copy made now is refused"
+    assert (later == 0xEE).all(), "the late write did not happen"
+    assert not intact, "a copy made now must be refused"
 
 
 def test_a_frozen_writer_keeps_its_window(ends: Ends, start: Any) -> None:
@@ -162,7 +162,9 @@ def test_writers_killed_at_random_moments(ends: Ends, start: Any) -> None:
         over = round + 1
         wait_until(lambda over=over: len(keeper.reasons) == over)
         taken = len(keeper.sources)  # ignore frames after the last one taken
-    assert len({id(window_of(ends, i)) for i in range(KILLS)}) == 1, "one window served all writers"
+    assert len({id(window_of(ends, i)) for i in range(KILLS)}) == 1, (
+        "one window must serve all writers"
+    )
 
 
 def test_a_writer_reports_that_it_closed_its_window(ends: Ends) -> None:

@@ -76,9 +76,9 @@ def refused(
         wait_until(lambda: len(ends.decode.reasons) == len(ends.decode.links))
     assert dial.refusals == {"cuda_ipc": 1}
     said = [r for r in caplog.records if reason in r.getMessage()]
-    assert any("dial" in r.name for r in said), "prefill logs it"
+    assert any("dial" in r.name for r in said), "prefill did not log the reason"
     if at_decode:
-        assert any("cuda_ipc.wires" in r.name for r in said), "decode logs it"
+        assert any("cuda_ipc.wires" in r.name for r in said), "decode did not log the reason"
         assert reason in ends.decode.reasons[-1]
     assert ends.decode.messages == []
     dial.close()
@@ -273,7 +273,7 @@ def names(transports: list[KvTransport]) -> list[str]:
 
 def test_auto_omits_unusable_transports_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
     cpu = make_transports("auto", TransportOptions())
-    assert names(cpu) == ["shm", "tcp"], "never tried for a pool in host memory"
+    assert names(cpu) == ["shm", "tcp"], "cuda_ipc must not be tried for a pool in host memory"
     gpu = make_transports("auto", TransportOptions(device=broken))
     assert names(gpu) == ["cuda_ipc", "shm", "tcp"]
     with caplog.at_level("WARNING"):

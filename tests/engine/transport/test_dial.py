@@ -23,7 +23,7 @@ def options(folder: Path | str) -> TransportOptions:
 
 
 def test_the_registry_finds_every_transport_file() -> None:
-    assert list(transports()) == ["cuda_ipc", "shm", "tcp"], "in order of preference"
+    assert list(transports()) == ["cuda_ipc", "shm", "tcp"], "must be in order of preference"
     there = "known transports: auto, cuda_ipc, shm, tcp"
     with pytest.raises(ValueError, match=f"unknown transport 'nixl'; {there}"):
         make_transports("nixl", TransportOptions())

@@ -109,7 +109,7 @@ def test_a_spare_window_is_made_once() -> None:
     windows = DeviceWindows(make)
     for _ in range(3):
         windows.prepare()
-    assert len(made) == 1, "unauthenticated peers cost one window in total"
+    assert len(made) == 1, "unauthenticated peers must cost one window in total"
     assert windows.take(FakeWriter(1, set())) is made[0]
     windows.prepare()
     assert windows.take(FakeWriter(2, set())) is made[1]

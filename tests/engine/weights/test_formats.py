@@ -61,7 +61,7 @@ def test_8_bit_levels_have_the_same_values(subtests: pytest.Subtests) -> None:
                 raw = RawTensor({BLOCKS: data}, name, raw.shape)
             packed = BLOCK_FORMATS[name].packable(raw)
             assert (packed.format, packed.shape) == ("INT8", raw.shape)
-            assert packed.parts["codes"].min() >= 1, "no level is -128"
+            assert packed.parts["codes"].min() >= 1, "a level is -128"
             expected = unpack(raw)
             same = np.isfinite(expected)
             assert same.all() == tame

@@ -100,7 +100,7 @@ def test_the_component_has_boards_and_alerts() -> None:
     assert set(found) == {*rules()}
     for name, rule in found.items():
         url, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        assert url == RUNBOOK, "an absolute URL, defined once in the component"
+        assert url == RUNBOOK, "must be the absolute URL that the component defines once"
         assert anchor == name.lower()
 
 
