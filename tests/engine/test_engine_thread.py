@@ -15,7 +15,7 @@ from pdserve.engine.thread import EngineThread
 
 
 class Listener:
-    """Collects events."""
+    """Collects events, and waits for the end of a request."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

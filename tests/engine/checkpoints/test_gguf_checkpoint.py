@@ -129,7 +129,7 @@ def test_longrope_is_stored_as_two_tensors(tmp_path: Path) -> None:
     assert replace(rope, attention_factor=expected.attention_factor) == expected
 
 
-def test_a_gpt_oss_file_without_scaling_has_none(tmp_path: Path) -> None:
+def test_a_gpt_oss_file_without_rope_scaling_gets_none(tmp_path: Path) -> None:
     plain = {"rope_type": "default", "rope_theta": 5e4}
     folder = write_tiny(tmp_path / "hf", "gpt_oss", rope_parameters=plain)
     config = config_of(write_gguf(folder, tmp_path / "m.gguf"))

@@ -168,7 +168,7 @@ def test_a_common_prefix_is_cached(kernels: str, tmp_path: Path) -> None:
     assert tokens(found[1]) == tokens(expected)
 
 
-def test_its_matrices_are_quantized_in_place(tmp_path: Path) -> None:
+def test_latent_matrices_are_quantized_in_place(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "model", "deepseek_v3", **WIDE)
     checkpoint = viewed(path)
     config = parse_config(open_checkpoint(path).hf_config)
