@@ -13,7 +13,7 @@
 
 namespace pdserve {  // main.cpp runs them
 
-void test_reasons_are_stored_as_text();
+void test_words();
 void test_pool();
 void test_linear();
 void test_pack();

@@ -9,7 +9,7 @@ int main(int argc, char** argv) {
     void (*run)();
   };
   const Test tests[] = {
-      {"words", pdserve::test_reasons_are_stored_as_text},
+      {"words", pdserve::test_words},
       {"pool", pdserve::test_pool},
       {"linear", pdserve::test_linear},
       {"pack", pdserve::test_pack},

@@ -104,7 +104,7 @@ void compare_with_tails(const char* isa, Operands& o) {
 
 }  // namespace
 
-void test_reasons_are_stored_as_text() {
+void test_words() {
   for (const Kernels* target : targets()) {
     Random random(1);
     for (int round = 0; round < 4096; ++round) {
