@@ -1,4 +1,4 @@
-"""One Docker engine and one running system for all tests of containers."""
+"""One Docker engine and one running system, shared by all container tests."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DockerEngine]:
 @pytest.fixture(scope="session")
 def project(engine: DockerEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     folder = tmp_path_factory.mktemp("project")
-    folder.chmod(0o755)  # the workers' user reads the second pool's model
+    folder.chmod(0o755)  # the workers' user must be able to read the second pool's model
     write_changed(folder / "other.gguf").chmod(0o644)
     second = {"PDSERVE_MODELS": str(folder), "PDSERVE_MODEL_B": "/models/other.gguf"}
     second["PDSERVE_SERVED_NAME"] = MODEL
@@ -43,6 +43,6 @@ def client(project: Project) -> ApiClient:
 
 @pytest.fixture(scope="session")
 def built(engine: DockerEngine, project: Project) -> DockerEngine:
-    """An engine that has the images."""
+    """Return an engine on which the images are built."""
     assert project
     return engine

@@ -1,4 +1,4 @@
-"""The compose files as text: names known to the settings, order of start, time to drain."""
+"""Static checks of the compose files: known setting names, start order, drain time."""
 
 import re
 import runpy
@@ -28,8 +28,8 @@ FILES = [
     "docker-compose.yml",
 ]
 IMAGE = r"[\w./-]+:v?\d+(\.\d+)+[\w-]*(@sha256:[0-9a-f]{64})?"  # `make pin` adds the digest
-STOPPED_S = GRACE_S + STOP_S + LEAVE_S + CLOSE_S  # after a drain
-# Variables of the compose files themselves: where to find models, which GPU, when to kill.
+STOPPED_S = GRACE_S + STOP_S + LEAVE_S + CLOSE_S  # time to stop after a drain
+# Variables that only the compose files use: model paths, GPU, stop grace period, memory limits.
 COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU", "PDSERVE_MODEL_B", "PDSERVE_STOP_GRACE"} | {
     f"PDSERVE_{name}_MEMORY" for name in ("GATEWAY", "ROUTER", "WORKER")
 }
@@ -42,7 +42,7 @@ def services() -> dict[str, Any]:
 
 
 class Overlay(yaml.SafeLoader):
-    """With compose's tag for what an overlay takes away."""
+    """YAML loader that accepts compose's `!reset` tag, which removes a value in an overlay."""
 
 
 Overlay.add_constructor("!reset", lambda loader, node: loader.construct_sequence(node))
@@ -55,11 +55,11 @@ def twice() -> dict[str, Any]:
 
 
 def default(value: object) -> str:
-    """What `${NAME:-default}` gives when nothing is set."""
+    """Return what `${NAME:-default}` expands to when NAME is unset."""
     return re.sub(r"\$\{\w+(?::?-([^}]*)|:\?[^}]*)\}", lambda m: m.group(1) or "", str(value))
 
 
-def test_variables_are_options_with_good_values(services: dict[str, Any]) -> None:
+def test_variables_are_known_options_with_valid_values(services: dict[str, Any]) -> None:
     assert set(services) == {"gateway", "router", "prefill", "decode"}
     checked = 0
     for role, service in services.items():
@@ -73,7 +73,7 @@ def test_variables_are_options_with_good_values(services: dict[str, Any]) -> Non
     assert checked > 20
 
 
-def test_every_name_is_known_to_some_command() -> None:
+def test_every_variable_name_in_use_belongs_to_a_command() -> None:
     known = {ENV_PREFIX + name.upper() for name in known_names()} | COMPOSE_ONLY
     files = [path.name for path in ROOT.glob("*compose*.y*ml")]
     assert sorted(files) == FILES
@@ -84,7 +84,7 @@ def test_every_name_is_known_to_some_command() -> None:
 
 @pytest.fixture(scope="module")
 def watched() -> dict[str, Any]:
-    """The overlay that watches the system."""
+    """Services of the observability overlay."""
     text = (ROOT / "docker-compose.observability.yml").read_text()
     found: dict[str, Any] = yaml.safe_load(text)["services"]
     return found
@@ -112,9 +112,11 @@ def test_traces_reach_the_collector_of_the_overlay(
 
 
 def test_everything_is_scraped_once(services: dict[str, Any], watched: dict[str, Any]) -> None:
-    """Each process for its own figures: no gateway exports the fleet."""
+    """Prometheus scrapes each process for its own metrics; no gateway exports the fleet's."""
     assert watched["gateway"]["environment"]["PDSERVE_FLEET_METRICS"] == "false"
-    assert watched["gateway"]["environment"]["PDSERVE_OPEN_METRICS"] == "true", "it has no key"
+    assert watched["gateway"]["environment"]["PDSERVE_OPEN_METRICS"] == "true", (
+        "the scraper has no API key"
+    )
     ports = {"gateway": services["gateway"]["environment"]["PDSERVE_PORT"]}
     for role in ("router", "prefill", "decode"):
         ports[role] = watched[role]["environment"]["PDSERVE_METRICS_PORT"]
@@ -130,7 +132,7 @@ def test_everything_is_scraped_once(services: dict[str, Any], watched: dict[str,
     assert asked == ports
 
 
-def test_what_the_overlay_mounts_exists(watched: dict[str, Any]) -> None:
+def test_files_that_the_overlay_mounts_exist(watched: dict[str, Any]) -> None:
     tools = {name for name, service in watched.items() if "image" in service}
     assert tools == {"prometheus", "grafana", "collector", "jaeger"}
     for name in tools:
@@ -154,7 +156,7 @@ def test_what_the_overlay_mounts_exists(watched: dict[str, Any]) -> None:
 
 
 def in_force(file: str, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Services of a file as they are with docker-compose.yml under it."""
+    """Return the services of a file merged with their docker-compose.yml definitions."""
     found = {}
     for name, service in Overlay((ROOT / file).read_text()).get_single_data()["services"].items():
         under = base.get(service.get("extends", {}).get("service", name), {})
@@ -162,10 +164,10 @@ def in_force(file: str, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_containers_have_no_rights_and_bounds(
+def test_containers_have_no_privileges_and_have_limits(
     subtests: pytest.Subtests, services: dict[str, Any]
 ) -> None:
-    """Ours and foreign ones alike."""
+    """Applies to the project's images and to third-party images."""
     for file in FILES:
         with subtests.test(file):
             for name, service in in_force(file, services).items():
@@ -182,7 +184,7 @@ def test_containers_have_no_rights_and_bounds(
                     assert re.fullmatch(IMAGE, service["image"]), "a version"
 
 
-def test_every_volume_is_declared_or_a_file_here(
+def test_every_volume_is_declared_or_is_a_file_of_the_repository(
     subtests: pytest.Subtests, services: dict[str, Any]
 ) -> None:
     for file in FILES:
@@ -216,14 +218,14 @@ def grace_s(service: dict[str, Any]) -> float:
     return float(default(service["stop_grace_period"]).removesuffix("s"))
 
 
-def test_there_is_time_to_drain(services: dict[str, Any]) -> None:
+def test_the_stop_grace_period_covers_the_drain(services: dict[str, Any]) -> None:
     for service in services.values():
         assert service["init"] is True
         drain_s = float(default(service["environment"]["PDSERVE_DRAIN_S"]))
         assert grace_s(service) > drain_s + STOPPED_S
 
 
-def test_start_follows_health(services: dict[str, Any]) -> None:
+def test_services_start_after_their_dependencies_are_healthy(services: dict[str, Any]) -> None:
     assert "depends_on" not in services["router"]
     for role in ("prefill", "decode", "gateway"):
         assert services[role]["depends_on"]["router"] == {"condition": "service_healthy"}
@@ -236,14 +238,16 @@ def test_start_follows_health(services: dict[str, Any]) -> None:
         assert any(default(b).rpartition(":")[2] == str(port) for b in binds)
 
 
-def test_only_the_gateway_is_published_and_on_loopback(services: dict[str, Any]) -> None:
+def test_only_the_gateway_is_published_and_only_on_loopback(services: dict[str, Any]) -> None:
     for role, service in services.items():
         ports = service.get("ports", [])
         assert bool(ports) == (role == "gateway")
         assert all(default(port).startswith("127.0.0.1:") for port in ports)
 
 
-def test_the_secret_must_be_given_and_may_cross_the_network(services: dict[str, Any]) -> None:
+def test_the_cluster_secret_is_required_and_the_network_is_trusted(
+    services: dict[str, Any],
+) -> None:
     for service in services.values():
         assert service["environment"]["PDSERVE_CLUSTER_SECRET"].startswith(
             "${PDSERVE_CLUSTER_SECRET:?"
@@ -251,7 +255,7 @@ def test_the_secret_must_be_given_and_may_cross_the_network(services: dict[str, 
         assert service["environment"]["PDSERVE_TRUST_NETWORK"] == "true"
 
 
-def test_workers_share_the_sockets_of_shared_memory(services: dict[str, Any]) -> None:
+def test_workers_share_the_folder_of_shared_memory_sockets(services: dict[str, Any]) -> None:
     volumes = []
     for role in ("prefill", "decode"):
         folder = services[role]["environment"]["PDSERVE_SHM_DIR"]
@@ -260,15 +264,17 @@ def test_workers_share_the_sockets_of_shared_memory(services: dict[str, Any]) ->
     assert len(set(volumes)) == 1
 
 
-def test_the_database_is_in_a_volume_that_its_user_owns(services: dict[str, Any]) -> None:
+def test_the_database_is_in_a_volume_that_the_gateway_user_owns(services: dict[str, Any]) -> None:
     url = default(services["gateway"]["environment"]["PDSERVE_DATABASE_URL"])
     folder = url.removeprefix("sqlite:///").rpartition("/")[0]
     assert services["gateway"]["volumes"][0] == f"data:{folder}"
     assert re.search(rf"install -d -o pdserve .*{folder} ", (ROOT / "Dockerfile").read_text())
 
 
-def test_rings_outlive_their_processes_and_a_report_reads_them(services: dict[str, Any]) -> None:
-    """All are in one volume, which the gateway's container sees and cannot change."""
+def test_trace_rings_outlive_their_processes_and_reports_can_read_them(
+    services: dict[str, Any],
+) -> None:
+    """All rings are in one volume, which the gateway's container mounts read-only."""
     (folder,) = {services[r]["environment"]["PDSERVE_TRACE_DIR"] for r in ("router", *WORKERS)}
     for role, service in services.items():
         mode = ":ro" if role == "gateway" else ""
@@ -277,7 +283,7 @@ def test_rings_outlive_their_processes_and_a_report_reads_them(services: dict[st
     assert f"--trace-dir {folder} " in (ROOT / "docs/terminal.md").read_text()
 
 
-def test_the_gpu_overlay_only_adds_to_workers() -> None:
+def test_the_gpu_overlay_only_changes_workers() -> None:
     overlay = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
     assert set(overlay) == {"prefill", "decode"}
     for service in overlay.values():
@@ -287,11 +293,12 @@ def test_the_gpu_overlay_only_adds_to_workers() -> None:
         assert environment == {"PDSERVE_DEVICE": "cuda"}
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert device["capabilities"] == ["gpu"]
-        assert device["device_ids"] == [gpu], "the same GPU for all, by the same name"
+        assert device["device_ids"] == [gpu], "the reserved and the visible GPU differ"
 
 
-def test_the_gpu_overlay_has_what_cuda_ipc_compares() -> None:
-    """One GPU (above), one PID and one IPC namespace, CuPy, and the folder of the sockets."""
+def test_the_gpu_overlay_meets_the_requirements_of_cuda_ipc() -> None:
+    """CUDA IPC needs one GPU (test above), shared PID and IPC namespaces, CuPy and the socket
+    folder."""
     overlay = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
@@ -302,15 +309,19 @@ def test_the_gpu_overlay_has_what_cuda_ipc_compares() -> None:
         assert chosen == ["torch", "cuda"]
         assert any(name.startswith("cupy") for extra in chosen for name in extras[extra])
         assert any(name.startswith("triton") for extra in chosen for name in extras[extra])
-        assert "gcc" in service["build"]["args"]["WORKER_PACKAGES"].split(), "Triton asks for it"
+        assert "gcc" in service["build"]["args"]["WORKER_PACKAGES"].split(), (
+            "Triton needs a C compiler"
+        )
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert "ARG WORKER_EXTRAS=\n" in dockerfile
     assert "ARG WORKER_PACKAGES=\n" in dockerfile
-    assert "TRITON_CACHE_DIR=/tmp/" in dockerfile, "k8s has a read-only root file system"
-    assert not any(name.startswith("torch") for name in extras["worker"]), "CPU images have none"
+    assert "TRITON_CACHE_DIR=/tmp/" in dockerfile, "the root file system is read-only in k8s"
+    assert not any(name.startswith("torch") for name in extras["worker"]), (
+        "CPU images must not contain torch"
+    )
 
 
-def test_the_second_pool_is_the_first_with_another_model(services: dict[str, Any]) -> None:
+def test_the_second_pool_differs_from_the_first_only_in_its_model(services: dict[str, Any]) -> None:
     overlay = yaml.safe_load((ROOT / "compose.pools.yml").read_text())["services"]
     assert set(overlay) == {*WORKERS, *(f"{role}-b" for role in WORKERS)}
     engines = int(services["decode"]["environment"]["PDSERVE_HOST_ENGINES"])
@@ -323,7 +334,7 @@ def test_the_second_pool_is_the_first_with_another_model(services: dict[str, Any
 
 
 def test_each_pool_has_time_for_its_longest_stream(subtests: pytest.Subtests) -> None:
-    """It cannot move to the other pool's weights."""
+    """A stream cannot move to the other pool, which has different weights."""
     services = yaml.safe_load((ROOT / "compose.pools.yml").read_text())["services"]
     gateway = {o.name: o for s in COMMANDS["gateway"].sections() for o in s.options}
     for pool, role in product(("", "-b"), WORKERS):
@@ -334,7 +345,7 @@ def test_each_pool_has_time_for_its_longest_stream(subtests: pytest.Subtests) ->
             assert grace_s(service) > drain_s + STOPPED_S
 
 
-def test_the_ha_overlay_has_two_of_every_process(
+def test_the_ha_overlay_runs_two_replicas_of_every_process(
     services: dict[str, Any], twice: dict[str, Any]
 ) -> None:
     assert set(twice["services"]) == {*services, "proxy"}
@@ -348,8 +359,8 @@ def test_the_ha_overlay_has_two_of_every_process(
     assert engines == {2 * len(WORKERS)}
 
 
-def test_the_proxy_finds_its_configuration(twice: dict[str, Any]) -> None:
-    """Mounted: compose writes none into a container whose root is read-only."""
+def test_the_proxy_configuration_is_mounted(twice: dict[str, Any]) -> None:
+    """Compose cannot copy a configuration into a container whose root file system is read-only."""
     proxy = twice["services"]["proxy"]
     (mounted,) = proxy["volumes"]
     source, target, mode = mounted.split(":")
@@ -357,8 +368,9 @@ def test_the_proxy_finds_its_configuration(twice: dict[str, Any]) -> None:
     assert (target, mode) == (proxy["command"][-1], "ro")
 
 
-def test_no_file_is_written_into_a_container(subtests: pytest.Subtests) -> None:
-    """Compose cannot, where the root is read-only, and says so only when the container starts."""
+def test_no_compose_file_uses_configs_or_secrets(subtests: pytest.Subtests) -> None:
+    """Compose cannot write them to a read-only root file system and fails only at container
+    start."""
     for name in FILES:
         with subtests.test(name):
             found = Overlay((ROOT / name).read_text()).get_single_data()
@@ -366,7 +378,7 @@ def test_no_file_is_written_into_a_container(subtests: pytest.Subtests) -> None:
             assert "secrets" not in found
 
 
-def test_only_the_proxy_of_the_ha_overlay_is_published(
+def test_the_ha_overlay_publishes_only_the_proxy(
     services: dict[str, Any], twice: dict[str, Any]
 ) -> None:
     assert twice["services"]["gateway"]["ports"] == []
@@ -378,7 +390,7 @@ def test_only_the_proxy_of_the_ha_overlay_is_published(
     assert sorted(set(re.findall(r"server.* gateway:(\d+)", config))) == sorted(ports)
 
 
-def test_the_proxy_learns_of_an_end_before_requests_are_refused(
+def test_the_proxy_notices_a_shutdown_before_the_gateway_refuses_requests(
     services: dict[str, Any], twice: dict[str, Any]
 ) -> None:
     config = (ROOT / "docker/haproxy.cfg").read_text()
@@ -402,8 +414,8 @@ def revision(folder: Path, commit: str = "") -> str:
     return done.stdout
 
 
-def test_images_of_unlike_sources_are_told_apart(tmp_path: Path) -> None:
-    """By the commit that a build is given, else by a digest."""
+def test_images_of_different_sources_have_different_revisions(tmp_path: Path) -> None:
+    """The revision is the commit passed to the build, or else a digest of the sources."""
     for name in ("a", "b", "c"):
         (tmp_path / name / "a folder").mkdir(parents=True)
         (tmp_path / name / "a folder/one.py").write_text("1")
@@ -414,19 +426,19 @@ def test_images_of_unlike_sources_are_told_apart(tmp_path: Path) -> None:
     assert revision(tmp_path / "a", "0123abc") == "0123abc"
 
 
-def test_builds_are_given_the_commit(services: dict[str, Any]) -> None:
+def test_builds_receive_the_commit(services: dict[str, Any]) -> None:
     for service in services.values():
         assert service["build"]["args"]["COMMIT"] == "${COMMIT:-}"
     assert "$(git rev-parse HEAD)" in (ROOT / "docs/kubernetes.md").read_text()
 
 
 def locked(name: str) -> dict[str, str]:
-    """Entries of a lock file by package name."""
+    """Return the entries of a lock file by package name."""
     text = (ROOT / f"docker/{name}.txt").read_text()
     return {entry.partition("==")[0]: entry for entry in re.split(r"\n(?=[a-z])", text)[1:]}
 
 
-def test_lock_files_have_the_versions_of_constraints_and_hashes(subtests: pytest.Subtests) -> None:
+def test_lock_files_match_the_constraints_and_have_hashes(subtests: pytest.Subtests) -> None:
     constraints = (ROOT / "constraints.txt").read_text().lower().replace("_", "-")
     pins = dict(line.split("==") for line in constraints.splitlines() if "==" in line)
     for name in ("control", "worker", "redis", "postgres", "trace", "tools", "model", "build"):
@@ -436,11 +448,11 @@ def test_lock_files_have_the_versions_of_constraints_and_hashes(subtests: pytest
             for package, entry in found.items():
                 assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), package
                 version = re.split(r"[ ;\\]", entry.partition("==")[2])[0].strip()
-                if (name, package) != ("build", "protobuf"):  # that of the older grpcio-tools
-                    assert version == pins.get(package, version), f"{package}: make lock"
+                if (name, package) != ("build", "protobuf"):  # pinned by the older grpcio-tools
+                    assert version == pins.get(package, version), f"{package}: run make lock"
 
 
-def test_lock_files_have_what_the_project_names() -> None:
+def test_lock_files_contain_the_dependencies_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
     def names(requirements: list[str]) -> set[str]:
@@ -449,14 +461,15 @@ def test_lock_files_have_what_the_project_names() -> None:
     control, extras = locked("control"), project["optional-dependencies"]
     assert names(project["dependencies"]) <= set(control)
     for extra in ("worker", "redis", "postgres", "trace"):
-        assert names(extras[extra]) <= set(control) | set(locked(extra)), f"{extra}: make lock"
+        assert names(extras[extra]) <= set(control) | set(locked(extra)), f"{extra}: run make lock"
     system = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
     builds = {name.split("==")[0] for name in system["requires"]}
     assert names(list(builds)) <= set(locked("build")), "make lock"
 
 
-def test_whatever_pip_installs_has_hashes() -> None:
-    """But what a user names beyond the lock files, and our own wheel, which fetches nothing."""
+def test_pip_requires_hashes_for_locked_packages() -> None:
+    """Exceptions: extras a user adds to the lock files, and the project's wheel, which downloads
+    nothing."""
     text = (ROOT / "Dockerfile").read_text() + (ROOT / "docker/finish.sh").read_text()
     commands = re.split(r"\n|&&|;|\|\|", text.replace("\\\n", " "))
     calls = [c for c in commands if re.search(r"/bin/pip .*(install|wheel)", c)]
@@ -468,8 +481,8 @@ def test_whatever_pip_installs_has_hashes() -> None:
     assert "--no-deps /wheels/*.whl" in own
 
 
-def test_the_list_of_debian_s_packages() -> None:
-    """As scanners read it; what was removed is not in it."""
+def test_the_list_of_debian_packages() -> None:
+    """The list has the format that scanners read and omits removed packages."""
     path = str(ROOT / "docker/debian_packages.py")
     debian = runpy.run_path(path)["debian"]
     text = "libc6:amd64\t2.36-9+deb12u1\tamd64\tglibc\tinstalled\n"
@@ -480,6 +493,6 @@ def test_the_list_of_debian_s_packages() -> None:
     assert part["properties"] == [{"name": "source", "value": "glibc"}]
 
 
-def test_images_start_from_a_digest() -> None:
+def test_images_are_based_on_a_digest() -> None:
     (start,) = re.findall(r"^ARG PYTHON_IMAGE=(.*)$", (ROOT / "Dockerfile").read_text(), re.M)
     assert re.fullmatch(r"python:3\.11-slim-bookworm@sha256:[0-9a-f]{64}", start)

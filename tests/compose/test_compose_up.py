@@ -1,4 +1,4 @@
-"""`docker compose up` on a real engine: images are built, containers answer, all ends in order."""
+"""`docker compose up` on a real engine: images build, containers answer, the stop is clean."""
 
 import re
 import time
@@ -35,25 +35,25 @@ def test_a_chat_request_is_answered(client: ApiClient) -> None:
     assert answer["usage"]["completion_tokens"] > 3
 
 
-def test_a_long_prompt_crosses_containers_in_shared_memory(
+def test_a_long_prompt_is_transferred_between_containers_in_shared_memory(
     project: Project, client: ApiClient
 ) -> None:
     answer = chat(client, PROMPT + "Which animal jumps over the dog?")
     assert answer["usage"]["prompt_tokens"] > 600
 
     def reported() -> tuple[str, list[float]] | None:
-        """Once both sides' load reports have come."""
+        """Return the metrics and byte counts once both sides have reported their load."""
         metrics = client.get("/metrics").decode()
         found = re.findall(r'pdserve_transfer_bytes_total\{transport="shm".*\} (\S+)', metrics)
         sent = [float(value) for value in found if float(value) > 1e6]
         return (metrics, sent) if len(sent) >= 2 else None
 
     metrics, sent = wait_until(reported, "bytes by shm")
-    assert len(set(sent)) == 1, sent  # sent by prefill, verified by decode
+    assert len(set(sent)) == 1, sent  # sent by prefill and verified by decode
     assert 'pdserve_prefill_requests_total{where="remote"} 1.0' in metrics
 
 
-def test_the_key_is_needed(project: Project) -> None:
+def test_the_api_key_is_required(project: Project) -> None:
     with pytest.raises(ApiError) as caught:
         ApiClient(project.url).get("/v1/models")
     assert caught.value.status == 401
@@ -67,7 +67,7 @@ def test_two_decode_workers_are_up_and_healthy(project: Project) -> None:
 
 
 @pytest.mark.usefixtures("project")
-def test_no_image_has_torch_and_nobody_is_root(engine: DockerEngine) -> None:
+def test_no_image_has_torch_and_no_process_runs_as_root(engine: DockerEngine) -> None:
     code = "import importlib.util, os; print(os.getuid(), bool(importlib.util.find_spec('torch')))"
     outputs = {}
     for image in ("pdserve-control", "pdserve-worker"):
@@ -81,7 +81,8 @@ def test_no_image_has_torch_and_nobody_is_root(engine: DockerEngine) -> None:
 
 
 def completions(client: ApiClient) -> list[str]:
-    """Answers to long and short prompts, all of them asked at once; each takes a while."""
+    """Return the answers to long and short prompts that are sent concurrently; each takes a
+    while."""
 
     def one(number: int) -> str:
         prompt = f"{number}. {PROMPT if number % 4 == 0 else 'Once upon a time'}"
@@ -92,7 +93,7 @@ def completions(client: ApiClient) -> list[str]:
         return list(pool.map(one, range(NUM_STREAMS)))
 
 
-def test_a_second_pool_takes_over(project: Project, client: ApiClient) -> None:
+def test_a_second_pool_takes_over_from_the_first(project: Project, client: ApiClient) -> None:
     pools = ("prefill", "decode"), ("prefill-b", "decode-b")
     of_old = completions(client)
     first = [container for role in pools[0] for container in project.containers(role)]
@@ -106,7 +107,7 @@ def test_a_second_pool_takes_over(project: Project, client: ApiClient) -> None:
     assert [project.exit_code(container) for container in first] == [0, 0, 0]
     assert sum(a != b for a, b in zip(of_old, of_new, strict=True)) > NUM_STREAMS // 2
     told = [text in both for text, *both in zip(answers, of_old, of_new, strict=True)]
-    assert all(told), "no answer is of both weights"
+    assert all(told), "an answer mixes tokens of both models"
     project.compose("up", "--detach", "--wait", "--no-build", *pools[0], timeout_s=600)
     project.compose("stop", *pools[1], timeout_s=180)
     project.compose("rm", "--force", *pools[1])
@@ -114,7 +115,7 @@ def test_a_second_pool_takes_over(project: Project, client: ApiClient) -> None:
 
 
 def running(client: ApiClient) -> float:
-    """Requests in the batches of the workers."""
+    """Return the number of requests in the workers' batches."""
     found = re.findall(RUNNING, client.get("/metrics").decode(), re.MULTILINE)
     return sum(float(value) for value in found)
 

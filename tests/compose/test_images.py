@@ -1,6 +1,7 @@
-"""The images: what is in them, how large they are, and what is known to be wrong with it.
+"""Contents, size and known vulnerabilities of the images.
 
-They stand on a Debian by debootstrap (docker_engine.py), not on the base that the Dockerfile names.
+The images are based on a Debian that debootstrap makes (docker_engine.py), not on the base image
+that the Dockerfile names.
 """
 
 import json
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
 
 def size(engine: DockerEngine, image: str) -> float:
-    """Unpacked, without the model that ships, in MB."""
+    """Return the unpacked size in MB, without the included model."""
     whole = int(engine.run("inspect", "--format", "{{.Size}}", image))
     return (whole - int(shell(engine, image, MODEL_SIZE))) / MB
 
@@ -38,7 +39,7 @@ MODEL_SIZE = (
 
 
 def shell(engine: DockerEngine, image: str, code: str) -> str:
-    """What a line of Python prints in a container of the image."""
+    """Return the output of a line of Python in a container of the image."""
     words = ("run", "--rm", "--network", "none", "--read-only", "--entrypoint", "python3")
     return engine.run(*words, image, "-c", code)
 
@@ -53,7 +54,7 @@ def test_images_are_small(
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_nothing_that_builds_is_left(built: DockerEngine, image: str) -> None:
+def test_no_build_tools_remain_in_the_image(built: DockerEngine, image: str) -> None:
     code = f"import shutil; print([name for name in {COMPILERS} if shutil.which(name)])"
     assert shell(built, image, code).strip() == "[]"
 
@@ -66,21 +67,21 @@ def test_labels(built: DockerEngine, image: str) -> None:
     assert names >= {"title", "description", "licenses", "version", "revision"}
 
 
-def test_both_images_say_whose_sources_they_are(built: DockerEngine) -> None:
-    """The project's builds are given no commit."""
+def test_both_images_report_the_revision_of_their_sources(built: DockerEngine) -> None:
+    """The project's builds pass no commit, so the revision is a digest of the sources."""
     code = "from pdserve.services.host.metrics import process_metrics as p; print(p.commit())"
     (told,) = {shell(built, image, code).strip() for image in IMAGES}
     assert re.fullmatch("sources-[0-9a-f]{16}", told)
 
 
 def components(engine: DockerEngine, image: str) -> dict[str, str]:
-    """Versions by name, of the image's own list."""
+    """Return versions by name from the image's SBOM."""
     text = shell(engine, image, "print(open('/opt/pdserve/sbom.json').read())")
     return {part["name"]: part["version"] for part in json.loads(text)["components"]}
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_the_list_of_components_is_what_is_installed(built: DockerEngine, image: str) -> None:
+def test_the_sbom_lists_the_installed_python_packages(built: DockerEngine, image: str) -> None:
     code = (
         "import importlib.metadata, json; print(json.dumps("
         "{d.name: d.version for d in importlib.metadata.distributions()}))"
@@ -89,9 +90,7 @@ def test_the_list_of_components_is_what_is_installed(built: DockerEngine, image:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_the_list_of_debian_s_packages_is_what_is_installed(
-    built: DockerEngine, image: str
-) -> None:
+def test_the_sbom_lists_the_installed_debian_packages(built: DockerEngine, image: str) -> None:
     text = shell(built, image, "print(open('/opt/pdserve/sbom-debian.json').read())")
     told = [part["name"] for part in json.loads(text)["components"]]
     code = "import subprocess; print(subprocess.check_output(['dpkg-query', '-W'], text=True))"
@@ -101,7 +100,7 @@ def test_the_list_of_debian_s_packages_is_what_is_installed(
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_no_package_is_known_to_be_vulnerable(
+def test_no_package_has_a_known_vulnerability(
     built: DockerEngine, image: str, tmp_path: Path, record_property: Record
 ) -> None:
     if not find_spec("pip_audit"):

@@ -1,5 +1,5 @@
-"""Each test of an engine over the fake decoder runs twice: with steps one after the other, and with
-each step launched before the tokens of the one before it are read."""
+"""Each engine test over the fake decoder runs twice: with one step after the other, and with each
+step launched before the tokens of the previous step are read."""
 
 from collections.abc import Iterator
 

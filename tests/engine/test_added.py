@@ -1,6 +1,6 @@
-"""What is one file to add: a part of a layer with its architecture, a weight format, a backend.
+"""Extensions in one file: a part of a layer with its architecture, a weight format, and a backend.
 
-Each is a file of tests/support/builders that a test imports at run time.
+Each one is a file of tests/support/builders that a test imports at run time.
 """
 
 import json
@@ -32,7 +32,7 @@ def load(path: Path, **options: Any) -> Any:
     return load_model(EngineConfig(model=str(path), **options), lambda what, fraction: None)
 
 
-def test_a_part_of_a_layer(tmp_path: Path) -> None:
+def test_a_new_part_of_a_layer(tmp_path: Path) -> None:
     import_module("builders.added_part")
     path = write_tiny(tmp_path / "arcee", "arcee", seed=3)
     prompt = list(range(3, 60))
@@ -42,7 +42,7 @@ def test_a_part_of_a_layer(tmp_path: Path) -> None:
     runner = PagedRunner(load(path, kernels="reference").decoder)
     parts = [runner.step({"x": prompt[a:b]})["x"] for a, b in ((0, 20), (20, 21), (21, 57))]
     torch.testing.assert_close(torch.cat(parts), theirs, atol=1e-4, rtol=0)
-    assert theirs.std() > 0.3, "logits too flat to tell anything"
+    assert theirs.std() > 0.3, "the logits are too flat to compare"
     with pytest.raises(CheckpointError, match="native kernels cannot compute SquaredRelu"):
         load(path)
 
@@ -59,10 +59,10 @@ def test_a_part_is_computed_by_one_class() -> None:
         computes(Norm)(TorchNorm)
 
 
-def test_a_weight_format_of_three_parts(tmp_path: Path) -> None:
+def test_a_new_weight_format_of_three_parts(tmp_path: Path) -> None:
     added = import_module("builders.added_format")
-    # Two folders: the parts as stored, and the values that they hold.
-    sizes = {"intermediate_size": 96, "head_dim": 8}  # rows of whole groups
+    # Two folders: the parts as stored, and the values that they represent.
+    sizes = {"intermediate_size": 96, "head_dim": 8}  # rows consist of whole groups
     stored, rounded = (write_tiny(tmp_path / n, "llama", **sizes) for n in ("stored", "rounded"))
     tensors = load_file(stored / "model.safetensors")
     parts, values = {}, {}
@@ -95,7 +95,7 @@ def test_a_weight_format_of_three_parts(tmp_path: Path) -> None:
         load(stored)
 
 
-def test_a_backend(tmp_path: Path) -> None:
+def test_a_new_backend(tmp_path: Path) -> None:
     added = import_module("builders.added_backend")
     path = write_tiny(tmp_path, "llama")
     config = EngineConfig(model=str(path), kernels="counting", kv_tokens=640)
@@ -113,7 +113,7 @@ def test_a_backend(tmp_path: Path) -> None:
         load(path, kernels="none")
 
 
-def test_each_file_of_the_folder_is_a_backend() -> None:
+def test_each_file_in_the_folder_is_a_backend() -> None:
     folder = Path(import_module("pdserve.engine.backends").__path__[0])
     files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     devices = {"native": "cpu", "cuda": "cuda", "reference": "cpu"}

@@ -1,4 +1,4 @@
-"""Which backend the options choose, and what is said of those that cannot be."""
+"""The backend that the options select, and errors for unavailable ones."""
 
 import sys
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.backends import choose
 
 
-def test_auto(subtests: pytest.Subtests) -> None:
+def test_auto_selects_a_backend(subtests: pytest.Subtests) -> None:
     for options, name in (
         ({}, "native"),
         ({"device": "cuda"}, "cuda"),
@@ -24,7 +24,7 @@ def test_auto(subtests: pytest.Subtests) -> None:
             assert choose(EngineConfig(**options)).name == name
 
 
-def test_contradictions(subtests: pytest.Subtests) -> None:
+def test_contradictory_options_are_refused(subtests: pytest.Subtests) -> None:
     for options, text in (
         ({"kernels": "cuda"}, "--kernels cuda contradicts --device cpu"),
         ({"kernels": "native", "device": "cuda"}, "--kernels native contradicts --device cuda"),
@@ -47,7 +47,7 @@ def test_contradictions(subtests: pytest.Subtests) -> None:
             assert str(raised.value) == text
 
 
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "pdserve.engine.backends.cuda", raising=False)
     for name in [name for name in sys.modules if name.startswith("pdserve.kernels.cuda.")]:
         monkeypatch.delitem(sys.modules, name)
@@ -58,7 +58,7 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         choose(EngineConfig(device="cuda"))
 
 
-def test_the_pool_leaves_room_for_windows_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_leaves_memory_for_windows_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     from pdserve.engine.backends import cuda
 
     free = 64 << 30
@@ -67,7 +67,7 @@ def test_the_pool_leaves_room_for_windows_and_graphs(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(cuda, "CudaDecoder", lambda *args: None)
-    config = EngineConfig(device="cuda", max_running=193, host_engines=2)  # recorded as 256
+    config = EngineConfig(device="cuda", max_running=193, host_engines=2)  # graph of 256 rows
     backend = choose(config)(config)
     windows = 2 * 8 * (32 << 20)
     assert backend.pool_bytes() == int(free * 0.9) // 2 - windows
@@ -81,7 +81,7 @@ def test_the_pool_leaves_room_for_windows_and_graphs(monkeypatch: pytest.MonkeyP
         assert backend.pool_bytes() == int(free * 0.9) // 2 - windows - partials - 256 * 28672 * 8
 
 
-def test_an_old_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(ValueError, match=r"needs compute capability 8\.0, but this GPU has 7\.5"):

@@ -1,4 +1,4 @@
-"""The chunk size is the one that takes nearest to 100 ms, and slow first passes do not count."""
+"""The selected chunk size takes closest to 100 ms; slow first passes are ignored."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from pdserve.engine import build
         ({size: [size / 1e5] * 2 for size in build.CHUNKS}, 8192, [1, *build.CHUNKS, 8192]),
         ({64: [0.06], 128: [0.12, 0.13]}, 128, [1, 64, 128, 128]),
         ({64: [0.9, 0.3]}, 64, [1, 64, 64]),
-        # A device compiles kernels in the first chunk of a size: the second is the measure.
+        # A device compiles kernels in the first chunk of each size, so the second one is measured.
         ({64: [0.9, 0.05], 128: [2.0, 0.05], 256: [0.1, 0.1]}, 256,
          [1, 64, 64, 128, 128, 256, 256]),
     ],

@@ -1,4 +1,4 @@
-"""--device: what "auto" takes, and the sentence of a GPU that is not there."""
+"""--device: what "auto" selects, and the error for a missing GPU."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def test_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_worker_ends_with_a_sentence() -> None:
+def test_a_worker_exits_with_one_sentence() -> None:
     command = [sys.executable, "-m", "pdserve.services.cli.main", "decode", "--device", "cuda"]
     done = subprocess.run(
         [*command, "--routers", "127.0.0.1:9"],

@@ -1,4 +1,5 @@
-"""The engine through its public methods, over a decoder that reads every key by block table."""
+"""The engine through its public methods, over a decoder that reads every key through block
+tables."""
 
 from dataclasses import replace
 from itertools import product
@@ -19,7 +20,7 @@ from pdserve.engine.api.request import (
     Scheduled,
 )
 
-WINDOWS = (0, 6)  # layers that see everything, and layers that see a window beside them
+WINDOWS = (0, 6)  # layers with full attention; and those combined with window layers
 
 
 def expected(prompt: list[int], count: int = 8, window: int = 0) -> list[int]:
@@ -39,7 +40,7 @@ def test_any_prompt_length(subtests: pytest.Subtests) -> None:
             assert_at_rest(engine)
 
 
-def test_many_at_once_are_the_same_as_alone(subtests: pytest.Subtests) -> None:
+def test_concurrent_requests_give_the_same_tokens_as_each_alone(subtests: pytest.Subtests) -> None:
     for window in WINDOWS:
         with subtests.test(window=window):
             engine = fake_engine(num_blocks=200, window=window)
@@ -54,7 +55,7 @@ def test_many_at_once_are_the_same_as_alone(subtests: pytest.Subtests) -> None:
             assert_at_rest(engine)
 
 
-def test_a_warm_cache_changes_nothing(subtests: pytest.Subtests) -> None:
+def test_a_warm_cache_does_not_change_tokens(subtests: pytest.Subtests) -> None:
     for window, length in product(WINDOWS, (16, 17, 19, 33)):
         with subtests.test(window=window, length=length):
             engine = fake_engine(window=window)
@@ -65,7 +66,7 @@ def test_a_warm_cache_changes_nothing(subtests: pytest.Subtests) -> None:
             assert of(cold, Finished)[0].cached_tokens == 0
             wanted = expected(prompt, window=window)
             assert tokens(warm)["warm", 0] == tokens(cold)["cold", 0] == wanted
-            # Generated tokens' blocks are cached as well.
+            # Blocks of generated tokens are cached, too.
             longer = [*prompt, *tokens(warm)["warm", 0]]
             more = run(engine, ask("more", longer))
             assert of(more, Finished)[0].cached_tokens >= length
@@ -73,7 +74,7 @@ def test_a_warm_cache_changes_nothing(subtests: pytest.Subtests) -> None:
             assert_at_rest(engine)
 
 
-def test_a_full_hit_in_a_pool_without_room_for_the_copy() -> None:
+def test_a_full_cache_hit_in_a_pool_without_room_for_the_copy() -> None:
     engine = fake_engine(num_blocks=2)
     prompt = list(range(8))
     run(engine, ask("cold", prompt, max_tokens=1))
@@ -82,7 +83,7 @@ def test_a_full_hit_in_a_pool_without_room_for_the_copy() -> None:
     assert tokens(warm)["warm", 0] == expected(prompt, 1)
 
 
-def test_tenants_do_not_share() -> None:
+def test_tenants_share_no_blocks() -> None:
     engine = fake_engine()
     run(engine, ask("a", range(20), cache_salt=b"one"))
     other = run(engine, ask("b", range(20), cache_salt=b"two"))
@@ -91,14 +92,14 @@ def test_tenants_do_not_share() -> None:
     assert of(same, Finished)[0].cached_tokens == 19
 
 
-def test_without_a_cache_nothing_is_kept() -> None:
+def test_without_a_prefix_cache_no_block_is_kept() -> None:
     engine = fake_engine(prefix_cache=False)
     events = [run(engine, ask(key, range(20))) for key in ("a", "b")]
     assert of(events[1], Finished)[0].cached_tokens == 0
     assert engine.stats().blocks.cached == 0
 
 
-def test_preemption_changes_no_token(subtests: pytest.Subtests) -> None:
+def test_preemption_does_not_change_tokens(subtests: pytest.Subtests) -> None:
     for window in WINDOWS:
         with subtests.test(window=window):
             engine = fake_engine(num_blocks=14, window=window, prefix_cache=False)
@@ -110,8 +111,8 @@ def test_preemption_changes_no_token(subtests: pytest.Subtests) -> None:
             assert_at_rest(engine)
 
 
-def test_a_window_of_penalties_is_of_prompt_and_tokens_alone() -> None:
-    """Preempted, in a batch, and resumed elsewhere it gives the tokens of a request alone."""
+def test_a_penalty_window_covers_only_prompt_and_generated_tokens() -> None:
+    """A request that is preempted, batched or resumed elsewhere gives the same tokens as alone."""
     options: dict[str, Any] = {"repetition_penalty": 1.4, "frequency_penalty": 0.9}
     options["max_tokens"] = 24
     prompts = {f"r{i}": [(i * 5 + j) % 60 for j in range(9)] for i in range(4)}
@@ -135,7 +136,7 @@ def test_a_window_of_penalties_is_of_prompt_and_tokens_alone() -> None:
         assert (ids == alone[key]) == (not windows[key])
 
 
-def test_the_youngest_is_preempted() -> None:
+def test_the_youngest_request_is_preempted() -> None:
     engine = fake_engine(num_blocks=8, prefix_cache=False)
     events = run(engine, ask("old", range(8), max_tokens=20), ask("new", range(8), max_tokens=20))
     assert engine.stats().preemptions > 0
@@ -168,7 +169,8 @@ def test_choices_share_the_prompt(subtests: pytest.Subtests) -> None:
             request = ask("a", prompt, n=3, seed=5, temperature=1.0)
             together = tokens(run(engine, request))
             assert len({tuple(ids) for ids in together.values()}) > 1
-            # Each is a function of (prompt, choice): resuming it with the others done agrees.
+            # Each choice is a function of (prompt, choice): resuming it alone gives the same
+            # tokens.
             for choice in range(3):
                 states = tuple(
                     ChoiceState() if c == choice else ChoiceState((1,), FinishReason.STOP)
@@ -185,13 +187,13 @@ def test_choices_take_no_more_blocks_than_they_write() -> None:
     for _ in range(2):
         engine.step()
     assert engine.stats().blocks.used == 8
-    engine.step()  # the second token of each choice: three copies of the partial last block
+    engine.step()  # the second token of each choice copies the partial last block: three copies
     assert engine.stats().blocks.total == 100
     run(engine)
     assert_at_rest(engine)
 
 
-def test_a_resume_at_any_token_goes_on_the_same(subtests: pytest.Subtests) -> None:
+def test_a_request_resumed_at_any_token_gives_the_same_tokens(subtests: pytest.Subtests) -> None:
     for window, cut in product(WINDOWS, range(9)):
         with subtests.test(window=window, cut=cut):
             request = {"seed": 2, "temperature": 0.9}
@@ -216,12 +218,12 @@ def test_a_resume_of_several_choices(subtests: pytest.Subtests) -> None:
             rest = run(engine, ask("a", range(17), choices=states, **request))
             for c, cut in enumerate(cuts):
                 assert tokens(rest).get(("a", c), []) == whole["a", c][cut:]
-            # The prompt is computed once: what else is computed are the choices' own tokens.
+            # The prompt is computed once; all other computed tokens belong to single choices.
             assert engine.stats().prompt_tokens == 17
             assert_at_rest(engine)
 
 
-def test_choices_are_preempted_together_and_go_on() -> None:
+def test_choices_are_preempted_together_and_continue() -> None:
     free = tokens(run(fake_engine(200), ask("a", range(9), n=2, seed=1, temperature=1.0)))
     engine = fake_engine(num_blocks=9, prefix_cache=False)
     old = ask("old", range(8), max_tokens=24)
@@ -232,7 +234,7 @@ def test_choices_are_preempted_together_and_go_on() -> None:
     assert_at_rest(engine)
 
 
-def test_short_prompts_overtake_and_long_ones_still_come() -> None:
+def test_short_prompts_overtake_but_long_ones_finish() -> None:
     now = [0.0]
     engine = fake_engine(num_blocks=500, chunk_size=16, step_tokens=24, clock=lambda: now[0])
     engine.submit(ask("long", [i % 60 for i in range(160)], max_tokens=1))
@@ -240,7 +242,7 @@ def test_short_prompts_overtake_and_long_ones_still_come() -> None:
     first = engine.step()
     assert first is not None
     assert [e.key for e in of(first.events, Scheduled)] == ["short", "long"]
-    # A steady stream of short prompts, each of them shorter than what is left of the long one.
+    # A steady stream of short prompts, each shorter than the remainder of the long one.
     for turn in range(200):
         now[0] += 0.1
         engine.submit(ask(f"s{turn}", [turn % 60] * 16, max_tokens=1))
@@ -253,12 +255,12 @@ def test_short_prompts_overtake_and_long_ones_still_come() -> None:
     assert turn > 5
 
 
-def test_a_long_prompt_that_is_computed_does_not_wait() -> None:
-    """However long that takes, a short one comes at the next chunk."""
+def test_a_long_prompt_does_not_delay_a_short_one() -> None:
+    """However long a prompt takes, a short one gets the next chunk."""
     now = [0.0]
     engine = fake_engine(num_blocks=500, chunk_size=16, step_tokens=24, clock=lambda: now[0])
     engine.submit(ask("long", [i % 60 for i in range(160)], max_tokens=1))
-    for _ in range(8):  # two chunks are left, after eight seconds
+    for _ in range(8):  # two chunks remain after eight seconds
         assert engine.step() is not None
         now[0] += 1.0
     engine.submit(ask("short", range(20), max_tokens=1))
@@ -272,8 +274,8 @@ def test_a_long_prompt_that_is_computed_does_not_wait() -> None:
     assert done == ["short", "long"]
 
 
-def test_waiting_counts_in_proportion_to_the_length() -> None:
-    """Two long prompts, one behind the other: the second has waited, and is not passed for ever."""
+def test_waiting_time_counts_in_proportion_to_the_length() -> None:
+    """Of two long prompts, the second has waited and is not overtaken indefinitely."""
     now = [0.0]
     engine = fake_engine(num_blocks=500, chunk_size=16, step_tokens=24, clock=lambda: now[0])
     for key, odd in (("first", 7), ("second", 11)):
@@ -287,11 +289,11 @@ def test_waiting_counts_in_proportion_to_the_length() -> None:
         now[0] += 0.1
         if "second" in done:
             break
-    assert done.index("first") + 5 < done.index("second") < 60, "not side by side"
+    assert done.index("first") + 5 < done.index("second") < 60, "the long prompts ran side by side"
     assert any(key.startswith("s") for key in done[: done.index("first")])
 
 
-def test_prefill_only_holds_its_blocks() -> None:
+def test_a_prefill_only_request_holds_its_blocks() -> None:
     engine = fake_engine(prefix_cache=False)
     events = run(engine, ask("p", range(21), prefill_only=True))
     assert [(e.num_tokens, e.done) for e in of(events, PrefillComputed)] == [
@@ -314,7 +316,7 @@ def test_prefill_only_holds_its_blocks() -> None:
         engine.held_blocks("p")
 
 
-def test_prefill_only_from_the_cache_computes_nothing(subtests: pytest.Subtests) -> None:
+def test_a_cached_prefill_only_request_computes_nothing(subtests: pytest.Subtests) -> None:
     for window in WINDOWS:
         with subtests.test(window=window):
             engine = fake_engine(window=window)
@@ -337,14 +339,14 @@ def test_a_prefill_only_request_is_never_preempted() -> None:
     engine.submit(ask("old", range(4), max_tokens=50))
     while engine.stats().blocks.used < 9:
         engine.step()
-    for _ in range(2):  # to the end of that block
+    for _ in range(2):  # to the end of its block
         engine.step()
     engine.submit(ask("p", range(16), prefill_only=True))
     until(engine, Scheduled, "p")
     blocks = engine.held_blocks("p")
     while engine.stats().preemptions == 0:
         assert engine.step() is not None
-    assert engine.stats().held == 0  # it was being computed when blocks ran out
+    assert engine.stats().held == 0  # it was in progress when blocks ran out
     assert engine.held_blocks("p") == blocks
     while engine.step() is not None:
         pass
@@ -354,7 +356,7 @@ def test_a_prefill_only_request_is_never_preempted() -> None:
     assert_at_rest(engine)
 
 
-def test_a_reused_slot_keeps_nothing_of_the_sequence_before() -> None:
+def test_a_reused_slot_keeps_nothing_of_its_previous_sequence() -> None:
     engine = fake_engine(max_running=1)
     run(engine, ask("long", range(50)))
     engine.submit(ask("short", range(5)))
@@ -365,7 +367,7 @@ def test_a_reused_slot_keeps_nothing_of_the_sequence_before() -> None:
     assert not any(line[len(blocks) :])
 
 
-def test_a_window_gives_its_blocks_back_on_the_way() -> None:
+def test_a_window_releases_its_blocks_during_prefill() -> None:
     engine = fake_engine(num_blocks=40, window=6, prefix_cache=False, context_len=160)
     engine.submit(ask("a", range(4), max_tokens=100))
     for _ in range(80):
@@ -377,7 +379,7 @@ def test_a_window_gives_its_blocks_back_on_the_way() -> None:
     assert_at_rest(engine)
 
 
-def test_launch_and_collect_are_separate() -> None:
+def test_launch_and_collect_can_be_called_separately() -> None:
     engine = fake_engine()
     engine.submit(ask("a", range(5), max_tokens=1))
     plan = engine.schedule()
@@ -408,14 +410,14 @@ def test_stats_and_prefix_events() -> None:
     added, removed = engine.take_prefix_events()
     assert len(added) == stats.blocks.cached
     assert removed == []
-    run(engine, ask("c", range(40, 60), max_tokens=50))  # evicts what was cached
+    run(engine, ask("c", range(40, 60), max_tokens=50))  # evicts the cached blocks
     added_later, removed = engine.take_prefix_events()
     assert added_later
     assert set(removed) <= set(added)
     assert removed
 
 
-def test_prompt_scores_are_said_once_after_a_preemption() -> None:
+def test_prompt_scores_are_sent_once_despite_preemption() -> None:
     request = ask("a", range(40), prompt_logprobs=0, max_tokens=2)
     (whole,) = of(run(fake_engine(chunk_size=8), request), PromptScored)
     engine = fake_engine(chunk_size=8)

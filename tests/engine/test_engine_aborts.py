@@ -1,4 +1,4 @@
-"""Requests that end before their time: aborted, or failed by the model."""
+"""Requests that end early: aborted, or failed by the model."""
 
 import pytest
 import torch
@@ -16,19 +16,19 @@ from pdserve.engine.api.request import (
 from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.cache import KvCache
 
-WINDOWS = (0, 6)  # layers that see everything, and layers that see a window beside them
+WINDOWS = (0, 6)  # layers with full attention; and those combined with window layers
 
 
 def expected(prompt: list[int], count: int = 8, window: int = 0) -> list[int]:
     return reference(prompt, fake_spec(4, window), count)
 
 
-def test_a_choice_aborted_early_leaves_its_place_to_others() -> None:
+def test_a_choice_aborted_early_leaves_its_slot_to_others() -> None:
     engine = fake_engine(max_running=4)
     engine.submit(ask("a", range(60), n=3))
     engine.step()
     engine.abort("a", [1])
-    engine.submit(ask("b", range(4), n=2))  # what a step has left beside a chunk
+    engine.submit(ask("b", range(4), n=2))  # fits into a step next to a chunk
     engine.step()
     assert engine.stats().running == 2
     run(engine)
@@ -60,13 +60,13 @@ def test_abort_in_every_state() -> None:
     assert run(engine) == []
 
 
-def test_abort_of_single_choices() -> None:
+def test_single_choices_are_aborted() -> None:
     engine = fake_engine(num_blocks=60)
     options = {"n": 3, "seed": 4, "temperature": 1.0}
     whole = tokens(run(fake_engine(), ask("a", range(33), **options)))
     engine.submit(ask("a", range(33), **options))
     engine.step()
-    engine.abort("a", [1])  # while the prompt is computed
+    engine.abort("a", [1])  # during prefill
     events = list(run(engine, max_steps=2000))
     got = tokens(events)
     assert got["a", 0] == whole["a", 0]
@@ -90,7 +90,7 @@ def test_abort_of_single_choices() -> None:
     assert_at_rest(engine)
 
 
-def test_a_start_with_every_choice_ended_ends_at_once() -> None:
+def test_a_request_resumed_with_all_choices_ended_ends_at_once() -> None:
     engine = fake_engine()
     done = (ChoiceState((3, 4), FinishReason.STOP), ChoiceState(tuple(range(8))))
     events = run(engine, ask("a", range(5), n=2, choices=done))
@@ -98,7 +98,8 @@ def test_a_start_with_every_choice_ended_ends_at_once() -> None:
 
 
 class Poisoned(FakeDecoder):
-    """NaN logits for the rows whose first token is `poison`; raises when it is 14."""
+    """A decoder that returns NaN logits for rows whose first token is `poison`, and raises if it is
+    14."""
 
     poison = 13
 
@@ -114,7 +115,7 @@ class Poisoned(FakeDecoder):
         return logits
 
 
-def test_nan_fails_that_request_only(subtests: pytest.Subtests) -> None:
+def test_nan_fails_only_its_request(subtests: pytest.Subtests) -> None:
     for options in ({}, {"temperature": 1.0}, {"top_k": 3, "temperature": 1.0}):
         with subtests.test(options=options):
             engine = fake_engine(model=Poisoned(fake_spec()))
@@ -127,7 +128,7 @@ def test_nan_fails_that_request_only(subtests: pytest.Subtests) -> None:
             assert_at_rest(engine)
 
 
-def test_kv_that_led_to_nan_is_not_found_again(subtests: pytest.Subtests) -> None:
+def test_kv_that_led_to_nan_is_not_cached(subtests: pytest.Subtests) -> None:
     for window in WINDOWS:
         with subtests.test(window=window):
             model = Poisoned(fake_spec(window=window))
@@ -143,11 +144,11 @@ def test_kv_that_led_to_nan_is_not_found_again(subtests: pytest.Subtests) -> Non
             assert of(run(engine, ask("bad", prompt)), RequestFailed)
             added, removed = engine.take_prefix_events()
             assert not removed
-            assert len(added) == 2  # behind the prompt, of "good"
+            assert len(added) == 2  # the blocks of "good" after the prompt
             assert_at_rest(engine)
 
 
-def test_a_model_that_raises_fails_the_step_and_the_rest_goes_on(
+def test_a_model_that_raises_fails_the_step_and_later_ones_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = fake_engine(model=Poisoned(fake_spec()), max_running=1)

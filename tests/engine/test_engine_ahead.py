@@ -1,5 +1,5 @@
-"""A step that is launched before the tokens of the one before it are read: what is told is what an
-engine without it tells, whatever happens to a request in between."""
+"""A step is launched before the tokens of the previous one are read. The events equal those of an
+engine without this, whatever happens to a request in between."""
 
 from collections.abc import Callable
 
@@ -39,7 +39,7 @@ def stepped(engine: Engine, count: int) -> list[Event]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_tokens_are_those_of_steps_one_after_the_other(temperature: float) -> None:
+def test_tokens_equal_those_of_sequential_steps(temperature: float) -> None:
     def requests() -> list[Request]:
         return [
             ask(f"r{n}", range(n, n + 5 + n), n, temperature=temperature, max_tokens=6 + 3 * n, n=1)
@@ -56,9 +56,9 @@ def test_tokens_are_those_of_steps_one_after_the_other(temperature: float) -> No
     assert_at_rest(engine)
 
 
-def test_a_token_too_many_is_never_told() -> None:
-    """The choice ends by a token that the host reads when the next step runs already; others that
-    run on get their own."""
+def test_a_surplus_token_is_discarded() -> None:
+    """The host reads the token that ends the choice while the next step already runs. Other rows of
+    that step keep their tokens."""
     expected = greedy(12)
     stop = expected[6]
     assert stop not in expected[:6]
@@ -77,12 +77,12 @@ def test_a_token_too_many_is_never_told() -> None:
 def test_no_step_is_launched_for_tokens_beyond_the_last() -> None:
     engine, sampling = ahead_engine()
     run(engine, ask("r", range(5), max_tokens=9))
-    assert engine.model.steps == 9  # one chunk, whose token is the first, and eight rows
+    assert engine.model.steps == 9  # one chunk, which gives the first token, and eight rows
     assert sampling.ahead == 8 - 1
 
 
 @pytest.mark.parametrize("options", [{"logprobs": 2}, {"presence_penalty": 0.5}])
-def test_what_needs_the_token_waits_for_it(options: dict[str, float]) -> None:
+def test_a_step_that_needs_the_last_token_waits_for_it(options: dict[str, float]) -> None:
     engine, sampling = ahead_engine()
     run(engine, ask("r", range(5), **options))
     assert sampling.ahead == 0
@@ -110,20 +110,20 @@ def test_an_aborted_request_gets_no_token_of_a_step_in_flight() -> None:
     before = stepped(engine, 4)
     assert engine.ahead is not None
     engine.abort("r")
-    after = run(engine, ask("next", range(40), max_tokens=5))  # which gets its blocks
+    after = run(engine, ask("next", range(40), max_tokens=5))  # reuses its blocks
     assert tokens(before)["r", 0] == greedy(12)[:4]
     assert [e.ids for e in of(after, NewTokens, "r")] == [()]
     assert tokens(after)["next", 0] == greedy(5, range(40))
     assert_at_rest(engine)
 
 
-def test_an_error_of_a_step_ahead_fails_those_that_are_still_in_it() -> None:
+def test_an_error_of_a_step_ahead_fails_requests_that_are_still_in_it() -> None:
     engine, sampling = ahead_engine()
     for key in ("held", "parked", "runs"):
         engine.submit(ask(key, range(5), max_tokens=12))
     stepped(engine, 3)
     sampling.error = "the device has failed"
-    events = stepped(engine, 1)  # whose following step fails to launch
+    events = stepped(engine, 1)  # the launch of the next step fails
     assert engine.ahead is not None
     assert engine.hold("held")
     assert engine.park("parked")
@@ -138,7 +138,7 @@ def test_an_error_of_a_step_ahead_fails_those_that_are_still_in_it() -> None:
     assert_at_rest(engine)
 
 
-def test_a_step_that_nobody_reads_is_waited_for() -> None:
+def test_a_step_whose_tokens_are_not_read_is_waited_for() -> None:
     class Device(FakeDecoder):
         waited = 0
 
@@ -151,12 +151,12 @@ def test_a_step_that_nobody_reads_is_waited_for() -> None:
     assert model.waited == model.kv_only_steps == 3
 
 
-def test_who_waits_for_a_place_is_planned_with_the_tokens_known() -> None:
+def test_waiting_requests_are_planned_after_the_tokens_are_known() -> None:
     engine, sampling = ahead_engine(max_running=2)
     requests = [ask(f"r{n}", range(5), max_tokens=4 + 2 * n) for n in range(5)]
     found = tokens(run(engine, *requests))
     assert [found[f"r{n}", 0] for n in range(5)] == [greedy(4 + 2 * n) for n in range(5)]
-    assert sampling.ahead >= 5  # while both places are taken
+    assert sampling.ahead >= 5  # while both slots are taken
 
 
 def test_blocks_run_out_while_a_step_is_in_flight() -> None:

@@ -1,5 +1,5 @@
-"""The engine on the CUDA kernels, interpreted: recorded steps that run ahead give the tokens of
-single launches one after the other, and of each request alone."""
+"""The engine on the CUDA kernels, interpreted: recorded steps that run ahead give the same tokens
+as sequential single launches, and as each request alone."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def requests() -> list[Any]:
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3", "mixtral"])
-def test_recorded_steps_ahead_change_no_token(arch: str, tmp_path: Path) -> None:
+def test_recorded_steps_ahead_do_not_change_tokens(arch: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path, arch, seed=8, head_dim=16)
     plain = tokens(run(interpreted_engine(path, ahead=False), *requests()))
     recorder = ReplayRecorder()
@@ -45,7 +45,7 @@ def test_recorded_steps_ahead_change_no_token(arch: str, tmp_path: Path) -> None
         assert found == plain[request.key, 0]
 
 
-def test_what_penalties_and_logprobs_ask_for_is_the_same(tmp_path: Path) -> None:
+def test_recorded_steps_do_not_change_penalties_and_logprobs(tmp_path: Path) -> None:
     path = write_tiny(tmp_path, "llama", seed=8, head_dim=16, num_hidden_layers=1)
     asked = [
         ask("penalty", range(5), temperature=0.7, repetition_penalty=1.4, max_tokens=6),

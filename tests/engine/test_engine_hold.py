@@ -1,4 +1,4 @@
-"""Held requests: no steps, blocks that nobody takes; then on where they were, or gone."""
+"""Held requests run no steps and keep their blocks; they are then continued or released."""
 
 from itertools import product
 
@@ -9,7 +9,7 @@ from pdserve.engine.api.request import ChoiceState, Event, Finished, FinishReaso
 from pdserve.engine.engine import Held
 
 
-def test_a_held_request_goes_on_where_it_was(subtests: pytest.Subtests) -> None:
+def test_a_held_request_continues_where_it_was(subtests: pytest.Subtests) -> None:
     for window, before in product((0, 10), (2, 5, 9)):
         with subtests.test(window=window, before=before):
             asked = ask("r", range(20), temperature=1.0, max_tokens=12, logprobs=2, seed=3)
@@ -24,7 +24,7 @@ def test_a_held_request_goes_on_where_it_was(subtests: pytest.Subtests) -> None:
             said = len(tokens(events)["r", 0])
             computed = 20 + said - 1
             assert engine.hold("r") == Held(computed, 0)
-            assert engine.hold("r") is not None, "it is held already"
+            assert engine.hold("r") is not None, "a request may be held twice"
             assert not engine.has_work
             assert (engine.stats().held, engine.stats().running) == (1, 0)
             assert sum(block != 0 for block in engine.held_blocks("r")[0]) == -(-computed // 4)
@@ -38,8 +38,9 @@ def test_a_held_request_goes_on_where_it_was(subtests: pytest.Subtests) -> None:
             assert_at_rest(engine)
 
 
-def test_nobody_takes_a_held_request_s_blocks() -> None:
-    """Others lack blocks: they wait, are preempted, parked ones are given up; not this one."""
+def test_blocks_of_a_held_request_are_not_taken() -> None:
+    """When other requests lack blocks, they wait or are preempted and parked ones are evicted, but
+    not a held one."""
     engine = fake_engine(num_blocks=20)
     engine.submit(ask("r", range(30), max_tokens=40))
     for _ in range(3):
@@ -55,10 +56,10 @@ def test_nobody_takes_a_held_request_s_blocks() -> None:
     engine.unhold("r")
     alone = run(fake_engine(), ask("r", range(30), max_tokens=40))
     assert tokens(run(engine))["r", 0] == tokens(alone)["r", 0][2:]
-    assert engine.stats().recomputed_tokens > 0, "those of the preempted"
+    assert engine.stats().recomputed_tokens > 0, "preempted requests must be recomputed"
 
 
-def test_a_released_request_is_gone_without_an_event() -> None:
+def test_a_released_request_ends_without_an_event() -> None:
     engine = fake_engine()
     engine.submit(ask("r", range(20), max_tokens=40))
     for _ in range(4):
@@ -81,7 +82,7 @@ def test_an_aborted_held_request_ends() -> None:
     assert_at_rest(engine)
 
 
-def test_what_is_not_one_chain_is_not_held() -> None:
+def test_only_a_request_with_one_running_sequence_can_be_held() -> None:
     engine = fake_engine()
     engine.submit(ask("long", range(60)))
     engine.submit(ask("two", range(8), n=2, max_tokens=20))
@@ -92,7 +93,7 @@ def test_what_is_not_one_chain_is_not_held() -> None:
         engine.step()
     assert engine.hold("two") is None
     engine.abort("two", (0,))
-    assert engine.hold("two") is not None, "one choice is left"
+    assert engine.hold("two") is not None, "a single choice remains"
     engine.unhold("two")
     for key in ("long", "two", "hidden", "waits"):
         engine.abort(key)
@@ -100,7 +101,7 @@ def test_what_is_not_one_chain_is_not_held() -> None:
     assert_at_rest(engine)
 
 
-def test_tokens_computed_once_more_are_counted() -> None:
+def test_recomputed_tokens_are_counted() -> None:
     engine = fake_engine()
     said = tuple(tokens(run(engine, ask("r", range(20))))["r", 0])
     assert engine.stats().recomputed_tokens == 0
@@ -110,5 +111,5 @@ def test_tokens_computed_once_more_are_counted() -> None:
         e.finish for e in run(other, ask("r", range(20), choices=begun)) if getattr(e, "finish", 0)
     ]
     assert end is FinishReason.LENGTH
-    assert other.stats().recomputed_tokens == 4, "the fifth had not been computed before"
+    assert other.stats().recomputed_tokens == 4, "the fifth token is computed for the first time"
     assert other.stats().prompt_tokens == 20

@@ -1,4 +1,5 @@
-"""What ends or refuses a request: stop ids, lengths, bounds of the pool and of the queue."""
+"""Conditions that end or refuse a request: stop ids, lengths, limits of the pool and of the
+queue."""
 
 import pytest
 from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
@@ -36,7 +37,7 @@ def test_eos_ends_unless_ignored() -> None:
     assert of(events, NewTokens, "a")[0].finish is FinishReason.STOP
 
 
-def test_max_tokens_defaults_to_what_is_left_of_the_context() -> None:
+def test_max_tokens_defaults_to_the_rest_of_the_context() -> None:
     engine = fake_engine(context_len=24)
     events = run(engine, ask("a", range(10), max_tokens=None))
     assert len(tokens(events)["a", 0]) == 14
@@ -45,13 +46,13 @@ def test_max_tokens_defaults_to_what_is_left_of_the_context() -> None:
     assert len(tokens(run(small, ask("a", range(10), max_tokens=None)))["a", 0]) == 7
 
 
-def test_what_never_fits_is_refused_and_what_fits_later_waits() -> None:
+def test_a_request_that_never_fits_is_refused_and_one_that_fits_later_waits() -> None:
     engine = fake_engine(num_blocks=6, context_len=40)
     with pytest.raises(ContextLengthExceeded) as too_long:
         engine.submit(ask("a", range(10), max_tokens=31))
     assert too_long.value.param == "max_tokens"
     with pytest.raises(ContextLengthExceeded):
-        engine.submit(ask("a", range(25), max_tokens=1))  # the pool holds 24, the context 40
+        engine.submit(ask("a", range(25), max_tokens=1))  # the pool holds 24 tokens, the context 40
     with pytest.raises(ContextLengthExceeded):
         engine.submit(ask("a", range(8), n=4, max_tokens=6))
     assert not engine.has_work
@@ -60,7 +61,7 @@ def test_what_never_fits_is_refused_and_what_fits_later_waits() -> None:
     assert_at_rest(engine)
 
 
-def test_choices_without_max_tokens_share_a_pool_as_large_as_the_context() -> None:
+def test_choices_without_max_tokens_share_a_pool_of_the_size_of_the_context() -> None:
     engine = fake_engine(num_blocks=6, context_len=24)
     found = tokens(run(engine, ask("a", range(10), n=2, max_tokens=None, ignore_eos=True)))
     assert [len(ids) for ids in found.values()] == [7, 7]
@@ -91,7 +92,7 @@ WRONG_PARAMETERS = (
 )
 
 
-def test_bad_parameters_are_named(subtests: pytest.Subtests) -> None:
+def test_invalid_parameters_are_named(subtests: pytest.Subtests) -> None:
     for param, fields in WRONG_PARAMETERS:
         with subtests.test(param, **fields):
             engine = fake_engine()
@@ -101,7 +102,7 @@ def test_bad_parameters_are_named(subtests: pytest.Subtests) -> None:
             assert not engine.has_work
 
 
-def test_bad_prompts_are_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_prompts_are_refused(subtests: pytest.Subtests) -> None:
     for prompt in ([], [64], [-1]):
         with subtests.test(prompt=prompt):
             with pytest.raises(InvalidRequest) as refused:
@@ -109,7 +110,7 @@ def test_bad_prompts_are_refused(subtests: pytest.Subtests) -> None:
             assert refused.value.param == "prompt"
 
 
-def test_the_queue_is_bounded_and_keys_are_unique() -> None:
+def test_the_queue_is_limited_and_keys_are_unique() -> None:
     engine = fake_engine(max_waiting=2)
     engine.submit(ask("a", range(5)))
     with pytest.raises(InvalidRequest):

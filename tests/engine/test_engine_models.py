@@ -1,4 +1,4 @@
-"""The engine over real tiny models in float32: the same tokens however a request is run."""
+"""The engine with real tiny models in float32: the tokens do not depend on how a request runs."""
 
 import random
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def asked(sampled: bool, **options: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone(engine_of: Maker) -> dict[bool, dict[tuple[str, int], list[int]]]:
-    """Every request by itself, without a prefix cache."""
+    """Return the tokens of every request run alone, without a prefix cache."""
     engine = engine_of(prefix_cache=False)
     return {
         sampled: {k: v for r in asked(sampled) for k, v in tokens(run(engine, r)).items()}
@@ -72,7 +72,7 @@ def test_greedy_equals_transformers(folder: Path, alone: Any) -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_batched_warm_preempted_and_chunked_are_the_same(
+def test_batched_cached_preempted_and_chunked_requests_give_the_same_tokens(
     engine_of: Maker, alone: Any, sampled: bool
 ) -> None:
     batched = engine_of()
@@ -101,7 +101,9 @@ def test_batched_warm_preempted_and_chunked_are_the_same(
         assert tokens(events) == alone[sampled]
 
 
-def test_resumed_at_a_random_token(engine_of: Maker, alone: Any) -> None:
+def test_a_request_resumed_at_a_random_token_gives_the_same_tokens(
+    engine_of: Maker, alone: Any
+) -> None:
     engine, rng = engine_of(), random.Random(1)
     requests = []
     for i, (key, prompt) in enumerate(prompts().items()):
@@ -161,7 +163,7 @@ def test_a_measured_chunk_and_a_default_pool(engine_of: Maker) -> None:
     engine = engine_of(chunk_size=0, kv_tokens=0, max_running=4)
     spec = engine.kv.spec
     assert engine.limits.chunk_size in (64, 128, 256, 512)
-    # Never more than a full batch of full contexts, and of windows.
+    # At most a full batch of full contexts, and of windows.
     assert engine.limits.num_blocks == 4 * 512 // 8
     assert engine.kv.num_blocks == pool_sizes(spec, 4 * 512 // 8, 4, engine.limits.chunk_size)
     other = engine_of(kv_tokens=64)

@@ -1,4 +1,4 @@
-"""Parked requests: no steps, blocks kept until others lack them, then on where they were."""
+"""Parked requests run no steps and keep their blocks until others lack them; then they continue."""
 
 from itertools import product
 
@@ -30,8 +30,9 @@ def used(engine: Engine) -> int:
     return engine.stats().blocks.used
 
 
-def test_a_parked_request_goes_on_where_it_was(subtests: pytest.Subtests) -> None:
-    """One step: within the prompt of two chunks; two: its first token; five: decoding."""
+def test_a_parked_request_continues_where_it_was(subtests: pytest.Subtests) -> None:
+    """After one step it is within the prompt of two chunks, after two at its first token, after
+    five in decode."""
     for n, before in product((1, 3), (1, 2, 5)):
         with subtests.test(n=n, before=before):
             asked = ask("r", range(20), n=n, temperature=1.0, max_tokens=12, logprobs=2, seed=3)
@@ -49,7 +50,7 @@ def test_a_parked_request_goes_on_where_it_was(subtests: pytest.Subtests) -> Non
             assert stats.blocks.used == blocks
             assert stats.parked_blocks >= blocks > 0
 
-            events += run(engine, ask("other", range(30, 40)))  # takes the slots that the other had
+            events += run(engine, ask("other", range(30, 40)))  # takes the freed slots
             assert engine.unpark("r")
             assert not engine.unpark("r")
             events += steps(engine)
@@ -58,12 +59,14 @@ def test_a_parked_request_goes_on_where_it_was(subtests: pytest.Subtests) -> Non
             scores = [e.logprobs for e in of(events, NewTokens, "r")]
             assert sorted(map(str, scores)) == sorted(str(e.logprobs) for e in of(whole, NewTokens))
             assert len(of(events, Finished, "r")) == 1
-            assert engine.stats().prompt_tokens - 10 == 20 >= computed, "no prompt token twice"
+            assert engine.stats().prompt_tokens - 10 == 20 >= computed, (
+                "a prompt token was computed twice"
+            )
             assert engine.stats().preemptions == 0
             assert_at_rest(engine)
 
 
-def test_a_queued_request_waits_without_blocks() -> None:
+def test_a_queued_request_is_parked_without_blocks() -> None:
     engine = fake_engine()
     engine.submit(ask("r", range(20)))
     assert engine.park("r")
@@ -88,7 +91,8 @@ def test_unknown_and_reserved_requests_cannot_be_parked() -> None:
 
 
 def parked_three(num_blocks: int) -> Engine:
-    """Three decoding requests, parked in the order c, a, b; five or six blocks each."""
+    """Return an engine with three decoding requests of five or six blocks each, parked in the order
+    c, a, b."""
     engine = fake_engine(num_blocks, prefix_cache=False)
     for number, key in enumerate("abc"):
         start = 20 * number
@@ -100,16 +104,18 @@ def parked_three(num_blocks: int) -> Engine:
     return engine
 
 
-def test_the_longest_parked_is_given_up_first_and_only_for_blocks() -> None:
+def test_the_longest_parked_request_is_evicted_first_and_only_for_blocks() -> None:
     engine = parked_three(num_blocks=20)
     blocks = engine.stats().blocks
     assert blocks.free >= 2
     events = run(engine, ask("fits", range(3), max_tokens=2))
-    assert not of(events, Evicted), "it fits beside them"
+    assert not of(events, Evicted), "the request fits next to the parked ones"
     events = run(engine, ask("large", range(45), max_tokens=4))
     assert [e.key for e in of(events, Evicted)] == ["c", "a"]
     assert len(of(events, Finished, "large")) == 1
-    assert engine.stats().preemptions == 0, "parked ones go before running ones"
+    assert engine.stats().preemptions == 0, (
+        "parked requests must be evicted before running ones are preempted"
+    )
     assert not engine.unpark("c")
     assert engine.unpark("b")
     assert len(of(steps(engine), Finished, "b")) == 1
@@ -141,7 +147,7 @@ def test_a_reservation_takes_parked_blocks() -> None:
     assert_at_rest(engine)
 
 
-def test_cancel_while_parked_frees_at_once_and_ends_once() -> None:
+def test_aborting_a_parked_request_frees_blocks_at_once_and_ends_it_once() -> None:
     engine = parked_three(num_blocks=20)
     before = used(engine)
     assert engine.abort("a")
@@ -155,7 +161,7 @@ def test_cancel_while_parked_frees_at_once_and_ends_once() -> None:
     assert_at_rest(engine)
 
 
-def test_single_choices_are_cancelled_while_parked(subtests: pytest.Subtests) -> None:
+def test_single_choices_are_aborted_while_parked(subtests: pytest.Subtests) -> None:
     for before in (1, 4):
         with subtests.test(before=before):
             asked = ask("r", range(20), n=3, temperature=1.0, seed=3)
@@ -176,7 +182,7 @@ def test_single_choices_are_cancelled_while_parked(subtests: pytest.Subtests) ->
             assert_at_rest(engine)
 
 
-def test_failing_all_leaves_the_parked_alone() -> None:
+def test_fail_all_does_not_affect_parked_requests() -> None:
     engine = parked_three(num_blocks=64)
     engine.unpark("a")
     engine.fail_all("broken")
@@ -185,5 +191,5 @@ def test_failing_all_leaves_the_parked_alone() -> None:
         assert engine.unpark(key)
     events = steps(engine)
     assert {e.key for e in of(events, Finished)} == {"b", "c"}
-    assert not of(events, PrefillComputed), "their prompts were computed before"
+    assert not of(events, PrefillComputed), "their prompts were computed before parking"
     assert_at_rest(engine)

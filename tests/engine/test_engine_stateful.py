@@ -1,7 +1,7 @@
-"""Random requests, aborts and hand-offs on a small pool: every request ends, no block is lost.
+"""Random requests, aborts and hand-offs on a small pool: every request ends and no block leaks.
 
-The decoder reads every key through the tables and fails on a key of another sequence, so a block
-shared for writing shows as a failed request or as wrong tokens.
+The decoder reads every key through the tables and fails on a key of another sequence. A block that
+is shared while it is written therefore shows as a failed request or as wrong tokens.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ from pdserve.engine.api.request import (
 )
 from pdserve.engine.scheduling.reservation import Reservation
 
-TICK_S = 0.01  # between two looks at the clock, so that a run is the same when it is repeated
+TICK_S = 0.01  # between two readings of the clock, so that runs are reproducible
 
 # Few distinct prompts, so that prefixes are shared.
 PROMPTS = st.builds(
@@ -61,7 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
             chunk_size=chunk_size,
             max_running=4,
             prefix_cache=cache,
-            clock=count(0, TICK_S).__next__,  # the order of prompts goes by how long they wait
+            clock=count(0, TICK_S).__next__,  # the order of prompts depends on waiting times
             ahead=launches_ahead,
         )
         self.source = fake_engine(200, window=window, prefix_cache=False)
@@ -75,7 +75,7 @@ class EngineMachine(RuleBasedStateMachine):
     def request(self, prompt: list[int], n: int, cut: int) -> Request:
         key = f"r{len(self.asked)}"
         whole = reference(prompt, fake_spec(4, self.window), cut)
-        cuts = [max(0, cut - c) for c in range(n)]  # choices of different lengths
+        cuts = [max(0, cut - c) for c in range(n)]  # choices have different lengths
         states = tuple(ChoiceState(tuple(whole[:at])) for at in cuts) if cut else ()
         return ask(key, prompt, n=n, max_tokens=10, choices=states)
 
@@ -91,7 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS)
     def submit_prefill(self, prompt: list[int]) -> None:
-        # Held blocks are given back by their holder only: leave the others room to run.
+        # Only their holder releases held blocks: leave room for other requests.
         if len(self.held) < 1 and len(prompt) <= 16:
             key = f"p{len(self.asked)}"
             self.engine.submit(ask(key, prompt, prefill_only=True))
@@ -130,7 +130,8 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reservations)
     @rule(part=st.floats(0, 1))
     def verify(self, part: float) -> None:
-        """A part of the blocks has come from a prefill worker that may die before the rest."""
+        """Verify a part of the blocks, as if the prefill worker might die before sending the
+        others."""
         reservation, request = self.reservations[0]
         if not reservation.open:
             return
@@ -140,7 +141,7 @@ class EngineMachine(RuleBasedStateMachine):
         event(f"a part of a prompt was kept: {reservation.cached_tokens < kept}")
 
     def fill(self, reservation: Reservation, request: Request, end: int | None = None) -> None:
-        """Copies the blocks before `end` from an engine that has computed them."""
+        """Copy the blocks before `end` from an engine that has computed them."""
         ids = prefix_ids(request)[:-1]
         if not ids:
             return
@@ -165,7 +166,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.aborted.add(key)
             if key in self.held and key not in self.engine.jobs.by_key:
                 self.held.discard(key)
-                self.ends[key] = 1  # counted before if it was held already
+                self.ends[key] = 1  # a held request was already counted
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())

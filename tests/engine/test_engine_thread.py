@@ -1,4 +1,4 @@
-"""The engine thread serves posts, polls and steps, and outlives whatever they raise."""
+"""The engine thread handles posts, polls and steps, and survives errors in them."""
 
 import threading
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from pdserve.engine.thread import EngineThread
 
 
 class Listener:
-    """Collects events and lets a test wait for the end of a request."""
+    """Collects events, and waits for the end of a request."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -39,7 +39,7 @@ def running(engine: Engine, listener: Listener) -> Iterator[EngineThread]:
     assert not any(t.name == "engine" for t in threading.enumerate())
 
 
-def test_posted_requests_run_in_order_of_posting() -> None:
+def test_posted_requests_run_in_the_order_of_posting() -> None:
     engine, listener = fake_engine(), Listener()
     order: list[int] = []
     with running(engine, listener) as thread:
@@ -54,20 +54,20 @@ def test_posted_requests_run_in_order_of_posting() -> None:
     assert_at_rest(engine)
 
 
-def test_a_lost_device_computes_nothing_more_and_requests_are_not_told() -> None:
+def test_after_the_loss_of_a_device_nothing_is_computed_and_no_request_gets_an_event() -> None:
     model, listener = LosableDevice(lost=True), Listener()
     with running(fake_engine(model=model), listener) as thread:
         thread.post(lambda e: e.submit(ask("a", range(9)))).result(LIMIT_S)
         wait_until(lambda: thread.lost, listener.events)
         assert "earlier illegal memory access" in thread.lost
         thread.post(lambda e: e.submit(ask("b", range(9)))).result(LIMIT_S)
-        thread.post(lambda _: None).result(LIMIT_S)  # turns that compute nothing
+        thread.post(lambda _: None).result(LIMIT_S)  # turns without computation
         assert model.failures == 1
         assert not of(listener.events, RequestFailed)
         assert tokens(listener.events)["a", 0] == reference(list(range(9)), fake_spec(), 2)
 
 
-def test_a_step_that_fails_on_a_device_that_works_fails_its_requests() -> None:
+def test_a_failed_step_on_a_working_device_fails_its_requests() -> None:
     model, listener = LosableDevice(lost=False), Listener()
     with running(fake_engine(model=model), listener) as thread:
         thread.post(lambda e: e.submit(ask("a", range(9)))).result(LIMIT_S)
@@ -77,7 +77,7 @@ def test_a_step_that_fails_on_a_device_that_works_fails_its_requests() -> None:
         assert "an illegal memory access" in failed.message
 
 
-def test_scheduled_is_told_before_the_first_chunk_is_computed_and_once() -> None:
+def test_scheduled_is_sent_once_and_before_the_first_chunk_is_computed() -> None:
     listener, told = Listener(), list[int]()
 
     class Watched(FakeDecoder):
@@ -93,7 +93,7 @@ def test_scheduled_is_told_before_the_first_chunk_is_computed_and_once() -> None
     assert len(of(listener.events, Finished)) == 1
 
 
-def test_what_a_post_raises_is_its_future_s() -> None:
+def test_an_error_in_a_post_is_set_on_its_future() -> None:
     listener = Listener()
     with running(fake_engine(), listener) as thread:
         future = thread.post(lambda e: e.submit(ask("a", [])))
@@ -102,7 +102,7 @@ def test_what_a_post_raises_is_its_future_s() -> None:
         assert thread.post(lambda e: e.stats().step).result(LIMIT_S) == 0
 
 
-def test_polls_run_between_steps_and_while_they_have_more() -> None:
+def test_polls_run_between_steps_and_repeat_while_they_have_more() -> None:
     listener, enough = Listener(), threading.Event()
     polls = 0
 
@@ -136,7 +136,7 @@ def test_an_idle_thread_does_not_spin() -> None:
         assert thread.post(lambda _: thread.liveness).result(LIMIT_S) <= turns + 3
 
 
-def test_close_cancels_what_is_posted_and_ends() -> None:
+def test_close_cancels_posted_calls_and_ends_the_thread() -> None:
     entered, go_on = threading.Event(), threading.Event()
     thread = EngineThread(fake_engine(), Listener())
     thread.start()
@@ -150,7 +150,7 @@ def test_close_cancels_what_is_posted_and_ends() -> None:
     assert not closer.is_alive()
 
 
-def test_a_failing_step_fails_its_requests_and_the_thread_goes_on(
+def test_a_failing_step_fails_its_requests_and_the_thread_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine, listener = fake_engine(), Listener()
@@ -196,8 +196,8 @@ def test_a_failing_poll_or_listener_is_logged(caplog: pytest.LogCaptureFixture) 
     assert "listener's fault" in caplog.text
 
 
-def test_steps_advance_while_work_waits_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Liveness: a queue that cannot move is not a frozen engine."""
+def test_liveness_advances_while_requests_wait_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that cannot move is not a frozen engine."""
     monkeypatch.setattr("pdserve.engine.thread.IDLE_TURN_S", 0.01)
     engine, listener = fake_engine(num_blocks=4), Listener()
     with running(engine, listener) as thread:

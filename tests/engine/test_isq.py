@@ -1,4 +1,4 @@
-"""--isq: a model quantized while it loads is the one that `pdserve quantize` writes."""
+"""--isq: a model quantized at load equals the one that `pdserve quantize` writes."""
 
 import logging
 from collections import Counter
@@ -51,7 +51,7 @@ def load(model: Path, **options: Any) -> Any:
 
 
 def held(model: Path, type: str = "") -> dict[str, Any]:
-    """All tensors as they are given to a decoder."""
+    """Return all tensors in the form given to a decoder."""
     opened = open_checkpoint(model)
     spec = find_spec(opened.hf_config)
     config = spec.parse(opened.hf_config)
@@ -66,7 +66,7 @@ def held(model: Path, type: str = "") -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """A directory and the GGUF of the same weights, by architecture."""
+    """Return a directory and the GGUF of the same weights, by architecture."""
     folder = tmp_path_factory.mktemp("models")
     made = {}
     for arch, sizes in (
@@ -80,8 +80,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     return made
 
 
-# A type's quantizer does the same to any matrix, so one architecture has them all. Of the others
-# each has the types whose mixes tell what its matrices do apart, Q8_0, whose mix does not, and one
+# A type's quantizer treats every matrix alike, so one architecture covers all types. The others
+# cover the types whose mixes distinguish the roles of matrices, Q8_0, whose mix does not, and one
 # of the types of 32 values, whose mixes are alike.
 PAIRS = [
     *(("llama", type) for type in TYPES),
@@ -94,7 +94,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("arch", "type"), PAIRS)
-def test_the_weights_are_those_of_the_written_file(
+def test_weights_equal_those_of_the_written_file(
     models: dict[str, tuple[Path, Path]], arch: str, type: str, tmp_path: Path
 ) -> None:
     directory, plain = models[arch]
@@ -120,7 +120,7 @@ def test_the_weights_are_those_of_the_written_file(
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
 @pytest.mark.parametrize(("arch", "type"), [("llama", "q4k"), ("qwen3_moe", "q5_1")])
-def test_it_answers_as_the_written_file_does(
+def test_answers_equal_those_of_the_written_file(
     models: dict[str, tuple[Path, Path]], kernels: str, arch: str, type: str, tmp_path: Path
 ) -> None:
     directory, plain = models[arch]
@@ -133,7 +133,9 @@ def test_it_answers_as_the_written_file_does(
     assert answers[0] == answers[1]
 
 
-def test_it_is_another_model_than_the_stored_one(models: dict[str, tuple[Path, Path]]) -> None:
+def test_the_digest_differs_from_that_of_the_stored_model(
+    models: dict[str, tuple[Path, Path]],
+) -> None:
     directory, _ = models["llama"]
     cards = [load(directory, isq=type).card for type in ("", "q4k", "Q4_K", "q8", "q4k")]
     stored, first, alias, other, again = (card.weights_digest for card in cards)
@@ -142,8 +144,8 @@ def test_it_is_another_model_than_the_stored_one(models: dict[str, tuple[Path, P
     assert [card.quantization for card in cards[:2]] == ["float32", "Q4_K"]
 
 
-def test_weights_may_be_expanded_behind_it(models: dict[str, tuple[Path, Path]]) -> None:
-    """The values stay those of the blocks."""
+def test_quantized_weights_may_be_expanded(models: dict[str, tuple[Path, Path]]) -> None:
+    """The values equal those of the quantized blocks."""
     directory, _ = models["llama"]
     ids = list(range(40))
     answers = []
@@ -156,15 +158,15 @@ def test_weights_may_be_expanded_behind_it(models: dict[str, tuple[Path, Path]])
     assert answers[0] == answers[1]
 
 
-def test_routers_and_vectors_stay(models: dict[str, tuple[Path, Path]]) -> None:
+def test_routers_and_vectors_are_not_quantized(models: dict[str, tuple[Path, Path]]) -> None:
     raws = held(models["qwen3_moe"][0], "q4_0")
     plain = {name for name, raw in raws.items() if raw.format == "F32"}
     assert all("norm" in name or name.endswith("mlp.gate.weight") for name in plain)
     assert sum(name.endswith("mlp.gate.weight") for name in plain) == WIDE["num_hidden_layers"]
 
 
-def test_rows_that_do_not_fit_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of 288 columns Q8_0, of 40 as they are."""
+def test_rows_that_do_not_fit_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows of 288 columns become Q8_0; rows of 40 columns are not quantized."""
     sizes = {**WIDE, "intermediate_size": 288, "num_attention_heads": 2, "head_dim": 20}
     path = write_tiny(tmp_path / "odd", "qwen3", seed=2, **sizes)
     with caplog.at_level(logging.INFO):
@@ -176,10 +178,10 @@ def test_rows_that_do_not_fit_are_told(tmp_path: Path, caplog: pytest.LogCapture
     assert "40 columns do not fit Q4_K: as stored" in caplog.text
 
 
-def test_fused_matrices_are_quantized_by_what_they_do(
+def test_fused_matrices_are_quantized_by_their_role(
     models: dict[str, tuple[Path, Path]],
 ) -> None:
-    """One that holds q, k and v has the format of v, as in the file that is written."""
+    """A matrix with q, k and v gets the format of v, as in the written file."""
     raws = held(models["phi3"][0], "q3k")
     formats = {name.split(".")[-2]: raw.format for name, raw in raws.items() if ".1." in name}
     assert formats["q_proj"] == formats["k_proj"] == formats["v_proj"] == "Q5_K"
@@ -188,7 +190,9 @@ def test_fused_matrices_are_quantized_by_what_they_do(
     assert apart.format == "Q3_K"
 
 
-def test_what_cannot_be_quantized(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_unknown_types_and_quantized_models_are_refused(
+    models: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
     directory, plain = models["llama"]
     with pytest.raises(ValueError, match="'q9' is not supported; supported: q4_0"):
         load(directory, isq="q9")
@@ -199,7 +203,7 @@ def test_what_cannot_be_quantized(models: dict[str, tuple[Path, Path]], tmp_path
         load(tmp_path / "out.gguf", isq="q4k")
 
 
-def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
+def test_a_nonfinite_weight_is_named(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     path = write_tiny(tmp_path / "model", "llama", **WIDE)
@@ -215,12 +219,12 @@ def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out.gguf").exists()
 
 
-def test_what_a_tensor_of_gguf_does(subtests: pytest.Subtests) -> None:
+def test_the_role_of_a_gguf_tensor(subtests: pytest.Subtests) -> None:
     for name, placed in (
         ("token_embd.weight", (MatrixRole.HEAD, 0)),
         ("blk.12.attn_v.weight", (MatrixRole.VALUE, 12)),
         ("blk.3.ffn_down_exps.weight", (MatrixRole.DOWN, 3)),
-        ("blk.3.ffn_down.7.weight", (MatrixRole.DOWN, 3)),  # Mixtral's first files
+        ("blk.3.ffn_down.7.weight", (MatrixRole.DOWN, 3)),  # in Mixtral's first files
         ("blk.3.attn_q.weight", (MatrixRole.OTHER, 3)),
         ("blk.3.attn_qkv.weight", (MatrixRole.VALUE, 3)),
         ("blk.3.ffn_gate_inp.weight", None),

@@ -1,4 +1,5 @@
-"""The engine's sign of life: a step that may take so long is life, a hung one is not."""
+"""The engine's liveness counter: a step that may take long counts as alive, a hung step does
+not."""
 
 from random import Random
 
@@ -11,7 +12,7 @@ from pdserve.services.host.stall_detector import FROZEN_S, MIN_LOOKS, StallDetec
 
 
 def verdicts(liveness: LivenessCounter, start: float, end: float, every_s: float) -> list[float]:
-    """When somebody who looks finds it frozen."""
+    """Return the times at which an observer finds the engine frozen."""
     seen, found = StallDetector(), []
     for i in range(int((end - start) / every_s)):
         now = start + i * every_s
@@ -21,9 +22,9 @@ def verdicts(liveness: LivenessCounter, start: float, end: float, every_s: float
 
 
 @pytest.mark.parametrize("every_s", [0.1, 0.5])
-def test_a_hung_step_of_the_usual_size_is_found_within_ten_seconds(every_s: float) -> None:
+def test_a_hung_step_of_normal_size_is_detected_within_ten_seconds(every_s: float) -> None:
     liveness = LivenessCounter()
-    liveness.beat(0.0, expected_s=0.15)  # a chunk of 100 ms among decode rows
+    liveness.beat(0.0, expected_s=0.15)  # a chunk of 100 ms with decode rows
     found = verdicts(liveness, 0.0, 30.0, every_s)
     assert FROZEN_S <= found[0] <= 10.0
     assert found == sorted(found)
@@ -32,14 +33,16 @@ def test_a_hung_step_of_the_usual_size_is_found_within_ten_seconds(every_s: floa
 
 
 @pytest.mark.parametrize("every_s", [0.1, 0.5])
-def test_a_chunk_of_a_minute_is_not_frozen(every_s: float) -> None:
+def test_a_chunk_that_takes_a_minute_is_not_frozen(every_s: float) -> None:
     liveness = LivenessCounter()
     liveness.beat(0.0, expected_s=60.0)
     assert not verdicts(liveness, 0.0, SLACK * 60.0, every_s)
-    assert verdicts(liveness, 0.0, SLACK * 60.0 + 10.0, every_s), "but not for ever"
+    assert verdicts(liveness, 0.0, SLACK * 60.0 + 10.0, every_s), (
+        "must count as frozen after its slack"
+    )
 
 
-def test_what_is_read_never_falls_and_every_turn_moves_it() -> None:
+def test_the_counter_never_decreases_and_every_turn_increments_it() -> None:
     rng = Random(3)
     liveness, now, last, moved_itself = LivenessCounter(), 0.0, 0, 0
     for _ in range(3000):
@@ -54,26 +57,26 @@ def test_what_is_read_never_falls_and_every_turn_moves_it() -> None:
     assert moved_itself > 300
 
 
-def test_neither_a_stopped_router_nor_a_stopped_worker_is_a_frozen_engine() -> None:
-    """SIGSTOP for a minute: heartbeats that were on their way are read late, in a burst."""
+def test_a_stopped_router_or_worker_does_not_count_as_a_frozen_engine() -> None:
+    """After a SIGSTOP of a minute, heartbeats in transit are read late and in a burst."""
     seen = StallDetector()
     for beat in range(200):
         assert not seen.look(beat // 10, True, beat * 0.1)
     for beat in range(200, 800):  # sent meanwhile, read at once
         assert not seen.look(beat // 10, True, 80.0)
-    assert not seen.look(79, True, 80.1), "and those of a worker that was stopped were never sent"
+    assert not seen.look(79, True, 80.1), "a stopped worker sends no heartbeats meanwhile"
     assert MIN_LOOKS > 11
 
 
-def test_without_work_nothing_needs_to_move() -> None:
+def test_without_work_no_progress_is_needed() -> None:
     seen = StallDetector()
     assert not any(seen.look(5, False, now * 0.1) for now in range(300))
     assert not any(seen.look(5, True, 30.0 + now * 0.1) for now in range(79))
     assert seen.look(5, True, 38.5)
 
 
-def test_an_engine_knows_what_its_steps_may_take() -> None:
-    clock = iter(range(0, 10_000, 2))  # every look at the clock takes two seconds
+def test_an_engine_estimates_the_duration_of_its_steps() -> None:
+    clock = iter(range(0, 10_000, 2))  # each reading of the clock takes two seconds
     engine = fake_engine(
         chunk_size=64, max_running=4, num_blocks=256, clock=lambda: float(next(clock))
     )
@@ -86,7 +89,7 @@ def test_an_engine_knows_what_its_steps_may_take() -> None:
     assert engine.expected_s(plan) == pytest.approx(2.0 + 40 * 2.0 / 48, rel=0.1)
 
 
-def test_a_step_that_hung_is_no_measure_of_the_next_one() -> None:
+def test_a_step_that_hung_does_not_change_the_estimate_of_the_next() -> None:
     meter = StepMeter()
     engine = fake_engine(max_running=4)
     engine.submit(ask("a", range(3), max_tokens=40))

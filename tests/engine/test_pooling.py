@@ -1,5 +1,5 @@
-"""Embeddings from the engine: what transformers computes, and the same however it is run: bit for
-bit on the native kernels, on torch as far as its matrix products go."""
+"""Embeddings from the engine equal transformers' and do not depend on how a request runs: bit for
+bit on the native kernels, within the accuracy of matrix products on torch."""
 
 import random
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def same(kernels: str) -> Callable[[Any, Any], bool]:
-    """Whether vectors are those of the same requests, bit for bit where that is promised."""
+    """Return a comparison of vectors: bit for bit where that is guaranteed."""
 
     def compare(got: Any, want: Any) -> bool:
         if kernels == "native":
@@ -95,19 +95,19 @@ def engine_of(kernels: str, folder: Path) -> Maker:
 
 @pytest.fixture(scope="module")
 def alone(engine_of: Maker) -> dict[str, tuple[float, ...]]:
-    """Every request by itself, without a prefix cache."""
+    """Return the vectors of every request run alone, without a prefix cache."""
     engine = engine_of(prefix_cache=False)
     return {key: v for request in asked() for key, v in vectors(run(engine, request)).items()}
 
 
-def test_equals_transformers(folder: Path, pooling: str, alone: Any) -> None:
+def test_vectors_equal_those_of_transformers(folder: Path, pooling: str, alone: Any) -> None:
     oracle = Oracle(folder, pooling)
     for request in asked():
         got = torch.tensor(alone[request.key])
         assert torch.allclose(got, oracle.pooled(request.prompt_ids), atol=1e-4, rtol=1e-4)
 
 
-def test_batched_is_the_same(engine_of: Maker, alone: Any, same: Any) -> None:
+def test_batched_requests_give_the_same_vectors(engine_of: Maker, alone: Any, same: Any) -> None:
     engine = engine_of(step_tokens=64 + 256)
     for request in asked():
         engine.submit(request)
@@ -123,7 +123,7 @@ def test_batched_is_the_same(engine_of: Maker, alone: Any, same: Any) -> None:
     assert_at_rest(engine)
 
 
-def test_chunks_are_the_same(engine_of: Maker, alone: Any, same: Any) -> None:
+def test_chunks_give_the_same_vectors(engine_of: Maker, alone: Any, same: Any) -> None:
     for chunk_size in (16, 256):
         events = run(engine_of(chunk_size=chunk_size), *asked())
         parts = [e for e in of(events, PrefillComputed) if not e.done]
@@ -131,16 +131,20 @@ def test_chunks_are_the_same(engine_of: Maker, alone: Any, same: Any) -> None:
         assert same(vectors(events), alone)
 
 
-def test_prefix_hits_are_the_same(engine_of: Maker, pooling: str, alone: Any, same: Any) -> None:
+def test_prefix_hits_give_the_same_vectors(
+    engine_of: Maker, pooling: str, alone: Any, same: Any
+) -> None:
     engine = engine_of()
     run(engine, *asked())
     warm = run(engine, *asked())
     hits = sum(e.cached_tokens for e in of(warm, Finished))
-    assert (hits > 500) == (pooling == "last"), "the mean needs the states of all tokens"
+    assert (hits > 500) == (pooling == "last"), (
+        "a mean needs the states of all tokens, so it cannot use cached ones"
+    )
     assert same(vectors(warm), alone)
 
 
-def test_preempted_is_the_same(engine_of: Maker, alone: Any, same: Any) -> None:
+def test_preempted_requests_give_the_same_vectors(engine_of: Maker, alone: Any, same: Any) -> None:
     engine = engine_of(kv_tokens=160, prefix_cache=False, chunk_size=16, context_len=160)
     longest = asked()[-1]
     engine.submit(longest)
@@ -154,7 +158,7 @@ def test_preempted_is_the_same(engine_of: Maker, alone: Any, same: Any) -> None:
     assert_at_rest(engine)
 
 
-def test_a_context_may_be_all_prompt(engine_of: Maker) -> None:
+def test_a_prompt_may_fill_the_context(engine_of: Maker) -> None:
     engine = engine_of(context_len=64)
     (found,) = vectors(run(engine, pool("whole", [7] * 64))).values()
     assert np.isfinite(found).all()
@@ -162,7 +166,7 @@ def test_a_context_may_be_all_prompt(engine_of: Maker) -> None:
         engine.submit(pool("more", [7] * 65))
 
 
-def test_abort_gives_the_blocks_back(engine_of: Maker) -> None:
+def test_abort_releases_the_blocks(engine_of: Maker) -> None:
     engine = engine_of()
     engine.submit(asked()[-1])
     engine.step()
@@ -173,14 +177,14 @@ def test_abort_gives_the_blocks_back(engine_of: Maker) -> None:
     assert_at_rest(engine)
 
 
-def test_an_embedding_model_generates_nothing() -> None:
+def test_an_embedding_model_cannot_generate() -> None:
     engine = fake_engine(pooling="last")
     with pytest.raises(InvalidRequest, match="does not support text generation") as refused:
         engine.submit(ask("a", range(5)))
     assert refused.value.param == "model"
 
 
-def test_a_generating_model_has_no_embeddings() -> None:
+def test_a_generating_model_cannot_embed() -> None:
     with pytest.raises(InvalidRequest, match="The model does not support Embeddings API"):
         fake_engine().submit(pool("a", [1, 2, 3]))
 
@@ -192,12 +196,12 @@ def test_a_generating_model_has_no_embeddings() -> None:
         {"params": replace(ask("a", [1]).params, prompt_logprobs=1)},
     ],
 )
-def test_what_a_prompt_alone_cannot_have(changes: dict[str, Any]) -> None:
+def test_parameters_that_embeddings_of_a_prompt_do_not_support(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="cannot have choices or prompt_logprobs"):
         fake_engine(pooling="last").submit(replace(pool("a", [1, 2, 3]), **changes))
 
 
-def test_what_an_embedding_cannot_have(subtests: pytest.Subtests) -> None:
+def test_sampling_parameters_that_embeddings_do_not_support(subtests: pytest.Subtests) -> None:
     for param, params in (
         ("n", {"n": 2}),
         ("allowed_token_ids", {"allowed_token_ids": (1,)}),
@@ -212,7 +216,7 @@ def test_what_an_embedding_cannot_have(subtests: pytest.Subtests) -> None:
             assert refused.value.param == param
 
 
-def test_a_mean_publishes_no_prefix_that_nobody_could_use() -> None:
+def test_mean_pooling_publishes_no_prefix() -> None:
     for kind in ("last", "mean"):
         engine = fake_engine(pooling=kind)
         request = pool("a", list(range(20)))
@@ -222,7 +226,7 @@ def test_a_mean_publishes_no_prefix_that_nobody_could_use() -> None:
         assert bool(engine.chain(request)) == (kind == "last")
 
 
-def test_it_is_neither_reserved_nor_held() -> None:
+def test_an_embedding_request_can_be_neither_reserved_nor_held() -> None:
     engine = fake_engine(pooling="mean")
     with pytest.raises(InvalidRequest, match="must also compute this prompt"):
         engine.reserve(pool("a", [1, 2, 3]))
@@ -239,14 +243,14 @@ class NotFinite(FakeDecoder):
         return states
 
 
-def test_states_that_are_not_finite_fail_the_request() -> None:
+def test_nonfinite_states_fail_the_request() -> None:
     engine = fake_engine(pooling="last", model=NotFinite(fake_spec()))
     (failed,) = of(run(engine, pool("a", list(range(20)))), RequestFailed)
     assert failed.message == "the hidden states are not finite"
     assert not engine.num_found(engine.chain(pool("b", list(range(20)))))
 
 
-def test_any_decoder_embeds_if_it_is_asked_to(tmp_path: Path) -> None:
+def test_any_decoder_embeds_if_configured_to(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "m", "qwen3")
     options: dict[str, Any] = {"kv_tokens": 1024, "weights": "float32"}
     engine, card = build_engine(EngineConfig(model=str(path), pooling="mean", **options))

@@ -1,7 +1,8 @@
-"""Blocks that are cached while a reservation still holds them: never early or twice, never lost.
+"""Blocks that are cached while a reservation still holds them: not too early, not twice, and never
+lost.
 
-A shadow keeps what every layer of every block holds. Whatever the prefix cache offers must be a
-whole block whose tokens, and all before them, give its hash, in every layer.
+A shadow copy records what every layer of every block holds. Each block in the prefix cache must be
+whole, and its tokens and all before them must give its hash in every layer.
 """
 
 from collections import Counter, defaultdict
@@ -49,7 +50,7 @@ def make_engine(num_blocks: int, window: int) -> Engine:
 
 @dataclass
 class Receiving:
-    """A hand-off under way: what has arrived, what is still to come."""
+    """A hand-off in progress: received data and missing pieces."""
 
     reservation: Reservation
     ids: tuple[int, ...]
@@ -108,7 +109,7 @@ class Cluster:
             for group, first in enumerate(reservation.first_block)
             for piece in cut(spec, group, range(first, len(reservation.blocks[group])), 128)
         ]
-        if self.random.random() < 0.7:  # as a prefill sends them
+        if self.random.random() < 0.7:  # in the order of a prefill worker
             pieces.sort(key=lambda p: p.blocks.start)
         else:
             self.random.shuffle(pieces)
@@ -116,7 +117,7 @@ class Cluster:
         self.open.append(Receiving(reservation, ids[:-1], bitmap, pieces, cached))
 
     def receive(self) -> None:
-        """A few frames arrive, are written and made known."""
+        """Receive some frames, write them and mark them as verified."""
         one = self.random.choice(self.open)
         if not one.reservation.open:
             return
@@ -128,7 +129,7 @@ class Cluster:
             for index in piece.blocks:
                 block = one.reservation.blocks[piece.group][index]
                 for layer in piece.layers:
-                    assert (piece.group, layer, block) not in self.held, "written twice"
+                    assert (piece.group, layer, block) not in self.held, "a cell was written twice"
                     self.held[piece.group, layer, block] = one.ids[: (index + 1) * SIZE]
         lead = min(one.reservation.num_tokens, one.bitmap.num_leading * SIZE)
         kept = self.engine.verified(one.reservation, lead)
@@ -171,11 +172,11 @@ class Cluster:
                 self.engine.verified(one.reservation, 0)
 
     def finish(self) -> None:
-        """A committed request ends before its first step."""
+        """End a committed request before its first step."""
         self.engine.abort(self.committed.pop())
 
     def findable(self, group: int = 0) -> dict[bytes, int]:
-        """Every block that can be found, by its chain hash, as the pool's events tell it."""
+        """Return every block that can be found, by chain hash, according to the pool's events."""
         pool, known = self.engine.jobs.tables.pools[group], self.published[group]
         added, removed = pool.take_events()
         assert not known & set(added)
@@ -195,17 +196,17 @@ class Cluster:
             in_tables = {block for table in tables for block in table if block}
             assert counts.used + counts.reserved == len(in_tables)
             findable = self.findable(group)
-            assert findable.keys() == self.published[group], "published, and not found"
+            assert findable.keys() == self.published[group], "a published block cannot be found"
             found = set(findable.values())
             assert len(found) == len(findable)
-            assert counts.cached == len(found - in_tables), "a cached block that nobody can find"
+            assert counts.cached == len(found - in_tables), "a cached block cannot be found"
             used, reserved = pool.references()
             for block, count in (used + reserved).items():
                 assert pool.writable(block) == (count == 1 and block not in found)
             for chain_hash, block in findable.items():
                 for layer in range(2):
-                    ids = self.held[group, layer, block]  # KeyError: cached before it was there
-                    assert len(ids) % SIZE == 0, "a partial block"
+                    ids = self.held[group, layer, block]  # KeyError: cached before it arrived
+                    assert len(ids) % SIZE == 0, "a partial block was cached"
                     if ids not in known:
                         known[ids] = chain_hashes(ids, SIZE, SEED)[-1]
                     assert known[ids] == chain_hash
@@ -244,7 +245,7 @@ def check_any_order(window: int, num_blocks: int, num_steps: int, seed: int) -> 
     cluster.close()
 
 
-def test_any_order_keeps_the_cache_true_and_the_blocks_counted() -> None:
+def test_random_orders_keep_cache_and_block_counts_consistent() -> None:
     REACHED.clear()
     check_any_order()
     print(dict(sorted(REACHED.items())))
@@ -264,29 +265,29 @@ def test_any_order_keeps_the_cache_true_and_the_blocks_counted() -> None:
         assert REACHED[state] >= 20, state
 
 
-def test_a_verified_prefix_is_found_before_and_after_the_release() -> None:
+def test_a_verified_prefix_is_found_before_and_after_its_release() -> None:
     engine = make_engine(40, 0)
     reservation = engine.reserve(ask("a", range(33)))
     assert reservation is not None
-    assert engine.verified(reservation, 19) == 16, "whole blocks only"
-    assert engine.verified(reservation, 8) == 16, "what is cached stays cached"
+    assert engine.verified(reservation, 19) == 16, "only whole blocks may count"
+    assert engine.verified(reservation, 8) == 16, "cached blocks must stay cached"
     assert len(engine.take_prefix_events()[0]) == 4
     blocks = engine.stats().blocks
-    assert (blocks.cached, blocks.reserved) == (0, 9), "they are held"
+    assert (blocks.cached, blocks.reserved) == (0, 9), "the reservation holds them"
     twin = engine.reserve(ask("b", range(33)))
     assert twin is not None
     assert twin.cached_tokens == 16
     assert twin.blocks[0][:4] == reservation.blocks[0][:4]
     engine.release(reservation)
     blocks = engine.stats().blocks
-    assert (blocks.cached, blocks.reserved) == (0, 9), "the other one holds them"
+    assert (blocks.cached, blocks.reserved) == (0, 9), "the other reservation holds them"
     engine.release(twin)
     assert engine.stats().blocks.cached == 4
     assert engine.take_prefix_events() == ([], [])
     assert_at_rest(engine)
 
 
-def test_only_an_open_reservation_is_verified_and_not_beyond_its_end() -> None:
+def test_only_an_open_reservation_can_be_verified_up_to_its_end() -> None:
     engine = make_engine(40, 0)
     reservation = engine.reserve(ask("a", range(33)))
     assert reservation is not None
@@ -297,12 +298,12 @@ def test_only_an_open_reservation_is_verified_and_not_beyond_its_end() -> None:
         engine.verified(reservation, 4)
 
 
-def test_a_window_group_without_its_blocks_keeps_the_prefix_out_of_the_cache() -> None:
+def test_a_window_group_without_its_blocks_prevents_caching() -> None:
     engine = make_engine(40, 6)
     reservation = engine.reserve(ask("a", range(33)))
     assert reservation is not None
     assert reservation.first_block == [0, 6]
-    assert engine.verified(reservation, 28) == 0, "the next token would see block 5"
+    assert engine.verified(reservation, 28) == 0, "the next token would need block 5"
     assert engine.verified(reservation, 32) == 32
     engine.release(reservation)
     again = engine.reserve(ask("b", range(33)))

@@ -1,5 +1,5 @@
-"""Window groups have small pools of their own: long prompts run in them, exactly, and none waits
-for ever for blocks that another waits for too."""
+"""Window groups have separate small pools: long prompts run in them with exact results, and no two
+requests wait for each other's blocks indefinitely."""
 
 import itertools
 
@@ -37,7 +37,9 @@ def long_prompt(start: int) -> list[int]:
     return ids
 
 
-def test_the_blocks_of_a_window_hold_a_chunk_and_what_it_sees(subtests: pytest.Subtests) -> None:
+def test_the_blocks_of_a_window_hold_a_chunk_and_the_tokens_it_sees(
+    subtests: pytest.Subtests,
+) -> None:
     for window, chunk, block in itertools.product((1, 7, 8, 9, 48), (1, 4, 10, 16), (1, 4, 16)):
         with subtests.test(window=window, chunk=chunk, block=block):
             most = 0
@@ -58,7 +60,7 @@ def test_long_prompts_in_a_small_pool_give_the_same_tokens() -> None:
     assert_at_rest(engine)
 
 
-def test_a_prompt_holds_no_more_of_a_window_than_it_needs() -> None:
+def test_a_prompt_holds_no_more_window_blocks_than_it_needs() -> None:
     engine = windowed()
     engine.submit(ask("a", long_prompt(1)))
     held = []
@@ -68,9 +70,9 @@ def test_a_prompt_holds_no_more_of_a_window_than_it_needs() -> None:
     assert_at_rest(engine)
 
 
-def test_prefills_that_share_their_beginning_all_end() -> None:
-    """Nobody preempts them, so each must be able to go on with what it has; what one gives back
-    stays with others that share it."""
+def test_prefills_with_a_common_prefix_all_end() -> None:
+    """They are never preempted, so each must be able to continue with its blocks. Blocks that one
+    releases stay with others that share them."""
     engine = windowed(max_running=4, context_len=400, step_tokens=4 * CHUNK)
     common = ids_from(1, 96)
     run(engine, ask("first", common, max_tokens=1))
@@ -95,7 +97,7 @@ def test_prefills_that_share_their_beginning_all_end() -> None:
     assert_at_rest(engine)
 
 
-def test_a_hand_off_reserves_what_its_last_token_sees() -> None:
+def test_a_hand_off_reserves_the_blocks_that_its_last_token_sees() -> None:
     engine = windowed()
     prompt = long_prompt(5)
     reservation = engine.reserve(ask("a", prompt))
@@ -110,7 +112,7 @@ def test_a_hand_off_reserves_what_its_last_token_sees() -> None:
     assert_at_rest(engine)
 
 
-def test_a_model_of_windows_alone() -> None:
+def test_a_model_with_only_window_layers() -> None:
     spec = KvSpec(BLOCK, (LayerGroup((0,), "window", WINDOW, 1, 4, "float32", 0, 1),))
     for num_blocks, max_running in itertools.product((NEED, 64), (1, 3)):
         limits = EngineLimits(64, 256, BLOCK, num_blocks, max_running, CHUNK)
@@ -124,8 +126,8 @@ def test_a_model_of_windows_alone() -> None:
         assert_at_rest(engine)
 
 
-def test_the_memory_that_windows_save() -> None:
-    """Gemma 3 270M: 3 of its 18 layers see everything, the others 512 tokens."""
+def test_memory_saved_by_window_pools() -> None:
+    """Gemma 3 270M: 3 of its 18 layers have full attention, the others a window of 512 tokens."""
     full = LayerGroup(tuple(range(3)), "full", 0, 1, 256, "float16", 0, 1)
     window = LayerGroup(tuple(range(3, 18)), "window", 512, 1, 256, "float16", 0, 1)
     spec, num_blocks = KvSpec(16, (full, window)), 64 * 8192 // 16
@@ -135,8 +137,9 @@ def test_the_memory_that_windows_save() -> None:
         assert saved == pytest.approx(times, abs=0.01)
 
 
-def test_a_hit_at_a_blocks_border_fits(subtests: pytest.Subtests) -> None:
-    """Its window and what a chunk needs are more than what runs has at any other time."""
+def test_a_hit_that_ends_at_a_block_border_fits(subtests: pytest.Subtests) -> None:
+    """Its window and the blocks of its chunk are more than a running request has at any other
+    time."""
     for max_running in (1, 2):
         with subtests.test(max_running=max_running):
             engine = windowed(max_running, context_len=400)
@@ -151,7 +154,7 @@ def test_a_hit_at_a_blocks_border_fits(subtests: pytest.Subtests) -> None:
             assert_at_rest(engine)
 
 
-def test_a_resumed_request_of_a_whole_batch_fits_beside_its_hit() -> None:
+def test_a_resumed_request_of_a_whole_batch_fits_with_its_cache_hit() -> None:
     engine = windowed(max_running=3, context_len=400)
     prompt = [*ids_from(1, 100), *ids_from(7, 60)]
     run(engine, ask("first", prompt[:100], max_tokens=1))
@@ -164,7 +167,7 @@ def test_a_resumed_request_of_a_whole_batch_fits_beside_its_hit() -> None:
     assert engine.stats().prefix_hits > 0
 
 
-def test_hand_offs_fit_beside_a_full_batch() -> None:
+def test_hand_offs_fit_with_a_full_batch() -> None:
     engine = fake_engine(num_blocks=2000, window=32, chunk_size=CHUNK, max_running=4)
     for number in range(4):
         engine.submit(ask(f"r{number}", ids_from(number, 60), max_tokens=100))
@@ -180,7 +183,7 @@ def test_hand_offs_fit_beside_a_full_batch() -> None:
 
 
 def test_a_resumed_request_with_long_choices_fits() -> None:
-    """What it leaves for its other choices is counted as a window keeps it."""
+    """The blocks that its other choices keep are counted as a window keeps them."""
     engine = windowed(max_running=3)
     prompt = ids_from(2, 9)
     states = tuple(ChoiceState(tuple(ids_from(n, 100))) for n in range(3))

@@ -1,4 +1,5 @@
-"""The scalers' simulation is an acceptance line; its modules import each other by plain names."""
+"""Make the scalers' simulation importable: it is an acceptance line, and its modules import each
+other by bare names."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""The component that finds routers by EndpointSlices, in an overlay with a namespace; also with
-pickers and the gateways of decode pods."""
+"""The component that discovers routers through EndpointSlices: in an overlay with a namespace, and
+together with pickers and the gateways of decode pods."""
 
 import kubernetes_validate
 import pytest
@@ -22,7 +22,7 @@ def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
 
 
 def finding(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """Pod specs of what looks for routers, by role."""
+    """Return the pod specs of the roles that look up routers, by role."""
     pods = {
         name.removeprefix("pdserve-"): deployment["spec"]["template"]["spec"]
         for name, deployment in of_kind(manifests, "Deployment").items()
@@ -31,7 +31,7 @@ def finding(manifests: list[Manifest]) -> dict[str, Manifest]:
 
 
 def watching(manifests: list[Manifest]) -> list[tuple[Manifest, Manifest]]:
-    """Their containers, each with its pod's spec."""
+    """Return the containers of those pods, each with its pod's spec."""
     return [(pod, one) for pod in finding(manifests).values() for one in pod["containers"]]
 
 
@@ -56,7 +56,7 @@ def test_the_account_may_read_endpoint_slices_and_nothing_else(manifests: list[M
     assert of_kind(manifests, "ServiceAccount")[NAME]["automountServiceAccountToken"] is False
 
 
-def test_only_those_who_look_for_routers_have_a_token(manifests: list[Manifest]) -> None:
+def test_only_roles_that_look_up_routers_have_a_token(manifests: list[Manifest]) -> None:
     looking = finding(manifests)
     for name, deployment in of_kind(manifests, "Deployment").items():
         pod = deployment["spec"]["template"]["spec"]
@@ -66,12 +66,14 @@ def test_only_those_who_look_for_routers_have_a_token(manifests: list[Manifest])
         assert ("serviceAccountName" in pod) == bool(tokens)
 
 
-def test_the_files_are_where_they_are_looked_for(manifests: list[Manifest]) -> None:
+def test_token_and_certificate_are_mounted_where_the_client_reads_them(
+    manifests: list[Manifest],
+) -> None:
     for pod, container in watching(manifests):
         (volume,) = [v for v in pod["volumes"] if "projected" in v]
         (mount,) = [m for m in container["volumeMounts"] if m["name"] == volume["name"]]
         assert mount["mountPath"] == SERVICE_ACCOUNT
-        assert "subPath" not in mount, "the token would stay as it was"
+        assert "subPath" not in mount, "a subPath mount would never be refreshed"
         token, authority, namespace = volume["projected"]["sources"]
         assert token["serviceAccountToken"]["path"] == "token"
         assert token["serviceAccountToken"]["expirationSeconds"] <= 3600
@@ -86,14 +88,14 @@ def test_the_target_is_a_service_and_its_port(manifests: list[Manifest]) -> None
         env = {entry["name"]: entry for entry in container["env"]}
         target = parse_kubernetes(env["PDSERVE_ROUTERS"]["value"])
         assert target is not None
-        assert target.namespace == "", "the pod's own"
+        assert target.namespace == "", "must be empty, which means the pod's namespace"
         assert target.service in services
         spec = services[target.service]["spec"]
         assert target.port in [port["name"] for port in spec["ports"]]
-        assert "publishNotReadyAddresses" not in spec, "its endpoints would all be ready"
+        assert "publishNotReadyAddresses" not in spec, "it would list unready endpoints as ready"
 
 
-def test_whoever_watches_reaches_the_api_server(manifests: list[Manifest]) -> None:
+def test_roles_that_watch_endpoints_may_reach_the_api_server(manifests: list[Manifest]) -> None:
     selector = of_kind(manifests, "NetworkPolicy")[NAME]["spec"]["podSelector"]
     for name, deployment in of_kind(manifests, "Deployment").items():
         labels = deployment["spec"]["template"]["metadata"]["labels"]

@@ -1,4 +1,5 @@
-"""The component for Inference Gateways, over the overlay cpu: rendered, and true to the program."""
+"""The component for Inference Gateways on the overlay cpu: rendered, and consistent with the
+program."""
 
 import pytest
 from builders.manifests import Manifest, rendered, selects, workloads
@@ -21,7 +22,7 @@ def env(container: Manifest) -> dict[str, str]:
     return {one["name"]: one.get("value", "") for one in container["env"]}
 
 
-def test_the_pool_is_the_decode_pods(manifests: dict[tuple[str, str], Manifest]) -> None:
+def test_the_pool_selects_the_decode_pods(manifests: dict[tuple[str, str], Manifest]) -> None:
     pool = manifests["InferencePool", "pdserve"]["spec"]
     assert set(pool) == {"selector", "targetPorts", "endpointPickerRef"}
     decode = manifests["Deployment", "pdserve-decode"]["spec"]["template"]
@@ -36,10 +37,12 @@ def test_the_pool_is_the_decode_pods(manifests: dict[tuple[str, str], Manifest])
     asked = env(containers(manifests["Deployment", "pdserve-picker"])["pdserve"])
     assert asked["PDSERVE_ENDPOINTS"] == f"pdserve-decode-http:{ports['http']}"
     worker = env(containers(manifests["Deployment", "pdserve-decode"])["pdserve"])
-    assert worker["PDSERVE_ADVERTISE"].startswith("$(POD_IP):")  # the host that a router compares
+    assert worker["PDSERVE_ADVERTISE"].startswith("$(POD_IP):")  # the router compares this host
 
 
-def test_the_picker_is_where_the_pool_says(manifests: dict[tuple[str, str], Manifest]) -> None:
+def test_the_picker_is_at_the_address_that_the_pool_names(
+    manifests: dict[tuple[str, str], Manifest],
+) -> None:
     named = manifests["InferencePool", "pdserve"]["spec"]["endpointPickerRef"]
     service = manifests["Service", named["name"]]["spec"]
     (port,) = service["ports"]
@@ -56,7 +59,9 @@ def test_the_picker_is_where_the_pool_says(manifests: dict[tuple[str, str], Mani
         assert str(own[name]["grpc"]["port"]) == probe == str(ports["probe"])
 
 
-def test_options_exist(manifests: dict[tuple[str, str], Manifest]) -> None:
+def test_variables_of_picker_and_gateway_are_known_options(
+    manifests: dict[tuple[str, str], Manifest],
+) -> None:
     for deployment, name, command in (
         ("pdserve-picker", "pdserve", "picker"),
         ("pdserve-decode", "gateway", "gateway"),
@@ -67,7 +72,9 @@ def test_options_exist(manifests: dict[tuple[str, str], Manifest]) -> None:
         assert set(env(container)) <= known
 
 
-def test_it_drains_within_its_grace(manifests: dict[tuple[str, str], Manifest]) -> None:
+def test_the_picker_drains_within_its_grace_period(
+    manifests: dict[tuple[str, str], Manifest],
+) -> None:
     pod = manifests["Deployment", "pdserve-picker"]["spec"]["template"]["spec"]
     drain_s = float(env(pod["containers"][0])["PDSERVE_DRAIN_S"])
     assert pod["terminationGracePeriodSeconds"] > drain_s + 10
@@ -80,7 +87,9 @@ def test_the_route_leads_to_the_pool(manifests: dict[tuple[str, str], Manifest])
     assert pool["apiVersion"].partition("/")[0] == backend["group"]
 
 
-def test_whoever_must_be_reached_can_be(manifests: dict[tuple[str, str], Manifest]) -> None:
+def test_network_policies_admit_pickers_and_clients(
+    manifests: dict[tuple[str, str], Manifest],
+) -> None:
     allowed = manifests["NetworkPolicy", "pdserve-picker-to-router"]["spec"]["ingress"][0]
     labels = manifests["Deployment", "pdserve-picker"]["spec"]["template"]["metadata"]["labels"]
     assert allowed["from"][0]["podSelector"]["matchLabels"].items() <= labels.items()
@@ -89,8 +98,9 @@ def test_whoever_must_be_reached_can_be(manifests: dict[tuple[str, str], Manifes
 
 
 def test_every_gateway_has_the_database() -> None:
-    """Also those in decode pods, which clients reach: else files would be there or not by chance,
-    and what they answer would be in nobody's usage."""
+    """Includes the gateways in decode pods, which clients also reach. Without the database there,
+    files would exist depending on which gateway answers, and its requests would be missing from the
+    usage records."""
     found = rendered("components/inference-gateway", "components/database")
     (policy,) = (m["spec"] for m in found if m["metadata"]["name"] == "pdserve-database")
     having = set()
@@ -100,21 +110,24 @@ def test_every_gateway_has_the_database() -> None:
         for container in gateways:
             (entry,) = (e for e in container["env"] if e["name"] == "PDSERVE_DATABASE_URL")
             wanted = {"name": "pdserve-database", "key": "url"}
-            assert entry["valueFrom"]["secretKeyRef"] == wanted, "never without it"
+            assert entry["valueFrom"]["secretKeyRef"] == wanted, "the secret must be required"
             having.add(workload.name)
     assert having == {"pdserve-gateway", "pdserve-decode"}
 
 
-def test_a_secret_alone_is_no_database(manifests: dict[tuple[str, str], Manifest]) -> None:
-    """Without the component no policy lets a gateway reach one."""
+def test_a_secret_without_the_component_configures_no_database(
+    manifests: dict[tuple[str, str], Manifest],
+) -> None:
+    """Without the component, no policy lets a gateway reach a database."""
     for workload in workloads([*manifests.values()]):
         assert "PDSERVE_DATABASE_URL" not in workload.environment()
 
 
-def test_commands_without_a_container_s_name_are_about_the_role(
+def test_the_default_container_of_a_pod_runs_its_role(
     manifests: dict[tuple[str, str], Manifest],
 ) -> None:
-    """`kubectl logs` and `kubectl exec` in the runbook, also where a gateway is the first one."""
+    """The runbook's `kubectl logs` and `kubectl exec` name no container. In a decode pod a gateway
+    comes first."""
     named = {}
     for workload in workloads([*manifests.values()]):
         notes = workload.template["metadata"]["annotations"]

@@ -1,6 +1,7 @@
-"""The overlays are true to the program: commands, ports, addresses, certificates, who meets whom.
+"""Overlays are consistent with the program: commands, ports, addresses, certificates, network
+policies.
 
-What holds of every object under k8s/ is a rule of support/oracles/manifest_rules (test_policy.py).
+Rules for every object under k8s/ are in support/oracles/manifest_rules (test_policy.py).
 """
 
 import re
@@ -27,7 +28,7 @@ def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
 
 @pytest.fixture
 def servers(manifests: list[Manifest]) -> dict[str, Workload]:
-    """What serves, by role."""
+    """Return the workloads that serve, by role."""
     found = [w for w in workloads(manifests) if not w.ends]
     assert sorted(w.role for w in found) == sorted(ROLES)
     return {w.role: w for w in found}
@@ -56,7 +57,9 @@ def test_roles_run_their_commands(servers: dict[str, Workload]) -> None:
         assert f"FROM runtime AS {name.removeprefix('pdserve-')}\n" in dockerfile
 
 
-def test_selectors_meet_their_pods(manifests: list[Manifest], servers: dict[str, Workload]) -> None:
+def test_service_selectors_match_exactly_one_workload(
+    manifests: list[Manifest], servers: dict[str, Workload]
+) -> None:
     for service in of_kind(manifests, "Service").values():
         wanted = {"matchLabels": service["spec"]["selector"]}
         (target,) = [s for s in servers.values() if selects(wanted, s.labels)]
@@ -70,7 +73,7 @@ WORKER = {
 }
 
 
-def test_ports_are_those_that_the_program_binds(servers: dict[str, Workload]) -> None:
+def test_container_ports_are_those_that_the_program_binds(servers: dict[str, Workload]) -> None:
     binds = {
         "gateway": {"http": "PDSERVE_PORT", "grpc": "PDSERVE_GRPC_PORT"},
         "router": WORKER,
@@ -98,7 +101,7 @@ def test_addresses_lead_to_services(
     assert join["publishNotReadyAddresses"] is True
 
 
-def test_endpoints_learn_of_a_gateway_s_end_before_it_refuses(
+def test_endpoints_notice_a_gateway_shutdown_before_it_refuses_requests(
     servers: dict[str, Workload],
 ) -> None:
     gateway = servers["gateway"]
@@ -109,10 +112,10 @@ def test_endpoints_learn_of_a_gateway_s_end_before_it_refuses(
     assert 2 * probe["periodSeconds"] < lame_duck_s < drain_s / 2
 
 
-def test_one_pod_of_a_role_ends_at_a_time(
+def test_pods_of_a_role_end_one_at_a_time(
     manifests: list[Manifest], servers: dict[str, Workload]
 ) -> None:
-    """By a rolling update, as by the drain of a node (rule `budgets`)."""
+    """Applies to rolling updates; the rule `budgets` covers node drains."""
     least = {
         scaler["spec"]["scaleTargetRef"]["name"]: scaler["spec"]["minReplicas"]
         for scaler in of_kind(manifests, "HorizontalPodAutoscaler").values()
@@ -129,7 +132,7 @@ def test_one_pod_of_a_role_ends_at_a_time(
             assert least[server.name] >= 2
 
 
-def test_loading_is_not_mistaken_for_death(servers: dict[str, Workload]) -> None:
+def test_startup_probes_allow_time_to_load_a_model(servers: dict[str, Workload]) -> None:
     for role in WORKERS:
         probe = container(servers[role])["startupProbe"]
         assert probe["periodSeconds"] * probe["failureThreshold"] >= 600
@@ -142,7 +145,7 @@ def test_pods_run_as_the_user_of_the_image(servers: dict[str, Workload]) -> None
         assert line in (ROOT / "Dockerfile").read_text()
 
 
-def test_the_secret_is_never_written_down(servers: dict[str, Workload]) -> None:
+def test_secrets_are_not_environment_variables(servers: dict[str, Workload]) -> None:
     for role, server in servers.items():
         secret = {o.env for o in options(role).values() if o.secret}
         given = {n: e for n, e in server.environment().items() if n in secret}
@@ -150,8 +153,9 @@ def test_the_secret_is_never_written_down(servers: dict[str, Workload]) -> None:
         assert ("PDSERVE_API_KEY_FILE" in server.environment()) == (role == "gateway")
 
 
-def test_the_database_is_the_gateways_alone() -> None:
-    """It has no second password meanwhile: gateways are restarted in turn."""
+def test_only_gateways_receive_the_database_url() -> None:
+    """The database has a single password at a time, so gateways are restarted in turn to change
+    it."""
     for workload in workloads(rendered("components/database")):
         given = workload.environment().get("PDSERVE_DATABASE_URL")
         assert (given is not None) == (workload.role == "gateway")
@@ -159,17 +163,20 @@ def test_the_database_is_the_gateways_alone() -> None:
             assert given["valueFrom"]["secretKeyRef"]["name"] == "pdserve-database"
 
 
-def test_the_keys_of_clients_are_a_file_that_is_read_again(servers: dict[str, Workload]) -> None:
+def test_api_keys_are_in_a_file_that_is_reloaded(servers: dict[str, Workload]) -> None:
     gateway = servers["gateway"]
     path = gateway.environment()["PDSERVE_API_KEY_FILE"]["value"]
     (mount,) = [m for m in container(gateway)["volumeMounts"] if path.startswith(m["mountPath"])]
-    assert "subPath" not in mount, "it would stay as it was"
+    assert "subPath" not in mount, "a subPath mount would never be refreshed"
     (volume,) = [v for v in gateway.pod["volumes"] if v["name"] == mount["name"]]
-    assert not volume["secret"].get("optional"), "without it everybody could ask"
+    assert not volume["secret"].get("optional"), "without the file, requests would need no key"
 
 
-def test_rings_have_room_beside_their_process(servers: dict[str, Workload]) -> None:
-    """As many as stay in a folder, so that a report of the pod has them."""
+def test_trace_folders_have_room_for_the_rings_of_dead_processes(
+    servers: dict[str, Workload],
+) -> None:
+    """The volume holds as many rings as are kept in a folder, so that a report of the pod includes
+    them."""
     for role in ("router", *WORKERS):
         folder = servers[role].environment()["PDSERVE_TRACE_DIR"]["value"]
         (mount,) = [m for m in container(servers[role])["volumeMounts"] if m["mountPath"] == folder]
@@ -194,18 +201,19 @@ def test_each_role_has_its_own_certificate(
             assert env[f"PDSERVE_CLUSTER_{name}"]["value"] == f"{folder}/{file}"
 
 
-STRANGER = {"app.kubernetes.io/name": "gateway"}  # of another application in this namespace
+STRANGER = {"app.kubernetes.io/name": "gateway"}  # belongs to another application in this namespace
 
 
 def policies(manifests: list[Manifest], labels: dict[str, str], way: str) -> Iterator[Manifest]:
-    """Rules of the policies of a pod, of one way."""
+    """Yield the rules of a pod's policies in one direction."""
     for policy in of_kind(manifests, "NetworkPolicy").values():
         if selects(policy["spec"]["podSelector"], labels):
             yield from policy["spec"].get(way) or []
 
 
 def meets(peers: list[Manifest] | None, labels: dict[str, str]) -> bool:
-    """Whether pods of this namespace are among the peers of a rule; None: everybody is."""
+    """Return whether a rule's peers include pods of this namespace with these labels. None: all
+    peers."""
     if peers is None:
         return True
     own = [p["podSelector"] for p in peers if "podSelector" in p and "namespaceSelector" not in p]
@@ -213,8 +221,8 @@ def meets(peers: list[Manifest] | None, labels: dict[str, str]) -> bool:
 
 
 def allowed(manifests: list[Manifest], source: dict[str, str], target: dict[str, str]) -> set[str]:
-    """Names of the target's ports that the policies of both let the source reach. What selects no
-    policy (a stranger) may send wherever it wants."""
+    """Return the names of the target's ports that both pods' policies let the source reach. A pod
+    that no policy selects (a stranger) may send anywhere."""
     into = {
         p["port"]
         for r in policies(manifests, target, "ingress")
@@ -232,7 +240,9 @@ def allowed(manifests: list[Manifest], source: dict[str, str], target: dict[str,
     return into & out
 
 
-def test_who_may_talk_to_whom(manifests: list[Manifest], servers: dict[str, Workload]) -> None:
+def test_which_roles_may_connect_to_which_ports(
+    manifests: list[Manifest], servers: dict[str, Workload]
+) -> None:
     labels = {role: server.labels for role, server in servers.items()} | {"stranger": STRANGER}
     reach = {
         (source, target): allowed(manifests, labels[source], labels[target])
@@ -252,15 +262,16 @@ def test_who_may_talk_to_whom(manifests: list[Manifest], servers: dict[str, Work
     assert {pair: found for pair, found in reach.items() if found} == expected
 
 
-def test_the_overlays_choose_the_device(servers: dict[str, Workload]) -> None:
+def test_overlays_choose_the_device(servers: dict[str, Workload]) -> None:
     for role in WORKERS:
         device = servers[role].environment()["PDSERVE_DEVICE"]["value"]
         gpus = container(servers[role])["resources"]["limits"].get("nvidia.com/gpu", "0")
         assert (device, gpus) in (("cpu", "0"), ("cuda", "1"))
 
 
-def test_workers_share_namespaces_on_gpus_only(servers: dict[str, Workload]) -> None:
-    """For cuda_ipc; with hostIPC /dev/shm is the node's, and their sockets meet there."""
+def test_workers_share_host_namespaces_only_on_gpus(servers: dict[str, Workload]) -> None:
+    """cuda_ipc needs them. With hostIPC, /dev/shm is the node's, and the workers' sockets are
+    there."""
     shared = 0
     for role, server in servers.items():
         spec, env = server.pod, server.environment()
@@ -273,8 +284,7 @@ def test_workers_share_namespaces_on_gpus_only(servers: dict[str, Workload]) -> 
     assert shared in (0, 2)
 
 
-def test_groups_have_the_pods_of_the_deployments() -> None:
-    """And take their place."""
+def test_worker_groups_have_the_same_pods_as_the_deployments_they_replace() -> None:
     of_gpu = {w.role: w for w in workloads(rendered("overlays/gpu"))}
     grouped = [w for w in workloads(rendered("overlays/racks")) if w.kind == "LeaderWorkerSet"]
     assert [w.role for w in grouped] == ["decode", "prefill"]
@@ -282,8 +292,8 @@ def test_groups_have_the_pods_of_the_deployments() -> None:
         assert workload.template == of_gpu[workload.role].template
 
 
-def test_every_name_is_known_to_some_command() -> None:
-    """Also in comments and in files that no overlay uses."""
+def test_every_variable_name_in_use_belongs_to_a_command() -> None:
+    """Includes comments, and files that no overlay uses."""
     known = {ENV_PREFIX + name.upper() for name in known_names()}
     for path in (ROOT / "k8s").rglob("*.yaml"):
         found = set(re.findall(r"PDSERVE_[A-Z_]+[A-Z]", path.read_text()))

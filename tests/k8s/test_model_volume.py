@@ -1,4 +1,4 @@
-"""The script of model-volume: what a Job has fetched, workers open without the hub."""
+"""The script of model-volume: a worker opens, without the hub, what a Job has fetched."""
 
 import os
 import subprocess
@@ -16,7 +16,8 @@ print(resolve("{MODEL}", print))"""
 
 
 def state(folder: Path) -> dict[Path, int]:
-    """All that is in it, and when it changed; a folder changes with what is in it."""
+    """Return every path in the folder with its modification time; a folder's time changes with its
+    entries."""
     return {path: path.lstat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
 
 
@@ -35,7 +36,7 @@ def repo(tmp_path: Path) -> Path:
 
 
 def test_a_worker_opens_what_the_job_fetched(tmp_path: Path, repo: Path) -> None:
-    """It waits for all of it, and then reads a volume that it cannot change."""
+    """The worker waits until the model is complete and then reads it from a read-only volume."""
     cache = tmp_path / "models"
     cache.mkdir()
     waiting = command("wait", cache)
@@ -45,21 +46,21 @@ def test_a_worker_opens_what_the_job_fetched(tmp_path: Path, repo: Path) -> None
         before = len(hub.requests)
         assert command("fetch", cache, HF_ENDPOINT=endpoint).wait(60) == 0
         assert hub.fetched() == {"config.json", "model.safetensors"}
-        assert hub.requests[before:] == [], "all of it was there"
+        assert hub.requests[before:] == [], "a complete model was fetched again"
     before_reading = state(cache)
     env = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": endpoint}
     done = subprocess.run([sys.executable, "-c", OPENS], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "name='org/tiny'" in done.stdout
-    assert state(cache) == before_reading, "its volume is read-only"
+    assert state(cache) == before_reading, "the worker changed the volume, which is read-only"
 
 
-def test_half_a_model_is_not_taken_for_one(tmp_path: Path, repo: Path) -> None:
+def test_an_incomplete_model_is_not_used(tmp_path: Path, repo: Path) -> None:
     cache = tmp_path / "models"
     cache.mkdir()
     with fake_hub.serve({"org/other": repo}) as (endpoint, hub):
         assert command("fetch", cache, HF_ENDPOINT=endpoint).wait(60) != 0
-        assert hub.requests, "it was asked"
+        assert hub.requests, "the hub received no request"
     assert not list(cache.glob("*.complete"))
     waiting = command("wait", cache)
     try:

@@ -1,4 +1,4 @@
-"""k8s/pin.py: a release has digests, or it is not rendered at all."""
+"""k8s/pin.py: a release without digests is not rendered."""
 
 import re
 import shutil
@@ -21,13 +21,13 @@ def pin(folder: Path, *references: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """k8s/ as it is checked out."""
+    """Return a copy of k8s/ as it is checked out."""
     copied = tmp_path / "k8s"
     shutil.copytree(SOURCES, copied, ignore=shutil.ignore_patterns("images"))
     return copied
 
 
-def test_it_writes_where_the_release_looks(folder: Path) -> None:
+def test_digests_are_written_where_the_release_reads_them(folder: Path) -> None:
     done = pin(folder, WORKER, CONTROL)
     assert (done.returncode, done.stderr) == (0, "")
     component = yaml.safe_load((folder / "overlays/release/images/kustomization.yaml").read_text())
@@ -41,7 +41,7 @@ def test_it_writes_where_the_release_looks(folder: Path) -> None:
     ]
 
 
-def test_what_is_no_digest_is_named(subtests: pytest.Subtests, folder: Path) -> None:
+def test_an_invalid_digest_is_named_in_the_error(subtests: pytest.Subtests, folder: Path) -> None:
     for references, said in (
         ([CONTROL], "no reference of pdserve-worker"),
         ([CONTROL, CONTROL], "one each of"),
@@ -69,8 +69,8 @@ def test_a_release_without_digests_is_not_rendered(folder: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason=NO_KUBECTL)
 @pytest.mark.parametrize("overlay", ["cpu", "two-pools/pool-b"])
-def test_another_overlay_has_them_too(folder: Path, overlay: str) -> None:
-    """Also one without the model's Job."""
+def test_another_overlay_can_use_the_digests(folder: Path, overlay: str) -> None:
+    """Includes an overlay without the model's Job."""
     pin(folder, CONTROL, WORKER)
     path = folder / f"overlays/{overlay}/kustomization.yaml"
     wanted = yaml.safe_load(path.read_text())
@@ -87,7 +87,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def job(folder: Path) -> Workload:
-    """That of the overlay `release`, as it is now."""
+    """Return the Job of the overlay `release` in its current state."""
     command = ["kubectl", "kustomize", str(folder / "overlays/release")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (found,) = [w for w in workloads([*yaml.safe_load_all(done.stdout)]) if w.kind == "Job"]
@@ -95,9 +95,10 @@ def job(folder: Path) -> Workload:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason=NO_KUBECTL)
-def test_another_release_is_another_job(folder: Path) -> None:
-    """A Job's pods cannot be changed: an apply of the same name would be refused. So is another
-    model, by the patch that the component's head has."""
+def test_another_release_has_another_job_name(folder: Path) -> None:
+    """A Job's pod template is immutable, so applying a changed Job under the same name would fail.
+    A change of the model, made with the patch from the head of the component's file, also gives
+    another name."""
     pin(folder, CONTROL, WORKER)
     first = job(folder)
     assert job(folder) == first

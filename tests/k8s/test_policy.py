@@ -1,4 +1,4 @@
-"""Every kustomization under k8s/ keeps to the rules, and each rule finds what breaks it."""
+"""Every kustomization under k8s/ keeps the rules, and each rule reports a breach."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from builders.manifests import PINNED, TOGETHER, Manifest, kustomizations, of_ki
 from oracles.manifest_rules import ALWAYS, RELEASED, Rule, pods, scaling, traffic
 
 
-def test_all_are_found() -> None:
+def test_all_kustomizations_are_found() -> None:
     names = set(kustomizations())
     assert {"base", "observability"} <= names
     overlays = {"cpu", "gpu", "racks", "release", "two-pools"}
@@ -18,7 +18,7 @@ def test_all_are_found() -> None:
 
 
 @pytest.mark.parametrize("names", TOGETHER, ids=len)
-def test_the_rules_hold_of_components_together(
+def test_combined_components_keep_the_rules(
     subtests: pytest.Subtests, names: tuple[str, ...]
 ) -> None:
     manifests = rendered(*names)
@@ -28,7 +28,7 @@ def test_the_rules_hold_of_components_together(
 
 
 @pytest.mark.parametrize("name", kustomizations())
-def test_the_rules_hold(subtests: pytest.Subtests, name: str) -> None:
+def test_each_kustomization_keeps_the_rules(subtests: pytest.Subtests, name: str) -> None:
     manifests = rendered(name)
     for rule in RELEASED if name in PINNED else ALWAYS:
         with subtests.test(rule.__name__):
@@ -36,7 +36,7 @@ def test_the_rules_hold(subtests: pytest.Subtests, name: str) -> None:
 
 
 def remove(path: str) -> Callable[[Any], None]:
-    """Takes a field out, by keys and numbers with dots between."""
+    """Return a change that removes the field at a path of keys and indices, separated by `|`."""
 
     def change(value: Any) -> None:
         *way, last = [int(key) if key.isdigit() else key for key in path.split("|")]
@@ -48,7 +48,7 @@ def remove(path: str) -> Callable[[Any], None]:
 
 
 def put(path: str, new: Any) -> Callable[[Any], None]:
-    """Gives a field a value."""
+    """Return a change that sets the field at such a path to a value."""
 
     def change(value: Any) -> None:
         *way, last = [int(key) if key.isdigit() else key for key in path.split("|")]
@@ -67,8 +67,8 @@ ANYWHERE = {"ports": [{"port": 443}]}
 INTERNET = {"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}], "ports": [{"port": 443}]}
 QUERY = "spec|triggers|0|metadata|query"
 DOWN = "spec|advanced|horizontalPodAutoscalerConfig|behavior|scaleDown"
-# Rule, the object that is changed (in the overlay `release` if none is named), how, and a part of
-# what the rule then says.
+# Rule; changed object (in the overlay `release` unless another is named); the change; part of the
+# rule's message.
 BREACHES: list[tuple[Rule, str, Callable[[Any], None], str]] = [
     (pods.probes, "Deployment gateway", remove(f"{ONLY}|readinessProbe"), "no r"),
     (pods.probes, "Deployment decode", put(f"{ONLY}|startupProbe|grpc|port", 1), "port"),
@@ -257,7 +257,7 @@ BREACHES: list[tuple[Rule, str, Callable[[Any], None], str]] = [
 ]
 
 
-def test_a_breach_is_found(subtests: pytest.Subtests) -> None:
+def test_a_breach_is_reported(subtests: pytest.Subtests) -> None:
     for rule, what, change, said in BREACHES:
         with subtests.test(f"{rule.__name__}: {said}"):
             overlay, _, rest = what.rpartition(": ")
@@ -265,18 +265,18 @@ def test_a_breach_is_found(subtests: pytest.Subtests) -> None:
             manifests = rendered(f"overlays/{overlay}" if overlay else RELEASE)
             before = set(rule(manifests))
             of_that_kind, full = of_kind(manifests, kind), f"pdserve-{name}" if name else "pdserve"
-            if full not in of_that_kind:  # a hash is part of its name
+            if full not in of_that_kind:  # its name ends with a hash
                 (full,) = (n for n in of_that_kind if n.startswith(f"{full}-"))
             change(of_that_kind[full])
             found = set(rule(manifests)) - before
             assert any(said in sentence for sentence in found), found
 
 
-def test_every_rule_has_a_breach() -> None:
+def test_every_rule_has_a_test_breach() -> None:
     assert {b[0] for b in BREACHES} == set(RELEASED)
 
 
-def test_two_kinds_of_routes_of_one_host_are_found(subtests: pytest.Subtests) -> None:
+def test_http_and_grpc_routes_of_the_same_host_are_reported(subtests: pytest.Subtests) -> None:
     for host in ("llm.example.com", "*.example.com", "*.com", None):
         with subtests.test(host=host):
             manifests = rendered(RELEASE)
@@ -290,7 +290,7 @@ def test_two_kinds_of_routes_of_one_host_are_found(subtests: pytest.Subtests) ->
 
 
 def variable(manifests: list[Manifest], deployment: str, name: str) -> Manifest:
-    """A variable of its container."""
+    """Return a variable of the deployment's first container."""
     env = of_kind(manifests, "Deployment")[deployment]["spec"]["template"]["spec"]["containers"][0][
         "env"
     ]
@@ -299,7 +299,7 @@ def variable(manifests: list[Manifest], deployment: str, name: str) -> Manifest:
     return entry
 
 
-def test_a_drain_shorter_than_a_stream_is_found() -> None:
+def test_a_drain_shorter_than_a_stream_is_reported() -> None:
     manifests = rendered("overlays/cpu")
     variable(manifests, "pdserve-prefill", "PDSERVE_DRAIN_S")["value"] = "604"
     assert list(pods.drain(manifests)) == ["pdserve-prefill drains for less than a stream may take"]
@@ -307,7 +307,7 @@ def test_a_drain_shorter_than_a_stream_is_found() -> None:
     assert len(list(pods.drain(manifests))) == 4
 
 
-def test_a_worker_that_asks_the_hub_is_found() -> None:
+def test_a_worker_that_may_use_the_hub_is_reported() -> None:
     manifests = rendered(RELEASE)
     variable(manifests, "pdserve-decode", "HF_HUB_OFFLINE")["value"] = "0"
     assert list(pods.models(manifests)) == ["pdserve-decode may fetch its model"]
@@ -320,7 +320,7 @@ def test_a_worker_that_asks_the_hub_is_found() -> None:
     ]
 
 
-def test_a_model_without_its_commit_is_found(subtests: pytest.Subtests) -> None:
+def test_a_model_without_its_commit_is_reported(subtests: pytest.Subtests) -> None:
     for model in ("org/name", "org/name@main", "org/name@abc", "org/name:x.gguf"):
         with subtests.test(model):
             manifests = rendered(RELEASE)
@@ -329,7 +329,7 @@ def test_a_model_without_its_commit_is_found(subtests: pytest.Subtests) -> None:
             assert [said for said in pods.models(manifests) if "without its commit" in said]
 
 
-def test_rows_scale_before_batches_are_full() -> None:
+def test_the_scaling_threshold_is_below_full_batches() -> None:
     manifests = rendered("components/autoscaling")
     triggers = of_kind(manifests, "ScaledObject")["pdserve-decode"]["spec"]["triggers"]
     (rows,) = [t["metadata"]["threshold"] for t in triggers if t["name"] == "rows"]
@@ -337,7 +337,7 @@ def test_rows_scale_before_batches_are_full() -> None:
     assert float(rows) <= 0.8 * int(most)
 
 
-def test_a_token_is_for_those_that_are_bound() -> None:
+def test_a_service_account_token_without_a_role_binding_is_reported() -> None:
     manifests = rendered("overlays/cpu")
     pod = of_kind(manifests, "Deployment")["pdserve-gateway"]["spec"]["template"]["spec"]
     pod |= {"automountServiceAccountToken": True, "serviceAccountName": "pdserve-discovery"}

@@ -1,4 +1,5 @@
-"""k8s/overlays/two-pools: a second pool of workers beside a system that runs, under its name."""
+"""k8s/overlays/two-pools: a second pool of workers next to a running system, with the same served
+name."""
 
 import re
 import shutil
@@ -38,7 +39,7 @@ def manifests() -> list[Manifest]:
 
 
 def pod_of(deployment: Manifest) -> tuple[Manifest, dict[str, str]]:
-    """Its pods' spec, and their variables."""
+    """Return the spec of a deployment's pods and their variables."""
     spec = deployment["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     return spec, {entry["name"]: entry.get("value", "") for entry in container["env"]}
@@ -56,8 +57,8 @@ def pool_of(deployment: Manifest) -> str | None:
     return labels.get("pdserve.internal/pool")
 
 
-def test_what_runs_stays_as_it_is(manifests: list[Manifest]) -> None:
-    """All objects of the overlay cpu, and a second of what is of workers alone."""
+def test_a_second_pool_leaves_existing_objects_unchanged(manifests: list[Manifest]) -> None:
+    """All objects of the overlay cpu remain; only objects of workers exist a second time."""
     names = [(m["kind"], m["metadata"]["name"]) for m in manifests]
     assert len(set(names)) == len(names)
     runs = rendered("overlays/cpu")
@@ -67,7 +68,7 @@ def test_what_runs_stays_as_it_is(manifests: list[Manifest]) -> None:
     assert new == {(kind, f"{name}-b") for kind in kinds for name in WORKERS}
 
 
-def test_no_pod_is_of_two_deployments(manifests: list[Manifest]) -> None:
+def test_each_selector_matches_one_deployment(manifests: list[Manifest]) -> None:
     deployments = of_kind(manifests, "Deployment")
     labels = {name: d["spec"]["template"]["metadata"]["labels"] for name, d in deployments.items()}
     for kind in ("Deployment", "PodDisruptionBudget"):
@@ -76,13 +77,13 @@ def test_no_pod_is_of_two_deployments(manifests: list[Manifest]) -> None:
             assert [n for n, has in labels.items() if wanted <= has.items()] == [name]
 
 
-def test_one_name_and_two_models(manifests: list[Manifest]) -> None:
-    """The first pool serves by the name of what is in the image."""
+def test_two_pools_serve_two_models_by_one_name(manifests: list[Manifest]) -> None:
+    """The first pool's served name is that of the model in the image."""
     models, served = set(), {served_name(shipped_model())}
     for pool in POOLS:
         variables = [pod_of(deployment)[1] for deployment in workers(manifests, pool)]
         of_pool = {v["PDSERVE_MODEL"] for v in variables}
-        assert len(of_pool) == 1, "prefill sends to decode of its own pool"
+        assert len(of_pool) == 1, "prefill and decode workers of a pool have different models"
         models |= of_pool
         served |= {v["PDSERVE_SERVED_NAME"] for v in variables if "PDSERVE_SERVED_NAME" in v}
         assert all(v["PDSERVE_MODEL"] == "" or "PDSERVE_SERVED_NAME" in v for v in variables)
@@ -91,7 +92,7 @@ def test_one_name_and_two_models(manifests: list[Manifest]) -> None:
     assert len(served) == 1
 
 
-def test_a_pool_drains_for_as_long_as_the_longest_stream(manifests: list[Manifest]) -> None:
+def test_each_pool_can_drain_its_longest_stream(manifests: list[Manifest]) -> None:
     _, gateway = pod_of(of_kind(manifests, "Deployment")["pdserve-gateway"])
     longest_s = float(
         gateway.get("PDSERVE_REQUEST_TIMEOUT_S") or GatewaySettings().request_timeout_s
@@ -108,8 +109,8 @@ def test_a_pool_drains_for_as_long_as_the_longest_stream(manifests: list[Manifes
 SECTION = re.compile(r"k8s/overlays/two-pools adds.*", re.DOTALL)
 
 
-def test_the_commands_are_about_what_there_is(manifests: list[Manifest]) -> None:
-    """Those of docs/upgrades.md: deployments, and labels of pods."""
+def test_commands_in_the_upgrade_guide_name_existing_objects(manifests: list[Manifest]) -> None:
+    """Checks the deployments and pod labels in docs/upgrades.md."""
     match = SECTION.search((ROOT / "docs/upgrades.md").read_text())
     assert match is not None
     named = set(re.findall(r"deployment/([\w-]+)", match[0]))
@@ -131,7 +132,7 @@ REPEATED = re.compile(r"^\| (components/\S+) \| (\S+) \|", re.MULTILINE)
 def beside(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Manifest]:
-    """Pool b beside an overlay of many components; it names what docs/upgrades.md says."""
+    """Return pool b next to an overlay of many components, as docs/upgrades.md describes."""
     if shutil.which("kubectl") is None:
         pytest.skip(NO_KUBECTL)
     overlays = tmp_path_factory.mktemp("pools") / "k8s/overlays"
@@ -147,7 +148,7 @@ def beside(
     image = ["../../../components/model-image"] if "components/model-volume" in mine else []
     change(overlays / "two-pools/pool-b", without=image, components=names, patches=patches)
     runs, found = kustomized(overlays / "mine"), kustomized(overlays / "two-pools")
-    assert [m for m in runs if m not in found] == [], "what runs stays as it is"
+    assert [m for m in runs if m not in found] == [], "existing objects changed"
     return found
 
 
@@ -157,7 +158,7 @@ def queue_patches() -> list[Manifest]:
 
 
 def change(folder: Path, without: Sequence[str] = (), **more: list[Any]) -> None:
-    """Names further things in a kustomization, after what it has."""
+    """Append entries to fields of a kustomization, and drop the entries in `without`."""
     path = folder / "kustomization.yaml"
     content = yaml.safe_load(path.read_text())
     for field, names in more.items():
@@ -167,8 +168,8 @@ def change(folder: Path, without: Sequence[str] = (), **more: list[Any]) -> None
 
 
 def test_requests_reach_both_pools(beside: list[Manifest]) -> None:
-    """Each decode pod is an endpoint and something listens there: else the second pool gets none,
-    or gets those that fail, once the first has gone."""
+    """Each decode pod is an endpoint, and a container listens there. Otherwise the second pool
+    would get no requests, or failing ones once the first pool is gone."""
     pool = of_kind(beside, "InferencePool")["pdserve"]["spec"]
     service = of_kind(beside, "Service")["pdserve-decode-http"]["spec"]
     (target,) = pool["targetPorts"]
@@ -185,7 +186,7 @@ def test_requests_reach_both_pools(beside: list[Manifest]) -> None:
     assert sorted(met) == sorted(POOLS)
 
 
-def test_the_rules_hold_of_a_pool_beside_components(
+def test_a_pool_next_to_components_keeps_the_rules(
     subtests: pytest.Subtests, beside: list[Manifest]
 ) -> None:
     for rule in ALWAYS:
@@ -193,8 +194,8 @@ def test_the_rules_hold_of_a_pool_beside_components(
             assert list(rule(beside)) == []
 
 
-def test_pods_of_both_pools_have_the_same_variables(beside: list[Manifest]) -> None:
-    """But for their model: what components say of the first is said of the second."""
+def test_both_pools_have_the_same_variables_except_for_the_model(beside: list[Manifest]) -> None:
+    """Settings that components apply to the first pool also apply to the second."""
     of_pools = []
     for pool in POOLS:
         found = {}
@@ -208,7 +209,7 @@ def test_pods_of_both_pools_have_the_same_variables(beside: list[Manifest]) -> N
 
 @pytest.mark.parametrize("beside", [TOGETHER[1]], ids=len, indirect=True)
 def test_two_models_on_one_volume(beside: list[Manifest]) -> None:
-    """Each pool waits for that of its own Job; nobody's claim is renamed."""
+    """Each pool waits for the model of its Job. All share one claim, which keeps its name."""
     claims = of_kind(beside, "PersistentVolumeClaim")
     of_model: dict[str, set[str]] = {}
     for workload in workloads(beside):
@@ -228,8 +229,8 @@ OF_MODEL = {"PDSERVE_MODEL", "PDSERVE_SERVED_NAME", "HF_HUB_CACHE", "HF_HUB_OFFL
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason=NO_KUBECTL)
-def test_a_retired_pool_stays_so_and_another_one_comes(tmp_path: Path) -> None:
-    """As docs/upgrades.md says: a patch in the overlay, and a folder like pool-b."""
+def test_a_pool_is_retired_and_a_third_one_is_added(tmp_path: Path) -> None:
+    """Follows docs/upgrades.md: a patch in the overlay, and a folder copied from pool-b."""
     (match,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/upgrades.md").read_text(), re.DOTALL)
     shutil.copytree(SOURCES, tmp_path / "k8s")
     overlay = tmp_path / "k8s/overlays/two-pools"

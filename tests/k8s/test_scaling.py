@@ -1,4 +1,5 @@
-"""The scalers of k8s/ in the simulation of `make accept-k8s`, shorter; and its parts."""
+"""The scalers of k8s/ in the simulation of `make accept-k8s`, shortened; and parts of that
+simulation."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -17,7 +18,7 @@ BRIEF = {"prefill": (Machine(), 150.0), "decode": (Machine(kv_tokens=8192), line
 
 @pytest.mark.extended
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_four_times_the_capacity(role: str) -> None:
+def test_scalers_follow_a_load_of_four_times_the_capacity(role: str) -> None:
     machine, loaded_s = BRIEF[role]
     found = line.run(line.LOADS[role], machine, 1, loaded_s)
     assert line.broken(line.LOADS[role], found) == [], found
@@ -25,7 +26,7 @@ def test_four_times_the_capacity(role: str) -> None:
 
 
 @pytest.mark.extended
-def test_the_verdict_finds_a_scaler_that_flaps_and_one_that_does_nothing() -> None:
+def test_the_verdict_fails_a_flapping_scaler_and_an_idle_one() -> None:
     changed = deepcopy(line.scaled_objects())
     for scaled in changed:
         behavior = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
@@ -37,8 +38,8 @@ def test_the_verdict_finds_a_scaler_that_flaps_and_one_that_does_nothing() -> No
 
 
 @pytest.mark.extended
-def test_the_verdict_finds_requests_that_nobody_served() -> None:
-    """Pods come too late for what may wait: the routers' queues time out."""
+def test_the_verdict_fails_when_requests_are_not_served() -> None:
+    """Pods start too late for the waiting requests, so the routers' queues time out."""
     load, none = line.LOADS["decode"], {"pdserve-prefill": 0, "pdserve-decode": 0}
     machine = Machine(kv_tokens=4096, start_s=120.0, waiting=none)
     found = line.run(load, machine, 1, 120.0)
@@ -51,14 +52,14 @@ def test_the_verdict_finds_requests_that_nobody_served() -> None:
 
 
 def trigger(role: str, name: str) -> str:
-    """The query of the component."""
+    """Return the query of a trigger in the component."""
     (scaled,) = [s for s in line.scaled_objects() if s["metadata"]["name"] == f"pdserve-{role}"]
     (query,) = [t["metadata"]["query"] for t in scaled["spec"]["triggers"] if t["name"] == name]
     return str(query)
 
 
-def test_the_backlog_is_that_of_all_routers() -> None:
-    """Each knows the workers' queues, and what waits in itself alone."""
+def test_the_backlog_covers_all_routers() -> None:
+    """Each router knows the workers' queues and only the requests that wait in that router."""
     none = {"pdserve-prefill": 0, "pdserve-decode": 0}
     machine = Machine(prompt_tokens_s=64.0, kv_tokens=1024, waiting=none)
     cluster = ScaledCluster([Autoscaler(s) for s in line.scaled_objects()], machine, 1, 3)
@@ -71,7 +72,7 @@ def test_the_backlog_is_that_of_all_routers() -> None:
             sum(map(r.dispatcher.placer.remote_tokens, r.dispatcher.placer.waiting))
             for r in cluster.routers
         ]
-        assert min(tokens) > 0, "each has some"
+        assert min(tokens) > 0, "a router has no waiting request"
         at_workers = sum(p.load(machine).waiting_tokens for p in cluster.of("pdserve-prefill"))
         targets = [(f"r-{n}", m.collect()) for n, m in enumerate(cluster.metrics)]
         scraped = Scraped()
@@ -82,8 +83,8 @@ def test_the_backlog_is_that_of_all_routers() -> None:
         cluster.close()
 
 
-def test_rows_are_known_without_a_prefill_worker() -> None:
-    """Without decode workers they are not: that is no idleness."""
+def test_decode_rows_are_known_without_prefill_workers() -> None:
+    """Without decode workers the query has no result, which must not count as idle."""
     query = trigger("decode", "rows")
 
     def asked(*roles: str) -> float | None:
@@ -101,7 +102,8 @@ def test_rows_are_known_without_a_prefill_worker() -> None:
 
 
 def scaler(**behavior: Any) -> Autoscaler:
-    """From 1 to 100 replicas by one ratio and one sum."""
+    """Return a scaler from 1 to 100 replicas with one trigger of kind Value and one of kind
+    AverageValue."""
     sides = {"scaleUp": {"policies": [{"type": "Pods", "value": 99, "periodSeconds": 15}]}}
     sides["scaleDown"] = sides["scaleUp"]
     return Autoscaler(
@@ -131,34 +133,34 @@ def synced(
     return made.sync(found.__getitem__, pods["replicas"], pods.get("ready", pods["replicas"]), now)
 
 
-def test_proposals(subtests: pytest.Subtests) -> None:
+def test_proposed_replicas(subtests: pytest.Subtests) -> None:
     for ratio, sum_, replicas, ready, wanted in (
-        (25, 0, 4, 4, 10),  # 2.5 times as many as there are
-        (25, 0, 4, 2, 5),  # as there are ready
-        (0, 45, 4, 4, 5),  # 10 for each of 5
-        (25, 45, 4, 4, 10),  # the higher one
+        (25, 0, 4, 4, 10),  # 2.5 times the existing replicas
+        (25, 0, 4, 2, 5),  # 2.5 times the ready replicas
+        (0, 45, 4, 4, 5),  # 10 for each of 5 replicas
+        (25, 45, 4, 4, 10),  # the higher proposal
         (10.9, 0, 4, 4, 4),  # within the tolerance
         (0, 43, 4, 4, 4),
-        (0, 0, 4, 4, 1),  # at least one
+        (0, 0, 4, 4, 1),  # the minimum
         (2000, 0, 4, 4, 100),
-        (None, 0, 4, 4, 4),  # what is not known forbids to go down
-        (None, 45, 4, 4, 5),  # and nothing else
+        (None, 0, 4, 4, 4),  # an unknown metric prevents scaling down
+        (None, 45, 4, 4, 5),  # but not scaling up
     ):
         with subtests.test(ratio=ratio, sum_=sum_, replicas=replicas, ready=ready, wanted=wanted):
             assert synced(scaler(), ratio, sum_, 0.0, replicas=replicas, ready=ready) == wanted
 
 
-def test_windows_and_policies() -> None:
+def test_stabilization_windows_and_policies() -> None:
     half, twice = (
         {"policies": [{"type": "Percent", "value": percent, "periodSeconds": 30}]}
         for percent in (50, 100)
     )
     made = scaler(scaleUp=twice, scaleDown={"stabilizationWindowSeconds": 60, **half})
-    assert synced(made, 0, 80, 0, replicas=2) == 4, "twice as many in 30 s"
+    assert synced(made, 0, 80, 0, replicas=2) == 4, "at most doubles in 30 s"
     assert synced(made, 0, 80, 15, replicas=4) == 4
     assert synced(made, 0, 80, 30, replicas=4) == 8
-    assert synced(made, 0, 10, 45, replicas=8) == 8, "a minute ago it was 8"
-    assert synced(made, 0, 10, 91, replicas=8) == 4, "half of them in 30 s"
+    assert synced(made, 0, 10, 45, replicas=8) == 8, "the proposal a minute ago was 8"
+    assert synced(made, 0, 10, 91, replicas=8) == 4, "at most halves in 30 s"
     assert synced(made, 0, 10, 106, replicas=4) == 4
     assert synced(made, 0, 10, 121, replicas=4) == 2
 

@@ -1,4 +1,4 @@
-"""Every object of every kustomization under k8s/ against its strict schema."""
+"""Check every object of every kustomization under k8s/ against its strict schema."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ NO_PACKAGE = "NO SCHEMAS OF THE GATEWAY API: `make setup` packs them where there
 
 
 def needs(manifests: list[Manifest]) -> None:
-    """Skips where an object's schema is missing on this machine."""
+    """Skip the test if an object's schema is missing on this machine."""
     found = any(m["apiVersion"].startswith(manifest_schemas.GATEWAY_API) for m in manifests)
     if found and not manifest_schemas.has_gateway_api():
         pytest.skip(NO_PACKAGE)
@@ -20,7 +20,7 @@ def needs(manifests: list[Manifest]) -> None:
 @pytest.mark.parametrize(
     "names", [*((name,) for name in kustomizations()), *TOGETHER], ids="+".join
 )
-def test_objects_are_as_their_schemas_say(names: tuple[str, ...]) -> None:
+def test_objects_match_their_schemas(names: tuple[str, ...]) -> None:
     manifests = rendered(*names)
     needs(manifests)
     assert manifests
@@ -33,7 +33,7 @@ def test_objects_are_as_their_schemas_say(names: tuple[str, ...]) -> None:
 
 
 def misspell(name: str) -> Callable[[Any], None]:
-    """Gives a field another name, wherever it is in an object."""
+    """Rename a field wherever it occurs in an object."""
 
     def change(value: Any) -> None:
         if isinstance(value, dict):
@@ -69,7 +69,7 @@ MISSPELT = (
 )
 
 
-def test_a_misspelt_field_is_found(subtests: pytest.Subtests) -> None:
+def test_a_misspelt_field_is_reported(subtests: pytest.Subtests) -> None:
     for where, kind, field in MISSPELT:
         with subtests.test(where=where, kind=kind, field=field):
             manifests = [m for m in rendered(where) if m["kind"] == kind]
@@ -114,7 +114,7 @@ def test_kinds_of_other_operators(subtests: pytest.Subtests) -> None:
             assert manifest_schemas.errors(again)
 
 
-def test_wrong_values_are_found() -> None:
+def test_wrong_values_are_reported() -> None:
     scaled = of_kind(rendered("components/autoscaling"), "ScaledObject")["pdserve-decode"]
     scaled["spec"]["maxReplicaCount"] = "many"
     assert manifest_schemas.errors(scaled)

@@ -1,6 +1,6 @@
-"""The copy with hash: copies what it should, and its tag is the polynomial that it claims to be.
+"""The copy with hash copies the right bytes, and its tag is the documented polynomial.
 
-The GPU's source is built for the host, and the kernel around it compiled for GPUs.
+The GPU source is compiled for the host, and the kernel that uses it for GPUs.
 """
 
 import os
@@ -44,12 +44,12 @@ def copy(
     )
 
 
-def test_copies_blocks_in_order_and_its_tag_is_the_polynomial(subtests: pytest.Subtests) -> None:
+def test_copies_blocks_in_order_and_computes_the_polynomial_tag(subtests: pytest.Subtests) -> None:
     for block_bytes, layers, blocks in (
         (16, range(1), [0]),
-        (16, range(1, 3), [4, 1, 3]),  # many blocks to one step of a thread
+        (16, range(1, 3), [4, 1, 3]),  # many blocks per step of a thread
         (48, range(7), list(range(5))),
-        (4096, range(2), [1, 3]),  # a step of a thread is a block
+        (4096, range(2), [1, 3]),  # one block per step of a thread
         (24_576, range(1, 4), [5, 0, 2]),
         (TILE_BYTES, range(2), [3, 4, 5]),
         (TILE_BYTES + 16, range(2), [0, 2]),
@@ -77,7 +77,7 @@ def test_extreme_words_and_keys() -> None:
             assert copy(data, range(1), [0], slot, key) == tag_of(data.tobytes(), key)
 
 
-def test_zeros_of_another_length_have_another_tag() -> None:
+def test_zeros_of_different_lengths_have_different_tags() -> None:
     tags = set()
     for size in (16, 32, 48, TILE_BYTES, TILE_BYTES + 16):
         pool = np.zeros((1, 1, size), np.uint8)
@@ -85,13 +85,13 @@ def test_zeros_of_another_length_have_another_tag() -> None:
     assert len(tags) == 5
 
 
-def test_every_part_of_the_key_counts() -> None:
+def test_every_byte_of_the_key_changes_the_tag() -> None:
     pool = np.random.default_rng(3).integers(0, 256, (1, 1, 4096), dtype=np.uint8)
     slot = np.zeros(4096, np.uint8)
     first = copy(pool, range(1), [0], slot)
     for at in range(KEY_BYTES):
         if at % 8 == 7:
-            continue  # the top byte is taken modulo 2^61 - 1, seven of its bits with others
+            continue  # the top byte is reduced modulo 2^61 - 1: seven of its bits fold onto others
         changed = bytearray(KEY)
         changed[at] ^= 1
         other = copy(pool, range(1), [0], slot, bytes(changed))
@@ -100,8 +100,8 @@ def test_every_part_of_the_key_counts() -> None:
         assert other[1 - lane] == first[1 - lane], "the lanes are independent"
 
 
-def test_single_bits_that_flip_are_found() -> None:
-    """100,000 times one bit of 512 bytes, both lanes each by itself."""
+def test_single_bit_flips_are_detected() -> None:
+    """Flips one bit of 512 bytes 100,000 times; each lane alone detects it."""
     rng = random.Random(5)
     data = np.frombuffer(rng.randbytes(512), np.uint8).copy().reshape(1, 1, 512)
     slot = np.zeros(512, np.uint8)
@@ -123,7 +123,7 @@ def test_single_bits_that_flip_are_found() -> None:
     assert tag() == good
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_fit_are_refused() -> None:
     pool, slot = np.zeros((2, 3, 32), np.uint8), np.zeros(64, np.uint8)
     with pytest.raises(ValueError, match="outside the pool"):
         copy(pool, range(1, 2), [3], slot)
@@ -168,7 +168,7 @@ int main() {
 
 
 @pytest.mark.parametrize("compiler", ["c++", "nvcc"])
-def test_the_header_gives_the_same_tag_by_every_compiler(compiler: str, tmp_path: Path) -> None:
+def test_the_header_gives_the_same_tag_with_every_compiler(compiler: str, tmp_path: Path) -> None:
     (tmp_path / "driver.cu").write_text(DRIVER)
     if compiler == "nvcc":
         words = [*nvcc(), "-x", "cu"]

@@ -1,4 +1,4 @@
-"""kernels/cuda/copy_hash.cu as a whole, on the host: barriers, the last block, tag and verdict."""
+"""The whole of kernels/cuda/copy_hash.cu on the host: barriers, the last block, tag and verdict."""
 
 import ctypes
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ KEY = bytes(range(1, KEY_BYTES + 1))
 
 @dataclass
 class Launch:
-    """One slot with what its launches use."""
+    """One slot with the buffers of its launches."""
 
     pool: Any  # uint8 [layers, blocks, block_bytes]
     layers: range
@@ -34,7 +34,8 @@ class Launch:
         self.rng = Random(self.num_bytes)
 
     def run(self, to_slot: bool, key: bytes = KEY) -> None:
-        """Blocks of threads run in some order, and the threads of a block in one of two."""
+        """Run the thread blocks in a random order, and the threads of a block in one of two
+        orders."""
         plan = np.frombuffer(
             expand_key(key).tobytes() + np.array(self.blocks, np.int32).tobytes(), np.uint8
         )
@@ -74,11 +75,11 @@ class Launch:
         (TILE_BYTES + 16, range(1, 4), [0, 2]),
     ],
 )
-def test_out_and_back(block_bytes: int, layers: range, blocks: list[int]) -> None:
+def test_copies_to_the_slot_and_back(block_bytes: int, layers: range, blocks: list[int]) -> None:
     rng = np.random.default_rng(block_bytes)
     launch = Launch(rng.integers(0, 256, (8, 6, block_bytes), dtype=np.uint8), layers, blocks)
     expected = launch.payload.copy()
-    for number in range(3):  # each launch leaves its scratch as it was
+    for number in range(3):  # each launch leaves its scratch unchanged
         key = bytes([number]) * KEY_BYTES
         launch.run(True, key)
         assert (launch.slot[: launch.num_bytes] == expected).all()
@@ -93,7 +94,7 @@ def test_out_and_back(block_bytes: int, layers: range, blocks: list[int]) -> Non
     assert not launch.pool.any(), "no other block was written"
 
 
-def test_a_changed_byte_is_damage() -> None:
+def test_a_changed_byte_is_reported_as_damage() -> None:
     rng = np.random.default_rng(2)
     launch = Launch(rng.integers(0, 256, (1, 3, TILE_BYTES), dtype=np.uint8), range(1), [1, 2])
     launch.run(True)

@@ -1,4 +1,5 @@
-"""The copy of a hand-off: every byte, wherever source and target begin, and none beyond."""
+"""The copy of a hand-off copies every byte at any alignment of source and target, and none
+beyond."""
 
 import random
 
@@ -10,7 +11,7 @@ from pdserve.kernels._native import copy_past_caches
 ROOM = 1000
 
 
-def test_any_place_and_length() -> None:
+def test_any_offset_and_length() -> None:
     rng = random.Random(1)
     source = np.frombuffer(rng.randbytes(ROOM), np.uint8)
     lengths = {0, 1, 63, 64, 65, *(rng.randrange(ROOM // 2) for _ in range(500))}
@@ -23,6 +24,6 @@ def test_any_place_and_length() -> None:
         assert (target == expected).all(), (length, start, at)
 
 
-def test_sizes_that_differ_are_refused() -> None:
+def test_different_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="differ in size"):
         copy_past_caches(np.zeros(4, np.uint8), np.zeros(5, np.uint8))

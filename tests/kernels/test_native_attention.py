@@ -1,6 +1,7 @@
-"""Native attention: the formula in float64, and the same bits however the work is cut.
+"""Native attention: it equals the formula in float64, and has the same bits however the work is
+divided.
 
-Over 400 lines: one formula, and every way to cut its work, which share sizes and caches.
+The file is long because one formula and every division of its work share sizes and caches.
 """
 
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ ALL = [native.Context(threads, isa=isa) for isa in native.isas() for threads in 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A pool and the options of attention."""
+    """Shape of a pool and options of attention."""
 
     kv_heads: int = 3
     group: int = 3
@@ -34,7 +35,7 @@ class Sizes:
     window: int = 0
     soft_cap: float = 0.0
     sinks: bool = False
-    latent: int = 0  # values at the end of a key that are its value
+    latent: int = 0  # how many values at a key's end are its value
 
     @property
     def heads(self) -> int:
@@ -47,7 +48,7 @@ class Sizes:
 
 
 def stored(x: Tensor, kind: str) -> Tensor:
-    """What a pool of that type keeps of x [..., head_dim], float64."""
+    """Return what a pool of that type stores of x [..., head_dim], as float64."""
     if kind != "int8":
         return x.to(DTYPES[kind]).double()
     most = x.abs().amax(-1, keepdim=True)
@@ -56,7 +57,7 @@ def stored(x: Tensor, kind: str) -> Tensor:
 
 @dataclass
 class Cache:
-    """Rows in blocks in no order; every slot without a key holds NaN, or -1 with a NaN scale."""
+    """Rows in shuffled blocks. Every slot without a key holds NaN, or -1 with a NaN scale."""
 
     sizes: Sizes
     lens: list[int]
@@ -91,7 +92,8 @@ class Cache:
     def attend(
         self, q: Tensor, rows: list[tuple[int, int, int]], context: native.Context = ONE
     ) -> Tensor:
-        """rows: (row, its length up to the last token, tokens); q of all tokens."""
+        """Run native attention. `rows` are (row, length up to its last token, tokens); q holds all
+        tokens."""
         s, starts = self.sizes, [0]
         for _, _, tokens in rows:
             starts.append(starts[-1] + tokens)
@@ -120,7 +122,7 @@ class Cache:
         return torch.randn(tokens, self.sizes.heads, self.sizes.head_dim, generator=generator)
 
     def formula(self, q: Tensor, row: int, length: int) -> Tensor:
-        """The last len(q) of `length` tokens of a row, in float64."""
+        """Return attention of the last len(q) of `length` tokens of a row, in float64."""
         s = self.sizes
         k, v = (
             stored(x[row][:length], s.type).repeat_interleave(s.group, 1)
@@ -196,14 +198,15 @@ SLOW = [pytest.param(VARIANTS[n], marks=pytest.mark.kernels) for n in (4, 6, 9)]
 
 
 @pytest.mark.parametrize("sizes", [*VARIANTS[:4], VARIANTS[5], *VARIANTS[7:9], *SLOW], ids=str)
-def test_chunks_and_company_change_nothing(sizes: Sizes) -> None:
-    """Tokens one by one, in chunks of any size, among other rows, on any target and threads."""
+def test_chunks_and_other_rows_do_not_change_a_token(sizes: Sizes) -> None:
+    """Covers single tokens, chunks of several sizes, other rows in the batch, and all targets and
+    thread counts."""
     length = 600
     cache = Cache(sizes, [length, 300, 1, 65])
     q = cache.queries(length)
     alone = torch.cat([cache.attend(q[t : t + 1], [(0, t + 1, 1)]) for t in range(length)])
     torch.testing.assert_close(alone.double(), cache.formula(q, 0, length), atol=3e-6, rtol=3e-6)
-    # The best instruction set on one thread, token by token, is `alone`.
+    # `alone` is the best instruction set on one thread, token by token.
     best, each = ALL[:2], ALL[1::2]
     for size, contexts in ((1, best[1:]), (7, best), (64, best), (512, each), (length, best)):
         for context in contexts:
@@ -221,7 +224,7 @@ def test_chunks_and_company_change_nothing(sizes: Sizes) -> None:
         assert same_bits(cache.attend(mixed, batch, context)[1:101], alone[412:512])
 
 
-def test_batch_of_32_equals_each_alone(subtests: pytest.Subtests) -> None:
+def test_a_batch_of_32_equals_each_row_alone(subtests: pytest.Subtests) -> None:
     for sizes in VARIANTS:
         with subtests.test(sizes=sizes):
             lens = [1 + 37 * i % 300 for i in range(32)]
@@ -229,13 +232,13 @@ def test_batch_of_32_equals_each_alone(subtests: pytest.Subtests) -> None:
             q = cache.queries(32)
             together = cache.attend(q, [(i, n, 1) for i, n in enumerate(lens)])
             for i, n in enumerate(lens):
-                for context in ALL:  # alone on two threads, a row is cut by keys
+                for context in ALL:  # alone on two threads, a row is divided by keys
                     assert same_bits(
                         cache.attend(q[i : i + 1], [(i, n, 1)], context), together[i : i + 1]
                     )
 
 
-def test_a_long_row_cut_by_keys(subtests: pytest.Subtests) -> None:
+def test_a_long_row_divided_by_keys(subtests: pytest.Subtests) -> None:
     for type in TYPES:
         with subtests.test(type):
             cache = Cache(Sizes(type=type, sinks=type == "float32"), [5000, 20])
@@ -256,7 +259,7 @@ def test_a_long_row_cut_by_keys(subtests: pytest.Subtests) -> None:
                     assert same_bits(both[1:], whole)
 
 
-def test_block_size_changes_nothing(subtests: pytest.Subtests) -> None:
+def test_block_size_does_not_change_the_result(subtests: pytest.Subtests) -> None:
     for sizes in VARIANTS:
         with subtests.test(sizes=sizes):
             results = []
@@ -267,7 +270,7 @@ def test_block_size_changes_nothing(subtests: pytest.Subtests) -> None:
             assert all(same_bits(result, results[0]) for result in results[1:])
 
 
-def test_a_bad_key_or_value_reaches_only_those_who_see_it(subtests: pytest.Subtests) -> None:
+def test_a_bad_key_or_value_affects_only_tokens_that_see_it(subtests: pytest.Subtests) -> None:
     for bad, type in product(
         (float("nan"), float("inf"), -float("inf")), ("float32", "bfloat16", "float16", "int8")
     ):
@@ -279,7 +282,7 @@ def test_a_bad_key_or_value_reaches_only_those_who_see_it(subtests: pytest.Subte
             before = clean.attend(q, batch)
             for where in ("keys", "values"):
                 cache = Cache(sizes, [300, 40])
-                getattr(cache, where)[0][150, 1, 5] = bad  # of kv head 1: query heads 2 and 3
+                getattr(cache, where)[0][150, 1, 5] = bad  # query heads 2 and 3 use kv head 1
                 cache.write(0)
                 after = cache.attend(q, batch)
                 hit = torch.zeros(301, 4, dtype=torch.bool)
@@ -287,7 +290,8 @@ def test_a_bad_key_or_value_reaches_only_those_who_see_it(subtests: pytest.Subte
                 assert same_bits(after[~hit], before[~hit])
                 finite = after[hit].isfinite()
                 if bad == bad or where == "values":
-                    # An infinite score is a weight of 0 or NaN by its sign, as in any softmax.
+                    # An infinite score gives a weight of 0 or NaN depending on its sign, as in any
+                    # softmax.
                     assert not (where == "values" and finite[:, 5].any())
                 else:
                     assert not finite.any()
@@ -313,7 +317,7 @@ def test_a_sink_far_above_and_far_below_all_scores() -> None:
 
 
 def test_scores_far_apart() -> None:
-    """Weights that underflow, and a maximum that comes late."""
+    """Covers weights that underflow, and a maximum near the end."""
     cache = Cache(Sizes(kv_heads=1, group=1), [400])
     cache.keys[0].mul_(60)
     cache.write(0)
@@ -324,8 +328,8 @@ def test_scores_far_apart() -> None:
     )
 
 
-def test_what_is_written(subtests: pytest.Subtests) -> None:
-    """The pool's layout, byte by byte; other slots stay as they were."""
+def test_write_kv_follows_the_layout(subtests: pytest.Subtests) -> None:
+    """Compares the pool byte by byte; other slots are unchanged."""
     for type in TYPES:
         with subtests.test(type):
             s = Sizes(type=type, kv_heads=2, head_dim=24, block_size=16)
@@ -355,15 +359,16 @@ def test_what_is_written(subtests: pytest.Subtests) -> None:
                 assert int((kv != before).any(0).sum()) <= 2 * 2 * 2 * (24 * size + 4)
 
 
-def test_a_latent_cache_is_one_that_holds_its_values_too(subtests: pytest.Subtests) -> None:
-    """The same bits as with the ends of keys stored as values; int8 has other scales there."""
+def test_a_latent_cache_equals_a_cache_with_stored_values(subtests: pytest.Subtests) -> None:
+    """The bits equal those of a cache whose values are the ends of its keys. int8 is an exception,
+    since its scales differ."""
     for type in TYPES:
         with subtests.test(type):
             plain = Sizes(type=type, kv_heads=1, group=14, head_dim=64, block_size=32)
             latent = Sizes(type=type, kv_heads=1, group=14, head_dim=64, block_size=32, latent=48)
             caches = [Cache(s, [150, 70]) for s in (plain, latent)]
             for row, keys in enumerate(caches[0].keys):
-                caches[0].values[row] = keys.roll(48, -1)  # its ends come first
+                caches[0].values[row] = keys.roll(48, -1)  # values are the keys' ends
                 caches[0].write(row)
             q = caches[0].queries(60 + 1)
             batch = [(0, 150, 60), (1, 70, 1)]
@@ -387,7 +392,7 @@ def test_a_latent_cache_takes_no_values() -> None:
 
 
 def test_float16_keeps_finite_numbers_finite() -> None:
-    """The same bytes on every target; what is infinite or NaN stays so."""
+    """Every target writes the same bytes; infinity and NaN are kept."""
     s = Sizes(type="float16", kv_heads=1, group=1, head_dim=24, block_size=16)
     k = torch.randn(1, 1, 24)
     k[0, 0, :6] = torch.tensor([7e4, -3e38, 65519.0, INFINITE, -INFINITE, float("nan")])
@@ -401,7 +406,7 @@ def test_float16_keeps_finite_numbers_finite() -> None:
         assert torch.equal(keys.view(24, 16)[6:, 5], k[0, 0, 6:].half())
 
 
-def test_int8_of_zeros_and_of_nothing_finite() -> None:
+def test_int8_stores_zeros_exactly() -> None:
     s = Sizes(type="int8", kv_heads=1, group=1, head_dim=16)
     cache = Cache(s, [5])
     cache.values[0].zero_()
@@ -409,7 +414,7 @@ def test_int8_of_zeros_and_of_nothing_finite() -> None:
     assert torch.equal(cache.attend(cache.queries(1), [(0, 5, 1)]), torch.zeros(1, 1, 16))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_fit_are_refused() -> None:
     s = Sizes()
     cache = Cache(s, [40, 40])
     q = cache.queries(2)

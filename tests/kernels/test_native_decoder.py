@@ -1,4 +1,4 @@
-"""A stack runs any list of parts bit for bit as its operations one after the other."""
+"""A stack runs any list of parts with the same bits as the separate operations in sequence."""
 
 from typing import Any
 
@@ -48,8 +48,8 @@ ROUTINGS = (
 
 @st.composite
 def layers(draw: st.DrawFn) -> list[Part]:
-    """Attention and a feed-forward or a mixture of experts in any order, with norms and biases here
-    and there."""
+    """Draw attention and a feed-forward or mixture of experts in either order, with optional norms
+    and biases."""
     seed, kind = draw(st.integers(0, 1000)), draw(st.sampled_from(["Q8_0", "F32"]))
     some = st.booleans()
     windowed, for_heads = draw(some), draw(some) and draw(some)
@@ -65,7 +65,7 @@ def layers(draw: st.DrawFn) -> list[Part]:
         return [*before, *inside, *after, *scaled, ADD]
 
     def head_norm(first: int, heads: int, of_heads: bool) -> Part:
-        """Of each head, or of all heads as one."""
+        """Return a norm over each head, or over all heads together."""
         weight = values(seed + first, HEAD_DIM if of_heads else heads * HEAD_DIM)
         where = {"begin": first * HEAD_DIM, "heads": heads if of_heads else 1}
         return "head_norm", {"weight": weight, "eps": 1e-6, **where}
@@ -80,7 +80,7 @@ def layers(draw: st.DrawFn) -> list[Part]:
             linear(seed + 3, qkv, HIDDEN, kind, draw(some)),
             *(head_norms() if draw(some) else []),
             *([rope()] if draw(some) else []),
-            # What is kept is the beginning of a head; behind the heads k and v stay.
+            # The first columns of each head are kept; k and v after the heads are unchanged.
             *([head_linear(seed, 0 if kind == "Q8_0" else 5, kind)] if for_heads else []),
             attention(0, 40 if windowed else 0, draw(some), latent),
             *([head_linear(seed, 0, kind)] if for_heads and not latent else []),
@@ -106,14 +106,15 @@ def layers(draw: st.DrawFn) -> list[Part]:
         **draw(st.sampled_from(ROUTINGS)),
     )
     feed = around([mixture] if draw(some) else dense)
-    if draw(some):  # both on the stream as it was
+    if draw(some):  # both read the unchanged stream
         return [*attend[:-1], HOLD, *feed[:-1], ADD_HELD]
     pieces = draw(st.permutations([attend, feed][: 1 + draw(some)]))
     return [part for piece in pieces for part in piece]
 
 
 def in_groups(lists: list[list[Part]]) -> tuple[list[list[Part]], int]:
-    """The lists with layers of one window and latent size in a group, and how many there are."""
+    """Return the lists with layers of equal window and latent size in one group, and the number of
+    groups."""
     groups: dict[tuple[int, int], int] = {}
 
     def placed(kind: str, f: dict[str, Any]) -> Part:
@@ -126,12 +127,11 @@ def in_groups(lists: list[list[Part]]) -> tuple[list[list[Part]], int]:
 
 @given(st.lists(layers(), min_size=1, max_size=2), st.sampled_from(list(CONTEXTS)), st.data())
 @settings(max_examples=40)
-def test_a_list_is_its_operations(
+def test_a_stack_equals_its_operations(
     drawn: list[list[Part]], threads: int, data: st.DataObject
 ) -> None:
-    """In chunks and then in decode steps of few and of many rows, each thread with rows of its own
-    or all together; of the tokens only some are wanted, in any order.
-    """
+    """Runs chunks, then decode steps of few and of many rows, where threads share all rows or have
+    separate ones. A step returns some tokens, in any order."""
     lists, groups = in_groups([made(parts) for parts in (plain_layer(), *drawn)])
     rows = data.draw(st.sampled_from([1, 3, 33, 50]))
     lens = data.draw(st.lists(st.integers(1, 120 // rows + 5), min_size=rows, max_size=rows))
@@ -153,7 +153,7 @@ def test_a_list_is_its_operations(
         old = batch.kv_lens
 
 
-def test_of_the_last_layer_only_keys_and_values_are_computed_if_nothing_is_wanted() -> None:
+def test_the_last_layer_computes_only_keys_and_values_if_no_output_is_needed() -> None:
     lists = [made(plain_layer()), made(plain_layer())]
     stack, own, other = stack_of(CONTEXTS[2], lists), pools(lists, 1), pools(lists, 1)
     stack.set_kv(own, "float32", BLOCK)
@@ -163,7 +163,7 @@ def test_of_the_last_layer_only_keys_and_values_are_computed_if_nothing_is_wante
     assert all(a.tobytes() == b.tobytes() for a, b in zip(own, other, strict=True))
 
 
-def test_logits_are_the_product_with_the_head() -> None:
+def test_logits_are_the_product_of_hidden_states_and_head() -> None:
     stack, hidden = stack_of(CONTEXTS[2], [made(plain_layer())]), values(1, 5, HIDDEN)
     out = np.empty((5, VOCAB), np.float32)
     stack.logits(hidden, out)

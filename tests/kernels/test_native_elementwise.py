@@ -1,6 +1,6 @@
-"""The norm and the gate of rows: their formulas in float64, and the same bits on every target.
+"""The norm and the gate of rows: their formulas in float64, and equal bits on every target.
 
-The other operations on rows are tested in C++ (kernels/native/test/elementwise_test.cpp).
+The other row operations are tested in C++ (kernels/native/test/elementwise_test.cpp).
 """
 
 from collections.abc import Callable
@@ -28,7 +28,8 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 def on_all(call: Callable[[native.Context], Tensor]) -> Tensor:
-    """The result of call(context), the same bits for every target and number of threads."""
+    """Return call(context), after checking that every target and thread count gives the same
+    bits."""
     results = [call(context) for context in ALL]
     for result in results[1:]:
         assert torch.equal(result.view(torch.int32), results[0].view(torch.int32))
@@ -42,7 +43,7 @@ def gated(context: native.Context, gate: Tensor, up: Tensor, activation: str) ->
 
 
 def activated(name: str, x: Tensor) -> Tensor:
-    """activation(x) for a row of numbers."""
+    """Return activation(x) for a row of numbers."""
     ones = torch.ones(1, len(x))
     return on_all(lambda context: gated(context, x[None].contiguous(), ones, name))[0]
 
@@ -73,8 +74,7 @@ def test_gated(subtests: pytest.Subtests) -> None:
                 torch.testing.assert_close(ours.double(), formula, rtol=5e-6, atol=1e-6)
 
 
-def test_activations_everywhere() -> None:
-    """Bounds of the functions behind them over all magnitudes."""
+def test_error_bounds_of_activations_at_all_magnitudes() -> None:
     x = torch.cat([torch.linspace(-s, s, 40_001) for s in (1e-30, 1e-3, 0.7, 5.0, 30.0, 86.0)])
     silu = activated("silu", x).double()
     torch.testing.assert_close(silu, F.silu(x.double()), rtol=4e-7, atol=1e-35)
@@ -84,20 +84,20 @@ def test_activations_everywhere() -> None:
     torch.testing.assert_close(activated("gelu", x).double(), F.gelu(x.double()), rtol=0, atol=6e-7)
 
 
-def test_infinity_and_nan_pass_as_in_the_reference(subtests: pytest.Subtests) -> None:
+def test_infinity_and_nan_propagate_as_in_the_reference(subtests: pytest.Subtests) -> None:
     for activation in ACTIVATIONS:
         with subtests.test(activation):
             x = torch.tensor([INFINITE, -INFINITE, float("nan"), 1e30, -1e30, 0.0])
             ours = activated(activation, x)
             theirs = reference.gated(x, torch.ones(6), activation)  # type: ignore[arg-type]
-            # Which of the two it is, torch has its own way.
+            # Whether the result is infinite or NaN differs in torch.
             assert torch.equal(ours.isfinite(), theirs.isfinite())
             assert ours[2].isnan()
             torch.testing.assert_close(ours[3:], theirs[3:])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), INFINITE])
-def test_a_row_that_is_not_finite_stays_alone(bad: float) -> None:
+def test_a_nonfinite_row_does_not_affect_others(bad: float) -> None:
     x, weight = normal(1, 4, 40), normal(2, 40)
     x[2, 33] = bad
     out = torch.empty_like(x)
@@ -107,7 +107,7 @@ def test_a_row_that_is_not_finite_stays_alone(bad: float) -> None:
     assert out[[0, 1, 3]].isfinite().all()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_fit_are_refused() -> None:
     context, x, row = ALL[0], torch.zeros(2, 8), torch.zeros(8)
     with pytest.raises(ValueError, match="weight"):
         native.rms_norm(context, x, torch.zeros(7), 1e-5, torch.zeros(2, 8))

@@ -1,4 +1,4 @@
-"""Packed weights and their product: values, bounds, and the same bits on every path."""
+"""Packed weights and products with them: values, error bounds, and equal bits on every path."""
 
 import itertools
 
@@ -31,7 +31,7 @@ BLOCKS = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("MXFP4", "NVFP4", "IQ4_NL", "IQ4_XS"),
 )
-# Name -> (format, columns of a group, 0 for the whole row, type of scales, zeros).
+# Name -> (format, columns per group, 0 for the whole row, type of scales, zero points).
 GROUPS: dict[str, tuple[GroupedFormat, int, type[np.generic], bool]] = {
     "INT4 of 128": (INT4, 128, np.float16, False),
     "INT4 of 128, zeros": (INT4, 128, np.float16, True),
@@ -51,11 +51,11 @@ GROUPS: dict[str, tuple[GroupedFormat, int, type[np.generic], bool]] = {
     "FP8 of a row, bf16": (FP8, 0, np.uint16, False),
     "FP4 of 16": (FP4, 16, np.uint8, False),
 }
-ENCODED = {*BLOCKS, *GROUPS} - {"FP8 of 128", "FP8 of a row, bf16"}  # against inputs as int8
+ENCODED = {*BLOCKS, *GROUPS} - {"FP8 of 128", "FP8 of a row, bf16"}  # multiplied with int8 inputs
 KINDS = (*FLOATS, *BLOCKS, *GROUPS)
-SUBNORMAL = 1e-38  # numbers of this size have no full precision
+SUBNORMAL = 1e-38  # numbers of this size lose precision
 ROW_COUNTS = (*range(2, 20), 31, 33, 70)
-# Where the float16 scales lie in a block; random bytes there would be infinities.
+# Offsets of the float16 scales in a block; random bytes there could be infinite.
 SCALES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -81,7 +81,8 @@ def context() -> _native.Context:
 
 
 def raw_tensor(kind: str, rows: int, cols: int, seed: int) -> tuple[NDArray[np.uint8], Floats]:
-    """Random stored bytes [rows, bytes of a row] and the values that the engine reads in them."""
+    """Return random stored bytes [rows, bytes per row] and the values that the engine reads from
+    them."""
     rng = np.random.default_rng(seed)
     if kind in FLOATS:
         exact = RawTensor({VALUES: rng.normal(size=(rows, cols))}, "F64", (rows, cols))
@@ -93,7 +94,7 @@ def raw_tensor(kind: str, rows: int, cols: int, seed: int) -> tuple[NDArray[np.u
     for at in SCALES[kind]:
         scale = rng.normal(size=(len(blocks), 1)).astype(np.float16)
         blocks[:, at : at + 2] = scale.view(np.uint8)
-    if kind == "MXFP4":  # exponents of tame sizes, and of the smallest
+    if kind == "MXFP4":  # exponents of moderate sizes, and the smallest ones
         blocks[:, 0] = rng.integers(118, 132, len(blocks))
         blocks[:2, 0] = (0, 1)[: len(blocks)]
     data = blocks.reshape(rows, -1)
@@ -101,7 +102,8 @@ def raw_tensor(kind: str, rows: int, cols: int, seed: int) -> tuple[NDArray[np.u
 
 
 def group_tensor(kind: str, rows: int, cols: int, seed: int) -> RawTensor:
-    """Random levels in groups. 8-bit floats are no NaN; scales begin with the smallest there is."""
+    """Return random levels in groups. No 8-bit float is NaN; the first scale is the smallest
+    possible."""
     form, group, dtype, has_zeros = GROUPS[kind]
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 256, (rows, cols * form.bits // 8), np.uint8)
@@ -113,7 +115,7 @@ def group_tensor(kind: str, rows: int, cols: int, seed: int) -> RawTensor:
     scales = rng.normal(size=shape).astype(np.float32)
     if dtype == np.uint16:
         scales = (scales.view(np.uint32) >> 16).astype(np.uint16)
-        scales[0, 0] = seed % 2  # the least bfloat16, which is no float16, or 0
+        scales[0, 0] = seed % 2  # the smallest bfloat16, which float16 cannot hold, or 0
     else:
         scales = scales.astype(dtype)
         scales[0, 0] = np.finfo(dtype).smallest_subnormal if form is not FP8 else 1e-30
@@ -129,7 +131,7 @@ def quantum(kind: str) -> int:
 
 
 def cols_of(kind: str, blocks: int) -> int:
-    """A width of about `blocks` times 32."""
+    """Return a width of about 32 * `blocks`."""
     size = quantum(kind)
     return blocks * max(32, size) if size <= 32 else (blocks % 5 + 1) * size
 
@@ -152,7 +154,7 @@ def inputs(rows: int, cols: int, seed: int = 1) -> Floats:
 
 
 def encoded(x: Floats) -> NDArray[np.float64]:
-    """What is left of x after int8 with one scale a block of 32."""
+    """Return x after encoding as int8 with one scale per block of 32."""
     blocks = x.reshape(len(x), -1, 32)
     amax = np.abs(blocks).max(2, keepdims=True)
     levels = np.rint(blocks * (np.float32(127) / amax))
@@ -182,7 +184,7 @@ def product(
     blocks=st.integers(1, 3),
     seed=st.integers(0, 1 << 30),
 )
-def test_packed_weights_are_the_stored_ones(
+def test_packed_weights_equal_the_stored_ones(
     context: _native.Context, kind: str, rows: int, blocks: int, seed: int
 ) -> None:
     matrix, values = packed(context, kind, rows, blocks * quantum(kind), seed)
@@ -202,7 +204,7 @@ def test_packed_weights_are_the_stored_ones(
     isa=st.sampled_from(_native.isas()),
     seed=st.integers(0, 1 << 30),
 )
-def test_product_is_that_of_weights_and_encoded_inputs(
+def test_a_product_equals_that_of_weights_and_encoded_inputs(
     kind: str, rows: int, blocks: int, tokens: int, isa: str, seed: int
 ) -> None:
     context = _native.Context(2, isa=isa)
@@ -216,11 +218,13 @@ def test_product_is_that_of_weights_and_encoded_inputs(
     elif kind in ENCODED:
         seen = encoded(x)
     exact = seen @ values.T.astype(np.float64)
-    # Terms of d * q and of m may cancel: a bound on what is added up, a few roundings a block.
+    # Terms of d * q and of m may cancel: bound the sum of magnitudes, with a few roundings per
+    # block.
     terms = np.abs(seen) @ (np.abs(values.T.astype(np.float64)) + term_size(values, kind))
     rounding = terms * 2.0**-23 * (8 if kind in ENCODED else cols) + SUBNORMAL
     assert (np.abs(result - exact) <= rounding).all()
-    # int8 takes half a step of 1/127 of a block's largest input; bf16 2^-8 of every input.
+    # The error of int8 is half a step of 1/127 of a block's largest input; that of bf16 is 2^-8 of
+    # every input.
     plain = x.astype(np.float64) @ values.T.astype(np.float64)
     off = np.abs(x).reshape(tokens, -1, 32).max(2).repeat(32, 1) if kind in ENCODED else np.abs(x)
     share = 0.51 / 127 if kind in ENCODED else {"BF16": 2.0**-8}.get(kind, 0.0)
@@ -229,13 +233,14 @@ def test_product_is_that_of_weights_and_encoded_inputs(
 
 
 def term_size(values: Floats, kind: str) -> NDArray[np.float64]:
-    """An upper bound of the parts d * q and m that a weight is the sum of: the format's largest."""
+    """Return an upper bound of the terms d * q and m whose sum is a weight; it holds for every
+    format."""
     if kind not in ENCODED:
         return np.zeros((values.shape[1], 1))
     return np.full((values.shape[1], 1), 4.0 * float(np.abs(values).max()))
 
 
-def test_a_row_is_the_same_alone_and_among_others(
+def test_a_row_does_not_depend_on_other_rows(
     subtests: pytest.Subtests, context: _native.Context
 ) -> None:
     for kind, blocks in itertools.product(KINDS, (1, 18, 23)):
@@ -262,7 +267,7 @@ def test_every_instruction_set_gives_the_same_bits(subtests: pytest.Subtests) ->
             assert all(same(result, results[0]) for result in results)
 
 
-def test_several_matrices_lie_side_by_side(context: _native.Context) -> None:
+def test_several_matrices_are_written_side_by_side(context: _native.Context) -> None:
     parts = [packed(context, "Q4_1", rows, 576, rows) for rows in (17, 1, 64, 200)]
     x, bias = inputs(3, 576), inputs(1, 282)[0]
     together = product(context, x, [matrix for matrix, _ in parts], bias)
@@ -287,7 +292,7 @@ def test_plain_numbers_of_any_width(subtests: pytest.Subtests, context: _native.
             assert np.allclose(result, x @ values.T, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_not_finite_spoils_its_row_alone(subtests: pytest.Subtests) -> None:
+def test_a_nonfinite_input_affects_only_its_row(subtests: pytest.Subtests) -> None:
     for isa, kind in itertools.product(_native.isas(), KINDS):
         with subtests.test(isa=isa, kind=kind):
             context = _native.Context(1, isa=isa)
@@ -304,18 +309,18 @@ def test_what_is_not_finite_spoils_its_row_alone(subtests: pytest.Subtests) -> N
 def test_zero_and_tiny_inputs(context: _native.Context) -> None:
     matrix, values = packed(context, "Q8_0", 16, 64)
     x = np.zeros((2, 64), np.float32)
-    x[1, 5] = 1e-42  # 127 / 1e-42 is infinite
+    x[1, 5] = 1e-42  # 127 / 1e-42 overflows
     assert (product(context, x, [matrix]) == 0).all()
     x[1, 5] = 1e-20
     assert np.allclose(product(context, x, [matrix])[1], 1e-20 * values[:, 5], rtol=1e-5)
 
 
-def test_every_format_is_tested_here() -> None:
+def test_this_file_covers_every_format() -> None:
     assert _native.formats() == [*FLOATS, *BLOCKS]
     assert {form.name for form, *_ in GROUPS.values()} == {*_native.grouped_formats()}
 
 
-def test_packed_weights_take_hardly_more_memory_than_stored_ones(
+def test_packed_weights_take_little_more_memory_than_stored_ones(
     subtests: pytest.Subtests, context: _native.Context
 ) -> None:
     for kind in (*BLOCKS, *GROUPS):
@@ -326,7 +331,7 @@ def test_packed_weights_take_hardly_more_memory_than_stored_ones(
                 form, _, _, zeros = GROUPS[kind]
                 parts = group_tensor(kind, rows, cols, 0).parts
                 stored = parts["codes"].nbytes + parts["scales"].nbytes
-                if zeros:  # as files pack them
+                if zeros:  # as packed in files
                     stored += parts["scales"].size * form.bits // 8
             else:
                 stored = raw_tensor(kind, rows, cols, 0)[0].nbytes

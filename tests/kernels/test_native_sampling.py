@@ -1,4 +1,4 @@
-"""Native sampling equals the reference: the same noise, edits, filters and tokens on every ISA."""
+"""Native sampling equals the reference on every ISA: noise, edits, filters and tokens."""
 
 import math
 from itertools import product
@@ -40,7 +40,9 @@ def test_noise_bit_for_bit(isa: str, seed: int, choice: int, position: int) -> N
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=60)
 @given(st.integers(0, 10_000), VOCABS, st.sampled_from(["", "coarse", "masked", "flat"]))
-def test_greedy_is_the_lowest_of_the_best(isa: str, seed: int, vocab: int, kind: str) -> None:
+def test_greedy_takes_the_lowest_id_of_equal_scores(
+    isa: str, seed: int, vocab: int, kind: str
+) -> None:
     logits = some_logits(seed, 5, vocab)
     if kind == "coarse":
         logits = logits.round()
@@ -51,7 +53,7 @@ def test_greedy_is_the_lowest_of_the_best(isa: str, seed: int, vocab: int, kind:
     assert sample(native(isa), logits, [StreamSettings()] * 5) == logits.argmax(-1).tolist()
 
 
-def test_rows_that_are_not_finite_fail_alone(subtests: pytest.Subtests) -> None:
+def test_a_nonfinite_row_does_not_affect_others(subtests: pytest.Subtests) -> None:
     for isa, vocab, bad in product(ISAS, (1, 40, 1030), (math.nan, -math.nan, math.inf)):
         with subtests.test(isa=isa, vocab=vocab, bad=bad):
             at = [0, vocab // 2, vocab - 1]
@@ -67,7 +69,7 @@ def test_rows_that_are_not_finite_fail_alone(subtests: pytest.Subtests) -> None:
                 assert [t < 0 for t in got] == [False, True, True, True, True, True, True, False]
 
 
-def test_infinities_that_cancel_hide_no_number(subtests: pytest.Subtests) -> None:
+def test_infinities_do_not_hide_a_nan(subtests: pytest.Subtests) -> None:
     for isa in ISAS:
         with subtests.test(isa):
             logits = some_logits(2, 1, 1000)
@@ -105,7 +107,7 @@ def test_gumbel_argmax(
 
 
 def near(scaled: torch.Tensor, one: StreamSettings) -> list[set[int]]:
-    """The candidates as they are, and with top_p moved by what a sum may be off."""
+    """Return the candidates, and those with top_p moved by the error that a sum may have."""
     found = []
     for top_p in {one.top_p, min(1.0, one.top_p * (1 + 1e-9)), one.top_p * (1 - 1e-9)}:
         moved = StreamSettings(top_k=one.top_k, top_p=top_p, min_p=one.min_p)
@@ -134,10 +136,10 @@ def test_filters(
     spread: float,
     kind: str,
 ) -> None:
-    """What a stream can pick is what the reference keeps, told by a great many draws at once.
+    """Native and reference sampling can pick the same tokens, which a large number of draws shows.
 
-    At a high temperature noise decides: each of the draws below picks some kept token, and the
-    winner among the kept is the reference's.
+    At a high temperature the noise decides: each draw picks some kept token, and the best of the
+    kept tokens equals the reference's.
     """
     logits = some_logits(seed, 1, vocab, spread)
     if kind == "coarse":
@@ -164,7 +166,7 @@ def test_filters(
         assert got in allowed
 
 
-def test_edits_equal_the_reference_token_after_token(subtests: pytest.Subtests) -> None:
+def test_edits_equal_the_reference_at_every_token(subtests: pytest.Subtests) -> None:
     for isa, edits, temperature in product(ISAS, EDITS, (0.0, 1.0)):
         with subtests.test(isa=isa, edits=edits, temperature=temperature):
             vocab, prompt = 100, (9, 8, 9, 50, 99)
@@ -181,14 +183,14 @@ def test_edits_equal_the_reference_token_after_token(subtests: pytest.Subtests) 
                 (expected,) = reference.sample(logits, [0], [slow], [generated])
                 assert ops.sample(logits, [0], [fast], [generated]) == [expected]
                 assert torch.equal(logits, before)
-                # A fresh stream that is told everything at once agrees: notes are only notes.
+                # A fresh stream that gets all ids at once agrees: notes are only a cache.
                 assert ops.sample(logits, [0], [ops.stream(one, vocab)], [generated]) == [expected]
                 generated.append(expected if expected >= 0 else turn)
                 seen.add(expected)
             assert len(seen) > 1
 
 
-def test_a_token_depends_on_its_own_stream_only(subtests: pytest.Subtests) -> None:
+def test_a_token_depends_only_on_its_stream(subtests: pytest.Subtests) -> None:
     for isa in ISAS:
         with subtests.test(isa):
             kinds = [
@@ -259,7 +261,7 @@ def test_all_targets_and_thread_counts_give_the_same_bits() -> None:
 def test_masked_picks_equal_the_reference(
     isa: str, seed: int, vocab: int, share: float, options: dict[str, Any], temperature: float
 ) -> None:
-    """Of three rows the last has no mask; masks have more bits than there are tokens."""
+    """The last of three rows has no mask. Masks have more bits than there are tokens."""
     logits = some_logits(seed, 3, vocab)
     rng = np.random.default_rng(seed)
     allowed = rng.random((2, (vocab + 31) // 32 * 32)) < share
@@ -279,8 +281,10 @@ def test_masked_picks_equal_the_reference(
             assert row[token] == row[bits].max()
 
 
-def test_few_and_many_allowed_tokens_are_picked_from_alike(subtests: pytest.Subtests) -> None:
-    """Scores with ties; what is not allowed is better, and not finite."""
+def test_masked_picks_do_not_depend_on_the_number_of_allowed_tokens(
+    subtests: pytest.Subtests,
+) -> None:
+    """Scores have ties; scores of forbidden tokens are higher or not finite."""
     for isa, count, inside, temperature in product(
         ISAS, (1, 2, 255, 256, 257), (None, math.nan, math.inf, -math.inf), (0.0, 0.7)
     ):
@@ -313,7 +317,7 @@ def test_few_and_many_allowed_tokens_are_picked_from_alike(subtests: pytest.Subt
                 assert len(set(found)) > 1 or not temperature or count < 3
 
 
-def test_a_whole_mask_changes_nothing_and_an_empty_one_leaves_nothing() -> None:
+def test_a_full_mask_changes_nothing_and_an_empty_one_allows_no_token() -> None:
     logits = some_logits(5, 1, 100)
     settings = [StreamSettings(temperature=1.0, seed=9)]
     free = sample(native(ISAS[0]), logits, settings)

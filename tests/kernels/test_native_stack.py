@@ -1,4 +1,4 @@
-"""A stack refuses lists of parts that cannot be run by the name of the part, and memory and steps
+"""A stack names the part in its error if a list of parts cannot run, and refuses memory and steps
 that do not fit."""
 
 from typing import Any
@@ -42,7 +42,7 @@ from pdserve.kernels import _native as native
 
 
 def changed(n: int, *parts: Part) -> list[Part]:
-    """A plain layer with other parts in the place of part n."""
+    """Return a plain layer in which `parts` replace part n."""
     layer = plain_layer()
     return [*layer[:n], *parts, *layer[n + 1 :]]
 
@@ -134,7 +134,7 @@ WRONG_LISTS = (
 )
 
 
-def test_a_list_that_cannot_be_run_is_refused(subtests: pytest.Subtests) -> None:
+def test_an_invalid_list_of_parts_is_refused(subtests: pytest.Subtests) -> None:
     for parts, message in WRONG_LISTS:
         with subtests.test(message):
             stack = native.Stack(
@@ -144,7 +144,7 @@ def test_a_list_that_cannot_be_run_is_refused(subtests: pytest.Subtests) -> None
             stack.add_layer(made(plain_layer()))
             with pytest.raises(ValueError, match=message):
                 stack.add_layer(made(parts))
-            stack.add_layer(made(plain_layer()))  # nothing of the refused one is left
+            stack.add_layer(made(plain_layer()))  # the refused layer left nothing behind
 
 
 def test_a_stack_is_complete_before_its_first_step() -> None:
@@ -170,7 +170,7 @@ def test_a_stack_is_complete_before_its_first_step() -> None:
         run(stack, batch, np.array([2]))
 
 
-def test_the_last_norm_is_a_norm() -> None:
+def test_the_last_norm_must_be_a_norm() -> None:
     stack = native.Stack(ONE, hidden=HIDDEN, embed_scale=1.0, logit_scale=1.0, logit_soft_cap=0.0)
     stack.set_rope(0, COS, SIN)
     stack.add_layer(made(plain_layer()))
@@ -209,7 +209,7 @@ WRONG_EXPERTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_experts_that_cannot_be_run_are_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_experts_are_refused(subtests: pytest.Subtests) -> None:
     for changes, message in WRONG_EXPERTS:
         with subtests.test(message):
             kind, f = experts(1)
@@ -234,7 +234,7 @@ def test_a_step_has_no_more_outputs_than_tokens() -> None:
         run(stack, batch, np.zeros(2000, np.int64))
 
 
-def test_blocks_are_those_that_all_layers_of_a_group_have() -> None:
+def test_block_ids_are_checked_against_the_smallest_pool_of_a_group() -> None:
     lists = [plain_layer(), plain_layer()]
     large, small = pools(lists, 1)
     small = small[:5].copy()
@@ -255,7 +255,7 @@ def test_blocks_are_those_that_all_layers_of_a_group_have() -> None:
             run(stack, batch(1, 0), np.array([2]))
 
 
-def test_every_group_of_layers_has_tables_of_its_own() -> None:
+def test_each_group_of_layers_needs_its_tables() -> None:
     windowed = [attention(1, 8) if part[0] == "attention" else part for part in plain_layer()]
     stack = ready([plain_layer(), windowed])
     for groups in (1, 3):
@@ -263,8 +263,8 @@ def test_every_group_of_layers_has_tables_of_its_own() -> None:
             run(stack, Batch([0], [3]), np.array([2]), groups)
 
 
-def test_pools_are_taken_as_they_are_or_refused() -> None:
-    """A converted copy would be gone after the call."""
+def test_pools_are_used_without_conversion_or_refused() -> None:
+    """A converted copy would be freed after the call."""
     stack, batch = ready([plain_layer()]), Batch([0], [3])
     want = run(stack, batch, np.array([2]))
     (pool,) = pools([plain_layer()], 1)
@@ -284,11 +284,11 @@ def test_pools_are_taken_as_they_are_or_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             stack.set_kv(given, type, block)
-    # What was set before still is.
+    # The previously set pool is still in use.
     assert run(stack, batch, np.array([2])).tobytes() == want.tobytes()
 
 
-def test_logits_are_written_where_they_are_asked_for() -> None:
+def test_logits_are_written_only_to_a_fitting_array() -> None:
     stack, hidden = ready([plain_layer()]), values(1, 5, HIDDEN)
     for out in (
         np.empty((5, VOCAB), np.float64),

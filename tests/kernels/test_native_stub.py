@@ -1,7 +1,7 @@
-"""The type stub of the compiled kernels says what the extension itself says of its signatures.
+"""The type stub of the compiled kernels agrees with the extension's signatures.
 
-nanobind keeps every signature; names, kinds, defaults and plain types of parameters are compared.
-Other types, those of arrays above all, are finer in the stub.
+nanobind keeps every signature. Names, kinds, defaults and plain types of parameters are compared;
+the stub describes other types, such as arrays, in more detail.
 """
 
 import ast
@@ -54,7 +54,7 @@ def type_of(annotation: ast.expr | None) -> str:
 
 
 def shape(node: ast.FunctionDef) -> list[tuple[str, str, str, str]]:
-    """Return kind, name, type and default of each parameter, and the type that is returned."""
+    """Return kind, name, type and default of each parameter, and the return type."""
     args = node.args
     places = args.posonlyargs + args.args
     defaults = [None] * (len(places) - len(args.defaults)) + list(args.defaults)
@@ -69,7 +69,7 @@ def shape(node: ast.FunctionDef) -> list[tuple[str, str, str, str]]:
     ] + [("return", "", type_of(node.returns), "")]
 
 
-def test_the_stub_is_what_the_extension_declares(subtests: pytest.Subtests) -> None:
+def test_the_stub_matches_the_extension(subtests: pytest.Subtests) -> None:
     functions = dict(built(_native))
     assert sorted(name for name, _ in declared(STUB.body)) == sorted(functions)
     for name, node in declared(STUB.body):

@@ -1,7 +1,7 @@
-"""The C++ tests of the kernels: built and run plainly, with sanitizers, and for other machines.
+"""The C++ tests of the kernels: built and run normally, with sanitizers, and for other machines.
 
-They compare every instruction set with plain scalar code. Builds are kept in build/native-test, so
-that a second run only asks make whether anything changed.
+They compare every instruction set with scalar code. Builds are kept in build/native-test, so a
+second run only checks whether anything changed.
 """
 
 import os
@@ -18,14 +18,15 @@ from pdserve.kernels import _native
 ROOT = Path(__file__).parents[2]
 X86 = platform.machine() == "x86_64"
 CROSS = "aarch64-linux-gnu-g++"
-# No machine with AVX-512, none with AVX2: what is chosen there, and that nothing else leaks in.
+# Emulated machines without AVX-512 and without AVX2, and the targets chosen there: no code may use
+# instructions of a higher target.
 EMULATED = {"Haswell": "avx2 generic", "Nehalem": "generic"}
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(3600)]
 
 
 def run(*words: str | Path, **environment: str) -> str:
-    """Output of a command; fails the test with it if the command fails."""
+    """Return a command's output; fail the test with that output if the command fails."""
     done = subprocess.run(
         [str(word) for word in words],
         stdout=subprocess.PIPE,
@@ -39,7 +40,7 @@ def run(*words: str | Path, **environment: str) -> str:
 
 
 def build(name: str, **cache: str) -> Path:
-    """The test program, configured with these CMake variables."""
+    """Return the test program, built with these CMake variables."""
     folder = ROOT / "build" / "native-test" / name
     beside = Path(sys.executable).with_name("cmake")  # the cmake package of the test extra
     cmake = shutil.which("cmake") or str(beside)
@@ -53,13 +54,13 @@ def build(name: str, **cache: str) -> Path:
 
 
 def needs(*programs: str) -> None:
-    """Skips the test, naming what is missing."""
+    """Skip the test and name the missing programs."""
     missing = [program for program in programs if not shutil.which(program)]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)} (.ci/run installs them)")
 
 
-def test_plain() -> None:
+def test_native_build() -> None:
     out = run(build("plain", CMAKE_BUILD_TYPE="Release"))
     assert out.startswith("targets: " + " ".join(_native.isas()) + "\n")
 
@@ -76,7 +77,7 @@ def test_with_thread_sanitizer() -> None:
 
 @pytest.mark.parametrize("cpu", EMULATED)
 @pytest.mark.skipif(not X86, reason="an x86-64 program")
-def test_on_an_older_machine(cpu: str) -> None:
+def test_on_emulated_older_machines(cpu: str) -> None:
     needs("qemu-x86_64")
     program = build("plain", CMAKE_BUILD_TYPE="Release")
     out = run("qemu-x86_64", "-cpu", cpu, program, NATIVE_TEST_SLACK="1", NATIVE_TEST_THIN="4")
@@ -92,7 +93,7 @@ def test_on_aarch64() -> None:
         CMAKE_SYSTEM_PROCESSOR="aarch64",
         CMAKE_CXX_COMPILER=CROSS,
         CMAKE_EXE_LINKER_FLAGS="-static",
-        PDSERVE_OPTIMIZE="-O1",  # compiles in half the time, and rounds alike
+        PDSERVE_OPTIMIZE="-O1",  # halves compile time; rounding is the same
     )
     assert run("qemu-aarch64", program).startswith("targets: generic\n")
 

@@ -1,4 +1,4 @@
-"""The noise equals a pure-Python implementation of its formula, and is Gumbel distributed."""
+"""Noise equals a pure-Python implementation of its formula and is Gumbel distributed."""
 
 import math
 import struct
@@ -58,7 +58,7 @@ def test_equals_the_formula_bit_for_bit(seed: int, choice: int, position: int, v
     assert got[0].tolist() == [noise(seed, choice, position, t) for t in range(vocab)]
 
 
-def test_own_logarithm_is_accurate() -> None:
+def test_the_logarithm_is_accurate() -> None:
     for x in (2.0**-33, 1e-10, 0.1, 0.5, 0.7071, 0.70711, 1 - 2.0**-33, 1.0, 1.5, 22.8):
         assert math.isclose(log(x), math.log(x), rel_tol=1e-15, abs_tol=1e-18), x
 
@@ -92,7 +92,7 @@ def test_argmax_equals_the_full_sum(seed: int, vocab: int, coarse: bool) -> None
     assert gumbel_argmax(scores, *where).tolist() == expected.tolist()
 
 
-def test_noise_of_some_ids_is_the_same_noise() -> None:
+def test_noise_of_selected_ids_equals_that_of_all() -> None:
     where = torch.tensor([3]), torch.tensor([0]), torch.tensor([4])
     ids = torch.tensor([[7, 0, 300]])
     assert torch.equal(gumbel_at(*where, ids), gumbel_noise(*where, 301)[:, [7, 0, 300]])

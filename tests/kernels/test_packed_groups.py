@@ -1,4 +1,4 @@
-"""Packing of weights whose groups of columns share a scale: what fits, and what is refused."""
+"""Packing of weights whose column groups share a scale: valid and refused inputs."""
 
 from itertools import product
 from typing import Any
@@ -18,7 +18,7 @@ def context() -> _native.Context:
     return _native.Context(2)
 
 
-def test_wrong_groups_raise(context: _native.Context) -> None:
+def test_invalid_groups_raise(context: _native.Context) -> None:
     def pack(form: str, codes: Any, scales: Any, zeros: Any = None) -> None:
         raw = scales.view(np.uint8)
         _native.Matrix.pack_groups(context, form, codes, "F32", raw, zeros)
@@ -75,8 +75,8 @@ def test_a_half_block_of_4_bit_floats_is_refused(context: _native.Context) -> No
         )
 
 
-def test_the_last_block_of_a_long_row_has_its_own_group(context: _native.Context) -> None:
-    """As long as groups are found by a multiplication; longer rows are refused."""
+def test_the_last_block_of_a_long_row_uses_its_group(context: _native.Context) -> None:
+    """Holds as long as a multiplication can find the group of a block; longer rows are refused."""
 
     def pack(blocks: int, groups: int) -> _native.Matrix:
         codes = np.full((1, blocks * 32), 129, np.uint8)
@@ -94,9 +94,7 @@ def test_the_last_block_of_a_long_row_has_its_own_group(context: _native.Context
 INFINITE = {"F16": (0x7C00, "<u2"), "BF16": (0x7F80, "<u2"), "F32": (0x7F800000, "<u4")}
 
 
-def test_a_scale_that_is_not_finite_is_refused(
-    subtests: pytest.Subtests, context: _native.Context
-) -> None:
+def test_a_nonfinite_scale_is_refused(subtests: pytest.Subtests, context: _native.Context) -> None:
     for form, type in product(("INT4", "INT8", "FP8"), INFINITE):
         with subtests.test(form=form, type=type):
             infinity, dtype = INFINITE[type]

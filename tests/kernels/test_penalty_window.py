@@ -1,4 +1,4 @@
-"""Penalties over a window equal those that are computed from all ids at each step."""
+"""Penalties over a window equal those computed from all ids at each step."""
 
 import random
 from collections import Counter
@@ -20,12 +20,12 @@ KINDS: list[dict[str, float]] = [
     {"frequency_penalty": -0.3},
     {"repetition_penalty": 0.7, "presence_penalty": 0.4, "frequency_penalty": 0.3},
 ]
-WINDOWS = (0, 1, 2, 5, 9, 14, 10**6)  # of prompts with 0, 1 and 9 ids, and 30 generated ones
+WINDOWS = (0, 1, 2, 5, 9, 14, 10**6)  # over prompts of 0, 1 and 9 ids and 30 generated ids
 PROMPT_LENS = (0, 1, 9)
 
 
 def penalized(logits: torch.Tensor, one: StreamSettings, generated: list[int]) -> torch.Tensor:
-    """The edited scores [vocab], id by id, each step in float32."""
+    """Return the edited scores [vocab], computed id by id with float32 steps."""
     ids = [*one.prompt_ids, *generated]
     if one.penalty_window:
         repeated = counts = Counter(ids[-one.penalty_window :])
@@ -44,7 +44,7 @@ def penalized(logits: torch.Tensor, one: StreamSettings, generated: list[int]) -
 
 
 def growing(seed: int) -> list[list[int]]:
-    """Some ids, and then a few more at a time, to 30 or more."""
+    """Return growing lists of ids, up to 30 or more; each adds a few ids."""
     rng = random.Random(seed)
     ids: list[int] = []
     states = []
@@ -54,7 +54,7 @@ def growing(seed: int) -> list[list[int]]:
     return states
 
 
-def test_the_reference_edits_as_from_all_ids(subtests: pytest.Subtests) -> None:
+def test_the_reference_equals_edits_from_all_ids(subtests: pytest.Subtests) -> None:
     matters = 0
     for kind, window, prompt_len in product(KINDS, WINDOWS, PROMPT_LENS):
         with subtests.test(kind=kind, window=window, prompt_len=prompt_len):
@@ -73,8 +73,8 @@ def test_the_reference_edits_as_from_all_ids(subtests: pytest.Subtests) -> None:
     assert matters > 500
 
 
-def test_native_picks_as_from_all_ids(subtests: pytest.Subtests) -> None:
-    ops = CpuSampling(_native.Context(1))  # edits are the same code for every instruction set
+def test_native_picks_equal_those_from_all_ids(subtests: pytest.Subtests) -> None:
+    ops = CpuSampling(_native.Context(1))  # edit code is the same for every ISA
     for kind, window, prompt_len in product(KINDS, WINDOWS, PROMPT_LENS):
         with subtests.test(kind=kind, window=window, prompt_len=prompt_len):
             rng = random.Random(prompt_len)
@@ -83,7 +83,7 @@ def test_native_picks_as_from_all_ids(subtests: pytest.Subtests) -> None:
             stream = ops.stream(one, VOCAB)
             seen = set()
             for turn, generated in enumerate(growing(window + prompt_len)):
-                # Close to each other, so that penalties decide.
+                # Close scores, so that penalties decide.
                 logits = some_logits(turn, 1, VOCAB, 0.4) + 1
                 expected = int(penalized(logits[0], one, generated).argmax())
                 assert ops.sample(logits, [0], [stream], [generated]) == [expected]
@@ -92,8 +92,9 @@ def test_native_picks_as_from_all_ids(subtests: pytest.Subtests) -> None:
             assert len(seen) > 1
 
 
-def test_an_id_leaves_the_window_after_as_many_ids(subtests: pytest.Subtests) -> None:
-    """A penalty that excludes an id allows it once more, at the border of prompt and output too."""
+def test_an_id_leaves_the_window_after_its_length(subtests: pytest.Subtests) -> None:
+    """A penalty that excludes an id allows it again afterwards, also across the border of prompt
+    and output."""
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
     for ops in (reference, CpuSampling(_native.Context(1))):
         for window in (1, 2, 3):
@@ -104,14 +105,14 @@ def test_an_id_leaves_the_window_after_as_many_ids(subtests: pytest.Subtests) ->
                 ids: list[int] = []
                 for _ in range(8):
                     ids += sample(ops, logits, [one], [ids])
-                # The prompt has just had the best ones; then they take turns.
+                # The prompt ends with the best ids; afterwards they take turns.
                 turns = {1: [1, 0, 1, 0, 1, 0, 1, 0], 2: [2, 1, 0, 2, 1, 0, 2, 1]}
                 expected = turns.get(window, [3, 2, 1, 0, 3, 2, 1, 0])
                 assert ids == expected
 
 
 class Watched(list[int]):
-    """Counts the ids that slices of it have."""
+    """List that counts the ids read through its slices."""
 
     num_read = 0
 
@@ -125,7 +126,7 @@ class Watched(list[int]):
         return found
 
 
-def test_a_step_looks_at_the_ids_that_come_and_go_alone() -> None:
+def test_a_step_reads_only_ids_that_enter_or_leave_the_window() -> None:
     for window in (0, 100, 500, 10**6):
         prompt, generated = Watched(range(400)), Watched()
         one = StreamSettings(presence_penalty=1.0, penalty_window=window, prompt_ids=prompt)

@@ -1,4 +1,5 @@
-"""paged_attention and write_kv against a dense formula in float64, with NaN in every other slot."""
+"""paged_attention and write_kv compared with a dense formula in float64; every other slot holds
+NaN."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pdserve.kernels.reference import attention
 
 @dataclass(frozen=True)
 class Case:
-    """Rows (new tokens, all keys), decode rows first."""
+    """Rows (new tokens, all keys); decode rows come first."""
 
     rows: tuple[tuple[int, int], ...]
     kv_heads: int = 2
@@ -67,7 +68,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @dataclass(frozen=True)
 class Filled:
-    """A pool with the keys and values of a case in shuffled blocks, NaN elsewhere."""
+    """A pool with the keys and values of a case in shuffled blocks, and NaN elsewhere."""
 
     q: Tensor
     kv: Tensor
@@ -96,7 +97,7 @@ def fill(case: Case, dtype: torch.dtype = torch.float32) -> Filled:
         slots = [blocks[p // case.block_size] * case.block_size + p % case.block_size
                  for p in range(total)]  # fmt: skip
         reference.write_kv(kv, keys[row], values[row], torch.tensor(slots))
-        # Blocks that no token of this step can see any more are somebody else's.
+        # Other rows may own the blocks that no token of this step can see.
         if case.window:
             gone = max(0, total - new - case.window + 1) // case.block_size
             kv[table[row, :gone]] = math.nan
@@ -121,7 +122,7 @@ def attend(case: Case, filled: Filled, scale: float) -> Tensor:
 
 
 def dense(case: Case, filled: Filled, scale: float) -> Tensor:
-    """Token by token, head by head, in float64."""
+    """Return attention computed token by token and head by head in float64."""
     out = torch.empty(filled.q.shape, dtype=torch.float64)
     for row, (new, total) in enumerate(case.rows):
         for i in range(new):
@@ -146,7 +147,7 @@ def dense(case: Case, filled: Filled, scale: float) -> Tensor:
 
 @given(cases())
 @settings(max_examples=80)
-@example(Case(((1, 1), (1, 3), (1, 200)), block_size=3))  # decode rows in several buckets
+@example(Case(((1, 1), (1, 3), (1, 200)), block_size=3))  # decode rows fill several buckets
 @example(Case(((1, 1), (1, 3), (1, 150)), block_size=3, window=40, soft_cap=2.0))
 @example(Case(((290, 310),), kv_heads=1, group=1))  # more than one tile of queries
 @example(Case(((1, 1), (1, 150), (290, 310)), window=40, sinks=True))
@@ -181,22 +182,22 @@ def test_scores_over_many_keys_take_bounded_memory(
 
 @given(cases())
 @settings(max_examples=30)
-def test_bf16_stays_within_its_rounding(case: Case) -> None:
+def test_bf16_is_within_its_rounding_error(case: Case) -> None:
     filled = fill(case, torch.bfloat16)
     ours = attend(case, filled, 0.3)
     assert ours.dtype == torch.bfloat16
-    # Values are of size 1 to 4; weights, scores and the result are each rounded to 8 bits.
+    # Values have magnitude 1 to 4; weights, scores and the result are each rounded to 8 bits.
     torch.testing.assert_close(ours.double(), dense(case, filled, 0.3), atol=0.06, rtol=0.02)
 
 
-def test_a_broken_row_stays_alone(subtests: pytest.Subtests) -> None:
+def test_a_nonfinite_row_does_not_affect_others(subtests: pytest.Subtests) -> None:
     for window, poison in product((0, 6), (math.nan, math.inf, -math.inf, 3e38)):
         with subtests.test(window=window, poison=poison):
             case = Case(((1, 7), (1, 13), (5, 17), (4, 11)), window=window)
             filled = fill(case)
             clean = attend(case, filled, 0.3)
             for broken in (1, 2):
-                # The newest key is seen by the row's last token only.
+                # Only the row's last token sees the newest key.
                 block = filled.block_table[broken, (case.rows[broken][1] - 1) // case.block_size]
                 offset = (case.rows[broken][1] - 1) % case.block_size
                 kv = filled.kv.clone()
@@ -212,7 +213,7 @@ def test_a_broken_row_stays_alone(subtests: pytest.Subtests) -> None:
                 )
 
 
-def test_keys_of_another_dtype_are_read_in_that_of_the_queries() -> None:
+def test_keys_of_another_dtype_are_converted_to_that_of_the_queries() -> None:
     case = Case(((1, 9), (4, 14)))
     filled = fill(case)
     rounded = Filled(
@@ -233,14 +234,14 @@ def test_float16_keeps_finite_numbers_finite() -> None:
     reference.write_kv(kv, k, -k, torch.tensor([1]))
     assert kv[0, 0, 0, 1, :3].tolist() == [65504, -65504, math.inf]
     assert torch.equal(kv[0, :, 0, 1, 3], torch.tensor([0.1, -0.1]).half())
-    assert k[0, 0, 0] == 7e4, "inputs are only read"
+    assert k[0, 0, 0] == 7e4, "an input was written"
 
 
 @given(
     st.integers(1, 6), st.integers(1, 3), st.integers(1, 9), st.integers(1, 5), st.integers(0, 99)
 )
 @settings(max_examples=40)
-def test_write_kv_writes_its_slots_and_no_other(
+def test_write_kv_writes_only_its_slots(
     blocks: int, heads: int, block_size: int, head_dim: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)

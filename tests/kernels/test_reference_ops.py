@@ -1,4 +1,4 @@
-"""The token-wise reference operations against their formulas in float64."""
+"""The reference's token-wise operations compared with their formulas in float64."""
 
 import math
 from itertools import product
@@ -22,7 +22,7 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def close(ours: Tensor, formula: Tensor) -> None:
-    """Equal up to the rounding of ours' dtype."""
+    """Check equality up to the rounding of the result's dtype."""
     tolerance = 2e-5 if ours.dtype == torch.float32 else 0.01
     torch.testing.assert_close(ours.double(), formula, atol=tolerance, rtol=tolerance)
 
@@ -38,8 +38,8 @@ def test_rms_norm(tokens: int, width: int, seed: int, dtype: torch.dtype) -> Non
     close(ours, formula)
 
 
-def test_rms_norm_takes_heads_and_big_numbers() -> None:
-    x = torch.full((2, 3, 8), 3e4, dtype=torch.bfloat16)  # its square overflows no float32
+def test_rms_norm_of_heads_and_large_numbers() -> None:
+    x = torch.full((2, 3, 8), 3e4, dtype=torch.bfloat16)  # its square does not overflow float32
     assert torch.equal(reference.rms_norm(x, torch.ones(8), 1e-6), torch.ones_like(x))
 
 
@@ -86,12 +86,12 @@ def test_gated(tokens: int, width: int, name: str, seed: int, dtype: torch.dtype
     else:
         formula = formulas[name] * up.double()
     close(reference.gated(gate, up, name), formula)  # type: ignore[arg-type]
-    assert torch.equal(fused, before), "inputs are only read"
+    assert torch.equal(fused, before), "an input was written"
 
 
 @given(SIZES, st.integers(1, 4), st.integers(1, 8), st.integers(0, 5), SEEDS, DTYPES)
 @settings(max_examples=40)
-def test_rope_turns_pairs_by_their_angle(
+def test_rope_rotates_pairs_by_their_angle(
     tokens: int, heads: int, half: int, rest: int, seed: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -106,7 +106,7 @@ def test_rope_turns_pairs_by_their_angle(
     assert torch.equal(ours[..., 2 * half :], x[..., 2 * half :])
 
 
-def test_the_reference_has_every_operation() -> None:
+def test_the_reference_implements_every_operation() -> None:
     operations = [name for name in dir(Ops) if not name.startswith("_")]
     assert len(operations) >= 8
     assert all(callable(getattr(reference, name)) for name in operations)

@@ -1,4 +1,4 @@
-"""Which experts rows go to: the torch and the native choice against transformers' routers."""
+"""Routing of rows to experts: torch and native choices compared with transformers' routers."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ from pdserve.kernels import _native
 
 ROWS, EXPERTS, TOP_K = 10_000, 64, 8
 CONTEXT = _native.Context(1)
-NEAR = 1e-6  # two ranks that differ by less may come in either order
+NEAR = 1e-6  # ranks closer than this may come in either order
 GROUPS = {"n_group": 8, "topk_group": 3}
 ROUTERS: dict[str, tuple[Any, Any, ExpertRouting]] = {
     "mixtral": (
@@ -98,17 +98,17 @@ def native(
 
 
 def spread(chosen: Tensor, weights: Tensor) -> Tensor:
-    """The weight of each expert, [rows, EXPERTS]; 0 for those that are not chosen."""
+    """Return the weight of each expert [rows, EXPERTS]; 0 for experts that are not chosen."""
     return torch.zeros(len(chosen), EXPERTS).scatter_(1, chosen, weights)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_choices_equal_transformers(subtests: pytest.Subtests, name: str) -> None:
+def test_chosen_experts_equal_those_of_transformers(subtests: pytest.Subtests, name: str) -> None:
     kind, config, routing = ROUTERS[name]
     generator = torch.Generator().manual_seed(7)
     logits = 2 * torch.randn((ROWS, EXPERTS), generator=generator)
     router = kind(config)
-    router.weight.data.copy_(torch.eye(EXPERTS))  # so that its input is its logits
+    router.weight.data.copy_(torch.eye(EXPERTS))  # so that logits equal the input
     correction = None
     if routing.scores == "sigmoid":
         correction = 0.2 * torch.randn(EXPERTS, generator=generator)
@@ -116,7 +116,7 @@ def test_choices_equal_transformers(subtests: pytest.Subtests, name: str) -> Non
         if name == "minimax":
             _, counts, chosen = router(logits, correction)
         else:
-            if name == "gpt_oss":  # its bias is part of the logits
+            if name == "gpt_oss":  # the router's bias is part of the logits
                 router.bias.copy_(0.5 * torch.randn(EXPERTS, generator=generator))
             if correction is not None:
                 router.e_score_correction_bias.copy_(correction)
@@ -129,16 +129,18 @@ def test_choices_equal_transformers(subtests: pytest.Subtests, name: str) -> Non
         with subtests.test(choose.__name__):
             ours = choose(logits, correction, routing)
             same = (ours[0].sort(-1).values == chosen.sort(-1).values).all(-1)
-            for row in torch.where(~same)[0].tolist():  # near ties alone
+            for row in torch.where(~same)[0].tolist():  # only near ties may differ
                 lost = set(chosen[row].tolist()) ^ set(ours[0][row].tolist())
                 values = ranks[row, sorted(lost)]
                 assert routing.groups > 1 or values.max() - values.min() < NEAR, (row, lost)
             assert (~same).sum() <= 2
             torch.testing.assert_close(spread(*ours)[same], spread(chosen, counts)[same], **close)
-            assert len(set(map(tuple, ours[0].sort(-1).values.tolist()))) > ROWS / 2, "choices vary"
+            assert len(set(map(tuple, ours[0].sort(-1).values.tolist()))) > ROWS / 2, (
+                "too many rows choose the same experts"
+            )
 
 
-def test_of_equal_experts_the_first_are_chosen(subtests: pytest.Subtests) -> None:
+def test_the_first_of_equal_experts_are_chosen(subtests: pytest.Subtests) -> None:
     for choose in (choose_experts, native):
         with subtests.test(choose.__name__):
             logits = torch.zeros((2, 8))
@@ -151,20 +153,20 @@ def test_of_equal_experts_the_first_are_chosen(subtests: pytest.Subtests) -> Non
 
 
 def test_rows_of_nan_choose_some_experts() -> None:
-    """Whoever made them has a problem, but it must not become a crash."""
+    """A caller that passes NaN has a bug, but it must not crash the kernel."""
     logits = torch.full((3, 8), float("nan"))
     logits[1] = float("inf")
     logits[2, 3:] = float("-inf")
     for routing in (ExpertRouting(2), ExpertRouting(2, "sigmoid", True, groups=4, kept_groups=1)):
         chosen, _ = native(logits, None, routing)
         assert ((chosen >= 0) & (chosen < 8)).all()
-        assert all(len(set(row)) == 2 for row in chosen.tolist()), "two different ones"
+        assert all(len(set(row)) == 2 for row in chosen.tolist()), "an expert was chosen twice"
     lowest = torch.tensor([0.0, *[-torch.inf] * 3])
     zeros = torch.zeros((1, 4))
     assert native(zeros, lowest, ExpertRouting(2))[0].tolist() == [[0, 1]]
 
 
-def test_what_cannot_be_chosen_is_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_choices_are_refused(subtests: pytest.Subtests) -> None:
     for routing, error in (
         (ExpertRouting(9), "top_k must be 1 to the experts"),
         (ExpertRouting(2, groups=3), "multiple of groups"),

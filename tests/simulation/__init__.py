@@ -1,1 +1,2 @@
-"""A cluster in one thread: the real services under a virtual clock, faults from a seed."""
+"""A cluster in one thread: the real services under a virtual clock, with faults drawn from a
+seed."""

@@ -1,8 +1,8 @@
 """Virtual time, and the processes that live in it.
 
-A `Process` is an asyncio event loop whose callbacks wait in the one heap of its `World`. So the
-order of everything in the cluster is a function of the seed; a killed process is a loop that never
-runs again (no `finally`, no goodbye), a stopped one is a loop whose callbacks are kept for later.
+A `Process` is an asyncio event loop whose callbacks wait in the single heap of its `World`, so the
+seed determines the order of everything in the cluster. A killed process is a loop that never runs
+again: no `finally` block runs. A stopped process is a loop whose callbacks are kept for later.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from functools import partial
 from random import Random
 from typing import Any
 
-START_S = 1000.0  # of the clock: many fields take 0 for "not reached"
+START_S = 1000.0  # clock start: many fields use 0 for "not reached"
 
 
 class Handle:
-    """A callback that waits for its time."""
+    """A callback scheduled for a time."""
 
     __slots__ = ("_when", "args", "callback", "context", "process", "stopped")
 
@@ -62,15 +62,15 @@ class State(Enum):
 
 
 class World:
-    """The clock and the heap of a simulation."""
+    """Clock and heap of a simulation."""
 
     def __init__(self, seed: int | str) -> None:
         self.now = START_S
         self.rng = Random(f"world {seed}")
-        self.errors: list[str] = []  # what nobody caught
+        self.errors: list[str] = []  # uncaught exceptions
         self.num_callbacks = 0
-        self.over = False  # what is left only ends
-        self.notes: list[Any] = []  # of each life of a process: notes.py
+        self.over = False  # the run has ended; remaining tasks only finish
+        self.notes: list[Any] = []  # one per life of a process: notes.py
         self.processes: list[Process] = []
         self._heap: list[tuple[float, int, Handle]] = []
         self._order = itertools.count()
@@ -94,7 +94,8 @@ class World:
         return self.at(self.now + delay_s, process, callback, *args)
 
     def run(self, done: Callable[[], bool], until: float) -> bool:
-        """Runs callbacks until `done()`, asked after each, or the time; True: it is done."""
+        """Run callbacks until `done()`, which is checked after each, or until the time. Return
+        whether it is done."""
         heap, pop, running = self._heap, heapq.heappop, State.RUNNING
         while heap and heap[0][0] <= until:
             when, _, handle = pop(heap)
@@ -108,7 +109,7 @@ class World:
                 if done():
                     return True
             else:
-                process.kept.append(handle)  # of a dead one for `close` only
+                process.kept.append(handle)  # those of dead processes are used only by `close`
         self.now = max(self.now, until)
         return done()
 
@@ -124,7 +125,7 @@ class World:
 
     @contextmanager
     def inside(self, process: "Process") -> Iterator[None]:
-        """Calls made here run in a process."""
+        """Run the calls of the context in a process."""
         before = events._get_running_loop()
         events._set_running_loop(process)
         try:
@@ -133,7 +134,7 @@ class World:
             events._set_running_loop(before)
 
     def resume(self, process: "Process") -> None:
-        """SIGCONT: what has come due meanwhile runs now, in its order."""
+        """Deliver SIGCONT: run the callbacks that came due while stopped, in their order."""
         if process.state is State.STOPPED:
             process.state = State.RUNNING
             kept, process.kept = process.kept, []
@@ -141,7 +142,7 @@ class World:
                 heapq.heappush(self._heap, (self.now, next(self._order), handle))
 
     def close(self) -> None:
-        """Ends what coroutines are left, so that none is ended by the garbage collector."""
+        """End all remaining coroutines, so that the garbage collector ends none."""
         self.over = True
         for process in self.processes:
             process.state = State.STOPPED
@@ -161,18 +162,18 @@ class World:
 
 
 class Process(asyncio.AbstractEventLoop):
-    """One process of the cluster: what its coroutines take for their event loop."""
+    """One process of the cluster; its coroutines see it as their event loop."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
         self.state = State.RUNNING
-        self.kept: list[Handle] = []  # what came due while it did not run
+        self.kept: list[Handle] = []  # callbacks that came due while not running
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.connect: Callable[[str], Coroutine[Any, Any, None]] | None = None
         self.on_death: list[Callable[[], None]] = []
-        self.service: Any = None  # what runs here, for the oracle
-        self.build: Callable[[], Any] = _nothing  # an engine and its card
+        self.service: Any = None  # the service in this process, for the oracle
+        self.build: Callable[[], Any] = _nothing  # returns an engine and its card
         self._signals: dict[int, Callable[[], None]] = {}
         world.processes.append(self)
 
@@ -181,20 +182,20 @@ class Process(asyncio.AbstractEventLoop):
         return self.state is not State.DEAD
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Deliver SIGKILL."""
         if self.alive:
             self.state = State.DEAD
             for act in self.on_death:
                 act()
 
     def signal(self, number: int) -> None:
-        """SIGTERM, if it has a handler by now."""
+        """Deliver SIGTERM; without a handler the process ends."""
         if number in self._signals:
             self.call_soon(self._signals[number])
         else:
             self.kill()
 
-    # AbstractEventLoop, as far as the services use it
+    # The parts of AbstractEventLoop that the services use.
 
     def time(self) -> float:
         return self.world.now
@@ -234,7 +235,8 @@ class Process(asyncio.AbstractEventLoop):
         return self._signals.pop(sig, None) is not None
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
-        """At once: what the services move to a thread does not wait for anything here."""
+        """Run the function at once; the functions that services move to threads wait for nothing in
+        the simulation."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -254,7 +256,7 @@ class Process(asyncio.AbstractEventLoop):
     async def create_connection(
         self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any
     ) -> Any:
-        """For probes of a port: connects, or raises what a socket would."""
+        """Connect to a port that is probed, or raise what a socket would raise."""
         assert self.connect is not None
         await self.connect(f"{host}:{port}")
         protocol = protocol_factory()
@@ -282,5 +284,5 @@ class _Probe(asyncio.Transport):
 
 
 def here() -> Any:
-    """The process that runs."""
+    """Return the running process."""
     return asyncio.get_running_loop()

@@ -1,7 +1,7 @@
-"""A cluster of one scenario: its processes, started by the services' own main functions.
+"""The cluster of one scenario: its processes, started by the services' main functions.
 
-Every process is a `Process` with a name that is also its host: gateway g0, router r0, prefill p0,
-decode d0. A process that dies or ends may be started again under its name, as another life.
+Every process is a `Process` whose name is also its host: gateway g0, router r0, prefill p0, decode
+d0. A process that has died or ended may be restarted under its name, as another life.
 """
 
 import asyncio
@@ -62,14 +62,14 @@ class Reply:
     finish: dict[int, int] = field(default_factory=dict)
     terminal: list[str] = field(default_factory=list)  # "finished" or the error's code
     message: str = ""
-    trouble: list[str] = field(default_factory=list)  # what no client must see
+    trouble: list[str] = field(default_factory=list)  # errors that no client may see
     left: bool = False  # the client closed its connection
     broken: bool = False  # its gateway died
     asked_at: float = 0.0
-    first_at: float = 0.0  # its first token
-    finished: Any = None  # as the router says it
+    first_at: float = 0.0  # time of its first token
+    finished: Any = None  # the router's final message
     ended_at: float = 0.0
-    num_direct: int = 0  # tokens that were taken where they arrived
+    num_direct: int = 0  # tokens received where they arrive
     paused: asyncio.Event | None = None
     task: Any = None
 
@@ -86,11 +86,11 @@ class Node:
         self.role = role
         self.process: Process = None  # type: ignore[assignment]
         self.lives = 0
-        self.expected = True  # it is meant to run
+        self.expected = True  # it should be running
 
 
 class Cluster:
-    """Construct it in a world that is entered, then `start`."""
+    """The processes of a scenario. Construct it within `entered`, then call `start`."""
 
     def __init__(self, world: World, network: Network, scenario: Scenario) -> None:
         self.world = world
@@ -118,7 +118,7 @@ class Cluster:
     # lives
 
     def launch(self, name: str) -> None:
-        """Starts a process, again if it is dead; each of several faults may want it back."""
+        """Start a process unless it is alive; several faults may each restart it."""
         node = self.nodes[name]
         if node.lives and node.process.alive:
             return
@@ -184,7 +184,7 @@ class Cluster:
         await worker_module.serve_worker(settings, role, silent)
 
     async def _gateway(self, node: Node) -> None:
-        """The gateway's client of the routers; its HTTP side is not here."""
+        """Run the gateway's client of the routers; the HTTP side is not simulated."""
         number = int(node.name[1:])
         boot = self.world.rng.randbytes(16)
         client = RouterClient(self.routers, LoopAccess(self.network), boot)
@@ -209,7 +209,8 @@ class Cluster:
             raise RuntimeError(f"the cluster does not start: {world.errors}")
 
     def settled(self) -> bool:
-        """Every router has a session with every worker, every gateway one with a router."""
+        """Return whether every router has a session with every worker, and every gateway with a
+        router."""
         workers = [n for n in self.nodes.values() if n.role in ("prefill", "decode")]
         for node in self.of("router"):
             service = node.process.service
@@ -225,7 +226,7 @@ class Cluster:
     # requests
 
     def ask_all(self) -> None:
-        """Every client asks at its time from now on."""
+        """Schedule every client's request at its time from now."""
         for reply in self.replies.values():
             node = self.of("gateway")[reply.ask.gateway]
             process = node.process
@@ -266,7 +267,7 @@ class Cluster:
             reply.ended_at = self.world.now
 
     def _taken(self, reply: Reply, choice: int, id_: int) -> None:
-        """A token that the client has where it arrives."""
+        """Record a token that the client reads where it arrives."""
         reply.num_direct += 1
         ids = reply.ids.setdefault(choice, [])
         if reply.terminal or reply.finish.get(choice):

@@ -1,8 +1,7 @@
 """The data connection between prefill and decode without threads: the real DataLink over pipes.
 
-Records, credits and frames are those of engine/handoff/connection/link.py; only its two threads
-are replaced by callbacks. Connecting takes its time, but the introductions then happen at one
-instant.
+Records, credits and frames are those of engine/handoff/connection/link.py; callbacks replace only
+its two threads. Connecting takes time, but both introductions then happen at the same instant.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ log = logging.getLogger("pdserve.simulation")
 
 
 class SimWire(TcpWire):
-    """One end; a write is delivered as one piece, so a record is never read in part."""
+    """One end of a connection. A write is delivered in one piece, so no record is read in part."""
 
     def __init__(self, process: Process, slot_bytes: int, connection: Connection) -> None:
         self.process = process
@@ -31,7 +30,7 @@ class SimWire(TcpWire):
         self.deadline = None
         self.heard = process.time()
         self.link: SimLink | None = None
-        self.other: SimWire | None = None  # while the two introduce themselves
+        self.other: SimWire | None = None  # during the introductions
         self._staging = None
         self._payload_buffer = None
         self._connection = connection
@@ -124,7 +123,7 @@ class SimLink(DataLink):
         self.introduced = False
 
     def _start(self) -> None:
-        if self._genuine:  # prefill: both are introduced
+        if self._genuine:  # prefill: both ends are introduced
             near = self._sim
             assert near.other is not None
             far, near.other = near.other, None
@@ -135,7 +134,7 @@ class SimLink(DataLink):
                 far.link._pump_soon()
 
     def hear(self) -> None:
-        """decode: the Hello is here."""
+        """Handle the arrival of the Hello at decode."""
         self.introduced = True
         self._guarded(self._check_hello)
         self._pump()
@@ -184,7 +183,8 @@ class SimLink(DataLink):
 
 
 class SimTransport:
-    """What Sender and Receiver need of a KvTransport. Not a subclass: those are found by class."""
+    """The part of a KvTransport that Sender and Receiver need. It is no subclass, because
+    transports are discovered by class."""
 
     name = "tcp"
     preference = 100
@@ -195,10 +195,10 @@ class SimTransport:
         self._process: Any = asyncio.get_running_loop()
 
     def check(self) -> None:
-        """It is there."""
+        """Do nothing: the transport is available."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to release."""
 
     def listen(self, boot: bytes, accept: Callable[[Any], None]) -> Any:
         address = f"{self._process.name}:6000"
@@ -229,11 +229,12 @@ class _Listener:
         self.address = address
 
     def close(self) -> None:
-        """The process ends with it."""
+        """Do nothing: the listener ends with its process."""
 
 
 class DialThread:
-    """A Sender's dialling threads: a callback once the peer can be reached, or 1 s later."""
+    """Replaces a Sender's dialling threads with a callback once the peer is reachable, or 1 s
+    later."""
 
     def __init__(self, process: Process, network: Network) -> None:
         self._process, self._network = process, network

@@ -1,7 +1,8 @@
-"""The fault matrix: what can strike, in which phases it can, and how it is done.
+"""The fault matrix: kinds of faults, the phases in which each can strike, and their implementation.
 
-A fault waits for its request to reach its phase (phases.py), never for a time, and counts as hit
-only if what it breaks was there. Over 400 lines: the table of faults, and a method for each.
+A fault waits until its request reaches its phase (phases.py), never for a time. It counts as hit
+only if the object that it breaks existed. The file is long because it has the table of faults and a
+method for each.
 """
 
 import asyncio
@@ -43,15 +44,15 @@ KINDS = (
     "router restart", "all prefill gone", "all decode gone", "router hears nobody",
 )  # fmt: skip
 
-# After these a request may end with an error that its client has asked for or was told of.
+# After these faults a request may end with an error that its client caused or was informed of.
 MAY_FAIL = ("client closes", "deadline", "SIGKILL gateway")
 
-# After these the workers have all that they had: no prompt token is computed twice.
+# After these faults the workers keep all they had: no prompt token is computed twice.
 NOTHING_AGAIN = ("SIGKILL router", "SIGTERM router", "router restart", "router hears nobody")
 
 
 def unreachable(kind: str, phase: str) -> str:
-    """Why a cell of the matrix cannot be hit; empty: it can."""
+    """Return why a cell of the matrix cannot be hit, or "" if it can."""
     no_frames = "only a frame on its way can be changed, and none of the attempt is"
     if kind in ("bit flip", "truncation"):
         return "" if phase in ("computing", "transferring", "followed") else no_frames
@@ -67,19 +68,19 @@ def unreachable(kind: str, phase: str) -> str:
 
 
 def cells() -> list[tuple[str, str]]:
-    """(kind, phase) of every cell that can be hit."""
+    """Return (kind, phase) of every cell that can be hit."""
     return [(k, p) for k in KINDS for p in PHASES if not unreachable(k, p)]
 
 
 @dataclass(slots=True)
 class Strike:
-    """One fault of the scenario and what became of it."""
+    """One fault of the scenario and its outcome."""
 
     fault: Fault
     rng: Random
     fired: bool = False
     hit: bool = False
-    phase: str = ""  # in which it hit
+    phase: str = ""  # the phase in which it hit
     at_s: float = 0.0
 
 
@@ -94,7 +95,7 @@ class Faults:
         self.calm_at = 0.0  # when the last effect of a fault ends
         faults = cluster.scenario.faults
         self.strikes = [Strike(f, Random(f"fault {f.seed} {i}")) for i, f in enumerate(faults)]
-        self._armed: list[Callable[[Message], bool]] = []  # wait for a message; True: done
+        self._armed: list[Callable[[Message], bool]] = []  # wait for a message; True when done
 
     def on_message(self, message: Message) -> None:
         self._armed = [act for act in self._armed if not act(message)]
@@ -129,7 +130,7 @@ class Faults:
             {
                 "client closes": self._close_client,
                 "client stops reading": self._pause_client,
-                "deadline": lambda strike: None,  # the request carries it
+                "deadline": lambda strike: None,  # part of the request
                 "engine hangs prefill": lambda strike: self._hang(strike, "prefill"),
                 "engine hangs decode": lambda strike: self._hang(strike, "decode"),
                 "stale boot id": self._stale_boot,
@@ -143,7 +144,7 @@ class Faults:
             }[kind](strike)
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
-        """The supervisor acts; the run is not calm before."""
+        """Schedule an action of the supervisor; the run is not calm before it."""
         self.calm_at = max(self.calm_at, self._world.now + delay_s)
         self._world.after(delay_s, self._cluster.supervisor, act)
 
@@ -151,7 +152,7 @@ class Faults:
         return self.watch.places.get(strike.fault.request, {}).get(role, "")
 
     def _runtime(self, strike: Strike, role: str) -> Any:
-        """The worker of the request; None if it is dead or still loads."""
+        """Return the worker of the request, or None if it is dead or still loading."""
         victim = self._name(strike, role)
         process = self._cluster.nodes[victim].process if victim else None
         if process is None or not process.alive or process.service is None:
@@ -193,7 +194,7 @@ class Faults:
             self._later(0.0, lambda: process.signal(signal.SIGTERM))
             if role != "gateway":
                 self._wait_for_exit(victim, process)
-        elif strike.rng.random() < 0.5:  # with what it is about to send
+        elif strike.rng.random() < 0.5:  # including the message about to be sent
             self._end(strike, name, victim, process)
         else:
             self._later(0.0, lambda: self._end(strike, name, victim, process))
@@ -224,8 +225,8 @@ class Faults:
         self._later(0.1, look)
 
     def _hang(self, strike: Strike, role: str) -> None:
-        """The process lives and answers, but its engine does nothing for a while, which is shorter
-        or longer than it takes to be found frozen."""
+        """Stop the engine for a while, in a process that lives and answers. The time is shorter or
+        longer than the detection of a frozen engine takes."""
         part = self._runtime(strike, role)
         if part is None:
             return
@@ -234,7 +235,7 @@ class Faults:
         self._later(strike.rng.choice((1.0, 5.0, 12.0, 30.0)), part.thread.thaw)
 
     def _stale_boot(self, strike: Strike) -> None:
-        """A worker is replaced at its address before anybody has found it gone."""
+        """Replace a worker at its address before its end is noticed."""
         role = strike.rng.choice(("decode", "decode", "prefill"))
         victim = self._name(strike, role)
         if victim:
@@ -253,11 +254,11 @@ class Faults:
             self._later(0.0, lambda name=node.name: self._kill(name, back_s))
 
     def _deafen_router(self, strike: Strike) -> None:
-        """It hears none of its four workers for longer than it takes to call one of them dead, and
-        has to see that it is cut off itself."""
+        """Block messages from all four workers to the router for longer than it takes to declare
+        one of them dead. The router must detect that it is isolated."""
         router = self._name(strike, "router")
         workers = [node.name for role in ("prefill", "decode") for node in self._cluster.of(role)]
-        heals_s = strike.rng.uniform(2.0, 4.0)  # before keepalives find the connections broken
+        heals_s = strike.rng.uniform(2.0, 4.0)  # before keepalives detect broken connections
         for worker in workers:
             self._network.block(worker, router)
             self._later(heals_s, partial(self._network.heal, worker, router))
@@ -287,7 +288,7 @@ class Faults:
         elif how == "half-open":
             for connection in connections:
                 connection.half(rng.choice((connection.up, connection.down)))
-            self._later(16.0, lambda: None)  # until keepalives have found it
+            self._later(16.0, lambda: None)  # until keepalives have detected it
         elif how == "delay":
             network.slow(one, other, rng.uniform(0.02, 0.8))
             self._later(rng.uniform(0.5, 3.0), lambda: network.slow(one, other, 0.0))
@@ -299,7 +300,7 @@ class Faults:
     # messages
 
     def _message(self, strike: Strike, kind: str, message: Message | None) -> None:
-        """The message that shows the phase; where none does, the attempt's next one."""
+        """Change the message that shows the phase, or else the next message of the attempt."""
         if message is None or strike.fault.phase == "queued":
             places = {self._name(strike, "prefill"), self._name(strike, "decode")} - {""}
 
@@ -321,7 +322,7 @@ class Faults:
         if kind == "duplicate message":
             message.again_s.append(rng.uniform(0.0, 0.02))
         elif kind == "reordered message":
-            # In its own connection only frames may be overtaken.
+            # Within one connection, only frames may be overtaken.
             if isinstance(message.body, bytes) and strike.fault.phase == "transferring":
                 message.swap = True
             else:
@@ -343,7 +344,7 @@ class Faults:
 
             def wait(candidate: Message) -> bool:
                 body = candidate.body
-                # Frames of a chunk leave while the next one computes.
+                # Frames of a chunk are sent while the next chunk is computed.
                 frame = isinstance(body, bytes) and len(body) > FRAME_BYTES and body[3] == 1
                 if frame and self.watch.frames[-1:][0][0] == strike.fault.request:
                     self._spoil(strike, kind, candidate)
@@ -370,7 +371,7 @@ class Faults:
                     message.sent.append(connection.drop)
 
     def _replay(self, strike: Strike) -> None:
-        """A frame that was sent before, once more on a connection between the two."""
+        """Send an earlier frame again on a connection between the two workers."""
         prefill, decode = self._name(strike, "prefill"), self._name(strike, "decode")
         for connection in self._network.between(prefill, decode):
             frames = [record for _, record in self.watch.frames]
@@ -396,7 +397,7 @@ class Faults:
             self._network.tamper = tamper
 
     def _hog(self, strike: Strike, role: str) -> None:
-        """A reservation takes every block that is free or evictable, for a while."""
+        """Reserve every free or evictable block for a while."""
         part = self._runtime(strike, role)
         if part is None:
             return

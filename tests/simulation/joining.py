@@ -1,4 +1,4 @@
-"""A worker's lease at its routers without threads: the same words at the same times."""
+"""A worker's lease at its routers without threads: the same messages at the same times."""
 
 import asyncio
 from typing import Any
@@ -47,7 +47,7 @@ class LoopLease(_Lease):
 
     def goodbye(self, reason: str) -> None:
         super().goodbye(reason)
-        if hasattr(self, "_changed"):  # else it has not started
+        if hasattr(self, "_changed"):  # otherwise it has not started
             self._changed.set()
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class LoopLease(_Lease):
 
 
 class LoopMembership(Membership):
-    """Joins the routers from a task."""
+    """Joins the routers in a task."""
 
     def start(self) -> None:
         self._wake = asyncio.Event()
@@ -100,7 +100,7 @@ class LoopMembership(Membership):
     async def _keep(self) -> None:
         while True:
             self._leases = {a: x for a, x in self._leases.items() if x.alive()}
-            for address in self._discovery.look():  # the targets are addresses
+            for address in self._discovery.look():  # targets are addresses
                 if address not in self._leases:
                     self._leases[address] = self._new_lease(address)
             self._wake.clear()

@@ -1,8 +1,8 @@
 """A model without weights whose next token depends on every bit of KV that it can see.
 
-A token's KV holds its id, its position and a running hash that is read back from the KV of the
-token before it; a next token is a keyed sum over all visible words. Nothing is asserted here:
-missing, corrupted, foreign or misplaced KV gives other tokens, and the oracle sees those.
+A token's KV holds its id, its position and a running hash, which is read back from the KV of the
+token before it. A next token is a keyed sum over all visible words. The model asserts nothing:
+missing, corrupted, foreign or misplaced KV gives other tokens, which the oracle detects.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from pdserve.kernels.streams import Mask, StreamSettings, TokenScores
 VOCAB = 64
 EOS = 0
 CONTEXT = 256
-WORDS = 4  # of a token and layer: two of keys, two of values
+WORDS = 4  # per token and layer: two of keys, two of values
 MASK = (1 << 32) - 1
 
 
 def spec(block_size: int, window: int) -> KvSpec:
-    """Two layers that see everything and, with a window, a third that does not."""
+    """Return two layers with full attention and, with a window, a third with window attention."""
     groups = [LayerGroup((0, 1), "full", 0, 1, 2, "float32", 0, 1)]
     if window:
         groups.append(LayerGroup((2,), "window", window, 1, 2, "float32", 0, 1))
@@ -39,7 +39,7 @@ def _mixed(value: int) -> int:
 
 
 def _words(token: int, position: int, state: int, layer: int) -> tuple[int, int, int, int]:
-    """Keys, then values."""
+    """Return two words of keys and two of values."""
     return token, position, state, _mixed(state + layer + 1)
 
 
@@ -49,7 +49,8 @@ def _state(before: int, token: int, position: int, group: int) -> int:
 
 @lru_cache
 def _weights(block_size: int) -> "np.ndarray[Any, np.dtype[np.uint32]]":
-    """[layer, block, 2, 1, block_size, 2], odd: no change of one word goes unseen."""
+    """Return weights [layer, block, 2, 1, block_size, 2]. They are odd, so that a change of any
+    single word changes the sum."""
     rng = Random(4)
     blocks = CONTEXT // block_size + 1
     odd = [rng.getrandbits(32) | 1 for _ in range(4 * blocks * block_size * WORDS)]
@@ -62,7 +63,7 @@ def _token(digest: int, seed: int, choice: int, position: int) -> int:
 
 
 class Model:
-    """engine/execution/runner.py Model."""
+    """Implements Model of engine/execution/runner.py."""
 
     def __init__(self, spec: KvSpec) -> None:
         self._spec = spec
@@ -111,7 +112,8 @@ class Model:
 
 
 class Sampling:
-    """kernels/ops.py SamplingOps: a token is a function of digest, seed, choice and position."""
+    """Implements SamplingOps of kernels/ops.py: a token is a function of digest, seed, choice and
+    position."""
 
     def stream(self, settings: StreamSettings, vocab: int) -> StreamSettings:
         return settings
@@ -137,7 +139,8 @@ class Sampling:
 
 
 def reference(spec: KvSpec, prompt: list[int], seed: int, choice: int, most: int) -> list[int]:
-    """What a choice generates, computed without a cache: ends with EOS or at `most`."""
+    """Return the tokens of a choice, computed without a cache. They end with EOS or after `most`
+    tokens."""
     size = spec.block_size
     weights = _weights(size)
     states = [0] * len(spec.groups)

@@ -1,8 +1,8 @@
-"""Connections between processes, in memory: in order within one, with a delay, and breakable.
+"""In-memory connections between processes: ordered, delayed and breakable.
 
-What TCP cannot do does not happen here: nothing overtakes within a connection and nothing is lost
-without the connection. A partition holds bytes back, as retransmission would; a half-open
-connection swallows one direction until a keepalive ends it.
+Faults that TCP excludes do not occur: within a connection nothing is overtaken, and nothing is lost
+unless the connection is lost. A partition delays bytes, as retransmission would; a half-open
+connection loses one direction until a keepalive ends it.
 """
 
 import asyncio
@@ -13,23 +13,23 @@ from typing import Any
 
 from simulation.clock import Process, State, World
 
-KEEPALIVE_S = (5.0, 15.0)  # services/host/rpc/channel.py: pings each 10 s, 5 s for an answer
-POLL_S = 0.05  # between two tries to reach a peer that does not answer
+KEEPALIVE_S = (5.0, 15.0)  # services/host/rpc/channel.py: a ping each 10 s, answered within 5 s
+POLL_S = 0.05  # between attempts to reach a silent peer
 END = object()
 
 
 @dataclass(slots=True)
 class Message:
-    """What is about to be sent. Watchers may change it."""
+    """A message about to be sent. Watchers may change it."""
 
     src: Process
     dst: Process
     body: Any  # a proto, or the bytes of a data connection
-    late_s: float = 0.0  # the connection stalls from here on
-    again_s: list[float] = field(default_factory=list)  # copies, that much later
-    swap: bool = False  # deliver it behind the one after it
-    sent: list[Callable[[], None]] = field(default_factory=list)  # called once it is
-    arrived: list[Callable[[], None]] = field(default_factory=list)  # called then
+    late_s: float = 0.0  # delays the connection from here on
+    again_s: list[float] = field(default_factory=list)  # extra copies, delayed by these times
+    swap: bool = False  # deliver it after the next message
+    sent: list[Callable[[], None]] = field(default_factory=list)  # called after sending
+    arrived: list[Callable[[], None]] = field(default_factory=list)  # called on arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class Pipe:
         self._swapped: list[Any] = []
 
     def transmit(self, body: Any, pack: Callable[[Any], Any]) -> None:
-        """Shows the message to the watchers and sends what they leave of it."""
+        """Show the message to the watchers and send the result of their changes."""
         message = Message(self.src, self.dst, body)
         self.network.tell(message)
-        if not self.src.alive:  # a watcher has killed it
+        if not self.src.alive:  # a watcher has killed the process
             return
         item = pack(message.body)
         if message.arrived:
@@ -95,7 +95,8 @@ class Pipe:
         self.take(item)
 
     def healed(self) -> None:
-        """What was held back comes first, whatever is on its way by now."""
+        """Release messages that the partition held back; they come before any that are in
+        transit."""
         network = self.network
         network.world.after(network.delay_s(self.src, self.dst), self.dst, self._release)
 
@@ -111,7 +112,8 @@ class Pipe:
 
 
 class Connection:
-    """Two pipes, and the two ends' callbacks for its end: `lost(reason)`, at most once each."""
+    """Two pipes, and a callback per end for the connection's end: `lost(reason)`, at most once
+    each."""
 
     def __init__(self, network: "Network", client: Process, server: Process, pings: bool) -> None:
         self.network = network
@@ -127,7 +129,7 @@ class Connection:
         return self in self.network.connections
 
     def close(self, by: Process) -> None:
-        """One end closes; the other hears of it after what was sent."""
+        """Close one end; the other end is notified after the messages that were sent."""
         other = self.server if by is self.client else self.client
         pipe = self.up if by is self.client else self.down
         if self.open:
@@ -135,7 +137,7 @@ class Connection:
             pipe.send((END, self, other), dead=True)
 
     def ended(self, at: Process, reason: str) -> None:
-        """An end hears that it is over."""
+        """Notify an end that the connection is over."""
         if self.open:
             self.network.connections.remove(self)
         act = self.lost.pop(at, None)
@@ -143,25 +145,25 @@ class Connection:
             act(reason)
 
     def reset(self, reason: str = "connection reset") -> None:
-        """Both ends hear of it, whatever is on the way is lost."""
+        """Notify both ends; messages in transit are lost."""
         self.up.swallows = self.down.swallows = True
         for process in (self.client, self.server):
             self.network.world.after(0.0005, process, self.ended, process, reason)
 
     def drop(self) -> None:
-        """Closed by something between the two: both read an end after what was sent."""
+        """Close from between the ends: both read an end after the messages that were sent."""
         if self.open:
             self.network.connections.remove(self)
             for pipe, process in ((self.up, self.server), (self.down, self.client)):
                 pipe.send((END, self, process), dead=True)
 
     def half(self, pipe: Pipe) -> None:
-        """What is sent in one direction is lost from here on."""
+        """Lose everything that is sent in one direction from here on."""
         pipe.swallows = True
         self.watch()
 
     def watch(self) -> None:
-        """The keepalive finds a silent peer some time after it fell silent."""
+        """Schedule keepalives, which detect a silent peer some time after it fell silent."""
         if self.pings:
             network = self.network
             delay_s = network.world.rng.uniform(*KEEPALIVE_S)
@@ -184,16 +186,16 @@ class Connection:
 
 
 class Network:
-    """Who listens where, who reaches whom, and who watches."""
+    """Registry of listeners, reachability and watchers."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.closed = False
         self.connections: list[Connection] = []
-        self.holding: dict[Pipe, None] = {}  # what a partition holds back, of closed ones too
+        self.holding: dict[Pipe, None] = {}  # held by partitions, also for closed connections
         self.listeners: dict[str, tuple[Process, Any]] = {}  # by address
         self.watchers: list[Callable[[Message], None]] = []
-        self.tamper: Callable[[bytes], bytes] | None = None  # of the next introduction
+        self.tamper: Callable[[bytes], bytes] | None = None  # applied to the next introduction
         self._blocked: Counter[tuple[str, str]] = Counter()
         self._slow: dict[tuple[str, str], float] = {}
 
@@ -208,10 +210,10 @@ class Network:
         return base + self._slow.get((src.name, dst.name), 0.0)
 
     def add(self, process: Process) -> None:
-        """Its connections end with it."""
+        """Register a process; its connections end with it."""
         process.on_death.append(lambda: self._died(process))
 
-    # who listens
+    # listeners
 
     def listen(self, address: str, process: Process, listener: Any) -> None:
         self.listeners[address] = (process, listener)
@@ -220,22 +222,23 @@ class Network:
         self.listeners = {a: e for a, e in self.listeners.items() if e[0] is not process}
 
     def _died(self, process: Process) -> None:
-        """The kernel closes what a dead process had open."""
+        """Close the connections of a dead process, as its kernel would."""
         self.unlisten(process)
         for connection in list(self.connections):
             if process in (connection.client, connection.server):
                 connection.close(process)
 
     def find(self, src: Process, address: str) -> tuple[Process, Any] | None:
-        """Who listens there; None: refused. Raises TimeoutError if nothing comes back."""
+        """Return the listener at an address, or None if it refuses. Raises TimeoutError if no
+        answer comes back."""
         name = address.partition(":")[0]
         if self._blocked[src.name, name] > 0 or self._blocked[name, src.name] > 0:
             raise TimeoutError(address)
         return self.listeners.get(address)
 
     async def dial(self, src: Process, address: str, kernel: bool = False) -> tuple[Process, Any]:
-        """Reaches a listener; a stopped one only if its kernel's answer is enough. Waits for as
-        long as nothing comes back. Raises ConnectionRefusedError."""
+        """Return the listener once it is reached; a stopped process is reached only if its kernel's
+        answer is enough. Waits while no answer comes back. Raises ConnectionRefusedError."""
         while True:
             await asyncio.sleep(2 * self.delay_s(src, src))
             try:
@@ -255,14 +258,14 @@ class Network:
     # faults
 
     def between(self, one: str, other: str) -> list[Connection]:
-        """Open connections between two processes by name."""
+        """Return the open connections between two processes, by name."""
         return [c for c in self.connections if {c.client.name, c.server.name} == {one, other}]
 
     def blocked(self, src: Process, dst: Process) -> bool:
         return bool(self._blocked) and self._blocked[src.name, dst.name] > 0
 
     def block(self, src: str, dst: str) -> None:
-        """A one-way partition: bytes from src to dst wait."""
+        """Start a one-way partition: bytes from src to dst wait."""
         self._blocked[src, dst] += 1
         for connection in self.between(src, dst):
             connection.watch()
@@ -274,11 +277,11 @@ class Network:
                 pipe.healed()
 
     def slow(self, one: str, other: str, delay_s: float) -> None:
-        """Every message between the two takes this much longer."""
+        """Delay every message between two processes by this time."""
         self._slow[one, other] = self._slow[other, one] = delay_s
 
     def stopped(self, process: Process) -> None:
-        """SIGSTOP: keepalives of its peers may find it."""
+        """Let keepalives of its peers detect a stopped process."""
         for connection in self.connections:
             if process in (connection.client, connection.server):
                 connection.watch()

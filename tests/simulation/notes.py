@@ -1,6 +1,6 @@
-"""What a process notes of its hand-offs, in memory: its ring, no file.
+"""The hand-off records of a process, in memory: a ring without a file.
 
-A killed process has noted what it has; one that ends in order says so.
+A killed process keeps the records it made; a process that ends in order records its end.
 """
 
 from pdserve.engine.handoff.recorder.event_log import Record, Recording, RecordKind
@@ -11,7 +11,7 @@ HOST = b"the simulation.."
 
 
 class Notes:
-    """Of one life of a process; the clock is the world's."""
+    """Records of one life of a process, with the world's clock."""
 
     def __init__(self, world: World, role: str, boot: bytes) -> None:
         self._world = world

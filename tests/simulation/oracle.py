@@ -1,9 +1,10 @@
-"""What must hold after every run, whatever struck: a list of violations, empty if all does.
+"""Invariants that must hold after every run, whatever faults struck. The result is a list of
+violations, empty if all hold.
 
-Every request has one terminal answer, complete or a typed error, and a stream is a prefix of what a
-run without faults gives. After the death of a router no prompt token is computed again. Every block
-is back, nothing is promised, reserved or remembered, each request is counted once, no service has
-logged an error, and what the processes have noted of their hand-offs is what the machine says
+Every request has one terminal answer, complete or a typed error, and a stream is a prefix of the
+stream of a run without faults. After the death of a router no prompt token is computed again. Every
+block is back; nothing is promised, reserved or remembered; each request is counted once; no service
+has logged an error; and the processes' records of their hand-offs conform to the state machine
 (engine/handoff/recorder/conform.py).
 """
 
@@ -20,13 +21,13 @@ BOUND_S = 8.0  # after the last answer and the last fault: park and orphan times
 
 
 def expected(cluster: Cluster, ask: Ask) -> dict[int, list[int]]:
-    """The ids of each choice without faults."""
+    """Return the ids of each choice in a run without faults."""
     prompt = list(ask.prompt)
     return {c: reference(cluster.spec, prompt, ask.seed, c, ask.max_tokens) for c in range(ask.n)}
 
 
 def violations(cluster: Cluster, faults: Faults) -> list[str]:
-    """All of them, in words."""
+    """Return all violations as text."""
     found = [v for reply in cluster.replies.values() for v in _of_reply(cluster, faults, reply)]
     found += leftovers(cluster)
     found += _computed_again(cluster, faults)
@@ -60,13 +61,13 @@ def _of_reply(cluster: Cluster, faults: Faults, reply: Reply) -> list[str]:
 def _may_fail(cluster: Cluster, faults: Faults, reply: Reply, code: str) -> bool:
     request = reply.ask.name
     kinds = {s.fault.kind for s in faults.strikes if s.fault.request == request}
-    if len(faults.strikes) > 1:  # together they may be more than what is survived
+    if len(faults.strikes) > 1:  # together they may exceed what a request survives
         return True
     return bool(kinds & set(MAY_FAIL)) and code in ("DEADLINE_EXCEEDED", "CANCELLED")
 
 
 def leftovers(cluster: Cluster) -> list[str]:
-    """What is still held, by process."""
+    """Return what is still held, by process."""
     found: list[str] = []
     for node in cluster.nodes.values():
         if node.process.alive and node.process.service is not None:
@@ -123,8 +124,9 @@ def at_rest(cluster: Cluster) -> bool:
 
 
 def _computed_again(cluster: Cluster, faults: Faults) -> list[str]:
-    """Prompt tokens less the last, after a fault that costs no worker what it has. An engine that
-    lacks blocks takes them from a running request, and computes it again, whatever strikes."""
+    """Check that no prompt token except the last was computed twice, after faults that take nothing
+    from a worker. The check is skipped after a preemption, which recomputes a request in any
+    case."""
     kinds = {strike.fault.kind for strike in faults.strikes}
     roles = [n.process.service for n in cluster.of("decode")]
     parts = [role.runtime for role in roles if role is not None and role.runtime is not None]
@@ -139,7 +141,8 @@ def _computed_again(cluster: Cluster, faults: Faults) -> list[str]:
 
 
 def _of_metrics(cluster: Cluster, faults: Faults) -> list[str]:
-    """Where one router has lived through the whole run, it has counted each request once."""
+    """Check that the router counted each request once, if a single router lived through the whole
+    run."""
     touched = any("router" in s.fault.kind or "gateway" in s.fault.kind for s in faults.strikes)
     lives = {node.lives for node in cluster.of("router")}
     if touched or lives != {1}:

@@ -1,11 +1,12 @@
-"""Where each request stands, from what its processes send and compute; nothing asks the services.
+"""The phase of each request, derived from the messages and computations of the processes without
+querying the services.
 
 admitted      decode has sent Admitted
 queued        PrefillStart has arrived at the prefill worker; its engine has not picked it
 claimed       prefill has sent Claim
 computing     the engine has planned a chunk of the prompt (k-th: index k)
 transferring  prefill has sent a frame (i-th: index i)
-followed      decode has told another request that it waits for this one's KV
+followed      decode has sent another request a notice that it waits for this one's KV
 complete      decode has sent Complete: every block is verified, no row has run yet
 decoding      decode has sent the token at position j of a choice (index j)
 last          decode has sent a choice's last token, or Finished
@@ -33,12 +34,12 @@ PHASES = (
     "admitted", "queued", "claimed", "computing", "transferring", "followed", "complete",
     "decoding", "last",
 )  # fmt: skip
-# Not a phase: PrefillStart is about to be sent.
+# PrefillStart is about to be sent. This is no phase.
 ASKED = "asked"
-# Steps of a move to another decode worker, which then sends in prefill's place: the source has said
-# Held, the router is about to say Move, the source has said Moved. In between it is claimed,
-# transferring and complete like any hand-off.
-# (request, phase, index, the message that shows it, or None)
+# Steps of a migration to another decode worker. The source then sends in prefill's place: it has
+# sent Held, the router is about to send Move, and the source has sent Moved. In between, the
+# request is claimed, transferring and complete as in any hand-off. Arguments: request, phase,
+# index, and the message that shows it, or None.
 Tell = Callable[[str, str, int, Message | None], None]
 
 
@@ -47,7 +48,7 @@ class PhaseWatch:
 
     def __init__(self, tell: Tell) -> None:
         self.current: dict[str, str] = {}
-        self.failed_in: dict[str, str] = {}  # the phase in which a request was first failed
+        self.failed_in: dict[str, str] = {}  # the phase of a request's first failure
         self.places: dict[str, dict[str, str]] = {}  # request -> role -> process name
         self.frames: list[tuple[str, bytes]] = []  # (request, record and payload), as sent
         self.seen: Counter[str] = Counter()
@@ -133,7 +134,8 @@ class PhaseWatch:
             self._on_failed(event.failed.request)
 
     def _leader(self, follower: bytes) -> bytes:
-        """The newest attempt of the oldest request that has most in common with a follower."""
+        """Return the newest attempt of the oldest request with the longest prefix in common with a
+        follower."""
         name = self._requests[follower]
         others = [other for other in self._prompts if other != name]
         best = max(others, key=lambda other: _common(self._prompts[other], self._prompts[name]))
@@ -174,7 +176,7 @@ class PhaseWatch:
             try:
                 attempt = bytes.fromhex(row.sequence.job.key)
             except ValueError:
-                continue  # a fault's own
+                continue  # sent by a fault
             request = self.request_of(attempt)
             self.computed.update((request, position) for position in range(row.start, row.end))
             if row.num_tokens > 1 or row.sequence.job.request.prefill_only:
@@ -193,6 +195,6 @@ class PhaseWatch:
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """Leading tokens that are equal."""
+    """Return the number of equal leading tokens."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -1,6 +1,6 @@
-"""gRPC between processes of a simulation: what grpc.aio offers the services, over a Network.
+"""gRPC between simulated processes: the part of grpc.aio that the services use, over a Network.
 
-Messages are packed and unpacked as on the wire; generated stubs and servicers are the real ones.
+Messages are serialized as on the wire; the generated stubs and servicers are the real ones.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from simulation.network import END, Connection, Network, Pipe
 
 
 class Aborted(Exception):
-    """A servicer ended its call with an error."""
+    """Raised when a servicer ends its call with an error."""
 
     def __init__(self, code: grpc.StatusCode, details: str, trailing: Any) -> None:
         super().__init__(details)
@@ -50,7 +50,7 @@ class Inbox:
         return self._error
 
     async def get(self) -> bytes | None:
-        """None at a good end. Raises AioRpcError."""
+        """Return the next message, or None at a normal end. Raises AioRpcError."""
         while not self._items:
             if self._error is not None:
                 raise self._error
@@ -62,7 +62,7 @@ class Inbox:
 
 
 class Call:
-    """A client's end of one stream."""
+    """The client's end of one stream."""
 
     def __init__(
         self, network: Network, process: Process, address: str, path: str,
@@ -118,7 +118,7 @@ class Call:
 
 
 class Channel:
-    """What open_channel returns."""
+    """The result of open_channel."""
 
     def __init__(self, network: Network, address: str) -> None:
         self._network = network
@@ -174,7 +174,7 @@ class Channel:
         return invoke
 
     def unary_unary(self, *_: Any, **__: Any) -> Any:
-        return None  # nothing of the kind is called here
+        return None  # no such method is called here
 
     unary_stream = stream_unary = unary_unary
 
@@ -196,7 +196,7 @@ class Context:
 
 
 class Server:
-    """What GrpcHost.server is: servicers register with it, calls reach them."""
+    """Replaces GrpcHost.server: servicers register with it and receive calls."""
 
     def __init__(self, process: Process, network: Network) -> None:
         self._process = process
@@ -205,7 +205,7 @@ class Server:
         self._calls: dict[asyncio.Task[None], Connection] = {}
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """The registered ones say the same."""
+        """Do nothing: the registered method handlers contain the same."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         for name, handler in handlers.items():
@@ -254,7 +254,7 @@ class Server:
         down.send(("status", error))
 
     async def stop(self, grace_s: float | None) -> None:
-        """Refuses new calls, gives running ones the grace, then cuts them."""
+        """Refuse new calls, give running ones the grace period, then cut them."""
         self._network.unlisten(self._process)
         if self._calls and grace_s:
             await asyncio.wait(list(self._calls), timeout=grace_s)

@@ -1,9 +1,10 @@
-"""One seed, one cell, one run.
+"""Simulate one cell of the fault matrix with one seed.
 
     python -m simulation.run --seed 7 --cell "SIGKILL decode" decoding
     python -m simulation.run --scenario FILE
 
-(with PYTHONPATH=tests). Prints the result as JSON; the exit code is 1 if the oracle objects.
+(with PYTHONPATH=tests). Prints the result as JSON; the exit code is 1 if the oracle finds a
+violation.
 """
 
 import argparse
@@ -23,38 +24,38 @@ from simulation.phases import PhaseWatch
 from simulation.scenario import TARGET, Ask, Scenario, draw
 from simulation.seams import LoopEngineThread, entered
 
-LIMIT_S = 200.0  # after which a request that has no answer waits for ever
+LIMIT_S = 200.0  # after this time an unanswered request counts as stuck
 TICK_S = 0.1
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one run. `digest` covers every message and its time."""
+    """Result of one run. `digest` covers every message and its time."""
 
     violations: list[str]
     hits: list[tuple[str, str]]  # (fault, phase)
     digest: int
     simulated_s: float
     callbacks: int
-    answers: dict[str, str]  # by request: its terminal answer
+    answers: dict[str, str]  # terminal answer by request
     retries: int
-    computed: int  # prompt tokens, by all workers for all requests
+    computed: int  # prompt tokens computed by all workers
     placed_again: int  # followers
 
 
 class Run:
-    """A scenario on its way; `finish` runs it to its end."""
+    """A scenario in progress; `finish` runs it to its end."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.world = World(scenario.seed)
         self.network = Network(self.world)
-        self.times: dict[tuple[str, str, int], float] = {}  # of phase events
+        self.times: dict[tuple[str, str, int], float] = {}  # times of phase events
         self._digest = 0
         self.watch = PhaseWatch(self._on_phase)
 
     def finish(self) -> Result:
-        """Raises nothing of the services: what goes wrong there is a violation."""
+        """Run to the end and return the result. Errors of the services become violations."""
         world = self.world
         with entered(world, self.network, self.scenario.seed):
             LoopEngineThread.watch = self._on_plan
@@ -93,13 +94,14 @@ class Run:
         )
 
     def _answered(self) -> bool:
-        """Asked after every callback; a reply that is over stays so."""
+        """Return whether every reply is over. Called after every callback; a reply that is over
+        stays over."""
         while self._waiting and self._waiting[-1].over:
             self._waiting.pop()
         return not self._waiting
 
     def _rest(self) -> None:
-        """Until the faults are over and nothing is held, at most for the bound."""
+        """Run until the faults are over and nothing is held, or until the time bound."""
         world = self.world
         for strike in self.faults.strikes:
             reply = self.cluster.replies.get(strike.fault.request)
@@ -107,7 +109,7 @@ class Run:
                 strike.hit = reply.terminal == ["DEADLINE_EXCEEDED"]
                 strike.phase = self.watch.failed_in.get(strike.fault.request, "")
         end = max(world.now, self.faults.calm_at) + oracle.BOUND_S
-        while world.now < end and not world.errors:  # which are violations
+        while world.now < end and not world.errors:  # errors are violations
             world.run(lambda: False, world.now + TICK_S)
             end = max(end, self.faults.calm_at + oracle.BOUND_S)
             if world.now >= self.faults.calm_at and oracle.at_rest(self.cluster):
@@ -132,13 +134,13 @@ def _answer(reply: Reply) -> str:
 
 
 def simulate(scenario: Scenario) -> Result:
-    """One run."""
+    """Simulate a scenario and return its result."""
     return Run(scenario).finish()
 
 
 def make(seed: int, kind: str, phase: str) -> Scenario:
-    """The scenario of a seed and a cell. A deadline is drawn from when a run without it is in that
-    phase, so that it falls there."""
+    """Return the scenario of a seed and a cell. A deadline is set to the time at which a run
+    without it is in the given phase."""
     scenario = draw(seed, kind, phase)
     if kind != "deadline":
         return scenario
@@ -149,7 +151,7 @@ def make(seed: int, kind: str, phase: str) -> Scenario:
     if reached is None:
         return scenario
     passed_s = reached - dry.cluster.replies[TARGET].asked_at
-    left_s = math.ceil(passed_s * 1000) / 1000  # deadlines travel in milliseconds
+    left_s = math.ceil(passed_s * 1000) / 1000  # deadlines are sent in milliseconds
 
     def timed(ask: Ask) -> Ask:
         return replace(ask, timeout_s=left_s) if ask.name == TARGET else ask

@@ -1,6 +1,6 @@
-"""What one run is: a cluster, requests and faults, as plain data that travels as JSON.
+"""Description of one run: a cluster, requests and faults, as plain data that is stored as JSON.
 
-A scenario together with its seed determines a run completely. docs/simulation.md has its fields.
+A scenario with its seed determines a run completely. docs/simulation.md describes its fields.
 """
 
 import json
@@ -17,7 +17,7 @@ class Ask:
     """One request of one client."""
 
     name: str
-    at_s: float  # after the cluster is up
+    at_s: float  # after the cluster has started
     prompt: tuple[int, ...]
     max_tokens: int
     seed: int
@@ -29,20 +29,20 @@ class Ask:
 
 @dataclass(frozen=True)
 class Fault:
-    """Strikes when request `request` reaches `phase` for the index-th time (from 0)."""
+    """A fault that strikes when `request` reaches `phase` for the index-th time (from 0)."""
 
     kind: str
     phase: str
     request: str
     index: int = 0
-    seed: int = 0  # of what the fault draws: durations, directions, bytes
+    seed: int = 0  # for the fault's durations, directions and bytes
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster and what happens to it."""
+    """A cluster and the events of a run."""
 
-    seed: int  # of delays, ids and routing
+    seed: int  # for delays, ids and routing
     asks: tuple[Ask, ...]
     faults: tuple[Fault, ...] = ()
     gateways: int = 1
@@ -51,7 +51,7 @@ class Scenario:
     decodes: int = 2
     prefill_blocks: int = 48
     decode_blocks: int = 48
-    window: int = 0  # tokens of the second layer group; 0: there is none
+    window: int = 0  # tokens of the second layer group's window; 0: no such group
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -74,7 +74,7 @@ TARGET = "target"
 
 
 def draw(seed: int, kind: str, phase: str) -> Scenario:
-    """A scenario around one cell of the fault matrix; its requests have three priorities."""
+    """Return a scenario around one cell of the fault matrix; its requests have three priorities."""
     rng = Random(f"scenario {seed} {kind} {phase}")
     prefix = tuple(rng.randrange(1, 64) for _ in range(12))
 
@@ -103,12 +103,12 @@ def draw(seed: int, kind: str, phase: str) -> Scenario:
         )
     pair = kind.endswith("prefill-decode") or kind == "replay of a frame"
     if kind == "other weights" and phase == "claimed":
-        asks = [a for a in asks if a.name == TARGET]  # the first contact of the pair
+        asks = [a for a in asks if a.name == TARGET]  # the first contact of the two workers
     twins = _twins(rng, next(a for a in asks if a.name == TARGET)) if phase == "followed" else []
     asks += twins
     several = phase in ("computing", "transferring", "decoding")
     index = rng.randint(0, 2) if several else 0
-    deaf = kind == "router hears nobody"  # which takes the only router, and four workers
+    deaf = kind == "router hears nobody"  # needs a single router and four workers
     routers, prefills = rng.choice((1, 2)), rng.choice((1, 2, 2))
     decodes = rng.choice((1, 1, 2) if twins else (1, 2, 2))
     asks = [replace(ask, priority=(i + seed) % 3 - 1) for i, ask in enumerate(asks)]
@@ -122,7 +122,7 @@ def draw(seed: int, kind: str, phase: str) -> Scenario:
         decodes=2 if deaf else 1 if pair else decodes,
         prefill_blocks=rng.choice((24, 48)),
         decode_blocks=rng.choice((48, 64)),
-        window=0 if twins else rng.choice((0, 0, 10)),  # nobody follows with window layers
+        window=0 if twins else rng.choice((0, 0, 10)),  # window layers exclude single flight
     )
 
 
@@ -130,7 +130,8 @@ TWIN = "twin"
 
 
 def _twins(rng: Random, target: Ask) -> list[Ask]:
-    """Requests with the same prompt, or most of it, while the target's KV is on its way."""
+    """Return requests with the target's prompt, or most of it, that arrive during the transfer of
+    its KV."""
     twins = []
     for number in range(rng.randint(2, 4)):
         tail = tuple(rng.randrange(1, 64) for _ in range(rng.choice((0, 0, 3, 20))))

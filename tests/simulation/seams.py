@@ -1,7 +1,7 @@
-"""Where the simulation enters the services: their clock, their threads and their network.
+"""Replacements for the services' clock, threads and network in a simulation.
 
-Everything else is the code that runs in production. `entered` replaces the names below for one run
-at a time; each replacement is the same class without its thread, or a door to the network.
+All other code is the production code. `entered` replaces the names below for one run at a time.
+Each replacement is the same class without its thread, or an adapter to the network.
 """
 
 import logging
@@ -30,15 +30,16 @@ from simulation.network import Network
 from simulation.notes import Notes
 from simulation.rpc import Channel, Server
 
-STEP_S = 0.002  # of a step, and what a token adds to it
+STEP_S = 0.002  # time per step, and per token of a step
 TOKEN_S = 0.0015
 log = logging.getLogger("pdserve.simulation")
-PORT = 5000  # of every gRPC server
+PORT = 5000  # port of every gRPC server
 SLOT_BYTES = 128  # small frames, so that a prompt has several
 
 
 class LoopEngineThread(EngineThread):
-    """Turns are callbacks; a step takes its time between being planned and being told."""
+    """An engine thread whose turns are callbacks; a step takes time between its plan and its
+    results."""
 
     watch: Callable[[Process, Any], None] = staticmethod(lambda process, plan: None)
 
@@ -46,8 +47,8 @@ class LoopEngineThread(EngineThread):
         super().__init__(engine, on_step)
         self._process: Process = here()
         self._started = self._computing = self._soon = False
-        self._hangs = 0  # how many hangs have not ended yet: two of them may overlap
-        self._due: list[Callable[[], None]] = []  # what has come due while the engine hangs
+        self._hangs = 0  # hangs that have not ended; two may overlap
+        self._due: list[Callable[[], None]] = []  # actions that came due during a hang
         self._idle_turn: Any = None
 
     @property
@@ -55,11 +56,11 @@ class LoopEngineThread(EngineThread):
         return self._computing or bool(self._posted) or self._engine.has_work
 
     def hang(self) -> None:
-        """The engine does nothing more until each hang has ended with a `thaw`."""
+        """Stop the engine until each hang has ended with a `thaw`."""
         self._hangs += 1
 
     def thaw(self) -> None:
-        """One hang ends. What has come due runs in the engine's process, if that still runs."""
+        """End one hang. Actions that came due run in the engine's process if it still runs."""
         self._hangs -= 1
         if not self._hangs:
             due, self._due = self._due, []
@@ -164,7 +165,7 @@ class LoopSender(_Beats, Sender):
 
 
 class LoopHost:
-    """GrpcHost on the network of the simulation; binds to NAME:0."""
+    """GrpcHost on the simulated network; binds to NAME:0."""
 
     network: Network
 
@@ -176,7 +177,7 @@ class LoopHost:
         return PORT
 
     def listen_for_probes(self, bind: str, port: int) -> None:
-        """Nobody probes."""
+        """Do nothing: no probes are sent."""
 
     async def start(self) -> None:
         self.network.listen(f"{here().name}:{PORT}", here(), self.server)
@@ -189,7 +190,8 @@ class LoopHost:
 
 
 class LoopAccess:
-    """The processes of the simulation trust each other: how they would not is tested elsewhere."""
+    """Unauthenticated access: processes of the simulation trust each other. Other tests cover
+    authentication."""
 
     metadata = ()
 
@@ -204,7 +206,7 @@ class LoopAccess:
 
 
 class LoadingThread:
-    """threading.Thread of a worker that loads its model."""
+    """Replaces threading.Thread in a worker that loads its model."""
 
     def __init__(self, target: Any, args: Any = (), **_: Any) -> None:
         self._run = partial(target, *args)
@@ -221,11 +223,11 @@ class LoadingThread:
         return not self._ended
 
     def join(self, timeout: float) -> None:
-        """The loader runs on the loop: whoever waits here does so after it."""
+        """Do nothing: the loader runs on the loop before any caller that waits here."""
 
 
 class SeenRouter(RouterProcess):
-    """Its process knows it."""
+    """A router process that registers as the service of its simulated process."""
 
     def __init__(self, settings: Any, tracer: Tracer) -> None:
         super().__init__(settings, tracer)
@@ -233,7 +235,7 @@ class SeenRouter(RouterProcess):
 
 
 class Errors(logging.Handler):
-    """What the services log as an error is a finding."""
+    """Collects errors that the services log; each is a violation."""
 
     def __init__(self, into: list[str], expected: tuple[str, ...]) -> None:
         super().__init__(logging.ERROR)
@@ -252,7 +254,7 @@ NOT_FINDINGS = ("engine is frozen", "engine makes progress again")
 
 @contextmanager
 def entered(world: World, network: Network, seed: object) -> Iterator[None]:
-    """The services live in this world while the context is open; log lines that say more than a
+    """Run the services in this world while the context is open; log messages above the level of a
     warning go to `world.errors`."""
     entropy = Random(f"entropy {seed}")
     logger = logging.getLogger("pdserve")
@@ -269,7 +271,7 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
     def transports(choice: str, options: Any) -> list[SimTransport]:
         return [SimTransport(network, options.slot_bytes)]
 
-    # The bound class methods find the network on the class: one simulation runs at a time.
+    # Bound class methods find the network on the class, so one simulation runs at a time.
     LoopSender.network = LoopLease.network = LoopHost.network = network
     replaced: dict[str, Any] = {
         "pdserve.engine.handoff.protocol.layout.SLOT_BYTES": SLOT_BYTES,
@@ -284,7 +286,7 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
         "pdserve.services.worker.runtime.shm_folder": lambda configured: "",
         "pdserve.services.worker.membership._Lease": LoopLease,
         "pdserve.services.worker.process.Membership": LoopMembership,
-        # A second signal: the process of the simulation ends, not this one.
+        # On a second signal, end the simulated process instead of this one.
         "pdserve.services.host.lifecycle.os": SimpleNamespace(_exit=lambda code: here().kill()),
         "pdserve.services.worker.process.GrpcHost": LoopHost,
         "pdserve.services.worker.process.threading": SimpleNamespace(Thread=LoadingThread),

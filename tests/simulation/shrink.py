@@ -1,10 +1,10 @@
-"""The shortest scenario that still breaks the same rule.
+"""Find the shortest scenario that breaks the same rule.
 
     python -m simulation.shrink --seed 7 --cell "SIGKILL decode" decoding
     python -m simulation.shrink --scenario FILE
 
-Drops faults, requests and processes and shortens what is left, as long as the oracle objects in the
-same words, numbers and names aside. Prints the scenario as JSON for `run.py --scenario`.
+Drops faults, requests and processes and shortens the rest, as long as the oracle reports the same
+violations, numbers and names aside. Prints the scenario as JSON for `run.py --scenario`.
 """
 
 import argparse
@@ -21,12 +21,12 @@ Simulate = Callable[[Scenario], Result]
 
 
 def rules(result: Result) -> set[str]:
-    """What was broken, without the names and numbers of this run."""
+    """Return the broken rules without the names and numbers of this run."""
     return {re.sub(r"\[.*?\]|\w*\d\w*|^target|^warm", "#", text) for text in result.violations}
 
 
 def smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """Scenarios that are one step shorter, the longest steps first."""
+    """Yield scenarios that are one step shorter, largest steps first."""
     for i in range(len(scenario.faults)):
         yield replace(scenario, faults=scenario.faults[:i] + scenario.faults[i + 1 :])
     needed = {fault.request for fault in scenario.faults}
@@ -59,7 +59,8 @@ def _with(scenario: Scenario, ask: Ask, other: Ask) -> Scenario:
 
 
 def shrunk(scenario: Scenario, run: Simulate = simulate, most: int = 200) -> Scenario:
-    """The shortest form found in at most `most` runs. Raises ValueError if nothing is wrong."""
+    """Return the shortest scenario found in at most `most` runs. Raises ValueError if nothing is
+    wrong."""
     broken = rules(run(scenario))
     if not broken:
         raise ValueError("the oracle has no objection to this scenario")

@@ -1,16 +1,16 @@
-"""Many runs over all cells of the fault matrix, on every core.
+"""Simulate many runs over all cells of the fault matrix, on every core.
 
     python -m simulation.sweep --runs 10000 [--first SEED] [--jobs 2] [--resume]
 
-(with PYTHONPATH=tests; `make simulate ARGS="--runs N --first SEED"`). Seeds count up from the
-first, which is drawn at random and printed if none is given. A seed strikes the cell of its number
-modulo the cells, so every cell gets its share, and each tenth run strikes a second time somewhere
-else. The last line is a JSON object; the exit code is 0 if the oracle has no objection and every
-cell that can be hit was. The shortest form of the first failing scenarios is written to
-build/simulation/, for `python -m simulation.run --scenario`.
+(with PYTHONPATH=tests; `make simulate ARGS="--runs N --first SEED"`). Seeds count up from the first
+one. If it is not given, it is drawn at random and printed. A seed strikes the cell with its number
+modulo the number of cells, so every cell gets its share; every tenth run has a second fault
+elsewhere. The last line of output is a JSON object. The exit code is 0 if the oracle found no
+violation and every reachable cell was hit. The shortest form of the first failing scenarios is
+written to build/simulation/, for `python -m simulation.run --scenario`.
 
-The seeds run in slices, and the result of each is kept in build/simulation/. With --resume a slice
-whose result is there from the same sources is not run again.
+Seeds run in slices, and the result of each slice is kept in build/simulation/. With --resume, a
+slice that has a result from the same sources is not run again.
 """
 
 import argparse
@@ -35,11 +35,11 @@ from simulation.run import make, simulate
 from simulation.scenario import Fault, Scenario
 from simulation.shrink import shrunk
 
-SECOND = 10  # every so many runs have a second fault
+SECOND = 10  # every tenth run has a second fault
 MAX_SHRUNK = 3
 SLICE = 100  # runs
-COLLECT = 20  # runs between two collections of garbage
-DRAWN = range(1_000_000, 1 << 40)  # first seeds
+COLLECT = 20  # runs between two garbage collections
+DRAWN = range(1_000_000, 1 << 40)  # range of random first seeds
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "build" / "simulation"
 SOURCES = ("engine", "gateway", "kernels", "protos", "services", "tests/simulation")
@@ -47,7 +47,7 @@ SOURCES = ("engine", "gateway", "kernels", "protos", "services", "tests/simulati
 
 @dataclass
 class Tally:
-    """What a part of the runs has shown."""
+    """Results of a part of the runs."""
 
     runs: int = 0
     seconds: float = 0.0  # of one core
@@ -81,13 +81,13 @@ class Tally:
 
 
 def planned(seed: int) -> tuple[str, str]:
-    """The cell that a seed strikes."""
+    """Return the cell that a seed strikes."""
     known = cells()
     return known[seed % len(known)]
 
 
 def scenario_of(seed: int) -> Scenario:
-    """What a seed runs."""
+    """Return the scenario of a seed."""
     kind, phase = planned(seed)
     scenario = make(seed, kind, phase)
     if seed % SECOND == SECOND - 1 and kind != "deadline":
@@ -99,7 +99,7 @@ def scenario_of(seed: int) -> Scenario:
 
 
 def run_seeds(seeds: range) -> Tally:
-    """One core's part of a sweep."""
+    """Run one core's part of a sweep."""
     tally = Tally()
     began = time.perf_counter()
     with _collected_seldom() as collect:
@@ -121,7 +121,8 @@ def run_seeds(seeds: range) -> Tally:
 
 @contextmanager
 def _collected_seldom() -> Iterator[Callable[[], int]]:
-    """Garbage is collected when asked for only: a run makes many objects and keeps few."""
+    """Yield a function that collects garbage, with automatic collection disabled: a run makes many
+    objects and keeps few."""
     was_enabled = gc.isenabled()
     gc.disable()
     gc.freeze()
@@ -134,7 +135,7 @@ def _collected_seldom() -> Iterator[Callable[[], int]]:
 
 
 def sweep(seeds: range, jobs: int) -> Tally:
-    """Runs these seeds."""
+    """Run these seeds and return their tally."""
     return _run_slices(_slices(seeds, -(-len(seeds) // jobs)), jobs, lambda part, tally: None)
 
 
@@ -143,7 +144,7 @@ def _slices(seeds: range, most: int = SLICE) -> list[range]:
 
 
 def _run_slices(parts: list[range], jobs: int, done: Callable[[range, Tally], None]) -> Tally:
-    """Calls `done` with each slice and its result."""
+    """Run the slices and call `done` with each slice and its result."""
     total = Tally()
 
     def add(part: range, tally: Tally) -> None:
@@ -161,7 +162,7 @@ def _run_slices(parts: list[range], jobs: int, done: Callable[[range, Tally], No
 
 
 def _sources() -> str:
-    """A digest of everything that a run depends on in this repository."""
+    """Return a digest of everything in this repository that a run depends on."""
     digest = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((ROOT / folder).rglob("*")):
@@ -172,7 +173,7 @@ def _sources() -> str:
 
 
 def table(tally: Tally) -> str:
-    """Hits per cell; a dash where a cell cannot be hit."""
+    """Return a table of hits per cell, with a dash where a cell cannot be hit."""
     width = max(len(kind) for kind in KINDS)
     lines = [" " * width + "".join(f"{phase:>14}" for phase in PHASES)]
     for kind in KINDS:
@@ -185,7 +186,7 @@ def table(tally: Tally) -> str:
 
 
 def reasons() -> str:
-    """Why cells cannot be hit."""
+    """Return the reasons why cells cannot be hit."""
     found: dict[str, list[str]] = {}
     for kind in KINDS:
         for phase in PHASES:
@@ -195,7 +196,8 @@ def reasons() -> str:
 
 
 def figures(tally: Tally, first: int, resumed: int, wall_s: float) -> dict[str, object]:
-    """`resumed`: how many of the runs are older; the others took `wall_s`."""
+    """Return the figures of a sweep. `resumed` of the runs have earlier results; the others took
+    `wall_s`."""
     known = cells()
     return {
         "ok": not tally.failed and all(tally.hits[cell] for cell in known),

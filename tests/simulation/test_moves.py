@@ -1,4 +1,4 @@
-"""A decode worker drains while it generates, and something else strikes while a request moves."""
+"""A decode worker drains while it generates, and a fault strikes while a request migrates."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,8 +11,8 @@ from simulation.run import Run, make
 from simulation.scenario import TARGET, Ask, Fault, Scenario
 
 STEPS = ("held", "sending", "claimed", "transferring", "complete", "moved")
-SEEDS = range(2)  # eight have been run, too
-# While it moves the source is who sends ("prefill"), the target who receives ("decode").
+SEEDS = range(2)  # eight seeds passed, too
+# During a migration the source is the sender ("prefill") and the target the receiver ("decode").
 FAULTS = (
     "SIGKILL prefill", "SIGSTOP prefill", "SIGKILL decode", "SIGSTOP decode", "SIGTERM decode",
     "reset prefill-decode", "half-open prefill-decode", "reset router-decode",
@@ -22,7 +22,7 @@ FAULTS = (
 
 
 def moving(seed: int, *more: Fault) -> Scenario:
-    """A local prompt and a long answer; its worker drains in the middle of it."""
+    """Return a scenario with a local prompt and a long answer, during which its worker drains."""
     drawn = make(seed, "SIGTERM decode", "decoding")
     asks = tuple(
         replace(ask, n=1, max_tokens=30) if ask.name == TARGET else ask for ask in drawn.asks
@@ -44,7 +44,7 @@ def moves(simulated: Run) -> Any:
     return router.process.service.core.dispatcher.migrations
 
 
-def test_a_drain_moves_what_runs_and_computes_nothing_again() -> None:
+def test_a_drain_migrates_running_requests_without_recomputation() -> None:
     done = tokens = 0
     for seed in range(12):
         simulated, result = run(moving(seed))
@@ -63,13 +63,13 @@ def test_a_drain_moves_what_runs_and_computes_nothing_again() -> None:
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_whatever_strikes_a_move_no_token_is_lost_or_wrong(kind: str) -> None:
+def test_no_fault_during_a_migration_loses_or_changes_a_token(kind: str) -> None:
     hits: Counter[str] = Counter()
     for step in STEPS:
         if kind in ("bit flip", "truncation") and step not in ("transferring",):
             continue
         if kind == "SIGTERM decode" and step == "held":
-            continue  # that is the source, which drains already
+            continue  # the source, which drains already
         for seed in SEEDS:
             fault = Fault(kind, step, TARGET, 0, seed)
             simulated, result = run(moving(10 * seed + len(step), fault))
@@ -82,7 +82,7 @@ def test_whatever_strikes_a_move_no_token_is_lost_or_wrong(kind: str) -> None:
     assert hits.total() >= len(hits), hits
 
 
-def test_a_worker_that_preempts_gives_requests_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_preempts_migrates_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.services.router.placement.rebalance.WINDOW_S", 0.06)
     monkeypatch.setattr("pdserve.services.router.placement.rebalance.MIN_WINDOWS", 1)
     done = preempted = 0

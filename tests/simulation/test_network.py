@@ -1,4 +1,4 @@
-"""A partition holds back what it stands in the way of; it loses nothing and turns nothing round."""
+"""A partition delays the messages that cross it; it neither loses nor reorders any."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def _pass(connection: Connection, seconds: float) -> None:
     world.run(lambda: False, world.now + seconds)
 
 
-def test_what_is_sent_around_a_partition_arrives_once_and_in_order() -> None:
+def test_messages_sent_around_a_partition_arrive_once_and_in_order() -> None:
     blocked_again = 0
     for seed in range(SEEDS):
         connection = _connected(seed)
@@ -44,7 +44,7 @@ def test_what_is_sent_around_a_partition_arrives_once_and_in_order() -> None:
             send()
             _pass(connection, rng.uniform(0.0, 0.1))
         assert not arrived
-        send()  # on its way when the partition heals
+        send()  # in transit when the partition heals
         network.heal("client", "server")
         _pass(connection, rng.uniform(0.0, 0.001))
         blocked_again += not arrived
@@ -64,7 +64,7 @@ def test_what_is_sent_around_a_partition_arrives_once_and_in_order() -> None:
     [lambda connection: connection.close(connection.client), lambda c: c.client.kill()],
     ids=["closed", "killed"],
 )
-def test_an_end_behind_a_partition_is_heard_when_it_heals(
+def test_a_connection_end_behind_a_partition_is_noticed_when_it_heals(
     end: Callable[[Connection], None],
 ) -> None:
     connection = _connected(1)

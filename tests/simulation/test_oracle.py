@@ -1,4 +1,4 @@
-"""The oracle sees what is wrong: each seeded bug is found, and shrunk to a short scenario."""
+"""The oracle detects errors: each seeded bug is found and shrunk to a short scenario."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -42,7 +42,7 @@ def blocks_of_ended_sequences_are_kept() -> AbstractContextManager[Any]:
 
 
 def positions_are_ignored() -> AbstractContextManager[Any]:
-    """Router and gateway, which share this bookkeeping, take every id that comes."""
+    """Patch router and gateway, which share this bookkeeping, to accept every id that arrives."""
     return patch.object(RequestProgress, "take", lambda _, tokens: tokens)
 
 
@@ -78,7 +78,7 @@ def first_found(bug: Bug, kind: str, phase: str, text: str) -> tuple[int, Scenar
 )
 def test_a_seeded_bug_is_found(bug: Bug, kind: str, phase: str, text: str) -> None:
     _, scenario = first_found(bug, kind, phase, text)
-    assert not simulate(scenario).violations, "without the bug nothing is wrong"
+    assert not simulate(scenario).violations, "the scenario fails without the bug, too"
 
 
 def test_a_failing_scenario_is_shrunk() -> None:
@@ -91,14 +91,14 @@ def test_a_failing_scenario_is_shrunk() -> None:
     assert len(short.faults) == 1
 
 
-def test_nothing_wrong_is_not_shrunk() -> None:
+def test_a_passing_scenario_cannot_be_shrunk() -> None:
     with pytest.raises(ValueError, match="no objection"):
         shrunk(make(0, "client closes", "decoding").without_faults())
 
 
 @pytest.mark.parametrize("window", [0, 10])
-def test_every_bit_of_kv_decides_the_token(window: int) -> None:
-    """Of each visible word of keys and values, in each layer."""
+def test_every_bit_of_kv_affects_the_token(window: int) -> None:
+    """Covers each visible word of keys and values in each layer."""
     layout = spec(4, window)
     prompt = [(i * 7) % 60 + 1 for i in range(22)]
     kv = KvCache(layout, [8] * len(layout.groups))

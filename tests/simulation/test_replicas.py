@@ -1,7 +1,7 @@
-"""Router replicas: each knows its own requests and the workers' loads only, and still they spread.
+"""Router replicas spread requests, although each knows only its requests and the workers' loads.
 
-The load is looked at when the whole burst is there: by then every choice of a worker has been made,
-and none of the answers' different lengths has unmade the balance.
+The load is measured when the whole burst has arrived: by then a worker has been chosen for every
+request, and different answer lengths have not yet changed the balance.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from simulation.oracle import expected, leftovers
 from simulation.scenario import Ask, Scenario
 from simulation.seams import entered
 
-SEEDS = range(1, 6)  # a single burst lies between 1.06 and 1.45, many have a mean of 1.18
+SEEDS = range(1, 6)  # a single burst gives 1.06 to 1.45; the mean of many is 1.18
 ROUTERS, WORKERS, BURST = 3, 8, 200
 MAX_TO_MEAN = 1.25
 
@@ -60,8 +60,8 @@ def test_a_burst_over_three_routers_spreads_over_eight_workers() -> None:
 
 
 def spread(seed: int) -> tuple[float, float]:
-    """Of one burst: the fullest worker's requests, when most are running and in all, beside the
-    mean."""
+    """Return the ratios of the fullest worker's requests to the mean for one burst: at the maximum
+    of running requests, and in total."""
     world = World(seed)
     network = Network(world)
     admitted: Counter[str] = Counter()
@@ -95,6 +95,6 @@ def spread(seed: int) -> tuple[float, float]:
         finally:
             network.closed = True
             world.close()
-    assert sum(fullest) > 0.75 * BURST, "the burst was never there at once"
+    assert sum(fullest) > 0.75 * BURST, "the burst was never running at once"
     assert all(counted.total() > BURST / ROUTERS / 2 for counted in outcomes)
     return to_mean(fullest), to_mean([admitted[node.name] for node in cluster.of("decode")])

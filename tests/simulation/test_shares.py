@@ -1,5 +1,6 @@
-"""Ten routers behind three gateways: nobody has more than a fifth above the mean, though many
-requests begin alike, and a router that is found under load has its share after 30 s."""
+"""Ten routers behind three gateways: no router has more than a fifth above the mean, though many
+requests have equal beginnings, and a router that is discovered under load has its share after 30
+s."""
 
 from collections import Counter
 from random import Random
@@ -20,7 +21,8 @@ PER_S, FOUND_S, SOON_S, SPAN_S = 20, 20.0, 30.0, 30.0
 
 
 def load() -> Scenario:
-    """Half of the requests begin in one of three ways, the others in one of a hundred."""
+    """Return a load where half of the requests have one of three beginnings and the others one of a
+    hundred."""
     rng = Random(f"load {SEED}")
     popular, rare = (
         [tuple(rng.randrange(1, 64) for _ in range(8)) for _ in range(many)] for many in (3, 100)
@@ -34,7 +36,7 @@ def load() -> Scenario:
 
 
 @pytest.mark.extended
-def test_every_router_has_its_share_and_one_that_is_found_later_too() -> None:
+def test_every_router_has_its_share_including_one_discovered_later() -> None:
     world = World(SEED)
     network = Network(world)
 
@@ -46,7 +48,7 @@ def test_every_router_has_its_share_and_one_that_is_found_later_too() -> None:
         cluster = Cluster(world, network, load())
         known = list(cluster.routers[:ROUTERS])
         try:
-            # The name of the first router stands for all.
+            # The first router's name resolves to all routers.
             with patch("pdserve.services.host.discovery.discovery.resolve", lambda name: known):
                 cluster.start()
                 began = world.now

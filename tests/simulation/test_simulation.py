@@ -1,4 +1,4 @@
-"""The fault matrix in simulation: a sample that hits each fourth cell; runs replay exactly."""
+"""The fault matrix in simulation: a sample that hits every eighth cell; runs replay exactly."""
 
 import json
 import os
@@ -21,15 +21,15 @@ from simulation.sweep import sweep
 
 ROOT = Path(__file__).parents[2]
 KNOWN = Path(__file__).parent / "regressions"
-HOPS_S = 0.05  # gateway to router and back
-HANGS_LONG = 5  # a fault of this seed draws 30 s
+HOPS_S = 0.05  # from gateway to router and back
+HANGS_LONG = 5  # a fault with this seed hangs for 30 s
 MORE = 40  # tries for a cell that the first round missed
 
 
 @pytest.mark.timeout(300)
-def test_cells_are_hit_and_nothing_is_lost_leaked_or_changed() -> None:
-    """Each eighth cell, and all cells of a kind that has none of them, so all kinds of fault and
-    all phases; `make simulate` and the acceptance lines hit the rest, too."""
+def test_faults_in_a_sample_of_cells_lose_leak_or_change_nothing() -> None:
+    """The sample is every eighth cell, plus all cells of kinds without one, and so covers all kinds
+    of faults and all phases. `make simulate` and the acceptance lines hit the other cells."""
     known = cells()[1::8]
     left_out = {*KINDS} - {kind for kind, _ in known}
     known += [cell for cell in cells() if cell[0] in left_out]
@@ -46,7 +46,7 @@ def test_cells_are_hit_and_nothing_is_lost_leaked_or_changed() -> None:
                 break
     assert not tally.failed
     assert not [cell for cell in known if not tally.hits[cell]]
-    # The faults did something: attempts were tried again, and not every client was answered.
+    # The faults took effect: attempts were retried, and not every client was answered.
     assert tally.retries > len(known) // 10
     assert tally.answers["DEADLINE_EXCEEDED"]
     assert tally.answers["left"]
@@ -62,8 +62,8 @@ def test_without_faults_every_request_is_answered_exactly() -> None:
         assert result.retries == 0
 
 
-def test_the_phases_of_a_request_sum_to_its_clients_time_to_the_first_token() -> None:
-    """Also over tries that were lost, hand-offs, queues, and answers that were resumed."""
+def test_phases_of_a_request_sum_to_the_time_to_first_token() -> None:
+    """Covers lost attempts, hand-offs, queues and resumed answers."""
     seen: Counter[str] = Counter()
     for kind in ("SIGKILL prefill", "SIGKILL decode", "engine hangs decode", "no blocks at decode"):
         for phase in ("admitted", "transferring", "decoding"):
@@ -86,7 +86,7 @@ def test_the_phases_of_a_request_sum_to_its_clients_time_to_the_first_token() ->
     assert min(seen.values()) >= 3, seen
 
 
-def test_what_a_frozen_engine_had_goes_on_elsewhere() -> None:
+def test_requests_of_a_frozen_engine_continue_elsewhere() -> None:
     found_s = []
     for seed in range(4):
         scenario = replace(make(seed, "engine hangs decode", "decoding"), decodes=2, routers=1)
@@ -101,7 +101,9 @@ def test_what_a_frozen_engine_had_goes_on_elsewhere() -> None:
         assert result.retries >= 1
         found_s.append(run.cluster.replies[TARGET].ended_at - strike.at_s)
     assert min(found_s) > FROZEN_S
-    assert max(found_s) < 10.5, "within 10 s, and half a second for the rest of the answer"
+    assert max(found_s) < 10.5, (
+        "must take at most 10 s, plus half a second for the rest of the answer"
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,8 @@ def test_what_a_frozen_engine_had_goes_on_elsewhere() -> None:
     ],
 )
 def test_a_seed_replays_exactly_in_another_process(kind: str, phase: str) -> None:
-    """Also from its JSON, and whatever the order of sets of strings."""
+    """The replay starts from JSON and with another hash seed, which changes the order of sets of
+    strings."""
     scenario = make(3, kind, phase)
     assert Scenario.from_json(scenario.to_json()) == scenario
     here = simulate(scenario)
@@ -135,13 +138,13 @@ def test_a_seed_replays_exactly_in_another_process(kind: str, phase: str) -> Non
     assert here.hits
 
 
-def test_another_seed_is_another_run() -> None:
+def test_different_seeds_give_different_runs() -> None:
     digests = {simulate(make(s, "SIGKILL prefill", "computing")).digest for s in range(4)}
     assert len(digests) == 4
 
 
 @pytest.mark.parametrize("path", sorted(KNOWN.glob("*.json")), ids=lambda path: path.stem)
-def test_what_once_failed_does_not_fail_again(path: Path) -> None:
+def test_recorded_regressions_pass(path: Path) -> None:
     scenario = Scenario.from_json(path.read_text())
     result = simulate(scenario)
     assert not result.violations
@@ -149,10 +152,10 @@ def test_what_once_failed_does_not_fail_again(path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
-def test_a_second_sigterm_ends_a_process_of_the_simulation_at_once(
+def test_a_second_sigterm_ends_a_simulated_process_at_once(
     role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not the simulation itself; one next life follows, not one for each signal."""
+    """The simulation continues, and the process is restarted once rather than once per signal."""
     deaths: list[tuple[str, float]] = []
     kill = Process.kill
 
@@ -161,7 +164,7 @@ def test_a_second_sigterm_ends_a_process_of_the_simulation_at_once(
         kill(process)
 
     monkeypatch.setattr(Process, "kill", noted)
-    monkeypatch.setattr(lifecycle, "ECHO_S", 0.0)  # the second comes with the first
+    monkeypatch.setattr(lifecycle, "ECHO_S", 0.0)  # both signals arrive together
     scenario = replace(make(3, f"SIGTERM {role}", "computing"), routers=1, prefills=1, decodes=1)
     took_s = []
     for times in (1, 2):

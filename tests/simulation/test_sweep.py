@@ -1,4 +1,4 @@
-"""A sweep says which seeds it runs, and goes on where it was interrupted."""
+"""A sweep prints its seeds and resumes where it was interrupted."""
 
 import json
 import re
@@ -17,7 +17,7 @@ RUNS = 2 * sweep.SLICE + 1
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """The seeds that were simulated; a run does nothing here."""
+    """Return the list of simulated seeds; the simulation is replaced by a stub."""
     seeds: list[int] = []
 
     def simulate(seed: int) -> Result:
@@ -55,10 +55,10 @@ def test_seeds_are_drawn_and_printed(
     assert drawn[0] != drawn[1]
 
 
-def test_an_interrupted_sweep_goes_on(
+def test_an_interrupted_sweep_resumes(
     ran: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was run before counts, unless the sources are others or nobody says --resume."""
+    """Earlier results are reused only with --resume and unchanged sources."""
     words = ("--first", "5", "--resume")
     simulate = sweep.simulate
 
@@ -87,7 +87,7 @@ def test_an_interrupted_sweep_goes_on(
     assert len(ran) == RUNS
 
 
-def test_a_result_travels_as_json() -> None:
+def test_a_tally_round_trips_through_json() -> None:
     tally = Tally(3, 1.5, 2.5, 7, 1)
     tally.hits.update([("SIGKILL decode", "last"), ("SIGKILL decode", "last")])
     tally.answers.update(["finished", "left"])

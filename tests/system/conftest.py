@@ -1,4 +1,5 @@
-"""Every system of these tests notes its hand-offs; what it noted must be what the machine says."""
+"""Shared systems. Every system records its hand-offs, and the records must conform to the state
+machine."""
 
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from systems.whole import KEY, WholeSystem
 
 @pytest.fixture(scope="module", autouse=True)
 def rings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the rings are; checked when all systems of a module have ended."""
+    """Return the folder of the trace rings; check them when all systems of a module have ended."""
     folder = tmp_path_factory.mktemp("rings")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PDSERVE_TRACE_DIR", str(folder))
@@ -23,8 +24,8 @@ def rings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[WholeSystem]:
-    """One for a module's tests, which only ask who gets what. Not in pytest's folder, which other
-    users cannot enter."""
+    """A system shared by tests of access rights. Its folder is outside pytest's, which other users
+    cannot enter."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         with WholeSystem(Path(folder)) as system:
@@ -35,7 +36,8 @@ def system() -> Iterator[WholeSystem]:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """The shipped model, with a key, for a module's tests, which only ask it and kill nothing."""
+    """A fleet with the shipped model and an API key, shared by a module's tests. They only send
+    requests and kill no process."""
     folder = tmp_path_factory.mktemp("rings")
     options = ("--kv-tokens", "16384", "--api-key", KEY, "--open-metrics", "--trace-dir")
     with Fleet("--prefill", "1", "--decode", "1", *options, str(folder)) as fleet:

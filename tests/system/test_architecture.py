@@ -1,4 +1,5 @@
-"""docs/architecture.md is true: a long request reaches its functions in its order."""
+"""docs/architecture.md matches the code: a long request calls the listed functions in the listed
+order."""
 
 import re
 import time
@@ -12,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/architecture.md").read_text()
 STEPS = re.findall(r"^\d+\. `(pdserve\.[\w.]+:[\w.]+)`", TEXT, re.MULTILINE)
 
-# Every Python process of the system imports this module first; it notes each call of a step.
+# Every Python process of the system imports this module first. It records each call of a listed
+# function.
 SITE = """
 import os, sys, threading, time
 
@@ -37,7 +39,7 @@ threading.setprofile(note)
 
 
 @pytest.mark.extended
-def test_a_long_request_takes_this_path(tmp_path: Path) -> None:
+def test_a_long_request_takes_the_documented_path(tmp_path: Path) -> None:
     assert len(STEPS) == len(re.findall(r"^\d+\. ", TEXT, re.MULTILINE)) > 0
     (tmp_path / "sitecustomize.py").write_text(SITE)
     notes = tmp_path / "notes"
@@ -57,7 +59,7 @@ def test_a_long_request_takes_this_path(tmp_path: Path) -> None:
         asked = time.monotonic_ns()
         reply = httpx.post(f"{fleet.url}/v1/chat/completions", json=body, timeout=60)
         assert "[DONE]" in reply.raise_for_status().text
-        assert fleet.prefills("remote") == 1, "the prompt was not long enough"
+        assert fleet.prefills("remote") == 1, "the prompt was too short for remote prefill"
     first: dict[str, int] = {}
     for line in notes.read_text().splitlines():
         at, step = line.split()

@@ -1,4 +1,5 @@
-"""A sample of the chaos runs (benchmarks/handoff/line3_chaos.py): kills and broken networks."""
+"""A sample of the chaos runs (benchmarks/handoff/line3_chaos.py): killed processes and broken
+networks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,20 +44,22 @@ def test_killed_processes_cost_no_stream_a_token(model: Path, tmp_path: Path, ri
         batches += calm
         cluster.wait_ready()
         asked = sum(s.usage["prompt_tokens"] for batch in calm for s in batch.streams)
-        assert sum(cluster.prompt_tokens().values()) - before == asked, "each token once"
+        assert sum(cluster.prompt_tokens().values()) - before == asked, (
+            "each token must be computed once"
+        )
         tries = lost_tries(cluster.router_log())
     assert not [text for batch in batches for text in batch.wrong]
     evidence = Evidence(rings)
     for batch in (batch for batch in batches if batch.strikes):
         (strike,) = batch.strikes
         lost = [s.id for s in batch.streams if s.id in tries]
-        # A try may also be given up for another reason, e.g. a slow prefill on a busy machine.
+        # An attempt may also be abandoned for another reason, e.g. slow prefill on a busy machine.
         struck = [[why for why in tries[request] if strike.address in why] for request in lost]
-        assert all(len(reasons) <= 1 for reasons in struck), ("struck once", tries)
+        assert all(len(reasons) <= 1 for reasons in struck), ("a stream was struck twice", tries)
         if strike.role == "prefill":
             assert evidence.in_transfer(strike.boot, strike.at_ns)
         elif strike.role == "decode":
-            assert {*lost} & {*strike.streams}, "it had streams under way"
+            assert {*lost} & {*strike.streams}, "the worker had no stream in progress"
         if strike.role == "router":
             assert not lost
         else:

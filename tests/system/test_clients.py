@@ -1,6 +1,6 @@
-"""The openai and anthropic clients and both gRPC services, against a real system with an API key:
-prompts near and far, tools, schemas and responses. The shipped model's chat template has no place
-for tools. benchmarks/api has the rest."""
+"""The openai and anthropic clients and both gRPC services against a real system with an API key:
+local and remote prompts, tools, schemas and responses. The shipped model's chat template does not
+support tools. More tests are in benchmarks/api."""
 
 import json
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ class Weather(BaseModel):
 
 @pytest.fixture(scope="module", autouse=True)
 def rings() -> None:
-    """Those of `fleet` are checked at its end."""
+    """Override the autouse fixture: `fleet` checks its rings itself."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def claude(fleet: Fleet) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def test_openai_calls_a_tool_and_tells_its_result(api: openai.OpenAI) -> None:
+def test_openai_calls_a_tool_and_returns_its_result(api: openai.OpenAI) -> None:
     with api.chat.completions.stream(
         model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice="required", max_tokens=200, seed=1
     ) as stream:
@@ -74,8 +74,8 @@ def test_openai_calls_a_tool_and_tells_its_result(api: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_model_itself_calls_a_tool(api: openai.OpenAI, stream: bool) -> None:
-    """It is free to; it is small, so it is told what to write."""
+def test_the_model_calls_a_tool_without_being_forced(api: openai.OpenAI, stream: bool) -> None:
+    """The model is small, so the prompt spells out the call."""
     wanted = {"city": "Paris"}
     messages: Any = [{"role": "user", "content": SAYS_A_CALL % json.dumps(wanted)}]
     found: Any = api.chat.completions.create(
@@ -90,7 +90,7 @@ def test_the_model_itself_calls_a_tool(api: openai.OpenAI, stream: bool) -> None
     assert json.loads(text) == wanted
 
 
-def test_openai_parses_a_model_of_pydantic(api: openai.OpenAI) -> None:
+def test_openai_parses_an_answer_into_a_pydantic_model(api: openai.OpenAI) -> None:
     answer = api.chat.completions.parse(
         model=MODEL, messages=QUESTION, response_format=Weather, max_tokens=100
     )
@@ -118,7 +118,7 @@ def test_responses_with_a_tool_and_a_schema(api: openai.OpenAI) -> None:
     assert isinstance(second.output_parsed, Weather)
 
 
-def test_anthropic_calls_a_tool_and_tells_its_result(claude: anthropic.Anthropic) -> None:
+def test_anthropic_calls_a_tool_and_returns_its_result(claude: anthropic.Anthropic) -> None:
     tools: Any = [{**TOOL, "input_schema": PARAMETERS}]
     with claude.messages.stream(
         model=MODEL,
@@ -156,10 +156,10 @@ def chat(api: openai.OpenAI, model: str, text: str, **options: Any) -> Any:
     return api.chat.completions.create(model=model, messages=messages, **options)
 
 
-def test_a_long_prompt_goes_remote_and_a_short_one_stays(
+def test_a_long_prompt_is_prefilled_remotely_and_a_short_one_locally(
     fleet: Fleet, api: openai.OpenAI, model: str
 ) -> None:
-    """And the decode worker then has the long one: it needs no other worker again."""
+    """The decode worker caches the long prompt, so a repetition needs no prefill worker."""
     local, remote = fleet.prefills("local"), fleet.prefills("remote")
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
     short = chat(api, model, "Name the capital of France.", **options)
@@ -176,7 +176,7 @@ def test_a_long_prompt_goes_remote_and_a_short_one_stays(
     wait_until(fleet.all_blocks_back, "blocks back")
 
 
-def test_a_stream_is_the_whole_answer(api: openai.OpenAI, model: str) -> None:
+def test_a_stream_equals_the_whole_answer(api: openai.OpenAI, model: str) -> None:
     whole = chat(api, model, "Name three rivers.", temperature=0, max_tokens=24)
     chunks = list(
         chat(
@@ -210,7 +210,8 @@ def test_a_seed_gives_the_same_choices_again(
 def test_logprobs_and_echo_agree_between_local_and_remote(
     fleet: Fleet, api: openai.OpenAI, model: str
 ) -> None:
-    """The same field by field: a prompt long enough to go remote, and cached afterwards."""
+    """Compares a prompt that is prefilled remotely with its cached repetition, which also echoes
+    the prompt."""
     prompt = "Agree: " + LONG
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "logprobs": 2}
     before = fleet.prefills("remote")
@@ -254,7 +255,7 @@ def test_bounds_and_names_are_checked(api: openai.OpenAI, model: str) -> None:
         chat(api.with_options(api_key="wrong"), model, "x")
 
 
-def test_tokens_there_and_back(fleet: Fleet, model: str) -> None:
+def test_tokenize_and_detokenize(fleet: Fleet, model: str) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=fleet.url, headers=headers) as http:
         ids = http.post("/tokenize", json={"model": model, "prompt": "Hé 🙂"}).json()["tokens"]

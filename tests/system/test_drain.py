@@ -1,4 +1,4 @@
-"""SIGTERM of a worker under eight streams: it ends with code 0, and no client notices."""
+"""A worker receives SIGTERM during eight streams: it exits with code 0, and no client notices."""
 
 import os
 import signal
@@ -22,7 +22,8 @@ OPTIONS = ("--kv-tokens", "8192", "--chunk-size", "64", "--kv-transport", "tcp",
 
 
 def streams() -> list[Stream]:
-    """Greedy and sampled, with penalties, log-probabilities, stop strings, echo, two choices."""
+    """Return greedy and sampled streams, with penalties, log-probabilities, stop strings, echo and
+    two choices."""
     each: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.0, "echo": True},
@@ -40,7 +41,7 @@ def streams() -> list[Stream]:
 
 
 def long_streams() -> list[Stream]:
-    """Prompts that a prefill worker computes, one after the other."""
+    """Return streams with long prompts, which a prefill worker computes one after the other."""
     return [
         Stream({"prompt": f"{n}. {WORDS * (46 + n)}", "max_tokens": 8, "temperature": 0.0})
         for n in range(8)
@@ -48,7 +49,8 @@ def long_streams() -> list[Stream]:
 
 
 class Run:
-    """Eight streams that are all under way once it is made, or only asked for (`asked`)."""
+    """Eight streams. The constructor returns when all are in progress, or immediately if the
+    streams are passed in `asked`."""
 
     def __init__(self, fleet: Fleet, asked: list[Stream] | None = None) -> None:
         self.streams = asked or streams()
@@ -57,7 +59,7 @@ class Run:
         self.threads = [threading.Thread(target=s.run, args=(api, model)) for s in self.streams]
         *others, last = self.threads
         last.start()
-        if asked is None:  # its prompt is long: the others might have ended before its first token
+        if asked is None:  # its prompt is long, and the others might end before its first token
             wait_until(lambda: self.streams[-1].num_chunks > 3, "the last stream under way")
         for thread in others:
             thread.start()
@@ -90,8 +92,8 @@ def calm(fleet: Fleet) -> list[tuple[Any, ...]]:
 
 
 def terminate(fleet: Fleet, address: str) -> None:
-    """SIGTERM to who listens there, until it is gone. Its code must be 0: its drain was not cut off
-    by --drain-s."""
+    """Send SIGTERM to the process that listens at the address, and wait for its end. The exit code
+    must be 0: --drain-s did not cut the drain short."""
     ended = fleet.log().count("ended (exit code 0)")
     (victim,) = [
         child
@@ -105,7 +107,7 @@ def terminate(fleet: Fleet, address: str) -> None:
 
 
 def terminate_and_note(fleet: Fleet, worker: Any, told: dict[Any, Any]) -> None:
-    """And keep the last load that it reported."""
+    """Call `terminate` and store the last load that each worker reported in `told["loads"]`."""
     told["loads"] = {}
     over = threading.Event()
 
@@ -122,13 +124,13 @@ def terminate_and_note(fleet: Fleet, worker: Any, told: dict[Any, Any]) -> None:
 
 
 def whole(fleet: Fleet) -> Any:
-    """The view of the fleet once all its workers are there and idle."""
+    """Return the view of the fleet once all its workers are present and idle."""
 
     def idle() -> Any:
         try:
             view = fleet.fleet_view()
         except grpc.RpcError:
-            return None  # the router is starting again
+            return None  # the router is restarting
         live = [w for w in view.workers if w.state == "live" and not w.load.running]
         return view if len(live) == 3 else None
 
@@ -136,12 +138,13 @@ def whole(fleet: Fleet) -> Any:
 
 
 def computed(loads: Iterable[Any]) -> tuple[int, int]:
-    """(prompt tokens, generated tokens once more) that the workers have computed."""
+    """Return the numbers of prompt tokens and of recomputed tokens that the workers have
+    computed."""
     found = list(loads)
     return sum(x.prompt_tokens for x in found), sum(x.recomputed_tokens for x in found)
 
 
-def test_a_drained_decode_worker_hands_its_streams_over(
+def test_a_drained_decode_worker_migrates_its_streams(
     fleet: Fleet, calm: list[tuple[Any, ...]]
 ) -> None:
     before = whole(fleet)
@@ -161,7 +164,7 @@ def test_a_drained_decode_worker_hands_its_streams_over(
     assert after.moves - before.moves >= 2
     assert after.moved_tokens > before.moved_tokens
     assert after.moved_bytes > before.moved_bytes
-    assert after.retries == before.retries, "nothing was tried anew"
+    assert after.retries == before.retries, "a request was retried"
     final = told["loads"]
     final.update({w.hello.boot: w.load for w in after.workers})
     first = {w.hello.boot: w.load for w in before.workers}
@@ -169,10 +172,10 @@ def test_a_drained_decode_worker_hands_its_streams_over(
     old = computed(first.values())
     assert new[1] == old[1] == 0
     asked = sum(answer[-1] for answer in answers)
-    assert new[0] - old[0] <= asked, "no prompt token was computed again"
+    assert new[0] - old[0] <= asked, "a prompt token was recomputed"
 
 
-def test_a_drained_prefill_worker_hands_back_what_it_has_not_begun(fleet: Fleet) -> None:
+def test_a_drained_prefill_worker_returns_requests_that_it_has_not_started(fleet: Fleet) -> None:
     before = whole(fleet)
     run = Run(fleet, long_streams())
 
@@ -184,14 +187,16 @@ def test_a_drained_prefill_worker_hands_back_what_it_has_not_begun(fleet: Fleet)
     terminate(fleet, leaves.hello.address)
     answers = run.end()
     view = whole(fleet)
-    assert view.retries - before.retries >= 2, "handed back, and done by others"
-    assert view.prefill_remote > before.prefill_remote, "what it had begun it has finished"
+    assert view.retries - before.retries >= 2, (
+        "too few requests were returned and retried elsewhere"
+    )
+    assert view.prefill_remote > before.prefill_remote, "no started request was finished"
     wait_until(fleet.all_blocks_back, "blocks back")
     assert Run(fleet, long_streams()).end() == answers
 
 
 @pytest.mark.parametrize("role", ["router", "gateway"])
-def test_a_drained_router_or_gateway_lets_its_streams_end(
+def test_a_drained_router_or_gateway_finishes_its_streams(
     fleet: Fleet, calm: list[tuple[Any, ...]], role: str
 ) -> None:
     before = whole(fleet)

@@ -1,6 +1,7 @@
-"""Short and odd requests, answered field by field alike with and without remote prefill.
+"""Short and unusual requests give the same answer, field by field, with and without remote prefill.
 
-A tiny random model, so that prompts of a block or two suffice and a whole system starts fast.
+The model is tiny and random, so prompts of one or two blocks suffice and a whole system starts
+quickly.
 """
 
 import os
@@ -72,7 +73,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def asked(fleet: Fleet) -> dict[str, Any]:
-    """All completions, one after the other, without what differs by its nature."""
+    """Return all completions, requested one after the other, without the fields that differ between
+    runs."""
     answers = {}
     with httpx.Client(base_url=fleet.url, timeout=30) as http:
         for name, body in COMPLETIONS.items():
@@ -90,7 +92,7 @@ def asked(fleet: Fleet) -> dict[str, Any]:
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Every leaf by its path."""
+    """Return every leaf by its path."""
     if isinstance(value, dict):
         pairs = value.items()
     elif isinstance(value, list):
@@ -124,7 +126,7 @@ def test_one_token(local: dict[str, Any]) -> None:
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_first_token_ends_it(local: dict[str, Any]) -> None:
+def test_the_first_token_ends_the_answer(local: dict[str, Any]) -> None:
     for length in LENGTHS:
         answer = local[f"eos first after {length}"]
         assert answer["usage"]["completion_tokens"] == 1
@@ -132,15 +134,15 @@ def test_the_first_token_ends_it(local: dict[str, Any]) -> None:
         assert answer["choices"][0]["text"] == ""
 
 
-def test_what_is_cached(local: dict[str, Any]) -> None:
+def test_full_blocks_of_a_repeated_prompt_are_cached(local: dict[str, Any]) -> None:
     for length in LENGTHS:
         usage = local[f"{length} tokens again"]["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        assert cached == min(length // BLOCK * BLOCK, length - 1)  # the last token always runs
+        assert cached == min(length // BLOCK * BLOCK, length - 1)  # the last token is computed
         assert local[f"{length} tokens"]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_an_empty_text_is_a_bos_token(local: dict[str, Any]) -> None:
+def test_an_empty_prompt_becomes_a_bos_token(local: dict[str, Any]) -> None:
     assert local["empty text"]["usage"]["prompt_tokens"] == 1
     assert local["empty text"]["usage"]["completion_tokens"] == 6
 
@@ -149,7 +151,7 @@ WRONG = [(("authorization", f"Bearer {secret}"),) for secret in ("wrong", "")]
 
 
 def internal_methods() -> Iterator[str]:
-    """Every method that only the fleet's own processes may call."""
+    """Yield every method that only the fleet's processes may call."""
     for file in (common_pb2, fleet_pb2, router_pb2, worker_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
             yield from (f"/{service.full_name}/{method.name}" for method in service.methods)
@@ -157,7 +159,8 @@ def internal_methods() -> Iterator[str]:
 
 
 def strangers_get_nothing(fleet: Fleet) -> None:
-    """Neither on any gRPC port nor on the data port of decode."""
+    """Check that an unauthenticated client is refused on every gRPC port and on decode's data
+    port."""
     workers = [worker.hello for worker in fleet.fleet_view().workers]
     ports = {"gateway": fleet.grpc, "router": fleet.router}
     ports |= {fleet_pb2.Role.Name(worker.role): worker.address for worker in workers}
@@ -175,13 +178,13 @@ def strangers_get_nothing(fleet: Fleet) -> None:
     with socket.create_connection((host, int(port)), timeout=10) as stranger:
         stranger.sendall(b"\x05hello" * 1000)
         with suppress(ConnectionResetError):
-            stranger.recv(1 << 16)  # a hello at most
+            stranger.recv(1 << 16)  # at most a hello
             assert stranger.recv(1 << 16) == b"", "closed"
 
 
 def nothing_is_left(fleet: Fleet, family: list[psutil.Process], folder: Path) -> None:
     assert fleet.exit_code == 0, fleet.final_log
-    assert "leaked" not in fleet.final_log  # as the bindings of the kernels would say
+    assert "leaked" not in fleet.final_log  # the kernels' bindings would report leaks
     gone, alive = psutil.wait_procs(family, timeout=LIMIT_S)
     assert not alive
     assert len(gone) == len(family)
@@ -196,7 +199,8 @@ def nothing_is_left(fleet: Fleet, family: list[psutil.Process], folder: Path) ->
 def test_remote_answers_are_the_same_field_by_field(
     model: Path, local: dict[str, Any], transport: str, tmp_path: Path
 ) -> None:
-    """And when the system has stopped, its sockets and memory are gone, like all else."""
+    """Also checks that nothing remains when the system has stopped: no process, socket or shared
+    memory."""
     options = ("--remote-prefill", "always", "--kv-transport", transport, *OPTIONS)
     env = {"TMPDIR": str(tmp_path)}
     with Fleet("--model", str(model), *options, env=env, drain_s=30) as fleet:

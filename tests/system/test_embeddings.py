@@ -1,4 +1,5 @@
-"""Embeddings from real processes: transformers' vectors, also if a worker dies while it works."""
+"""Embeddings from real processes equal transformers' vectors, also if a worker dies during the
+request."""
 
 import os
 import random
@@ -33,7 +34,7 @@ def client(fleet: Fleet) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def test_texts_are_embedded_as_by_transformers(fleet: Fleet, folder: Path) -> None:
+def test_embeddings_equal_those_of_transformers(fleet: Fleet, folder: Path) -> None:
     texts = ["hello", "A longer text, that ends with eos as its tokenizer says. " * 5]
     found = client(fleet).embeddings.create(model="embedder", input=texts)
     oracle = Oracle(folder, "last")
@@ -63,7 +64,7 @@ def test_a_worker_that_dies_changes_no_vector(fleet: Fleet, folder: Path) -> Non
     killer.start()
     found = client(fleet).embeddings.create(model="embedder", input=inputs)
     killer.join()
-    assert fleet.metric("pdserve_router_retries_total") > retries, "it had nothing to do"
+    assert fleet.metric("pdserve_router_retries_total") > retries, "the killed worker had no work"
     assert [item.index for item in found.data] == list(range(200))
     oracle = Oracle(folder, "last")
     for ids, item in zip(inputs[::10], found.data[::10], strict=True):
@@ -72,7 +73,7 @@ def test_a_worker_that_dies_changes_no_vector(fleet: Fleet, folder: Path) -> Non
     assert [item.embedding for item in again.data] == [item.embedding for item in found.data]
 
 
-def test_it_generates_nothing_and_no_prefill_worker_computes_for_it(fleet: Fleet) -> None:
+def test_an_embedding_model_generates_no_text_and_uses_no_prefill_worker(fleet: Fleet) -> None:
     with pytest.raises(openai.BadRequestError, match="does not support Completions API"):
         client(fleet).completions.create(model="embedder", prompt="hello")
     assert fleet.prefills("remote") == 0

@@ -1,4 +1,5 @@
-"""Workers that die and clients that leave, with real processes: nothing is lost or kept."""
+"""Workers die and clients disconnect in a system of real processes: no request is lost and no block
+is kept."""
 
 import json
 import os
@@ -39,19 +40,21 @@ def complete(fleet: Fleet, prompt: str, **options: Any) -> Any:
 
 
 def test_killing_prefill_during_a_transfer_loses_no_request(fleet: Fleet) -> None:
-    """Killed late in a long prompt, it costs only the missing chunks: decode goes on from the last
-    verified block."""
+    """The worker is killed late in a long prompt. Only the missing chunks are recomputed: decode
+    continues from the last verified block."""
     whole, finished = ask(fleet, LENGTH, b"fault-free")
     assert finished.remote
     size = wait_until(lambda: received(fleet), "a report of decode")
     before = fleet.metric("pdserve_router_retries_total")
     killed = kill_late(fleet, LENGTH, 0.7, size, b"faulty")
-    assert 0.7 <= killed.share < 1, "it was killed between the first and the last frame"
+    assert 0.7 <= killed.share < 1, "the worker was not killed between the first and the last frame"
     assert killed.ids == whole
-    assert not killed.finished.remote, "decode went on itself"
-    assert killed.finished.cached_tokens == 0, "what was verified is no cache hit of the request"
+    assert not killed.finished.remote, "decode did not compute the rest"
+    assert killed.finished.cached_tokens == 0, (
+        "verified blocks must not count as cache hits of the request"
+    )
     assert 1 < killed.decoded <= (1 - killed.share) * LENGTH + 2 * CHUNK
-    assert killed.prefilled == 0, "no other worker has begun anew"
+    assert killed.prefilled == 0, "another prefill worker started the prompt"
     assert fleet.metric("pdserve_router_retries_total") > before
     wait_until(lambda: len(fleet.pids("prefill")) == 2, "a restarted prefill worker")
 
@@ -91,7 +94,7 @@ def test_killing_decode_during_a_stream_continues_it_exactly(fleet: Fleet) -> No
 
 @contextmanager
 def leaving(fleet: Fleet, body: dict[str, Any]) -> Iterator[None]:
-    """Sends a request on a socket of its own and hangs up at the end of the block."""
+    """Send a request on a separate socket and disconnect at the end of the block."""
     host, port = fleet.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -101,7 +104,7 @@ def leaving(fleet: Fleet, body: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def test_a_client_that_leaves_frees_its_blocks_on_both_sides(fleet: Fleet) -> None:
+def test_a_client_that_disconnects_frees_its_blocks_on_both_sides(fleet: Fleet) -> None:
     wait_until(lambda: len(fleet.blocks()) == 3 and fleet.all_blocks_back(), "a quiet fleet")
     model = client(fleet).models.list().data[0].id
     prompt = "Left early: " + WORDS * 80
@@ -117,4 +120,4 @@ def test_a_client_that_leaves_frees_its_blocks_on_both_sides(fleet: Fleet) -> No
     with leaving(fleet, body | {"stream": True}):
         wait_until(lambda: held() > 0, "blocks held on its behalf")
     wait_until(fleet.all_blocks_back, "blocks back after the client left")
-    assert generated() - before < body["max_tokens"], "it ended before its time"
+    assert generated() - before < body["max_tokens"], "the request was not aborted early"

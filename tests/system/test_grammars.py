@@ -1,4 +1,5 @@
-"""Grammars through a router with real workers: refused in words, and exact when decode dies."""
+"""Grammars through a router with real workers: invalid ones are refused with a message, and answers
+stay exact when decode dies."""
 
 import json
 import re
@@ -20,7 +21,7 @@ from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.errors import ServiceError
 
 PATTERN = "[a-f]{3}(-[0-9]{4}){190}!"
-LONG = [i * 7 % 250 for i in range(400)]  # its prefill is remote
+LONG = [i * 7 % 250 for i in range(400)]  # long enough for remote prefill
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def all_of(replies: Iterator[rpc.GenerateResponse]) -> list[int]:
 def test_a_killed_decode_worker_changes_no_token(
     cluster: Cluster, router: RouterStub, model: Path
 ) -> None:
-    """With a grammar that begins after the thinking that a budget ends."""
+    """The grammar begins after thinking, which its token budget ends."""
     end = [97, 40]
     params: dict[str, Any] = {
         "grammar": pb.Grammar(source=of_regex(PATTERN).source, begins_after=end),
@@ -77,7 +78,7 @@ def test_a_killed_decode_worker_changes_no_token(
             cluster.kill(victim)
             cluster.refill()
             at_kill = len(ids)
-    assert cluster.view().retries > retries, "it had ended before the kill"
+    assert cluster.view().retries > retries, "the stream ended before the kill"
     assert 60 < at_kill < len(calm)
     assert ids == calm
 
@@ -111,7 +112,7 @@ def test_a_killed_decode_worker_changes_no_token(
         ("logprob_token_ids", {"logprob_token_ids": [3]}, "logprobs"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_followed_is_an_invalid_argument(
+def test_an_invalid_parameter_is_refused_with_its_name(
     router: RouterStub, param: str, params: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as refused:

@@ -1,4 +1,4 @@
-"""What a running system exports is what boards, alerts, scalers and documents name."""
+"""A running system exports the metrics that boards, alerts, scalers and documents name."""
 
 import json
 import re
@@ -34,20 +34,20 @@ def families(text: str) -> set[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def rings() -> None:
-    """Those of `system` and `fleet` are checked at their ends."""
+    """Override the autouse fixture: `system` and `fleet` check their rings themselves."""
 
 
 @pytest.fixture(scope="module")
 def own(system: WholeSystem) -> set[str]:
-    """Metrics of every process, each for its own."""
+    """Return the names of the metrics that the processes export about themselves."""
     found = families(page(f"http://{system.http}/metrics", fleet="false"))
     for address in system.metrics.values():
         found |= families(page(f"http://{address}/metrics"))
     return found
 
 
-def test_boards_and_alerts_name_what_is_exported(own: set[str]) -> None:
-    """Without the fleet, which no gateway of a cluster exports."""
+def test_boards_and_alerts_use_exported_metrics(own: set[str]) -> None:
+    """Excludes the fleet's metrics, which no gateway of a cluster exports."""
     missing = {
         where: lost
         for where, expression in expressions().items()
@@ -56,7 +56,7 @@ def test_boards_and_alerts_name_what_is_exported(own: set[str]) -> None:
     assert missing == {}
 
 
-def test_scalers_and_documents_name_what_is_exported(own: set[str], system: WholeSystem) -> None:
+def test_scalers_and_documents_use_exported_metrics(own: set[str], system: WholeSystem) -> None:
     fleet = families(page(f"http://{system.http}/metrics", fleet="true"))
     known = own | fleet
     manifests = [*K8S.rglob("*.yaml"), *K8S.rglob("*.yml"), *K8S.rglob("*.json")]
@@ -71,8 +71,8 @@ def test_scalers_and_documents_name_what_is_exported(own: set[str], system: Whol
     assert {n for n in fleet | own if n.startswith(("vllm:", "pdserve_"))} <= told
 
 
-def test_a_report_of_a_running_system(fleet: Fleet, tmp_path: Path) -> None:
-    """Its parts are there, and neither a key nor a prompt is."""
+def test_a_report_is_complete_and_contains_no_secret(fleet: Fleet, tmp_path: Path) -> None:
+    """The report contains neither an API key nor a prompt."""
     body = {"model": "SmolLM2-135M-Instruct", "prompt": f"{MARK} " * 40, "max_tokens": 2}
     httpx.post(f"{fleet.url}/v1/completions", json=body, headers=KEY_SHOWN, timeout=60)
     out, rings = tmp_path / "report.tar.gz", fleet.options[-1]
@@ -100,10 +100,10 @@ ASKS = sorted(set(re.findall(r"^    ((?:curl|pdserve top|pdserve health) .+)$", 
 
 
 @pytest.mark.parametrize("program", ["curl", "pdserve"])
-def test_what_the_runbook_asks_is_answered(
+def test_the_requests_in_the_runbook_succeed(
     program: str, system: WholeSystem, subtests: pytest.Subtests
 ) -> None:
-    """With the key that gateways ask for, and with none of that fails."""
+    """Sends the key that gateways require; with another key every command fails."""
     if program == "curl" and not shutil.which("curl"):
         pytest.skip("NO CURL: the runbook's commands were not tried (Debian: apt install curl)")
     lines = [line for line in ASKS if line.startswith(program)]
@@ -112,7 +112,7 @@ def test_what_the_runbook_asks_is_answered(
         with subtests.test(line):
             done = in_shell(line, system, KEY)
             assert (done.returncode, done.stderr) == (0, "")
-            silent = "health" in line  # a probe that is answered says nothing
+            silent = "health" in line  # a successful probe prints nothing
             assert bool(done.stdout) == (not silent)
             if "KEY" in line:
                 done = in_shell(line, system, "sk-another")
@@ -121,7 +121,7 @@ def test_what_the_runbook_asks_is_answered(
 
 
 def in_shell(line: str, system: WholeSystem, key: str) -> "subprocess.CompletedProcess[str]":
-    """A line of the runbook, with what it leaves open."""
+    """Run a line of the runbook with its placeholders filled in."""
     told = {"GATEWAY:8000": system.http, "ROUTER:50059": system.probes[Role.ROUTER], "KEY": key}
     told |= {"ROUTER:9090": system.metrics[Role.ROUTER]}
     told |= {"WORKER:9090": system.metrics[Role.DECODE]}

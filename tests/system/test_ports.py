@@ -1,5 +1,5 @@
-"""The third table of docs/security.md: what listens or lies on a disk beside HTTP and gRPC, at
-processes as containers run them, and what strangers and other users get there."""
+"""The third table of docs/security.md: listeners and files other than HTTP and gRPC. Runs the
+processes as containers do and checks what strangers and other users can reach."""
 
 import os
 import re
@@ -31,7 +31,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a
 
 
 def shows(what: str, who: str) -> Callable[[Any], Any]:
-    """Marks a test as that of a row: its first and its last cell."""
+    """Mark a test as the proof of a table row, given by its first and its last cell."""
 
     def note(test: Any) -> Any:
         SHOWN[what, who] = test.__name__
@@ -42,11 +42,11 @@ def shows(what: str, who: str) -> Callable[[Any], Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def rings() -> None:
-    """Those of `system` are checked at its end."""
+    """Override the autouse fixture: `system` checks its rings itself."""
 
 
 def options_of(what: str) -> str:
-    """The option in the first cell of a row."""
+    """Return the option that the first cell of a row names."""
     (option,) = re.findall(r"`(--[\w-]+)`", what)
     return str(option)
 
@@ -56,12 +56,12 @@ def test_every_row_has_a_test() -> None:
     assert set(SHOWN.values()) <= set(globals())
 
 
-def test_nothing_listens_that_is_in_no_table(system: WholeSystem) -> None:
-    """And all that the third table has is there, at the roles that it says."""
+def test_every_listener_is_in_a_table(system: WholeSystem) -> None:
+    """Also checks that every entry of the third table exists at the roles that it lists."""
     places = system.places()
     table = {options_of(what): set(at.split(", ")) for what, at, _ in LISTENERS}
     assert table == {option: set(by_role) for option, by_role in places.items()}
-    del places["--trace-dir"]  # files
+    del places["--trace-dir"]  # files, no listener
     known: dict[str, set[str]] = {role: {system.address[role]} for role in PROBED}
     known[Role.GATEWAY] = {system.http, system.grpc}
     for role in known:
@@ -71,8 +71,8 @@ def test_nothing_listens_that_is_in_no_table(system: WholeSystem) -> None:
 
 @shows("KV port (`--data-bind`)", "whoever has the ticket of a hand-off")
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_without_a_ticket_nothing_is_granted(system: WholeSystem, transport: str) -> None:
-    """To whoever knows all that a worker tells of itself, and even a ticket's id."""
+def test_without_a_ticket_no_claim_is_granted(system: WholeSystem, transport: str) -> None:
+    """The client knows everything that a worker says about itself, and even a ticket's id."""
     boot, thief = os.urandom(16), os.urandom(16)
     credentials = system.access(Role.ROUTER)
     address = system.address[Role.DECODE]
@@ -85,18 +85,20 @@ def test_without_a_ticket_nothing_is_granted(system: WholeSystem, transport: str
             unknown = guessed(system.decode, boot)
             assert peer.claim(unknown) == messages.Gone(unknown.id)
         with system.peer(transport, boot) as peer:
-            assert peer.claim(guessed(system.decode, boot, ticket.id)) is None, "a wrong secret"
+            assert peer.claim(guessed(system.decode, boot, ticket.id)) is None, (
+                "a claim with a wrong secret was answered"
+            )
         with system.peer(transport, thief) as peer:
-            assert peer.claim(ticket) is None, "the ticket is another process's"
+            assert peer.claim(ticket) is None, "a claim with another process's ticket was answered"
         with system.peer(transport, boot) as peer:
             peer.send_frame()
-            assert peer.reply() is None, "a frame under no ticket"
+            assert peer.reply() is None, "a frame without a ticket was answered"
         with system.peer(transport, boot) as peer:
             assert isinstance(peer.claim(ticket), messages.Granted)
 
 
-def test_an_introduction_proves_nothing(system: WholeSystem) -> None:
-    """Who says no more after it is silent, and is not waited for."""
+def test_an_introduction_alone_grants_nothing(system: WholeSystem) -> None:
+    """The worker neither answers nor waits for a peer that sends nothing after its introduction."""
     with system.peer("tcp", os.urandom(16)) as one, system.peer("shm", os.urandom(16)) as other:
         assert one.reply() is None
         assert other.reply() is None
@@ -111,21 +113,21 @@ def is_private(path: Path) -> bool:
     "unix sockets of `shm` and `cuda_ipc` (`--shm-dir`)",
     "processes of the same user, with a ticket",
 )
-def test_the_socket_is_this_users(system: WholeSystem) -> None:
-    """What this user gets without a ticket is above."""
+def test_the_socket_is_private_to_its_user(system: WholeSystem) -> None:
+    """The tests above check what this user can do without a ticket."""
     assert system.unix.is_socket()
     assert is_private(system.unix)
 
 
 def shared_memory(process: psutil.Process) -> list[Path]:
-    """The descriptors by which a process has it."""
+    """Return the file descriptors of a process's shared memory."""
     folder = Path(f"/proc/{process.pid}/fd")
     return [path for path in folder.iterdir() if os.readlink(path).startswith("/memfd:")]
 
 
 @pytest.mark.parametrize("role", WORKERS)
 def test_the_shared_memory_has_no_name(system: WholeSystem, role: Role) -> None:
-    """So only the processes that were given it can open it."""
+    """Only processes that received the descriptor can open it."""
     process = system.parent(role)
     maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert "/memfd:pdserve-kv (deleted)" in maps
@@ -134,8 +136,9 @@ def test_the_shared_memory_has_no_name(system: WholeSystem, role: Role) -> None:
 
 
 @root_only
-def test_another_user_opens_nothing(system: WholeSystem) -> None:
-    """Neither sockets nor rings nor keys, nor what /proc has of the processes with their memory."""
+def test_another_user_can_open_no_file_or_socket(system: WholeSystem) -> None:
+    """Tries sockets, rings, keys, and the /proc entries of the processes that lead to their
+    memory."""
     closed = [system.unix, *system.rings.iterdir(), *system.certificates.glob("*-key.pem")]
     parents = [system.parent(role) for role in Role]
     for process in (*parents, *(child for one in parents for child in one.children())):
@@ -154,13 +157,16 @@ def test_another_user_opens_nothing(system: WholeSystem) -> None:
         finally:
             open_file.unlink()
     reached = [path for path, outcome in found.items() if outcome == "reached"]
-    assert reached == [open_file, system.folder / "control"], "these two are open, to show it"
+    assert reached == [open_file, system.folder / "control"], (
+        "only the two files opened for comparison may be reached"
+    )
     assert {found[path] for path in closed} == {"PermissionError"}
     assert len(closed) > 3 + 5 * len(Role)
 
 
 def secrets_in(data: bytes) -> list[str]:
-    """Words of the prompt, the client's key, the cluster's secret or any private key."""
+    """Return the words of the prompt, the client's key, the cluster's secret and private keys found
+    in data."""
     words = (*MARK.split(), KEY, SECRET, "PRIVATE KEY")
     return [word for word in words if word.encode() in data]
 
@@ -170,7 +176,7 @@ def secrets_in(data: bytes) -> list[str]:
 def test_a_ring_holds_no_prompt_and_no_secret(system: WholeSystem, role: Role) -> None:
     path = system.ring(role)
     assert is_private(path)
-    assert read_ring(path).records, "the hand-off"
+    assert read_ring(path).records, "the ring has no record of the hand-off"
     data, ids = path.read_bytes(), system.mark_ids()
     assert secrets_in(data) == []
     assert len(ids) > 3
@@ -182,7 +188,7 @@ def test_a_ring_holds_no_prompt_and_no_secret(system: WholeSystem, role: Role) -
     "everybody; no prompt and no secret is in it, but addresses are",
 )
 @pytest.mark.parametrize("role", PROBED)
-def test_a_metrics_port_has_metrics_alone(system: WholeSystem, role: str) -> None:
+def test_a_metrics_port_serves_only_metrics(system: WholeSystem, role: str) -> None:
     with httpx.Client(base_url=f"http://{system.metrics[role]}") as client:
         answer = client.get("/metrics")
         assert answer.status_code == 200
@@ -195,7 +201,7 @@ def test_a_metrics_port_has_metrics_alone(system: WholeSystem, role: str) -> Non
             assert client.request(method, "/metrics").status_code == 501
 
 
-def test_the_gateways_metrics_show_no_secret(system: WholeSystem) -> None:
+def test_the_gateway_metrics_contain_no_secret(system: WholeSystem) -> None:
     answer = httpx.get(f"http://{system.http}/metrics", headers=KEY_SHOWN)
     assert "pdserve_prefill_requests_total" in answer.text
     assert secrets_in(answer.content) == []
@@ -203,7 +209,7 @@ def test_the_gateways_metrics_show_no_secret(system: WholeSystem) -> None:
 
 @shows("probe port (`--probe-port`)", "everybody; it answers health checks and nothing else")
 @pytest.mark.parametrize("role", PROBED)
-def test_a_probe_port_answers_health_checks_alone(system: WholeSystem, role: str) -> None:
+def test_a_probe_port_answers_only_health_checks(system: WholeSystem, role: str) -> None:
     with grpc.insecure_channel(system.probes[role]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         asked = health_pb2.HealthCheckRequest()

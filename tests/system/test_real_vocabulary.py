@@ -1,4 +1,5 @@
-"""Answers with a form, of models with real vocabularies, after their decode worker is killed."""
+"""Structured answers of models with real vocabularies are unchanged after their decode worker is
+killed."""
 
 import json
 import re
@@ -22,7 +23,7 @@ from tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
 LIMIT_S = 300
-LONG = 60  # pieces of an answer that must not end before the kill
+LONG = 60  # items of an answer that must not end before the kill
 PARAMETERS = {
     "type": "object",
     "properties": {
@@ -36,15 +37,15 @@ PARAMETERS = {
 FUNCTION = {"name": "get_weather", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
-ONE_CALL = {"parallel_tool_calls": False}  # a model that writes any token may go on with calls
+ONE_CALL = {"parallel_tool_calls": False}  # a model that writes random tokens might make more calls
 FORMS = ("forced", "named", "strict", "regex", "choice")
-SEEDS = 8  # of each form, so that each worker has some of it; 200 answers of all models
-# Bias of a call's first token, which is likely then, and not certain, at each place of a free text
-# of a model that otherwise writes any.
+SEEDS = 8  # per form, so that each worker gets some of each; 200 answers over all models
+# Bias of a call's first token. It makes a call likely but not certain at each position of a free
+# text whose tokens are otherwise random.
 LIKELY = 10.0
-# What an answer of gpt-oss begins with when it is free, unless biases change its channel; where a
-# call is forced, a thought may come first, which a model that writes any token ends by its budget
-# alone.
+# How a free answer of gpt-oss begins, unless biases change its channel. Where a call is forced, a
+# thought may come first; only its token budget ends the thought of a model that writes random
+# tokens.
 FINAL = ("assistant", "<|channel|>", "final", "<|message|>")
 CHANNEL_LIKELY, CHANNEL_UNLIKELY = 20.0, -100.0  # biases
 THOUGHT = 8  # tokens
@@ -63,14 +64,14 @@ def is_gpt_oss(words: Tokenizer) -> bool:
 
 
 def call_ids(packaged: PackagedModel, words: Tokenizer) -> list[int]:
-    """The tokens that a call begins with; those of gpt-oss without the one that begins any
+    """Return the tokens that begin a call; for gpt-oss, without the token that begins any
     message."""
     ids: list[int] = words.encode(packaged.begin, add_special_tokens=False).ids
     return ids[1:] if is_gpt_oss(words) else ids
 
 
 def teach(folder: Path, ids: Sequence[int]) -> None:
-    """Make each of these tokens the most likely one after the one before it."""
+    """Make each of these tokens the most likely successor of the one before it."""
     (path,) = folder.glob("*.safetensors")
     tensors = load_file(path)
     embeddings, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
@@ -111,7 +112,7 @@ def cluster(model: Path, rings: Path, tmp_path_factory: Any) -> Iterator[Cluster
 
 
 class Client:
-    """Sends the requests of a run, each of which finds nothing that another has cached."""
+    """Sends the requests of a run; no request finds blocks that another run has cached."""
 
     def __init__(self, url: str, run: str, packaged: PackagedModel) -> None:
         self._url = url + URL
@@ -165,7 +166,7 @@ class Client:
                     yield json.loads(line.removeprefix("data: "))
 
     def check(self, form: str, answer: Answer) -> None:
-        """Raises AssertionError for one that has not its form."""
+        """Raise AssertionError if an answer does not have its form."""
         text, calls, finish = answer
         for name, arguments in calls:
             assert name == "get_weather"
@@ -184,7 +185,7 @@ class Client:
 
 
 def warm(cluster: Cluster, client: Client, pool: ThreadPoolExecutor) -> None:
-    """Have every decode worker load what compiles grammars, which takes long on a busy machine."""
+    """Make every decode worker load the grammar compiler, which takes long on a busy machine."""
     seeds = count()
 
     def all_answered() -> bool:
@@ -197,11 +198,11 @@ def warm(cluster: Cluster, client: Client, pool: ThreadPoolExecutor) -> None:
 
 
 def tries(log: str) -> dict[str, int]:
-    """By request, from what a router has logged."""
+    """Return the number of tries by request, from a router's log."""
     return {found[2]: int(found[1]) for found in re.finditer(r"tries=(\d+) .*request=(\S+)", log)}
 
 
-def test_a_killed_worker_changes_no_answer_with_a_form(
+def test_a_killed_worker_changes_no_structured_answer(
     cluster: Cluster, packaged: PackagedModel, subtests: pytest.Subtests
 ) -> None:
     client = Client(cluster.url, "calm", packaged)
@@ -225,7 +226,7 @@ def test_a_killed_worker_changes_no_answer_with_a_form(
         streams = [pool.submit(stream, pair) for pair in requests]
         wait_until(lambda: ended.is_set() or all(len(taken[pair]) > 4 for pair in requests))
         num_taken = {pair: len(chunks) for pair, chunks in taken.items()}
-        assert not ended.is_set(), f"a stream had ended before the kill: {num_taken}"
+        assert not ended.is_set(), f"a stream ended before the kill: {num_taken}"
         assert cluster.view().prefill_remote == remote + 2 * len(requests)
         at_kill = {pair: len(chunks) for pair, chunks in taken.items()}
         cluster.kill(cluster.of("decode")[0])
@@ -239,4 +240,4 @@ def test_a_killed_worker_changes_no_answer_with_a_form(
             assert 4 < at_kill[form, seed] < len(chunks)
             assert streamed(chunks) == answer
     again = [form for (form, _), chunks in taken.items() if tried[chunks[0]["id"]] > 1]
-    assert set(again) == set(FORMS), "a form without a stream of the killed worker"
+    assert set(again) == set(FORMS), "the killed worker had no stream of some form"

@@ -1,4 +1,5 @@
-"""The rings of a real system: each hand-off whole over three processes, also after a SIGKILL."""
+"""The trace rings of a real system: each hand-off is complete across three processes, also after a
+SIGKILL."""
 
 import json
 import os
@@ -32,7 +33,7 @@ def complete(url: str, seed: int, max_tokens: int) -> None:
 
 
 @pytest.mark.extended
-def test_what_a_killed_worker_has_noted_is_there(tmp_path: Path, rings: Path) -> None:
+def test_the_records_of_a_killed_worker_are_kept(tmp_path: Path, rings: Path) -> None:
     model = str(write_tiny(tmp_path / "tiny", "llama"))
     with Fleet("--model", model, *OPTIONS, *REMOTE) as fleet:
         complete(fleet.url, 1, 5)
@@ -43,7 +44,7 @@ def test_what_a_killed_worker_has_noted_is_there(tmp_path: Path, rings: Path) ->
         for stream in streams:
             stream.start()
         (victim,) = fleet.pids("decode")
-        # Prefill's side, too: what decode had yet to tell it would be lost with it.
+        # Wait for prefill's records too: decode's unsent reports would be lost with it.
         wait_until(lambda: assert_conform(rings)["send", "filled"] == 3, "all hand-offs")
         os.kill(victim, signal.SIGKILL)
         for stream in streams:
@@ -51,7 +52,7 @@ def test_what_a_killed_worker_has_noted_is_there(tmp_path: Path, rings: Path) ->
         complete(fleet.url, 4, 5)
     noted = assert_conform(rings)
     assert len(list(rings.glob("decode-*.ring"))) == 2
-    # Three hand-offs before the kill, the two that were struck once more, and the last.
+    # Three hand-offs before the kill, two retries of the streams that it hit, and the last one.
     assert noted["receive", "handed"] == noted["send", "filled"] == 6
     assert noted["receive", "written"] == noted["send", "sent"] >= 6
     assert noted["route", "closed"] == noted["route", "opened"] >= 6

@@ -1,4 +1,5 @@
-"""Rerank and score from real processes: the order and the scores that transformers' logits give."""
+"""Rerank and score from real processes: order and scores equal those computed from transformers'
+logits."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ def fleet(folder: Path) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def scores(folder: Path) -> list[float]:
-    """As the model card of Qwen3-Reranker computes them."""
+    """Return the scores, computed as in the model card of Qwen3-Reranker."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -64,13 +65,15 @@ def ask(fleet: Fleet, path: str, **body: Any) -> dict[str, Any]:
     return found
 
 
-def test_scores_are_those_of_transformers(fleet: Fleet, scores: list[float]) -> None:
+def test_scores_equal_those_of_transformers(fleet: Fleet, scores: list[float]) -> None:
     found = ask(fleet, "/v1/score", text_1=QUERY, text_2=DOCUMENTS)
     assert [item["score"] for item in found["data"]] == pytest.approx(scores, abs=1e-4)
-    assert len({round(value, 3) for value in scores}) > 3, "they say nothing of the order"
+    assert len({round(value, 3) for value in scores}) > 3, (
+        "the scores differ too little to define an order"
+    )
 
 
-def test_documents_are_in_the_order_of_transformers(fleet: Fleet, scores: list[float]) -> None:
+def test_documents_have_the_order_of_transformers(fleet: Fleet, scores: list[float]) -> None:
     found = ask(fleet, "/v1/rerank", query=QUERY, documents=DOCUMENTS)
     order = sorted(range(len(DOCUMENTS)), key=lambda n: -scores[n])
     assert [result["index"] for result in found["results"]] == order

@@ -1,4 +1,4 @@
-"""Who may do what: the tables of docs/security.md, and a running system with certificates."""
+"""Access rights: the tables of docs/security.md, and a running system with certificates."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +24,8 @@ from pdserve.services.router.service import OPEN_METHODS
 
 KEY = {"authorization": "Bearer KEY"}
 OTHERS = {"POST", "PUT", "DELETE", "PATCH"}
-# Not 405: OpenAI has the first, which is not offered here; the second names a response.
+# 404 instead of 405: OpenAI has the first route, which is not offered here; the others match the
+# route of a response by its id.
 NOT_OFFERED = {
     ("DELETE", "/v1/models/{name}"),
     ("DELETE", "/v1/responses/input_tokens"),
@@ -38,7 +39,7 @@ def fleet() -> Iterator[Fleet]:
         yield fleet
 
 
-def test_the_routes_are_those_of_the_application() -> None:
+def test_the_table_lists_the_routes_of_the_application() -> None:
     from pdserve.gateway.anthropic.dialect import AnthropicDialect
     from pdserve.gateway.http.app import create_routes
     from pdserve.gateway.http.docs.pages import add_docs
@@ -71,7 +72,7 @@ def test_the_routes_are_those_of_the_application() -> None:
     assert {route for route, _ in ROUTES} == there
 
 
-def test_the_methods_are_those_of_the_protos() -> None:
+def test_the_table_lists_the_methods_of_the_protos() -> None:
     there = {
         f"{service.full_name}/{method.name}"
         for module in (common_pb2, fleet_pb2, router_pb2, text_pb2, worker_pb2)
@@ -97,7 +98,7 @@ def test_the_methods_are_those_of_the_protos() -> None:
             assert re.split("[;:]", who)[0] == "everybody"
 
 
-def test_a_route_wants_what_the_table_says(fleet: Fleet, subtests: pytest.Subtests) -> None:
+def test_a_route_requires_what_the_table_says(fleet: Fleet, subtests: pytest.Subtests) -> None:
     with httpx.Client() as http:
         for route, who in ROUTES:
             with subtests.test(route):
@@ -112,7 +113,7 @@ def check_route(http: httpx.Client, server: str, route: str, who: str) -> None:
     without = http.request(method, url)
     with_key = http.request(method, url, headers=KEY, follow_redirects=True)
     wrong = http.request(method, url, headers={"authorization": "Bearer KEX"})
-    named = "{" in path and path not in names  # what is not there
+    named = "{" in path and path not in names  # the named object does not exist
     assert with_key.status_code in ((404,) if named else (200, 415))
     assert without.status_code == wrong.status_code == (200 if who == "everybody" else 401)
     taken = {route.split()[0] for route, _ in ROUTES if route.split()[1] == path}
@@ -122,7 +123,7 @@ def check_route(http: httpx.Client, server: str, route: str, who: str) -> None:
         assert http.request(other, url).status_code == (405 if who == "everybody" else 401)
 
 
-def test_what_is_not_in_the_table_is_not_there(fleet: Fleet) -> None:
+def test_paths_outside_the_table_do_not_exist(fleet: Fleet) -> None:
     for path in (
         "/web",
         "/web/x",
@@ -137,10 +138,10 @@ def test_what_is_not_in_the_table_is_not_there(fleet: Fleet) -> None:
         assert httpx.get(fleet.url + path, headers=KEY).status_code == 404
 
 
-def test_a_stranger_calls_nothing_that_is_not_for_everybody(
+def test_a_stranger_can_call_only_methods_open_to_everybody(
     fleet: Fleet, subtests: pytest.Subtests
 ) -> None:
-    """At the ports for people, and at those of the cluster, where TLS itself refuses."""
+    """Tries the public ports and those of the cluster, where TLS refuses the connection."""
     addresses = {"gateway": fleet.grpc, "router": fleet.router}
     for method, at, who in METHODS:
         with subtests.test(method):
@@ -159,7 +160,7 @@ def test_a_stranger_calls_nothing_that_is_not_for_everybody(
                     assert keyed in REFUSED
 
 
-def test_the_ports_of_the_cluster_speak_tls_alone(fleet: Fleet) -> None:
+def test_cluster_ports_accept_only_tls(fleet: Fleet) -> None:
     addresses = workers(fleet)
     assert len(addresses) == 2
     for address in addresses:
@@ -169,13 +170,14 @@ def test_the_ports_of_the_cluster_speak_tls_alone(fleet: Fleet) -> None:
 
 
 def workers(fleet: Fleet) -> list[str]:
-    """The workers' addresses, as the metrics of the gateway tell them."""
+    """Return the workers' addresses from the gateway's metrics."""
     text = httpx.get(f"{fleet.url}/metrics", headers=KEY).raise_for_status().text
     return sorted(set(re.findall(r'worker="([\d.:]+)"', text)))
 
 
-def test_nothing_else_listens(fleet: Fleet) -> None:
-    """Beside what has been tried above, and the KV port and the unix socket of test_ports.py."""
+def test_no_other_port_is_open(fleet: Fleet) -> None:
+    """Exceptions are the ports tested above, and the KV port and unix socket, which test_ports.py
+    covers."""
     known = {
         Role.GATEWAY: {fleet.url.removeprefix("http://"), fleet.grpc},
         Role.ROUTER: {fleet.router},
@@ -197,14 +199,14 @@ def test_nothing_else_listens(fleet: Fleet) -> None:
     (inside,) = left[Role.ROUTER]
     with grpc.insecure_channel(inside) as channel:
         code = status(channel, "grpc.health.v1.Health/Check")
-        assert code is grpc.StatusCode.UNAVAILABLE, "it speaks TLS alone"
+        assert code is grpc.StatusCode.UNAVAILABLE, "the port must accept only TLS"
     addresses = set().union(*left.values(), *known.values()) - {path}
     assert all(address.startswith("127.0.0.1:") for address in addresses)
     parent = psutil.Process(fleet.process.pid)
     assert listening(parent) == set().union(*left.values(), *known.values())
 
 
-def test_a_hand_off_goes_over_it(fleet: Fleet) -> None:
+def test_remote_prefill_works_with_certificates(fleet: Fleet) -> None:
     body = {"model": "SmolLM2-135M-Instruct", "prompt": "one two three " * 300, "max_tokens": 4}
     answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=KEY, timeout=60)
     assert answer.json()["usage"]["completion_tokens"] == 4
@@ -213,8 +215,8 @@ def test_a_hand_off_goes_over_it(fleet: Fleet) -> None:
     assert float(remote) == 1
 
 
-def test_what_a_key_has_cached_is_not_there_for_another(fleet: Fleet) -> None:
-    """Over HTTP and gRPC, though it is there for the key itself."""
+def test_prompts_cached_for_one_key_are_not_visible_to_another(fleet: Fleet) -> None:
+    """Checks HTTP and gRPC. The key that cached a prompt does get cache hits."""
     prompt = "once upon a time " * 20
 
     def http(key: str) -> int:
@@ -240,7 +242,7 @@ def test_what_a_key_has_cached_is_not_there_for_another(fleet: Fleet) -> None:
     assert http("OTHER-KEY") == 0
 
 
-def test_no_secret_stands_in_a_command_line(fleet: Fleet) -> None:
+def test_no_command_line_contains_a_secret(fleet: Fleet) -> None:
     parent = psutil.Process(fleet.process.pid)
     lines = [" ".join(p.cmdline()) for p in (parent, *parent.children(recursive=True))]
     assert "--api-key ***" in lines[0]

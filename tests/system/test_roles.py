@@ -1,5 +1,6 @@
-"""What each role's certificate gets at a real router, prefill and decode worker: the table of gRPC
-methods of docs/security.md, row by row, where it is served and where it is not."""
+"""Rights of each role's certificate at a real router, prefill and decode worker: every row of the
+table of gRPC methods in docs/security.md, at processes that serve the method and at those that do
+not."""
 
 import re
 from collections.abc import Iterator
@@ -21,19 +22,19 @@ from pdserve.services.host.server import HEALTH_CHECK
 
 PLACES = (Role.ROUTER, Role.PREFILL, Role.DECODE)
 CODE = grpc.StatusCode
-# What an empty message gets that has come to the method itself.
+# Status codes that an empty message gets from the method itself.
 HEARD = (CODE.OK, CODE.INVALID_ARGUMENT, CODE.NOT_FOUND)
 Channels = dict[tuple[Role, Role], grpc.Channel]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def rings() -> None:
-    """Those of `system` are checked at its end."""
+    """Override the autouse fixture: `system` checks its rings itself."""
 
 
 @pytest.fixture(scope="module")
 def channels(system: WholeSystem) -> Iterator[Channels]:
-    """By the role that calls and the one that is called."""
+    """Channels by calling role and called role."""
     with ExitStack() as stack:
         yield {
             (caller, place): stack.enter_context(
@@ -43,7 +44,7 @@ def channels(system: WholeSystem) -> Iterator[Channels]:
         }
 
 
-def test_a_role_gets_what_the_table_says(channels: Channels, subtests: pytest.Subtests) -> None:
+def test_a_role_may_call_what_the_table_says(channels: Channels, subtests: pytest.Subtests) -> None:
     for (method, at, who), caller in product(METHODS, Role):
         with subtests.test(method=method, caller=caller):
             names = set(re.split("[,;] ", who))
@@ -68,10 +69,10 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_certificate_of_another_authority_is_refused_by_tls(
+def test_tls_refuses_a_certificate_of_another_authority(
     system: WholeSystem, foreign: Path, subtests: pytest.Subtests
 ) -> None:
-    """The caller itself trusts the server, so it is the server that refuses."""
+    """The caller trusts the server, so the server refuses."""
     for role, place in product(Role, PLACES):
         with subtests.test(role=role, place=place):
             _, own, key = files_of(foreign, role)
@@ -81,7 +82,7 @@ def test_a_certificate_of_another_authority_is_refused_by_tls(
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_no_certificate_is_refused_by_tls(system: WholeSystem, place: Role) -> None:
+def test_tls_refuses_a_client_without_a_certificate(system: WholeSystem, place: Role) -> None:
     authority = (system.certificates / "ca.pem").read_bytes()
     name = [("grpc.ssl_target_name_override", place.dns_name)]
     credentials = grpc.ssl_channel_credentials(authority)
@@ -95,10 +96,10 @@ def test_no_certificate_is_refused_by_tls(system: WholeSystem, place: Role) -> N
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_process_that_is_of_another_role_is_not_talked_to(
+def test_a_caller_refuses_a_server_of_another_role(
     system: WholeSystem, foreign: Path, place: Role
 ) -> None:
-    """Nor one of another authority: it is the caller that refuses."""
+    """The caller also refuses a server whose certificate is from another authority."""
     address = system.address[place]
     asked = [(system.access(Role.GATEWAY), other) for other in Role if other is not place]
     for access, wanted in (*asked, (trusted(foreign, Role.GATEWAY), place)):
@@ -106,10 +107,10 @@ def test_a_process_that_is_of_another_role_is_not_talked_to(
             assert status(channel, "grpc.health.v1.Health/Check") is CODE.UNAVAILABLE
 
 
-def test_a_worker_joins_as_what_its_certificate_says(
+def test_a_worker_can_join_only_in_the_role_of_its_certificate(
     system: WholeSystem, channels: Channels
 ) -> None:
-    """Prefill with decode's own hello is refused, so a key that is lost lets in one role."""
+    """Prefill cannot join with decode's hello, so a stolen key admits a single role."""
     hello = system.hello(Role.DECODE)
     hello.boot = bytes(16)
     report = fleet_pb2.WorkerReport(hello=hello)

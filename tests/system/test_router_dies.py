@@ -1,4 +1,4 @@
-"""The only router is killed while eight streams run: their requests are adopted, none is lost."""
+"""The only router is killed during eight streams: their requests are adopted and none is lost."""
 
 import os
 import signal
@@ -14,8 +14,8 @@ OPTIONS = ("--kv-tokens", "16384", "--chunk-size", "64", "--kv-transport", "tcp"
 
 
 def streams() -> list[Stream]:
-    """Greedy and sampled ones, one with two choices and log-probabilities, one with a long
-    prompt that a prefill worker computes."""
+    """Return greedy and sampled streams: one with two choices and log-probabilities, one with a
+    long prompt that a prefill worker computes."""
     each: list[dict[str, Any]] = [{"temperature": 0.0} for _ in range(3)]
     each += [{"temperature": 1.0, "seed": seed} for seed in range(3)]
     each += [{"temperature": 1.0, "seed": 9, "n": 2, "logprobs": 2}]
@@ -27,7 +27,8 @@ def streams() -> list[Stream]:
 
 
 def run_all(fleet: Fleet, asked: list[Stream], kill: bool) -> None:
-    """Runs them together; `kill`: the router dies while the long prompt's KV is on its way."""
+    """Run the streams concurrently. With `kill`, kill the router during the transfer of the long
+    prompt's KV."""
     api = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=120)
     model = api.models.list().data[0].id
     threads = [threading.Thread(target=s.run, args=(api, model)) for s in asked]
@@ -51,7 +52,7 @@ def run_all(fleet: Fleet, asked: list[Stream], kill: bool) -> None:
 
 
 def loads(fleet: Fleet) -> dict[str, Any]:
-    """The workers' loads by role, as both report them after the end of the last stream."""
+    """Return the workers' loads by role, as reported after the end of the last stream."""
 
     def both() -> dict[str, Any]:
         found = {w.hello.data_address != "": w.load for w in fleet.fleet_view().workers}
@@ -72,7 +73,8 @@ def test_a_killed_router_costs_no_stream_a_token() -> None:
         assert decode.adopted == len(asked)
         assert (decode.parked, decode.park_expired, decode.park_evicted) == (0, 0, 0)
         computed = {role: load.prompt_tokens for role, load in struck.items()}
-        # The long prompt, and what of the short ones would have held up decode's streams.
+        # Prefill computes the long prompt and those parts of the short ones that would delay
+        # decode.
         assert computed["prefill"] >= asked[-1].usage.prompt_tokens - 1
         assert computed["decode"] >= len(asked)
         assert sum(computed.values()) == sum(s.usage.prompt_tokens for s in asked), "each once"

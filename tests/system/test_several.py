@@ -1,4 +1,5 @@
-"""Two models in one fleet, with two prefill and two decode workers each: requests spread."""
+"""Two models in one fleet with two prefill and two decode workers each: requests spread over
+all."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ PROMPTS = [[(7 * i + 13 * k + 1) % 256 for i in range(80)] for k in range(12)]
 
 
 @pytest.mark.extended
-def test_two_models_and_several_workers(tmp_path: Path) -> None:
+def test_two_models_with_several_workers_each(tmp_path: Path) -> None:
     models = {name: write_tiny(tmp_path / name, name, seed=5) for name in ("llama", "qwen3")}
     options = [word for path in models.values() for word in ("--model", str(path))]
     options += ["--prefill", "2", "--decode", "2", "--remote-prefill", "always", "--threads", "1"]
@@ -36,8 +37,8 @@ def test_two_models_and_several_workers(tmp_path: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             together = list(pool.map(lambda one: ask(*one), asked))
         assert fleet.prefills("remote") == len(asked)
-        assert together[0::2] != together[1::2], "each model gives its own answers"
-        assert [ask(*one) for one in asked] == together, "whichever worker answers"
+        assert together[0::2] != together[1::2], "both models gave the same answers"
+        assert [ask(*one) for one in asked] == together, "an answer depends on the worker"
 
         def all_have_worked() -> bool:
             workers = fleet.fleet_view().workers

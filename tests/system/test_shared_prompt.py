@@ -1,4 +1,5 @@
-"""Equal long prompts at once: one is prefilled and transferred, the others share its blocks."""
+"""Concurrent requests with equal long prompts: one is prefilled and transferred, and the others
+share its blocks."""
 
 import pytest
 from builders.engine_kit import ask

@@ -1,4 +1,5 @@
-"""One trace over HTTP, gRPC and a KV transfer; long form: benchmarks/front/line3_traces.py."""
+"""One trace over HTTP, gRPC and a KV transfer. A longer version is
+benchmarks/front/line3_traces.py."""
 
 import os
 import re
@@ -13,7 +14,7 @@ from systems.traced_requests import TracedClient, check_spans
 
 PARENT_ID = "b7ad6b7169203331"
 FAR = ("--prefill", "1", "--remote-prefill", "always", "--kv-tokens", "4096")
-TRIES = 40  # of a machine that has other things to do
+TRIES = 40  # on a machine that may be busy
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def fleet(collector: OtlpCollector) -> Iterator[Fleet]:
         yield fleet
 
 
-def test_the_spans_of_four_processes(fleet: Fleet, collector: OtlpCollector) -> None:
+def test_a_trace_has_the_spans_of_four_processes(fleet: Fleet, collector: OtlpCollector) -> None:
     with TracedClient(fleet.url) as client:
         trace = os.urandom(16).hex()
         parent = f"00-{trace}-{PARENT_ID}-01"
@@ -49,7 +50,8 @@ def test_the_spans_of_four_processes(fleet: Fleet, collector: OtlpCollector) -> 
 
 
 def test_the_phases_sum_to_the_clients_time_to_first_token(fleet: Fleet) -> None:
-    """Within 2 ms, once nothing else has the cores; never are they longer."""
+    """The difference is within 2 ms once the cores are free, and the sum never exceeds the measured
+    time."""
     with TracedClient(fleet.url) as client:
         rests = []
         for number in range(TRIES):
@@ -61,7 +63,7 @@ def test_the_phases_sum_to_the_clients_time_to_first_token(fleet: Fleet) -> None
     assert min(rests) > -1, rests
 
 
-def test_the_documented_tree(fleet: Fleet, collector: OtlpCollector) -> None:
+def test_spans_match_the_documented_tree(fleet: Fleet, collector: OtlpCollector) -> None:
     page = (Path(__file__).parents[2] / "docs/tracing.md").read_text()
     documented = set()
     for service, span, children in re.findall(r"^    (pdserve-\w+) +(\w+) +(.+)$", page, re.M):
@@ -70,11 +72,13 @@ def test_the_documented_tree(fleet: Fleet, collector: OtlpCollector) -> None:
         check_spans(collector, client.ask("nine ten eleven " * 40))
     found = {(span.service, span.name) for span in collector.spans}
     assert found <= documented
-    assert documented - found <= {("pdserve-router", "route queue")}  # it may have no length
+    assert documented - found <= {("pdserve-router", "route queue")}  # its duration may be 0
 
 
-def test_a_collector_that_is_gone(fleet: Fleet, collector: OtlpCollector) -> None:
-    """Requests are answered, and each process says so."""
+def test_an_unreachable_collector_is_logged_and_requests_are_answered(
+    fleet: Fleet, collector: OtlpCollector
+) -> None:
+    """Each process logs it once."""
     collector.close()
     with TracedClient(fleet.url) as client:
         assert client.ask("twelve " * 40).traceparent
@@ -82,8 +86,11 @@ def test_a_collector_that_is_gone(fleet: Fleet, collector: OtlpCollector) -> Non
         assert client.ask("thirteen " * 40).traceparent
 
 
-def test_the_system_ends_in_order_without_it(fleet: Fleet, collector: OtlpCollector) -> None:
-    """Each has spans left, and says nothing again. It is the last test of this fleet."""
+def test_the_system_stops_cleanly_without_the_collector(
+    fleet: Fleet, collector: OtlpCollector
+) -> None:
+    """Each process has unsent spans and does not repeat its warning. This must be the last test
+    that uses the fleet."""
     collector.close()
     fleet.process.terminate()
     assert fleet.process.wait(20) == 0

@@ -1,5 +1,5 @@
-"""Other weights come as a second pool under load: the old one takes nothing more once it is told to
-stop, its streams end on it, and no answer is of both (docs/upgrades.md)."""
+"""New weights arrive as a second pool under load. After its signal the old pool takes no more
+requests, its streams end on it, and no answer mixes both models (docs/upgrades.md)."""
 
 import signal
 import threading
@@ -25,7 +25,7 @@ LONG = "a prompt that is long enough to be computed by a worker of its own. " * 
 
 
 def asks() -> list[dict[str, Any]]:
-    """Short and long prompts in turn, for answers that take a while."""
+    """Return requests with alternating short and long prompts whose answers take a while."""
     return [
         {"prompt": f"{n}: {LONG if n % 2 else ''}", "max_tokens": 250, "temperature": 0.0}
         for n in range(STREAMS)
@@ -48,7 +48,7 @@ class Pool:
         return found
 
     def retire(self) -> list[int]:
-        """SIGTERM to all of it, at once, as a scale to 0 does; the exit codes."""
+        """Send SIGTERM to both workers at once, as a scale to 0 does, and return the exit codes."""
         codes: dict[Replaceable, int] = {}
 
         def one(process: Replaceable) -> None:
@@ -86,7 +86,8 @@ def api(system: ReplaceableSystem, old: Pool) -> Iterator[openai.OpenAI]:
 
 
 def tiny_model(folder: Path, seed: int) -> Path:
-    """The seed is in the weights alone: tokenizer and template are the same."""
+    """Write a model whose seed affects only the weights; tokenizer and template are always the
+    same."""
     return write_tiny(folder, "llama", seed, max_position_embeddings=2048)
 
 
@@ -99,7 +100,7 @@ def run(api: openai.OpenAI) -> tuple[list[Stream], list[threading.Thread]]:
 
 
 def answers(streams: list[Stream], threads: list[threading.Thread]) -> list[str]:
-    """What they have said, all of them whole."""
+    """Wait for all streams, check that none was cut, and return their texts."""
     for thread in threads:
         thread.join(LIMIT_S)
     assert [s.error for s in streams if s.error] == []
@@ -111,26 +112,26 @@ def test_a_change_of_weights_under_load(
     system: ReplaceableSystem, old: Pool, api: openai.OpenAI, tmp_path: Path
 ) -> None:
     of_old = answers(*run(api))
-    assert system.view().prefill_remote, "long prompts come from prefill"
+    assert system.view().prefill_remote, "no long prompt was prefilled remotely"
     new = Pool(system, tiny_model(tmp_path / "new", 6))
 
-    streams, threads = run(api)  # both pools take work
+    streams, threads = run(api)  # both pools accept requests
     wait_until(lambda: all(s.num_chunks > 3 for s in streams), "streams")
-    assert old.load().running, "some run on the old pool"
-    assert new.load().running, "and some on the new one"
+    assert old.load().running, "no request runs on the old pool"
+    assert new.load().running, "no request runs on the new pool"
     codes: list[int] = []
     retiring = threading.Thread(target=lambda: codes.extend(old.retire()))
     retiring.start()
     wait_until(lambda: any(w.state == "draining" for w in system.view().workers), "draining")
-    late, late_threads = run(api)  # requests of which the old pool takes none
+    late, late_threads = run(api)  # the old pool accepts none of these
     both = answers(streams, threads)
     of_new = answers(late, late_threads)
     retiring.join(LIMIT_S)
-    assert codes == [0, 0], "the drain ended with the last stream, not with its time"
+    assert codes == [0, 0], "a drain ended at its time limit instead of with its last stream"
 
     assert all(one != other for one, other in zip(of_old, of_new, strict=True))
     found = [text in (a, b) for text, a, b in zip(both, of_old, of_new, strict=True)]
-    assert all(found), "no answer is of both weights"
+    assert all(found), "an answer mixes tokens of both models"
     assert set(both) & set(of_old)
     assert set(both) & set(of_new)
     assert [w.hello.address for w in system.view().workers if w.hello.data_address] == [
@@ -145,7 +146,7 @@ def test_a_second_signal_ends_a_drain_at_once(
     streams, _ = run(api)
     wait_until(lambda: all(s.num_chunks > 3 for s in streams), "streams")
     decode.popen.send_signal(signal.SIGTERM)
-    time.sleep(1.5 * ECHO_S)  # what comes sooner is the same stop
+    time.sleep(1.5 * ECHO_S)  # an earlier signal counts as the same stop
     assert decode.popen.poll() is None, "it drains"
     decode.popen.send_signal(signal.SIGTERM)
     assert decode.popen.wait(LIMIT_S) == 128 + signal.SIGTERM

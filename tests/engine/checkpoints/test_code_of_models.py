@@ -1,4 +1,4 @@
-"""A model's folder that brings code: none of it runs, whether the weights beside it load or not."""
+"""No code in a model's folder runs, whether or not the weights load."""
 
 import json
 from pathlib import Path
@@ -20,13 +20,13 @@ AUTO_MAP = {
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """A file that exists once any code of the model has run."""
+    """Return the path of a file that exists once any code of the model has run."""
     return tmp_path / "ran"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model with code in every file that transformers and torch would run."""
+    """Return a model folder with code in every file that transformers and torch would run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = write_tiny(tmp_path / "model", "llama")
     code = f"open({str(marker)!r}, 'w').close()\nclass EvilConfig: pass\n"
@@ -44,12 +44,12 @@ def load(path: Path) -> LoadedModel:
     return load_model(EngineConfig(model=str(path)), lambda *_: None)
 
 
-def test_code_beside_weights_is_left_alone(folder: Path, marker: Path) -> None:
+def test_code_next_to_weights_is_not_run(folder: Path, marker: Path) -> None:
     assert load(folder).card.architecture == "LlamaForCausalLM"
     assert not marker.exists()
 
 
-def test_pickled_weights_are_refused_unread(folder: Path, marker: Path) -> None:
+def test_pickled_weights_are_refused_without_being_read(folder: Path, marker: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="found none"):
         load(folder)

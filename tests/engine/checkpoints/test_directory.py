@@ -1,4 +1,4 @@
-"""Hugging Face directories: safetensors headers, shards, and what stands beside the weights."""
+"""Hugging Face directories: safetensors headers, shards and the files next to the weights."""
 
 import json
 from itertools import product
@@ -31,7 +31,7 @@ def entry(shape: list[Any], first: Any, last: Any, kind: Any = "F32") -> dict[st
     return {"dtype": kind, "shape": shape, "data_offsets": [first, last]}
 
 
-def test_tensors_equal_the_packages(
+def test_tensors_equal_those_of_the_safetensors_package(
     subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     for dtype, stored in (
@@ -63,10 +63,10 @@ def test_tensors_are_views_and_cannot_change_the_file(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_data_that_is_not_aligned_is_read(tmp_path: Path) -> None:
+def test_unaligned_data_is_read(tmp_path: Path) -> None:
     values = torch.randn(4)
     header = json.dumps({"a": entry([4], 0, 16)}).encode()
-    header += b" " * ((1 - len(header)) % 4)  # begins at an odd byte
+    header += b" " * ((1 - len(header)) % 4)  # the data begin at an odd byte
     path = write_header(tmp_path / "m.safetensors", header, values.numpy().tobytes())
     assert SafetensorsReader(path).array("a").tolist() == values.tolist()
 
@@ -95,7 +95,7 @@ BAD: dict[str, tuple[Any, int]] = {
 }
 
 
-def test_refuses_header(
+def test_an_invalid_header_is_refused(
     subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     for message in BAD:
@@ -107,7 +107,7 @@ def test_refuses_header(
                 SafetensorsReader(path)
 
 
-def test_refuses_what_is_too_short(
+def test_a_file_that_is_too_short_is_refused(
     subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     for data in (b"", b"1234567", (2**63).to_bytes(8, "little") + bytes(9)):
@@ -119,7 +119,7 @@ def test_refuses_what_is_too_short(
                 SafetensorsReader(path)
 
 
-def test_integers_are_no_weights(tmp_path: Path) -> None:
+def test_integer_tensors_are_not_weights(tmp_path: Path) -> None:
     write_header(tmp_path / "m.safetensors", {"a": entry([2], 0, 16, "I64")}, bytes(16))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="a is I64"):
@@ -148,7 +148,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
         DirectoryCheckpoint(folder)
 
 
-def test_index_that_names_other_files_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_names_other_files_is_refused(tmp_path: Path) -> None:
     folder = sharded(tmp_path)
     index = folder / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
@@ -179,17 +179,17 @@ def test_unknown_name_gets_a_hint(tmp_path: Path) -> None:
         checkpoint.tensor("model.norms.weight")
 
 
-def test_eos_ids_are_the_union_and_the_tokenizers_own_is_first(tmp_path: Path) -> None:
+def test_eos_ids_are_the_union_and_begin_with_that_of_the_tokenizer(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, "llama", eos_token_id=3)
     generation = {"eos_token_id": [5, 4, -1, 10**6, True], "temperature": 0.5}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     text = open_checkpoint(folder).text_files()
-    assert text.eos_ids == (258, 5, 4, 3)  # 258 is tokenizer_config.json's
+    assert text.eos_ids == (258, 5, 4, 3)  # 258 is from tokenizer_config.json
     assert text.generation_config == generation
     assert (text.bos_id, text.adds_bos) == (256, True)
 
 
-def test_chat_template_places(tmp_path: Path) -> None:
+def test_places_of_the_chat_template(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, "llama")
     for file in ("chat_template.jinja", "tokenizer_config.json"):
         (folder / file).unlink(missing_ok=True)
@@ -210,7 +210,7 @@ def test_chat_template_places(tmp_path: Path) -> None:
     assert template == one_template({"default": "J", "tool_use": "T"})
 
 
-def test_special_tokens_are_named_as_in_the_settings(tmp_path: Path) -> None:
+def test_special_tokens_have_the_names_in_the_settings(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, "llama")
     settings = folder / "tokenizer_config.json"
     names = ("bos_token", "pad_token", "unk_token", "image_token", "tool_token", "sep_token")
@@ -230,8 +230,8 @@ def test_special_tokens_are_named_as_in_the_settings(tmp_path: Path) -> None:
     assert "mask_token" not in template
 
 
-def test_several_templates_are_one(subtests: pytest.Subtests) -> None:
-    """As transformers chooses between them, and with the white space of each."""
+def test_several_chat_templates_become_one(subtests: pytest.Subtests) -> None:
+    """The template is chosen as in transformers, and each keeps its whitespace options."""
     sources = (
         "\n  a{% if x %}\n  b\n  {%- endif %}\n  ",
         "{% macro m() %}M{% endmacro %}{{ m() }}\n",
@@ -248,7 +248,7 @@ def test_several_templates_are_one(subtests: pytest.Subtests) -> None:
     assert one_template({}) == ""
 
 
-def test_tokenizer_is_needed_and_checked(tmp_path: Path) -> None:
+def test_a_tokenizer_is_required_and_checked(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, "llama")
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match="cannot be used"):
@@ -258,7 +258,7 @@ def test_tokenizer_is_needed_and_checked(tmp_path: Path) -> None:
         open_checkpoint(folder).text_files()
 
 
-def test_second_copy_of_the_weights_is_not_guessed(tmp_path: Path) -> None:
+def test_a_second_copy_of_the_weights_is_refused(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, "llama")
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors, folder / "adapter.safetensors")
@@ -269,13 +269,13 @@ def test_second_copy_of_the_weights_is_not_guessed(tmp_path: Path) -> None:
 
 
 def test_refuses_a_configuration_that_would_take_all_memory(tmp_path: Path) -> None:
-    """Eleven MiB of brackets, which took 301 MiB when they were parsed."""
+    """Eleven MiB of brackets took 301 MiB when parsed."""
     (tmp_path / "config.json").write_text('{"x": [' + "[]," * (11 << 18) + "0]}")
     with pytest.raises(CheckpointError, match="is larger than"):
         read_json(tmp_path / "config.json")
 
 
-def test_a_quantized_checkpoint_is_refused_by_its_method(
+def test_an_unsupported_quantization_method_is_named_in_the_error(
     subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     for added, named in (

@@ -1,4 +1,4 @@
-"""How an embedding model is told by its files, and what is refused of them by name."""
+"""Detection of an embedding model from its files, and errors for unsupported ones."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ WITHOUT_HEAD = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3",
 
 
 def load(path: Path, **options: Any) -> tuple[CardData, torch.Tensor]:
-    """The card, and the pooled state of a prompt."""
+    """Return the card, and the pooled state of a prompt."""
     engine, card = build_engine(EngineConfig(model=str(path), **EXACT, **options))
     params = ask("a", PROMPT).params
     (event,) = of(run(engine, Request("a", PROMPT, params, 0, pool=True)), Pooled)
@@ -56,16 +56,18 @@ def test_models_without_a_head(arch: str, tmp_path: Path) -> None:
     assert torch.allclose(got, Oracle(path, kind).pooled(PROMPT), atol=1e-4, rtol=1e-4)
 
 
-def test_a_head_that_is_stored_is_not_loaded(tmp_path: Path) -> None:
-    path = write_embedder(tmp_path / "m", "phi", headless=False)  # its head has a bias, too
+def test_a_stored_head_is_not_loaded(tmp_path: Path) -> None:
+    path = write_embedder(tmp_path / "m", "phi", headless=False)  # its head also has a bias
     assert {"lm_head.weight", "lm_head.bias"} <= set(open_checkpoint(path).names())
     card, got = load(path)
     assert card.pooling == "last"
     assert torch.allclose(got, Oracle(path, "last").pooled(PROMPT), atol=1e-4, rtol=1e-4)
 
 
-def test_the_digest_is_of_what_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the same whether or not the files were served for another task before."""
+def test_the_digest_covers_only_what_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest does not depend on whether the files were served for another task before."""
     path = write_tiny(tmp_path / "m", "qwen3")
     digests = []
     for name, tasks in (("one", ["generate", "embed", "embed"]), ("two", ["embed", "generate"])):
@@ -83,20 +85,20 @@ def test_without_a_normalize_module(tmp_path: Path) -> None:
     assert not card.normalizes
 
 
-def test_the_longest_text_is_the_context(embedder: Path) -> None:
+def test_the_longest_text_is_as_long_as_the_context(embedder: Path) -> None:
     (embedder / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
     card, _ = load(embedder)
     assert card.context_len == 100
 
 
-def test_no_head_alone_makes_an_embedding_model(embedder: Path) -> None:
+def test_a_model_without_a_head_is_an_embedding_model(embedder: Path) -> None:
     (embedder / "modules.json").unlink()
     card, _ = load(embedder)
     assert (card.pooling, card.normalizes) == ("last", True)
     refused(embedder, "--task generate: the model has no output head", task="generate")
 
 
-def test_options_say_otherwise(embedder: Path) -> None:
+def test_options_override_the_files(embedder: Path) -> None:
     card, got = load(embedder, pooling="mean")
     assert card.pooling == "mean"
     assert torch.allclose(got, Oracle(embedder, "mean").pooled(PROMPT), atol=1e-4, rtol=1e-4)
@@ -104,20 +106,20 @@ def test_options_say_otherwise(embedder: Path) -> None:
         load(embedder, pooling="mean", task="generate")
 
 
-def test_another_pooling_changes_nothing_else(tmp_path: Path) -> None:
+def test_the_pooling_option_changes_nothing_else(tmp_path: Path) -> None:
     path = write_embedder(tmp_path / "m", normalizes=False)
     (path / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
     card, _ = load(path, pooling="mean")
     assert (card.pooling, card.normalizes, card.context_len) == ("mean", False, 100)
 
 
-def test_a_pooling_that_is_not_supported_can_be_replaced(embedder: Path) -> None:
+def test_an_option_can_replace_unsupported_pooling(embedder: Path) -> None:
     write_pooling(embedder, "cls_token")
     card, _ = load(embedder, pooling="mean")
     assert (card.pooling, card.normalizes) == ("mean", True)
 
 
-def test_an_embedding_model_with_a_head_generates_if_told(tmp_path: Path) -> None:
+def test_an_embedding_model_with_a_head_can_generate(tmp_path: Path) -> None:
     path = write_embedder(tmp_path / "m", headless=False)
     options = EngineConfig(model=str(path), task="generate", **EXACT)
     engine, card = build_engine(options)
@@ -125,18 +127,18 @@ def test_an_embedding_model_with_a_head_generates_if_told(tmp_path: Path) -> Non
     assert run(engine, ask("a", PROMPT))
 
 
-def test_how_it_pools_is_part_of_its_identity(embedder: Path) -> None:
+def test_pooling_is_part_of_the_config_digest(embedder: Path) -> None:
     digests = {load(embedder, pooling=kind)[0].config_digest for kind in ("last", "mean")}
     assert len(digests) == 2
 
 
 @pytest.mark.parametrize("mode", sorted({*MODES} - {"lasttoken", "mean_tokens"}))
-def test_other_modes_are_refused_by_name(embedder: Path, mode: str) -> None:
+def test_an_unsupported_pooling_mode_is_named_in_the_error(embedder: Path, mode: str) -> None:
     write_pooling(embedder, mode)
     refused(embedder, f"pooling mode {mode} is not supported .supported: lasttoken and mean_tokens")
 
 
-def test_modes_that_are_none_or_several(embedder: Path) -> None:
+def test_no_pooling_mode_and_several_are_refused(embedder: Path) -> None:
     write_pooling(embedder)
     refused(embedder, "pooling mode none is not supported")
     write_pooling(embedder, "lasttoken", "mean_tokens")
@@ -150,14 +152,14 @@ def test_modes_that_are_none_or_several(embedder: Path) -> None:
         (("Normalize", "Normalize"), "only Transformer, Pooling and Normalize"),
     ],
 )
-def test_other_modules_are_refused_by_name(
+def test_an_unsupported_module_is_named_in_the_error(
     embedder: Path, modules: tuple[str, ...], says: str
 ) -> None:
     write_modules(embedder, *modules)
     refused(embedder, says)
 
 
-def test_malformed_modules(subtests: pytest.Subtests, embedder: Path) -> None:
+def test_malformed_modules_are_refused(subtests: pytest.Subtests, embedder: Path) -> None:
     for text, says in (
         ("{}", "is not a list of JSON objects"),
         ("[5]", "is not a list of JSON objects"),
@@ -184,7 +186,9 @@ def test_malformed_modules(subtests: pytest.Subtests, embedder: Path) -> None:
         ({"do_lower_case": True}, "do_lower_case is not supported"),
     ],
 )
-def test_what_is_said_of_texts(embedder: Path, config: dict[str, Any], says: str) -> None:
+def test_unsupported_text_settings_are_refused(
+    embedder: Path, config: dict[str, Any], says: str
+) -> None:
     (embedder / "sentence_bert_config.json").write_text(json.dumps(config))
     refused(embedder, says)
 
@@ -192,13 +196,15 @@ def test_what_is_said_of_texts(embedder: Path, config: dict[str, Any], says: str
 @pytest.mark.parametrize(
     "field", [{"is_causal": False}, {"use_bidirectional_attention": True}], ids=str
 )
-def test_attention_to_what_comes_later_is_refused(embedder: Path, field: dict[str, bool]) -> None:
+def test_noncausal_attention_is_refused(embedder: Path, field: dict[str, bool]) -> None:
     config = json.loads((embedder / "config.json").read_text())
     (embedder / "config.json").write_text(json.dumps(config | field))
     refused(embedder, "attention must be causal")
 
 
-def test_other_classes_are_refused_by_name(subtests: pytest.Subtests, embedder: Path) -> None:
+def test_an_unsupported_class_is_named_in_the_error(
+    subtests: pytest.Subtests, embedder: Path
+) -> None:
     for name in ("BertModel", "Model", "TextModel", "Qwen3ForTokenClassification"):
         with subtests.test(name):
             config = json.loads((embedder / "config.json").read_text())
@@ -206,7 +212,7 @@ def test_other_classes_are_refused_by_name(subtests: pytest.Subtests, embedder: 
             refused(embedder, rf"unknown architecture \({name}\)")
 
 
-def test_the_hub_s_modules_are_fetched(
+def test_the_modules_of_a_hub_model_are_fetched(
     embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for other in ("onnx", "2_Dense", "1_Pooling/inner"):
@@ -225,7 +231,7 @@ def test_the_hub_s_modules_are_fetched(
 
 
 @pytest.mark.parametrize(("number", "kind"), [(1, "mean"), (3, "last")])
-def test_gguf_says_how_it_pools_and_that_eos_ends_a_text(
+def test_gguf_metadata_give_pooling_and_the_final_eos(
     tmp_path: Path, number: int, kind: str
 ) -> None:
     source = write_tiny(tmp_path / "hf", "qwen3")
@@ -244,13 +250,15 @@ def test_gguf_says_how_it_pools_and_that_eos_ends_a_text(
 
 
 @pytest.mark.parametrize(("number", "name"), [(2, "cls"), (4, "rank"), (9, "9")])
-def test_other_ways_of_gguf_are_refused_by_name(tmp_path: Path, number: int, name: str) -> None:
+def test_an_unsupported_gguf_pooling_is_named_in_the_error(
+    tmp_path: Path, number: int, name: str
+) -> None:
     source = write_tiny(tmp_path / "hf", "qwen3")
     path = write_gguf(source, tmp_path / "m.gguf", **{"qwen3.pooling_type": number})
     refused(path, f"qwen3.pooling_type is {name}: only mean and last are supported")
 
 
-def test_a_reranker_has_its_two_tokens(tmp_path: Path) -> None:
+def test_a_reranker_has_two_score_tokens(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     path = write_tiny(tmp_path / "m", "qwen3", vocab_size=300)
@@ -261,4 +269,4 @@ def test_a_reranker_has_its_two_tokens(tmp_path: Path) -> None:
     engine, card = build_engine(EngineConfig(model=str(path), task="score", **EXACT))
     assert card.score_ids == (259, 260)
     assert card.pooling == ""
-    assert run(engine, ask("a", PROMPT)), "a score is a generated token"
+    assert run(engine, ask("a", PROMPT)), "scores come from a generated token"

@@ -1,4 +1,5 @@
-"""GGUF files written by the gguf package hold the same model as the directory they came from."""
+"""GGUF files written by the gguf package hold the same model as the directory they are made
+from."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.load import find_mapping, load_model, open_checkpoint
 from pdserve.engine.models.config import ModelConfig
 
-# The format cannot state gemma's own attention scale.
+# The format cannot express gemma's attention scale.
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 20},
     "gemma3": {"query_pre_attn_scalar": 20},
@@ -52,10 +53,10 @@ def test_same_config_and_tensors(
             gguf = write_gguf(folder, tmp_path / "model.gguf", **scores)
             assert_same_tensors(gguf, folder)
             got, expected = config_of(gguf), config_of(folder)
-            if arch == "mistral":  # is written as llama, which has no window
+            if arch == "mistral":  # written as llama, without a window
                 assert got.architecture == "LlamaForCausalLM"
                 continue
-            if arch == "glm4_moe_lite":  # is written as DeepSeek
+            if arch == "glm4_moe_lite":  # written as DeepSeek
                 assert got.architecture == "DeepseekV3ForCausalLM"
                 expected = replace(expected, architecture=got.architecture)
             assert got.norm_eps == pytest.approx(expected.norm_eps)
@@ -93,7 +94,7 @@ def test_rope_scaling(subtests: pytest.Subtests, tmp_path_factory: pytest.TempPa
             assert got.layers[0].rope.kind == kind
 
 
-def test_llama3_rope_comes_as_factors(tmp_path: Path) -> None:
+def test_llama3_rope_is_stored_as_factors(tmp_path: Path) -> None:
     scaling = {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -110,7 +111,7 @@ def test_llama3_rope_comes_as_factors(tmp_path: Path) -> None:
     assert max(rope.factors) == 8
 
 
-def test_longrope_comes_as_two_tensors(tmp_path: Path) -> None:
+def test_longrope_is_stored_as_two_tensors(tmp_path: Path) -> None:
     scaling = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
@@ -128,7 +129,7 @@ def test_longrope_comes_as_two_tensors(tmp_path: Path) -> None:
     assert replace(rope, attention_factor=expected.attention_factor) == expected
 
 
-def test_a_gpt_oss_file_without_scaling_has_none(tmp_path: Path) -> None:
+def test_a_gpt_oss_file_without_rope_scaling_gets_none(tmp_path: Path) -> None:
     plain = {"rope_type": "default", "rope_theta": 5e4}
     folder = write_tiny(tmp_path / "hf", "gpt_oss", rope_parameters=plain)
     config = config_of(write_gguf(folder, tmp_path / "m.gguf"))
@@ -137,11 +138,11 @@ def test_a_gpt_oss_file_without_scaling_has_none(tmp_path: Path) -> None:
     assert rope is not None
     assert (rope.theta, rope.kind) == (5e4, "default")
     metadata = dict(GgufReader(tmp_path / "m.gguf").metadata)
-    del metadata["gpt-oss.rope.freq_base"]  # llama.cpp then has 10,000
+    del metadata["gpt-oss.rope.freq_base"]  # llama.cpp then uses 10,000
     assert find_mapping("gpt-oss")[1].config(metadata)["rope_theta"] == 10_000
 
 
-def test_layers_that_predict_further_tokens_are_left_out(
+def test_multi_token_prediction_layers_are_left_out(
     subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     for arch in ("glm4_moe", "deepseek_v3", "deepseek_v2"):
@@ -158,11 +159,11 @@ def test_layers_that_predict_further_tokens_are_left_out(
 
 
 @pytest.mark.parametrize("has_mtp", [False, True])
-def test_glm_flash_is_known_by_its_size(
+def test_glm_flash_is_recognized_by_its_size(
     subtests: pytest.Subtests, has_mtp: bool, tmp_path: Path
 ) -> None:
-    """Its files do not say that scores are sigmoids; the number of tokens may be in one key or be
-    the length of the list."""
+    """Its files do not say that scores are sigmoids. The vocabulary size is in a key or is the
+    length of the token list."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16}
     folder = write_tiny(
         tmp_path / "hf", "glm4_moe_lite", vocab_size=154_880, num_hidden_layers=47, **sizes
@@ -183,7 +184,7 @@ def test_glm_flash_is_known_by_its_size(
     assert config_of(file).layers == config_of(folder).layers
 
 
-def test_split_files_are_one_model_and_any_part_names_it(tmp_path: Path) -> None:
+def test_a_split_file_is_opened_by_any_of_its_parts(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     first = write_gguf(folder, tmp_path / "model.gguf", max_tensors_per_part=10)
     parts = sorted(tmp_path.glob("model-*.gguf"))
@@ -196,7 +197,7 @@ def test_split_files_are_one_model_and_any_part_names_it(tmp_path: Path) -> None
         open_checkpoint(first)
 
 
-def test_a_part_in_the_wrong_place_is_found_out(tmp_path: Path) -> None:
+def test_a_part_with_a_wrong_number_is_detected(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     write_gguf(folder, tmp_path / "model.gguf", max_tensors_per_part=10)
     one, two, _ = sorted(tmp_path.glob("model-*.gguf"))
@@ -207,7 +208,7 @@ def test_a_part_in_the_wrong_place_is_found_out(tmp_path: Path) -> None:
         open_checkpoint(one)
 
 
-def test_tied_head_is_seen(tmp_path: Path) -> None:
+def test_a_tied_head_is_detected(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "qwen2")
     checkpoint = open_checkpoint(write_gguf(folder, tmp_path / "model.gguf"))
     assert checkpoint.hf_config["tie_word_embeddings"]
@@ -237,21 +238,21 @@ def test_templates_and_tokens_by_name(tmp_path: Path) -> None:
     assert jinja2.Template(source).render(tools=[1]) == "T"
 
 
-def test_end_of_turn_token_of_the_template_ends_a_generation(tmp_path: Path) -> None:
+def test_the_end_of_turn_token_of_the_template_is_an_eos_token(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama", eos_token_id=257)
     text = open_checkpoint(write_gguf(folder, tmp_path / "model.gguf")).text_files()
     assert text.eos_ids == (257, 258)  # <|im_end|> is 258
 
 
-def test_the_eos_token_comes_before_other_ends(tmp_path: Path) -> None:
+def test_the_eos_token_comes_first_among_the_end_tokens(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     metadata = GgufReader(write_gguf(folder, tmp_path / "model.gguf")).metadata
     ends = {f"tokenizer.ggml.{kind}_token_id": at for kind, at in (("eos", 258), ("eot", 3))}
     assert gguf_text_files({**metadata, **ends}).eos_ids == (258, 3)
 
 
-def test_ends_are_found_by_their_text_as_llama_cpp_does(subtests: pytest.Subtests) -> None:
-    """Beside those that the file names; a template need not write them."""
+def test_end_tokens_are_found_by_their_text_as_in_llama_cpp(subtests: pytest.Subtests) -> None:
+    """They are added to those that the file names; a template need not contain them."""
     for there, also in (
         ("<|im_end|> <|endoftext|> <|repo_name|>", "<|im_end|> <|endoftext|> <|repo_name|>"),
         ("<|end|> <|endoftext|>", "<|end|> <|endoftext|>"),
@@ -269,7 +270,7 @@ def test_ends_are_found_by_their_text_as_llama_cpp_does(subtests: pytest.Subtest
             }
 
 
-def test_a_key_that_may_change_results_and_is_not_understood_is_refused(
+def test_an_unsupported_key_that_may_change_results_is_refused(
     subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     for metadata in (
@@ -289,10 +290,10 @@ def test_a_key_that_may_change_results_and_is_not_understood_is_refused(
                 open_checkpoint(gguf)
 
 
-def test_the_whole_head_rotates_where_a_file_does_not_say_otherwise(
+def test_the_whole_head_rotates_by_default(
     subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Though half of it does where config.json does not say otherwise."""
+    """In contrast, half of the head rotates if config.json does not say otherwise."""
     for arch in ("glm4", "glm4_moe"):
         with subtests.test(arch):
             tmp_path = tmp_path_factory.mktemp("case")
@@ -308,20 +309,20 @@ def test_the_whole_head_rotates_where_a_file_does_not_say_otherwise(
             assert (half.rotary_dim, whole.rotary_dim) == (12, 24)
 
 
-def test_experts_that_are_scored_in_another_way_are_refused(tmp_path: Path) -> None:
+def test_experts_with_another_score_function_are_refused(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "qwen3_moe")
     gguf = write_gguf(folder, tmp_path / "model.gguf", **{"qwen3moe.expert_gating_func": 2})
     with pytest.raises(CheckpointError, match=r"expert_gating_func is 2: expected softmax"):
         open_checkpoint(gguf)
 
 
-def test_keys_that_change_nothing_are_no_obstacle(tmp_path: Path) -> None:
+def test_keys_that_do_not_change_results_are_ignored(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     harmless = {"llama.expert_count": 0, "llama.rope.scaling.finetuned": False}
     open_checkpoint(write_gguf(folder, tmp_path / "model.gguf", **harmless))
 
 
-def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
+def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     gguf = write_gguf(folder, tmp_path / "model.gguf")
     data = gguf.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1)
@@ -333,7 +334,7 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
         open_checkpoint(gguf)
 
 
-def test_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_without_a_mapping_is_refused(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     gguf = write_gguf(folder, tmp_path / "model.gguf")
     gguf.write_bytes(gguf.read_bytes().replace(b"blk.1.ffn_up", b"blk.1.ffn_xx", 1))

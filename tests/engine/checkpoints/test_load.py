@@ -1,6 +1,7 @@
-"""load_model: the decoder gets every tensor, the card tells what was loaded, errors name things.
+"""load_model: the decoder gets every tensor, the card describes what was loaded, and errors name
+their cause.
 
-Over 400 lines: each test makes a small checkpoint and loads it, and all share how it is made.
+The file is long because each test makes and loads a small checkpoint with the same helpers.
 """
 
 import hashlib
@@ -47,7 +48,7 @@ QUANTIZABLE: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own."""
+    """Return the digest folder in a cache that only this test uses."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "pdserve" / "digests"
 
@@ -62,7 +63,7 @@ def loaded_tensors(path: Path, format: str | None, threads: int = 2) -> dict[str
     with WeightLoader(
         checkpoint, shapes, format, threads, False, True, lambda fraction: None
     ) as weights:
-        # In another order than they are loaded in.
+        # Read in an order that differs from that of loading.
         names = sorted(shapes, reverse=True)
         return {name: torch.from_numpy(unpack(weights(name))) for name in names}
 
@@ -83,7 +84,7 @@ def test_card_of_a_folder(tmp_path: Path) -> None:
     assert load(folder, context_len=10**6).card.context_len == 512
 
 
-def test_end_ids_beyond_the_models_vocabulary_are_left_out(tmp_path: Path) -> None:
+def test_end_ids_outside_the_vocabulary_are_left_out(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, "llama")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     extra = {**tokenizer["added_tokens"][-1], "id": 259, "content": "<|extra|>"}
@@ -94,7 +95,7 @@ def test_end_ids_beyond_the_models_vocabulary_are_left_out(tmp_path: Path) -> No
     assert load(folder).card.eos_ids == (258,)
 
 
-def test_gguf_metadata_of_wrong_type_or_value_is_refused(tmp_path: Path) -> None:
+def test_gguf_metadata_of_wrong_type_or_value_are_refused(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     prefix = "llama.rope.scaling."
     yarn: dict[str, Any] = {"type": "yarn", "factor": -1.0, "original_context_length": 8}
@@ -111,9 +112,9 @@ def test_gguf_metadata_of_wrong_type_or_value_is_refused(tmp_path: Path) -> None
             checkpoint.text_files()
 
 
-def test_shipped_model_loads_without_being_named() -> None:
+def test_the_shipped_model_is_the_default() -> None:
     seen: list[tuple[str, float]] = []
-    config = EngineConfig(weights="quantized")  # the quickest
+    config = EngineConfig(weights="quantized")  # loads fastest
     loaded = load_model(config, lambda what, fraction: seen.append((what, fraction)))
     assert (loaded.card.name, loaded.card.quantization) == ("SmolLM2-135M-Instruct", "Q4_1")
     assert loaded.card.weights_bytes == shipped_model().stat().st_size
@@ -123,7 +124,7 @@ def test_shipped_model_loads_without_being_named() -> None:
     assert [f for _, f in seen] == sorted(f for _, f in seen)
 
 
-def test_every_tensor_arrives(subtests: pytest.Subtests, tmp_path: Path) -> None:
+def test_every_tensor_reaches_the_decoder(subtests: pytest.Subtests, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
     gguf = write_gguf(folder, tmp_path / "m.gguf", "Q8_0", rounded=tmp_path / "rounded")
     for format in ("F32", "BF16", "F16", None):
@@ -189,7 +190,7 @@ def test_dtype_of_the_decoder(subtests: pytest.Subtests, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
-def test_a_model_loads_within_inference_mode(kernels: str, tmp_path: Path) -> None:
+def test_a_model_loads_in_inference_mode(kernels: str, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
     gguf = write_gguf(folder, tmp_path / "m.gguf", "Q4_0")
     with torch.inference_mode():
@@ -198,7 +199,7 @@ def test_a_model_loads_within_inference_mode(kernels: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["IQ2_XS", "IQ1_S", "TQ1_0", "MXFP4"])
-def test_no_type_of_few_bits_is_expanded(
+def test_low_bit_types_are_not_expanded(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
@@ -209,7 +210,7 @@ def test_no_type_of_few_bits_is_expanded(
     exact = PagedRunner(load_decoder(gguf)).step({"x": ids})["x"]
     assert "kept as float32" not in caplog.text
     assert torch.corrcoef(torch.stack((found.flatten(), exact.flatten())))[0, 1] > 0.99
-    assert exact.std() > 0.01, "logits too flat to tell anything"
+    assert exact.std() > 0.01, "the logits are too flat to compare"
 
 
 def test_kernels_of_the_decoder(subtests: pytest.Subtests, tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_kernels_of_the_decoder(subtests: pytest.Subtests, tmp_path: Path) -> No
     for options, native in (
         ({}, True),
         ({"weights": "bf16"}, True),
-        ({"weights": "float32"}, False),  # whoever asks for float32 compares
+        ({"weights": "float32"}, False),  # float32 is for comparisons
         ({"weights": "float32", "kernels": "native"}, True),
         ({"kernels": "reference"}, False),
         ({"block_size": 24}, False),
@@ -247,7 +248,7 @@ def test_an_instruction_set_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"block_size": 24}, {"device": "cuda"}])
-def test_native_kernels_that_cannot_be_had_are_refused(options: dict[str, Any]) -> None:
+def test_unavailable_native_kernels_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"--kernels native contradicts --(block-size|device)"):
         load(Path("nowhere"), kernels="native", **options)
 
@@ -259,7 +260,7 @@ def edit(folder: Path, add: dict[str, torch.Tensor], drop: set[str]) -> None:
     (folder / "new").replace(file)
 
 
-def test_missing_and_extra_tensors_are_named(tmp_path: Path) -> None:
+def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     norm = "model.layers.1.input_layernorm.weight"
     edit(folder, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(72)}, {norm})
@@ -276,7 +277,7 @@ def test_wrong_shape_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_copy_of_a_tied_head_and_old_buffers_are_tolerated(tmp_path: Path) -> None:
+def test_a_copy_of_a_tied_head_and_old_buffers_are_accepted(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "qwen2")
     digest = load(folder).card.weights_digest
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(10)}
@@ -284,7 +285,7 @@ def test_copy_of_a_tied_head_and_old_buffers_are_tolerated(tmp_path: Path) -> No
     assert load(folder).card.weights_digest == digest
 
 
-def test_unknown_architecture_is_a_clear_error(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_named_in_the_error(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["XForCausalLM"]}))
@@ -292,12 +293,12 @@ def test_unknown_architecture_is_a_clear_error(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_digest_names_the_weights_and_not_the_files(tmp_path: Path) -> None:
+def test_the_digest_depends_on_the_weights_and_not_on_the_files(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     digest = load(folder).card.weights_digest
     assert len(digest) == 64
     sharded = write_tiny(tmp_path / "sharded", "llama", max_shard_size="40KB")
-    gguf = write_gguf(folder, tmp_path / "m.gguf")  # q and k in another row order
+    gguf = write_gguf(folder, tmp_path / "m.gguf")  # q and k have another row order
     for same in (sharded, gguf):
         assert load(same).card.weights_digest == digest
         assert load(same, weights="quantized").card.weights_digest == digest
@@ -317,13 +318,13 @@ def test_one_changed_bit_changes_the_digest(tmp_path: Path) -> None:
     assert load(folder).card.weights_digest != before
 
 
-def test_digest_is_remembered_until_the_file_changes(cache: Path, tmp_path: Path) -> None:
+def test_the_digest_is_cached_until_the_file_changes(cache: Path, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     digest = load(folder).card.weights_digest
     entries = list(cache.iterdir())
     assert [entry.read_text() for entry in entries] == [digest]
     entries[0].write_text("ab" * 32)
-    assert load(folder).card.weights_digest == "ab" * 32  # it was not computed again
+    assert load(folder).card.weights_digest == "ab" * 32  # taken from the cache
     entries[0].write_text("not a digest")
     assert load(folder).card.weights_digest == digest
     copy = shutil.copytree(folder, tmp_path / "copy")
@@ -331,7 +332,7 @@ def test_digest_is_remembered_until_the_file_changes(cache: Path, tmp_path: Path
     assert load(copy).card.weights_digest == digest  # other files
 
 
-def test_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> None:
+def test_an_unwritable_cache_costs_only_time(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     remembered = DigestCache(tmp_path / "file" / "folder")
     remembered.put([__file__], "ab" * 32)
@@ -340,7 +341,7 @@ def test_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["gguf", "directory"])
-def test_a_tokenizer_is_remembered_until_its_file_changes(
+def test_a_tokenizer_is_cached_until_its_file_changes(
     kind: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
@@ -369,7 +370,7 @@ def test_a_tokenizer_is_remembered_until_its_file_changes(
     assert len(read) == 5
 
 
-def test_a_tokenizer_that_was_changed_in_the_cache_is_read_anew(tmp_path: Path) -> None:
+def test_a_cached_tokenizer_that_was_changed_is_read_again(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama")
     checkpoint = open_checkpoint(folder)
     remembered, text = TextCache(tmp_path / "texts"), checkpoint.text_files()
@@ -381,11 +382,12 @@ def test_a_tokenizer_that_was_changed_in_the_cache_is_read_anew(tmp_path: Path) 
 
 
 @given(st.dictionaries(st.text(max_size=4), st.binary(min_size=1, max_size=4), max_size=9))
-def test_merkle_root_against_its_recursive_definition(contents: dict[str, bytes]) -> None:
+def test_the_merkle_root_equals_its_recursive_definition(contents: dict[str, bytes]) -> None:
     leaves = {name: hashlib.sha256(data).digest() for name, data in contents.items()}
 
     def root(level: list[bytes]) -> bytes:
-        """RFC 6962, 2.1: the left part is the largest power of two below the whole."""
+        """Return the root by RFC 6962, 2.1: the left subtree is the largest power of two below the
+        size."""
         if len(level) == 1:
             return level[0]
         split = 1 << (len(level) - 1).bit_length() - 1
@@ -397,7 +399,7 @@ def test_merkle_root_against_its_recursive_definition(contents: dict[str, bytes]
     assert merkle_root(leaves) == expected.hex()
 
 
-def test_a_leaf_depends_on_all_it_names() -> None:
+def test_a_leaf_depends_on_name_format_shape_and_values() -> None:
     data = np.arange(6, dtype=np.float32)
     stored = {VALUES: data}
     leaves = {
@@ -412,7 +414,7 @@ def test_a_leaf_depends_on_all_it_names() -> None:
     assert len(leaves) == 7
 
 
-def test_broken_loading_ends_with_its_error_and_no_thread(tmp_path: Path) -> None:
+def test_a_failed_load_raises_its_error_and_leaves_no_thread(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama", dtype=torch.float16)
     checkpoint = open_checkpoint(folder)
     shapes = {name: checkpoint.layout(name).shape for name in checkpoint.names()}
@@ -431,7 +433,7 @@ def test_broken_loading_ends_with_its_error_and_no_thread(tmp_path: Path) -> Non
     assert not [t for t in threading.enumerate() if t.name.startswith("load")]
 
 
-def test_quantized_and_expanded_weights_are_the_same_numbers(tmp_path: Path) -> None:
+def test_quantized_and_expanded_weights_have_the_same_values(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
     checkpoint = open_checkpoint(write_gguf(folder, tmp_path / "m.gguf", "Q5_0"))
     expanded = loaded_tensors(tmp_path / "m.gguf", "F32")
@@ -439,10 +441,10 @@ def test_quantized_and_expanded_weights_are_the_same_numbers(tmp_path: Path) -> 
         assert np.array_equal(unpack(checkpoint.tensor(name)), values.numpy())
 
 
-def test_parts_that_do_not_go_together_are_named(
+def test_a_tensor_that_cannot_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What numpy says of them is no traceback."""
+    """numpy's error must not appear as a traceback."""
     path, name = write_tiny(tmp_path / "model", "llama"), "model.layers.1.mlp.up_proj.weight"
     whole = DirectoryCheckpoint.tensor
 

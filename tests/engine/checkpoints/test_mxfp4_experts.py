@@ -1,4 +1,4 @@
-"""The experts of gpt-oss's releases: 4-bit floats, the rows of gate and up in turns."""
+"""Experts of released gpt-oss checkpoints: 4-bit floats, with interleaved rows of gate and up."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,13 +33,13 @@ GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    """The folder of the model; that of its values is "rounded" beside it."""
+    """Return the model's folder; the folder of its values is its sibling "rounded"."""
     source = write_tiny(tmp_path / "plain", "gpt_oss", **SIZES)
     write_mxfp4_experts(source, tmp_path / "stored", tmp_path / "rounded")
     return tmp_path / "stored"
 
 
-def test_values_and_tokens_are_those_that_transformers_reads(stored: Path) -> None:
+def test_values_and_tokens_equal_those_that_transformers_reads(stored: Path) -> None:
     rounded = stored.with_name("rounded")
     read, copy = viewed(stored), viewed(rounded)
     assert set(read.names()) == set(copy.names())
@@ -66,11 +66,11 @@ def test_native_kernels_compute_with_the_stored_blocks(
     exact = PagedRunner(load_decoder(stored.with_name("rounded"))).step({"x": PROMPT})["x"]
     assert "kept as float32" not in caplog.text
     assert torch.corrcoef(torch.stack((found.flatten(), exact.flatten())))[0, 1] > 0.99
-    assert exact.std() > 0.3, "logits too flat to tell anything"
+    assert exact.std() > 0.3, "the logits are too flat to compare"
 
 
 def edit(folder: Path, **changes: Callable[[Any], Any]) -> None:
-    """Changes the blocks and scales of the first gate_up_proj."""
+    """Change the blocks and scales of the first gate_up_proj."""
     held = load_file(folder / "model.safetensors")
     for part, change in changes.items():
         held[f"{GATE_UP}_{part}"] = change(held[f"{GATE_UP}_{part}"]).contiguous()
@@ -104,7 +104,7 @@ def test_blocks_may_have_three_dims(stored: Path) -> None:
         ),
     ],
 )
-def test_parts_that_do_not_fit(
+def test_inconsistent_parts_are_refused(
     changes: dict[str, Callable[[Any], Any]], message: str, stored: Path
 ) -> None:
     edit(stored, **changes)

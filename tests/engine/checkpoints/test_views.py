@@ -1,4 +1,4 @@
-"""Tensors under other names than a model asks for, in stacks, and those of no model at all."""
+"""Tensors under other names than the model requests, in stacks, and tensors of no model."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def load(path: Path) -> LoadedModel:
 
 
 def stacks(path: Path) -> dict[str, torch.Tensor]:
-    """A model of which one tensor holds three matrices, and `gate` a fourth."""
+    """Write a model in which one tensor holds three matrices and `gate` a fourth one."""
     write_tiny(path, "llama")
     generator = torch.Generator().manual_seed(1)
     tensors = {
@@ -77,18 +77,18 @@ def test_blocks_have_no_transpose(tmp_path: Path) -> None:
         viewed.tensor("a")
 
 
-def test_a_vector_for_a_matrix_of_one_row(tmp_path: Path) -> None:
+def test_a_vector_may_be_a_matrix_with_one_row(tmp_path: Path) -> None:
     write_tiny(tmp_path, "llama")
     tensors = {"a": torch.arange(4.0), "b": torch.arange(8.0).view(2, 4)}
     save_file(tensors, tmp_path / "model.safetensors")
     views = {name: View(name, is_row=True) for name in tensors}
     viewed = ViewedCheckpoint(open_checkpoint(tmp_path), views)
     assert viewed.layout("a").shape == viewed.tensor("a").shape == (1, 4)
-    assert viewed.layout("b").shape == viewed.tensor("b").shape == (2, 4), "it is one already"
+    assert viewed.layout("b").shape == viewed.tensor("b").shape == (2, 4), "b is a matrix already"
     assert unpack(viewed.tensor("a")).tolist() == [[0, 1, 2, 3]]
 
 
-def test_the_first_of_several_places_that_is_there(tmp_path: Path) -> None:
+def test_the_first_existing_place_is_used(tmp_path: Path) -> None:
     tensors = stacks(tmp_path)
     second = View("experts.up.weight", matrix=Nth(1, 3))
     views = {
@@ -102,8 +102,8 @@ def test_the_first_of_several_places_that_is_there(tmp_path: Path) -> None:
     np.testing.assert_array_equal(unpack(viewed.tensor("b")), tensors["gate.weight"][1:3])
 
 
-def test_a_fused_matrix_with_rows_that_nobody_asks_for(tmp_path: Path) -> None:
-    """A config of fewer heads would take rows of k for v."""
+def test_a_fused_matrix_with_unused_rows_is_refused(tmp_path: Path) -> None:
+    """With a config of fewer heads, rows of k would be read as rows of v."""
     path = write_tiny(tmp_path, "phi3", num_key_value_heads=3)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 1}))
@@ -114,8 +114,8 @@ def test_a_fused_matrix_with_rows_that_nobody_asks_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ["glm4_moe", "minimax_m2", "llama"])
-def test_layers_behind_the_models_own(arch: str, tmp_path: Path) -> None:
-    """They guess several tokens ahead, where an architecture has them."""
+def test_layers_after_the_last_one_of_the_model(arch: str, tmp_path: Path) -> None:
+    """Some architectures have extra layers that predict several tokens ahead."""
     path = write_tiny(tmp_path, arch)
     file = path / "model.safetensors"
     more = {"model.layers.3.eh_proj.weight": torch.ones((4, 4))}

@@ -1,4 +1,4 @@
-"""A model that cannot be loaded ends in one message that names its path and the cause."""
+"""Loading a broken model ends with one message that names its path and the cause."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_there_are_enough_of_them() -> None:
+def test_the_number_of_wrong_files_is_sufficient() -> None:
     assert len(WRONG_FILES) >= 140
 
 
@@ -54,7 +54,7 @@ def test_the_message_names_path_and_cause(
         "gpt-oss: a flat gate",
     ],
 )
-def test_a_worker_says_it_and_ends(name: str, good: Path, tmp_path: Path) -> None:
+def test_a_worker_prints_the_message_and_exits(name: str, good: Path, tmp_path: Path) -> None:
     shutil.copytree(good, tmp_path / "copy")
     path = WRONG_FILES[name].make(tmp_path / "copy")
     done = subprocess.run(

@@ -40,5 +40,6 @@ def engine_of(folder: Path, backend: str) -> Iterator[Maker]:
 
 @pytest.fixture(scope="module")
 def runner(engine_of: Maker) -> Runner:
-    """One for all that need nothing of their own; its engine keeps compiled grammars."""
+    """Return a runner shared by all tests without special needs; its engine keeps compiled
+    grammars."""
     return Runner(engine_of())

@@ -1,4 +1,4 @@
-"""What the engine refuses before it makes anything of it, by the name of the field."""
+"""The engine validates parameters before processing them and names the invalid field."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ REFUSED = (
 )
 
 
-def test_refused(subtests: pytest.Subtests) -> None:
+def test_an_invalid_field_is_refused(subtests: pytest.Subtests) -> None:
     for row, (param, params) in enumerate(REFUSED):
         with subtests.test(param, row=row):
             with pytest.raises(InvalidRequest) as refused:
@@ -63,7 +63,7 @@ def test_refused(subtests: pytest.Subtests) -> None:
             assert refused.value.param == param
 
 
-def test_taken_at_the_bounds() -> None:
+def test_values_at_the_bounds_are_accepted() -> None:
     check(
         allowed_token_ids=(63,) * MAX_ENTRIES["allowed_token_ids"],
         bad_words=(LONG[1:],) * MAX_ENTRIES["bad_words"],

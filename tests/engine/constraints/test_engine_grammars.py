@@ -1,4 +1,4 @@
-"""Grammars on both backends: what comes out matches, and is the same however a request is run."""
+"""Grammars on both backends: generated text matches, and does not depend on how a request runs."""
 
 import json
 import random
@@ -38,7 +38,7 @@ SCHEMA = {
     "x-guidance": {"whitespace_flexible": False},
 }
 EOS_ID = 258
-LETTERS = {chr(c): c - 33 for c in range(33, 127)}  # ids of the tiny tokenizer
+LETTERS = {chr(c): c - 33 for c in range(33, 127)}  # ids in the tiny vocabulary
 
 
 REGEX = of_regex(PATTERN)
@@ -71,7 +71,7 @@ def ends(events: Any) -> set[FinishReason | None]:
 
 @pytest.fixture(scope="module")
 def alone(engine_of: Maker) -> dict[tuple[str, int], list[int]]:
-    """Sixteen requests with the pattern, each by itself."""
+    """Return the tokens of sixteen requests with the pattern, each run alone."""
     by_itself = Runner(engine_of(prefix_cache=False))
     found = {k: v for one in asked(16) for k, v in tokens(by_itself.run(one)).items()}
     assert max(by_itself.widths) == 1
@@ -98,13 +98,13 @@ def test_a_schema_is_matched(runner: Runner, text_of: Any) -> None:
     assert len({json.dumps(answer) for answer in answers}) > 3
 
 
-def test_an_answer_that_is_cut_off_begins_a_match(runner: Runner, text_of: Any) -> None:
+def test_a_truncated_answer_is_the_beginning_of_a_match(runner: Runner, text_of: Any) -> None:
     events = runner.run(*asked(4, max_tokens=9))
     assert ends(events) == {FinishReason.LENGTH}
     assert all(re.match("[a-f]{2}-[0-9]{3}", text_of(ids)) for ids in tokens(events).values())
 
 
-def test_eos_comes_only_where_the_grammar_may_end(runner: Runner, text_of: Any) -> None:
+def test_eos_appears_only_where_the_grammar_may_end(runner: Runner, text_of: Any) -> None:
     bias = {EOS_ID: 50.0}
     events = runner.run(*asked(4, of_regex("[a-c]{2,9}"), logit_bias=bias))
     assert ends(events) == {FinishReason.STOP}
@@ -114,7 +114,7 @@ def test_eos_comes_only_where_the_grammar_may_end(runner: Runner, text_of: Any) 
 
 
 def test_a_grammar_of_all_texts_changes_no_token(runner: Runner) -> None:
-    """Of the ids of visible ASCII, since other bytes alone are no text, and of eos."""
+    """Allows the ids of visible ASCII, since other bytes alone are not valid text, and eos."""
     rest = {"max_tokens": 40, "allowed_token_ids": tuple(range(94))}
     free = tokens(runner.run(*asked(6, None, **rest)))
     bound = tokens(runner.run(*asked(6, ANYTHING, **rest)))
@@ -129,7 +129,9 @@ def test_several_choices_share_a_grammar_and_differ(runner: Runner, text_of: Any
     assert all(re.fullmatch(PATTERN, text) for text in found)
 
 
-def test_a_full_batch_gives_the_tokens_of_each_alone(engine_of: Maker, alone: Any) -> None:
+def test_a_full_batch_gives_the_same_tokens_as_each_request_alone(
+    engine_of: Maker, alone: Any
+) -> None:
     together = Runner(engine_of())
     events = together.run(*asked(16))
     assert max(together.widths) == 16
@@ -137,11 +139,13 @@ def test_a_full_batch_gives_the_tokens_of_each_alone(engine_of: Maker, alone: An
     assert_at_rest(together.engine)
 
 
-def test_bound_and_free_requests_do_not_change_each_other(engine_of: Maker, alone: Any) -> None:
+def test_requests_with_and_without_grammars_do_not_affect_each_other(
+    engine_of: Maker, alone: Any
+) -> None:
     mixed = Runner(engine_of())
     free = [ask(f"free{i}", p, 9, **SAMPLED) for i, p in enumerate(prompts(4))]
     calm = {k: v for one in free for k, v in tokens(Runner(engine_of()).run(one)).items()}
-    mixed.run(ask("first", [1], grammar=REGEX, **SAMPLED))  # so that it is compiled
+    mixed.run(ask("first", [1], grammar=REGEX, **SAMPLED))  # so that the grammar is compiled
     found = tokens(mixed.run(*asked(6), *free))
     assert max(mixed.widths) >= 8
     assert found == calm | {k: v for k, v in alone.items() if int(k[0][1:]) < 6}
@@ -154,7 +158,7 @@ def test_preempted_requests_give_the_same_tokens(engine_of: Maker, alone: Any) -
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_requests_that_go_on_elsewhere_give_the_same_tokens(
+def test_requests_that_continue_elsewhere_give_the_same_tokens(
     runner: Runner, alone: Any, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -170,7 +174,7 @@ def test_requests_that_go_on_elsewhere_give_the_same_tokens(
     assert found == {(key, 0): alone[key, 0][cut:] for key, cut in cuts.items()}
 
 
-def test_a_choice_that_came_complete_ends_without_a_token(runner: Runner, alone: Any) -> None:
+def test_a_resumed_complete_choice_ends_without_a_token(runner: Runner, alone: Any) -> None:
     whole = tuple(alone["r3", 0])
     for states in ((ChoiceState(whole),), (ChoiceState(whole), ChoiceState(()))):
         one = ask("r", prompts(4)[3], 3, n=len(states), grammar=REGEX, choices=states, **SAMPLED)
@@ -181,10 +185,11 @@ def test_a_choice_that_came_complete_ends_without_a_token(runner: Runner, alone:
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_a_choice_that_came_complete_with_its_last_token_has_stopped(
+def test_a_resumed_choice_with_its_last_token_has_finish_reason_stop(
     runner: Runner, alone: Any, more: int
 ) -> None:
-    """As where it was not interrupted: the end of the grammar counts, not that of max_tokens."""
+    """The reason equals that of an uninterrupted run: the grammar's end counts, and max_tokens does
+    not."""
     whole = tuple(alone["r3", 0])
     one = ask("r", prompts(4)[3], 3, grammar=REGEX, **SAMPLED | {"max_tokens": len(whole) + more})
     calm = of(runner.run(one), NewTokens)
@@ -197,7 +202,7 @@ def test_a_choice_that_came_complete_with_its_last_token_has_stopped(
     assert_at_rest(runner.engine)
 
 
-def test_a_choice_that_came_complete_but_for_its_grammar_was_cut_off(
+def test_a_resumed_choice_without_the_end_of_its_grammar_has_finish_reason_length(
     runner: Runner, alone: Any
 ) -> None:
     whole = tuple(alone["r3", 0][:9])
@@ -220,7 +225,7 @@ def test_generated_ids_that_do_not_match_fail_the_request(runner: Runner) -> Non
 
 
 def test_a_grammar_begins_after_its_sequence(runner: Runner, text_of: Any) -> None:
-    """Thinking is ended by its budget, and what follows matches."""
+    """The budget ends the thinking, and the text after it matches."""
     end = (97, 40, 41)
     budget = ThinkingBudget(7, end)
     grammar = of_regex("[xyz]{4}", end)
@@ -265,7 +270,9 @@ CONTRADICTIONS = (
 )
 
 
-def test_contradictions_fail_the_request_alone(subtests: pytest.Subtests, runner: Runner) -> None:
+def test_contradictory_constraints_fail_only_their_request(
+    subtests: pytest.Subtests, runner: Runner
+) -> None:
     for row, (param, params) in enumerate(CONTRADICTIONS):
         with subtests.test(param, row=row):
             events = runner.run(ask("bad", range(9), **params), ask("good", range(9), max_tokens=5))
@@ -276,7 +283,7 @@ def test_contradictions_fail_the_request_alone(subtests: pytest.Subtests, runner
             assert_at_rest(runner.engine)
 
 
-def test_of_several_choices_one_that_is_left_no_token_ends_alone(runner: Runner) -> None:
+def test_a_choice_without_an_allowed_token_ends_without_failing_the_others(runner: Runner) -> None:
     a, b, c, d = (LETTERS[letter] for letter in "abcd")
     bias = dict.fromkeys((a, c), 50.0)
     params: dict[str, Any] = {
@@ -292,7 +299,7 @@ def test_of_several_choices_one_that_is_left_no_token_ends_alone(runner: Runner)
             assert event.finish is (FinishReason.LENGTH if stuck else FinishReason.STOP)
     assert len(of(events, Finished)) == 1
     assert_at_rest(runner.engine)
-    # One choice by itself has no other answer.
+    # A single choice then has no answer, so the request fails.
     params["allowed_token_ids"] = (a, b)
     for n in (1, 3):
         failed = runner.run(ask("one", range(9), n=n, max_tokens=9, **params))
@@ -305,13 +312,13 @@ def test_named_log_probabilities_follow_the_best(runner: Runner) -> None:
     event = of(runner.run(ask("a", [1, 2], max_tokens=30, **params)), NewTokens)[0]
     (scores,) = event.logprobs
     assert [token for token, _ in scores.top[2:]] == [7, 3]
-    # Of the model's own distribution, not of what the grammar leaves.
+    # Scores come from the model's distribution before the grammar is applied.
     best = free.logprobs[0].top[:2]
     assert [token for token, _ in scores.top[:2]] == [token for token, _ in best]
     assert scores.top[0][1] == pytest.approx(best[0][1])
 
 
-def test_prefill_alone_ignores_it_all(runner: Runner) -> None:
+def test_a_prefill_only_request_ignores_grammars(runner: Runner) -> None:
     wrong = Grammar("no grammar")
     runner.engine.submit(ask("p", range(40), grammar=wrong, prefill_only=True))
     while runner.engine.has_work:

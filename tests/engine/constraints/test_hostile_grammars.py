@@ -1,4 +1,5 @@
-"""Grammars that explode, crash llguidance or are none: each is refused in time, and nobody dies."""
+"""Grammars that grow exponentially, crash llguidance or are invalid: each is refused in time, and
+no process of the engine dies."""
 
 import json
 import os
@@ -26,7 +27,7 @@ from pdserve.engine.constraints.grammars.sandbox import CompileSandbox
 from pdserve.engine.constraints.grammars.sandbox_process import answer_line
 
 SLOW = of_regex("a?" * 30000).source
-LIMIT_S = 20.0  # a fork has 10, on a machine that does nothing else
+LIMIT_S = 20.0  # on an idle machine a fork has 10 s
 PRIMES = (101, 103, 107, 109, 113, 127, 131)
 
 
@@ -51,7 +52,7 @@ def of_schema(schema: object) -> str:
 
 
 def chain(count: int, sigil: str) -> str:
-    """Rules (or tokens), each of the next one."""
+    """Return a grammar with a chain of rules (or tokens), each of which refers to the next."""
     rules = "\n".join(f"{sigil}{i}: {sigil}{i + 1}" for i in range(count))
     return of_lark(f'start: {sigil}0\n{rules}\n{sigil}{count}: "a"')
 
@@ -66,7 +67,7 @@ HOSTILE = {
         {"$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)}
          | {"d1200": {"type": "string"}}, "$ref": "#/$defs/d0"}
     ),
-    "optional letters": SLOW,  # half a minute
+    "optional letters": SLOW,  # takes half a minute
     "many primes": of_schema({"allOf": [{"type": "integer", "multipleOf": p} for p in PRIMES]}),
     "doubling": of_lark(
         "start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(60)) + '\nR60: "a"'
@@ -95,7 +96,7 @@ def test_hostile_grammars_are_refused_in_time(compiler: GrammarBackend, name: st
     compiler.compile(of_regex(f"after {name}").source).result(LIMIT_S)
 
 
-def test_what_is_no_grammar_is_refused(subtests: pytest.Subtests, compiler: GrammarBackend) -> None:
+def test_invalid_grammars_are_refused(subtests: pytest.Subtests, compiler: GrammarBackend) -> None:
     for source in (
         "",
         "x",
@@ -111,17 +112,17 @@ def test_what_is_no_grammar_is_refused(subtests: pytest.Subtests, compiler: Gram
             compiler.compile(source).result(60)
 
 
-def test_a_long_chain_that_is_harmless_passes(compiler: GrammarBackend) -> None:
+def test_a_long_harmless_chain_is_accepted(compiler: GrammarBackend) -> None:
     compiler.compile(chain(1000, "R")).result(60)
 
 
 def processes() -> list[psutil.Process]:
-    """The sandboxes of this process, but for the ones that wait to be noticed dead."""
+    """Return the sandboxes of this process, without those that are dead but not reaped."""
     found = psutil.Process().children()
     return [p for p in found if p.status() != "zombie" and "sandbox_process" in str(p.cmdline())]
 
 
-def test_a_slow_compile_does_not_hold_up_another(tokenizer_json: bytes) -> None:
+def test_a_slow_compilation_does_not_delay_another(tokenizer_json: bytes) -> None:
     others = processes()
     compiler = GrammarBackend(tokenizer_json, 259, (258,))
     slow = compiler.compile(SLOW)
@@ -129,7 +130,7 @@ def test_a_slow_compile_does_not_hold_up_another(tokenizer_json: bytes) -> None:
         lambda: [fork for box in set(processes()) - set(others) for fork in box.children()],
         "the fork that compiles it",
     )
-    fork.suspend()  # however busy the machine is, the other one ends first
+    fork.suspend()  # so the other one ends first, however busy the machine is
     compiler.compile(of_regex("quick").source).result(LIMIT_S)
     assert not slow.done()
     fork.kill()
@@ -147,7 +148,8 @@ def passes(box: CompileSandbox, source: str = of_regex("a").source) -> bool:
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every process that is started stops at once, before it reads anything; their ids."""
+    """Stop every sandbox process at its start, before it reads any input. Return the process
+    ids."""
     start, ids = subprocess.Popen, []
 
     def start_stopped(*args: Any, **options: Any) -> Any:
@@ -160,19 +162,19 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ids
 
 
-def test_the_process_is_started_again(tokenizer_json: bytes) -> None:
+def test_a_killed_sandbox_process_is_restarted(tokenizer_json: bytes) -> None:
     others = processes()
     box = CompileSandbox(tokenizer_json, 259, (258,))
     assert passes(box)
     (first,) = set(processes()) - set(others)
     first.kill()
-    assert passes(box)  # it has asked another
+    assert passes(box)  # uses a new process
     assert first not in processes()
     box.close()
     assert set(processes()) == set(others)
 
 
-def test_the_process_ends_with_its_owner(tokenizer_json: bytes) -> None:
+def test_the_sandbox_process_ends_with_its_owner(tokenizer_json: bytes) -> None:
     others = processes()
     box = CompileSandbox(tokenizer_json, 259, (258,))
     assert passes(box)
@@ -193,7 +195,7 @@ def test_processes_that_end_at_once_are_an_internal_error(
     box.close()
 
 
-def test_a_process_that_does_not_read_holds_up_nobody(
+def test_a_process_that_does_not_read_blocks_no_caller(
     tokenizer_json: bytes, stopped: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "CHECK_S", 1.0)
@@ -222,7 +224,7 @@ def test_a_process_that_does_not_read_holds_up_nobody(
     assert not any(process.pid in stopped for process in processes())
 
 
-def test_close_does_not_wait_for_a_compile(tokenizer_json: bytes) -> None:
+def test_close_does_not_wait_for_a_compilation(tokenizer_json: bytes) -> None:
     box = CompileSandbox(tokenizer_json, 259, (258,))
     assert passes(box)
     slow = threading.Thread(target=lambda: passes(box, SLOW))
@@ -234,7 +236,7 @@ def test_close_does_not_wait_for_a_compile(tokenizer_json: bytes) -> None:
     assert time.monotonic() - started < 1.5
 
 
-def test_an_answer_is_one_write(subtests: pytest.Subtests) -> None:
+def test_an_answer_is_sent_in_one_write(subtests: pytest.Subtests) -> None:
     for text in ("é" * 5000, "😀" * 5000, '"' * 5000, "\0" * 5000, "short"):
         with subtests.test(text=text[:5]):
             line = answer_line(7, text)
@@ -246,7 +248,7 @@ def test_an_answer_is_one_write(subtests: pytest.Subtests) -> None:
             assert (answer["id"], answer["is_internal"]) == (7, False)
 
 
-def test_a_tokenizer_that_cannot_be_used(tokenizer_json: bytes) -> None:
+def test_an_unusable_tokenizer_is_an_error(tokenizer_json: bytes) -> None:
     for vocabulary in ((b"{}", 259, (258,)), (tokenizer_json, 259, ())):
         compiler = GrammarBackend(*vocabulary)
         with pytest.raises(GrammarError, match="tokenizer of this model"):

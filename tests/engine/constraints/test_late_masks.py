@@ -1,4 +1,4 @@
-"""Masks and tokens that take long: whom they delay, and when their request fails."""
+"""Slow masks and tokens: which requests they delay, and when their request fails."""
 
 import json
 import threading
@@ -42,7 +42,7 @@ MatcherMaker = Callable[..., GrammarMatcher]
 
 @pytest.fixture
 def matcher_of(backend_of_tiny: GrammarBackend, threads: MaskThreads) -> MatcherMaker:
-    """Makes the matcher of a choice with some generated ids."""
+    """Return a function that makes the matcher of a choice with some generated ids."""
 
     def make(
         grammar: Grammar = LETTERS,
@@ -60,7 +60,9 @@ def soon() -> float:
     return time.perf_counter() + 60
 
 
-def test_late_masks_delay_nobody_else(engine_of: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_masks_delay_no_other_request(
+    engine_of: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = Runner(engine_of())
     asked = [
         ask("bound", range(5), 1, temperature=1.0, grammar=of_regex("[a-z]{8}")),
@@ -79,14 +81,14 @@ def test_late_masks_delay_nobody_else(engine_of: Maker, monkeypatch: pytest.Monk
     found = tokens(events)
     assert found["bound", 0] == calm["bound", 0]
     assert found["free", 0][:60] == calm["free", 0]
-    # Between two tokens of the bound choice the other one has had several.
+    # Between two tokens of the request with a grammar, the other request gets several.
     order = [e.key for e in of(events, NewTokens)]
     last = len(order) - 1 - order[::-1].index("bound")
     assert order[:last].count("free") > 2 * order.count("bound")
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_mask_that_takes_far_too_long_fails_the_request(
+def test_a_mask_that_exceeds_the_time_limit_fails_the_request(
     engine_of: Maker, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
     monkeypatch.setattr(matcher, "MAX_MASK_S", 0.0)
@@ -100,7 +102,7 @@ AMBIGUOUS = Grammar(json.dumps({"grammars": [{"lark_grammar": 'start: e\ne: e e 
 
 
 @pytest.mark.parametrize(("name", "number"), [("MAX_TOKEN_S", 0.0), ("SLOW_TOKEN_S", 0.0)])
-def test_tokens_that_take_far_too_long_fail_the_request(
+def test_tokens_that_exceed_the_time_limit_fail_the_request(
     engine_of: Maker, monkeypatch: pytest.MonkeyPatch, name: str, number: float
 ) -> None:
     runner = Runner(engine_of())
@@ -118,7 +120,7 @@ def test_tokens_that_take_far_too_long_fail_the_request(
 def test_an_ambiguous_grammar_takes_little_of_any_step(
     matcher_of: MatcherMaker, threads: MaskThreads
 ) -> None:
-    """It is ended before one token takes the engine's thread for long."""
+    """The matcher fails before a single token occupies the engine's thread for long."""
     made = matcher_of(AMBIGUOUS)
     took = []
     for token in [64, 65] * 400:
@@ -134,7 +136,7 @@ def test_an_ambiguous_grammar_takes_little_of_any_step(
     assert max(took) < 2 * matcher.MAX_TOKEN_S
 
 
-def test_a_long_resume_lets_others_run_and_is_no_slow_mask(
+def test_a_long_resume_lets_other_threads_run_and_is_not_a_slow_mask(
     matcher_of: MatcherMaker, threads: MaskThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matcher, "REPLAY_SLICE_S", 0.0)
@@ -151,10 +153,10 @@ def test_a_long_resume_lets_others_run_and_is_no_slow_mask(
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_a_long_replay_takes_no_thread_of_the_quick_ones(
+def test_a_long_replay_does_not_need_a_quick_thread(
     matcher_of: MatcherMaker, threads: MaskThreads, more: int
 ) -> None:
-    """They are all busy: only a replay that is long is done."""
+    """All quick threads are busy; only a long replay completes."""
     opened = threading.Event()
     busy = SimpleNamespace(is_slow=False, run=opened.wait)
     for _ in range(NUM_THREADS):
@@ -167,7 +169,7 @@ def test_a_long_replay_takes_no_thread_of_the_quick_ones(
 
 
 def count_unawaited(made: GrammarMatcher, threads: MaskThreads) -> int:
-    """How many masks no step waits for, from the one under way on."""
+    """Return how many masks are computed without a waiting step, including the current one."""
     unawaited = 0
     while not made.is_awaited or made.is_ready:
         if not made.is_ready:
@@ -179,7 +181,7 @@ def count_unawaited(made: GrammarMatcher, threads: MaskThreads) -> int:
     return unawaited
 
 
-def test_a_mask_that_came_too_late_is_not_waited_for_again_soon(
+def test_after_a_late_mask_steps_do_not_wait_for_some_time(
     matcher_of: MatcherMaker, threads: MaskThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, opened, fill = threading.Event(), threading.Event(), matcher.fill_bitmask
@@ -206,10 +208,10 @@ def test_a_mask_that_came_too_late_is_not_waited_for_again_soon(
     assert count_unawaited(made, threads) == matcher.LATE_BACKOFF
 
 
-def test_a_mask_that_had_no_thread_yet_is_waited_for_the_next_time(
+def test_a_mask_that_had_no_thread_does_not_count_as_slow(
     matcher_of: MatcherMaker, threads: MaskThreads
 ) -> None:
-    """Others have kept the threads busy, so that it is not the grammar that is slow."""
+    """Other tasks occupied the threads, so the grammar is not the slow part."""
     made = matcher_of()
     threads.start()
     assert made.wait(soon())
@@ -218,10 +220,10 @@ def test_a_mask_that_had_no_thread_yet_is_waited_for_the_next_time(
     assert count_unawaited(made, threads) == 1
 
 
-def test_the_end_of_a_mask_is_not_that_of_the_next(
+def test_the_completion_of_one_mask_is_not_taken_for_the_next(
     matcher_of: MatcherMaker, threads: MaskThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that is held up between the mask and the call that follows it."""
+    """A thread is delayed between the mask and the notification that follows it."""
     goes_on, called = threading.Event(), threading.Semaphore(0)
 
     notify = threads.notify
@@ -235,7 +237,7 @@ def test_the_end_of_a_mask_is_not_that_of_the_next(
     made = matcher_of(on_late=called.release)
     threads.start()
     assert made.wait(soon())
-    made.accept_token(64)  # no step waits for its mask either
+    made.accept_token(64)  # no step waits for this mask either
     goes_on.set()
     assert called.acquire(timeout=60)
     assert not made.is_awaited
@@ -245,7 +247,7 @@ def test_the_end_of_a_mask_is_not_that_of_the_next(
 
 
 class Blocked:
-    """A mask that takes until `opened` is set."""
+    """A mask task that runs until `opened` is set."""
 
     def __init__(self, is_slow: bool, opened: threading.Event) -> None:
         self.is_slow = is_slow
@@ -257,7 +259,7 @@ class Blocked:
         self.done = True
 
 
-def test_slow_masks_leave_threads_to_others(threads: MaskThreads) -> None:
+def test_slow_masks_leave_threads_for_others(threads: MaskThreads) -> None:
     closed, opened = threading.Event(), threading.Event()
     opened.set()
     slow = [Blocked(True, closed) for _ in range(20)]

@@ -1,4 +1,5 @@
-"""Which mask is computed when: those that a step waits for first, and none behind a slow one."""
+"""Order of mask computation: masks that a step waits for come first, and no mask waits behind a
+slow one."""
 
 import threading
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ LIMIT_S = 30.0
 
 
 class Task:
-    """Notes that it has run; a slow one, which is not known to be slow, takes until it is
-    released."""
+    """A task that records its run. With `slow`, it blocks until it is released; `is_slow` says
+    whether it is known to be slow."""
 
     def __init__(self, ran: list["Task"], slow: bool = False, is_slow: bool = False) -> None:
         self._ran = ran
@@ -41,7 +42,7 @@ def threads() -> Iterator[MaskThreads]:
     threads.close()
 
 
-def test_one_call_begins_all_tasks(threads: MaskThreads) -> None:
+def test_one_call_starts_all_tasks(threads: MaskThreads) -> None:
     ran: list[Task] = []
     tasks = [Task(ran) for _ in range(40)]
     for i, task in enumerate(tasks):
@@ -50,21 +51,22 @@ def test_one_call_begins_all_tasks(threads: MaskThreads) -> None:
     assert all(task.done.wait(LIMIT_S) for task in tasks)
 
 
-def test_what_is_behind_a_slow_task_gets_another_thread(threads: MaskThreads) -> None:
+def test_tasks_behind_a_slow_task_get_another_thread(threads: MaskThreads) -> None:
     ran: list[Task] = []
     slow, quick = Task(ran, slow=True), Task(ran)
     threads.add(slow, b"", awaited=True)
     threads.add(quick, b"", awaited=True)
     threads.start()
     assert slow.begun.wait(LIMIT_S)
-    threads.start()  # as after a step that has waited in vain
+    threads.start()  # as after a step that waited in vain
     assert quick.done.wait(LIMIT_S)
     assert not slow.done.is_set()
     slow.release.set()
 
 
-def test_what_is_behind_two_slow_tasks_gets_a_thread_too(threads: MaskThreads) -> None:
-    """The second of them takes the thread that the next start begins, and no other start comes."""
+def test_tasks_behind_two_slow_tasks_get_a_thread(threads: MaskThreads) -> None:
+    """The second slow task occupies the thread that the next start begins, and no further start
+    follows."""
     ran: list[Task] = []
     first, second, quick = Task(ran, slow=True), Task(ran, slow=True), Task(ran)
     for task in (first, second, quick):
@@ -80,7 +82,7 @@ def test_what_is_behind_two_slow_tasks_gets_a_thread_too(threads: MaskThreads) -
     second.release.set()
 
 
-def test_what_a_step_waits_for_comes_first(threads: MaskThreads) -> None:
+def test_awaited_tasks_come_first(threads: MaskThreads) -> None:
     ran: list[Task] = []
     slow = [Task(ran, slow=True) for _ in range(NUM_THREADS)]
     for task in slow:
@@ -100,7 +102,7 @@ def test_what_a_step_waits_for_comes_first(threads: MaskThreads) -> None:
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_tenants_take_turns(threads: MaskThreads, is_slow: bool) -> None:
-    """One with many tasks that no step waits for does not hold up the others'."""
+    """A tenant with many tasks that no step waits for does not delay the tasks of others."""
     ran: list[Task] = []
     busy = [Task(ran, True, is_slow) for _ in range(NUM_SLOW_THREADS if is_slow else NUM_THREADS)]
     for task in busy:
@@ -121,7 +123,7 @@ def test_tenants_take_turns(threads: MaskThreads, is_slow: bool) -> None:
         task.release.set()
 
 
-def test_busy_threads_are_given_no_more_than_they_can_begin(
+def test_busy_threads_get_no_more_tasks_than_they_can_start(
     threads: MaskThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[Task] = []
@@ -146,7 +148,7 @@ def test_busy_threads_are_given_no_more_than_they_can_begin(
     assert all(task.done.wait(LIMIT_S) for task in later)
 
 
-def test_a_task_that_fails_takes_no_thread_with_it(threads: MaskThreads) -> None:
+def test_a_failing_task_does_not_end_its_thread(threads: MaskThreads) -> None:
     ran: list[Task] = []
 
     class Broken(Task):

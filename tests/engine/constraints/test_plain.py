@@ -1,4 +1,5 @@
-"""Allowed ids, bad words and thinking budgets against definitions that look at all ids anew."""
+"""Allowed ids, bad words and thinking budgets compared with definitions that examine all ids at
+each step."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from pdserve.engine.constraints.manager import ConstraintManager
 from pdserve.engine.constraints.sequence_search import SequenceSearch
 from pdserve.engine.constraints.thinking import ThinkingLimit
 
-VOCAB = 37  # no multiple of 32
+VOCAB = 37  # not a multiple of 32
 ALL = set(range(VOCAB))
 Definition = Callable[[Sequence[int]], set[int]]
 
@@ -39,11 +40,12 @@ def bad_words_by_definition(words: Sequence[tuple[int, ...]]) -> Definition:
 
 
 def thinking_by_definition(budget: ThinkingBudget) -> Definition:
-    """Cuts all ids into stretches of thinking and of speech, from the start."""
+    """Define allowed ids by splitting all ids into stretches of thinking and of speech from the
+    start."""
     start, end = budget.start_ids, budget.end_ids
 
     def first(sequence: tuple[int, ...], ids: tuple[int, ...]) -> int | None:
-        """Where the sequence first ends."""
+        """Return the position where the sequence first ends."""
         ends = range(len(sequence), len(ids) + 1)
         return next((at for at in ends if ids[at - len(sequence) : at] == sequence), None)
 
@@ -60,7 +62,8 @@ def thinking_by_definition(budget: ThinkingBudget) -> Definition:
 
 
 def walk(made: Constraint, definition: Definition, rng: random.Random, length: int = 60) -> int:
-    """Follows random allowed ids of a few; returns how often something was left out."""
+    """Generate random allowed ids out of a few and compare with the definition. Return how often an
+    id was excluded."""
     ids: list[int] = []
     narrowed = 0
     for _ in range(length):
@@ -96,7 +99,7 @@ def test_thinking(subtests: pytest.Subtests) -> None:
             walk(ThinkingLimit(budget, VOCAB), thinking_by_definition(budget), rng)
 
 
-def test_thinking_is_ended_once_its_budget_is_used_up() -> None:
+def test_thinking_ends_when_its_budget_is_used_up() -> None:
     limit = ThinkingLimit(ThinkingBudget(3, (30, 31)), VOCAB)
     ids = []
     for wanted in (1, 2, 3, 4, 5, 6, 7):
@@ -106,14 +109,14 @@ def test_thinking_is_ended_once_its_budget_is_used_up() -> None:
     assert ids == [1, 2, 3, 30, 31, 6, 7]
 
 
-def test_an_end_that_has_begun_is_finished() -> None:
+def test_an_end_sequence_that_has_begun_is_completed() -> None:
     limit = ThinkingLimit(ThinkingBudget(3, (30, 31)), VOCAB)
     for token in (1, 2, 30):
         limit.accept_token(token)
     assert ids_of(limit.bitmask()) == {31}
 
 
-def test_allowed_ids_and_all_together() -> None:
+def test_allowed_ids_with_all_other_constraints() -> None:
     plain: list[Constraint] = [
         ThinkingLimit(ThinkingBudget(1, (5,)), VOCAB),
         BadWords([(5, 6)], VOCAB),
@@ -127,7 +130,7 @@ def test_allowed_ids_and_all_together() -> None:
     assert choice.param == "allowed_token_ids"
 
 
-def test_a_sequence_is_found_wherever_it_is(subtests: pytest.Subtests) -> None:
+def test_a_sequence_is_found_at_every_position(subtests: pytest.Subtests) -> None:
     for seed in range(30):
         with subtests.test(seed=seed):
             rng = random.Random(seed)
@@ -152,7 +155,7 @@ def test_sets_of_tokens() -> None:
     assert bitmask_of([], VOCAB).shape == (2,)
 
 
-def test_choices_share_their_allowed_ids() -> None:
+def test_choices_of_a_request_share_its_allowed_ids() -> None:
     manager = ConstraintManager(VOCAB, frozenset({36}), None)
     request = Request("r", (1,), SamplingParams(allowed_token_ids=(5, 6), n=3), 0)
     made = manager.of_request(request, [[], [5], [6]], 0.0)

@@ -1,4 +1,5 @@
-"""What the tokens of one step may take of the engine's thread, whoever they are for."""
+"""Limit on the time that the tokens of one step may take on the engine's thread, over all
+requests."""
 
 import threading
 import time
@@ -14,7 +15,7 @@ from pdserve.engine.constraints import manager
 from pdserve.engine.constraints.grammars import matcher
 from pdserve.engine.constraints.grammars.compiled import CompiledGrammar
 
-SHORT = of_regex("[a-c]{2,4}[0-9]")  # ends before max_tokens, or with it
+SHORT = of_regex("[a-c]{2,4}[0-9]")  # the grammar or max_tokens ends it
 N = 16
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "max_tokens": 4}
 
@@ -27,10 +28,10 @@ def asked(key: str, number: int, **options: Any) -> Any:
     return ask(key, range(5 + number), number, grammar=SHORT, **SAMPLED | options)
 
 
-def test_tokens_beyond_the_budget_change_no_answer(
+def test_tokens_beyond_the_budget_do_not_change_answers(
     engine_of: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the first token of a step is accepted on the engine's thread, and none of some steps."""
+    """The engine's thread accepts only the first token of a step, and in some steps none."""
     requests = [asked("n", 1, n=N - 3), *(asked(f"r{i}", i) for i in range(3))]
     calm = Runner(engine_of()).run(*requests)
     assert set(reasons(calm).values()) == {FinishReason.STOP, FinishReason.LENGTH}
@@ -44,10 +45,10 @@ def test_tokens_beyond_the_budget_change_no_answer(
         assert_at_rest(runner.engine)
 
 
-def test_preempted_and_resumed_beyond_the_budget(
+def test_requests_beyond_the_budget_can_be_preempted_and_resumed(
     engine_of: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager, "MASK_WAIT_S", 30.0)  # all rows are in each step, under any load
+    monkeypatch.setattr(manager, "MASK_WAIT_S", 30.0)  # every step has all rows, under any load
     pattern = of_regex("[a-f]{2}(-[0-9]{3,5}){6,9}!")
     requests = [ask(f"r{i}", range(1 + 5 * i), i, grammar=pattern, max_tokens=60) for i in range(N)]
     calm = Runner(engine_of(prefix_cache=False)).run(*requests)
@@ -65,7 +66,8 @@ def test_preempted_and_resumed_beyond_the_budget(
 
 
 class SlowTokens:
-    """A matcher that takes a while for each token, and counts those of the engine's thread."""
+    """A matcher that takes a while for each token and counts the tokens accepted on the engine's
+    thread."""
 
     def __init__(self, real: Any, counted: Counter[str], token_s: float) -> None:
         self._real = real
@@ -84,10 +86,10 @@ class SlowTokens:
 
 
 @pytest.mark.parametrize("token_s", [0.8 * matcher.SLOW_TOKEN_S, 1.1 * matcher.MAX_TOKEN_S])
-def test_many_slow_choices_take_little_of_any_step(
+def test_many_slow_choices_take_little_time_of_any_step(
     engine_of: Maker, monkeypatch: pytest.MonkeyPatch, token_s: float
 ) -> None:
-    """Whether or not they take so long that they fail."""
+    """Holds whether or not they take so long that they fail."""
     counted: Counter[str] = Counter()
     make = CompiledGrammar.matcher
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Who waits for a grammar to be compiled, and who does not: turns, deadlines, wake-ups."""
+"""Which requests wait for a grammar to be compiled: order, deadlines and wake-ups."""
 
 import threading
 import traceback
@@ -39,7 +39,7 @@ EOS = (62,)
 
 
 class SlowCompiler(GrammarBackend):
-    """Compiles nothing before `opened` is set."""
+    """A compiler that blocks until `opened` is set."""
 
     def __init__(self, *vocabulary: Any) -> None:
         super().__init__(*vocabulary)
@@ -66,7 +66,7 @@ def compiler(folder: Path) -> Iterator[SlowCompiler]:
     made.close()
 
 
-def test_others_go_on_while_a_grammar_is_compiled(compiler: SlowCompiler) -> None:
+def test_other_requests_run_while_a_grammar_is_compiled(compiler: SlowCompiler) -> None:
     engine = fake_engine(grammars=compiler)
     engine.submit(ask("bound", range(40), grammar=PATTERN, max_tokens=20))
     events: list[Event] = []
@@ -84,11 +84,11 @@ def test_others_go_on_while_a_grammar_is_compiled(compiler: SlowCompiler) -> Non
     engine.close()
 
 
-def test_requests_that_wait_for_a_grammar_have_no_slots(compiler: SlowCompiler) -> None:
+def test_requests_that_wait_for_a_grammar_take_no_slots(compiler: SlowCompiler) -> None:
     engine = fake_engine(grammars=compiler, num_blocks=16)
     for i in range(engine.limits.max_running + 2):
         engine.submit(ask(f"bound{i}", range(40), i, grammar=of_number(i + 1), max_tokens=4))
-    reserved = engine.reserve(ask("reserved", [1], grammar=PATTERN))  # no KV to send
+    reserved = engine.reserve(ask("reserved", [1], grammar=PATTERN))  # needs no KV
     assert reserved is not None
     engine.commit(reserved)
     assert engine.step() is None
@@ -105,7 +105,7 @@ def test_requests_that_wait_for_a_grammar_have_no_slots(compiler: SlowCompiler) 
     engine.close()
 
 
-def test_an_idle_engine_is_woken_when_the_grammar_is_there(compiler: SlowCompiler) -> None:
+def test_an_idle_engine_wakes_up_when_a_grammar_is_ready(compiler: SlowCompiler) -> None:
     events: list[Event] = []
     engine = fake_engine(grammars=compiler)
     thread = EngineThread(engine, lambda step: events.extend(step.events))
@@ -119,7 +119,7 @@ def test_an_idle_engine_is_woken_when_the_grammar_is_there(compiler: SlowCompile
     thread.close()
 
 
-def test_a_compiler_that_takes_too_long_fails_the_request(compiler: SlowCompiler) -> None:
+def test_a_compilation_that_takes_too_long_fails_the_request(compiler: SlowCompiler) -> None:
     now = [0.0]
     engine = fake_engine(grammars=compiler, clock=lambda: now[0])
     engine.submit(ask("r", range(9), grammar=PATTERN))
@@ -127,10 +127,10 @@ def test_a_compiler_that_takes_too_long_fails_the_request(compiler: SlowCompiler
     assert not of(events, RequestFailed)
     now[0] = COMPILE_S + 1
     (failed,) = of(Runner(engine).step(), RequestFailed)
-    assert (failed.key, failed.param) == ("r", "")  # it may go on elsewhere
+    assert (failed.key, failed.param) == ("r", "")  # it may be retried elsewhere
     assert "too long" in failed.message
     assert_at_rest(engine)
-    # Nobody waits for a grammar that is not begun when its requests have failed.
+    # A grammar whose compilation has not begun is dropped when its requests have failed.
     wait_until(lambda: compiler.num_begun == 1, "the thread")
     for i in range(2 * NUM_THREADS):
         engine.submit(ask(f"{i}", [1], grammar=of_number(i + 10)))
@@ -163,7 +163,7 @@ def test_a_deadline_passes_while_steps_run_ahead(compiler: SlowCompiler) -> None
     engine.close()
 
 
-def test_a_request_that_leaves_while_its_grammar_is_compiled(compiler: SlowCompiler) -> None:
+def test_a_request_may_be_aborted_while_its_grammar_is_compiled(compiler: SlowCompiler) -> None:
     engine = fake_engine(grammars=compiler)
     engine.submit(ask("r", range(9), grammar=PATTERN))
     engine.step()
@@ -175,7 +175,7 @@ def test_a_request_that_leaves_while_its_grammar_is_compiled(compiler: SlowCompi
 
 
 class BrokenCompiler(GrammarBackend):
-    """Raises what is no GrammarError, for one source."""
+    """A compiler that raises an error other than GrammarError for one source."""
 
     broken = of_regex("broken").source
 
@@ -185,7 +185,7 @@ class BrokenCompiler(GrammarBackend):
         return super()._compile(source)
 
 
-def test_a_compiler_that_breaks_fails_its_request_alone(folder: Path) -> None:
+def test_an_error_in_the_compiler_fails_only_its_request(folder: Path) -> None:
     compiler = BrokenCompiler((folder / "tokenizer.json").read_bytes(), 64, EOS)
     compiler.compile(PATTERN.source).result(60)
     engine = fake_engine(grammars=compiler)
@@ -206,7 +206,7 @@ def test_a_compiler_that_breaks_fails_its_request_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("no more processes"), SystemExit(1)])
-def test_what_breaks_in_a_compilation_is_an_internal_error(
+def test_an_unexpected_error_in_a_compilation_is_an_internal_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     def broken(self: CompileSandbox, source: str) -> None:
@@ -220,12 +220,12 @@ def test_what_breaks_in_a_compilation_is_an_internal_error(
     (failed,) = of(events, RequestFailed)
     assert (failed.key, failed.param) == ("bound", "")
     assert [e.key for e in of(events, Finished)] == ["free"]
-    # Another attempt is made.
+    # The grammar is compiled again.
     assert of(Runner(engine).run(ask("bound", range(9), grammar=PATTERN)), Finished)
     engine.close()
 
 
-def test_only_what_is_wrong_with_a_grammar_is_kept(
+def test_only_errors_of_the_grammar_are_cached(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = GrammarBackend((folder / "tokenizer.json").read_bytes(), 64, EOS)
@@ -238,7 +238,7 @@ def test_only_what_is_wrong_with_a_grammar_is_kept(
         assert (failed.message, failed.param) == (str(error), "grammar")
     assert error is not None
     where = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    assert "poll" not in where  # nothing of the requests is kept with it
+    assert "poll" not in where  # the error keeps no frames of requests
     with monkeypatch.context() as patched:
         patched.setattr(sandbox, "CHECK_S", 0.0)
         late = compiler.compile(PATTERN.source)
@@ -251,9 +251,9 @@ def of_number(number: int) -> Grammar:
     return of_regex(f"[A-D]{{{number}}}")
 
 
-def test_what_nobody_waits_for_is_not_compiled(compiler: SlowCompiler) -> None:
+def test_unneeded_grammars_are_not_compiled(compiler: SlowCompiler) -> None:
     engine = fake_engine(grammars=compiler)
-    for round_ in range(4):  # more than may wait at a time
+    for round_ in range(4):  # exceeds the queue's limit
         for i in range(20):
             engine.submit(ask(f"{i}", [1], grammar=of_number(100 * round_ + i + 10)))
             engine.abort(f"{i}")
@@ -273,7 +273,7 @@ def test_the_queue_of_grammars_is_bounded_and_fair(compiler: SlowCompiler) -> No
     engine = fake_engine(grammars=compiler, max_waiting=1000)
 
     def submit(count: int, tenant: bytes, key: str) -> int:
-        """How many were taken."""
+        """Submit `count` requests and return how many were accepted."""
         for i in range(count):
             asked = ask(f"{key}{i}", [1], grammar=of_number(len(engine.jobs.by_key) + 10))
             try:
@@ -287,7 +287,7 @@ def test_the_queue_of_grammars_is_bounded_and_fair(compiler: SlowCompiler) -> No
     assert submit(100, b"one", "one") == MAX_QUEUED_OF_TENANT
     assert submit(100, b"two", "two") == MAX_QUEUED - MAX_QUEUED_OF_TENANT
     assert submit(1, b"three", "three") == 0
-    # What is compiled already needs no place, and neither does what is under way.
+    # Compiled grammars and compilations in progress need no place in the queue.
     again = engine.jobs.by_key["one0"].request.params.grammar
     engine.submit(ask("again", [1], grammar=again))
     engine.submit(ask("no grammar", [1]))
@@ -302,7 +302,7 @@ def test_tenants_take_turns_at_the_compiler(compiler: SlowCompiler) -> None:
     compiler.compile("a3", b"b")
     for name in ("c1", "a2", "a3"):
         compiler.release(made[name])
-    compiler.release(busy[0])  # it is under way
+    compiler.release(busy[0])  # already being compiled
     assert [name for name in names if made[name].cancelled()] == ["a2", "c1"]
     assert busy[0].running()
     compiler.opened.set()
@@ -316,7 +316,7 @@ def test_tenants_take_turns_at_the_compiler(compiler: SlowCompiler) -> None:
     assert [compilation.cancelled() for compilation in last] == [False] * NUM_THREADS + [True]
 
 
-def test_what_is_released_leaves_nothing_to_the_threads(compiler: SlowCompiler) -> None:
+def test_released_grammars_leave_nothing_in_the_thread_pool(compiler: SlowCompiler) -> None:
     """While all threads are busy, requests that come and go take no memory."""
     for i in range(NUM_THREADS):
         compiler.compile(f"busy{i}")
@@ -329,11 +329,11 @@ def test_what_is_released_leaves_nothing_to_the_threads(compiler: SlowCompiler) 
     assert not submitted
 
 
-def test_a_reservation_begins_to_compile_and_fails_after_its_commit(folder: Path) -> None:
+def test_a_reservation_starts_its_compilation_and_fails_after_its_commit(folder: Path) -> None:
     compiler = GrammarBackend((folder / "tokenizer.json").read_bytes(), 64, EOS)
     engine = fake_engine(grammars=compiler)
     good, bad = (
-        engine.reserve(ask(key, [1], grammar=grammar))  # no KV to send
+        engine.reserve(ask(key, [1], grammar=grammar))  # needs no KV
         for key, grammar in (("good", PATTERN), ("bad", of_regex("(")))
     )
     assert good is not None

@@ -1,4 +1,4 @@
-"""The pool's default size respects the tightest of host and cgroup."""
+"""The pool's default size respects the tighter limit of host and cgroup."""
 
 from pathlib import Path
 
@@ -18,20 +18,20 @@ def meminfo(tmp_path: Path) -> Path:
     return path
 
 
-def test_without_a_limit_it_is_what_the_host_has(tmp_path: Path, meminfo: Path) -> None:
+def test_without_a_limit_it_is_the_memory_of_the_host(tmp_path: Path, meminfo: Path) -> None:
     assert free_host_bytes(meminfo, tmp_path / "none") == 8 * GIB
     (tmp_path / "memory.max").write_text("max\n")
     assert free_host_bytes(meminfo, tmp_path) == 8 * GIB
 
 
-def test_a_version_2_limit_counts_less_its_usage(tmp_path: Path, meminfo: Path) -> None:
+def test_a_cgroup_v2_limit_minus_its_usage(tmp_path: Path, meminfo: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{4 * GIB}\n")
     (tmp_path / "memory.current").write_text(f"{3 * GIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")
     assert free_host_bytes(meminfo, tmp_path) == 2 * GIB
 
 
-def test_a_version_1_limit_counts_too(tmp_path: Path, meminfo: Path) -> None:
+def test_a_cgroup_v1_limit(tmp_path: Path, meminfo: Path) -> None:
     folder = tmp_path / "memory"
     folder.mkdir()
     (folder / "memory.limit_in_bytes").write_text(f"{2 * GIB}\n")
@@ -40,6 +40,6 @@ def test_a_version_1_limit_counts_too(tmp_path: Path, meminfo: Path) -> None:
     assert free_host_bytes(meminfo, tmp_path) == GIB + 4096
 
 
-def test_engines_of_a_host_share() -> None:
+def test_engines_on_a_host_share_its_memory() -> None:
     one, three = (NativeBackend(EngineConfig(host_engines=n)).pool_bytes() for n in (1, 3))
     assert 0 < three < one

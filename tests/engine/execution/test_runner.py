@@ -1,4 +1,4 @@
-"""The flat batch of a plan is what the rows say, token by token."""
+"""The flat batch of a plan matches its rows, token by token."""
 
 from random import Random
 from typing import Any

@@ -63,19 +63,19 @@ def test_the_token_is_the_argmax_of_scaled_logits_and_noise(
     expected = int((logits / temperature + noise(seed, choice, position)).argmax())
     one = row((9,) * position, choice, n=4, seed=seed, temperature=temperature)
     assert token(one, logits) == expected
-    # A filter that leaves everything changes nothing.
+    # A filter that excludes nothing changes nothing.
     one = row((9,) * position, choice, n=4, seed=seed, temperature=temperature, top_k=VOCAB)
     assert token(one, logits) == expected
 
 
-def test_greedy_takes_the_lowest_of_equals() -> None:
+def test_greedy_takes_the_lowest_id_of_equal_scores() -> None:
     logits = torch.zeros(VOCAB)
     logits[[11, 30]] = 2.0
     assert token(row(), logits) == 11
     assert token(row(temperature=1e-6), logits) == 11
 
 
-def test_a_batch_is_the_same_as_each_row_alone() -> None:
+def test_a_batch_gives_the_same_tokens_as_each_row_alone() -> None:
     kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 1.0, "seed": 1},
@@ -94,7 +94,7 @@ def test_a_batch_is_the_same_as_each_row_alone() -> None:
     assert together == alone
 
 
-def test_choices_of_one_row_differ_by_their_noise() -> None:
+def test_choices_of_one_row_differ_in_their_noise() -> None:
     one = row(n=8, temperature=1.0, seed=5)
     shared = Row(one.sequence, one.start, one.end, tuple(range(8)), one.first_output)
     logits = some_logits(1)
@@ -104,7 +104,7 @@ def test_choices_of_one_row_differ_by_their_noise() -> None:
     assert len(set(expected)) > 1
 
 
-def test_edits_in_order() -> None:
+def test_the_order_of_edits() -> None:
     logits = some_logits(2)[0]
     prompt, generated = (1, 2, 3), (5, 6, 5)
     expected = logits.clone()
@@ -128,8 +128,8 @@ def test_edits_in_order() -> None:
     assert token(row(generated, **params), logits) == int(expected.argmax())
 
 
-def test_notes_of_penalties_follow_the_generated_ids() -> None:
-    """The same job asked again after more tokens equals a fresh one with those tokens."""
+def test_penalty_counts_follow_the_generated_ids() -> None:
+    """A job that is sampled again after more tokens equals a new job with those tokens."""
     params = {"repetition_penalty": 1.7, "frequency_penalty": 1.1, "temperature": 1.0, "seed": 2}
     one = row((), **params)
     sampler, job = Sampler(LIMITS, OPS), one.sequence.job
@@ -142,7 +142,7 @@ def test_notes_of_penalties_follow_the_generated_ids() -> None:
     assert len(set(job.generated[0])) > 3
 
 
-def test_min_tokens_masks_until_then_and_ignore_eos_masks_stop_ids_only() -> None:
+def test_min_tokens_masks_eos_and_stop_ids_or_only_stop_ids_with_ignore_eos() -> None:
     logits = torch.zeros(VOCAB)
     logits[7], logits[9], logits[11] = 5.0, 4.0, 3.0  # 7 is eos
     options: dict[str, Any] = {"min_tokens": 2, "stop_token_ids": (9,)}
@@ -153,7 +153,8 @@ def test_min_tokens_masks_until_then_and_ignore_eos_masks_stop_ids_only() -> Non
 
 
 def reference_candidates(scaled: torch.Tensor, params: StreamSettings) -> set[int]:
-    """top_k, then top_p of what is left, then min_p; one token at a time."""
+    """Return the candidates after top_k, then top_p of the rest, then min_p, one token at a
+    time."""
     order = sorted(range(len(scaled)), key=lambda i: -float(scaled[i]))
     if params.top_k:
         order = order[: params.top_k]
@@ -181,7 +182,7 @@ def test_filters(seed: int, vocab: int, top_k: int, top_p: float, min_p: float) 
     params = StreamSettings(top_k=top_k, top_p=top_p, min_p=min_p)
     got = candidates(scaled, params).tolist()
     assert got == sorted(got)
-    # Rounding of a sum may move the border of the nucleus by one token.
+    # Rounding of a sum may shift the border of the nucleus by one token.
     assert len(set(got) ^ reference_candidates(scaled, params)) <= (top_p < 1)
     assert int(scaled.argmax()) in got
 
@@ -195,7 +196,7 @@ def test_filters_treat_equal_logits_alike_and_need_no_finite_floor() -> None:
     assert candidates(torch.arange(5000.0), StreamSettings(top_p=1e-9)).tolist() == [4999]
 
 
-def test_logprobs_are_of_the_raw_distribution() -> None:
+def test_logprobs_come_from_the_raw_distribution() -> None:
     logits = some_logits(3, 2)
     logits[1, [20, 21, 22]] = 30.0
     rows = [
@@ -227,7 +228,7 @@ def test_a_bad_row_fails_alone(bad: float) -> None:
     assert [bool(o.picks[0].error) for o in outcomes] == [False, True, False]
 
 
-def test_everything_masked_fails() -> None:
+def test_a_row_without_allowed_tokens_fails() -> None:
     everything = {"min_tokens": 3, "stop_token_ids": tuple(range(VOCAB))}
     (outcome,) = sample([row((), **everything)], some_logits())
     assert outcome.picks[0].error
@@ -262,7 +263,7 @@ def test_prompt_scores_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> N
     logits = some_logits(6, 12)
     rows = [row(), Row(sequence, 0, 10, (0,), 0), row()]
     outcomes = Sampler(LIMITS, OPS).sample(rows, logits, head)
-    assert sizes == [3, 3, 3, 3]  # the last are those of the three picks
+    assert sizes == [3, 3, 3, 3]  # the last rows are the three picks
     raw = torch.log_softmax(logits[1:10], dim=-1)
     expected = [float(raw[i, 11 + i]) for i in range(9)]
     assert [s.logprob for s in outcomes[1].scores] == pytest.approx(expected, abs=1e-5)

@@ -1,4 +1,4 @@
-"""The queue of Claims: whose blocks come next."""
+"""The queue of Claims: which hand-off gets blocks next."""
 
 from random import Random
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from pdserve.engine.handoff.claims import ClaimQueue
 
 
 def claim(number: int, tenant: bytes, priority: int) -> Any:
-    """Of an IncomingHandoff what the queue looks at."""
+    """Return the parts of an IncomingHandoff that the queue reads."""
     whole = ask(str(number), [1] * 8)
     request = Request(
         whole.key, whole.prompt_ids, whole.params, 0, tenant=tenant, priority=priority
@@ -22,7 +22,7 @@ def claim(number: int, tenant: bytes, priority: int) -> Any:
 
 
 def order(claims: list[Any]) -> list[Any]:
-    """In which they get blocks."""
+    """Return the claims in the order in which they get blocks."""
     engine = fake_engine(num_blocks=256)
     queue = ClaimQueue(engine, engine.kv, lambda: 0.0, lambda *_: None)
     for one in claims:
@@ -34,7 +34,7 @@ def order(claims: list[Any]) -> list[Any]:
     return found
 
 
-def test_a_tenants_claims_are_in_order_of_priority_in_its_own_places() -> None:
+def test_claims_of_a_tenant_are_ordered_by_priority_within_its_places() -> None:
     rng = Random(3)
     for _ in range(50):
         claims = [claim(n, rng.choice((b"a", b"b")), rng.randrange(-2, 3)) for n in range(20)]
@@ -46,7 +46,7 @@ def test_a_tenants_claims_are_in_order_of_priority_in_its_own_places() -> None:
             assert [c for c in found if c.request.tenant == tenant] == expected
 
 
-def test_a_device_that_fails_at_a_grant_keeps_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_failure_at_a_grant_keeps_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = fake_engine(num_blocks=16)
     queue = ClaimQueue(engine, engine.kv, lambda: 0.0, lambda *_: None)
     one = claim(1, b"a", 0)
@@ -56,22 +56,24 @@ def test_a_device_that_fails_at_a_grant_keeps_no_blocks(monkeypatch: pytest.Monk
         with pytest.raises(ZeroDivisionError):
             list(queue.granted())
     assert not engine.jobs.reserved
-    assert list(queue.granted()) == [one], "it is still the next"
+    assert list(queue.granted()) == [one], "the claim must stay the next one"
     for reservation in list(engine.jobs.reserved.values()):
         engine.release(reservation)
 
 
-def test_a_claim_that_others_of_a_tenant_pass_keeps_its_order_of_arrival() -> None:
+def test_a_claim_passed_by_others_of_its_tenant_keeps_its_place_among_requests() -> None:
     engine = fake_engine(num_blocks=8, chunk_size=32)
     first, second = (ask(key, [1] * 8) for key in ("first", "second"))
     engine.submit(ask("running", [2] * 27, max_tokens=4))
     engine.step()
     assert engine.reserve(first) is None
     engine.submit(ask("later", [3] * 8, max_tokens=4))
-    assert engine.reserve(second) is None  # of one that comes before it in its tenant's places
+    assert engine.reserve(second) is None  # a claim that precedes it within its tenant's places
     while engine.has_work and (made := engine.reserve(first)) is None:
         step = engine.step()
         assert step is not None
-        assert not of(step.events, NewTokens, "later"), "it came after the claim"
+        assert not of(step.events, NewTokens, "later"), (
+            "a request that arrived after the claim ran before it"
+        )
     assert made is not None
     engine.release(made)

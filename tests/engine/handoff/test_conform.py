@@ -1,4 +1,4 @@
-"""The checker finds every rule's violation, and none in what the machine does."""
+"""The checker reports a violation of each rule, and none for records of the state machine."""
 
 import os
 from collections.abc import Callable
@@ -42,12 +42,12 @@ def rules(*notes: Notes | Recording) -> list[str]:
     return [violation.rule for violation in check(recordings)]
 
 
-def test_a_whole_hand_off_conforms() -> None:
+def test_records_of_a_whole_hand_off_conform() -> None:
     assert rules(*whole_handoff(ATTEMPT)) == []
 
 
 def number_of(notes: Notes, kind: str, nth: int = 0) -> int:
-    """The place of the nth record of an event or kind."""
+    """Return the position of the nth record of an event or kind."""
     names = [r.event.__name__ if r.event else RecordKind(r.code).name for r in notes.records]
     return [at for at, name in enumerate(names) if name == kind][nth]
 
@@ -67,13 +67,13 @@ def changed(notes: Notes, name: str, **fields: int) -> None:
 
 
 def again(notes: Notes, kind: str) -> None:
-    """Once more, just before the process ends."""
+    """Repeat a record just before the process ends."""
     record = notes.records[number_of(notes, kind)]
     notes.records.insert(-1, record._replace(time_ns=notes.records[-1].time_ns))
 
 
 def shifted(notes: Notes, ms: int) -> None:
-    """The whole process, in time."""
+    """Shift all records of the process in time."""
     records = [r._replace(time_ns=r.time_ns + ms * 1_000_000) for r in notes.records]
     notes.records[:] = records
 
@@ -178,17 +178,17 @@ def test_a_broken_rule_is_found(subtests: pytest.Subtests) -> None:
             assert sum(line.startswith(">") for line in text.splitlines()) == 1
 
 
-def test_two_receivers_of_one_attempt() -> None:
+def test_two_receivers_of_one_attempt_are_reported() -> None:
     first, second = whole_handoff(ATTEMPT), whole_handoff(ATTEMPT)
     assert rules(*first, second[1]) == ["two processes receive the attempt"]
 
 
-def test_a_tick_finds_only_what_time_has_brought(subtests: pytest.Subtests) -> None:
+def test_a_tick_may_end_an_attempt_only_after_enough_time(subtests: pytest.Subtests) -> None:
     for reason, wait_s in product(("deadline", "peer silent", "peer frozen"), (0.2, 30.0)):
         with subtests.test(reason=reason, wait_s=wait_s):
             notes = fresh("decode")
             side = Played(notes, Side.RECEIVE, ATTEMPT)
-            notes.records[0] = notes.records[0]._replace(argument=20_000)  # ms to its deadline
+            notes.records[0] = notes.records[0]._replace(argument=20_000)  # ms until its deadline
             side.does(Claimed())
             notes.clock = partial(int, wait_s * 1e9)
             before = replace(side.state, deadline=0.0 if reason == "deadline" else float("inf"))
@@ -200,7 +200,7 @@ def test_a_tick_finds_only_what_time_has_brought(subtests: pytest.Subtests) -> N
             assert len(rules(notes)) == (1 if wait_s < 1 else 0)
 
 
-def test_a_commit_that_raised_is_undone() -> None:
+def test_a_commit_that_raised_needs_an_undone_record() -> None:
     notes = fresh("decode")
     side = Played(notes, Side.RECEIVE, ATTEMPT)
     side.does(Claimed())
@@ -218,7 +218,7 @@ def test_a_commit_that_raised_is_undone() -> None:
     assert "the phase was committed, but the record says receiving" in rules(notes)
 
 
-def test_what_was_overwritten_is_no_violation() -> None:
+def test_overwritten_records_are_no_violation() -> None:
     router, decode, prefill = whole_handoff(ATTEMPT)
     for keep in range(1, len(decode.records)):
         cut = replace(decode.recording(), records=decode.records[-keep:], lost=1)
@@ -226,8 +226,8 @@ def test_what_was_overwritten_is_no_violation() -> None:
     assert rules(router, replace(decode.recording(), records=decode.records[3:]), prefill)
 
 
-def test_what_a_killed_process_has_not_written_is_no_violation() -> None:
-    """Cut anywhere: what the sender heard is its own to have noted later."""
+def test_missing_last_records_of_a_killed_process_are_no_violation() -> None:
+    """The records are cut at any point; the sender may record later what it has received."""
     router, decode, prefill = whole_handoff(ATTEMPT)
     for end in range(1, len(prefill.records)):
         cut = replace(prefill.recording(), records=prefill.records[:end])
@@ -237,7 +237,7 @@ def test_what_a_killed_process_has_not_written_is_no_violation() -> None:
         assert rules(router, seen, cut) == [], end
 
 
-def test_clocks_of_different_hosts_order_nothing() -> None:
+def test_clocks_of_different_hosts_do_not_order_events() -> None:
     router, decode, prefill = whole_handoff(ATTEMPT)
     far = replace(decode.recording(), host=b"another kernel's", wall_ns=-(10**12))
     assert not merge([far, prefill.recording()]).one_host
@@ -269,10 +269,10 @@ reached: dict[Phase, int] = {}
     broken=st.integers(0, 11),
     bits=st.integers(1, 0xFFFF),
 )
-def test_any_run_of_the_machine_conforms_and_any_other_action_is_found(
+def test_every_run_of_the_machine_conforms_and_a_changed_action_is_reported(
     side: Side, events: list[Event | None], broken: int, bits: int
 ) -> None:
-    """None: the next event down the drawing."""
+    """None in `events` means the next event of the normal course."""
     notes, happy = fresh("worker"), iter(HAPPY[side])
     played = Played(notes, side, ATTEMPT)
     for chosen in events:
@@ -291,7 +291,7 @@ def test_any_run_of_the_machine_conforms_and_any_other_action_is_found(
 
 
 def test_every_phase_was_reached() -> None:
-    """By the test above."""
+    """Checks the counts of the test above."""
     print({phase.value: number for phase, number in reached.items()})
     assert reached[Phase.RELEASED] > 20
     assert reached[Phase.CLAIMED] > 20
@@ -299,7 +299,7 @@ def test_every_phase_was_reached() -> None:
     assert reached[Phase.COMMITTED] > 10
 
 
-def test_names_of_other_attempts_do_not_matter() -> None:
+def test_interleaved_attempts_are_checked_separately() -> None:
     many = [whole_handoff(os.urandom(16), n) for n in range(20)]
     records: list[Record] = []
     notes = fresh("decode")
@@ -311,7 +311,7 @@ def test_names_of_other_attempts_do_not_matter() -> None:
     assert len(merge([replace(notes.recording(), records=numbered)]).attempts()) == 20
 
 
-def test_the_trace_leaves_out_what_changes_nothing() -> None:
+def test_the_event_log_omits_events_without_effect() -> None:
     notes = fresh("decode")
     trace, state = EventLog(notes), Handoff(Side.RECEIVE, 1.0)
     for event in (Tick(), PeerProgress(0.0, 1)):

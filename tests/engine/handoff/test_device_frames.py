@@ -1,5 +1,5 @@
-"""Frames copied on a device: whatever their order, a verified block is never written again, and a
-freed one never later."""
+"""Frames copied on a device: in any order of events, no verified block is written again, and no
+freed block is written afterwards."""
 
 import random
 import threading
@@ -30,12 +30,13 @@ SPEC = KvSpec(4, (LayerGroup((0, 1, 2), "full", 0, 1, 8, "bfloat16", 0, 1),))
 BLOCK = SPEC.groups[0].block_bytes(4)
 NUM_TOKENS = 40
 GOOD, BAD = "good", "bad"
-READY = object()  # the event of the grant
+READY = object()  # the event passed with the grant
 Cell = tuple[int, int]  # layer, block
 
 
 class Pool:
-    """What each cell holds. A copy may have written any part of its cells from launch to done."""
+    """Contents of each cell. Until it is done, a launched copy may have written any part of its
+    cells."""
 
     def __init__(self) -> None:
         self.cells: dict[Cell, str] = {}
@@ -76,7 +77,7 @@ class DeviceSource:
 
     def copy_in(self, pages: Pages, key: bytes) -> Copy:
         assert self.is_ready
-        assert pages.ready is READY, "it would not wait for what the engine has launched"
+        assert pages.ready is READY, "the copy would not wait for work that the engine has launched"
         copy = Copy(self._run.pool, pages, self.content)
         self._run.num_begun += 1
         self._run.copies.append(copy)
@@ -84,7 +85,7 @@ class DeviceSource:
 
 
 class Run:
-    """What copies frames, and an attempt whose frames come in random order."""
+    """A DeviceFrames object, and an attempt whose frames come in random order."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -106,14 +107,15 @@ class Run:
 
     @property
     def num_waiting(self) -> int:
-        """Frames whose copy has not begun, and that will have one or be found to be there."""
+        """Return the number of frames whose copy has not begun, without those found to be
+        duplicates."""
         return self.num_sent - self.num_begun - self.told["duplicate"]
 
     def send(self, piece: Piece, content: str) -> None:
         header = FrameHeader(
             ticket=bytes(16),
             sequence=self.num_sent,
-            slot=self.num_sent,  # a number of its own, to count its credits
+            slot=self.num_sent,  # unique, to count its credits
             group=0,
             layers=piece.layers,
             tokens=range(piece.blocks.start * 4, piece.blocks.stop * 4),
@@ -128,12 +130,14 @@ class Run:
     def accepted(self, frame: ReceivedFrame, written: Piece | None, wake: bool = True) -> None:
         self.told["duplicate" if written is None else "taken"] += 1
         if written is not None:
-            assert self.credits[frame.header.slot] == 1, "answered before its slot was credited"
+            assert self.credits[frame.header.slot] == 1, (
+                "the answer came before the credit of its slot"
+            )
             self.attempt.bitmap.add(written)
 
     def damaged(self, frame: ReceivedFrame) -> None:
         self.told["damaged"] += 1
-        assert self.credits[frame.header.slot] == 1, "answered before its slot was credited"
+        assert self.credits[frame.header.slot] == 1, "the answer came before the credit of its slot"
         self.nacked.append(self.attempt.bitmap.piece(frame.header))
 
     def refused(self, frame: ReceivedFrame, error: Exception) -> None:
@@ -146,7 +150,7 @@ class Run:
         self.told[f"failed: {error}"] += 1
 
     def check(self) -> None:
-        """Whatever is verified is whole."""
+        """Check that every verified cell holds the right content."""
         for layer in range(len(SPEC.groups[0].layers)):
             for block in range(NUM_TOKENS // 4):
                 cell = Piece(0, range(layer, layer + 1), range(block, block + 1))
@@ -154,18 +158,18 @@ class Run:
                     assert self.pool.cells[layer, block] == GOOD
 
     def something_happens(self) -> bool:
-        """On the device, or at the peer; False: nothing is left to happen."""
+        """Let one event happen on the device or at the peer. Return False if none is left."""
         waiting = [i for i in self.sources if not i.is_ready]
         running = [c for c in self.copies if not c.over]
         choice = self.rng.random()
         if waiting and (choice < 0.5 or not running):
             self.rng.choice(waiting).is_ready = True
         elif running:
-            running[0].end()  # a stream: in order
+            running[0].end()  # in stream order
         return bool(waiting or running)
 
 
-def test_any_order_of_duplicates_and_damage() -> None:
+def test_duplicates_and_damaged_frames_in_any_order() -> None:
     told: Counter[str] = Counter()
     deferred = 0
     for seed in range(400):
@@ -186,13 +190,13 @@ def test_any_order_of_duplicates_and_damage() -> None:
             run.check()
         assert run.attempt.bitmap.complete
         assert all(run.pool.cells[cell] == GOOD for cell in run.pool.cells)
-        assert run.credits == Counter(range(run.num_sent)), "each slot is credited once"
+        assert run.credits == Counter(range(run.num_sent)), "each slot must be credited once"
         told += run.told
     print(dict(told), deferred)
     assert min(told["taken"], told["duplicate"], told["damaged"], deferred) > 500
 
 
-def test_a_frame_over_part_of_verified_blocks_is_refused() -> None:
+def test_a_frame_that_overlaps_verified_blocks_in_part_is_refused() -> None:
     run = Run(0)
     run.send(Piece(0, range(2), range(3)), GOOD)
     run.sources[0].is_ready = True
@@ -201,7 +205,7 @@ def test_a_frame_over_part_of_verified_blocks_is_refused() -> None:
     run.sources[1].is_ready = True
     run.frames.poll()
     assert run.frames.busy
-    assert len(run.copies) == 1, "it waits for the copy that it overlaps"
+    assert len(run.copies) == 1, "the frame must wait for the overlapping copy"
     run.copies[0].end()
     run.frames.poll()
     assert not run.frames.busy
@@ -212,7 +216,7 @@ def test_a_frame_over_part_of_verified_blocks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("when", ["before the copy", "during the copy"])
-def test_an_attempt_that_ends(when: str) -> None:
+def test_an_attempt_may_end_before_and_during_a_copy(when: str) -> None:
     run = Run(0)
     run.send(Piece(0, range(1), range(2)), GOOD)
     if when == "during the copy":
@@ -220,14 +224,14 @@ def test_an_attempt_that_ends(when: str) -> None:
         run.frames.poll()
     run.attempt.blocks.close()
     if when == "during the copy":
-        assert run.copies[0].waited, "its blocks may have another owner now"
+        assert run.copies[0].waited, "not waited for, although its blocks may get another owner"
     run.frames.poll()
     assert not run.frames.busy
     assert run.told == {"late": 1}
     assert run.credits == {0: 1}
 
 
-def test_a_peer_that_never_finishes_holds_nobody_up() -> None:
+def test_a_peer_that_never_finishes_delays_no_other_frame() -> None:
     run = Run(0)
     run.send(Piece(0, range(1), range(2)), GOOD)
     run.send(Piece(0, range(1, 2), range(2)), GOOD)
@@ -235,11 +239,11 @@ def test_a_peer_that_never_finishes_holds_nobody_up() -> None:
     run.frames.poll()
     run.copies[0].end()
     run.frames.poll()
-    assert run.frames.busy, "the first still waits"
+    assert run.frames.busy, "the first frame must still wait"
     assert run.told == {"taken": 1}
 
 
-def test_a_device_that_fails_ends_the_attempt_only() -> None:
+def test_a_device_failure_ends_only_its_attempt() -> None:
     run = Run(0)
     run.send(Piece(0, range(1), range(2)), GOOD)
     run.sources[0].is_ready = True
@@ -255,7 +259,7 @@ def test_a_device_that_fails_ends_the_attempt_only() -> None:
     assert run.credits == {0: 1}
 
 
-def test_a_copy_is_credited_once_whatever_its_verdict_raises(
+def test_a_copy_is_credited_once_even_if_its_verdict_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = Run(0)
@@ -271,11 +275,11 @@ def test_a_copy_is_credited_once_whatever_its_verdict_raises(
     assert not run.frames.busy
 
 
-def test_frames_arrive_while_the_engine_computes_one_step(
+def test_frames_arrive_during_a_single_step_of_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many times more than the slots of a connection."""
-    monkeypatch.setattr(layout, "SLOT_BYTES", 1)  # so a frame is a block of a layer
+    """There are many times more frames than slots of the connection."""
+    monkeypatch.setattr(layout, "SLOT_BYTES", 1)  # so that a frame is one block of one layer
     device = FakeDevice()
     decode = fake_engine()
     pair = Pair(fake_engine(), decode, "cuda_ipc", tmp_path, device=lambda: device)

@@ -1,8 +1,8 @@
-"""The real Sender and Receiver under any sequence of events, in one thread, with time as a number.
+"""The real Sender and Receiver under random sequences of events, in one thread with simulated time.
 
-Records and frames are held on their way and arrive when a rule says so: late, twice, out of order,
-torn, or never. The fake decoder's tokens depend on every key, so a byte that a wrong frame has
-changed is seen in the answer.
+Records and frames are held in transit and arrive when a rule says so: late, twice, out of order,
+torn, or never. The fake decoder's tokens depend on every key, so a byte written by a wrong frame
+changes the answer.
 """
 
 import os
@@ -27,7 +27,7 @@ from pdserve.engine.handoff.protocol.machine import PROGRESS_S
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.sender import PromptToSend
 
-HITS: Counter[str] = Counter()  # how often each interesting state was reached
+HITS: Counter[str] = Counter()  # how often each interesting state occurred
 BLOCKS, WINDOW, STEP_S = 16, 10, 0.001
 
 
@@ -38,7 +38,7 @@ class EndpointsMachine(RuleBasedStateMachine):
         self.now, self.steps = 100.0, 0
         self.next_tick: dict[Any, float] = {}
         self.decode = fake_engine(num_blocks=BLOCKS, window=WINDOW, clock=self.clock)
-        self.wrong: list[str] = []  # a Receiver goes on when a write raises
+        self.wrong: list[str] = []  # a Receiver continues when a write raises
         self.guard_writes()
         self.received: dict[bytes, Received] = {}
         self.lost: dict[bytes, str] = {}
@@ -63,7 +63,7 @@ class EndpointsMachine(RuleBasedStateMachine):
         return self.now
 
     def guard_writes(self) -> None:
-        """Every write is into a block that is reserved, shared with nobody and not cached."""
+        """Record an error for a write into a block that is not reserved, is shared or is cached."""
         write, pools = self.decode.kv.write, self.decode.jobs.tables.pools
 
         def guarded(group: int, layers: range, blocks: list[int], payload: memoryview) -> None:
@@ -91,14 +91,14 @@ class EndpointsMachine(RuleBasedStateMachine):
     # --- progress
 
     def turns(self) -> list[Any]:
-        """What a process does by itself."""
+        """Return the actions that processes perform without input."""
         found: list[Any] = [self.poll_decode, self.step_decode]
         for worker in self.workers:
             found += [partial(self.poll, worker), partial(self.step, worker)]
         return found
 
     def arrivals(self) -> list[Any]:
-        """What is on its way, and arrives in this order."""
+        """Return the arrivals of data in transit, in order per connection."""
         found: list[Any] = []
         for worker in self.workers:
             found += [partial(self.connect, worker)] * bool(worker.dials.calls)
@@ -119,7 +119,7 @@ class EndpointsMachine(RuleBasedStateMachine):
         self.tick(worker.sender)
 
     def tick(self, side: Any) -> None:
-        """What the ticker thread does ten times a second."""
+        """Do what the ticker thread does ten times a second."""
         if self.now >= self.next_tick.get(side, 0.0):
             self.next_tick[side] = self.now + PROGRESS_S
             for attempt in side.live:
@@ -156,7 +156,7 @@ class EndpointsMachine(RuleBasedStateMachine):
         end.end("closed by the peer")
 
     def hear_frame(self, end: MemoryLink) -> None:
-        """Any of those on the wire."""
+        """Deliver a random frame in transit."""
         at = self.random.randrange(len(end.frames))
         HITS["overtaken"] += at > 0
         frame = end.frames.pop(at)
@@ -217,7 +217,7 @@ class EndpointsMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 100))
     def replay(self, which: int) -> None:
-        """A frame that has arrived, on its own connection or on another one."""
+        """Deliver a frame again, on its connection or on another one."""
         ends = [end for end, _ in self.over if end.open]
         if not self.over or not ends:
             return
@@ -228,7 +228,7 @@ class EndpointsMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 100))
     def say_again(self, which: int) -> None:
-        """A control record arrives twice."""
+        """Duplicate a control record."""
         ends = [e for w in self.workers for link in w.links for e in (link, link.other) if e.inbox]
         if ends and self.rarely():
             end = ends[which % len(ends)]
@@ -255,7 +255,7 @@ class EndpointsMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def crash(self, which: int) -> None:
-        """Another process takes the worker's place; what it had sent may still arrive."""
+        """Replace a worker by a new process; data that it has sent may still arrive."""
         if not self.rarely():
             return
         dead, self.workers[which] = self.workers[which], Worker(self, BLOCKS, WINDOW)
@@ -274,11 +274,11 @@ class EndpointsMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.05, 0.3, 1.1]))
     def wait(self, seconds: float) -> None:
-        """Nobody says anything meanwhile: after a second every peer is silent."""
+        """Let time pass without messages; after a second every peer counts as silent."""
         if seconds < 1 or self.rarely():
             self.now += seconds
 
-    # --- what holds
+    # --- invariants
 
     @invariant()
     def promises_are_those_of_live_attempts(self) -> None:
@@ -291,22 +291,22 @@ class EndpointsMachine(RuleBasedStateMachine):
                 assert pool.counts().total == pool.num_blocks
 
     def settle(self) -> None:
-        """Everything on its way arrives, and nothing is left to do."""
+        """Deliver everything in transit and run until no work remains."""
         quiet = 0
         while quiet < 3:
             self.now += STEP_S
-            busy = bool(sum(bool(turn()) for turn in self.turns()))  # all of them
+            busy = bool(sum(bool(turn()) for turn in self.turns()))  # runs all of them
             while arrivals := self.arrivals():
                 arrivals[0]()
                 busy = True
             quiet = 0 if busy else quiet + 1
 
     def teardown(self) -> None:
-        """Each attempt has ended once on each side, and every block is back."""
+        """Check that each attempt has ended once on each side and that every block is back."""
         if not hasattr(self, "receiver"):
             return
         self.settle()
-        self.now += 6.0  # past every deadline
+        self.now += 6.0  # after every deadline
         self.settle()
         assert self.received.keys() | self.lost.keys() == self.requests.keys()
         assert (self.receiver.num_live, self.receiver.promises.blocks) == (0, 0)
@@ -328,7 +328,7 @@ WEIGHTS |= {"cut": 1, "cancel": 2, "crash": 1, "refuse": 1, "wait": 3}
 
 
 def drive(machine: EndpointsMachine, random: Random, steps: int) -> None:
-    """A long run of the same rules, with odds under which hand-offs get somewhere."""
+    """Apply the same rules for many steps, with weights that let hand-offs make progress."""
     machine.begin(random.randrange(1000))
     for _ in range(steps):
         what = random.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]

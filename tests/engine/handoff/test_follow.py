@@ -1,4 +1,4 @@
-"""What a ring tells of a request that waits for the KV of another."""
+"""Trace records of a request that waits for the KV of another."""
 
 from itertools import count
 
@@ -14,7 +14,7 @@ LEADER, OTHER = bytes(range(16)), bytes(range(100, 116))
 
 
 class Processes:
-    """A router, decode and prefill on one host; the leader's hand-off is without a fault."""
+    """A router, decode and prefill on one host; the leader's hand-off has no fault."""
 
     def __init__(self) -> None:
         clock = count(0, 1_000_000).__next__
@@ -40,7 +40,7 @@ class Processes:
         return [violation.rule for violation in check(self.recordings())]  # type: ignore[arg-type]
 
 
-def test_it_is_told_in_words() -> None:
+def test_records_of_a_follower_are_described_in_words() -> None:
     made = Processes()
     made.follows()
     assert made.rules() == []
@@ -49,7 +49,7 @@ def test_it_is_told_in_words() -> None:
     assert lines == ["waits for 3 blocks of attempt 00010203", "closed: attached"]
 
 
-def test_what_is_wrong_is_found(subtests: pytest.Subtests) -> None:
+def test_violations_of_a_follower_are_reported(subtests: pytest.Subtests) -> None:
     for broken, rule in (
         ("waits", "the follower still waited when the process ended in order"),
         ("twice", "closed twice"),
@@ -74,7 +74,7 @@ def test_what_is_wrong_is_found(subtests: pytest.Subtests) -> None:
             assert rule in made.rules()
 
 
-def test_a_scenario_gives_it_the_prompt_of_its_leader() -> None:
+def test_a_scenario_gives_a_follower_its_leaders_prompt() -> None:
     made = Processes()
     made.follows()
     timeline = merge(made.recordings())  # type: ignore[arg-type]

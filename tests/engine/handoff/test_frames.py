@@ -1,4 +1,4 @@
-"""Frame headers, control messages, keys: round trips, fuzz, tampering."""
+"""Frame headers, control messages and keys: round trips, fuzzing, tampering."""
 
 import os
 from contextlib import suppress
@@ -90,13 +90,15 @@ def test_plain_messages_round_trip(message: messages.Plain) -> None:
 
 
 @given(BODY, U64)
-def test_signed_messages_round_trip_and_any_flip_is_found(body: messages.Body, seq: int) -> None:
+def test_signed_messages_round_trip_and_any_bit_flip_is_detected(
+    body: messages.Body, seq: int
+) -> None:
     record = messages.sign(body, b"t" * 16, seq, KEYS.to_decode)
     message = messages.decode(record)
     assert isinstance(message, messages.Signed)
     assert (message.body, message.ticket, message.sequence) == (body, b"t" * 16, seq)
     assert message.genuine(KEYS.to_decode)
-    assert not message.genuine(KEYS.to_prefill), "each direction has its own key"
+    assert not message.genuine(KEYS.to_prefill), "each direction has a different key"
     flipped = bytearray(record)
     flipped[PREFIX_BYTES + seq % (len(record) - PREFIX_BYTES)] ^= 1 << (seq % 8)
     try:
@@ -127,7 +129,7 @@ HELLOS = st.builds(
 
 
 @given(HELLOS, st.integers(0, 2**16), st.integers(0, 255), st.booleans())
-def test_a_hello_that_was_cut_or_changed_is_another_hello_or_a_frame_error(
+def test_a_cut_or_changed_hello_is_refused_or_decodes_to_another_hello(
     hello: messages.Hello, at: int, value: int, cut: bool
 ) -> None:
     body = messages.encode(hello)[PREFIX_BYTES:]
@@ -143,7 +145,7 @@ def test_a_hello_that_was_cut_or_changed_is_another_hello_or_a_frame_error(
     event("another hello" if found != hello else "the same")
 
 
-def test_another_wire_version_is_named() -> None:
+def test_another_wire_version_is_named_in_the_error() -> None:
     record = bytearray(messages.encode(messages.Credit(1)))
     record[2] = 77
     with pytest.raises(OtherVersion, match=f"wire version {WIRE_VERSION} on this side, 77 on"):
@@ -161,7 +163,7 @@ def test_oversized_records_are_refused_by_their_prefix() -> None:
     ("kind", "most"),
     [(messages.Granted, messages.MAX_GROUPS), (messages.Ack, messages.MAX_SEQUENCES)],
 )
-def test_a_record_has_at_most_so_many_numbers(kind: Any, most: int) -> None:
+def test_the_count_of_numbers_in_a_record_is_limited(kind: Any, most: int) -> None:
     def decoded(num: int) -> object:
         body = kind(tuple(range(num)))
         message = messages.decode(messages.sign(body, b"t" * 16, 1, KEYS.to_decode))
@@ -194,7 +196,7 @@ def test_empty_ranges_are_refused(subtests: pytest.Subtests) -> None:
 
 
 @given(st.integers(0, FRAME_BYTES * 8 - 1))
-def test_a_flipped_bit_of_a_header_is_found(bit: int) -> None:
+def test_a_bit_flip_in_a_header_is_detected(bit: int) -> None:
     signed = header().pack()
     record = bytearray(signed + KEYS.to_decode.tag(Domain.HEADER, 5, signed))
     record[bit // 8] ^= 1 << (bit % 8)
@@ -206,20 +208,22 @@ def test_a_flipped_bit_of_a_header_is_found(bit: int) -> None:
 
 
 @given(st.binary(min_size=1, max_size=2000), U64, st.integers(0, 2**20))
-def test_a_sealed_payload_opens_only_as_it_was_sealed(data: bytes, seq: int, bit: int) -> None:
+def test_a_sealed_payload_opens_only_with_its_key_sequence_and_bytes(
+    data: bytes, seq: int, bit: int
+) -> None:
     key = KEYS.to_decode
     sealed = bytes(key.seal(seq, data))
     content, tag = sealed[: len(data)], sealed[len(data) :]
     assert len(tag) == 16
     assert key.unseal(seq, content, tag) == data
-    assert key.unseal(seq ^ 1, content, tag) is None, "another sequence, another nonce"
+    assert key.unseal(seq ^ 1, content, tag) is None, "another sequence has another nonce"
     assert KEYS.to_prefill.unseal(seq, content, tag) is None
     flipped = bytearray(sealed)
     flipped[bit // 8 % len(sealed)] ^= 1 << (bit % 8)
     assert key.unseal(seq, flipped[: len(data)], bytes(flipped[len(data) :])) is None
 
 
-def test_keys_depend_on_everything_that_must_be_agreed() -> None:
+def test_keys_depend_on_all_parameters_of_the_handshake() -> None:
     other = os.urandom(16)
     spec = spec_digest(SPEC)
     variants = [
@@ -235,7 +239,7 @@ def test_keys_depend_on_everything_that_must_be_agreed() -> None:
     assert len(tags) == len(variants)
 
 
-def test_kv_layout_round_trips_and_names_a_difference() -> None:
+def test_kv_layout_round_trips_and_a_difference_is_named() -> None:
     assert decode_spec(encode_spec(SPEC)) == SPEC
     assert spec_difference(SPEC, SPEC) == ""
     assert (

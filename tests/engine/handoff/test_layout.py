@@ -1,4 +1,4 @@
-"""Cutting prompts into frames and the receiver's bitmap."""
+"""Division of prompts into frames, and the receiver's bitmap."""
 
 import random
 
@@ -38,7 +38,7 @@ def header(piece: Piece, **change: object) -> FrameHeader:
 
 
 def first_in_window(num_tokens: int) -> int:
-    """The first block of WINDOW that the row at position num_tokens sees."""
+    """Return the first block of WINDOW that the row at position num_tokens sees."""
     return max(0, num_tokens - WINDOW.window + 1) // 32
 
 
@@ -72,7 +72,7 @@ def test_pieces_cover_every_cell_once(num_tokens: int, first: int, limit: int, s
     limit=st.sampled_from([1, 100_000, SLOT_BYTES]),
     seed=st.integers(),
 )
-def test_leading_blocks_are_there_in_every_layer(
+def test_leading_blocks_are_complete_in_every_layer(
     num_tokens: int, first: int, limit: int, seed: int
 ) -> None:
     end = -(-num_tokens // 32)
@@ -98,7 +98,7 @@ def test_frames_are_large_where_the_prompt_allows() -> None:
     assert all(512 << 10 <= size <= SLOT_BYTES for size in sizes[:-1])
 
 
-def test_a_block_larger_than_a_slot_makes_the_slot_larger() -> None:
+def test_a_block_larger_than_a_slot_increases_the_slot_size() -> None:
     spec = KvSpec(1024, (LayerGroup((0,), "full", 0, 8, 128, "float32", 0, 8),))
     assert slot_bytes(spec) == spec.groups[0].block_bytes(1024) > SLOT_BYTES
 
@@ -107,7 +107,7 @@ def test_frames_that_do_not_fit_are_refused(subtests: pytest.Subtests) -> None:
     for change in (
         {"group": 2},
         {"tokens": range(32, 100)},
-        {"tokens": range(64)},  # block 0 is a shared prefix block: not asked for
+        {"tokens": range(64)},  # block 0 is a shared prefix block, which was not requested
         {"tokens": range(64, 192)},  # past the end
         {"layers": range(14, 16)},
         {"heads": range(2)},
@@ -121,7 +121,7 @@ def test_frames_that_do_not_fit_are_refused(subtests: pytest.Subtests) -> None:
                 bitmap.piece(header(Piece(0, range(2), range(1, 3)), **change))
 
 
-def test_what_is_missing_is_told_in_blocks() -> None:
+def test_missing_data_are_counted_in_blocks() -> None:
     spec = KvSpec(4, (LayerGroup((0, 1, 2, 3), "full", 0, 1, 4, "float32", 0, 1),))
     bitmap = Bitmap(spec, 20, [1])
     assert bitmap.missing_blocks == 4

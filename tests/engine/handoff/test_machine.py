@@ -1,4 +1,4 @@
-"""The hand-off machine: every path frees exactly once and reports exactly once."""
+"""The hand-off state machine: every path frees and reports exactly once."""
 
 from collections import Counter
 
@@ -79,7 +79,9 @@ def test_prefill_path() -> None:
 @pytest.mark.parametrize("side", Side)
 @given(script=TIMED)
 @settings(max_examples=400)
-def test_gives_back_exactly_once(side: Side, script: list[tuple[Event, float]]) -> None:
+def test_resources_are_given_back_exactly_once(
+    side: Side, script: list[tuple[Event, float]]
+) -> None:
     state, now = Handoff(side, deadline=20.0), 0.0
     count: Counter[Action] = Counter()
     for event, wait in script:
@@ -103,7 +105,7 @@ def test_gives_back_exactly_once(side: Side, script: list[tuple[Event, float]]) 
 
 
 @pytest.mark.parametrize("start", [run(receive(), Claimed())[0], run(send(), Picked())[0]])
-def test_silence_and_frozen_peer_end_it(start: Handoff) -> None:
+def test_a_silent_or_frozen_peer_ends_the_attempt(start: Handoff) -> None:
     state, done = run(start, Tick(), now=SILENCE_S - 0.01)
     assert (state.phase, done) == (Phase.CLAIMED, [])
     state, done = run(state, Tick(), now=SILENCE_S)
@@ -119,8 +121,8 @@ def test_silence_and_frozen_peer_end_it(start: Handoff) -> None:
 
 
 @pytest.mark.parametrize("event", [Claimed(), Picked()])
-def test_a_peer_is_frozen_only_by_what_passed_since_the_claim(event: Claimed | Picked) -> None:
-    """Its last message may be older: it arrived while the own engine was busy for long."""
+def test_a_peer_counts_as_frozen_only_by_time_since_the_claim(event: Claimed | Picked) -> None:
+    """Its last message may be older, if it arrived while this engine was busy for long."""
     late = 3 * FROZEN_S
     state, _ = run(receive() if isinstance(event, Claimed) else send(), event, now=late)
     state, _ = run(state, PeerProgress(1.0, liveness=7), Heard(late), Tick(), now=late)
@@ -153,7 +155,7 @@ def test_a_duplicate_claim_changes_nothing() -> None:
     assert step(state, Claimed(), 5.0) == (state, (Action.COUNT_STALE,))
 
 
-def test_the_peer_that_ended_it_is_not_told() -> None:
+def test_the_peer_that_ended_the_attempt_gets_no_abort() -> None:
     state, _ = run(send(), Picked())
     assert Action.SEND_ABORT in step(state, HandoffEnded("cancel"), 1.0)[1]
     assert Action.SEND_ABORT not in step(state, HandoffEnded("gone", peer_notified=True), 1.0)[1]

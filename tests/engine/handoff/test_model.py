@@ -1,4 +1,5 @@
-"""The model check of the hand-off: every interleaving in small runs, and eleven bugs it must find.
+"""Model check of the hand-off: every interleaving in small runs, and eleven seeded bugs that it
+must find.
 
 `make modelcheck` covers the larger runs. See tests/support/oracles/handoff_model.
 """
@@ -16,7 +17,7 @@ from oracles.handoff_model.rules import Rules
 from pdserve.services.router.requests import machine
 
 MOVES_OF = (router, decode, prefill, faults)
-# Those of two requests take seconds each.
+# Runs with two requests take seconds each.
 CONFIGS = [
     pytest.param(config, id=config.name, marks=[pytest.mark.extended] * (len(config.prompts) > 1))
     for config in IN_TEST
@@ -25,7 +26,7 @@ CONFIGS = [
 
 @pytest.fixture(scope="module")
 def ran() -> list[Result]:
-    """The searches of this module that have come to their end."""
+    """Results of the searches in this module that have finished."""
     return []
 
 
@@ -43,8 +44,8 @@ def test_no_interleaving_loses_or_leaks(config: Config, ran: list[Result]) -> No
 
 
 @pytest.mark.extended
-def test_every_move_has_happened(ran: list[Result]) -> None:
-    """After the runs above: no event of the model is out of reach."""
+def test_every_move_occurs_in_some_run(ran: list[Result]) -> None:
+    """After the runs above, no event of the model is unreachable."""
     if len(ran) < len(IN_TEST):
         pytest.skip("not all runs were selected")
     known = {f"{m.__name__.rpartition('.')[2]} {f}" for m, f in moves()}
@@ -52,7 +53,7 @@ def test_every_move_has_happened(ran: list[Result]) -> None:
 
 
 def moves() -> Iterator[tuple[ModuleType, str]]:
-    """The names of all functions that a `moves` of the model yields."""
+    """Yield the names of all functions that a `moves` of the model yields."""
     for module in MOVES_OF:
         source = module.__loader__.get_source(module.__name__)
         for line in source.splitlines():
@@ -71,5 +72,5 @@ def test_a_seeded_bug_is_found(bug: Bug) -> None:
     assert sound.complete, told(sound)
 
 
-def test_the_router_of_the_model_is_the_product_s_machine() -> None:
+def test_the_model_and_the_product_use_the_same_router_machine() -> None:
     assert Rules().request_step is machine.step

@@ -1,4 +1,4 @@
-"""Frames go into an attempt's blocks on the connection's thread, while they are its."""
+"""The connection's thread writes frames into an attempt's blocks while the attempt owns them."""
 
 import os
 import threading
@@ -39,7 +39,7 @@ def header(
 
 
 class Gate:
-    """A write into the pool that waits half way until it is let on."""
+    """A write into the pool that blocks halfway until it is released."""
 
     def __init__(self, kv: KvCache) -> None:
         self.entered, self.free = threading.Event(), threading.Event()
@@ -65,7 +65,7 @@ def payload_of(head: FrameHeader) -> memoryview:
     return memoryview(os.urandom(head.payload_bytes))
 
 
-def test_a_frame_goes_where_it_belongs_once() -> None:
+def test_a_frame_is_written_once_to_its_blocks() -> None:
     kv, blocks = KvCache(SPEC, [16]), open_blocks()
     head = header(range(2, 4), range(1, 3))
     payload = payload_of(head)
@@ -73,12 +73,12 @@ def test_a_frame_goes_where_it_belongs_once() -> None:
     assert piece is not None
     assert b"".join(kv.read(0, range(2, 4), [5, 9])) == payload
     assert blocks.write(kv, header(range(2, 4), range(1, 3), 2), payload_of(head)) is None
-    assert b"".join(kv.read(0, range(2, 4), [5, 9])) == payload, "what is verified stays"
+    assert b"".join(kv.read(0, range(2, 4), [5, 9])) == payload, "verified blocks must not change"
 
 
-def test_what_does_not_fit_changes_nothing(subtests: pytest.Subtests) -> None:
+def test_a_frame_that_does_not_fit_changes_nothing(subtests: pytest.Subtests) -> None:
     for layers, blocks, reason in (
-        (range(3, 5), range(1, 3), "overlaps"),  # half of it is there
+        (range(3, 5), range(1, 3), "overlaps"),  # half of it is already written
         (range(2, 4), range(2, 4), "overlaps"),
         (range(6, 7), range(1), "6 layers"),
         (range(1), range(3, 5), "not requested"),
@@ -94,7 +94,7 @@ def test_what_does_not_fit_changes_nothing(subtests: pytest.Subtests) -> None:
             assert content(kv) == before
 
 
-def test_leading_blocks_are_those_that_every_layer_has() -> None:
+def test_leading_blocks_are_those_complete_in_every_layer() -> None:
     kv, blocks = KvCache(SPEC, [16]), open_blocks()
     seen = []
     for layers, run in [
@@ -109,7 +109,7 @@ def test_leading_blocks_are_those_that_every_layer_has() -> None:
     assert seen == [0, 0, 2, 4]
 
 
-def test_closing_waits_for_the_write_under_way_and_lets_no_other_begin() -> None:
+def test_closing_waits_for_the_current_write_and_prevents_others() -> None:
     kv, blocks = KvCache(SPEC, [16]), open_blocks()
     gate = Gate(kv)
     first, second = header(range(3), range(4)), header(range(3, 6), range(4), 2)
@@ -120,7 +120,7 @@ def test_closing_waits_for_the_write_under_way_and_lets_no_other_begin() -> None
     assert gate.entered.wait(LIMIT_S)
     closer.start()
     closer.join(0.1)
-    assert closer.is_alive(), "the blocks are still being written"
+    assert closer.is_alive(), "closed while the blocks were being written"
     gate.free.set()
     closer.join(LIMIT_S)
     writer.join(LIMIT_S)
@@ -133,7 +133,7 @@ def test_closing_waits_for_the_write_under_way_and_lets_no_other_begin() -> None
 
 
 class Engine:
-    """Gives every hand-off the same blocks."""
+    """An engine that gives every hand-off the same blocks."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []
@@ -156,7 +156,7 @@ class Engine:
 
 
 class World:
-    """A Receiver with one attempt that has its blocks; frames arrive when `frame` is called."""
+    """A Receiver with one attempt that has its blocks; a call of `frame` delivers a frame."""
 
     def __init__(self) -> None:
         self.engine, self.kv = Engine(), KvCache(SPEC, [16])
@@ -189,7 +189,7 @@ class World:
         self.wakes += 1
 
     def frame(self, layers: range, blocks: range, sequence: int) -> bytes:
-        """Its payload, as the connection's thread takes it."""
+        """Deliver a frame's payload as the connection's thread does. Return its bytes."""
         head = header(layers, blocks, sequence)
         payload = payload_of(head)
         tag = self.incoming.peer_key.tag(Domain.PAYLOAD, sequence, payload)
@@ -199,7 +199,7 @@ class World:
         return bytes(payload)
 
 
-def test_the_engine_thread_is_woken_for_whole_blocks_only() -> None:
+def test_the_engine_thread_wakes_only_for_whole_blocks() -> None:
     world = World()
     sent = b"".join(world.frame(range(n, n + 1), range(4), n + 1) for n in range(LAYERS - 1))
     assert (world.wakes, world.engine.ended) == (0, [])
@@ -210,7 +210,7 @@ def test_the_engine_thread_is_woken_for_whole_blocks_only() -> None:
     assert world.engine.ended == ["committed"]
 
 
-def test_an_attempt_that_ends_while_a_frame_is_written_frees_its_blocks_afterwards() -> None:
+def test_an_attempt_that_ends_during_a_write_frees_its_blocks_afterwards() -> None:
     world = World()
     gate = Gate(world.kv)
     writer = threading.Thread(target=world.frame, args=(range(3), range(4), 1))
@@ -219,7 +219,7 @@ def test_an_attempt_that_ends_while_a_frame_is_written_frees_its_blocks_afterwar
     engine = threading.Thread(target=world.receiver.cancel, args=(world.attempt, "cancelled"))
     engine.start()
     engine.join(0.1)
-    assert world.engine.ended == [], "not under the frame"
+    assert world.engine.ended == [], "the attempt ended during the write"
     gate.free.set()
     engine.join(LIMIT_S)
     writer.join(LIMIT_S)
@@ -232,7 +232,7 @@ def test_an_attempt_that_ends_while_a_frame_is_written_frees_its_blocks_afterwar
     assert world.engine.ended == ["released"]
 
 
-def test_a_pool_that_fails_ends_the_attempt_and_only_it() -> None:
+def test_a_failing_pool_ends_only_its_attempt() -> None:
     world = World()
 
     def fail(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Promise accounting."""
+"""Accounting of promised blocks."""
 
 import pytest
 from hypothesis import given
@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
 
 
-def test_whole_prompt_and_a_block_per_choice(subtests: pytest.Subtests) -> None:
+def test_a_promise_covers_the_prompt_and_a_block_per_choice(subtests: pytest.Subtests) -> None:
     for tokens, choices, blocks in ((1, 1, 2), (32, 1, 2), (33, 4, 6)):
         with subtests.test(tokens=tokens, choices=choices, blocks=blocks):
             assert promise_blocks(tokens, choices, 32) == blocks
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), max_size=40), st.integers(0, 5))
-def test_never_more_than_the_room(orders: list[tuple[int, bool]], running: int) -> None:
+def test_promises_never_exceed_the_room(orders: list[tuple[int, bool]], running: int) -> None:
     promises, given_out = Promises(32), []
     for blocks, free_one in orders:
         alone = not running and not given_out

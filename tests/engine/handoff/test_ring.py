@@ -1,4 +1,4 @@
-"""Rings: what was written is there after a SIGKILL, and no file makes the reader fail."""
+"""Rings: records survive a SIGKILL, and no file makes the reader fail."""
 
 import os
 import signal
@@ -78,7 +78,7 @@ def arguments_of(recording: Recording) -> list[int]:
     return [record.argument for record in recording.records]
 
 
-def test_the_codes_fit() -> None:
+def test_all_codes_fit_into_a_record() -> None:
     assert len(EVENTS) <= RecordKind.OPENED
     assert len(PHASES) <= 64
     assert len(ACTIONS) <= 32
@@ -86,33 +86,33 @@ def test_the_codes_fit() -> None:
 
 
 @given(RECORDS)
-def test_a_record_comes_back(record: Record) -> None:
+def test_a_record_round_trips(record: Record) -> None:
     data = pack(*record)
     assert len(data) == RECORD_BYTES
     assert unpack(data) == record
 
 
 @given(RECORDS, st.integers(0, RECORD_BYTES - 1), st.integers(1, 255))
-def test_a_damaged_record_is_none(record: Record, at: int, mask: int) -> None:
+def test_a_damaged_record_is_ignored(record: Record, at: int, mask: int) -> None:
     data = bytearray(pack(*record))
     data[at] ^= mask
     assert unpack(bytes(data)) is None
 
 
 @given(RECORDS, RECORDS, st.integers(1, RECORD_BYTES - 1))
-def test_a_torn_record_is_none(old: Record, new: Record, done: int) -> None:
+def test_a_torn_record_is_ignored(old: Record, new: Record, done: int) -> None:
     whole = pack(*new)
     torn = whole[:done] + pack(*old)[done:]
     assert unpack(torn) in (None, new, old)
     assert unpack(whole[:done]) is None
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_records_are_read(tmp_path: Path) -> None:
     ring = make(tmp_path)
     fill(ring, 30)
     live = read_ring(tmp_path / "a.ring")
     ring.close()
-    fill(ring, 5)  # dropped
+    fill(ring, 5)  # dropped, since the ring is closed
     found = read_ring(tmp_path / "a.ring")
     assert (found.role, found.boot, found.name) == ("decode", BOOT, "decode-000102")
     assert [r.argument for r in live.records] == list(range(30))
@@ -125,7 +125,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert times == sorted(times)
 
 
-def test_the_newest_are_kept(
+def test_the_newest_records_are_kept(
     subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     for number in (100, 101, 170, 1000):
@@ -137,7 +137,7 @@ def test_the_newest_are_kept(
             assert (found.lost, found.damaged) == (number - 100, 0)
 
 
-def test_sequences_pass_32_bits(tmp_path: Path) -> None:
+def test_sequence_numbers_exceed_32_bits(tmp_path: Path) -> None:
     ring = make(tmp_path)
     ring._sequence = (1 << 32) - 20
     fill(ring, 150)
@@ -146,7 +146,7 @@ def test_sequences_pass_32_bits(tmp_path: Path) -> None:
     assert found.records[-1].sequence == (1 << 32) + 130
 
 
-def test_a_torn_last_record_costs_no_other(
+def test_a_torn_last_record_affects_no_other(
     subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     for before, done in product((5, 250), range(1, RECORD_BYTES)):
@@ -162,7 +162,7 @@ def test_a_torn_last_record_costs_no_other(
             assert found.damaged == 0
 
 
-def test_threads_append_in_one_order(tmp_path: Path) -> None:
+def test_threads_append_in_a_single_order(tmp_path: Path) -> None:
     ring = make(tmp_path, 5000)
     threads = [threading.Thread(target=fill, args=(ring, 1000, n * 1000)) for n in range(4)]
     for thread in threads:
@@ -179,7 +179,7 @@ def test_threads_append_in_one_order(tmp_path: Path) -> None:
         assert own == sorted(own)
 
 
-def test_words(tmp_path: Path) -> None:
+def test_reasons_are_stored_as_text(tmp_path: Path) -> None:
     ring = make(tmp_path, 1000)
     trace, state = EventLog(ring), Handoff(Side.SEND, 1.0)
     reasons = [f"peer {n}: " + "é" * 60 for n in range(2 * NUM_REASONS)]
@@ -189,7 +189,7 @@ def test_words(tmp_path: Path) -> None:
         trace.step(ATTEMPT, event, state, after, actions)
     found = read_ring(tmp_path / "a.ring")
     words = [found.reason(record.detail) for record in found.records]
-    assert words[0] == words[-1] == "deadline", "the machine's own always fit"
+    assert words[0] == words[-1] == "deadline", "the machine's reasons must always fit"
     room = NUM_REASONS - 5
     assert all(w and r.startswith(w) for w, r in zip(words[1:room], reasons, strict=False))
     assert set(words[room + 1 : -1]) == {MORE}
@@ -214,8 +214,9 @@ write(0)
 
 
 @pytest.mark.parametrize("capacity", [300, 30_000])
-def test_what_a_killed_process_has_written_is_there(tmp_path: Path, capacity: int) -> None:
-    """Killed while two threads append; a few times, since it is a matter of luck what is torn."""
+def test_records_of_a_killed_process_are_kept(tmp_path: Path, capacity: int) -> None:
+    """The process is killed while two threads append. This is repeated because it depends on chance
+    which record is torn."""
     wrapped = 0
     for life in range(5):
         path = tmp_path / f"{life}.ring"
@@ -232,7 +233,9 @@ def test_what_a_killed_process_has_written_is_there(tmp_path: Path, capacity: in
         found = parse_ring(data)
         numbers = [record.sequence for record in found.records]
         assert found.damaged == 0
-        assert numbers[-1] in (position, position + 1), "at most one beyond what it has counted"
+        assert numbers[-1] in (position, position + 1), (
+            "at most one record may follow the counted ones"
+        )
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
         assert len(numbers) >= min(position, capacity - 1)
         for side in (0, 1):
@@ -242,7 +245,7 @@ def test_what_a_killed_process_has_written_is_there(tmp_path: Path, capacity: in
     assert (capacity > 300) or wrapped == 5
 
 
-def test_a_disk_without_room_is_told(
+def test_a_full_disk_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
@@ -251,13 +254,13 @@ def test_a_disk_without_room_is_told(
     monkeypatch.setattr(ring_file.os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
         make(tmp_path)
-    assert open_ring(str(tmp_path), "decode", BOOT, 1) is None, "a worker serves without"
+    assert open_ring(str(tmp_path), "decode", BOOT, 1) is None, "a worker can serve without a ring"
     path = tmp_path / "decode-000102030405.ring"
     assert f"hand-offs are not recorded in {path}: No space left on device" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_folder_or_no_size_is_no_ring(tmp_path: Path) -> None:
+def test_without_a_folder_or_a_size_there_is_no_ring(tmp_path: Path) -> None:
     assert open_ring("", "decode", BOOT, 1) is None
     assert open_ring(str(tmp_path), "decode", BOOT, 0) is None
     made = open_ring(str(tmp_path / "new"), "decode", BOOT, 1)
@@ -270,7 +273,7 @@ def test_no_folder_or_no_size_is_no_ring(tmp_path: Path) -> None:
     assert path.stat().st_size <= 1 << 20
 
 
-def test_of_the_dead_the_newest_are_kept(tmp_path: Path) -> None:
+def test_the_newest_rings_of_dead_processes_are_kept(tmp_path: Path) -> None:
     alive = open_ring(str(tmp_path), "decode", bytes(16), 1)
     for number in range(MAX_DEAD_RINGS + 3):
         path = tmp_path / f"dead-{number}.ring"
@@ -290,7 +293,7 @@ def test_of_the_dead_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def whole_ring(folder: Path) -> bytes:
-    """A hand-off as decode has noted it, in a ring."""
+    """Return a ring with decode's records of a hand-off."""
     _, decode, _ = whole_handoff(ATTEMPT)
     times = count(1000)
     ring = make(folder, 50, clock=lambda: next(times))
@@ -311,7 +314,8 @@ read: dict[str, int] = {"refused": 0, "read": 0, "damaged": 0}
 @settings(max_examples=600)
 @given(data=st.data())
 def test_no_file_makes_the_reader_fail(good: bytes, data: st.DataObject) -> None:
-    """Truncated, then overwritten here and there; the checker takes what is left."""
+    """The file is truncated, then overwritten at some places; the checker accepts what the reader
+    returns."""
     sizes = st.one_of(st.just(len(good)), st.integers(0, len(good)))
     broken = bytearray(good[: data.draw(sizes)])
     spots = st.one_of(st.integers(0, 130), st.integers(POSITION_AT, len(good)))
@@ -332,8 +336,8 @@ def test_no_file_makes_the_reader_fail(good: bytes, data: st.DataObject) -> None
         assert str(violation)
 
 
-def test_every_kind_of_damage_was_met() -> None:
-    """By the test above."""
+def test_every_kind_of_damage_occurred() -> None:
+    """Checks the counts of the test above."""
     print(read)
     assert min(read.values()) > 20
 
@@ -362,8 +366,8 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
         read_ring(tmp_path / "text.ring")
 
 
-def test_several_rings_are_read_as_of_one_moment(tmp_path: Path) -> None:
-    """A process that goes on while another's ring is read."""
+def test_several_rings_are_read_as_of_the_same_moment(tmp_path: Path) -> None:
+    """A process keeps writing while another's ring is read."""
     made = [open_ring(str(tmp_path), role, role.encode() * 4, 1) for role in ("decode", "router")]
     paths = sorted(tmp_path.iterdir())
 
@@ -384,6 +388,6 @@ def test_several_rings_are_read_as_of_one_moment(tmp_path: Path) -> None:
         ring.close()
 
 
-def test_a_folder_conforms(tmp_path: Path) -> None:
+def test_the_rings_of_a_folder_conform(tmp_path: Path) -> None:
     whole_ring(tmp_path)
     assert assert_conform(tmp_path)["receive", "filled"] == 1

@@ -1,4 +1,4 @@
-"""Chain hashes: one per full block, of everything before it, of one cache and tenant."""
+"""Chain hashes: one per full block, over all tokens before it, for one cache and tenant."""
 
 import hashlib
 import struct
@@ -35,5 +35,5 @@ def test_identity_and_salt_separate_caches() -> None:
     assert len({bytes(h) for s in seeds for h in chain_hashes(range(4), 4, s)}) == len(seeds)
 
 
-def test_no_full_block_no_hash() -> None:
+def test_without_a_full_block_there_is_no_hash() -> None:
     assert chain_hashes([], 4, b"") == chain_hashes([1, 2, 3], 4, b"") == []

@@ -1,4 +1,4 @@
-"""The block pool keeps count: nothing leaks, nothing is given twice, whatever the order."""
+"""The block pool keeps count: no block leaks or is allocated twice, in any order of operations."""
 
 import pytest
 from hypothesis import event, settings
@@ -44,7 +44,7 @@ def test_events_are_the_net_change() -> None:
     pool.release([block])
     pool.release(pool.allocate(1))
     pool.register(*pool.allocate(1), b"b")
-    assert pool.take_events() == ([], [])  # gone and back
+    assert pool.take_events() == ([], [])  # evicted and registered again
 
 
 @pytest.mark.parametrize("reserved", [False, True])
@@ -62,7 +62,7 @@ def test_a_double_release_is_refused(reserved: bool) -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holders take, share and give back blocks at random; a model keeps its own account."""
+    """Holders allocate, share and release blocks at random; a model keeps separate counts."""
 
     def __init__(self) -> None:
         super().__init__()

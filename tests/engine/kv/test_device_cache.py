@@ -1,5 +1,5 @@
-"""A pool on a device, with streams that only note who waits for whom: bytes move between the right
-two waits."""
+"""A pool on a device whose streams only record their waits: bytes are copied between the right two
+waits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,11 +35,11 @@ class FakeEvent:
 
 
 class FakeTorch:
-    """torch, whose device is the host's memory; `cuda` is itself."""
+    """Replaces torch; the device is host memory, and `cuda` is the object itself."""
 
     def __init__(self) -> None:
         self.cuda = self
-        self.notes: list[tuple[str, str, bytes]] = []  # what, on which stream, the pool's bytes
+        self.notes: list[tuple[str, str, bytes]] = []  # operation, stream, bytes of the pool
         self.pool: torch.Tensor | None = None
         self.current = COMPUTE
         self.computing = FakeStream(COMPUTE, self)
@@ -94,7 +94,7 @@ def payload_of(kv: KvCache, blocks: list[int]) -> bytes:
     return bytes(n % 251 for n in range(size))
 
 
-def test_a_write_is_between_two_waits(world: FakeTorch) -> None:
+def test_a_write_lies_between_two_waits(world: FakeTorch) -> None:
     kv, blocks = HostDeviceCache(fake_spec(4), [9]), [3, 7, 4]
     payload = payload_of(kv, blocks)
     kv.write(0, range(1), blocks, memoryview(payload))
@@ -107,7 +107,7 @@ def test_a_write_is_between_two_waits(world: FakeTorch) -> None:
     assert new == plain.data[0].tobytes()
 
 
-def test_a_read_waits_for_what_was_launched_and_then_for_the_copy(world: FakeTorch) -> None:
+def test_a_read_waits_for_launched_work_and_then_for_the_copy(world: FakeTorch) -> None:
     kv, blocks = HostDeviceCache(fake_spec(4), [9]), [2, 1, 8]
     payload = payload_of(kv, blocks)
     kv.write(0, range(1), blocks, memoryview(payload))
@@ -120,7 +120,7 @@ def test_a_read_waits_for_what_was_launched_and_then_for_the_copy(world: FakeTor
     assert kv.read(0, range(1), []) == []
 
 
-def test_what_computes_copies_blocks_and_is_what_pages_wait_for(world: FakeTorch) -> None:
+def test_the_compute_stream_copies_blocks_and_pages_wait_for_it(world: FakeTorch) -> None:
     kv = HostDeviceCache(fake_spec(4), [9])
     kv.write(0, range(1), [2], memoryview(payload_of(kv, [2])))
     kv.copy([BlockCopy(0, 2, 5)])

@@ -1,4 +1,4 @@
-"""Blocks leave and enter the pool as canonical bytes; what does not fit is refused."""
+"""Blocks leave and enter the pool as canonical bytes; payloads that do not fit are refused."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def cache(dtype: str = "float32") -> KvCache:
     return kv
 
 
-def test_read_gives_the_canonical_order(subtests: pytest.Subtests) -> None:
+def test_read_returns_the_canonical_order(subtests: pytest.Subtests) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
         with subtests.test(dtype):
             kv = cache(dtype)
@@ -58,7 +58,7 @@ def test_copies_are_in_order() -> None:
     assert np.array_equal(kv.data[0][:, 3], first)
 
 
-def test_what_is_outside_is_refused(subtests: pytest.Subtests) -> None:
+def test_blocks_and_layers_out_of_range_are_refused(subtests: pytest.Subtests) -> None:
     for group, layers, blocks, size in (
         (0, range(3), [1], 100),
         (0, range(2, 4), [1], None),
@@ -79,7 +79,7 @@ def test_what_is_outside_is_refused(subtests: pytest.Subtests) -> None:
             assert all(np.array_equal(a, b) for a, b in zip(before, kv.data, strict=True))
 
 
-def test_nothing_to_move_is_fine() -> None:
+def test_empty_copies_are_allowed() -> None:
     kv = cache()
     assert kv.read(0, range(3), []) == []
     kv.write(0, range(0), [1], memoryview(b""))

@@ -1,4 +1,4 @@
-"""KvSpec and KvIdentity as bytes: round trips, and bytes that encode nothing are refused."""
+"""KvSpec and KvIdentity as bytes: round trips, and errors for invalid bytes."""
 
 from contextlib import suppress
 
@@ -42,7 +42,9 @@ def test_equal_bytes_are_equal_specs(one: KvSpec, other: KvSpec) -> None:
 
 
 @given(SPEC, st.integers(0, 2**16), st.integers(0, 255), st.booleans())
-def test_a_changed_spec_is_refused_or_another(spec: KvSpec, at: int, value: int, cut: bool) -> None:
+def test_a_changed_encoding_is_refused_or_decodes_to_another_spec(
+    spec: KvSpec, at: int, value: int, cut: bool
+) -> None:
     data = encode_spec(spec)
     at %= len(data)
     if cut:
@@ -61,12 +63,14 @@ def test_other_versions_and_trailing_bytes_are_refused(subtests: pytest.Subtests
 
 
 @given(IDENTITY, st.binary(max_size=20))
-def test_an_identity_ends_where_its_parts_end(identity: KvIdentity, rest: bytes) -> None:
+def test_decoding_an_identity_returns_the_remaining_bytes(
+    identity: KvIdentity, rest: bytes
+) -> None:
     assert decode_identity(encode_identity(identity) + rest) == (identity, rest)
 
 
 @given(IDENTITY, st.integers(0, 2**16))
-def test_a_cut_identity_is_refused(identity: KvIdentity, at: int) -> None:
+def test_a_truncated_identity_is_refused(identity: KvIdentity, at: int) -> None:
     data = encode_identity(identity)
     with pytest.raises(ValueError, match="KV identity"):
         decode_identity(data[: at % len(data)])

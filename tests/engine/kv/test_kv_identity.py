@@ -1,4 +1,4 @@
-"""Which differences of KV identity are named, and exactly which of them each option admits."""
+"""Differences in KV identity that are named, and the exact differences that each option admits."""
 
 from dataclasses import replace
 from itertools import product
@@ -45,7 +45,7 @@ def test_each_part_is_named_and_changes_the_digest(subtests: pytest.Subtests) ->
             assert found.what == what
             assert " on this side, " in found.text
             assert found.text.endswith(" on the peer")
-            # No key depends on the tokenizer; it is compared besides.
+            # No key depends on the tokenizer, which is compared separately.
             assert (OTHERS[what].digest == OURS.digest) == (what == "tokenizer")
 
 
@@ -57,7 +57,7 @@ def test_a_difference_of_weights_names_both_formats() -> None:
     assert found.text == "weights aaaaaaaaaaaa (Q4_1) on this side, bbbbbbbbbbbb (Q8_0) on the peer"
 
 
-def test_an_option_admits_what_it_says_and_nothing_else(subtests: pytest.Subtests) -> None:
+def test_an_option_admits_only_its_difference(subtests: pytest.Subtests) -> None:
     for what, weights, numerics in product(OTHERS, (False, True), (False, True)):
         with subtests.test(what=what, weights=weights, numerics=numerics):
             admitted = (what == "weights" and weights) or (what == "numerics" and numerics)
@@ -79,8 +79,8 @@ def test_two_differences_need_both_options() -> None:
     assert refusal(OURS, both, Mixing(True, True)) is None
 
 
-def test_what_a_peer_keeps_to_itself_is_never_admitted() -> None:
-    """Without the parts nobody knows what else differs."""
+def test_a_difference_in_unknown_parts_is_never_admitted() -> None:
+    """If a peer does not send the parts, other differences cannot be excluded."""
     for silent in (
         KvIdentity(b"x" * 16),
         replace(OTHERS["weights"], configuration=""),
@@ -90,10 +90,10 @@ def test_what_a_peer_keeps_to_itself_is_never_admitted() -> None:
         assert found is not None
         assert found.what == "identity"
         assert found.text.startswith("KV identity ")
-    assert refusal(OURS, KvIdentity(OURS.digest), Mixing()) is None, "the digest says all"
+    assert refusal(OURS, KvIdentity(OURS.digest), Mixing()) is None, "equal digests must be enough"
 
 
-def test_rope_counts_and_the_context_length_only_for_rope_that_depends_on_it() -> None:
+def test_the_digest_covers_rope_and_the_context_length_only_where_rope_depends_on_it() -> None:
     rope = RopeConfig(theta=10000.0, rotary_dim=8)
     config = ModelConfig(
         architecture="Llama", vocab_size=64, hidden_size=8, ffn_size=8, num_heads=1,

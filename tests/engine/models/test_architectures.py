@@ -1,4 +1,4 @@
-"""Every architecture against transformers on tiny seeded models, through a paged cache."""
+"""Every architecture compared with transformers on tiny seeded models, through a paged cache."""
 
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Tokens of the sequences a, b and c in each step: odd chunk borders, decode rows among chunks.
+# Tokens per step of the sequences a, b and c: odd chunk borders, and decode rows among chunks.
 SCHEDULE = (
     {"a": 7},
     {"a": 16, "b": 3},
@@ -136,7 +136,7 @@ def sequences(vocab: int = 259, seed: int = 1) -> dict[str, list[int]]:
 
 
 def run_schedule(runner: PagedRunner, ids: dict[str, list[int]]) -> dict[str, Tensor]:
-    """Logits of every token, teacher-forced."""
+    """Return the logits of every token, with teacher forcing."""
     parts: dict[str, list[Tensor]] = {name: [] for name in ids}
     for step in SCHEDULE:
         tokens = {}
@@ -162,7 +162,7 @@ def test_logits_equal_transformers(subtests: pytest.Subtests, variant: str, tmp_
             ours = run_schedule(runner, ids)
             for name, logits in theirs.items():
                 torch.testing.assert_close(ours[name], logits, atol=1e-4, rtol=0)
-                assert logits.std() > 0.3, "logits too flat to tell anything"
+                assert logits.std() > 0.3, "the logits are too flat to compare"
             assert runner.mixed_steps >= 3
             windows = {layer.window for layer in runner.decoder.config.layers} - {0}
             assert (runner.freed_blocks > 0) == bool(windows)
@@ -190,7 +190,7 @@ def test_greedy_tokens_equal_transformers(
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
-def test_bf16_is_no_further_from_float32_than_transformers_bf16(arch: str, tmp_path: Path) -> None:
+def test_bf16_is_as_close_to_float32_as_transformers_bf16(arch: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path, arch, seed=5, dtype=torch.bfloat16)
     ids = sequences()
     ours = run_schedule(PagedRunner(load_decoder(path, torch.bfloat16)), ids)
@@ -221,7 +221,7 @@ def test_kv_only_writes_the_same_keys_and_values(arch: str, kernels: str, tmp_pa
         assert caches[0].isfinite().any()
 
 
-def test_logits_only_of_the_tokens_asked_for_and_kv_in_another_dtype(tmp_path: Path) -> None:
+def test_only_requested_tokens_get_logits_and_kv_may_have_another_dtype(tmp_path: Path) -> None:
     path = write_tiny(tmp_path, "qwen3")
     ids = sequences()
     exact = run_schedule(PagedRunner(load_decoder(path)), ids)

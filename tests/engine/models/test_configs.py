@@ -1,4 +1,4 @@
-"""config.json to ModelConfig: older key forms, defaults by absence, and clear refusals."""
+"""config.json to ModelConfig: older forms of keys, defaults for absent keys, and clear refusals."""
 
 import copy
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def without(config: Mapping[str, Any], *keys: str, **changes: Any) -> dict[str, 
     return copy.deepcopy(kept | changes)
 
 
-def test_the_older_rope_keys_mean_the_same(configs: Mapping[str, dict[str, Any]]) -> None:
+def test_older_rope_keys_have_the_same_meaning(configs: Mapping[str, dict[str, Any]]) -> None:
     new = without(configs["llama"], rope_parameters=YARN)
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     old = without(configs["llama"], "rope_parameters", rope_theta=5e5, rope_scaling=scaling)
@@ -40,10 +40,10 @@ def test_the_older_rope_keys_mean_the_same(configs: Mapping[str, dict[str, Any]]
     assert parse_config(new).layers[0].rope.attention_factor == pytest.approx(1.1386, abs=1e-4)
 
 
-def test_rope_of_gpt_oss_is_that_of_transformers(
+def test_rope_defaults_of_gpt_oss_are_those_of_transformers(
     subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A config that names theta alone keeps it, and has the scaling of the releases."""
+    """A config with only theta keeps it and gets the scaling of the releases."""
     for given, theta, factor in (
         ({}, 150_000, 32),
         ({"rope_theta": 5e4}, 5e4, 32),
@@ -61,7 +61,7 @@ def test_rope_of_gpt_oss_is_that_of_transformers(
             assert (rope.theta, rope.factor) == (theta, factor)
 
 
-def test_the_older_gemma_keys_mean_the_same(configs: Mapping[str, dict[str, Any]]) -> None:
+def test_older_gemma_keys_have_the_same_meaning(configs: Mapping[str, dict[str, Any]]) -> None:
     linear = {"rope_type": "linear", "factor": 8.0}
     new = without(
         configs["gemma3"],
@@ -85,7 +85,7 @@ def test_the_older_gemma_keys_mean_the_same(configs: Mapping[str, dict[str, Any]
     assert kinds == ["default", "default", "linear", "default"]
 
 
-def test_absent_keys_take_the_defaults_of_their_architecture(
+def test_absent_keys_get_the_defaults_of_their_architecture(
     configs: Mapping[str, dict[str, Any]],
 ) -> None:
     mistral = parse_config(without(configs["mistral"], "sliding_window"))
@@ -100,10 +100,12 @@ def test_absent_keys_take_the_defaults_of_their_architecture(
         == 6
     )
     uneven = without(configs["llama"], partial_rotary_factor=30 / 44) | {"head_dim": 44}
-    assert parse_config(uneven).layers[0].rope.rotary_dim == 30, "not 29: 44 * (30 / 44) < 30"
+    assert parse_config(uneven).layers[0].rope.rotary_dim == 30, (
+        "not 29, although 44 * (30 / 44) < 30"
+    )
 
 
-def test_layers_of_one_window_share_a_group(configs: Mapping[str, dict[str, Any]]) -> None:
+def test_layers_with_the_same_window_share_a_group(configs: Mapping[str, dict[str, Any]]) -> None:
     groups = parse_config(configs["gemma3"]).kv_groups("bfloat16")
     assert [(group.kind, group.window, group.layers) for group in groups] == [
         ("full", 0, (2,)),
@@ -201,7 +203,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def test_what_is_not_computed_is_refused_by_name(
+def test_unsupported_features_are_refused_by_name(
     subtests: pytest.Subtests, configs: Mapping[str, dict[str, Any]]
 ) -> None:
     for case in REFUSED:

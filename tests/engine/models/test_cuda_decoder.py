@@ -1,5 +1,5 @@
-"""The decoder on the CUDA kernels, interpreted: equal to the reference, and to itself whatever else
-is computed and in which pieces."""
+"""The decoder on the CUDA kernels, interpreted: it equals the reference, and a token does not
+depend on other rows or on chunk borders."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,11 +19,11 @@ from pdserve.kernels.cuda.linear.product import SplitSums, split_linear
 
 pytestmark = pytest.mark.kernels
 
-LATENT = {"qk_rope_head_dim": 16, "kv_lora_rank": 32, "head_dim": 16}  # 48 values of a token
+LATENT = {"qk_rope_head_dim": 16, "kv_lora_rank": 32, "head_dim": 16}  # 48 values per token
 
 
 def sizes(arch: str) -> dict[str, Any]:
-    """What the kernels take: heads of a multiple of 16 values."""
+    """Return sizes that the kernels accept: heads of a multiple of 16 values."""
     if arch in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
         return LATENT
     return {"stablelm": {}, "mistral": {"sliding_window": 9, "head_dim": 16}}.get(
@@ -41,23 +41,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"q_lora_rank": 20, "topk_method": "greedy", **LATENT},
     ),
 }
-# Caps and windows; sinks, biases and experts; latent attention and groups of experts.
+# Architectures with caps and windows; sinks, biases and experts; latent attention and groups of
+# experts.
 FEW = ("gemma2", "gpt_oss", "deepseek_v3")
 
 
 def few_always(names: Iterable[str]) -> list[Any]:
-    """Parameters of which only `FEW` are run by `make test-kernels`; each takes up to 40 s."""
+    """Return parameters of which `make test-kernels` runs only `FEW`; each takes up to 40 s."""
     rest = pytest.mark.extended
     return [pytest.param(name, marks=[] if name in FEW else rest) for name in names]
 
 
-# Tokens of two sequences in each step: chunks, decode rows beside chunks, decode rows.
+# Tokens per step of two sequences: chunks, decode rows next to chunks, decode rows.
 SCHEDULE = ({"a": 5}, {"a": 1, "b": 14}, {"a": 8, "b": 1}, {"a": 1, "b": 1})
 
 
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rows of a few columns are cut, too, and the kernel behind a product adds its splits."""
+    """Split rows of a few columns, too, so that the kernel after a product adds its splits."""
     monkeypatch.setattr(tiles, "SPLIT_COLUMNS", 16)
     monkeypatch.setattr(packing, "PLAIN_BLOCK", 16)
     monkeypatch.setattr(product, "PLAIN_COLUMNS", tl.constexpr(16))
@@ -80,7 +81,7 @@ def tokens_of(name: str, count: int) -> list[int]:
 
 
 def run(runner: PagedRunner, schedule: tuple[dict[str, int], ...]) -> dict[str, Tensor]:
-    """Logits of every token, teacher-forced."""
+    """Return the logits of every token, with teacher forcing."""
     parts: dict[str, list[Tensor]] = {}
     for step in schedule:
         given = {}
@@ -102,15 +103,15 @@ def test_logits_equal_the_reference(variant: str, tmp_path: Path) -> None:
     for name, logits in ours.items():
         assert logits.dtype == torch.float32
         torch.testing.assert_close(logits, theirs[name], atol=1e-4, rtol=0)
-        assert logits.std() > 0.3, "logits too flat to tell anything"
+        assert logits.std() > 0.3, "the logits are too flat to compare"
     assert runner.mixed_steps == 2
     windows = {layer.window for layer in runner.decoder.config.layers} - {0}
     assert all(window < 15 for window in windows)
 
 
 @pytest.mark.parametrize("arch", few_always(ARCHITECTURES))
-def test_a_token_is_the_same_whatever_else_is_computed(arch: str, tmp_path: Path) -> None:
-    """In bfloat16: alone token by token, in chunks, and beside others."""
+def test_a_token_does_not_depend_on_other_rows_or_chunks(arch: str, tmp_path: Path) -> None:
+    """Compares, in bfloat16, a sequence computed token by token, in chunks, and next to others."""
     decoder = load_decoder(
         write_tiny(tmp_path, arch, seed=5, **sizes(arch)), torch.bfloat16, kernels="cuda"
     )

@@ -1,4 +1,4 @@
-"""Which parts of a layer one launch computes together."""
+"""Which parts of a layer are computed in one launch."""
 
 from pathlib import Path
 
@@ -44,10 +44,10 @@ def test_the_first_layer(
             assert kinds[: len(expected)] == expected
 
 
-def test_nothing_is_lost(
+def test_fusing_keeps_all_tensors_stores_and_sums(
     subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Every tensor of the layers is one part's, and every layer stores and adds as before."""
+    """Each tensor of the layers belongs to one part, and every layer stores and adds as before."""
     for arch in LAYERS:
         with subtests.test(arch):
             tmp_path = tmp_path_factory.mktemp("case")
@@ -64,7 +64,7 @@ def test_nothing_is_lost(
             assert [n for n in stored if n is not None] == list(range(config.num_layers))
 
 
-def test_a_scale_is_part_of_the_sum(tmp_path: Path) -> None:
+def test_a_scale_is_fused_into_the_sum(tmp_path: Path) -> None:
     config = config_of("granite", tmp_path)
     sums = [part for part in fused_parts(config) if isinstance(part, AddNorm)]
     assert {part.factor for part in sums} == {0.75}

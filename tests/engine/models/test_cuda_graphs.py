@@ -1,4 +1,4 @@
-"""Which recorded graph holds a step, and what it is padded with."""
+"""Which recorded graph is used for a step, and how the step is padded to it."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ SPEC = KvSpec(16, (LayerGroup((0,), "full", 0, 1, 16, "bfloat16", 0, 1),))
 
 
 class Noted:
-    """Records nothing: notes the inputs that each graph was recorded with."""
+    """A recorder that records no graph, only the inputs of each."""
 
     def __init__(self) -> None:
         self.inputs: dict[GraphShape, StepInputs] = {}
@@ -58,7 +58,7 @@ def batch(*kv_lens: int, decode: bool = True) -> Batch:  # type: ignore[type-arg
     )
 
 
-def test_sizes() -> None:
+def test_sizes_of_recorded_graphs() -> None:
     assert row_counts(1) == [1]
     assert row_counts(17) == [1, 2, 4, 8, 16, 24]
     assert row_counts(256)[-5:] == [64, 96, 128, 192, 256]
@@ -66,7 +66,7 @@ def test_sizes() -> None:
     assert key_counts(40_000) == [512, 2048, 8192, 32768, 40_000]
 
 
-def test_the_smallest_graph_that_holds_a_step(subtests: pytest.Subtests) -> None:
+def test_the_smallest_graph_that_fits_a_step_is_used(subtests: pytest.Subtests) -> None:
     for kv_lens, shape in (
         ((3,), (1, 512)),
         ((512, 9), (2, 512)),
@@ -78,7 +78,7 @@ def test_the_smallest_graph_that_holds_a_step(subtests: pytest.Subtests) -> None
             assert found.shape_of(batch(*kv_lens)) == GraphShape(*shape)
 
 
-def test_steps_that_no_graph_holds() -> None:
+def test_steps_that_fit_no_graph() -> None:
     found, _ = graphs()
     assert found.shape_of(batch(*(1,) * 9)) is None
     assert found.shape_of(batch(1001)) is None
@@ -97,14 +97,14 @@ def test_padding_has_no_keys_and_writes_nothing() -> None:
     assert inputs.groups[0].slots.tolist() == [139, 106, 699, -1]
     assert rows.kv_lens.tolist() == [40, 7, 600, 0]
     assert rows.starts.tolist() == [0, 1, 2, 3, 4]
-    assert rows.block_table.shape == (4, 63)  # of 1,000 keys
+    assert rows.block_table.shape == (4, 63)  # covers 1,000 keys
     assert rows.block_table[2, :38].tolist() == list(range(77, 115))
     assert not rows.block_table[:, 38:].any()
     assert rows.max_kv_len == 1000
     assert inputs.outputs.tolist() == [0, 1, 2, 3]
 
 
-def test_tokens_that_the_host_has_not_read_take_their_places() -> None:
+def test_tokens_that_the_host_has_not_read_are_taken_from_the_device() -> None:
     found, noted = graphs()
     unread = UnreadTokens(torch.tensor([50, -1, 52, 53], dtype=torch.int32), np.array([3, 1, 0]))
     step = replace(batch(40, 7, 9), unread=unread)

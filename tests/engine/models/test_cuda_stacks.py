@@ -1,5 +1,5 @@
-"""Weights of experts on the CUDA kernels: experts whose formats, gates or columns differ give what
-each would alone."""
+"""Weights of experts on the CUDA kernels: experts that differ in format, gates or column order give
+the same results as each alone."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ def raw(form: str, seed: int) -> RawTensor:
 
 
 def product(experts: list[list[RawTensor]]) -> tuple[ExpertProduct, DeviceWeights]:
-    """Of each expert's gate and up, with biases."""
+    """Return the product of each expert's gate and up matrices, with biases."""
     stored: dict[str, RawTensor] = {}
     for n, raws in enumerate(experts):
         for name, one in zip(GATE_UP, raws, strict=True):
@@ -50,7 +50,7 @@ def product(experts: list[list[RawTensor]]) -> tuple[ExpertProduct, DeviceWeight
         specs = tuple(TensorSpec(f"{n}.{name}", (ROWS, COLS)) for name in GATE_UP)
         biases = tuple(TensorSpec(f"{n}.{name}.bias", (ROWS,)) for name in GATE_UP)
         matrices.add(n, Linear(specs, biases))
-    assert not stored, "each is asked for once"
+    assert not stored, "a tensor was not requested"
     return matrices.product(), weights
 
 
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[list[Any], int, int]] = {
 }
 
 
-def test_experts_of_other_formats(subtests: pytest.Subtests) -> None:
+def test_experts_of_different_formats(subtests: pytest.Subtests) -> None:
     for name in CASES:
         with subtests.test(name):
             formats, stacks, expanded = CASES[name]
@@ -77,7 +77,7 @@ def test_experts_of_other_formats(subtests: pytest.Subtests) -> None:
             assert_alone(made, experts)
 
 
-def test_columns_in_an_order_of_their_own_become_plain_numbers() -> None:
+def test_columns_in_a_different_order_are_expanded_to_plain_numbers() -> None:
     rng = np.random.default_rng(2)
     experts = [
         [replace(raw("INT4", 10 * n + m), columns=rng.permutation(COLS)) for m in range(2)]
@@ -90,7 +90,7 @@ def test_columns_in_an_order_of_their_own_become_plain_numbers() -> None:
 
 
 def assert_alone(made: ExpertProduct, experts: list[list[RawTensor]]) -> None:
-    """Every product is that with the values of its expert."""
+    """Check that every product equals that of its expert's values."""
     x = torch.randn(9, COLS, generator=torch.Generator().manual_seed(1))
     count = len(experts)
     chosen = (torch.arange(9)[:, None] % count).int()

@@ -1,4 +1,4 @@
-"""What dtypes of keys and values cost a model whose keys have large biases, and what is said."""
+"""Accuracy of KV dtypes for models whose keys have large biases, and the warnings about it."""
 
 import random
 from pathlib import Path
@@ -18,7 +18,7 @@ from pdserve.engine.weights.unpack import unpack
 IDS = random.Random(3).choices(range(256), k=256)
 
 
-def test_the_default_is_near_float32_where_keys_have_large_biases(tmp_path: Path) -> None:
+def test_the_default_is_close_to_float32_for_keys_with_large_biases(tmp_path: Path) -> None:
     model = write_biased(tmp_path / "model")
     exact = logits_of(model, "float32", IDS)
     found = {name: kv_quality(exact, logits_of(model, name, IDS)) for name in ("bf16", "int8")}
@@ -27,11 +27,11 @@ def test_the_default_is_near_float32_where_keys_have_large_biases(tmp_path: Path
     assert default.kl <= 0.001
     assert default.same_top >= 0.99
     assert 0 < default.kl < found["bf16"].kl / 10
-    assert found["int8"].kl > 0.01, "the biases are not large enough to tell anything"
+    assert found["int8"].kl > 0.01, "the biases are too small to show a difference"
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "deepseek_v3"])
-def test_the_default_takes_the_bytes_of_bf16(arch: str, tmp_path: Path) -> None:
+def test_the_default_takes_as_many_bytes_as_bf16(arch: str, tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "model", arch)
     groups = [
         load_model(
@@ -45,7 +45,7 @@ def test_the_default_takes_the_bytes_of_bf16(arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("largest", "said"), [(200.0, True), (1.0, False)])
-def test_int8_is_warned_of_where_biases_are_large(
+def test_int8_logs_a_warning_for_large_biases(
     largest: float, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = write_biased(tmp_path / "model", largest)
@@ -57,7 +57,7 @@ def test_int8_is_warned_of_where_biases_are_large(
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_int8_of_latent_attention_is_warned_of_by_name(
+def test_int8_logs_a_warning_for_latent_attention(
     kv_dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = write_tiny(tmp_path / "model", "deepseek_v3")
@@ -67,8 +67,9 @@ def test_int8_of_latent_attention_is_warned_of_by_name(
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen2"])
-def test_what_is_known_of_the_error(arch: str, tmp_path: Path) -> None:
-    """Nothing without biases, or behind a norm; otherwise it grows with the largest."""
+def test_the_estimated_error_of_int8_scores(arch: str, tmp_path: Path) -> None:
+    """It is 0 without biases or with a norm after them, and otherwise grows with the largest
+    bias."""
     overrides = {"attention_bias": True} if arch == "qwen3" else {}
     checkpoint = open_checkpoint(write_tiny(tmp_path / "model", arch, **overrides))
     config = parse_config(checkpoint.hf_config)

@@ -1,5 +1,5 @@
-"""Latent attention: how files keep its matrices, its cache, and what of it is refused. Its logits
-are compared with transformers' in test_architectures.py."""
+"""Latent attention: its matrices in files, its cache, and refused configs. test_architectures.py
+compares its logits with those of transformers."""
 
 import json
 from dataclasses import replace
@@ -60,8 +60,9 @@ def load(path: Path, **options: Any) -> LoadedModel:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_quantized_matrices_are_taken_apart(how: str, tmp_path: Path) -> None:
-    """Rows of heads, of keys turned, rope's rows first: the values are those of the whole."""
+def test_quantized_matrices_are_split_by_rows(how: str, tmp_path: Path) -> None:
+    """Covers rows by head, transposed keys, and rows of rope first. The values equal those of the
+    whole matrix."""
     source = write_tiny(tmp_path / "source", "deepseek_v3", **WIDE)
     write_quantized(source, tmp_path / "stored", tmp_path / "rounded", HOW[how])
     stored = viewed(tmp_path / "stored")
@@ -74,10 +75,10 @@ def test_quantized_matrices_are_taken_apart(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_quantized_matrices_compute_what_their_values_do(
+def test_quantized_matrices_give_the_results_of_their_values(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says which weights became float32."""
+    """The log names the weights that became float32."""
     source = write_tiny(tmp_path / "source", "deepseek_v3", **WIDE)
     write_quantized(source, tmp_path / "stored", tmp_path / "rounded", HOW[how])
     found, exact = (
@@ -86,16 +87,16 @@ def test_quantized_matrices_compute_what_their_values_do(
     )
     assert torch.corrcoef(torch.stack((found.flatten(), exact.flatten())))[0, 1] > 0.99
     assert caplog.text.count("3 weights are kept as float32: their stored format has no") == 1
-    if how == "gptq ordered":  # 3 matrices of 9 experts in 2 layers: each has an order of its own
+    if how == "gptq ordered":  # 3 matrices of 9 experts in 2 layers: each has its order
         assert "54 weights of format INT4 are kept as float32" in caplog.text
     else:
         assert caplog.text.count("kept as float32") == 1
     caplog.clear()
-    load(tmp_path / "stored", isq="q8_0")  # of which they are what is left to quantize
+    load(tmp_path / "stored", isq="q8_0")  # only they remain to be quantized
     assert "has no transpose" not in caplog.text
 
 
-def test_files_of_before_absorption_are_the_same_model(tmp_path: Path) -> None:
+def test_files_from_before_absorption_give_the_same_model(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "deepseek_v2")
     now = write_gguf(folder, tmp_path / "now.gguf")
     before = write_gguf(folder, tmp_path / "before.gguf", absorbed=False)
@@ -131,8 +132,8 @@ def test_yarn_in_gguf(scores: str, tmp_path: Path) -> None:
     assert got.attn_scale == pytest.approx(1.3158 * plain.attn_scale, rel=1e-3)
 
 
-def test_a_block_holds_one_vector_of_a_token(subtests: pytest.Subtests) -> None:
-    """On the wire and in the pool half of what keys and values take."""
+def test_a_block_holds_one_vector_per_token(subtests: pytest.Subtests) -> None:
+    """In the pool and on the wire it takes half the bytes of keys and values."""
     for dtype in ("float32", "bfloat16", "float16", "int8"):
         with subtests.test(dtype):
             latent = LayerGroup((0, 1, 2), "latent", 0, 1, 12, dtype, 0, 1)
@@ -152,7 +153,7 @@ def test_a_block_holds_one_vector_of_a_token(subtests: pytest.Subtests) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
-def test_a_common_beginning_is_cached(kernels: str, tmp_path: Path) -> None:
+def test_a_common_prefix_is_cached(kernels: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "model", "deepseek_v3")
     options = EngineConfig(model=str(path), kernels=kernels, kv_tokens=1024, block_size=16)
     prompts = [[*range(70), n, n + 1] for n in (80, 90)]
@@ -167,7 +168,7 @@ def test_a_common_beginning_is_cached(kernels: str, tmp_path: Path) -> None:
     assert tokens(found[1]) == tokens(expected)
 
 
-def test_its_matrices_are_quantized_in_place(tmp_path: Path) -> None:
+def test_latent_matrices_are_quantized_in_place(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "model", "deepseek_v3", **WIDE)
     checkpoint = viewed(path)
     config = parse_config(open_checkpoint(path).hf_config)
@@ -190,7 +191,7 @@ def test_its_matrices_are_quantized_in_place(tmp_path: Path) -> None:
     assert torch.corrcoef(torch.stack((found.flatten(), exact.flatten())))[0, 1] > 0.99
 
 
-def test_heads_of_another_number_are_refused() -> None:
+def test_a_wrong_number_of_heads_is_refused() -> None:
     values = np.zeros((24, 8), np.float32)
     view = View("kv_b", heads=HeadRows(3, 0, 4, 8), transposed=True)
     assert view.shape((24, 8)) == (3, 8, 4)
@@ -200,7 +201,7 @@ def test_heads_of_another_number_are_refused() -> None:
             view.shape(shape)
 
 
-def test_the_order_of_rows_fits_all_of_them() -> None:
+def test_all_matrices_must_have_a_matching_row_order() -> None:
     view = View("q_b", RopeRows(2, 5, 4, 1))
     values = np.arange(10, dtype=np.float32)[:, None]
     raw = RawTensor({VALUES: values}, "F32", (10, 1))
@@ -214,8 +215,8 @@ def test_the_order_of_rows_fits_all_of_them() -> None:
     ("arch", "field"),
     [("deepseek_v3", "qk_nope_head_dim"), ("deepseek_v3", "kv_lora_rank"), ("glm4", "head_dim")],
 )
-def test_sizes_of_a_config_take_no_memory(arch: str, field: str, tmp_path: Path) -> None:
-    """They are compared with the file before anything is as large as they say."""
+def test_large_sizes_in_a_config_allocate_no_memory(arch: str, field: str, tmp_path: Path) -> None:
+    """The sizes are compared with the file before anything is allocated."""
     path = write_tiny(tmp_path / "model", arch)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {field: 1 << 28}))
@@ -223,7 +224,7 @@ def test_sizes_of_a_config_take_no_memory(arch: str, field: str, tmp_path: Path)
         load(path)
 
 
-def test_what_is_refused(
+def test_unsupported_configs_are_refused(
     subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     for arch, fields, says in (

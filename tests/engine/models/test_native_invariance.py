@@ -1,6 +1,5 @@
-"""Invariance of the native kernels, bit for bit: a token's logits are a function of the text before
-it, whatever else is computed, in which pieces, by how many threads and from whose keys.
-"""
+"""Bitwise invariance of the native kernels: a token's logits depend only on the text before it.
+Other rows, chunk borders, the number of threads and the origin of the keys do not matter."""
 
 import random
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-LENGTH = 150  # more than two tiles of 64 keys, more than a window
+LENGTH = 150  # exceeds two tiles of 64 keys, and a window
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 LATENT_SIZES = {"q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 FORMATS = dict.fromkeys(ARCHITECTURES, "Q8_0") | {
@@ -51,16 +50,16 @@ FORMATS = dict.fromkeys(ARCHITECTURES, "Q8_0") | {
     ),
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    """A tiny model of each architecture, in a format of its own."""
+    """Return a tiny model of each architecture, in a different format for each."""
     arch, _, dtype = request.param.partition("-")
     format = FORMATS[arch]
-    if dtype == "mxfp4":  # the weights, in GGUF
+    if dtype == "mxfp4":  # weights in GGUF
         format, dtype = "MXFP4", ""
-    if dtype == "int8":  # the keys and values
+    if dtype == "int8":  # keys and values
         path = write_tiny(tmp_path_factory.mktemp(request.param), arch)
         return EngineConfig(model=str(path), kernels="native", kv_dtype="int8")
     folder = tmp_path_factory.mktemp(request.param)
-    sizes = {} if dtype else SIZES  # awkward sizes where no blocks ask for multiples of 32
+    sizes = {} if dtype else SIZES  # odd sizes unless blocks need multiples of 32
     own = {"query_pre_attn_scalar": 32} if arch in ("gemma2", "gemma3") and not dtype else {}
     if arch.endswith("_moe") and not dtype:
         own = {"moe_intermediate_size": 32}
@@ -93,7 +92,7 @@ def text(seed: int, length: int = LENGTH) -> list[int]:
 
 
 def in_pieces(runner: PagedRunner, ids: Sequence[int], size: int) -> Tensor:
-    """Logits of every token of one sequence, `size` tokens a step."""
+    """Return the logits of every token of one sequence, with `size` tokens per step."""
     parts = [runner.step({"x": ids[at : at + size]})["x"] for at in range(0, len(ids), size)]
     return torch.cat(parts)
 
@@ -127,8 +126,8 @@ def test_invariant_under_threads(model: EngineConfig, one_by_one: Tensor) -> Non
         assert torch.equal(in_pieces(PagedRunner(runner.decoder), text(0), 1), one_by_one)
 
 
-def test_invariant_under_company(decoder: NativeDecoder, one_by_one: Tensor) -> None:
-    """Among 31 others, of which some decode and some are in chunks."""
+def test_invariant_under_other_rows(decoder: NativeDecoder, one_by_one: Tensor) -> None:
+    """The sequence runs among 31 others, some in decode and some in chunks."""
     runner, draw = PagedRunner(decoder, num_blocks=400), random.Random(1)
     others = {f"o{i}": text(100 + i) for i in range(31)}
     done = dict.fromkeys([*others, "x"], 0)
@@ -153,7 +152,8 @@ def test_invariant_under_company(decoder: NativeDecoder, one_by_one: Tensor) -> 
 def test_invariant_under_shares(
     subtests: pytest.Subtests, model: EngineConfig, one_by_one: Tensor, contexts: Sequence[int]
 ) -> None:
-    """Threads take rows of like contexts through all layers by themselves, others together."""
+    """Threads take rows with similar contexts through all layers separately; other rows are
+    computed by all threads together."""
     shares_change_nothing(subtests, model, one_by_one, contexts)
 
 
@@ -161,7 +161,7 @@ def test_invariant_under_shares(
 def test_invariant_under_shares_beside_a_long_context(
     subtests: pytest.Subtests, model: EngineConfig, one_by_one: Tensor
 ) -> None:
-    """With full attention alone, with windows, with experts."""
+    """Covers full attention alone, windows and experts."""
     shares_change_nothing(subtests, model, one_by_one, (8000,))
 
 
@@ -170,7 +170,7 @@ def shares_change_nothing(
 ) -> None:
     decoder = decoder_of(model, threads=2)
     layers = decoder.config.layers
-    full = sum(not layer.window for layer in layers)  # windows make rows alike
+    full = sum(not layer.window for layer in layers)  # windows make rows similar
     for longest in contexts:
         with subtests.test(longest=longest):
             runner = PagedRunner(decoder, num_blocks=700)
@@ -185,7 +185,7 @@ def shares_change_nothing(
                 assert torch.equal(runner.step(step)["x"], one_by_one[1 + n : 2 + n])
                 shares.add(decoder.shares)
             unlike = longest == 8000 and full > len(layers) / 3
-            # Experts want all rows at once.
+            # Experts need all rows at once.
             unlike |= any(layer.feed_forward for layer in layers)
             assert shares == ({0} if unlike else {2})
 
@@ -193,7 +193,8 @@ def shares_change_nothing(
 def test_every_instruction_set_of_the_machine_agrees(
     model: EngineConfig, one_by_one: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Products of bf16 weights round by the machine's own instruction; all else is the same."""
+    """Products of bf16 weights are rounded by an instruction of the machine; everything else is
+    equal."""
     monkeypatch.setenv("PDSERVE_NATIVE_ISA", "generic")
     decoder = decoder_of(model, threads=2)
     assert decoder.numerics.endswith("generic")

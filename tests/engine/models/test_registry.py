@@ -1,4 +1,5 @@
-"""What every registered architecture must do, and one that is added at run time as a file."""
+"""Requirements for every registered architecture, and for one that is added at run time as a
+file."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ JUNK = st.sampled_from(
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """A tiny model of each architecture, by class name."""
+    """Return a tiny model of each architecture, by class name."""
     folder = tmp_path_factory.mktemp("models")
     archs = (*ARCHITECTURES, *MULTIMODAL)
     paths = [write_tiny(folder / arch, arch, max_shard_size="30KB") for arch in archs]
@@ -54,9 +55,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 
 def test_conformance(subtests: pytest.Subtests, models: Mapping[str, Path]) -> None:
-    """Names and shapes are those of Hugging Face, every layer has its cache, and the logits do
-    not depend on chunk borders.
-    """
+    """Names and shapes are those of Hugging Face, every layer has a cache, and logits do not depend
+    on chunk borders."""
     for name in SPECS:
         with subtests.test(name):
             assert name in models, f"tests/support/builders/tiny_models.py has no tiny {name}"
@@ -89,7 +89,7 @@ def test_a_broken_config_is_refused_or_read_but_never_crashes(
 
 
 def num_refused(spec: ModelSpec, whole: dict[str, Any]) -> int:
-    """How many of 60 broken configs are refused; the others are read."""
+    """Return how many of 60 broken configs are refused; the others are accepted."""
     good = whole.get("text_config", whole)
     keys = [*sorted(set(good) - {"architectures"}), "rope_scaling", "rope_theta"]
     refused = 0
@@ -121,12 +121,12 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
 
 @pytest.fixture
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test registers is forgotten after it."""
+    """Restore the registry after the test."""
     monkeypatch.setattr(registry, "_specs", dict(registry._specs))
 
 
 @pytest.mark.usefixtures("restored")
-def test_a_name_is_registered_once() -> None:
+def test_a_name_can_be_registered_only_once() -> None:
     llama = find_spec({"architectures": ["LlamaForCausalLM"]})
     register(llama)
     with pytest.raises(ValueError, match="LlamaForCausalLM"):

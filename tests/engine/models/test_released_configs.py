@@ -1,4 +1,5 @@
-"""What the config.json of releases says is read as meant, under whichever architecture they go."""
+"""The config.json of releases is interpreted correctly, under each architecture name that they
+use."""
 
 import math
 from typing import Any
@@ -233,7 +234,7 @@ def shapes(config: ModelConfig) -> tuple[int, ...]:
     ],
     ids=["Yi 1.5 6B", "QwQ 32B", "R1 Distill Qwen 1.5B", "R1 Distill Llama 8B"],
 )
-def test_models_that_go_by_another_name(
+def test_models_that_use_the_name_of_another_architecture(
     released: dict[str, Any], sizes: tuple[int, ...], rope: RopeConfig, has_bias: bool
 ) -> None:
     config = parse_config(released)
@@ -257,7 +258,7 @@ def test_gpt_oss() -> None:
     assert mixture.routing.normalized
     assert mixture.has_bias
     assert config.sinks
-    # What a file leaves out is as transformers has it.
+    # Defaults of absent fields are those of transformers.
     absent = {"rope_scaling", "rope_theta", "layer_types", "swiglu_limit", "sliding_window"}
     assert parse_config({k: v for k, v in GPT_OSS.items() if k not in absent}) == config
 

@@ -1,4 +1,5 @@
-"""Rope tables: growth changes nothing, and divisors per frequency stand for llama3's scaling."""
+"""Rope tables: growing a table does not change it, and frequency divisors implement llama3's
+scaling."""
 
 from itertools import product
 from typing import Any
@@ -20,11 +21,11 @@ from pdserve.engine.models.rope import (
 LLAMA3 = RopeConfig(5e5, 64, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
-def test_a_grown_table_equals_one_made_at_once() -> None:
+def test_a_grown_table_equals_one_made_at_full_size() -> None:
     rope = RopeConfig(1e4, 8, "yarn", 4.0, 512, attention_factor=1.2)
     grown, whole = RopeTable(rope, 9000), RopeTable(rope, 9000)
     first = grown.cos.copy()
-    assert len(first) < 3000, "tables start small"
+    assert len(first) < 3000, "tables must start small"
     for num_positions in (5, 3000, 8999):
         grown.reserve(num_positions)
         assert num_positions <= len(grown.cos) <= 9000
@@ -41,12 +42,12 @@ def test_factors_divide_the_frequencies() -> None:
     divisors = plain / scaled
     assert divisors.min() == 1
     assert divisors.max() == pytest.approx(8)
-    assert ((divisors > 1.01) & (divisors < 7.9)).any(), "some are interpolated"
+    assert ((divisors > 1.01) & (divisors < 7.9)).any(), "no frequency is interpolated"
     factors = RopeConfig(5e5, 64, "factors", factors=tuple(divisors.tolist()))
     np.testing.assert_allclose(inverse_frequencies(factors), scaled, rtol=1e-6)
 
 
-def test_every_kind_has_frequencies(subtests: pytest.Subtests) -> None:
+def test_every_rope_kind_has_frequencies(subtests: pytest.Subtests) -> None:
     for kind in ROPE_KINDS:
         with subtests.test(kind):
             factors = (1.0, 2.0, 3.0)
@@ -68,8 +69,8 @@ BY_CONTEXT: dict[str, dict[str, Any]] = {
 }
 
 
-def test_kinds_that_depend_on_the_context(subtests: pytest.Subtests) -> None:
-    """As transformers has them for a text that fills the context."""
+def test_rope_kinds_that_depend_on_the_context_length(subtests: pytest.Subtests) -> None:
+    """The frequencies equal those of transformers for a text that fills the context."""
     for context_len, kind in product((40, 64, 65, 256, 1024), BY_CONTEXT):
         with subtests.test(context_len=context_len, kind=kind):
             fields: dict[str, Any] = {
@@ -85,7 +86,7 @@ def test_kinds_that_depend_on_the_context(subtests: pytest.Subtests) -> None:
             fixed = for_context(rope, context_len)
             np.testing.assert_allclose(inverse_frequencies(fixed), theirs.numpy(), rtol=2e-7)
             assert fixed.attention_factor == pytest.approx(scale)
-            assert for_context(fixed, 17) == fixed, "it is fixed"
+            assert for_context(fixed, 17) == fixed, "must not depend on the context any more"
             table = RopeTable(rope, context_len)
             again = RopeTable(fixed, 17)
             assert np.array_equal(table.cos[:17], again.cos[:17])

@@ -1,4 +1,5 @@
-"""Weights kept as stored and expanded at each use: the same logits as weights expanded at load."""
+"""Weights kept in their stored format and expanded at each use give the same logits as weights
+expanded at load."""
 
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from pdserve.engine.weights.format import BLOCKS, RawTensor
 from pdserve.engine.weights.unpack import as_plain
 from pdserve.kernels import reference
 
-# Rows of stored blocks are whole blocks of 32.
+# Rows consist of whole blocks of 32.
 SIZES = {"hidden_size": 96, "intermediate_size": 64, "head_dim": 32}
 
 
 def quantized(path: Path, format_of: dict[str, str]) -> dict[str, RawTensor]:
-    """Every tensor as stored: matrices in the format that the first fitting key names, else F32."""
+    """Return every tensor in stored form: matrices in the format of the first key that their name
+    contains, others in F32."""
     stored = {}
     for name, tensor in read_tensors(path).items():
         format = next((f for key, f in format_of.items() if key in name), "F32")
@@ -39,7 +41,7 @@ def test_logits_equal_those_of_expanded_weights(
 ) -> None:
     path = write_tiny(tmp_path, arch, **SIZES)
     config = parse_config(read_config(path))
-    # q, k and v share a product but not a format.
+    # q, k and v share a product but have different formats.
     stored = quantized(path, {"embed": "Q8_0", "v_proj": "Q5_1", "proj": "Q4_0", "lm_head": "Q4_1"})
     expanded = {name: as_plain(raw, HELD[dtype]) for name, raw in stored.items()}
     asked: list[str] = []
@@ -57,5 +59,5 @@ def test_logits_equal_those_of_expanded_weights(
         logits[kind] = torch.cat([part["x"] for part in parts])
     tolerance = 1e-4 if dtype == torch.float32 else 0.15
     torch.testing.assert_close(logits["stored"], logits["expanded"], atol=tolerance, rtol=0)
-    assert sorted(asked) == sorted(stored), "each tensor is asked for once"
+    assert sorted(asked) == sorted(stored), "each tensor must be requested once"
     assert {raw.format for raw in stored.values()} >= {"Q8_0", "Q5_1", "Q4_0"}

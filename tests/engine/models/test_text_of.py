@@ -1,4 +1,4 @@
-"""Text models out of multimodal checkpoints, under both names that transformers has given them."""
+"""Text models from multimodal checkpoints, under both names that transformers has used."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from pdserve.engine.models.config import UnsupportedModel
 
 
 def newer(name: str) -> str:
-    """The name since transformers 4.52."""
+    """Return the name that transformers uses since 4.52."""
     if name.startswith("language_model.lm_head."):
         return name.removeprefix("language_model.")
     if name.startswith("language_model.model."):
@@ -23,7 +23,7 @@ def newer(name: str) -> str:
 
 
 @pytest.mark.parametrize("arch", MULTIMODAL)
-def test_newer_names_are_the_same_model(arch: str, tmp_path: Path) -> None:
+def test_newer_names_give_the_same_model(arch: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path, arch, tie_word_embeddings=False)
     tokens = {"x": list(range(5, 60))}
     older = PagedRunner(load_decoder(path)).step(tokens)["x"]
@@ -33,7 +33,7 @@ def test_newer_names_are_the_same_model(arch: str, tmp_path: Path) -> None:
     assert torch.equal(PagedRunner(load_decoder(path)).step(tokens)["x"], older)
 
 
-def test_another_text_model_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_an_unsupported_text_model_is_refused_by_name(tmp_path: Path) -> None:
     config = read_config(write_tiny(tmp_path, "mistral3"))
     config["text_config"]["model_type"] = "ministral3"
     with pytest.raises(UnsupportedModel, match=r"text model of Mistral3.* is 'ministral3'"):
@@ -42,8 +42,8 @@ def test_another_text_model_is_refused_by_its_name(tmp_path: Path) -> None:
         parse_config(config | {"text_config": 7})
 
 
-def test_what_a_gemma_config_leaves_out_is_as_transformers_has_it(tmp_path: Path) -> None:
-    """The release of the 4B names six fields of its text model."""
+def test_defaults_of_a_gemma_config_are_those_of_transformers(tmp_path: Path) -> None:
+    """The 4B release specifies six fields of its text model."""
     path = write_tiny(tmp_path, "gemma3_multimodal")
     text = {
         "hidden_size": 2560,

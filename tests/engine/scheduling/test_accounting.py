@@ -1,4 +1,4 @@
-"""Blocks add up in every state of an engine, and a block too many or too few is found."""
+"""Block counts are consistent in every state of an engine; a missing or extra block is detected."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from pdserve.services.worker.runtime import BlockAudit
 
 
 def busy_engine(clock: Callable[[], float] = time.monotonic) -> Engine:
-    """Requests in every state that has blocks, on two layer groups."""
+    """Return an engine with requests in every state that holds blocks, on two layer groups."""
     engine = fake_engine(num_blocks=96, window=8, max_running=4, clock=clock)
     engine.submit(ask("shared", range(30), max_tokens=2))
     engine.submit(ask("cached", range(31, 60), max_tokens=2))
@@ -38,7 +38,7 @@ def busy_engine(clock: Callable[[], float] = time.monotonic) -> Engine:
     return engine
 
 
-def test_they_add_up_in_every_state_and_have_ages() -> None:
+def test_block_counts_add_up_in_every_state_and_requests_have_ages() -> None:
     now = [0.0]
     engine = busy_engine(lambda: now[0])
     assert engine.discrepancy(recount=True) == ""
@@ -76,7 +76,7 @@ def release_twice(engine: Any) -> None:
     engine.jobs.tables.pools[0].release([sequence.block_tables[0][-1]])
 
 
-def test_what_does_not_add_up_is_found(subtests: pytest.Subtests) -> None:
+def test_a_discrepancy_is_found(subtests: pytest.Subtests) -> None:
     for bug, at_a_glance in (
         (leak, True),
         (count_twice, True),
@@ -90,10 +90,10 @@ def test_what_does_not_add_up_is_found(subtests: pytest.Subtests) -> None:
             found = engine.discrepancy(recount=True)
             assert found.startswith("group ")
             assert bool(engine.discrepancy()) == at_a_glance
-            made.remove(engine)  # else the end of the test finds it, too
+            made.remove(engine)  # or the check at the test's end finds it
 
 
-def test_blocks_of_an_engine_without_requests_are_found_at_a_glance() -> None:
+def test_leaked_blocks_of_an_idle_engine_are_found_by_the_quick_check() -> None:
     engine = fake_engine()
     engine.jobs.tables.pools[0].allocate(3)
     assert "used=3" in engine.discrepancy()
@@ -101,7 +101,7 @@ def test_blocks_of_an_engine_without_requests_are_found_at_a_glance() -> None:
     made.remove(engine)
 
 
-def test_a_worker_counts_each_look_and_says_each_finding_once(
+def test_a_worker_counts_each_finding_and_logs_changes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     audit = BlockAudit()

@@ -1,7 +1,8 @@
-"""Block tables by themselves: random sequences of operations, with what each block would hold.
+"""Block tables alone: random sequences of operations, with the contents that each block would have.
 
-A block's content is kept as the token prefix that its KV depends on. So whatever a table reaches
-can be compared with what its sequence should see, after any mixture of hits, copies and trims.
+A block's content is represented by the token prefix that its KV depends on. So every block that a
+table reaches can be compared with the content its sequence should see, after any mixture of hits,
+copies and trims.
 """
 
 import random
@@ -21,7 +22,7 @@ LIMITS = EngineLimits(VOCAB, 64, 2, 1000, 4, 4)
 
 
 class Bench:
-    """Block tables, the sequences that use them, and what a step would have written."""
+    """Block tables, the sequences that use them, and the contents that steps would have written."""
 
     def __init__(self, rng: random.Random, reached: Counter[str]) -> None:
         self.rng, self.reached = rng, reached
@@ -51,7 +52,7 @@ class Bench:
                 if block == NULL_BLOCK:
                     assert self.window, "a block of a full group is missing"
                     continue
-                assert pool.writable(block), "a write into a block that others see"
+                assert pool.writable(block), "a write into a shared block"
                 self.content[group][block, at % self.size] = tuple(sequence.ids[: at + 1])
 
     def begin(self) -> None:
@@ -76,14 +77,15 @@ class Bench:
         (self.reserved if reserved else self.open).append(sequence)
 
     def compute(self, sequence: Sequence) -> None:
-        """A row: the sequence's next tokens, or a new one."""
+        """Compute a row: the next tokens of the sequence, after appending one if all are
+        computed."""
         if sequence.num_left == 0:
             sequence.ids.append(self.rng.randrange(VOCAB))
         most = min(len(sequence.ids), sequence.num_computed + self.chunk)
         end = self.rng.randrange(sequence.num_computed + 1, most + 1)
         before = [list(table) for table in sequence.block_tables]
         counts = [pool.counts() for pool in self.tables.pools]
-        own = end <= sequence.writable_to  # as the scheduler asks first
+        own = end <= sequence.writable_to  # the scheduler checks this first
         self.reached["own"] += own
         copies = [] if own else self.tables.extend(sequence, end)
         self.reached["lazy"] += any(len(table) * self.size < end for table in before)
@@ -99,7 +101,7 @@ class Bench:
         self.reached["trims"] += sequence.num_trimmed != trimmed
 
     def receive(self, sequence: Sequence) -> None:
-        """KV of a reservation has come; a part is published first, or it is given up."""
+        """Receive the KV of a reservation: publish a part first, or abandon it."""
         num = len(sequence.ids) - 1
         hit = blocks_for(sequence.num_computed, self.size)
         first = [
@@ -123,7 +125,7 @@ class Bench:
             self.tables.close(sequence, reserved=True)
 
     def fork(self, sequence: Sequence) -> None:
-        if not sequence.num_left and len(self.open) < 6:  # a prefix forks when its last row has run
+        if not sequence.num_left and len(self.open) < 6:  # a prefix forks after its last row
             ids = [*sequence.ids, self.rng.randrange(VOCAB)]
             self.open.append(self.tables.fork(sequence, ids, (1,)))
             self.reached["forks"] += 1
@@ -169,7 +171,7 @@ class Bench:
                     self.reached["part of a prompt"] += 1
                 for at in range(first, sequence.num_computed if contents else 0):
                     seen = content[table[at // self.size], at % self.size]
-                    assert seen == tuple(sequence.ids[: at + 1]), "another prefix's KV"
+                    assert seen == tuple(sequence.ids[: at + 1]), "KV of another prefix"
 
 
 def test_random_operations_keep_every_block_and_its_content() -> None:
@@ -190,11 +192,11 @@ def test_random_operations_keep_every_block_and_its_content() -> None:
     assert all(reached[kind] > 100 for kind in (*kinds, "forgotten")), reached
 
 
-def test_the_first_block_that_a_window_sees(subtests: pytest.Subtests) -> None:
+def test_first_block_that_a_window_sees(subtests: pytest.Subtests) -> None:
     for position, block in ((1, 0), (47, 0), (48, 0), (78, 0), (79, 1), (200, 4)):
         with subtests.test(position=position, block=block):
             tables = BlockTables(spec_of(32, 48), (1, 1), 32)
             assert tables.first_seen(position, 48) == block
-            oldest = max(0, position - 48 + 1)  # that the token at `position` attends to
+            oldest = max(0, position - 48 + 1)  # oldest token that `position` attends to
             assert oldest // 32 == block
             assert tables.first_seen(position, 0) == 0, "all of it"

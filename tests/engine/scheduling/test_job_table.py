@@ -1,4 +1,4 @@
-"""The job table by itself: whatever happens, every block and slot is somebody's exactly once."""
+"""The job table alone: after any operations, every block and slot has exactly one owner."""
 
 import ast
 import random
@@ -18,7 +18,7 @@ ENGINE = Path(__file__).parents[3] / "engine"
 
 
 class Bench:
-    """A job table on which anything happens that the engine could do, in any order."""
+    """A job table with every operation that the engine could perform, in any order."""
 
     def __init__(self, rng: random.Random, reached: Counter[str]) -> None:
         self.rng, self.reached = rng, reached
@@ -28,7 +28,7 @@ class Bench:
         self.jobs = make_jobs(self.limits, window)
         self.arrivals = 0
         self.ended: list[Reservation] = []
-        self.verified: dict[str, int] = {}  # tokens of each reservation
+        self.verified: dict[str, int] = {}  # number of verified tokens by reservation
 
     def job(self, **params: object) -> RequestState:
         self.arrivals += 1
@@ -53,7 +53,7 @@ class Bench:
         while self.jobs.admit(job) is None:
             assert job.key in self.jobs.waiting
             assert not job.sequences
-            assert not had_blocks, "it needs none"
+            assert not had_blocks, "a request that has blocks must be admitted"
             self.reached["short"] += 1
             if self.jobs.evict() is None:
                 return
@@ -64,14 +64,14 @@ class Bench:
             self.jobs.hold(job)
 
     def step(self) -> None:
-        """Most sequences of running requests get a row."""
+        """Compute a row for most sequences of running requests."""
         for job in list(self.jobs.running):
             for sequence in list(job.sequences):
                 if job in self.jobs.running and self.rng.random() < 0.8:
                     self.compute(job, sequence)
 
     def compute(self, job: RequestState, sequence: Sequence) -> None:
-        """A row, as the scheduler and StepProgress treat it."""
+        """Compute a row as the scheduler and StepProgress do."""
         end = min(len(sequence.ids), sequence.num_computed + 4)
         while (copies := self.jobs.extend(sequence, end)) is None:
             if self.jobs.evict() is not None:
@@ -109,7 +109,7 @@ class Bench:
                 each.ids = job.branch_ids(choice)
 
     def end_choice(self) -> None:
-        """One of several choices has ended."""
+        """End one of several choices of a request."""
         found = [j for j in self.jobs.running if len(j.sequences) > 1]
         if (job := self.any(found)) is not None:
             sequence = self.rng.choice(job.sequences)
@@ -172,7 +172,7 @@ class Bench:
                 self.jobs.release(reservation)
             else:
                 self.jobs.end(reservation.job)
-                self.jobs.release(reservation)  # it has no blocks any more, and none are freed
+                self.jobs.release(reservation)  # it has no blocks, so none are freed
             self.reached[reservation.state.value] += 1
             assert not reservation.open
             self.ended.append(reservation)
@@ -220,8 +220,9 @@ READING = {"block_size", "hashes", "main_pool", "num_found", "pools", "take_pref
 READING |= {"windows", "main_group", "first_seen"}
 
 
-def test_no_other_module_changes_a_block_table() -> None:
-    """The job table alone calls what gives or takes blocks; the pools are reached through it."""
+def test_only_the_job_table_changes_block_tables() -> None:
+    """Only the job table calls methods that take or return blocks, and it alone has access to the
+    pools."""
     pools, tables = set(), set()
     for path in ENGINE.rglob("*.py"):
         name = path.relative_to(ENGINE).as_posix()

@@ -1,4 +1,4 @@
-"""Priorities order the requests of one tenant, and take nothing from another."""
+"""Priorities order the requests of one tenant and do not affect other tenants."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def keys(events: Sequence[Event], kind: type[Scheduled | Finished]) -> list[str]
     return [event.key for event in events if isinstance(event, kind)]
 
 
-def test_a_tenant_keeps_its_places() -> None:
+def test_a_tenant_keeps_its_places_in_the_queue() -> None:
     rng = Random(1)
     for _ in range(200):
         entries = [
@@ -35,11 +35,11 @@ def test_a_tenant_keeps_its_places() -> None:
         assert sorted(ordered) == sorted(entries)
         for tenant in {tenant for tenant, *_ in entries}:
             own = [entry for entry in ordered if entry[0] == tenant]
-            assert own == sorted(own), "by priority, then as they came"
+            assert own == sorted(own), "must be ordered by priority, then by arrival"
 
 
-@pytest.mark.parametrize("prefill_only", [False, True])  # as decode is asked, and as prefill is
-def test_a_lower_value_is_scheduled_first_however_long_others_wait(prefill_only: bool) -> None:
+@pytest.mark.parametrize("prefill_only", [False, True])  # at decode and at prefill
+def test_a_lower_value_is_scheduled_first_regardless_of_waiting_time(prefill_only: bool) -> None:
     now = [0.0]
     engine = fake_engine(max_running=1, chunk_size=4, clock=lambda: now[0])
     values = [0, 5, -5, 0, -5, 2**31 - 1, -(2**31)]
@@ -47,7 +47,7 @@ def test_a_lower_value_is_scheduled_first_however_long_others_wait(prefill_only:
         prompt = [number] * 4 * (1 + number % 3)
         request = ask(str(number), prompt, max_tokens=2, prefill_only=prefill_only)
         engine.submit(prioritized(request, value))
-        now[0] += 10.0 - number  # the first ones have waited for long
+        now[0] += 10.0 - number  # the first ones have waited long
     events: list[Event] = []
     while len(keys(events, Scheduled)) < len(values):
         step = engine.step()
@@ -62,8 +62,8 @@ def test_a_lower_value_is_scheduled_first_however_long_others_wait(prefill_only:
     assert order == sorted(values)
 
 
-def test_no_tenant_gains_by_its_priorities() -> None:
-    """The other's requests run in the same steps, whatever the first one gives."""
+def test_a_tenant_gains_nothing_from_its_priorities() -> None:
+    """The other tenant's requests run in the same steps, whatever priorities the first one sets."""
     hits = 0
     for seed in range(20):
         told = []
@@ -84,7 +84,7 @@ def test_no_tenant_gains_by_its_priorities() -> None:
     assert hits > 100
 
 
-def test_the_highest_value_is_preempted_first_and_no_answer_depends_on_it() -> None:
+def test_the_highest_value_is_preempted_first_without_changing_answers() -> None:
     def answers(values: Sequence[int]) -> tuple[Engine, list[Event]]:
         engine = fake_engine(num_blocks=16, prefix_cache=False, max_running=4)
         asked = [ask(str(n), [n] * 8, max_tokens=30) for n in range(4)]
@@ -93,7 +93,7 @@ def test_the_highest_value_is_preempted_first_and_no_answer_depends_on_it() -> N
 
     alike, plain = answers([0, 0, 0, 0])
     assert alike.jobs.preemptions
-    assert keys(plain, Finished)[0] == "0", "the oldest keeps its blocks"
+    assert keys(plain, Finished)[0] == "0", "the oldest request must keep its blocks"
     for values in ([5, 0, 0, -1], [1, 2, 3, -9], [-1, 0, 9, 3]):
         engine, events = answers(values)
         assert engine.jobs.preemptions
@@ -102,7 +102,7 @@ def test_the_highest_value_is_preempted_first_and_no_answer_depends_on_it() -> N
         assert tokens(events) == tokens(plain)
 
 
-def test_the_victim_is_of_the_youngest_ones_tenant() -> None:
+def test_the_victim_belongs_to_the_tenant_of_the_youngest_request() -> None:
     limits = EngineLimits(8, 64, 4, 64, 8, 4)
     jobs = make_jobs(limits, 0)
     rows = [(b"a", 9), (b"b", 0), (b"b", 7), (b"b", 7), (b"b", -1)]
@@ -114,11 +114,13 @@ def test_the_victim_is_of_the_youngest_ones_tenant() -> None:
     while (victim := jobs.victim(set())) is not None:
         victims.append(victim.key)
         jobs.preempt(victim)
-    assert victims == ["4", "3", "2", "5", "1"], "b has the youngest one until it has none"
+    assert victims == ["4", "3", "2", "5", "1"], (
+        "b has the youngest request until all of b's are preempted"
+    )
 
 
 def nearly_full() -> Engine:
-    """An engine with room for a few tokens beside a request that it answers."""
+    """Return an engine with one running request and room for a few more tokens."""
     engine = fake_engine(num_blocks=16, prefix_cache=False)
     engine.submit(ask("runs", [1] * 40, max_tokens=20))
     while not (engine.jobs.running and engine.jobs.running[0].generated[0]):
@@ -126,13 +128,13 @@ def nearly_full() -> Engine:
     return engine
 
 
-def test_a_reservation_and_the_queue_go_by_rank_within_a_tenant() -> None:
+def test_reservations_and_queued_requests_are_ordered_by_rank_within_a_tenant() -> None:
     hits: Counter[str] = Counter()
     for queued, tenant, reserving in ((0, b"", -1), (0, b"", 1), (5, b"other", -9)):
         engine = nearly_full()
         engine.submit(prioritized(ask("queued", [2] * 40), queued, tenant))
         engine.step()
-        assert "queued" in engine.jobs.waiting, "it lacks blocks"
+        assert "queued" in engine.jobs.waiting, "must wait for blocks"
         reservation = engine.reserve(prioritized(ask("reserves", [3] * 8), reserving))
         first = not tenant and reserving < queued
         assert (reservation is not None) is first
@@ -143,7 +145,7 @@ def test_a_reservation_and_the_queue_go_by_rank_within_a_tenant() -> None:
     assert hits == {"first": 1, "after": 2}
 
 
-def test_a_refused_reservation_holds_up_what_it_precedes_only() -> None:
+def test_a_refused_reservation_delays_only_requests_that_it_precedes() -> None:
     for value, runs in ((-1, True), (1, False)):
         engine = nearly_full()
         assert engine.reserve(ask("reserves", [3] * 40)) is None

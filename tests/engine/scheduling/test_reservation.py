@@ -1,4 +1,5 @@
-"""The decode side of a hand-off: one engine computes the KV, another goes on from its bytes."""
+"""The decode side of a hand-off: one engine computes the KV, and another continues from its
+bytes."""
 
 from itertools import product
 
@@ -18,13 +19,13 @@ from pdserve.engine.api.request import (
 from pdserve.engine.engine import Engine
 from pdserve.engine.scheduling.reservation import Reservation
 
-WINDOWS = (0, 6)  # layers that see everything, and layers that see a window beside them
+WINDOWS = (0, 6)  # layers with full attention; and those combined with window layers
 
 
 def hand_off(prefill: Engine, reservation: Reservation, decode: Engine, request: Request) -> int:
-    """Computes the prefix less its last token on `prefill` and copies what is asked for.
+    """Compute the prefix without its last token on `prefill` and copy the requested blocks.
 
-    Returns how many blocks were copied.
+    Returns the number of copied blocks.
     """
     ids = prefix_ids(request)[:-1]
     sent = 0
@@ -36,7 +37,7 @@ def hand_off(prefill: Engine, reservation: Reservation, decode: Engine, request:
         for group, held in enumerate(prefill.held_blocks(request.key)):
             first, targets = reservation.first_block[group], reservation.blocks[group]
             sources = held[first : len(targets)]
-            assert all(sources), "prefill has given back what decode wants"
+            assert all(sources), "prefill has released blocks that decode requests"
             layers = range(len(prefill.kv.spec.groups[group].layers))
             payload = b"".join(prefill.kv.read(group, layers, sources))
             decode.kv.write(group, layers, targets[first:], memoryview(payload))
@@ -53,7 +54,7 @@ def remote(prefill: Engine, decode: Engine, request: Request) -> tuple[dict, Res
     return tokens(run(decode)), reservation, sent
 
 
-def test_the_same_tokens_as_local(subtests: pytest.Subtests) -> None:
+def test_a_hand_off_gives_the_same_tokens_as_local_prefill(subtests: pytest.Subtests) -> None:
     for window, length in product(WINDOWS, (1, 2, 4, 5, 16, 17, 33, 36)):
         with subtests.test(window=window, length=length):
             prefill, decode = fake_engine(window=window), fake_engine(window=window)
@@ -64,7 +65,7 @@ def test_the_same_tokens_as_local(subtests: pytest.Subtests) -> None:
             assert (sent > 0) == (length > 1)
             # The last prompt token is an ordinary decode row.
             assert decode.stats().prompt_tokens == 1
-            # A second time decode has it in its own cache.
+            # The second time, decode has the prompt in its cache.
             got, reservation, sent = remote(prefill, decode, ask("a", prompt))
             assert got["a", 0] == reference(prompt, fake_spec(4, window), 8)
             assert reservation.cached_tokens >= (length - 1) // 4 * 4
@@ -101,7 +102,7 @@ def test_choices_and_resumes(subtests: pytest.Subtests) -> None:
             assert got == {("a", 1): local["a", 1][5:]}
 
 
-def test_reserved_blocks_are_counted_and_come_back() -> None:
+def test_reserved_blocks_are_counted_and_returned() -> None:
     engine = fake_engine(num_blocks=10)
     reservation = engine.reserve(ask("a", range(13)))
     assert reservation is not None
@@ -126,7 +127,7 @@ def test_an_abort_closes_the_reservation() -> None:
     engine.abort("a", [1])
     assert not reservation.open
     assert_at_rest(engine)
-    engine.release(reservation)  # its holder need not know
+    engine.release(reservation)  # the holder may not know that it is closed
     with pytest.raises(ValueError, match="is aborted"):
         engine.commit(reservation)
     assert len(of(run(engine), Finished)) == 1
@@ -146,7 +147,7 @@ def test_an_aborted_choice_of_a_reservation_does_not_start() -> None:
     assert_at_rest(decode)
 
 
-def test_none_when_blocks_are_short_and_errors_when_they_never_fit() -> None:
+def test_a_reservation_returns_none_if_blocks_are_short_and_raises_if_it_never_fits() -> None:
     engine = fake_engine(num_blocks=6)
     first = engine.reserve(ask("a", range(16), max_tokens=1))
     assert first is not None
@@ -166,7 +167,7 @@ def test_unfilled_window_blocks_do_not_enter_the_cache() -> None:
     prefill, decode = fake_engine(window=6), fake_engine(window=6)
     prompt = [(7 * i) % 60 for i in range(33)]
     remote(prefill, decode, ask("a", prompt))
-    # A prompt that ends where the window had passed on arrival finds nothing there to read.
+    # A prompt that ends where the window had passed when the KV arrived finds no blocks to read.
     for length in (9, 17, 25, 29):
         got = tokens(run(decode, ask("b", prompt[:length])))
         assert got["b", 0] == reference(prompt[:length], fake_spec(4, 6), 8)
@@ -186,13 +187,13 @@ def test_a_committed_request_waits_for_a_place_and_can_be_preempted() -> None:
     assert step is not None
     assert not of(step.events, Scheduled)
     events = run(decode)
-    assert decode.stats().preemptions == 1  # its blocks went to the older one
+    assert decode.stats().preemptions == 1  # the older request took its blocks
     assert tokens(events)["new", 0] == reference(list(range(9)), fake_spec(), 8)
     assert_at_rest(decode)
 
 
-def test_a_queued_request_short_of_blocks_waits_for_those_of_committed_ones() -> None:
-    """Younger requests that hold blocks already run, though the older one cannot start."""
+def test_a_queued_request_waits_for_blocks_of_committed_ones() -> None:
+    """Younger requests that hold blocks already run, although the older one cannot start."""
     prefill, decode = fake_engine(), fake_engine(num_blocks=9, prefix_cache=False)
     decode.submit(ask("old", [0], n=3))
     requests = [ask("b", [0]), ask("c", range(21))]
@@ -212,14 +213,14 @@ def test_reservations_do_not_starve_the_queue() -> None:
     assert held is not None
     engine.submit(ask("b", range(24), max_tokens=1))
     assert engine.step() is None
-    assert engine.reserve(ask("c", range(4))) is None  # though it would fit
+    assert engine.reserve(ask("c", range(4))) is None  # although it would fit
     engine.release(held)
     assert len(of(run(engine), Finished)) == 1
     assert engine.reserve(ask("c", range(4))) is not None
 
 
 def test_the_queue_does_not_starve_a_waiting_reservation() -> None:
-    """Short prompts come all the time; whoever arrived after the claim waits for it."""
+    """Short prompts keep arriving; those that arrived after the claim wait for it."""
     engine = fake_engine(num_blocks=9, prefix_cache=False)
     engine.submit(ask("old", range(16), max_tokens=12))
     engine.step()
@@ -250,7 +251,7 @@ def test_an_older_request_does_not_wait_for_a_reservation() -> None:
     assert_at_rest(engine)
 
 
-def test_a_reservation_that_is_given_up_holds_nobody_up() -> None:
+def test_an_abandoned_reservation_delays_no_other_request() -> None:
     engine = fake_engine(num_blocks=9, prefix_cache=False)
     held = engine.reserve(ask("a", range(12)))
     assert held is not None

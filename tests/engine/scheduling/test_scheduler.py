@@ -1,7 +1,7 @@
-"""The scheduler by itself, over a job table; what a step computes is made up.
+"""The scheduler alone, over a job table; the results of steps are simulated.
 
-Every plan of thousands of random runs keeps the limits and takes requests in their order, and every
-request comes to its end, however often it was preempted.
+In thousands of random runs, every plan respects the limits and the order of requests, and every
+request ends, however often it was preempted.
 """
 
 import random
@@ -64,7 +64,7 @@ class Bench:
         return make(n=n, max_tokens=6)
 
     def disturb(self) -> None:
-        """What others do to requests between two steps."""
+        """Perform an operation that may happen between two steps."""
         jobs, choice = self.jobs, self.rng.random()
         if choice < 0.1 and (stepping := [*jobs.waiting.values(), *jobs.running]):
             jobs.park(self.rng.choice(stepping))
@@ -82,7 +82,7 @@ class Bench:
             self.reached["committed"] += 1
 
     def reserve(self) -> None:
-        """As Engine.reserve does for the first hand-off that waits for blocks."""
+        """Reserve blocks for the first waiting hand-off, as Engine.reserve does."""
         job = self.refused
         if job is None:
             self.arrivals += 1
@@ -98,10 +98,10 @@ class Bench:
         self.reached["hand-off before the queue"] += 1
 
     def step(self) -> bool:
-        """Schedules and checks a step, and does as if it had been computed."""
+        """Schedule and check a step, and simulate its results."""
         self.now += 1.0
         if self.refused is not None:
-            self.reserve()  # a hand-off that waits for blocks asks before every step
+            self.reserve()  # a waiting hand-off retries before every step
         events: list[Event] = []
         held_up = self.refused
         without_blocks = [j for j in self.jobs.waiting.values() if not j.sequences]
@@ -118,7 +118,7 @@ class Bench:
         if held_up is not None and held_up.key not in self.jobs.by_key:
             for job in without_blocks:
                 if job.order > held_up.order:
-                    assert not job.sequences, "it has passed a hand-off that waits for blocks"
+                    assert not job.sequences, "a request passed a hand-off that waits for blocks"
         for event in plan.events:
             if isinstance(event, Evicted):
                 self.evicted.add(event.key)
@@ -139,7 +139,7 @@ class Bench:
         assert plan.num_decode_rows == sum(row.num_tokens == 1 for row in rows)
         for row in rows:
             job, total = row.sequence.job, len(row.sequence.ids)
-            assert job in self.jobs.running, "a row of a request that gets no steps"
+            assert job in self.jobs.running, "a row of a request that is not running"
             assert row.sequence in job.sequences
             assert row.start == row.sequence.num_computed < row.end <= total
             assert row.start // limits.chunk_size == (row.end - 1) // limits.chunk_size
@@ -157,12 +157,15 @@ class Bench:
         self.reached["copies"] += len(plan.copies)
 
     def check_shares(self, rows: Sequence[Row]) -> None:
-        """No tenant has more than its share, or one job's rows of one token, or one chunk."""
+        """Check that no tenant has more than its share, except for the one-token rows of one job or
+        a single chunk."""
         share, long = self.limits.shared_step_tokens, set[bytes]()
         for tenant in {row.sequence.job.request.tenant for row in rows}:
             own = [row for row in rows if row.sequence.job.request.tenant == tenant]
             sizes = Counter(row.sequence.job.order for row in own if row.num_tokens == 1)
-            assert sizes.total() <= max(share, *sizes.values(), 0) + 1, "waiting jobs of one token"
+            assert sizes.total() <= max(share, *sizes.values(), 0) + 1, (
+                "rows of one token exceed the share"
+            )
             chunks = [row.num_tokens for row in own if row.num_tokens > 1]
             assert sum(chunks) <= share or len(chunks) == 1
             if sum(chunks) > share:
@@ -174,7 +177,7 @@ class Bench:
     def compute(self, row: Row) -> None:
         sequence, job = row.sequence, row.sequence.job
         if sequence not in job.sequences:
-            return  # its request has ended with another choice
+            return  # its request ended with another choice
         trimmed = list(sequence.num_trimmed)
         self.jobs.advance(sequence, row.end)
         self.reached["trims"] += sequence.num_trimmed != trimmed
@@ -198,7 +201,7 @@ class Bench:
             self.ended[job.key] += 1
 
 
-def test_random_requests_keep_the_limits_and_come_to_their_end() -> None:
+def test_random_requests_respect_the_limits_and_end() -> None:
     reached = Counter[str]()
     for seed in range(RUNS):
         bench = Bench(random.Random(seed), reached)
@@ -221,7 +224,7 @@ def test_random_requests_keep_the_limits_and_come_to_their_end() -> None:
 
 
 def finish(bench: Bench) -> None:
-    """Nothing disturbs any more: every request ends exactly once."""
+    """Run without disturbances until every request has ended exactly once."""
     jobs = bench.jobs
     bench.refused = None
     for reservation in list(jobs.reserved.values()):
@@ -242,7 +245,7 @@ def finish(bench: Bench) -> None:
     assert names == set(bench.ended)
 
 
-def test_of_alike_requests_the_older_is_admitted_first() -> None:
+def test_of_equal_requests_the_older_is_admitted_first() -> None:
     reached = Counter[str]()
     for seed in range(300):
         bench = Bench(random.Random(seed), reached, alike=True)
@@ -252,7 +255,7 @@ def test_of_alike_requests_the_older_is_admitted_first() -> None:
         orders = [int(key[1:]) for key in bench.scheduled]
         assert orders == sorted(orders)
         assert len(orders) == 8
-    assert reached["preempted"] > 50, "it lost its blocks, and kept its place"
+    assert reached["preempted"] > 50, "too few requests lost their blocks and kept their place"
 
 
 def test_tenants_take_turns() -> None:
@@ -268,13 +271,13 @@ def test_tenants_take_turns() -> None:
     assert order(entries) == [3, 5, 1, 6, 2, 4]
     assert order([*entries, (b"new", 7)]) == [3, 7, 5, 1, 6, 2, 4]
     assert order([(b"a", 3), (b"a", 1)]) == [3, 1]
-    assert order(entries) == [3, 5, 1, 6, 2, 4], "who comes anew comes first"
+    assert order(entries) == [3, 5, 1, 6, 2, 4], "a new tenant must come first"
     assert order([(b"c", 1)]) == [1]
-    assert order([(b"a", 3), (b"b", 1)]) == [3, 1], "what was computed before counts no more"
+    assert order([(b"a", 3), (b"b", 1)]) == [3, 1], "earlier computation must not count any more"
 
 
-def test_a_flood_of_one_tenant_holds_up_no_other() -> None:
-    """The other's prompt is the second that is computed, however many wait before it."""
+def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
+    """The other tenant's prompt is the second one computed, however many wait before it."""
     engine = fake_engine(num_blocks=1024)
     for number in range(40):
         engine.submit(ask(f"flood {number}", [number] * 60, max_tokens=1))
@@ -288,8 +291,9 @@ def test_a_flood_of_one_tenant_holds_up_no_other() -> None:
     assert ended.index("other") < 12
 
 
-def test_a_flood_is_a_small_part_of_the_steps_that_others_wait_for() -> None:
-    """Another's short prompt runs in the next step, and nobody's row is left out for long."""
+def test_a_flood_takes_a_small_part_of_steps_that_others_wait_for() -> None:
+    """Another tenant's short prompt runs in the next step, and every row of the flood gets its turn
+    soon."""
     now = [0.0]
     engine = fake_engine(
         num_blocks=1024, max_running=24, shared_step_tokens=6, clock=lambda: now[0], context_len=512
@@ -302,25 +306,26 @@ def test_a_flood_is_a_small_part_of_the_steps_that_others_wait_for() -> None:
         return [event.key for event in engine.step().events if isinstance(event, NewTokens)]
 
     while len(step()) < 20:
-        pass  # alone it has all its rows in one step
+        pass  # without others, one step has all its rows
     engine.submit(replace(ask("other", [7] * 4, max_tokens=3), tenant=b"other"))
     told = [step(), step(), step()]
-    assert all("other" in keys for keys in told), "it has a row in every step"
+    assert all("other" in keys for keys in told), "the other tenant must have a row in every step"
     assert [len(keys) for keys in told] == [7, 7, 7]
     engine.submit(replace(ask("other 2", [7] * 4, max_tokens=2), tenant=b"other"))
-    assert step() == ["other 2"], "the flood has more than its share, and gives way"
+    assert step() == ["other 2"], "the flood must give way after exceeding its share"
     engine.submit(replace(ask("third", [7] * 4, max_tokens=1), tenant=b"third"))
-    assert len(step()) == 8, "but not in every step"
+    assert len(step()) == 8, "the flood must not give way in every step"
     counts = Counter(key for _ in range(10) for key in step())
     assert counts.keys() == {f"flood {number}" for number in range(20)}
     assert set(counts.values()) == {3}
-    assert len(step()) == 6, "the other may come back"
+    assert len(step()) == 6, "the other tenant may come first again"
     now[0] += 2 * ACTIVE_S
     assert len(step()) == 20
 
 
-def test_long_prompts_of_a_flood_run_beside_no_other_but_run() -> None:
-    """In every second step at least, even if short prompts of new tenants come all the time."""
+def test_long_prompts_of_a_flood_run_one_at_a_time_but_do_run() -> None:
+    """One runs in at least every second step, even if short prompts of new tenants keep
+    arriving."""
     now = [0.0]
     engine = fake_engine(num_blocks=4096, shared_step_tokens=4, clock=lambda: now[0])
     told = list[set[str]]()
@@ -337,14 +342,14 @@ def test_long_prompts_of_a_flood_run_beside_no_other_but_run() -> None:
     assert all(f"new {number}" in keys for number, keys in enumerate(told))
 
 
-def test_a_long_prompt_ends_whatever_short_ones_come() -> None:
-    """New tenants come first, but not for ever."""
+def test_a_long_prompt_ends_although_short_ones_keep_arriving() -> None:
+    """New tenants come first, but not indefinitely."""
     now = [0.0]
     engine = fake_engine(num_blocks=8192, max_running=4, shared_step_tokens=4, clock=lambda: now[0])
     engine.submit(replace(ask("long", [1] * 120, max_tokens=1), tenant=b"long"))
     steps, number = 0, 0
     while True:
-        for _ in range(6):  # more than a step has room for
+        for _ in range(6):  # exceeds the room of a step
             number += 1
             ask_one = ask(f"new {number}", [2, 3, number % 60, 4], max_tokens=1)
             with suppress(QueueFull):
@@ -354,4 +359,4 @@ def test_a_long_prompt_ends_whatever_short_ones_come() -> None:
         if "long" in {e.key for e in engine.step().events if isinstance(e, Finished)}:
             break
         assert steps < 200
-    assert steps > 8, "others came before"
+    assert steps > 8, "other requests must come first"

@@ -1,6 +1,6 @@
-"""StepProgress by itself, over a job table; the plans and what is sampled are made up.
+"""StepProgress alone, over a job table; plans and sampled tokens are simulated.
 
-A reference counts what each choice was given. Events, finish reasons and blocks must agree with it.
+A reference records the tokens of each choice. Events, finish reasons and blocks must agree with it.
 """
 
 import random
@@ -30,7 +30,7 @@ CHUNK = 4
 
 
 class Bench:
-    """Requests in a batch, with a scheduler that gives every one of them a row if it can."""
+    """Requests in a batch, with a scheduler that gives each one a row if it can."""
 
     def __init__(self, rng: random.Random, reached: Counter[str]) -> None:
         self.rng, self.reached = rng, reached
@@ -44,7 +44,7 @@ class Bench:
         self.heard: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         self.reasons: dict[tuple[str, int], FinishReason] = {}
         self.aborted: set[tuple[str, int]] = set()
-        self.stuck: set[tuple[str, int]] = set()  # no token was left
+        self.stuck: set[tuple[str, int]] = set()  # choices without an allowed token
         self.last: Counter[str] = Counter()  # Finished and RequestFailed events
         self.scores: defaultdict[str, int] = defaultdict(int)
         self.computed: dict[str, int] = {}
@@ -182,7 +182,7 @@ class Bench:
                 assert reason is FinishReason.LENGTH
                 assert len(ids) == params.max_tokens
             ended = [n for n, t in enumerate(ids) if t in stops and n + 1 > params.min_tokens]
-            assert all(n == len(ids) - 1 for n in ended), "it went on after its stop token"
+            assert all(n == len(ids) - 1 for n in ended), "a choice continued after its stop token"
         assert all(self.last[key] == 1 for key in self.asked), self.last
         assert self.progress.generated_tokens == sum(map(len, self.heard.values()))
 

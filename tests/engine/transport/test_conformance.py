@@ -1,4 +1,4 @@
-"""Every transport of the registry: what the hand-off above relies on."""
+"""Conformance of every transport in the registry to the guarantees that the hand-off needs."""
 
 import os
 import random
@@ -45,7 +45,7 @@ def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ends]:
     made.close()
 
 
-def test_bytes_and_order(ends: Ends) -> None:
+def test_bytes_and_order_are_kept(ends: Ends) -> None:
     rng = random.Random(1)
     sizes = [1, 2, 4096, SLOT_BYTES, SLOT_BYTES - 1, *(rng.randrange(1, 90_000) for _ in range(60))]
     sent = [(i, rng.randbytes(size)) for i, size in enumerate(sizes)]
@@ -65,7 +65,7 @@ def test_a_frame_sent_twice_arrives_twice(ends: Ends) -> None:
     assert ends.decode.payloads == [(5, b"same")] * 2
 
 
-def test_control_runs_both_ways_and_ahead_of_frames(ends: Ends) -> None:
+def test_control_records_go_both_ways_and_ahead_of_frames(ends: Ends) -> None:
     prefill = Recorder()
     link = ends.dial(prefill)
     wait_until(lambda: len(ends.decode.messages) == 1)
@@ -80,7 +80,7 @@ def test_control_runs_both_ways_and_ahead_of_frames(ends: Ends) -> None:
     assert ends.decode.messages[1:] == expected
 
 
-def test_credit_bounds_the_frames_in_flight(ends: Ends) -> None:
+def test_credit_limits_the_frames_in_flight(ends: Ends) -> None:
     ends.decode.hold()
     link = ends.dial(Recorder())
     built: list[int] = []
@@ -88,11 +88,11 @@ def test_credit_bounds_the_frames_in_flight(ends: Ends) -> None:
         link.push(counted(frame_job(bytes([i]) * 1000, i), i, built))
     if link.direct:
         wait_until(lambda: len(ends.decode.payloads) == SLOTS)
-        link.post(claim_record())  # control still passes while no slot is free
+        link.post(claim_record())  # control records still pass while no slot is free
         wait_until(lambda: len(ends.decode.messages) == 2)
-    else:  # one payload is looked at
+    else:  # one payload is inspected
         wait_until(lambda: len(built) >= SLOTS)
-        time.sleep(0.1)  # for one more, if nothing holds it back
+        time.sleep(0.1)  # time for one more, unless it is held back
     assert built == list(range(SLOTS))
     ends.decode.go_on()
     wait_until(lambda: len(ends.decode.payloads) == 3 * SLOTS)
@@ -124,7 +124,7 @@ def test_credits_of_waiting_frames_share_writes(
     wait_until(lambda: returned == [True] * SLOTS, "every credit")
     credit = len(messages.encode(messages.Credit(0, bytes(MARK_BYTES))))
     assert sum(given) == SLOTS * credit
-    if link.direct:  # the engine thread gives them back as they are done with
+    if link.direct:  # the engine thread credits each slot when done with it
         assert len(given) == SLOTS
     else:
         assert len(given) <= 3
@@ -132,7 +132,7 @@ def test_credits_of_waiting_frames_share_writes(
 
 
 def counted(job: FrameJob, number: int, built: list[int], after: bool = False) -> FrameJob:
-    """The job, which notes its number when it is built, or when its payload was taken."""
+    """Wrap a job so that it records its number when it is built, or when its payload was sent."""
 
     @contextmanager
     def build(slot: int, sink: DeviceSink | None) -> Iterator[Frame | None]:
@@ -146,13 +146,13 @@ def counted(job: FrameJob, number: int, built: list[int], after: bool = False) -
     return build
 
 
-def test_frames_that_are_not_wanted_are_skipped_and_credited(ends: Ends) -> None:
+def test_unneeded_frames_are_skipped_and_credited(ends: Ends) -> None:
     ends.decode.accept = False
     prefill = Recorder()
     link = ends.dial(prefill)
     for i in range(3 * SLOTS):
         link.push(frame_job(os.urandom(70_000), i))
-    link.push(lambda slot, sink: nullcontext())  # its attempt has ended
+    link.push(lambda slot, sink: nullcontext())  # a frame whose attempt has ended
     done = threading.Event()
     link.push(lambda slot, sink: nullcontext(done.set()))
     assert done.wait(LIMIT_S)
@@ -160,7 +160,7 @@ def test_frames_that_are_not_wanted_are_skipped_and_credited(ends: Ends) -> None
     assert link.open
 
 
-def test_a_peer_that_dies_is_noticed_and_the_next_connection_works(ends: Ends) -> None:
+def test_the_death_of_a_peer_is_noticed_and_the_next_connection_works(ends: Ends) -> None:
     prefill = Recorder()
     link = ends.dial(prefill)
     link.push(frame_job(b"first", 1))
@@ -168,7 +168,7 @@ def test_a_peer_that_dies_is_noticed_and_the_next_connection_works(ends: Ends) -
     ends.decode.links[0].close("decode died")
     wait_until(lambda: len(prefill.reasons) == 1)
     assert not link.open
-    link.push(frame_job(b"lost", 2))  # into nothing, without an error
+    link.push(frame_job(b"lost", 2))  # dropped without an error
     again = ends.dial(Recorder())
     again.push(frame_job(b"second", 3))
     wait_until(lambda: len(ends.decode.payloads) == 2)
@@ -177,7 +177,7 @@ def test_a_peer_that_dies_is_noticed_and_the_next_connection_works(ends: Ends) -
     assert ends.decode.payloads == [(1, b"first"), (3, b"second")]
 
 
-def test_a_death_in_the_middle_of_transfers_ends_both_sides(ends: Ends) -> None:
+def test_a_death_during_transfers_ends_both_sides(ends: Ends) -> None:
     prefill = Recorder()
     ends.decode.hold()
     link = ends.dial(prefill)
@@ -190,7 +190,9 @@ def test_a_death_in_the_middle_of_transfers_ends_both_sides(ends: Ends) -> None:
     assert 1 <= len(ends.decode.payloads) < 4 * SLOTS
     ends.decode.links[0].close()
     assert ends.decode.links[0].ended
-    assert len(ends.decode.reasons) == len(prefill.reasons) == 1, "closed is told once"
+    assert len(ends.decode.reasons) == len(prefill.reasons) == 1, (
+        "each side must get one close notification"
+    )
 
 
 def test_a_refused_hello_names_its_reason(ends: Ends) -> None:
@@ -199,7 +201,7 @@ def test_a_refused_hello_names_its_reason(ends: Ends) -> None:
         ends.dial(Recorder())
 
 
-def test_a_frame_before_a_genuine_claim_closes_the_connection(ends: Ends) -> None:
+def test_a_frame_before_an_authenticated_claim_closes_the_connection(ends: Ends) -> None:
     prefill = Recorder()
     link = ends.dial(prefill, claim=False)
     link.post(record_of(b"x", 1))
@@ -209,17 +211,19 @@ def test_a_frame_before_a_genuine_claim_closes_the_connection(ends: Ends) -> Non
     assert ends.decode.payloads == []
 
 
-def test_garbage_and_silence_cost_nothing(
+def test_garbage_and_silence_close_the_connection_and_take_no_memory(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("pdserve.engine.handoff.connection.link.INTRODUCTION_S", 0.2)
     for data in (b"GET / HTTP/1.1\r\n\r\n", b"", b"PK\x01\x02\xff\xff\xff\xff"):
-        seen = len(ends.decode.reasons)  # before: the close may be faster than this thread
+        seen = len(ends.decode.reasons)  # read before: the close may be faster
         with raw_socket(ends) as sock:
             sock.sendall(data)
             wait_until(lambda seen=seen: len(ends.decode.reasons) > seen)
     for wire in ends.decode.wires:
-        assert not getattr(wire, "_payload_buffer", None), "no memory for strangers"
+        assert not getattr(wire, "_payload_buffer", None), (
+            "unauthenticated peers must get no buffer"
+        )
     link = ends.dial(Recorder())
     link.push(frame_job(b"still works", 1))
     wait_until(lambda: len(ends.decode.payloads) == 1)
@@ -233,7 +237,7 @@ def raw_socket(ends: Ends) -> socket.socket:
     return dial_unix(Path(address), 1.0)
 
 
-def test_nobody_listens(ends: Ends) -> None:
+def test_without_a_listener_the_dial_is_refused(ends: Ends) -> None:
     ends.listener.close()
     with pytest.raises(TransportRefused):
         ends.transport.dial(ends.target, 1.0)
@@ -242,7 +246,7 @@ def test_nobody_listens(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("name", list(transports()))
-def test_nothing_is_left_after_close(name: str, tmp_path: Path) -> None:
+def test_close_leaves_no_files_or_threads(name: str, tmp_path: Path) -> None:
     files, threads = open_files(), threading.active_count()
     ends = Ends(name, tmp_path)
     for i in range(5):
@@ -257,7 +261,7 @@ def test_nothing_is_left_after_close(name: str, tmp_path: Path) -> None:
 
 
 def test_shm_works_in_a_folder_with_a_long_path(tmp_path: Path) -> None:
-    """A socket's name holds 107 bytes; the folder's may be longer."""
+    """A socket's name holds 107 bytes, but a folder's path may be longer."""
     folder = tmp_path / ("x" * 60) / ("y" * 60)
     folder.mkdir(parents=True)
     files = open_files()
@@ -274,8 +278,8 @@ def test_shm_works_in_a_folder_with_a_long_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
-def test_sockets_are_for_this_user_alone(name: str, tmp_path: Path) -> None:
-    """And so is a folder that is made for them."""
+def test_sockets_are_private_to_the_user(name: str, tmp_path: Path) -> None:
+    """A folder created for them is private, too."""
     ends = Ends(name, tmp_path / "new")
     (path,) = (tmp_path / "new").iterdir()
     assert path.is_socket()
@@ -285,7 +289,7 @@ def test_sockets_are_for_this_user_alone(name: str, tmp_path: Path) -> None:
 
 
 def test_slots_used_without_credit_close_the_connection(tmp_path: Path) -> None:
-    ends = Ends("cuda_ipc", tmp_path)  # elsewhere they are credited at once
+    ends = Ends("cuda_ipc", tmp_path)  # other transports credit them at once
     ends.decode.hold()
     link = ends.dial(Recorder())
     link.push(frame_job(b"x", 1))
@@ -296,7 +300,7 @@ def test_slots_used_without_credit_close_the_connection(tmp_path: Path) -> None:
     ends.close()
 
 
-def test_a_window_that_is_not_sealed_is_refused(
+def test_an_unsealed_memory_window_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = Ends("shm", tmp_path)
@@ -310,7 +314,7 @@ def test_a_window_that_is_not_sealed_is_refused(
     ends.close()
 
 
-def test_shm_says_why_it_cannot(tmp_path: Path) -> None:
+def test_shm_gives_the_reason_of_a_refusal(tmp_path: Path) -> None:
     target = Target("", b"x" * 16)
     with pytest.raises(TransportRefused, match="shm-dir"):
         transports()["shm"](TransportOptions(shm_dir="")).dial(target, 1.0)

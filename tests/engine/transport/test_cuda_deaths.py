@@ -1,4 +1,4 @@
-"""cuda_ipc on the fake device: the process at the other end dies, freezes or writes late."""
+"""cuda_ipc on the fake device: the peer process dies, freezes or writes late."""
 
 import os
 import signal
@@ -21,11 +21,11 @@ from pdserve.engine.handoff.protocol.frames import FrameHeader
 from pdserve.engine.transport.base import SLOTS, Payload
 
 SUPPORT = Path(__file__).parents[2] / "support"
-KILLS = 6  # of each side; benchmarks/gpu/parts/kills.py does 40 of each on a GPU
+KILLS = 6  # per side; benchmarks/gpu/parts/kills.py does 40 per side on a GPU
 
 
 class Keeper(Recorder):
-    """Keeps what arrives, and takes it when the test says so."""
+    """Keeps arriving payloads until the test takes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
 
 
 def first(ends: Ends, count: int = 1) -> Any:
-    """The source of the `count`th frame."""
+    """Return the source of the `count`th frame."""
     keeper: Any = ends.decode
     wait_until(lambda: len(keeper.sources) >= count)
     return keeper.sources[count - 1][2]
@@ -88,29 +88,29 @@ def window_of(ends: Ends, link: int) -> Any:
     return ends.decode.wires[link]._window  # type: ignore[attr-defined]
 
 
-def test_a_writer_killed_in_the_middle_of_its_copy(ends: Ends, start: Any) -> None:
+def test_a_writer_killed_during_its_copy(ends: Ends, start: Any) -> None:
     child = start("half")
     source = first(ends)
-    assert not source.ready(), "its frame is here, its copy is not done"
+    assert not source.ready(), "the frame has arrived, but its copy is not done"
     window = window_of(ends, 0)
     child.send_signal(signal.SIGKILL)
     child.wait()
     wait_until(lambda: len(ends.decode.reasons) == 1)
-    assert not source.ready(), "and never will be: decode waits for nobody"
+    assert not source.ready(), "it never will be ready, and decode does not wait for it"
     counts = source.slot.signal.counts
     assert isinstance(source.slot.signal, FakeSignal)
-    counts[1] = counts[0]  # a driver that calls the dead one's work done
+    counts[1] = counts[0]  # as with a driver that reports the dead process's work as done
     assert source.ready()
     intact, _ = take(source)
-    assert not intact, "half a payload"
+    assert not intact, "half of the payload is missing"
     start("late")
     intact, data = take(first(ends, 2))
     assert intact
     assert (data == payload(7)).all()
-    assert window_of(ends, 1) is window, "the dead one's window is used again"
+    assert window_of(ends, 1) is window, "the dead process's window must be reused"
 
 
-def test_late_writes_change_the_window_and_nothing_else(ends: Ends, start: Any) -> None:
+def test_late_writes_change_only_the_window(ends: Ends, start: Any) -> None:
     child = start("late")
     source = first(ends)
     intact, data = take(source)
@@ -120,12 +120,12 @@ def test_late_writes_change_the_window_and_nothing_else(ends: Ends, start: Any) 
     assert child.stdout.readline() == "late\n"
     assert (data == payload(7)).all()
     intact, later = take(source)
-    assert (later == 0xEE).all(), "the writer really wrote"
-    assert not intact, "a copy made now would have been refused"
+    assert (later == 0xEE).all(), "the late write did not happen"
+    assert not intact, "a copy made now must be refused"
 
 
 def test_a_frozen_writer_keeps_its_window(ends: Ends, start: Any) -> None:
-    """Stopped, given up, resumed: it never reaches the window of the next."""
+    """A writer is stopped, given up and resumed. It never writes into its successor's window."""
     child = start("late")
     first(ends)
     child.send_signal(signal.SIGSTOP)
@@ -144,7 +144,7 @@ def test_a_frozen_writer_keeps_its_window(ends: Ends, start: Any) -> None:
     assert second.poll() is None
 
 
-def test_writers_killed_at_any_moment(ends: Ends, start: Any) -> None:
+def test_writers_killed_at_random_moments(ends: Ends, start: Any) -> None:
     keeper: Any = ends.decode
     taken = 0
     for round in range(KILLS):
@@ -161,12 +161,14 @@ def test_writers_killed_at_any_moment(ends: Ends, start: Any) -> None:
         child.wait()
         over = round + 1
         wait_until(lambda over=over: len(keeper.reasons) == over)
-        taken = len(keeper.sources)  # what came after the last one that was taken
-    assert len({id(window_of(ends, i)) for i in range(KILLS)}) == 1, "one window served them all"
+        taken = len(keeper.sources)  # ignore frames after the last one taken
+    assert len({id(window_of(ends, i)) for i in range(KILLS)}) == 1, (
+        "one window must serve all writers"
+    )
 
 
-def test_a_writer_that_has_closed_its_window_says_so(ends: Ends) -> None:
-    """Anybody gets it then, and decode may free it."""
+def test_a_writer_reports_that_it_closed_its_window(ends: Ends) -> None:
+    """The window may then be reused, or freed by decode."""
     link = ends.dial(Recorder())
     link.push(frame(1, lambda slot: None))
     first(ends)
@@ -176,10 +178,10 @@ def test_a_writer_that_has_closed_its_window_says_so(ends: Ends) -> None:
     wait_until(window.is_unused)
 
 
-def test_decode_killed_at_any_moment(tmp_path: Path, start: Any) -> None:
-    """Prefill's copies end, its window is closed, and it goes on with the next decode."""
+def test_decode_killed_at_random_moments(tmp_path: Path, start: Any) -> None:
+    """Prefill's copies end, its window is closed, and it continues with the next decode."""
     ends = Ends("cuda_ipc", tmp_path)
-    ends.listener.close()  # only its way to dial is used
+    ends.listener.close()  # only dialling is used
     files = open_files()
     for round in range(KILLS):
         child = start("serve")
@@ -199,6 +201,6 @@ def test_decode_killed_at_any_moment(tmp_path: Path, start: Any) -> None:
         assert sent
         child.communicate()
         for path in tmp_path.glob("*.sock"):
-            path.unlink()  # as `pdserve up` sweeps what a killed process leaves
+            path.unlink()  # `pdserve up` removes such remains of a killed process
     ends.transport.close()
     assert open_files() - files == set()

@@ -1,6 +1,7 @@
-"""What can be said of the CUDA shell without a GPU: when it opens, and that CuPy has what it calls.
+"""The parts of the CUDA shell that can be tested without a GPU: when it opens, and that CuPy has
+every function it calls.
 
-That it works on a GPU is for `make accept-gpu`.
+`make accept-gpu` tests it on a GPU.
 """
 
 import re
@@ -19,7 +20,7 @@ from pdserve.engine.transport.device import DeviceError
 
 
 def cuda_pool(head_dim: int = 64) -> Any:
-    """As far as the opener looks at it."""
+    """Return the part of a pool that the opener reads."""
     group = SimpleNamespace(block_bytes=lambda block_size: 2 * block_size * head_dim)
     spec = SimpleNamespace(groups=(group,), block_size=1)
     return SimpleNamespace(device=0, spec=spec)
@@ -37,10 +38,10 @@ def test_a_pool_in_host_memory_has_no_device() -> None:
         (cuda_pool(), False, "no_device", "CuPy is not installed"),
     ],
 )
-def test_why_a_device_does_not_open(
+def test_reasons_for_not_opening_a_device(
     pool: Any, encrypted: bool, reason: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not there
+    monkeypatch.setitem(sys.modules, "cupy", None)  # as if CuPy were not installed
     open_device = device_cupy.opener(pool, encrypted=encrypted)
     assert open_device is not None
     with pytest.raises(DeviceError, match=text) as caught:
@@ -48,7 +49,7 @@ def test_why_a_device_does_not_open(
     assert caught.value.reason == reason
 
 
-def test_where_blocks_of_a_pool_lie() -> None:
+def test_addresses_of_the_blocks_of_a_pool() -> None:
     kv = KvCache(fake_spec(), [9])
     pages = kv.pages(0, range(1), [3, 5])
     data = kv.data[0]

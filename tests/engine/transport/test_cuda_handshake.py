@@ -1,4 +1,5 @@
-"""Every reason for which cuda_ipc refuses, by its name, on both ends; a name asked for is kept."""
+"""Every reason for which cuda_ipc refuses a connection, by name, at both ends; a transport
+requested by name is never replaced."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
 
 
 class ClosingDialer(Dialer):
-    """A Dialer that has its transports to itself."""
+    """A Dialer that owns its transports."""
 
     def __init__(self, transports: list[KvTransport]) -> None:
         super().__init__(transports, Recorder())
@@ -65,7 +66,8 @@ def refused(
     caplog: pytest.LogCaptureFixture,
     at_decode: bool = True,
 ) -> None:
-    """Both ends say the reason; it is counted, and nothing of a connection stays."""
+    """Check that both ends log the reason, that it is counted, and that nothing remains of the
+    connection."""
     assert reason in REASONS
     dial = dialer(folder, lambda: device)
     with caplog.at_level("INFO"):
@@ -74,9 +76,9 @@ def refused(
         wait_until(lambda: len(ends.decode.reasons) == len(ends.decode.links))
     assert dial.refusals == {"cuda_ipc": 1}
     said = [r for r in caplog.records if reason in r.getMessage()]
-    assert any("dial" in r.name for r in said), "prefill's log"
+    assert any("dial" in r.name for r in said), "prefill did not log the reason"
     if at_decode:
-        assert any("cuda_ipc.wires" in r.name for r in said), "decode's log"
+        assert any("cuda_ipc.wires" in r.name for r in said), "decode did not log the reason"
         assert reason in ends.decode.reasons[-1]
     assert ends.decode.messages == []
     dial.close()
@@ -103,7 +105,7 @@ def test_a_gpu_with_peer_access_is_used(ends: Ends, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pid_namespace", "ipc_namespace"])
-def test_another_namespace(
+def test_another_pid_or_ipc_namespace(
     ends: Ends,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -125,7 +127,7 @@ def test_another_namespace(
 def test_a_process_that_is_not_visible(
     ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SO_PEERCRED gives pid 0 for a peer outside this PID namespace."""
+    """For a peer outside this PID namespace, SO_PEERCRED gives pid 0."""
 
     class Outside(wires.PeerProcess):
         def __init__(self, sock: socket.socket, said: int | None = None) -> None:
@@ -156,7 +158,9 @@ def test_another_version(
     )
 
 
-def test_the_4_kib_differ(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_4_kib_probe_differs(
+    ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     device, spoiled = FakeDevice(), []
 
     def spoil(slot: Slot) -> None:
@@ -168,10 +172,10 @@ def test_the_4_kib_differ(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureF
     assert spoiled == [4096]
 
 
-def test_the_4_kib_do_not_arrive(
+def test_the_4_kib_probe_does_not_arrive(
     ends: Ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peer says that it has copied, and its event never ends."""
+    """The peer reports a copy whose event never completes."""
     monkeypatch.setattr("pdserve.engine.handoff.connection.link.INTRODUCTION_S", 0.2)
 
     class Early(FakeDevice):
@@ -193,8 +197,9 @@ def test_prefill_cannot_open_the_memory(
     refused("open_failed", "MapBufferObject", ends, tmp_path, Blind(), caplog)
 
 
-def test_no_memory_for_another_window(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first writer has the only window; a second is refused while it can still choose."""
+def test_no_memory_for_a_second_window(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first writer has the only window. A second one is refused while it can still use another
+    transport."""
     device = FakeDevice()
     device.most_bytes = int(1.5 * SLOTS * SLOT_BYTES)
     ends = Ends("cuda_ipc", tmp_path, device)
@@ -209,7 +214,7 @@ def test_no_memory_for_another_window(tmp_path: Path, caplog: pytest.LogCaptureF
     ends.close()
 
 
-def test_decode_without_memory_does_not_listen(tmp_path: Path) -> None:
+def test_decode_without_device_memory_does_not_listen(tmp_path: Path) -> None:
     device = FakeDevice()
     device.most_bytes = 1000
     options = TransportOptions("", str(tmp_path), SLOT_BYTES, lambda: device, SLOT_BYTES)
@@ -224,7 +229,7 @@ def test_too_many_handshakes(ends: Ends, tmp_path: Path, caplog: pytest.LogCaptu
     for _ in range(MAX_PROBES):
         sock = dial_unix(Path(ends.listener.address), 1.0)
         sock.sendall(wires.local_place(FakeDevice()).pack())
-        assert sock.recv(1), "its answer: it has a cell now"
+        assert sock.recv(1), "an answer means that it occupies a cell"
         strangers.append(sock)
     dial = dialer(tmp_path, FakeDevice)
     with pytest.raises(TransportRefused, match=f"busy: {MAX_PROBES} handshakes"):
@@ -244,7 +249,7 @@ def broken() -> FakeDevice:
 @pytest.mark.parametrize(
     ("device", "text"), [(None, "not on a CUDA device"), (broken, "no CUDA-capable device")]
 )
-def test_without_a_device(
+def test_without_a_device_cuda_ipc_is_refused(
     tmp_path: Path, device: Callable[[], FakeDevice] | None, text: str
 ) -> None:
     options = TransportOptions("", str(tmp_path), SLOT_BYTES, device, SLOT_BYTES)
@@ -266,9 +271,9 @@ def names(transports: list[KvTransport]) -> list[str]:
     return [transport.name for transport in transports]
 
 
-def test_auto_leaves_out_what_cannot_work_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_omits_unusable_transports_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
     cpu = make_transports("auto", TransportOptions())
-    assert names(cpu) == ["shm", "tcp"], "not even tried for a pool in host memory"
+    assert names(cpu) == ["shm", "tcp"], "cuda_ipc must not be tried for a pool in host memory"
     gpu = make_transports("auto", TransportOptions(device=broken))
     assert names(gpu) == ["cuda_ipc", "shm", "tcp"]
     with caplog.at_level("WARNING"):
@@ -276,7 +281,7 @@ def test_auto_leaves_out_what_cannot_work_and_says_so(caplog: pytest.LogCaptureF
     assert "transport cuda_ipc is not used: no_device" in caplog.text
 
 
-def test_auto_takes_cuda_ipc_where_both_ends_have_it(tmp_path: Path) -> None:
+def test_auto_uses_cuda_ipc_if_both_ends_have_it(tmp_path: Path) -> None:
     cuda, shm = Ends("cuda_ipc", tmp_path), Ends("shm", tmp_path)
     dial = dialer(tmp_path, FakeDevice, "auto")
     link = dial.dial(cuda.target, HELLO)
@@ -291,10 +296,10 @@ def test_auto_takes_cuda_ipc_where_both_ends_have_it(tmp_path: Path) -> None:
     shm.close()
 
 
-def test_a_bad_handshake_ends_the_connection_only(
+def test_an_invalid_handshake_ends_only_its_connection(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once: the deadline is never reached here."""
+    """The connection ends at once; its deadline is never reached here."""
     monkeypatch.setattr("pdserve.engine.handoff.connection.link.INTRODUCTION_S", 100 * LIMIT_S)
     for data in (bytes(54), b"KCUD" + b"\xff" * 50):
         seen = len(ends.decode.reasons)
@@ -305,7 +310,7 @@ def test_a_bad_handshake_ends_the_connection_only(
 
 
 class FewSignals(FakeDevice):
-    """Has no room for the fourth signal."""
+    """A device without room for the fourth signal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +324,7 @@ class FewSignals(FakeDevice):
 
 
 @pytest.mark.parametrize("make", [Probes, lambda device: make_window(device, SLOT_BYTES)])
-def test_what_was_made_before_a_signal_failed_is_given_back(
+def test_resources_are_released_if_a_signal_cannot_be_made(
     make: Callable[[FakeDevice], object],
 ) -> None:
     open_before = open_files()

@@ -1,4 +1,5 @@
-"""device_cupy.py on a fake GPU, in many orders of its streams (support/systems/cuda_orders.py)."""
+"""device_cupy.py on a fake GPU, under many orders of its streams
+(support/systems/cuda_orders.py)."""
 
 import ctypes
 from collections import Counter
@@ -16,7 +17,7 @@ from pdserve.kernels.copy_hash import KEY_BYTES
 ORDERS = 12
 
 
-def test_no_order_takes_wrong_bytes_or_leaves_a_copy() -> None:
+def test_no_order_copies_wrong_bytes_or_leaves_a_copy_unfinished() -> None:
     seen: Counter[str] = Counter()
     for seed in range(ORDERS):
         handoff = Handoff(seed)
@@ -29,21 +30,22 @@ def test_no_order_takes_wrong_bytes_or_leaves_a_copy() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_that_were_there_are_found(fault: str) -> None:
+def test_former_faults_are_found(fault: str) -> None:
     assert orders_until_found(fault, 100)
 
 
 def test_host_copies_do_not_wait_for_the_engine() -> None:
     gpu = FakeGpu(Random(1))
     process = Process(gpu)
-    gpu.give(process.runtime.legacy, lambda: False)  # a step that does not end
+    gpu.give(process.runtime.legacy, lambda: False)  # a step that never ends
     memory = process.device.allocate(64)
     process.device.put(memory.address, bytes(range(64)))
     assert process.device.get(memory.address, 64) == bytes(range(64))
 
 
-def test_host_copies_and_zeros_are_there_when_the_call_returns() -> None:
-    """Another process may read or write the memory at once, in no order with this one's streams."""
+def test_host_copies_and_zeros_are_complete_on_return() -> None:
+    """Another process may access the memory at once, without synchronization with this one's
+    streams."""
     device = Process(FakeGpu(Random(1))).device
     used = device.allocate(64)
     device.put(used.address, bytes(range(64)))
@@ -58,13 +60,13 @@ def slot_of(process: Process, stream: Any = None) -> Slot:
     return Slot(memory.address, SLOT_BYTES, process.device.make_signal(), stream)
 
 
-def test_a_copy_that_waits_holds_up_its_own_connection_only() -> None:
+def test_a_waiting_copy_delays_only_its_connection() -> None:
     gpu = FakeGpu(Random(1))
     process = Process(gpu)
     device, key = process.device, bytes(KEY_BYTES)
     slots = [slot_of(process, device.share_stream()) for _ in range(2)]
     probe = slot_of(process)
-    gpu.give(process.runtime.legacy, lambda: False)  # a step that does not end
+    gpu.give(process.runtime.legacy, lambda: False)  # a step that never ends
     held = device.copy_out(process.pages((1,), process.compute(lambda: None)), slots[0], key)
     gpu.until(device.copy_out(process.pages((2,)), slots[1], key).done)
     device.copy_out(process.pages((3,)), probe, key).wait()
@@ -81,7 +83,7 @@ def test_connections_share_a_bounded_number_of_streams() -> None:
     assert device.share_stream() is shared[5]
 
 
-def test_an_event_that_is_not_done_leaves_no_error() -> None:
+def test_an_unfinished_event_leaves_no_error() -> None:
     gpu = FakeGpu(Random(1))
     process = Process(gpu)
     signal = process.device.make_signal()

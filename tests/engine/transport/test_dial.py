@@ -1,4 +1,4 @@
-"""`auto` takes the best that works; a transport asked for by name is never replaced."""
+"""`auto` uses the best working transport; a transport requested by name is never replaced."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +22,8 @@ def options(folder: Path | str) -> TransportOptions:
     return TransportOptions(shm_dir=str(folder), slot_bytes=SLOT_BYTES)
 
 
-def test_the_registry_finds_every_file() -> None:
-    assert list(transports()) == ["cuda_ipc", "shm", "tcp"], "in the order of preference"
+def test_the_registry_finds_every_transport_file() -> None:
+    assert list(transports()) == ["cuda_ipc", "shm", "tcp"], "must be in order of preference"
     there = "known transports: auto, cuda_ipc, shm, tcp"
     with pytest.raises(ValueError, match=f"unknown transport 'nixl'; {there}"):
         make_transports("nixl", TransportOptions())
@@ -54,7 +54,7 @@ def test_auto_falls_back_and_counts_the_refusal(
     tcp.close()
 
 
-def test_a_name_is_never_replaced(tmp_path: Path) -> None:
+def test_a_transport_requested_by_name_is_never_replaced(tmp_path: Path) -> None:
     tcp = Ends("tcp", tmp_path)
     dialer = Dialer(make_transports("shm", options(tmp_path)), Recorder())
     with pytest.raises(TransportRefused, match=r"^shm: .*\.sock: No such file"):
@@ -71,8 +71,8 @@ def test_a_peer_that_does_not_read_loses_its_connection(
     link = tcp.dial(recorder)
     tcp.decode.hold()
     link.push(frame_job(b"taken, and not given back", 1))
-    wait_until(lambda: bool(tcp.decode.payloads))  # the thread that reads waits from now on
-    for _ in range(10_000):  # more than the buffers of both sockets take
+    wait_until(lambda: bool(tcp.decode.payloads))  # from now on the reading thread waits
+    for _ in range(10_000):  # more than both sockets buffer
         link.post(bytes(4096))
         if not link.open:
             break
@@ -81,7 +81,7 @@ def test_a_peer_that_does_not_read_loses_its_connection(
     tcp.close()
 
 
-def test_a_listener_that_takes_no_more_is_not_waited_for(tmp_path: Path) -> None:
+def test_dialling_does_not_wait_for_a_listener_that_accepts_nothing(tmp_path: Path) -> None:
     path = tmp_path / "full.sock"
     dialed: list[socket.socket] = []
 
@@ -98,13 +98,13 @@ def test_a_listener_that_takes_no_more_is_not_waited_for(tmp_path: Path) -> None
                 with pytest.raises(TransportRefused, match=str(path)):
                     filling.result(5.0)
             finally:
-                listener.close()  # ends a connect that waits
+                listener.close()  # ends a waiting connect
     assert dialed
     for sock in dialed:
         sock.close()
 
 
-def test_every_reason_is_named(tmp_path: Path) -> None:
+def test_every_reason_has_a_name(tmp_path: Path) -> None:
     dialer = Dialer(make_transports("auto", options("")), Recorder())
     with pytest.raises(TransportRefused, match=r"shm: no directory .* tcp: decode has no tcp"):
         dialer.dial(Target("", BOOT), replace(HELLO))

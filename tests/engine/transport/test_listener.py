@@ -1,4 +1,4 @@
-"""A listener outlives what ends a single accept."""
+"""A listener survives errors that end a single accept."""
 
 import errno
 import resource
@@ -18,7 +18,7 @@ def port() -> Iterator[socket.socket]:
         yield sock
 
 
-def test_it_accepts_again_when_a_descriptor_is_free(
+def test_a_listener_accepts_again_when_a_descriptor_is_free(
     port: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
     accepted: list[socket.socket] = []
@@ -40,7 +40,7 @@ def test_it_accepts_again_when_a_descriptor_is_free(
 
 
 @pytest.mark.parametrize("error", [OSError("gone already"), RuntimeError("no thread for it")])
-def test_a_connection_that_cannot_begin_is_closed(
+def test_a_connection_that_cannot_start_is_closed(
     port: socket.socket, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     accepted: list[socket.socket] = []
@@ -62,7 +62,7 @@ def test_a_connection_that_cannot_begin_is_closed(
 
 
 class Aborting(socket.socket):
-    """The first clients have gone again before they are accepted."""
+    """A socket whose first clients disconnect before they are accepted."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(fileno=sock.detach())
@@ -75,7 +75,7 @@ class Aborting(socket.socket):
         return super().accept()
 
 
-def test_a_client_that_has_gone_again_ends_nothing(
+def test_a_client_that_disconnected_early_does_not_end_the_listener(
     port: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
     aborting, accepted = Aborting(port), list[socket.socket]()

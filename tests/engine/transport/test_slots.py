@@ -1,4 +1,4 @@
-"""A slot has one owner at a time and is credited once, whatever the order of events."""
+"""A slot has one owner at a time and is credited once, in any order of events."""
 
 from collections import Counter, deque
 
@@ -15,18 +15,19 @@ reached: Counter[str] = Counter()
 
 
 class SlotsMachine(RuleBasedStateMachine):
-    """Both sides with the stream between them. A frame is (its number, how often sent before)."""
+    """Both sides and the stream between them. A frame is (its number, how often it was sent
+    before)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.writer, self.reader = WriterSlots(0), ReaderSlots(COUNT)
         self.writer.open(COUNT)
         self.filling: dict[int, int] = {}  # slot -> frame
-        self.records: deque[tuple[int, int]] = deque()  # on their way: (slot, frame)
+        self.records: deque[tuple[int, int]] = deque()  # in transit: (slot, frame)
         self.lent: dict[int, int] = {}
-        self.credits: deque[int] = deque()  # on their way back
+        self.credits: deque[int] = deque()  # in transit back
         self.to_send: deque[int] = deque(range(100))
-        self.damaged: set[int] = set()  # frames that are sent again
+        self.damaged: set[int] = set()  # frames to be sent again
         self.taken: list[int] = []
 
     @precondition(lambda self: self.writer.num_free and self.to_send)
@@ -94,7 +95,7 @@ class SlotsMachine(RuleBasedStateMachine):
         assert len(self.taken) == len(set(self.taken))
 
 
-def test_slots() -> None:
+def test_slots_in_random_sequences_of_events() -> None:
     class Case(SlotsMachine.TestCase):  # type: ignore[misc, name-defined]
         settings = settings(max_examples=60, stateful_step_count=60)
 
@@ -104,7 +105,7 @@ def test_slots() -> None:
         assert reached[state] > 20, state
 
 
-def test_a_slot_outside_the_window() -> None:
+def test_a_slot_outside_the_window_is_refused() -> None:
     with pytest.raises(FrameError, match="out of range"):
         ReaderSlots(COUNT).lend(COUNT)
     writer = WriterSlots(COUNT)

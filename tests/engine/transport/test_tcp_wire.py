@@ -1,4 +1,4 @@
-"""A payload goes from the pool into a socket; a peer that does not read holds nobody's blocks."""
+"""A payload goes from the pool into a socket; a peer that does not read keeps no blocks in use."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ from systems.eventually import LIMIT_S
 from pdserve.engine.transport.base import IOV_MAX, READ_AHEAD_BYTES, WireClosed
 from pdserve.engine.transport.tcp import AT_ONCE_S, TcpWire
 
-SLOT_BYTES = 32 << 20  # more than the buffers of both sockets take
+SLOT_BYTES = 32 << 20  # more than both sockets buffer
 RECORD = b"r" * 100
 
 
@@ -34,23 +34,23 @@ def sent(wire: TcpWire, parts: list[memoryview]) -> tuple[threading.Thread, thre
     return thread, taken
 
 
-def test_the_parts_are_free_before_the_peer_reads(ends: tuple[TcpWire, TcpWire]) -> None:
+def test_blocks_are_released_before_the_peer_reads(ends: tuple[TcpWire, TcpWire]) -> None:
     near, far = ends
     pool = bytearray(os.urandom(SLOT_BYTES))
     payload = bytes(pool)
     began = time.monotonic()
     thread, taken = sent(near, [memoryview(pool)])
     assert taken.wait(LIMIT_S)
-    assert time.monotonic() - began >= AT_ONCE_S, "the socket would have taken more"
+    assert time.monotonic() - began >= AT_ONCE_S, "the socket must first get time to take more"
     assert thread.is_alive()
-    pool[:] = bytes(SLOT_BYTES)  # they have a new owner
+    pool[:] = bytes(SLOT_BYTES)  # a new owner overwrites them
     arrived = bytearray(len(RECORD) + SLOT_BYTES)
     far.fill(memoryview(arrived))
     thread.join(10)
     assert arrived == RECORD + payload
 
 
-def test_more_parts_than_one_call_takes(ends: tuple[TcpWire, TcpWire]) -> None:
+def test_a_payload_with_more_parts_than_one_call_takes(ends: tuple[TcpWire, TcpWire]) -> None:
     near, far = ends
     payload = os.urandom(3 * IOV_MAX + 7)
     thread, taken = sent(near, [memoryview(payload)[at : at + 1] for at in range(len(payload))])
@@ -62,8 +62,8 @@ def test_more_parts_than_one_call_takes(ends: tuple[TcpWire, TcpWire]) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 100, 5_000])
-def test_what_is_read_ahead_is_not_lost(ends: tuple[TcpWire, TcpWire], step: int) -> None:
-    """Records and payloads alternate, and arrive in pieces that end anywhere."""
+def test_data_read_ahead_are_not_lost(ends: tuple[TcpWire, TcpWire], step: int) -> None:
+    """Records and payloads alternate, and arrive in pieces with arbitrary boundaries."""
     near, far = ends
     sizes = [8, 92, 3, READ_AHEAD_BYTES, 8, 3 * READ_AHEAD_BYTES, 1, 5_000, 8]
     stream = os.urandom(sum(sizes))
@@ -84,11 +84,11 @@ def test_what_is_read_ahead_is_not_lost(ends: tuple[TcpWire, TcpWire], step: int
     assert not far.readable
     near.write(b"12")
     assert far.take(1) == b"1"
-    assert far.readable, "read ahead"
+    assert far.readable, "the rest was not read ahead"
     assert far.take(1) == b"2"
 
 
-def test_a_peer_that_is_gone(ends: tuple[TcpWire, TcpWire]) -> None:
+def test_a_write_to_a_closed_peer_fails(ends: tuple[TcpWire, TcpWire]) -> None:
     near, far = ends
     far.close()
     with pytest.raises(WireClosed):

@@ -1,4 +1,5 @@
-"""A window has one writer at a time: nobody gets one that a living process may still write into."""
+"""A memory window has one writer at a time: it is not reused while a living process may still write
+into it."""
 
 import random
 from collections import Counter
@@ -9,7 +10,7 @@ from pdserve.engine.transport.cuda_ipc import windows as windows_module
 from pdserve.engine.transport.cuda_ipc.windows import DeviceWindow, DeviceWindows
 from pdserve.engine.transport.device import DeviceError
 
-NOBODY = 0  # has a window open; a pid is more
+NOBODY = 0  # has a window open; real pids are larger
 
 
 class FakeWriter:
@@ -35,8 +36,8 @@ class FakeMemory:
         self.closed += 1
 
 
-def test_random_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process connects, leaves, is frozen (left, but alive) and dies, in any order."""
+def test_random_lifetimes_of_writers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process connects, leaves, freezes (it has left but lives) and dies, in any order."""
     monkeypatch.setattr(windows_module, "CLOSE_S", 0.0)
     reached: Counter[str] = Counter()
     for seed in range(200):
@@ -49,7 +50,7 @@ def test_random_lives(monkeypatch: pytest.MonkeyPatch) -> None:
 
         windows, dead = DeviceWindows(make), set[int]()
         lent: list[tuple[DeviceWindow, FakeWriter]] = []
-        last: dict[int, int] = {}  # id of window -> the pid that had it last
+        last: dict[int, int] = {}  # id of window -> pid of its last writer
         writers: list[FakeWriter] = []
         for _ in range(60):
             act = rng.choice(("take", "take", "leave", "leave", "die", "prepare"))
@@ -108,7 +109,7 @@ def test_a_spare_window_is_made_once() -> None:
     windows = DeviceWindows(make)
     for _ in range(3):
         windows.prepare()
-    assert len(made) == 1, "strangers cost one window together"
+    assert len(made) == 1, "unauthenticated peers must cost one window in total"
     assert windows.take(FakeWriter(1, set())) is made[0]
     windows.prepare()
     assert windows.take(FakeWriter(2, set())) is made[1]
@@ -117,7 +118,7 @@ def test_a_spare_window_is_made_once() -> None:
 
 
 class ClosesLate(FakeWriter):
-    """Says that it closed the window when it was asked some times."""
+    """A writer that reports its window as closed after some queries."""
 
     def __init__(self, times: int) -> None:
         super().__init__(1, set())
@@ -129,10 +130,10 @@ class ClosesLate(FakeWriter):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_window_that_is_open_elsewhere_is_not_freed(
+def test_a_window_that_is_open_in_another_process_is_not_freed(
     when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its writer closes it soon, or never: then it is left to the end of the process."""
+    """Its writer closes it soon or never; in the second case it remains until the process ends."""
     monkeypatch.setattr(windows_module, "CLOSE_S", 0.05)
     for writer, freed in ((ClosesLate(3), 1), (FakeWriter(2, set()), 0)):
         windows = DeviceWindows(lambda: DeviceWindow(FakeMemory(), [], FakeMemory()))

@@ -1,4 +1,4 @@
-"""Every format against the gguf package, bit for bit, on random blocks."""
+"""Every format equals the gguf package's bit for bit, on random blocks."""
 
 from itertools import product
 
@@ -18,7 +18,7 @@ BLOCK_FORMATS = {name: kind for name, kind in formats().items() if isinstance(ki
 
 
 def dequantized_by_gguf() -> list[str]:
-    """Type names that the gguf package can expand."""
+    """Return the names of the types that the gguf package can expand."""
     names = []
     for kind in gguf.GGMLQuantizationType:
         values, size = gguf.GGML_QUANT_SIZES[kind]
@@ -32,11 +32,11 @@ def dequantized_by_gguf() -> list[str]:
 
 
 def random_raw(name: str, rows: int, blocks_per_row: int, seed: int) -> RawTensor:
-    """Random bytes whose float16 scales are finite: a set exponent bit 14 is cleared."""
+    """Return random bytes with finite float16 scales: bit 14, an exponent bit, is cleared."""
     kind = BLOCK_FORMATS[name]
     size = (rows, blocks_per_row * kind.block_bytes)
     data = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-    # Which bytes are scales differs by format; every odd byte may be a float16's upper one.
+    # Which bytes are scales depends on the format; every odd byte may be a float16's upper byte.
     data[:, 1::2] &= 0xBF
     return RawTensor({BLOCKS: data}, name, (rows, blocks_per_row * kind.block_values))
 
@@ -48,7 +48,7 @@ def test_every_type_that_gguf_expands_is_known() -> None:
 LEVEL_FORMATS = sorted(n for n, kind in BLOCK_FORMATS.items() if isinstance(kind, LevelFormat))
 
 
-def test_levels_of_8_bits_are_the_same_values(subtests: pytest.Subtests) -> None:
+def test_8_bit_levels_have_the_same_values(subtests: pytest.Subtests) -> None:
     for tame, name in product((True, False), LEVEL_FORMATS):
         with subtests.test(tame=tame, name=name):
             raw = random_raw(name, rows=37, blocks_per_row=5, seed=2)
@@ -56,12 +56,12 @@ def test_levels_of_8_bits_are_the_same_values(subtests: pytest.Subtests) -> None
                 size = raw.parts[BLOCKS].shape
                 data = np.random.default_rng(3).integers(0, 256, size, np.uint8)
                 one = BLOCK_FORMATS[name].block_bytes
-                data[:, :one] = 0  # a scale of 0
-                data[:, one : 2 * one] = 255  # one that is no number
+                data[:, :one] = 0  # scale 0
+                data[:, one : 2 * one] = 255  # scale is NaN
                 raw = RawTensor({BLOCKS: data}, name, raw.shape)
             packed = BLOCK_FORMATS[name].packable(raw)
             assert (packed.format, packed.shape) == ("INT8", raw.shape)
-            assert packed.parts["codes"].min() >= 1, "no level is -128"
+            assert packed.parts["codes"].min() >= 1, "a level is -128"
             expected = unpack(raw)
             same = np.isfinite(expected)
             assert same.all() == tame
@@ -69,14 +69,14 @@ def test_levels_of_8_bits_are_the_same_values(subtests: pytest.Subtests) -> None
             assert not np.isfinite(unpack(packed)[~same]).any()
 
 
-def test_the_types_below_4_bits_that_no_layout_holds_have_levels() -> None:
+def test_types_below_4_bits_without_a_packed_layout_have_levels() -> None:
     small = {
         name for name, kind in BLOCK_FORMATS.items() if kind.block_bytes * 2 < kind.block_values
     }
     assert set(LEVEL_FORMATS) == small - {"Q2_K", "Q3_K"}
 
 
-def test_sizes_are_ggufs(subtests: pytest.Subtests) -> None:
+def test_sizes_equal_those_of_gguf(subtests: pytest.Subtests) -> None:
     for name in sorted(BLOCK_FORMATS):
         with subtests.test(name):
             kind = BLOCK_FORMATS[name]
@@ -89,7 +89,7 @@ def test_sizes_are_ggufs(subtests: pytest.Subtests) -> None:
                 kind.row_bytes(kind.block_values + 1)
 
 
-def test_the_readers_types_are_ggufs() -> None:
+def test_type_numbers_of_the_reader_equal_those_of_gguf() -> None:
     assert {
         int(kind): (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType
     } == {number: (name, *block_size(name)) for number, name in TYPES.items()}
@@ -104,7 +104,7 @@ def test_unpack_equals_gguf_bit_for_bit(subtests: pytest.Subtests) -> None:
                 expected = gguf.quants.dequantize(raw.parts[BLOCKS], kind)
             assert expected.shape == raw.shape
             assert len(set(expected.flatten().tolist())) > 2
-            # Equal as numbers: zero may carry either sign.
+            # Equal as numbers: zero may have either sign.
             np.testing.assert_array_equal(unpack(raw), expected)
             half = as_plain(raw, "BF16").parts[VALUES].view(np.int16)
             torch.testing.assert_close(
@@ -136,7 +136,7 @@ def test_plain_numbers_are_shared_or_rounded_once(subtests: pytest.Subtests) -> 
                 )
 
 
-def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
+def test_bfloat16_is_rounded_as_in_torch() -> None:
     bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, np.uint32)
     edges = [0x7F800000, 0xFF800000, 0x7FC00001, 0x7F800001, 0x7F7FFFFF, 0x3F808000, 0x3F818000]
     values = np.concatenate([bits, np.array(edges, np.uint32)]).view(np.float32)

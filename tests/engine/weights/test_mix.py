@@ -1,4 +1,4 @@
-"""Which format a matrix gets, beside what llama.cpp's mixes give it."""
+"""The format that each matrix gets, compared with llama.cpp's mixes."""
 
 import json
 from collections.abc import Iterator
@@ -17,21 +17,21 @@ from pdserve.engine.weights.quantize import QUANTIZED
 GOLDEN = json.loads((Path(__file__).parent / "golden_mixes.json").read_text())
 
 
-def test_every_type_can_be_quantized_to() -> None:
+def test_every_type_is_a_quantization_target() -> None:
     assert set(TYPES.values()) == QUANTIZED
     for name, values in BLOCK_VALUES.items():
         assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][0] == values
         assert name in formats()
 
 
-def test_names(subtests: pytest.Subtests) -> None:
+def test_type_names_and_aliases(subtests: pytest.Subtests) -> None:
     aliases = {"q4": "q4_0", "Q8": "q8_0", "Q4_K": "q4k", "q4_k_m": "q4k", "q6_k": "q6k"}
     for name, type in {**aliases, **{name: name for name in TYPES}}.items():
         with subtests.test(name):
             assert find_type(name) == type
 
 
-def test_names_that_are_not_known(subtests: pytest.Subtests) -> None:
+def test_unknown_type_names_are_refused(subtests: pytest.Subtests) -> None:
     for name in ("", "q4_k_s", "q6_k_m", "q1", "iq4_nl", "f16", "q4_2"):
         with (
             subtests.test(name=name),
@@ -40,8 +40,9 @@ def test_names_that_are_not_known(subtests: pytest.Subtests) -> None:
             find_type(name)
 
 
-def test_mixes_are_those_of_llama_cpp(subtests: pytest.Subtests) -> None:
-    """The table is what llama-quantize says; tools/tables/golden_mixes.py has the command."""
+def test_mixes_equal_those_of_llama_cpp(subtests: pytest.Subtests) -> None:
+    """The table is the output of llama-quantize; tools/tables/golden_mixes.py contains the
+    command."""
     for type, model in product(TYPES, GOLDEN):
         with subtests.test(type=type, model=model):
             metadata, shapes, formats = GOLDEN[model].values()
@@ -65,7 +66,7 @@ def test_mixes_are_those_of_llama_cpp(subtests: pytest.Subtests) -> None:
 
 
 def in_layers(name: str, runs: str, num_layers: int) -> Iterator[tuple[str, str]]:
-    """A name of each layer and its format; of `name` itself if it is of no layer."""
+    """Yield a name and format per layer, or for `name` itself if it belongs to no layer."""
     begins = {int(layer): format for layer, format in (run.split(":") for run in runs.split())}
     format = ""
     for n in range(num_layers if "{n}" in name else 1):
@@ -74,7 +75,7 @@ def in_layers(name: str, runs: str, num_layers: int) -> Iterator[tuple[str, str]
             yield name.replace("{n}", str(n)), format
 
 
-def test_what_is_not_known_is_copied(subtests: pytest.Subtests) -> None:
+def test_unknown_matrices_are_copied(subtests: pytest.Subtests) -> None:
     for name, is_known in (
         ("attn_q", True),
         ("attn_qkv", True),
@@ -101,7 +102,7 @@ def test_what_is_not_known_is_copied(subtests: pytest.Subtests) -> None:
             assert "blk.0.attn_k.weight" in made
 
 
-def test_rows_that_do_not_fit() -> None:
+def test_rows_that_do_not_fit_get_another_format() -> None:
     assert fitting("Q4_K", 512) == "Q4_K"
     assert fitting("Q4_K", 576) == "Q8_0"
     assert fitting("Q4_0", 576) == "Q4_0"

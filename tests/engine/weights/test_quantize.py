@@ -1,5 +1,5 @@
-"""Quantizing: the formats of 32 values byte for byte as the gguf package does it, those of 256
-against the error that their number of bits allows."""
+"""Quantization: formats of 32 values equal the gguf package's byte for byte; those of 256 stay
+within the error that their bits allow."""
 
 from itertools import product
 
@@ -18,11 +18,12 @@ from pdserve.engine.weights.quantize import (
 from pdserve.engine.weights.unpack import unpack
 
 BY_GGUF = sorted(name for name in QUANTIZED if not name.endswith("K"))
-# The error of normally distributed values, of their deviation: 1.05 times what is measured.
+# Error of normally distributed values relative to their deviation: 1.05 times the measured one.
 ERRORS = {"Q2_K": 0.297, "Q3_K": 0.152, "Q4_K": 0.0753, "Q5_K": 0.0378, "Q6_K": 0.0201}
 
 
-# Of a value and its noise: what rows of nearly equal values may be off, of the value.
+# By relative noise and format: the maximum error of rows of nearly equal values, relative to the
+# value.
 NEARLY_EQUAL = {
     (0.001, "Q2_K"): 0.01, (0.001, "Q3_K"): 0.01, (0.001, "Q4_K"): 0.02, (0.001, "Q5_K"): 0.01,
     (0.001, "Q6_K"): 0.01, (0.01, "Q2_K"): 0.09, (0.01, "Q3_K"): 0.07, (0.01, "Q4_K"): 0.06,
@@ -41,7 +42,8 @@ def random_values(*shape: int, scale: float = 0.02, seed: int = 0) -> Floats:
 
 
 def awkward() -> NDArray[np.float32]:
-    """Rows of 256 values: zeros, one value alone, equal ones, one sign, tiny and large ones."""
+    """Return rows of 256 values: zeros, a single value, equal ones, one sign, tiny and large
+    ones."""
     rows = np.zeros((12, 256), np.float32)
     rows[1, 7] = -3.5
     rows[2] = 0.25
@@ -58,13 +60,13 @@ def awkward() -> NDArray[np.float32]:
     return rows
 
 
-def test_formats_of_32_values_are_those_of_the_gguf_package(subtests: pytest.Subtests) -> None:
+def test_formats_of_32_values_equal_those_of_the_gguf_package(subtests: pytest.Subtests) -> None:
     for name in BY_GGUF:
         with subtests.test(name):
             values = np.concatenate([random_values(61, 256), awkward()])
-            with np.errstate(all="ignore"):  # of levels that mean nothing
+            with np.errstate(all="ignore"):  # meaningless levels
                 theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name])
-            # Where the scale rounds to 0 the levels mean nothing.
+            # Where the scale rounds to 0 the levels are meaningless.
             meaning = np.abs(values).max(1) > 1e-20
             ours = quantized(values, name)
             assert meaning.sum() == len(values) - 3
@@ -72,7 +74,7 @@ def test_formats_of_32_values_are_those_of_the_gguf_package(subtests: pytest.Sub
             assert not unpack(ours)[~meaning].any()
 
 
-def test_the_error_of_the_formats_of_256_values(subtests: pytest.Subtests) -> None:
+def test_the_error_of_formats_of_256_values(subtests: pytest.Subtests) -> None:
     for name in sorted(ERRORS):
         with subtests.test(name):
             values = random_values(64, 2048)
@@ -91,11 +93,11 @@ def test_awkward_values(subtests: pytest.Subtests) -> None:
             seen = largest > 1e-3
             assert (np.abs(found - values).max(1)[seen] <= coarse * largest[seen]).all()
             assert not found[0].any()
-            for row in (2, 3):  # equal values cost no more than the rounding of their scales
+            for row in (2, 3):  # equal values have only the rounding error of their scales
                 np.testing.assert_allclose(found[row], values[row], rtol=0.02)
 
 
-def test_quantizing_again_changes_no_more_than_rounding(subtests: pytest.Subtests) -> None:
+def test_quantizing_again_changes_only_rounding(subtests: pytest.Subtests) -> None:
     for name in sorted(QUANTIZED):
         with subtests.test(name):
             once = unpack(quantized(random_values(8, 512), name))
@@ -106,7 +108,8 @@ def test_quantizing_again_changes_no_more_than_rounding(subtests: pytest.Subtest
 
 @pytest.mark.parametrize("name", sorted(QUANTIZED))
 def test_rows_do_not_depend_on_each_other(name: str) -> None:
-    """Neither on the number of rows at a time nor on how they are stored."""
+    """Results depend neither on the number of rows at a time nor on the storage format of the
+    input."""
     values = random_values(3000, 256, seed=5)  # more than a chunk
     whole = quantized(values, name)
     for rows in (slice(0, 1), slice(1020, 1030), slice(2999, 3000)):
@@ -120,7 +123,7 @@ def test_rows_do_not_depend_on_each_other(name: str) -> None:
     np.testing.assert_array_equal(out.parts[BLOCKS], widened.parts[BLOCKS])
 
 
-def test_a_stack_is_quantized_by_its_rows() -> None:
+def test_a_stack_is_quantized_row_by_row() -> None:
     values = random_values(5, 3, 256)
     stack = quantized(values, "Q4_K")
     assert stack.nbytes == quantized_bytes(values.shape, "Q4_K") == 5 * 3 * 144
@@ -129,7 +132,7 @@ def test_a_stack_is_quantized_by_its_rows() -> None:
         np.testing.assert_array_equal(stack.matrix(n).parts[BLOCKS], alone.parts[BLOCKS])
 
 
-def test_values_that_no_scale_holds_are_refused(subtests: pytest.Subtests) -> None:
+def test_values_beyond_any_scale_are_refused(subtests: pytest.Subtests) -> None:
     for wrong, name in product((np.nan, np.inf, -np.inf, 65520.0, -1e30), sorted(QUANTIZED)):
         with subtests.test(wrong=wrong, name=name):
             values = random_values(2, 256)
@@ -138,7 +141,7 @@ def test_values_that_no_scale_holds_are_refused(subtests: pytest.Subtests) -> No
                 quantized(values, name)
 
 
-def test_a_row_is_a_whole_number_of_blocks(subtests: pytest.Subtests) -> None:
+def test_a_row_must_be_a_whole_number_of_blocks(subtests: pytest.Subtests) -> None:
     for name in sorted(QUANTIZED):
         with (
             subtests.test(name),
@@ -147,8 +150,8 @@ def test_a_row_is_a_whole_number_of_blocks(subtests: pytest.Subtests) -> None:
             quantized_empty((2, 250), name)
 
 
-def test_nearly_equal_values_stay_near(subtests: pytest.Subtests) -> None:
-    """Of all but equal levels no line can be solved for."""
+def test_nearly_equal_values_have_a_small_error(subtests: pytest.Subtests) -> None:
+    """If all but a few levels are equal, no line can be fitted."""
     for (noise, name), value in product(NEARLY_EQUAL, (5.0, -5.0, 0.3, 100.0)):
         with subtests.test(noise=noise, name=name, value=value):
             values = value * (1 + random_values(500, 256, scale=noise))

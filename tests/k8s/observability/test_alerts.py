@@ -1,5 +1,5 @@
-"""Every alert fires when its cause is made, and none while all is well: the rule that is deployed,
-evaluated by promtool over what the real objects export."""
+"""Each alert fires when its cause occurs and stays silent otherwise. promtool evaluates the
+deployed rules over the metrics that the real objects export."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def test_every_alert_has_a_cause() -> None:
 
 @needs_promtool()
 @pytest.mark.parametrize("name", CASES)
-async def test_an_alert_fires_by_its_cause_alone(
+async def test_only_the_expected_alerts_fire_for_a_cause(
     name: str, well: Pages, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     case = CASES[name]
@@ -43,7 +43,7 @@ async def test_an_alert_fires_by_its_cause_alone(
 
 
 def router(*models: str, forgotten: str = "", since: float) -> dict[str, str]:
-    """The page of a router that began at that time."""
+    """Return the metrics page of a router that started at time `since`."""
     world = World(NO_MIXING)
     for model in models:
         world.join(DECODE, name=model)
@@ -63,10 +63,10 @@ def router(*models: str, forgotten: str = "", since: float) -> dict[str, str]:
         pytest.param(-7200.0, {"since": 1200.0}, {"PdserveNoDecodeWorker"}, id="restarted"),
     ],
 )
-async def test_a_model_that_no_router_knows(
+async def test_a_model_that_no_router_lists_any_more(
     since: float, after: dict[str, Any], fired: set[str], well: Pages, tmp_path: Path
 ) -> None:
-    """It was retired, or all routers have begun anew since its workers were lost."""
+    """Either the model was retired, or all routers restarted after its workers were lost."""
     before = {**well, **router("a", "b", since=since)}
     broken = {**well, **router("a", **after)}
     assert firing(before, broken, 10, True, tmp_path) == (set(), fired)

@@ -1,6 +1,7 @@
-"""Boards, alerts and monitors as files: whole, and about metrics and labels that there are.
+"""Static checks of boards, alerts and monitors: they are complete and use existing metrics and
+labels.
 
-tests/system/test_observability.py asks a running system for the names.
+tests/system/test_observability.py compares the names with those of a running system.
 """
 
 import re
@@ -22,13 +23,13 @@ COMPONENT = yaml.safe_load((K8S / "observability/kustomization.yaml").read_text(
 (RUNBOOK,) = re.findall(r"'url=(https://[^']+/runbook\.md)'", str(COMPONENT))
 
 
-def test_what_is_looked_for_is_found() -> None:
+def test_the_parser_finds_metric_and_label_names() -> None:
     text = 'sum by (no, job) (rate(vllm:no_such_total{a="b",c=~"d"}[5m])) / pdserve_none'
     assert names(text) == {"vllm:no_such_total", "pdserve_none"}
     assert [label for _, label in labels(text)] == ["a", "c", "no"]
 
 
-def test_labels_exist() -> None:
+def test_labels_in_expressions_exist() -> None:
     known: dict[str, set[str]] = {}
     for metric in (m for metrics in metrics_page.exported().values() for m in metrics):
         known.setdefault(metric.name, set()).update(metrics_page.labels(metric))
@@ -52,7 +53,7 @@ def test_prometheus_reads_every_expression(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({"groups": [{"name": "x", "rules": rule}]}))
     for check, file in (
         ("rules", path),
-        ("config", K8S / "observability/compose/prometheus.yml"),  # with its alerts
+        ("config", K8S / "observability/compose/prometheus.yml"),  # includes its alert rules
     ):
         done = subprocess.run([PROMTOOL, "check", check, file], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -60,8 +61,8 @@ def test_prometheus_reads_every_expression(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.stem)
-def test_a_board_is_whole(board: Path) -> None:
-    """No two panels at one place, and no data source but those that the reader chooses."""
+def test_a_board_has_no_overlapping_panels_or_fixed_data_sources(board: Path) -> None:
+    """Every data source is a variable that the reader of the board selects."""
     taken: set[tuple[int, int]] = set()
     ids = [panel["id"] for panel in panels(board)]
     assert len(set(ids)) == len(ids)
@@ -81,7 +82,7 @@ def test_a_board_is_whole(board: Path) -> None:
             assert panel["datasource"]["uid"] == kinds[panel["datasource"]["type"]]
 
 
-def test_an_alert_says_how_bad_it_is_and_what_it_means() -> None:
+def test_an_alert_has_a_severity_a_summary_and_a_runbook_url() -> None:
     assert len(rules()) == 21
     for name, rule in rules().items():
         assert name.startswith("Pdserve")
@@ -99,12 +100,13 @@ def test_the_component_has_boards_and_alerts() -> None:
     assert set(found) == {*rules()}
     for name, rule in found.items():
         url, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        assert url == RUNBOOK, "absolute, by the one literal of the component"
+        assert url == RUNBOOK, "must be the absolute URL that the component defines once"
         assert anchor == name.lower()
 
 
 def with_metrics(manifests: list[Manifest]) -> dict[tuple[str, str], str]:
-    """The port of each container that has metrics, by pod and name; a gateway's is `http`."""
+    """Return the metrics port of each container that has one, by pod and container name. A
+    gateway's is `http`."""
     found = {}
     for workload in workloads(manifests):
         for container in workload.containers:
@@ -115,9 +117,9 @@ def with_metrics(manifests: list[Manifest]) -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.parametrize("names", [("observability",), *TOGETHER], ids=len)
-def test_every_process_is_scraped_once_for_its_own(names: tuple[str, ...]) -> None:
-    """At a port that it has, as often as the scalers were measured with, past all policies;
-    gateways do not export the fleet."""
+def test_each_process_is_scraped_exactly_once(names: tuple[str, ...]) -> None:
+    """The port exists, the interval is the one the scalers were measured with, and network policies
+    allow the scrape. Gateways do not export the fleet's metrics."""
     manifests = rendered(*names)
     processes = with_metrics(manifests)
     scraped = dict.fromkeys(processes, 0)
@@ -151,7 +153,7 @@ def test_every_process_is_scraped_once_for_its_own(names: tuple[str, ...]) -> No
 
 
 def reaches(manifests: list[Manifest], workload: Workload, port: str) -> bool:
-    """Whether a policy lets the namespace monitoring come to a port."""
+    """Return whether a network policy admits the namespace `monitoring` to a port."""
     for policy in of_kind(manifests, "NetworkPolicy").values():
         if selects(policy["spec"]["podSelector"], workload.labels):
             for rule in policy["spec"].get("ingress") or ():

@@ -1,4 +1,4 @@
-"""The runbook has an entry for each alert, with a command that exists."""
+"""The runbook has an entry for each alert, with commands that exist."""
 
 import re
 from pathlib import Path
@@ -18,17 +18,17 @@ TOOLS = ("pdserve", "curl", "kubectl")
 
 
 def commands(text: str) -> list[list[str]]:
-    """Of each indented line, the words of what stands before and between its pipes."""
+    """Return the words of each command in the indented lines; a line is split at its pipes."""
     lines = COMMAND.findall(text)
     return [part.split() for line in lines for part in re.split(r" \| ", line)]
 
 
-def test_an_entry_for_each_alert_and_no_other() -> None:
+def test_the_runbook_has_exactly_one_entry_per_alert() -> None:
     assert [name for name in ENTRIES if name.startswith("Pdserve")] == list(rules())
 
 
-def test_an_alert_leads_to_its_entry(subtests: pytest.Subtests) -> None:
-    """The anchor is that of the heading, as GitHub makes it."""
+def test_an_alert_links_to_its_entry(subtests: pytest.Subtests) -> None:
+    """The anchor has the form that GitHub derives from the heading."""
     for name in rules():
         with subtests.test(name):
             path, _, anchor = rules()[name]["annotations"]["runbook_url"].partition("#")
@@ -40,8 +40,8 @@ def test_an_alert_leads_to_its_entry(subtests: pytest.Subtests) -> None:
             assert found[0][0] in TOOLS
 
 
-def test_the_options_of_its_commands_exist(subtests: pytest.Subtests) -> None:
-    """Commands of pdserve in the whole entry, those in the text, too."""
+def test_the_options_of_pdserve_commands_exist(subtests: pytest.Subtests) -> None:
+    """Covers the `pdserve` commands of the whole entry, including those within sentences."""
     for name in ENTRIES:
         with subtests.test(name):
             quoted = [words.split() for words in re.findall(r"`(pdserve [^`]+)`", ENTRIES[name])]
@@ -65,5 +65,5 @@ def _takes_value(command: str, flag: str) -> bool:
     return next(option.kind is not bool for option in options if option.flag == flag)
 
 
-def test_it_is_named_by_what_the_metrics_page_says() -> None:
+def test_the_metrics_page_links_to_the_runbook() -> None:
     assert "runbook.md" in (ROOT / "docs/metrics.md").read_text()

@@ -1,4 +1,4 @@
-"""Activations in Triton against torch in float64."""
+"""Activations in Triton compared with torch in float64."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_activation(shape: tuple[int, int], dtype: torch.dtype, most: float, kin
         assert (activated(x, kind).double() - formula).norm() <= most * formula.norm()
 
 
-def test_what_saturates_is_finite() -> None:
+def test_saturated_activations_are_finite() -> None:
     x = torch.tensor([[-1e4, 1e4, 1.0, 1.0]])
     for kind in ("silu", "gelu_tanh", "gelu"):
         assert torch.equal(gated(x, kind), torch.tensor([[0.0, 1e4]]))

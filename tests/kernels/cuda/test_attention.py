@@ -1,5 +1,5 @@
-"""Paged attention in Triton, interpreted: it agrees with the reference, and a token has the same
-bits in every step that it could be in. Slots that hold no key of a row hold NaN or infinity.
+"""Paged attention in Triton, interpreted: it agrees with the reference, and a token's result has
+the same bits in every possible step. Slots without a key of the row hold NaN or infinity.
 
 More random cases: ATTENTION_CASES=500, or `random_case(seed)` and `error(case)` from a script.
 """
@@ -31,7 +31,7 @@ NUM_CASES = int(os.environ.get("ATTENTION_CASES", "10"))
 
 @dataclass(frozen=True)
 class Case:
-    """Rows are (new tokens, all keys), of which the first are decode rows."""
+    """Rows are pairs (new tokens, all keys); decode rows come first."""
 
     rows: tuple[tuple[int, int], ...] = ((1, 70), (1, 5), (9, 40))
     num_decode_rows: int = 2
@@ -44,7 +44,7 @@ class Case:
     sinks: bool = False
     latent: int = 0
     dtype: torch.dtype = F32
-    kv_dtype: torch.dtype | None = None  # that of the queries
+    kv_dtype: torch.dtype | None = None  # dtype of the queries
     seed: int = 0
 
     @property
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """What a case's rows are computed from."""
+    """Inputs of attention for a case's rows."""
 
     case: Case
     q: Tensor
@@ -96,7 +96,8 @@ class Step:
 
 
 def sequence(case: Case, row: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [T, H, D], keys and values [T, K, D] of row `row`, the same whatever is new of it."""
+    """Return queries [T, H, D], keys and values [T, K, D] of row `row`. They do not depend on how
+    many tokens are new."""
     generator = torch.Generator().manual_seed(case.seed * 1000 + row)
     heads = case.kv_heads * case.group, case.kv_heads, case.kv_heads
     return tuple(  # type: ignore[return-value]
@@ -106,7 +107,8 @@ def sequence(case: Case, row: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def step(case: Case, which: tuple[int, ...] = ()) -> Step:
-    """`which`: the sequences that the rows belong to; the first ones if it is empty."""
+    """Return the inputs of one step. `which` lists the sequences of the rows; if empty, row i has
+    sequence i."""
     size, planes = case.block_size, 1 if case.latent else 2
     columns = [-(-total // size) for total in case.kv_lens]
     blocks = list(range(1, sum(columns) + 1))
@@ -123,7 +125,7 @@ def step(case: Case, which: tuple[int, ...] = ()) -> Step:
         position = torch.arange(total)
         slots = own[position // size] * size + position % size
         reference.write_kv(kv, k, None if case.latent else v, slots)
-        if case.window:  # blocks that no new token sees are somebody else's
+        if case.window:  # other rows may own blocks that no new token sees
             gone = max(0, total - new - case.window + 1) // size
             kv[own[:gone]] = math.nan
             table[row, :gone] = 0
@@ -133,7 +135,7 @@ def step(case: Case, which: tuple[int, ...] = ()) -> Step:
 
 
 def error(case: Case) -> float:
-    """Norm of the difference from the reference, over the reference's."""
+    """Return the norm of the difference from the reference, relative to the reference's norm."""
     made = step(case)
     got, expected = made.attend(), made.expected()
     assert got.dtype == case.dtype
@@ -219,7 +221,8 @@ def test_random_cases(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(NUM_CASES))
 @pytest.mark.usefixtures("_short_splits")
 def test_random_rows_have_the_same_bits_alone(seed: int) -> None:
-    """The last token of one row: in its step, as a decode row, and in a chunk of another length."""
+    """The last token of a row has the same bits in its step, alone as a decode row, and in a chunk
+    of another length."""
     case = replace(random_case(seed), seed=seed)
     draw = random.Random(seed)
     row = draw.randrange(len(case.rows))
@@ -265,8 +268,8 @@ def test_a_token_has_the_same_bits_in_every_step(name: str) -> None:
 
 
 @pytest.mark.usefixtures("_short_splits")
-def test_decode_rows_of_one_split_have_the_same_bits_without_it() -> None:
-    """Whether there are more splits is known of the step, not of the row."""
+def test_rows_of_one_split_do_not_depend_on_the_number_of_splits() -> None:
+    """The number of splits is a property of the step, not of the row."""
     made = step(Case(((1, 60), (1, 33)), 2, sinks=True, dtype=BF16))
     assert torch.equal(made.attend(), made.attend(max_kv_len=65))
 
@@ -305,8 +308,9 @@ for arch in (80, 90):
 """
 
 
-def test_compiled_kernels_divide_sums_over_keys_in_the_same_way() -> None:
-    """Which the interpreter cannot tell: how a tile's keys lie in the threads."""
+def test_compiled_kernels_reduce_over_keys_in_the_same_order() -> None:
+    """The order depends on how a tile's keys are distributed over threads, which the interpreter
+    does not model."""
     folders = [ROOT / "tests/support", ROOT / "tools/tables"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -318,14 +322,14 @@ def test_compiled_kernels_divide_sums_over_keys_in_the_same_way() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_view_of_rows_that_hold_more() -> None:
+def test_queries_may_be_a_view_of_wider_rows() -> None:
     made = step(Case())
     wide = torch.full((len(made.q), 8, 64), math.nan)
     wide[:, :4] = made.q
     assert torch.equal(replace(made, q=wide[:, :4]).attend(), made.attend())
 
 
-def test_a_row_of_no_keys_gives_zero() -> None:
+def test_a_row_without_keys_gives_zero() -> None:
     made = step(Case(((1, 30), (1, 30)), 2, sinks=True))
     for max_kv_len in (0, 600):
         rows = plan_rows((0, 1, 2), (30, 0), 2, made.block_table, max_kv_len)
@@ -334,7 +338,7 @@ def test_a_row_of_no_keys_gives_zero() -> None:
         assert out[0].all()
 
 
-def test_a_query_that_is_no_number_gives_none() -> None:
+def test_a_nan_query_gives_nan() -> None:
     made = step(Case(((1, 30), (1, 30), (5, 9)), 2))
     plain = made.attend()
     made.q[0] = made.q[4] = math.nan
@@ -358,7 +362,9 @@ def test_a_query_that_is_no_number_gives_none() -> None:
         ({"rows": plan_rows((0, 1), (1,), 1, torch.zeros(2, 2).int().t())}, "block_table"),
     ],
 )
-def test_what_does_not_fit_is_named(change: dict[str, object], field: str) -> None:
+def test_inputs_that_do_not_fit_are_named_in_the_error(
+    change: dict[str, object], field: str
+) -> None:
     rows = plan_rows((0, 1, 2, 3), (1, 1, 1), 3, torch.zeros(3, 1).int())
     arguments = {
         "q": torch.zeros(3, 4, 64),

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels for two generations of GPUs, without one."""
+"""Compiler output of the kernels for two generations of GPUs; no GPU is needed."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.kernels
 
-MOST_SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of a block
+MOST_SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes per thread block
 MATRIX_KERNELS = ("attend_kernel", "split_kernel", "_separate", "_looped", "_grouped")
 
 
@@ -20,9 +20,9 @@ def table() -> list[dict[str, Any]]:
     return [json.loads(line) for line in compiled_kernels.TABLE.read_text().splitlines()]
 
 
-def test_the_table_keeps_what_is_promised() -> None:
-    """No value of a thread is spilled to memory, and products are of one family of instructions,
-    whatever the batch."""
+def test_compiled_kernels_spill_nothing_and_use_the_expected_instructions() -> None:
+    """No register is spilled to memory, and matrix products use one instruction family for every
+    batch."""
     lines = table()
     assert {line["arch"] for line in lines} == {80, 90}
     for line in lines:
@@ -44,8 +44,8 @@ def test_every_launch_is_in_the_table() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_what_is_compiled_now_is_in_the_table() -> None:
-    """COMPILED=all compiles everything, which takes ten minutes."""
+def test_freshly_compiled_kernels_match_the_table() -> None:
+    """COMPILED=all compiles every kernel, which takes ten minutes."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     options = [] if os.environ.get("COMPILED") == "all" else ["--few"]
     script = Path(compiled_kernels.__file__)

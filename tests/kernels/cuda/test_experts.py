@@ -1,4 +1,5 @@
-"""Mixtures of experts by Triton's interpreter: values, and what they do not depend on."""
+"""Mixtures of experts in Triton's interpreter: their values, and what the values do not depend
+on."""
 
 from dataclasses import asdict, replace
 from typing import Any
@@ -22,7 +23,7 @@ from pdserve.kernels.cuda.linear.tiles import splits_of
 
 pytestmark = pytest.mark.kernels
 
-# Experts, routing, whether there is a correction.
+# Experts, routing, whether scores are corrected.
 ROUTED: dict[str, tuple[int, ExpertRouting, bool]] = {
     "one": (1, ExpertRouting(1), False),
     "all": (3, ExpertRouting(3, normalized=True), False),
@@ -57,7 +58,7 @@ def ascending(chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", ROUTED)
-def test_choices_are_those_of_the_reference(name: str) -> None:
+def test_chosen_experts_are_those_of_the_reference(name: str) -> None:
     experts, routing, corrected = ROUTED[name]
     logits = randoms(40, experts)
     correction = randoms(experts, seed=1) * 0.1 if corrected else None
@@ -71,7 +72,7 @@ def test_choices_are_those_of_the_reference(name: str) -> None:
         assert torch.equal(alone[1][0], weights[n])
 
 
-def test_of_equal_experts_the_first_are_chosen() -> None:
+def test_the_first_of_equal_experts_are_chosen() -> None:
     chosen, weights = choose(torch.zeros(1, 20), None, 3, normalized=True)
     assert chosen.tolist() == [[0, 1, 2]]
     torch.testing.assert_close(weights, torch.full((1, 3), 1 / 3))
@@ -82,9 +83,9 @@ def test_of_equal_experts_the_first_are_chosen() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_logits_that_are_no_numbers_choose_experts_that_there_are(value: float) -> None:
+def test_nan_and_infinite_logits_choose_valid_experts(value: float) -> None:
     logits = randoms(3, 12)
-    logits[0, ::2] = value  # all scores of a softmax are none, then
+    logits[0, ::2] = value  # then no softmax score is a number
     logits[1, 5] = value
     chosen, weights = choose(logits, None, 4, groups=3, kept_groups=2, group_best=2)
     assert ((chosen >= 0) & (chosen < 12)).all()
@@ -94,7 +95,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_there_are(value: float) 
     assert torch.equal(weights[2:], clean[1])
 
 
-def test_routings_that_cannot_be_are_refused() -> None:
+def test_invalid_routings_are_refused() -> None:
     for bad in ({"top_k": 5}, {"groups": 3}, {"groups": 2, "group_best": 3}, {"kept_groups": 2}):
         with pytest.raises(ValueError, match="of 4 experts"):
             choose(torch.zeros(1, 4), None, **{"top_k": 2, **bad})  # type: ignore[arg-type]
@@ -105,7 +106,7 @@ def test_routings_that_cannot_be_are_refused() -> None:
 
 
 def sent(tokens: int, experts: int, top_k: int, seed: int = 0) -> Tensor:
-    """Experts of each token, in ascending order."""
+    """Return distinct random experts for each token, in ascending order."""
     order = randoms(tokens, experts, seed=seed).argsort(1)[:, :top_k]
     return order.sort(1).values.int()
 
@@ -121,7 +122,7 @@ def sent(tokens: int, experts: int, top_k: int, seed: int = 0) -> Tensor:
         (9, 1, 1, 32),
     ],
 )
-def test_pairs_are_in_the_order_of_experts_and_tokens(
+def test_pairs_are_sorted_by_expert_and_token(
     tokens: int, experts: int, top_k: int, tile: int
 ) -> None:
     chosen = sent(tokens, experts, top_k)
@@ -142,7 +143,7 @@ def test_pairs_are_in_the_order_of_experts_and_tokens(
     assert set(groups.tile_experts.tolist()[len(tiles) :]) <= {-1}
 
 
-def test_the_most_tiles_that_there_can_be() -> None:
+def test_max_tiles_is_the_maximum_over_all_distributions() -> None:
     for pairs in range(1, 9):
         for experts in range(1, 5):
             splits = [[]] if experts == 0 else _splits(pairs, experts)
@@ -159,7 +160,7 @@ def _splits(pairs: int, experts: int) -> list[list[int]]:
 
 
 def stacked(matrices: list[DeviceMatrix], experts: list[int], count: int) -> MatrixStack:
-    """A stack of the matrices of those experts, among so many."""
+    """Return a stack of the matrices of `experts`, out of `count` experts."""
     parts = [(m.values, m.scales, m.zeros) for m in matrices]
     tensors = tuple(
         None if some[0] is None else torch.stack([one for one in some if one is not None])
@@ -194,13 +195,13 @@ def run(
 def test_a_product_has_the_bits_of_the_expert_alone(
     case: tuple[Any, ...], dtype: torch.dtype
 ) -> None:
-    """Of one token, of few, and of as many as make wider tiles; an expert has none."""
+    """Checks one token, a few, and enough for wider tiles. One expert has no token."""
     matrices = matrices_of(case, 4, 10, dtype)
     assert splits_of(matrices[0])[0] > 1
     stack = stacked(matrices, [0, 1, 2, 3], 4)
     bias = randoms(4, 10)
     for tokens in (1, 9, 70):
-        chosen = sent(tokens, 3, 2)  # none goes to the last expert
+        chosen = sent(tokens, 3, 2)  # the last expert gets no token
         x = tokens_for(matrices[0], tokens)
         out, groups = run(x, stack, chosen, bias, by_pair=False)
         given = groups.pairs.long() // 2
@@ -214,8 +215,8 @@ def test_a_product_has_the_bits_of_the_expert_alone(
 
 
 @pytest.mark.parametrize("rows", [1, 65, 130])
-def test_rows_that_fill_no_tile(rows: int) -> None:
-    """All tokens go to one expert; x and `out` are slices of rows."""
+def test_rows_that_do_not_fill_a_tile(rows: int) -> None:
+    """All tokens go to one expert; `x` and `out` are slices of wider rows."""
     matrices = matrices_of(KINDS[3], 3, rows, torch.bfloat16)
     stack = stacked(matrices, [0, 1, 2], 3)
     wide = randoms(21, 640 + 16).bfloat16()
@@ -228,8 +229,9 @@ def test_rows_that_fill_no_tile(rows: int) -> None:
     assert (out[:, 10 + rows :] == 7).all()
 
 
-def test_experts_that_a_stack_has_not_are_left_alone() -> None:
-    """Of five experts three are plain and two are packed: each stack writes what is its own."""
+def test_a_stack_does_not_touch_the_outputs_of_other_experts() -> None:
+    """Of five experts, three have INT4 weights in one stack and two have BF16 weights in another.
+    Each stack writes only its experts' outputs."""
     some = matrices_of(KINDS[3], 3, 10, torch.bfloat16)
     others = matrices_of(("BF16", 640, 0, BF16, False), 2, 10, torch.bfloat16)
     stacks = stacked(some, [0, 2, 3], 5), stacked(others, [4, 1], 5)
@@ -247,7 +249,7 @@ def test_experts_that_a_stack_has_not_are_left_alone() -> None:
 
 
 # Tokens, experts, top_k, hidden, size, activation, whether there are biases, a shared expert, a
-# gate of it.
+# gate of the shared expert.
 MIXTURES: tuple[tuple[int, int, int, int, int, Any, bool, bool, bool], ...] = (
     (1, 1, 1, 16, 16, "silu", False, False, False),
     (1, 7, 3, 40, 24, "silu", False, True, True),
@@ -265,13 +267,13 @@ MIXTURES: tuple[tuple[int, int, int, int, int, Any, bool, bool, bool], ...] = (
 
 
 class Mixture:
-    """Weights of plain numbers, and the reference of them."""
+    """Unquantized weights, and the reference computed from them."""
 
     def __init__(self, shape: tuple[Any, ...], dtype: torch.dtype) -> None:
         _, self.count, self.top_k, hidden, size, self.activation, biased, shared, gated = shape
         form = ("F32", F32) if dtype == torch.float32 else ("BF16", BF16)
         self.up_values, self.down_values, ups, downs = [], [], [], []
-        for n in range(self.count + 1):  # the last is shared
+        for n in range(self.count + 1):  # the last expert is the shared one
             for cols, rows, values, found in (
                 (hidden, 2 * size, self.up_values, ups),
                 (size, hidden, self.down_values, downs),
@@ -302,7 +304,7 @@ class Mixture:
         return combine(results, weights, groups, shared, gate if self.gated else None)
 
     def reference(self, x: Tensor, logits: Tensor, gate: Tensor) -> Tensor:
-        """In float64, of the same choices."""
+        """Return the mixture in float64 for the same chosen experts."""
         routing = ExpertRouting(self.top_k, normalized=True)
         chosen, weights = choose_experts(logits, None, routing)
         out = torch.zeros(x.shape, dtype=torch.float64)
@@ -332,8 +334,8 @@ class Mixture:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", MIXTURES, ids=str)
-def test_a_mixture_is_that_of_the_reference(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
-    """And each token's result is that of the token alone, bit for bit."""
+def test_a_mixture_equals_the_reference(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
+    """Each token also has the same bits as when it is computed alone."""
     mixture, tokens = Mixture(shape, dtype), shape[0]
     x = randoms(tokens, shape[3]).to(dtype)
     logits, gate = randoms(tokens, shape[1], seed=1), randoms(tokens, 1, seed=2)
@@ -350,7 +352,7 @@ def test_a_mixture_is_that_of_the_reference(shape: tuple[Any, ...], dtype: torch
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_results_are_added_in_the_order_of_the_experts(dtype: torch.dtype) -> None:
-    """Rounded after each product and each sum, as the reference does on torch."""
+    """Each product and each sum is rounded, as in the torch reference."""
     chosen, weights = sent(6, 9, 4), randoms(6, 4).abs()
     groups = group(chosen, 9, 16)
     results, shared = randoms(24, 50).to(dtype), randoms(6, 50, seed=3).to(dtype)
@@ -373,7 +375,7 @@ def test_no_tokens() -> None:
     assert mixture(*nothing).shape == (0, 40)
 
 
-def test_tensors_that_do_not_fit_are_refused() -> None:
+def test_tensors_of_wrong_shape_or_dtype_are_refused() -> None:
     stack = stacked(matrices_of(KINDS[3], 2, 10, torch.bfloat16), [0, 1], 2)
     groups = group(torch.zeros(3, 1, dtype=torch.int32), 2, 16)
     x, out = torch.zeros(3, 640).bfloat16(), torch.zeros(3, 10)

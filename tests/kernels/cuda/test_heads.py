@@ -1,4 +1,4 @@
-"""Norms of heads, rope and new keys and values in one launch, against the reference."""
+"""Norms of heads, rope and new keys and values in one launch, compared with the reference."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def expected(
     kv: Tensor,
     slots: Tensor,
 ) -> None:
-    """The same by the reference."""
+    """Return the reference's result."""
     rows = x[:, heads.begin :][:, : (heads.q + 2 * heads.kv) * heads.dim]
     rows = rows.unflatten(1, (-1, heads.dim))
     qk = rows[:, : heads.q + heads.kv]
@@ -82,7 +82,7 @@ def test_heads(case: tuple[int, ...], has_norms: bool, dtype: torch.dtype) -> No
     assert (kv.double() - their_kv.double()).norm() <= kept * their_kv.double().norm()
 
 
-def test_a_negative_slot_writes_nothing_and_others_do() -> None:
+def test_a_negative_slot_is_not_written() -> None:
     heads = HeadRange(0, 1, 1, 1, 16)
     x, kv = drawn(1, 3, 48), torch.zeros(3, 2, 1, 16, 16)
     positions = torch.zeros(3, dtype=torch.int64)
@@ -93,8 +93,8 @@ def test_a_negative_slot_writes_nothing_and_others_do() -> None:
     assert not kv.any()
 
 
-def test_latent_keys_are_behind_the_queries() -> None:
-    """Of a row [queries | key], where only the first dims of each rotate."""
+def test_queries_and_a_latent_key_in_one_row() -> None:
+    """A row is [queries | key]; only the first dims of each rotate."""
     queries, key = HeadRange(0, 2, 0, 0, 24), HeadRange(48, 0, 1, 0, 40)
     x, rotation = drawn(1, 2, 88), tables(16)
     assert rotation is not None
@@ -108,7 +108,7 @@ def test_latent_keys_are_behind_the_queries() -> None:
     torch.testing.assert_close(kv[1, 0, 0, [0, 4]], turned[:, 0])
 
 
-def test_float16_takes_what_is_beyond_its_largest_as_that_one() -> None:
+def test_float16_clamps_large_finite_values() -> None:
     x = torch.tensor([[0.0, 1e5, -1e6, float("inf"), float("nan"), 1.0]])
     kv = torch.zeros(1, 1, 1, 16, 6, dtype=torch.float16)
     slots = positions = torch.tensor([0])

@@ -1,4 +1,5 @@
-"""Products with weight matrices by Triton's interpreter: values, and what they do not depend on.
+"""Products with weight matrices in Triton's interpreter: their values, and what the values do not
+depend on.
 
 More random cases: LINEAR_CASES=500.
 """
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.kernels
 
 NUM_CASES = int(os.environ.get("LINEAR_CASES", "10"))
 
-# format, columns, columns of a group, type of scales, whether there are zeros
+# format, columns, columns per group, type of scales, whether there are zero points
 GROUPED = [
     ("INT4", 32, 32, F16, False),
     ("INT4", 96, 96, F16, True),
@@ -85,7 +86,7 @@ CASES = GROUPED + PLAIN + BLOCKS
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: str(CASES[n]))
-def test_products_are_those_of_the_values(number: int) -> None:
+def test_products_equal_those_of_the_unpacked_values(number: int) -> None:
     rows, tokens = ROWS[number % len(ROWS)], (1, 3, 18, 5, 2)[number % 5]
     dtype = DTYPES[number % 2 if CASES[number][0] == "F32" else number % 3]
     matrix, weight = made(CASES[number], rows, dtype)
@@ -99,7 +100,7 @@ def test_products_are_those_of_the_values(number: int) -> None:
 
 @pytest.mark.parametrize("case", [*GROUPED, *PLAIN[::5], *BLOCKS[::5]], ids=str)
 def test_each_value_is_rounded_once(case: tuple[Any, ...]) -> None:
-    """A token that has a one in a single column gets that column of the weight, to the bit."""
+    """A token with a one in a single column gets that column of the weight, bit for bit."""
     matrix, weight = made(case, 5, torch.bfloat16)
     columns = torch.arange(0, matrix.cols, matrix.cols // 15 + 1)
     x = torch.zeros(len(columns), matrix.cols, dtype=torch.bfloat16)
@@ -109,8 +110,10 @@ def test_each_value_is_rounded_once(case: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("case", KINDS, ids=str)
-def test_a_token_does_not_depend_on_the_others(case: tuple[Any, ...], dtype: torch.dtype) -> None:
-    """Alone, in batches of 2 to 17, and of 33 and 65, whose tiles are wider."""
+def test_a_token_does_not_depend_on_the_rest_of_the_batch(
+    case: tuple[Any, ...], dtype: torch.dtype
+) -> None:
+    """Compares a token alone with batches of 2 to 17, and of 33 and 65, which use wider tiles."""
     matrix, _ = made(case, 10, dtype)
     assert splits_of(matrix)[0] > 1
     x = tokens_for(matrix, 65)
@@ -128,7 +131,7 @@ def test_a_token_does_not_depend_on_the_others(case: tuple[Any, ...], dtype: tor
 
 
 @pytest.mark.parametrize("seed", range(NUM_CASES))
-def test_random_batches_change_no_token(seed: int) -> None:
+def test_random_batches_do_not_change_a_token(seed: int) -> None:
     draw = random.Random(seed)
     matrix, _ = made(draw.choice([*GROUPED, *PLAIN, *BLOCKS]), draw.randint(1, 40), torch.bfloat16)
     batch = draw.choice((2, 3, 15, 16, 17, 31, 33, 64, 65, 90))
@@ -138,7 +141,7 @@ def test_random_batches_change_no_token(seed: int) -> None:
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
 @pytest.mark.parametrize("tokens", [1, 18, 40, 70])
-def test_splits_are_added_alike_by_one_program_and_by_many(
+def test_one_program_and_many_add_splits_in_the_same_order(
     case: tuple[Any, ...], tokens: int
 ) -> None:
     matrix, _ = made(case, 70, torch.bfloat16)
@@ -150,7 +153,7 @@ def test_splits_are_added_alike_by_one_program_and_by_many(
     assert torch.equal(apart, looped)
 
 
-def test_splits_depend_on_the_shape_alone() -> None:
+def test_splits_depend_only_on_the_shape() -> None:
     layout = made(KINDS[0], 1, torch.bfloat16)[0].layout
 
     def shaped(rows: int, cols: int) -> DeviceMatrix:
@@ -160,7 +163,7 @@ def test_splits_depend_on_the_shape_alone() -> None:
     for rows, cols in ((4096, 4096), (1024, 14336), (6144, 4096), (2048, 8192)):
         matrix = shaped(rows, cols)
         splits, length = splits_of(matrix)
-        assert splits * -(-rows // 64) > 240  # about two for each multiprocessor
+        assert splits * -(-rows // 64) > 240  # about two per multiprocessor
         assert (splits - 1) * length < matrix.blocks <= splits * length
         few, many = tiles_of(matrix, 8), tiles_of(matrix, 8192)
         assert (few.tokens, few.looped, many.tokens, many.looped) == (16, False, 128, True)
@@ -173,8 +176,8 @@ def test_splits_depend_on_the_shape_alone() -> None:
 
 @pytest.mark.parametrize("case", KINDS[:2], ids=str)
 @pytest.mark.parametrize("looped", [False, True])
-def test_matrices_write_side_by_side(case: tuple[Any, ...], looped: bool) -> None:
-    """x is a slice of rows, and so is `out`; nothing beside it is written."""
+def test_a_product_writes_only_its_slice_of_the_output(case: tuple[Any, ...], looped: bool) -> None:
+    """`x` and `out` are slices of wider rows."""
     matrix, weight = made(case, 70, torch.bfloat16)
     wide = torch.randn(19, matrix.cols + 24).bfloat16()
     x = wide[:, 8 : 8 + matrix.cols]
@@ -201,8 +204,8 @@ def test_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("form", ["INT4", "INT8", "FP8", "Q4_K"])
-def test_scales_that_are_no_numbers_pass(form: str) -> None:
-    """A row gets what its values make of it, and the others nothing."""
+def test_infinite_and_nan_scales_affect_only_their_row(form: str) -> None:
+    """A row has the result of its values; other rows are unaffected."""
     cols = 256
     parts = parts_of(form, 6, cols, 32, F16, zeros=False)
     odd = np.array([np.inf, -np.inf, np.nan], F16)
@@ -211,7 +214,7 @@ def test_scales_that_are_no_numbers_pass(form: str) -> None:
         parts["blocks"][1:4, 4:16] |= 1
     else:
         parts["scales"][1:4, 2] = odd
-        parts["codes"] = parts["codes"] & 0x33 | 0x11  # neither zero points nor NaN
+        parts["codes"] = parts["codes"] & 0x33 | 0x11  # avoids zero points and NaN
     matrix = pack(form, 6, cols, parts, torch.bfloat16, "cpu")
     weight = values_of(form, parts, 6, cols, torch.bfloat16)
     x = tokens_for(matrix, 2)
@@ -227,7 +230,7 @@ def test_scales_that_are_no_numbers_pass(form: str) -> None:
     assert not wanted[:, 1:4].isfinite().any()
 
 
-def test_sizes_are_near_the_stored_ones() -> None:
+def test_packed_sizes_are_near_the_stored_sizes() -> None:
     for case, bits in (
         (("Q4_K", 512, 0, F16, False), 5.0),
         (("INT4", 512, 128, F16, True), 4.25),
@@ -236,7 +239,7 @@ def test_sizes_are_near_the_stored_ones() -> None:
         assert matrix.nbytes * 8 / (128 * 512) == bits
 
 
-def test_parts_that_do_not_fit_are_refused() -> None:
+def test_parts_of_wrong_shape_or_type_are_refused() -> None:
     codes, scales = np.zeros((4, 64), np.uint8), np.ones((4, 2), np.float32)
 
     def refused(form: str, cols: int, parts: Parts, why: str, dtype: Any = torch.bfloat16) -> None:
@@ -273,7 +276,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     refused("F32", 63, {"values": np.zeros((4, 64), F32)}, r"values are \[4, 64\]")
 
 
-def test_tensors_that_do_not_fit_are_refused() -> None:
+def test_tensors_of_wrong_shape_or_dtype_are_refused() -> None:
     matrix, _ = made(("F32", 64, 0, F32, False), 5, torch.float32)
     x = torch.zeros(3, 64)
     for tokens in (x[:, :63], x.half(), torch.zeros(64, 3).t()):

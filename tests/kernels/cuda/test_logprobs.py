@@ -1,4 +1,4 @@
-"""Log-probabilities in Triton are the reference's, to the precision of doubles."""
+"""Log-probabilities in Triton equal the reference's to double precision."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ VOCABS = st.sampled_from([1, 2, 63, 64, 65, 100, 300])
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_tiles() -> Iterator[None]:
-    """So that small vocabularies have several tiles."""
+    """Reduce the tile size so that small vocabularies have several tiles."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logprobs, "TILE", 64)
         yield

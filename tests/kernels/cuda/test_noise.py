@@ -1,4 +1,4 @@
-"""The noise in Triton equals the reference's bit for bit, interpreted and as it is compiled."""
+"""Noise in Triton equals the reference's bit for bit, interpreted and compiled."""
 
 import math
 import os
@@ -45,7 +45,7 @@ def noise_and_bound(bits, out, BLOCK: tl.constexpr):
 
 
 def test_noise_bit_for_bit() -> None:
-    """100,000 draws and more: 26 places of 4,096 ids."""
+    """Compares 26 positions of 4,096 ids, which is more than 100,000 draws."""
     rng = np.random.default_rng(0)
     ids = torch.arange(4096) * 37 + 5
     for draw in range(26):
@@ -59,9 +59,10 @@ def test_noise_bit_for_bit() -> None:
         assert torch.equal(out, gumbel_at(where[0], where[1], where[2], ids[None])[0])
 
 
-def test_noise_of_hard_bits_is_exact_and_below_its_bound() -> None:
-    """All bits near the ends, near powers of two and where the logarithm changes its exponent."""
-    root = int(2**31.5)  # the mantissa of u is near the root of 2
+def test_noise_of_extreme_bits_is_exact_and_below_its_bound() -> None:
+    """Covers all bits near the ends, near powers of two, and where the logarithm's exponent
+    changes."""
+    root = int(2**31.5)  # there the mantissa of u is near the root of 2
     centres = [0, (1 << 32) - 1, root, root // 2, root // 4, int((1 << 32) / math.e)]
     centres += [1 << i for i in range(1, 32)] + [(1 << 32) - (1 << i) for i in range(1, 31)]
     near = np.arange(-2000, 2001)
@@ -94,9 +95,9 @@ print(compiled[0].asm["ptx"])
 """
 
 
-def test_compiled_noise_fuses_nothing_and_has_whole_constants() -> None:
-    """What the interpreter does not tell: a bare number that is compared becomes a float32, and
-    the compiler may fuse."""
+def test_compiled_noise_is_not_fused_and_has_exact_constants() -> None:
+    """The interpreter cannot show this: a plain number in a comparison becomes a float32, and the
+    compiler may fuse operations."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = str(Path(__file__).parents[3] / "tools/tables")
     run = subprocess.run(
@@ -106,6 +107,6 @@ def test_compiled_noise_fuses_nothing_and_has_whole_constants() -> None:
     doubles = {name for name in re.findall(r"\b([a-z]+\.[.a-z]*f64)\b", ptx) if "rn" in name}
     assert {name.split(".")[0] for name in doubles} >= {"add", "mul", "div"}
     assert not re.search(r"\bfma[.a-z]*\.f64\b", ptx)
-    assert not re.search(r"\b(add|mul|sub|div)\.f64\b", ptx)  # without .rn ptxas may fuse them
+    assert not re.search(r"\b(add|mul|sub|div)\.f64\b", ptx)  # ptxas may fuse ops without .rn
     for constant in (SQRT2.value, LN2.value, *SERIES[1:], 2.0**-32):
         assert struct.pack(">d", constant).hex().upper() in ptx

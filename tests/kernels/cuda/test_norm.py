@@ -1,4 +1,4 @@
-"""Norms in Triton against float64, and that a row never depends on its company."""
+"""Norms in Triton compared with float64, and a row's independence of the other rows."""
 
 import pytest
 import torch
@@ -62,7 +62,9 @@ def test_add_norm(shape: tuple[int, int], dtype: torch.dtype, most: float, has_h
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_splits_are_added_as_the_product_adds_them(dtype: torch.dtype, has_bias: bool) -> None:
+def test_splits_are_added_in_the_same_order_as_by_the_product(
+    dtype: torch.dtype, has_bias: bool
+) -> None:
     matrix, _ = made(("BF16", 1100, 0, BF16, False), 70, dtype)
     x, stream = drawn(1, 3, 1100, dtype=dtype), drawn(2, 3, 70, dtype=dtype)
     weight, bias = drawn(3, 70), drawn(4, 70) if has_bias else None
@@ -80,7 +82,7 @@ def test_splits_are_added_as_the_product_adds_them(dtype: torch.dtype, has_bias:
     assert torch.equal(gated(sums, "silu"), gated(product, "silu"))
 
 
-def test_a_row_is_the_same_alone() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     stream, x = drawn(1, 9, 300, dtype=torch.bfloat16), drawn(2, 9, 300, dtype=torch.bfloat16)
     weight = drawn(3, 300)
     alone = [
@@ -99,12 +101,12 @@ def test_rows_of_a_wider_tensor_are_normed_in_place() -> None:
     assert torch.equal(wide[:, 27:], before[:, 27:])
 
 
-def test_big_numbers_do_not_overflow() -> None:
+def test_large_numbers_do_not_overflow() -> None:
     x = torch.full((2, 8), 3e4, dtype=torch.bfloat16)
     assert torch.equal(norm(x, torch.ones(8), None, 1e-6), torch.ones_like(x))
 
 
-def test_no_rows_are_no_launch() -> None:
+def test_an_empty_batch_launches_no_kernel() -> None:
     empty = torch.empty(0, 8)
     assert norm(empty, torch.ones(8), None, 1e-6).shape == (0, 8)
     assert add_norm(empty, empty, torch.ones(8), None, 1e-6).shape == (0, 8)

@@ -1,4 +1,4 @@
-"""Sampling in Triton equals the reference: the same noise, edits, filters and tokens."""
+"""Sampling in Triton equals the reference: noise, edits, filters and tokens."""
 
 import math
 from collections.abc import Iterator
@@ -28,7 +28,8 @@ VOCABS = st.sampled_from([1, 2, 63, 64, 65, 100, 300])
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_tiles() -> Iterator[None]:
-    """So that small vocabularies have several tiles, and more tokens than a block holds."""
+    """Reduce tile and block size, so that small vocabularies have several tiles and more tokens
+    than a block holds."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (logit_edits, picks):
             patch.setattr(module, "TILE", 64)
@@ -38,7 +39,7 @@ def _small_tiles() -> Iterator[None]:
 
 @settings(max_examples=20)
 @given(st.integers(0, 10_000), VOCABS, st.sampled_from(["", "coarse", "masked", "flat"]))
-def test_greedy_is_the_lowest_of_the_best(seed: int, vocab: int, kind: str) -> None:
+def test_greedy_takes_the_lowest_id_of_equal_scores(seed: int, vocab: int, kind: str) -> None:
     logits = some_logits(seed, 3, vocab)
     if kind == "coarse":
         logits = logits.round()
@@ -51,7 +52,7 @@ def test_greedy_is_the_lowest_of_the_best(seed: int, vocab: int, kind: str) -> N
 
 @pytest.mark.parametrize("vocab", [1, 40, 150])
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
-def test_rows_that_are_not_finite_fail_alone(vocab: int, bad: float) -> None:
+def test_a_nonfinite_row_does_not_affect_others(vocab: int, bad: float) -> None:
     at = [0, vocab // 2, vocab - 1]
     logits = some_logits(1, 8, vocab)
     for row, column in enumerate(at, start=1):
@@ -95,7 +96,7 @@ def test_gumbel_argmax(
 
 
 def floor_of(logits: torch.Tensor, one: StreamSettings) -> float:
-    """The floor that the device finds under one row of logits / T."""
+    """Return the floor that the device code finds for one row of logits / T."""
     vocab = logits.shape[1]
     packed = np.frombuffer(OPS.stream(one, vocab).record, RECORD)
     records = torch.from_numpy(packed.view(np.uint8).copy())
@@ -123,7 +124,8 @@ def kept_by(scaled: torch.Tensor, one: StreamSettings, top_p: float) -> list[int
 def test_filters_keep_what_the_reference_keeps(
     seed: int, vocab: int, top_k: int, top_p: float, min_p: float, spread: float, kind: str
 ) -> None:
-    """Equal but where a running sum is within 1e-12 of top_p: there as for a top_p beside it."""
+    """Where a running sum is within 1e-12 of top_p, the result of a slightly different top_p is
+    accepted."""
     logits = some_logits(seed, 1, vocab, spread)
     if kind == "coarse":
         logits = logits.round()
@@ -150,8 +152,9 @@ def test_filters_keep_what_the_reference_keeps(
         assert sample(OPS, logits, [one]) == sample(reference, logits, [one])
 
 
-def test_many_equal_scores_and_wrong_guesses_end() -> None:
-    """More equal scores than a block holds, and the best where the sample does not look."""
+def test_filters_terminate_with_many_equal_scores() -> None:
+    """There are more equal scores than a block holds, and the best scores are where the initial
+    sample does not look."""
     logits = torch.zeros(1, 400)
     logits[0, 1:60:6] = 5.0
     logits[0, 200:] = -math.inf
@@ -167,7 +170,7 @@ def test_many_equal_scores_and_wrong_guesses_end() -> None:
 
 @pytest.mark.parametrize("edits", EDITS, ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_edits_equal_the_reference_token_after_token(
+def test_edits_equal_the_reference_at_every_token(
     edits: dict[str, Any], temperature: float
 ) -> None:
     vocab, prompt = 100, (9, 8, 9, 50, 99)
@@ -181,7 +184,7 @@ def test_edits_equal_the_reference_token_after_token(
         (expected,) = reference.sample(logits, [0], [slow], [generated])
         assert OPS.sample(logits, [0], [fast], [generated]) == [expected]
         assert torch.equal(logits, before)
-        # A fresh stream that is told everything at once agrees: marks are only notes.
+        # A fresh stream that gets all ids at once agrees: marks are only a cache.
         if turn % 4 == 3:
             assert sample(OPS, logits, [one], [generated]) == [expected]
         generated.append(expected if expected >= 0 else turn)
@@ -189,7 +192,7 @@ def test_edits_equal_the_reference_token_after_token(
     assert len(seen) > 1
 
 
-def test_edited_scores_are_the_same_floats(subtests: pytest.Subtests) -> None:
+def test_edited_scores_are_bit_identical(subtests: pytest.Subtests) -> None:
     for window in (0, 1, 12, 60, 900):
         with subtests.test(window=window):
             _same_floats(window)
@@ -234,7 +237,7 @@ MIX = [
 ]
 
 
-def test_a_token_depends_on_its_own_stream_only() -> None:
+def test_a_token_depends_only_on_its_stream() -> None:
     logits = some_logits(4, 4, 500)
     rows = [3, 0, 0, 2, 1, 0]
     ids = [[5, 6, 5]] * 6
@@ -245,7 +248,7 @@ def test_a_token_depends_on_its_own_stream_only() -> None:
 
 
 @pytest.mark.parametrize("num_picks", [1, 2, 17, 33])
-def test_any_number_of_picks_in_as_many_launches(num_picks: int) -> None:
+def test_the_number_of_launches_does_not_depend_on_the_number_of_picks(num_picks: int) -> None:
     logits = some_logits(8, 5, 200)
     kinds = [MIX[i % len(MIX)] for i in range(num_picks)]
     rows = [i * 3 % 5 for i in range(num_picks)]
@@ -280,7 +283,7 @@ def test_rows_of_a_wider_tensor() -> None:
 def test_masked_picks_equal_the_reference(
     seed: int, vocab: int, share: float, options: dict[str, Any], temperature: float
 ) -> None:
-    """Of three rows the last has no mask; masks have more bits than there are tokens."""
+    """The last of three rows has no mask. Masks have more bits than there are tokens."""
     logits = some_logits(seed, 3, vocab)
     rng = np.random.default_rng(seed)
     allowed = rng.random((2, (vocab + 31) // 32 * 32)) < share
@@ -293,7 +296,7 @@ def test_masked_picks_equal_the_reference(
 
 
 @pytest.mark.parametrize("inside", [None, math.nan, math.inf, -math.inf])
-def test_what_a_mask_leaves_out_may_be_anything(inside: float | None) -> None:
+def test_masked_scores_may_have_any_value(inside: float | None) -> None:
     vocab = 200
     ids = np.arange(3, vocab, 7)
     bits = np.zeros(224, dtype=bool)
