@@ -54,7 +54,7 @@ async def test_tokenize_messages_as_chat_does(make_http):
         ("/detokenize", {"tokens": [10**30]}, "tokens"),
     ],
 )
-async def test_refusals(make_http, url, body, param):
+async def test_invalid_bodies_are_refused(make_http, url, body, param):
     reply = await make_http(saying("x")).post(url, json=body)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
@@ -72,7 +72,7 @@ DEFAULTS = {"temperature": 0.2, "top_p": 0.9}
 NO_CHAT = {"chat": False, "tools": False, "reasoning": False}
 
 
-async def test_models_say_what_can_be_asked_of_them(make_http):
+async def test_models_list_their_capabilities(make_http):
     (chat, blobs), text = served("chat", generation=DEFAULTS), served("text")[0]
     text.ClearField("template_digest")
     thinks, embeds, judges = (served(name)[0] for name in ("thinks", "embeds", "judges"))
@@ -119,7 +119,7 @@ async def test_models_say_what_can_be_asked_of_them(make_http):
     assert models["chat"]["max_model_len"] == chat.context_len
 
 
-async def test_a_model_whose_calls_are_not_read_has_no_tools(make_service):
+async def test_a_model_without_call_parser_has_no_tools(make_service):
     router = FakeRouter(saying("x"))
     router.blobs[router.cards[0].template_digest] = THINKING.encode()
     service = make_service(router, parsers=ParserChoice("none", "none"))
