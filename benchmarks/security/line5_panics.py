@@ -49,9 +49,9 @@ words = ["--cluster-secret", "s" * 32, "--bind", "127.0.0.1:0", "--routers", "12
 sys.exit(main(["decode", *words]))
 """
 TESTS = (
-    "tests/gateway/test_service.py::test_a_broken_blob_is_the_servers_fault",
-    "tests/gateway/test_service.py::test_a_panic_while_a_prompt_is_prepared_is_one_error",
-    "tests/gateway/test_text_processes.py::test_what_cannot_be_loaded",
+    "tests/gateway/test_service.py::test_a_broken_blob_is_a_server_error",
+    "tests/gateway/test_service.py::test_a_panic_during_preparation_is_one_error",
+    "tests/gateway/test_text_processes.py::test_invalid_files_are_refused",
     "tests/services/worker/test_worker_process.py::test_a_panic_while_loading_is_one_line",
 )
 
