@@ -1,4 +1,4 @@
-"""How busy others keep the cores, from two readings of /proc/stat."""
+"""The share of core time used by others, from two readings of /proc/stat."""
 
 from machine import busy_share
 

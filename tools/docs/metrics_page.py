@@ -1,7 +1,7 @@
-"""docs/metrics.md, made from the collectors: a program that prints the page.
+"""Print docs/metrics.md, generated from the collectors.
 
-`make docs` writes it, tests/test_docs.py compares it. Labels are known by samples, so each
-collector gets some to show.
+`make docs` writes the page, tests/test_docs.py compares it. Labels are known only from samples, so
+each collector gets some.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ What prometheus_client says of a process is there as well (`process_cpu_seconds_
 `process_resident_memory_bytes`, `process_open_fds`, ...); with `--workers N` it is not, since each
 scrape would be of another process.
 """
-# Of which processes a figure is, what it is summed over, and what that gives.
+# The processes that a figure covers, the labels it is summed over, and the result.
 SUMS = (
     (
         "gateways",
@@ -118,7 +118,7 @@ AUTHORITY = make_authority().certificate.decode()
 
 
 def process_metrics() -> list[Metric]:
-    """Of each process, but for what prometheus_client names."""
+    """Metrics of each process, except those that prometheus_client names."""
     registry = CollectorRegistry()
     registry.register(ProcessFacts({"cluster_ca": AUTHORITY}))
     lag_histogram(registry)
@@ -126,11 +126,11 @@ def process_metrics() -> list[Metric]:
 
 
 def gateway_metrics() -> list[Metric]:
-    """The gateway's own."""
+    """The gateway's metrics."""
     metrics = GatewayMetrics()
     for metric in vars(metrics).values():
         for number in range(1, MOST_LABELS):
-            with suppress(ValueError):  # it has another number of labels
+            with suppress(ValueError):  # it has a different number of labels
                 if isinstance(metric, Counter | Gauge | Histogram):
                     metric.labels(*["x"] * number)
     metrics.itl.of("x")
@@ -139,7 +139,7 @@ def gateway_metrics() -> list[Metric]:
 
 
 def fleet_metrics() -> list[Metric]:
-    """The fleet's, of a gateway."""
+    """Metrics of the fleet, exported by a gateway."""
     metrics = GatewayMetrics()
     worker = router_pb2.WorkerView(hello=HELLO, load=LOAD, state="live")
     metrics.fleet.update(router_pb2.FleetView(workers=[worker]))
@@ -147,14 +147,14 @@ def fleet_metrics() -> list[Metric]:
 
 
 def worker_metrics() -> list[Metric]:
-    """A prefill or decode worker's."""
+    """Metrics of a prefill or decode worker."""
     metrics = WorkerMetrics(HELLO)
     metrics.load = LOAD
     return list(metrics.collect())
 
 
 async def router_metrics() -> list[Metric]:
-    """A router's."""
+    """Metrics of a router."""
     core = RouterCore("secret", Rules(), 1)  # type: ignore[arg-type]
     for hello in (HELLO, PREFILL):
         worker, _ = core.fleet.join(hello, 0.0)
@@ -178,14 +178,14 @@ async def router_metrics() -> list[Metric]:
 
 
 def picker_metrics() -> list[Metric]:
-    """An endpoint picker's."""
+    """Metrics of an endpoint picker."""
     metrics = PickerMetrics()
     metrics.decided("x", 0.0)
     return list(metrics.collect())
 
 
 def exported() -> dict[str, list[Metric]]:
-    """The metrics by the title of who exports them."""
+    """The metrics by the title of their exporter."""
     return {
         "Every process": process_metrics(),
         "Gateway": gateway_metrics(),
@@ -197,14 +197,14 @@ def exported() -> dict[str, list[Metric]]:
 
 
 def names() -> set[str]:
-    """Of every metric."""
+    """The names of every metric."""
     return {metric.name for metric in chain(*exported().values())}
 
 
 def labels(metric: Metric) -> list[str]:
-    """In the order of the code, less those of a histogram's buckets."""
+    """The labels in the order of the code, without those of histogram buckets."""
     first = next((s for s in metric.samples if not s.name.endswith("_created")), None)
-    assert first is not None, f"{metric.name} shows no sample, so its labels are not known"
+    assert first is not None, f"{metric.name} has no sample, so its labels are not known"
     return [label for label in first.labels if label != "le"]
 
 

@@ -41,10 +41,10 @@ from mutation.tree import Run, Tree
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-LIMIT_S = 90.0  # of the tests of one mutant
-BUDGET_S = 40.0  # of their recorded seconds; the rest is for imports
-NO_TESTS = 5  # pytest's exit code
-TEST_LIMIT_S = 60  # of one test: a mutant that hangs is found by it
+LIMIT_S = 90.0  # for the tests of one mutant
+BUDGET_S = 40.0  # of recorded test seconds; the remainder is for imports
+NO_TESTS = 5  # exit code of pytest
+TEST_LIMIT_S = 60  # per test: finds a mutant that hangs
 MARKS = "not extended and not compose and not clients"
 KILLED, SURVIVED, LATE = "killed", "survived", "late"
 UNTESTED, INVALID, ERROR = "untested", "invalid", "error"
@@ -64,7 +64,7 @@ class Outcome:
 
 
 class Trial:
-    """Tries mutants in one working tree."""
+    """Test mutants in one working tree."""
 
     def __init__(self, tree: Tree, selection: Selection, marks: str) -> None:
         self._tree = tree
@@ -95,7 +95,7 @@ class Trial:
         return test in self._broken or test.partition("::")[0] in self._broken
 
     def _run_mutated(self, mutant: Mutant, text: str, tests: list[str]) -> Run | None:
-        """None if the mutant does not compile."""
+        """Run the tests on a mutant; None if the mutant does not compile."""
         is_cpp = Path(mutant.path).suffix in CPP
         self._tree.write(mutant.path, text)
         try:
@@ -115,8 +115,8 @@ class Trial:
         return self._tree.pytest([*words, *tests], LIMIT_S)
 
     def _verdict(self, run: Run, tests: list[str]) -> tuple[str, str]:
-        """With the test that found the mutant. Empty if that test fails without the mutant, too: it
-        is left out from now on."""
+        """The verdict, with the test that found the mutant. Empty if that test also fails without
+        the mutant; the test is ignored from then on."""
         if run.code == 0:
             return SURVIVED, ""
         if run.code == NO_TESTS:
@@ -239,7 +239,8 @@ def main() -> int:
         report(args.file)
         return 0
     args.work.mkdir(parents=True, exist_ok=True)
-    with (args.work / "lock").open("w") as lock:  # each run ends what another has started there
+    # each run ends processes that another has started there
+    with (args.work / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -82,7 +82,7 @@ def described(model: Path) -> tuple[dict[str, Any], dict[str, list[int]]]:
 
 
 def in_runs(formats: dict[str, str]) -> dict[str, str]:
-    """Layers one after the other."""
+    """Merge consecutive layers with the same format."""
     by_kind: dict[str, dict[int, str]] = {}
     for name, format in formats.items():
         layer = int(LAYER.match(name)[1]) if LAYER.match(name) else 0
@@ -102,7 +102,7 @@ def _everywhere(name: str) -> str:
 
 
 def formats_of(quantize: Path, model: Path, type: str) -> dict[str, str]:
-    """The format of each tensor, as the program says it would be."""
+    """The format of each tensor, as llama-quantize reports it in advance."""
     program = [str(quantize), "--dry-run", str(model), MIXES.get(TYPES[type], TYPES[type])]
     said = subprocess.run(program, capture_output=True, text=True, check=True)
     found = {}

@@ -1182,7 +1182,7 @@ def test_hostile_answers_take_linear_time(name: str, subtests: pytest.Subtests) 
 
 
 def test_marks_in_a_long_text_take_linear_time() -> None:
-    """Also if the text is repeated as text because it is not a call."""
+    """Pass the text in one piece; cover text that is parsed again because it is not a call."""
     for begin in ("", '```json\n{"name": "f", "arguments": {"a": "'):
         began = process_time()
         text = begin + "`a " * 100_000
