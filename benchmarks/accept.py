@@ -1,18 +1,18 @@
-"""Runs the acceptance lines of one topic and prints one JSON object per line.
+"""Run the acceptance lines of one topic and print one JSON object per line.
 
 `python benchmarks/accept.py TOPIC [LINE ...]` runs every module benchmarks/TOPIC/lineN_*.py in a
-process of its own, and gives each line a verdict:
+separate process, and gives each line a verdict:
 
-    held          it was run now and holds, all parts of it
-    held earlier  it was not run: it held at the commit that is named, on the same source tree
-    skipped       nothing that was run fails, but a part was not run, for the reason that it gives
+    held          it was run now, and all its parts hold
+    held earlier  it was not run: it held at the named commit, on the same source tree
+    skipped       no part that was run fails, but a part was not run, for the given reason
     failed        everything else
 
-A line says that a part was skipped by a reason under "skipped" in the part's figures; its own exit
-code is 0 or, if it judges itself, that of its verdict. Results are
-appended to benchmarks/results/accept-TOPIC.jsonl with the commit they measured; only a line that
-held, whole, on committed sources is not run again. A line whose module says READS_PROSE = True runs
-again after a change of docs, too. The last line printed is one JSON object with every line's
+A line marks a skipped part with a reason under "skipped" in the part's figures; its exit code is 0
+or, if it judges itself, that of its verdict. Results are appended to
+benchmarks/results/accept-TOPIC.jsonl with the commit they measured; only a line that held
+completely on committed sources is not run again. A line whose module sets READS_PROSE = True is
+also run again after a change of docs. The last line printed is one JSON object with every line's
 figures; the exit code is 0 only if every line held now or earlier, 2 if none failed but some were
 skipped.
 """

@@ -2,8 +2,8 @@
 
     python -m handoff.transfer_end prefill|decode TRANSPORT FOLDER BIND [untagged|sealed]
 
-Nothing is computed: an engine of a few lines says that a whole prompt is. A command is a JSON
-object a line on stdin, its answer one on stdout:
+Nothing is computed: an engine of a few lines reports whole prompts as computed. A command is one
+JSON object per line on stdin, its answer one on stdout:
 
 decode:  {"do": "admit", "prefill": boot} -> the ticket; {"do": "digest"} -> of the last prompt's
          blocks; {"do": "clear"}; {"do": "memcpy"} -> bytes a second; {"do": "bare", "rounds": n}:
@@ -11,8 +11,8 @@ decode:  {"do": "admit", "prefill": boot} -> the ticket; {"do": "digest"} -> of 
 prefill: {"do": "send", "ticket": ..., "address": ...} -> seconds from the last chunk's end to
          decode's Complete; {"do": "digest"}; {"do": "bare", "address": ..., "rounds": n}
 
-`untagged` leaves the payload's tags out on this side, and nothing else: the same copies, the
-header's and the messages' tags stay. Only this benchmark can do that. `sealed` encrypts payloads
+`untagged` omits only the payload's tags on this side: the copies and the tags of the header and
+the messages stay. Only this benchmark can do that. `sealed` encrypts payloads
 as `--encrypt-kv` does.
 """
 

@@ -1,24 +1,23 @@
-"""Says how many small faults the tests find.
+"""Measure how many small faults in the product the tests find.
 
     python -m mutation record        # what each test executes, and how long it takes
     python -m mutation try           # 200 mutants, drawn with a seed
-    python -m mutation report FILE   # counts by part, and what survived
+    python -m mutation report FILE   # counts by part, and the survivors
 
 (with PYTHONPATH=tools; `make mutation ARGS="try --again FILE"`).
 
 `try` changes one line of a copy of the repository at a time, runs the tests that execute the line,
-and writes one JSON object a mutant. Its verdict is
+and writes one JSON object per mutant. Its verdict is
 
     killed      a test fails that passes without the change
     survived    all tests pass
-    late        the tests did not end in time, and did without the change
+    late        the tests did not end in time, but did without the change
     untested    no test is known to execute the line or to import its module
     invalid     the line is gone, or does not compile
     error       the tests do not run without the change either
 
-A run that was interrupted goes on where it was, unless the commit has changed. `--again FILE` takes
-the mutants of an earlier run instead, on another commit too; `--survivors` only those that were not
-killed there. The tests are those of `make test` and `make test-kernels`, or `--marks`.
+An interrupted run is resumed, unless the commit has changed. `--again FILE` uses the mutants of an
+earlier run instead, also on another commit; `--survivors` only those that were not killed there. The tests are those of `make test` and `make test-kernels`, or `--marks`.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""tests/engine/weights/golden_mixes.json, made by llama.cpp: a program that writes the table of the
-format that llama-quantize gives each tensor of some tiny models, for each type: of each model its
-metadata, the shapes of its tensors, and by type and tensor the format, "0:Q6_K 2:Q4_K" with the
-layer from which on it is so. {n} stands for the number of a layer, - for no tensor.
+"""Write tests/engine/weights/golden_mixes.json with llama.cpp: the format that llama-quantize gives
+each tensor of some tiny models, for each type. The table has each model's metadata, the shapes of
+its tensors, and by type and tensor the format, "0:Q6_K 2:Q4_K" with the first layer of each. {n} is
+the number of a layer, - no tensor.
 
     .venv/bin/python tools/tables/golden_mixes.py build/peers/llama.cpp/build/bin/llama-quantize
 
