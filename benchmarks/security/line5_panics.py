@@ -1,6 +1,6 @@
 """Line 5: a tokenizer.json of 64 KB that took gigabytes takes less than 10 MB; a panic of a library
-is one error, streamed or not, and one line of a worker process whose load it ends, with exit code
-1."""
+is one error, streamed or not, and one line in the log of a worker process whose load it ends, with
+exit code 1."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pytest_line import run_tests
 
 MOST_BYTES = 10_000_000
 SIZE = 64 << 10
-# Special tokens of the greatest length: every prefix and suffix of each was once kept by itself.
+# Special tokens of the maximum length: every prefix and suffix of each was once stored separately.
 LOAD = """
 import json, psutil
 from fakes.router import tokenizer_json
@@ -34,7 +34,7 @@ kept = Tokenizer(hostile, card)
 kept.encode("<aaa bbb>", add_special_tokens=False, parse_special=True)
 print(json.dumps({"file": len(hostile), "bytes": process.memory_info().rss - before}))
 """
-# A decode worker whose weights are read by a library in Rust that panics.
+# A decode worker whose weights are read by a Rust library that panics.
 WORKER = """
 import sys
 from builders.broken_tokenizers import panics_on_load
@@ -57,7 +57,7 @@ TESTS = (
 
 
 def worker() -> dict[str, Any]:
-    """How the process ends, and all that pdserve says; the library's own message is beside it."""
+    """The exit of the process, and all output of pdserve, separate from the library's message."""
     environment = os.environ | {"RUST_BACKTRACE": "0"}
     done = subprocess.run(
         [sys.executable, "-c", WORKER], capture_output=True, text=True, timeout=120, env=environment

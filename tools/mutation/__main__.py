@@ -17,7 +17,8 @@ and writes one JSON object per mutant. Its verdict is
     error       the tests do not run without the change either
 
 An interrupted run is resumed, unless the commit has changed. `--again FILE` uses the mutants of an
-earlier run instead, also on another commit; `--survivors` only those that were not killed there. The tests are those of `make test` and `make test-kernels`, or `--marks`.
+earlier run instead, also on another commit; `--survivors` only those that were not killed there.
+The tests are those of `make test` and `make test-kernels`, or `--marks`.
 """
 
 import argparse

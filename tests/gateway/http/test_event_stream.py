@@ -90,8 +90,8 @@ async def test_buffering_for_a_lagging_client_is_bounded(lags_after: int):
     assert client.dropped
 
 
-async def test_events_are_buffered_only_after_the_head_is_sent():
-    """As when the answer before is unread: nothing of the source waits in the server."""
+async def test_buffering_is_bounded_for_a_client_that_lags_from_the_head_on():
+    """Lag from the head on, as when the previous answer is unread: no event is sent."""
 
     class Full(Client):
         async def send(self, message: Any) -> None:
