@@ -252,9 +252,7 @@ def test_requests_that_share_a_worker() -> None:
 
 @pytest.mark.extended
 @given(st.floats(0.0, 5.0), st.floats(0.05, 1.0), st.floats(1.0, 20.0))
-def test_the_rate_keeps_as_many_in_flight_in_that_very_run(
-    a: float, b: float, wanted: float
-) -> None:
+def test_the_rate_keeps_the_wanted_number_in_flight(a: float, b: float, wanted: float) -> None:
     def arrivals(rate: float) -> list[float]:
         return [x.at_s for x in schedule(0.1, rate, 100, 0, seed=3).arrivals if x.kind == SHORT]
 

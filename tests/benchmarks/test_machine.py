@@ -23,5 +23,5 @@ def test_other_cores_do_not_count() -> None:
     assert busy_share(BEFORE, AFTER, [2]) == 990 / 990
 
 
-def test_no_time_is_no_load() -> None:
+def test_an_empty_interval_has_no_load() -> None:
     assert busy_share(BEFORE, BEFORE, [0, 1]) == 0.0

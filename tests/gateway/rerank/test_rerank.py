@@ -207,7 +207,7 @@ async def test_the_prompts_of_a_call_share_a_token_limit(make_http, monkeypatch)
 
 
 @pytest.mark.parametrize("infinite", [(-math.inf, 0.0), (0.0, -math.inf)])
-async def test_a_certain_answer(make_http, infinite):
+async def test_a_certain_answer_scores_zero_or_one(make_http, infinite):
     http = make_http(reranker(lambda ids: infinite))
     found = await ask(http, "/score", {**SCORE, "text_2": "w"})
     assert found["data"][0]["score"] == pytest.approx(float(infinite[0] == 0.0), abs=1e-300)

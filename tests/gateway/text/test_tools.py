@@ -436,7 +436,7 @@ def test_a_json_answer_is_not_held_back(subtests: pytest.Subtests) -> None:
 TEXTS = "Hello!", "", " \n", "a < b and [1] {2}", "{}", "[]", "[1, 2]", '{"a": 1} is', "```x"
 
 
-def test_text_is_text(subtests: pytest.Subtests) -> None:
+def test_text_without_calls_is_unchanged(subtests: pytest.Subtests) -> None:
     for name, text in product(NAMES, TEXTS):
         with subtests.test(name=name, text=text):
             assert made(parse(name, final(name, text))) == (text, [])

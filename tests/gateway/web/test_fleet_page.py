@@ -120,7 +120,7 @@ def test_a_lost_router_is_reported(shown: Shown) -> None:
     shown.page.wait("document.querySelector('#notice').hidden")
 
 
-def test_it_asks_for_a_key(browser: Browser) -> None:
+def test_the_page_asks_for_a_key(browser: Browser) -> None:
     page = browser
     with served_gateway(ChatModel, api_keys=("right",)) as url:
         page.open(f"{url}/fleet")
