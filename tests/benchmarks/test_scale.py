@@ -162,7 +162,7 @@ def test_a_fit_and_its_residuals() -> None:
         whole = sizes[-1]
         assert not fit([(n, 0.3 + 0.3 * (n / whole) ** 2) for n in sizes]).straight
     assert fit([(1, 1), (2, 2), (3, 2.5), (4, 2.7)]).straight, (
-        "a falling slope must count as straight"
+        "slower growth must count as straight"
     )
     assert not fit([(25, 0.1), (50, 0.5), (100, 0.2), (200, 0.3)]).straight, (
         "a fall must not count as straight"

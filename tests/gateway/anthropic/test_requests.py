@@ -297,7 +297,7 @@ async def test_system_messages_keep_their_places(make_http):
         assert reply.status_code == 200, reply.json()
 
 
-def test_messages_between_a_call_and_its_result_are_refused(subtests) -> None:
+def test_messages_between_a_call_and_its_result_are_moved(subtests) -> None:
     called = {"role": "assistant", "content": [USE, {**USE, "id": "d"}]}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
     both = [result, {**result, "tool_use_id": "d"}]

@@ -134,7 +134,7 @@ async def test_an_effort_is_accepted_where_templates_get_none(make_app, make_htt
     check(await client.post(CHAT, json=body), 400, "chat_template_kwargs.reasoning_effort")
 
 
-async def test_unknown_template_kwargs_are_refused(make_http):
+async def test_template_kwargs_outside_the_allowlist_are_refused(make_http):
     router = templated("{{ messages[0].content }}")
     for name in ("messages", "tools", "bos_token", "date_string"):
         body = {"model": "tiny", "messages": HI, "chat_template_kwargs": {name: "x"}}

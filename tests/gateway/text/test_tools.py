@@ -386,7 +386,7 @@ def test_backticks_that_open_no_fence_hide_no_call(subtests: pytest.Subtests) ->
             assert made(parse("hermes", answer)) == (before.rstrip(), [PARIS])
 
 
-def test_a_fence_is_closed_by_one_of_the_same_length(subtests: pytest.Subtests) -> None:
+def test_an_unclosed_fence_hides_a_call(subtests: pytest.Subtests) -> None:
     for before in ["```\n", "````md\n```\nx\n```\n", "```\n```py\n", "~\n ```\n x```\n"]:
         with subtests.test(before=before):
             answer = before + TOOL_ANSWERS["hermes"].call
