@@ -1,18 +1,18 @@
-"""Runs the acceptance lines of one topic and prints one JSON object per line.
+"""Run the acceptance lines of one topic and print one JSON object per line.
 
 `python benchmarks/accept.py TOPIC [LINE ...]` runs every module benchmarks/TOPIC/lineN_*.py in a
-process of its own, and gives each line a verdict:
+separate process, and gives each line a verdict:
 
-    held          it was run now and holds, all parts of it
-    held earlier  it was not run: it held at the commit that is named, on the same source tree
-    skipped       nothing that was run fails, but a part was not run, for the reason that it gives
+    held          it was run now, and all its parts hold
+    held earlier  it was not run: it held at the named commit, on the same source tree
+    skipped       no part that was run fails, but a part was not run, for the given reason
     failed        everything else
 
-A line says that a part was skipped by a reason under "skipped" in the part's figures; its own exit
-code is 0 or, if it judges itself, that of its verdict. Results are
-appended to benchmarks/results/accept-TOPIC.jsonl with the commit they measured; only a line that
-held, whole, on committed sources is not run again. A line whose module says READS_PROSE = True runs
-again after a change of docs, too. The last line printed is one JSON object with every line's
+A line marks a skipped part with a reason under "skipped" in the part's figures; its exit code is 0
+or, if it judges itself, that of its verdict. Results are appended to
+benchmarks/results/accept-TOPIC.jsonl with the commit they measured; only a line that held
+completely on committed sources is not run again. A line whose module sets READS_PROSE = True is
+also run again after a change of docs. The last line printed is one JSON object with every line's
 figures; the exit code is 0 only if every line held now or earlier, 2 if none failed but some were
 skipped.
 """
@@ -36,7 +36,7 @@ ROOT = HERE.parent
 HELD, EARLIER, SKIPPED, FAILED = "held", "held earlier", "skipped", "failed"
 RESULTS = "benchmarks/results/"
 UNMEASURED = (RESULTS, "docs/", "README.md", "CONTRIBUTING.md")
-DIRTY = "-dirty"  # after a commit: what was measured is not what was committed
+DIRTY = "-dirty"  # after a commit: uncommitted changes were measured
 READS_PROSE = re.compile(r"^READS_PROSE = True$", re.MULTILINE)
 
 
@@ -47,13 +47,13 @@ def git(*words: str) -> str:
 
 
 def commit() -> str:
-    """The commit measured; changes outside the results mark it dirty, and nothing is skipped."""
+    """The commit measured; changes outside the results mark it dirty, and every line is run."""
     dirty = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     return git("rev-parse", "--short=12", "HEAD") + (DIRTY if dirty else "")
 
 
 def source_tree(prose: bool = False, paths: Sequence[str] = (".",)) -> str:
-    """Changes whenever anything under `paths` but results and, unless `prose`, prose changes."""
+    """A hash of everything under `paths` except results and, unless `prose`, prose."""
     entries = git("ls-tree", "-r", "HEAD", "--", *paths).splitlines()
     without = RESULTS if prose else UNMEASURED
     kept = [e for e in entries if not e.split("\t")[1].startswith(without)]
@@ -68,7 +68,7 @@ def source_tree(prose: bool = False, paths: Sequence[str] = (".",)) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Of a line's process: a `make` in it must not get ARGS of the `make` that started us."""
+    """The environment of a line's process, without the ARGS of an enclosing `make`."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     own.pop("MFLAGS", None)
     own.pop("ARGS", None)
@@ -76,12 +76,13 @@ def _environment() -> dict[str, str]:
 
 
 def tree_of(module: Path) -> str:
-    """The source tree that a line measures: with the docs if its module says that it reads them."""
+    """The source tree that a line measures, including the docs if its module says that it reads
+    them."""
     return source_tree(prose=READS_PROSE.search(module.read_text()) is not None)
 
 
 def skipped_parts(figures: Any, name: str = "") -> list[str]:
-    """What was not run, by the names of its parts; a part may be deep inside the figures."""
+    """The reasons for skipped parts by part name, at any depth of the figures."""
     if isinstance(figures, dict):
         found = [f"{name}: {figures['skipped']}".lstrip(": ")] if figures.get("skipped") else []
         inner: list[tuple[str, Any]] = [(f"{name} {k}".strip(), v) for k, v in figures.items()]
@@ -100,21 +101,21 @@ def judged(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def committed_records(path: Path) -> list[dict[str, Any]]:
-    """What was measured on committed sources: a dirty checkout has the tree of its commit too."""
+    """The records of committed sources; a dirty checkout has the tree of its commit, too."""
     texts = path.read_text().splitlines() if path.exists() else []
     records = [json.loads(text) for text in texts if text.strip()]
     return [judged(r) for r in records if not r["commit"].endswith(DIRTY)]
 
 
 def held_before(records: list[dict[str, Any]], line: str, tree: str) -> dict[str, Any] | None:
-    """The last record of a line that held, whole, on this tree."""
+    """The last record of a line that held completely on this tree."""
     held = [r for r in records if (r["line"], r["tree"], r["verdict"]) == (line, tree, HELD)]
     return held[-1] if held else None
 
 
 def run_line(module: Path, timeout_s: float) -> dict[str, Any]:
-    """Runs one line; its last line of standard output is its JSON object. Its children end with a
-    line that is late, or that the user interrupts."""
+    """Run one line; the last line of its standard output is its JSON object. Its children are
+    killed if the line is late or the user interrupts it."""
     started = time.monotonic()
     with TemporaryFile("w+", errors="replace") as out:
         process = subprocess.Popen(
@@ -147,7 +148,7 @@ def run_line(module: Path, timeout_s: float) -> dict[str, Any]:
 
 
 def number(module: Path) -> int:
-    """Of the line that a module measures."""
+    """The number of the line that a module measures."""
     return int(module.stem.removeprefix("line").split("_")[0])
 
 
@@ -166,7 +167,7 @@ def shown(record: dict[str, Any]) -> str:
 
 
 def run_topic(topic: str, lines: list[str], timeout_s: float) -> int:
-    """Runs what is not known to hold and prints everything; the exit code."""
+    """Run the lines that are not known to hold and print all; returns the exit code."""
     results = HERE / "results" / f"accept-{topic}.jsonl"
     revision = commit()
     results.parent.mkdir(exist_ok=True)
@@ -199,7 +200,8 @@ def main() -> int:
     parser.add_argument("lines", nargs="*", help="line numbers; all when none is given")
     parser.add_argument("--timeout", type=float, default=9000, help="seconds per line")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with its line
+    # exits together with its line
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return run_topic(args.topic, args.lines, args.timeout)
 
 

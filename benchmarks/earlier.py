@@ -1,4 +1,5 @@
-"""An earlier commit of this repository, set up in a folder of its own and measured beside now."""
+"""An earlier commit of this repository, set up in a separate folder to be measured next to this
+one."""
 
 import subprocess
 import sys
@@ -10,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def build(commit: str) -> Path:
-    """The folder, with an environment in .venv; `make setup` wants the network and a few minutes,
-    once."""
+    """The folder, with an environment in .venv; the first `make setup` needs the network and a few
+    minutes."""
     home = ROOT / "build/earlier" / commit
     if not (home / "Makefile").exists():
         packed = subprocess.run(

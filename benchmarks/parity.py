@@ -1,4 +1,4 @@
-"""Compares the tokens of two ways to run the same requests, and explains every difference."""
+"""Compare the tokens of two ways to run the same requests, and explain every difference."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from pdserve.engine.api.request import ChoiceState, NewTokens, Request, Sampling
 from pdserve.engine.engine import Engine
 from pdserve.kernels.reference.noise import gumbel_noise
 
-NEAR_TIE = 1e-3  # of the two best scores: logits, or logits / T + noise
+NEAR_TIE = 1e-3  # between the two best scores: logits, or logits / T + noise
 Tokens = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first token at which one request's answers part."""
+    """The first token at which the answers to one request differ."""
 
     mode: str
     key: str
@@ -43,7 +43,7 @@ def requests(
 
 
 def run(engine: Engine, asked: Sequence[Request], width: int) -> dict[str, tuple[int, ...]]:
-    """Runs `asked` through the engine, at most `width` of them at a time."""
+    """Run `asked` through the engine, at most `width` at a time."""
     waiting = list(reversed(asked))
     tokens: dict[str, list[int]] = {r.key: [] for r in asked}
     live: set[str] = set()
@@ -63,7 +63,7 @@ def run(engine: Engine, asked: Sequence[Request], width: int) -> dict[str, tuple
 
 
 def resumed_at(request: Request, expected: Sequence[int], cut: int) -> Request:
-    """The same request, started again with its first `cut` tokens already generated."""
+    """The same request, restarted with its first `cut` tokens already generated."""
     return Request(
         request.key,
         request.prompt_ids,
@@ -74,7 +74,7 @@ def resumed_at(request: Request, expected: Sequence[int], cut: int) -> Request:
 
 
 class Judge:
-    """Finds the gap between the two best scores at a position, with the reference model."""
+    """The reference model, which gives the gap between the two best scores at a position."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

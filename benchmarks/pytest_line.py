@@ -1,4 +1,4 @@
-"""Runs chosen tests and gives their counts: the figures of a line that a test already checks."""
+"""Run chosen tests and return their counts: the figures of a line that is covered by tests."""
 
 import re
 import subprocess
@@ -10,18 +10,18 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 MARKS = "not compose and not clients"
-NOTHING_COLLECTED = 5  # pytest's exit code, also where whole modules are skipped
+NOTHING_COLLECTED = 5  # pytest's exit code, also if whole modules are skipped
 SUMMARY = re.compile(r"\d+ (?:failed|passed|error).* in [\d.]+s.*$", re.MULTILINE)
 
 
 def results(output: str) -> list[str]:
-    """The last line of each run of pytest in the output of `make test`."""
+    """The last line of each pytest run in the output of `make test`."""
     return SUMMARY.findall(output)
 
 
 def skips_said(tests: dict[str, Any]) -> dict[str, Any]:
-    """The counts of a run; if skips are all that is wrong with it, and it came to its end, the line
-    is skipped for their reasons."""
+    """The counts of a run; a complete run with only skips against it is skipped for their
+    reasons."""
     none_ran = tests["exit_code"] == NOTHING_COLLECTED and tests["tests"] == tests["skipped"]
     wrong = tests["failures"] + tests["errors"]
     if not tests["skipped"] or wrong or not (tests["exit_code"] == 0 or none_ran):
@@ -31,11 +31,12 @@ def skips_said(tests: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_tests(*words: str) -> dict[str, Any]:
-    """Counts of a pytest run, and what its tests recorded (`record_property`); not ok when a test
-    failed, was skipped or none was found."""
+    """Counts of a pytest run, and the properties that its tests recorded (`record_property`); not
+    ok if a test failed or was skipped, or if there is none."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        to = (f"--junitxml={report}", "--override-ini=junit_family=xunit1")  # has what is recorded
+        # has the recorded properties
+        to = (f"--junitxml={report}", "--override-ini=junit_family=xunit1")
         done = subprocess.run(
             [sys.executable, "-P", "-m", "pytest", "-q", "-m", MARKS, *to, *words],
             cwd=ROOT,

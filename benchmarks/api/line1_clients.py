@@ -1,6 +1,6 @@
 """Line 1: a scripted conversation of each client library with a running system: streaming, tools
-and JSON schemas; with prefill apart from decode, and in one worker. The libraries are installed
-into a virtual environment of their own."""
+and JSON schemas, with separate prefill and in one worker. The libraries are installed into a
+separate virtual environment."""
 
 import json
 import os
@@ -26,7 +26,7 @@ FORMS = {"prefill apart": ("--prefill", "1", "--decode", "1"), "one worker": ("-
 
 
 def install() -> None:
-    """Whatever the registries have today: clients that users install are not pinned."""
+    """Install the current releases from the registries: users do not pin these clients."""
     if not PYTHON.exists():
         venv.create(PYTHON.parents[1], with_pip=True)
     subprocess.run([PYTHON, "-m", "pip", "install", "-q", *LIBRARIES], check=True)
@@ -62,14 +62,14 @@ def talk(words: list[str], env: dict[str, str]) -> dict[str, Any]:
 
 
 def conversations(url: str) -> dict[str, dict[str, Any]]:
-    """What each script found, by its client."""
+    """The results of each script, by client."""
     found: dict[str, dict[str, Any]] = {}
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env = own | {"BASE_URL": url, "MODEL": MODEL, "API_KEY": KEY}
     for script in sorted(CLIENTS.glob("talk_*.py")):
         found[script.stem.removeprefix("talk_")] = talk([str(PYTHON), str(script)], env)
     if shutil.which("node"):
-        script = NODE_FOLDER / "talk_openai.mjs"  # beside the modules that it imports
+        script = NODE_FOLDER / "talk_openai.mjs"  # next to the modules that it imports
         shutil.copy(CLIENTS / script.name, script)
         conversation = {"CONVERSATION": conversation_json()}
         found["openai (npm)"] = talk(["node", str(script)], env | conversation)

@@ -1,6 +1,6 @@
-"""Line 2: 3,000 requests that Schemathesis makes from /openapi.json: no answer is a 5xx, and each
-has a documented status and shape, errors their dialect's. The seed is drawn; `--seed N` runs one
-again."""
+"""Line 2: 3,000 requests that Schemathesis generates from /openapi.json: no answer is a 5xx, each
+has a documented status and shape, and errors have the shape of their dialect. The seed is random;
+`--seed N` repeats a run."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from oracles.api_cases import ANSWERED, run_cases
 from systems.served_gateway import served_gateway
 
 CASES = 3000
-LEAST = 20  # answers of 200 from each route with a body: the others have seen little of it
+LEAST = 20  # answers of 200 per route with a body; with fewer, a route is hardly tested
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
     with served_gateway() as url:
         try:
             statuses = run_cases(url, asked.cases, asked.seed)
-        except (Exception, BaseExceptionGroup) as error:  # a group of what is wrong of an answer
+        except (Exception, BaseExceptionGroup) as error:  # a group of failed checks of one answer
             figures["wrong"] = str(error)[:4000]
     served = [statuses.get(f"POST {path}", Counter())[200] for path in ANSWERED]
     cases = sum(found.total() for found in statuses.values())

@@ -1,9 +1,9 @@
-"""Line 3, too: a batch that a grammar binds decodes at least 0.95 times as fast as a free one.
+"""Line 3, second part: a batch with a grammar decodes at least 0.95 times as fast as a free one.
 
-Free and bound batches of the same prompts take turns on one engine with the native kernels and the
-shipped model, pinned to two cores; which of a pair is first alternates. What counts is the median
-of the pairs' ratios. Those of the fastest rounds, which others on the machine can only slow, are
-shown beside it. `--any-load` as in cpu/bench.py.
+Free and constrained batches of the same prompts alternate on one engine with the native kernels and
+the shipped model, pinned to two cores; the order within a pair alternates. The figure is the median
+of the pairs' ratios. The ratio of the fastest rounds, which other load on the machine can only
+slow, is shown next to it. `--any-load` as in cpu/bench.py.
 """
 
 import argparse
@@ -27,12 +27,12 @@ import machine
 from ratios import Bound, judged
 
 LEAST = Bound(0.95, 1.0)
-BATCH, TOKENS, PAIRS = 16, 96, 31  # with 11 pairs medians of one state differ by 0.03
+BATCH, TOKENS, PAIRS = 16, 96, 31  # with 11 pairs, medians of one state differ by 0.03
 PROMPT_LEN = 32
-LIMIT_S = 60.0  # that an engine may have nothing to do
+LIMIT_S = 60.0  # maximum idle time of an engine
 SCHEMA = {
     "type": "array",
-    "minItems": 1000,  # so that no answer ends while the steps are timed
+    "minItems": 1000,  # no answer ends while the steps are timed
     "items": {
         "type": "object",
         "properties": {
@@ -47,7 +47,8 @@ SCHEMA = {
 
 
 def tokens_per_s(engine: Engine, size: int, num_tokens: int, grammar: Grammar | None) -> float:
-    """Of a batch of so many requests, from when each has begun to when the first has ended."""
+    """Tokens per second of a batch of `size` requests, from when all have started to when the first
+    has ended."""
     rng = random.Random(1)
     for number in range(size):
         prompt = tuple(rng.randrange(1000, 40_000) for _ in range(PROMPT_LEN))
@@ -62,7 +63,7 @@ def tokens_per_s(engine: Engine, size: int, num_tokens: int, grammar: Grammar | 
         woken.clear()
         plan = engine.schedule()
         if plan is None:
-            woken.wait(LIMIT_S)  # its grammar is compiled, or late masks are computed
+            woken.wait(LIMIT_S)  # its grammar is being compiled, or late masks computed
             continue
         for event in engine.collect(engine.launch(plan)).events:
             if isinstance(event, NewTokens):
@@ -76,14 +77,14 @@ def tokens_per_s(engine: Engine, size: int, num_tokens: int, grammar: Grammar | 
 
 
 def measure(size: int, num_tokens: int, pairs: int) -> dict[str, Any]:
-    """The figures of a batch of so many requests."""
+    """The figures for a batch of this many requests."""
     engine, _ = build_engine(EngineConfig(kernels="native", kv_tokens=16384, threads=machine.CORES))
     engine.load_grammars()
     grammar = Grammar(json.dumps({"grammars": [{"json_schema": SCHEMA}]}))
     kinds = {"bound": grammar, "free": None}
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for kind in kinds:
-        tokens_per_s(engine, size, 8, kinds[kind])  # compiles the grammar, warms the caches
+        tokens_per_s(engine, size, 8, kinds[kind])  # compiles the grammar and warms the caches
     for number in range(pairs):
         for kind in kinds if number % 2 else reversed(kinds):
             found[kind].append(tokens_per_s(engine, size, num_tokens, kinds[kind]))

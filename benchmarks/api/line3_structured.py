@@ -1,6 +1,6 @@
-"""Line 3: tool parsers pass their fixtures; answers bound by 500 random schemas validate, whole and
-streamed, with remote prefill, and with decode workers killed in the middle: the same tokens as in
-the calm run. The speed beside free decode is in line3_speed.py.
+"""Line 3: tool parsers pass their fixtures; answers constrained by 500 random schemas validate,
+whole and streamed, with remote prefill, and with decode workers killed in the middle: the tokens
+equal those of the undisturbed run. line3_speed.py compares the speed with free decoding.
 
     .venv/bin/python benchmarks/api/line3_structured.py [--schemas 60] [--first 0]
 """
@@ -31,7 +31,7 @@ OPTIONS = ("--prefill", "1", "--decode", "2", "--kv-tokens", "65536", "--threads
 
 
 def bodies(schemas: Sequence[Any]) -> list[dict[str, Any]]:
-    """Every second prompt is long, so that a prefill worker computes it."""
+    """The requests; every second prompt is long, so that a prefill worker computes it."""
     return [
         {
             "model": MODEL,
@@ -52,12 +52,12 @@ def bodies(schemas: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 class Run:
-    """All bodies once, WIDTH at a time."""
+    """One run of all bodies, WIDTH at a time."""
 
     def __init__(self, url: str, stream: bool) -> None:
         self._url, self._stream = url, stream
         self.open: set[int] = set()
-        self.under_way: set[int] = set()  # those of them that have tokens
+        self.under_way: set[int] = set()  # started requests that have tokens
         self.answers: dict[int, tuple[str, list[int], str]] = {}  # text, ids, finish
         self.errors: list[str] = []
 
@@ -104,9 +104,9 @@ class Run:
 
 
 async def with_kills(run: Run, asked: Sequence[dict[str, Any]], fleet: Fleet) -> list[int]:
-    """The run, with a decode worker killed at even shares of the first half of its answers: for
-    each kill, how many answers were under way. (A worker takes seconds to come back.) No request
-    sees two kills, since it is given up as poison then."""
+    """A run with a decode worker killed at even shares of the first half of its answers; also the
+    number of running answers at each kill. (A worker takes seconds to restart.) No request
+    experiences two kills, since it would be given up as poison."""
     working = asyncio.create_task(run.all(asked))
     under_way: list[int] = []
     hit: set[int] = set()
@@ -117,7 +117,7 @@ async def with_kills(run: Run, asked: Sequence[dict[str, Any]], fleet: Fleet) ->
             continue
         pids = await asyncio.to_thread(fleet.pids, "decode")
         if len(pids) < 2:
-            continue  # the one before it is not back yet
+            continue  # the previous one has not restarted
         under_way.append(len(run.under_way))
         hit = set(run.open)
         os.kill(random.Random(len(under_way)).choice(pids), signal.SIGKILL)
@@ -126,7 +126,8 @@ async def with_kills(run: Run, asked: Sequence[dict[str, Any]], fleet: Fleet) ->
 
 
 def judge(run: Run, schemas: Sequence[Any], calm: Run | None = None) -> dict[str, Any]:
-    """How many answers ended, validate, and are those of the calm run."""
+    """The number of answers that ended, that validate, and that equal those of the undisturbed
+    run."""
     valid = 0
     wrong: list[str] = []
     for i, (text, _, finish) in sorted(run.answers.items()):

@@ -1,5 +1,6 @@
-"""Line 4: at least 200 requests over all fields get byte-identical answers, usage and cached tokens
-too, from a system with separate prefill and from one whose decode workers compute prompts."""
+"""Line 4: at least 200 requests over all fields get byte-identical answers, including usage and
+cached tokens, from a system with separate prefill and from one whose decode workers compute
+prompts."""
 
 import json
 import re
@@ -20,8 +21,8 @@ CACHED = re.compile(r'"(cached_tokens|cache_read_input_tokens)": [1-9]')
 
 
 def answers(asked: Sequence[Request], *options: str) -> tuple[list[str], int]:
-    """One text an answer, and how many prompts were prefilled remotely. What is about thoughts is
-    asked of a gateway that reads them, though the model's template shows none."""
+    """The text of each answer, and the number of remote prefills. Requests about thoughts go to a
+    gateway that parses thoughts, although the model's template shows none."""
     found: dict[int, str] = {}
     remote = 0
     for thinks, more in ((False, ()), (True, ("--reasoning-parser", "think"))):
@@ -35,7 +36,7 @@ def answers(asked: Sequence[Request], *options: str) -> tuple[list[str], int]:
 
 
 def refusals(asked: Sequence[Request], found: Sequence[str]) -> dict[str, Any]:
-    """What was not answered with 200: an answer that is an error in both modes shows nothing."""
+    """Answers other than 200: an answer that is an error in both modes proves nothing."""
     errors = [(one, json.loads(text)) for one, text in zip(asked, found, strict=True)]
     wrong = [(path, body, answer) for (path, body), answer in errors if answer[0] != 200]
     others = [(path, sorted(body), answer) for path, body, answer in wrong if not needs_tools(body)]

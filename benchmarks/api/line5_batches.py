@@ -1,5 +1,5 @@
-"""Line 5: a batch of 1,000 lines survives kill -9 of the gateway, three times, with no line lost or
-twice in the output, and in the order of the input."""
+"""Line 5: a batch of 1,000 lines survives kill -9 of the gateway three times, with no line lost or
+written twice, and in the order of the input."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 def free_port() -> int:
-    """The gateway must come back where its client asks."""
+    """A free port, so that the gateway restarts at the address its client uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -49,14 +49,14 @@ def requests(model: str, count: int) -> bytes:
 
 
 def gateway_of(fleet: Fleet) -> int:
-    """The process itself, not those that prepare texts for it."""
+    """The gateway process itself, without its text processes."""
     pids = fleet.pids("gateway")
     (found,) = (pid for pid in pids if psutil.Process(pid).ppid() not in pids)
     return found
 
 
 def kill(fleet: Fleet, client: openai.OpenAI, batch_id: str, at_least: int) -> int:
-    """Kills the gateway once so many lines are answered; returns how many are."""
+    """Kill the gateway once this many lines are answered; returns the number answered."""
 
     def answered() -> int:
         batch = client.batches.retrieve(batch_id)
@@ -81,7 +81,7 @@ def kill(fleet: Fleet, client: openai.OpenAI, batch_id: str, at_least: int) -> i
 
 
 def measure(count: int = LINES) -> dict[str, Any]:
-    """The figures of a batch of so many lines."""
+    """The figures for a batch of this many lines."""
     port = free_port()
     with TemporaryDirectory() as folder:
         database = f"sqlite:///{Path(folder) / 'gateway.db'}"

@@ -1,5 +1,5 @@
-"""Line 6: vectors as transformers gives them, alone and in a batch; rerank and score order as its
-logits do. Tests check it."""
+"""Line 6: vectors equal those of transformers, alone and in a batch; rerank and score order by the
+logits of transformers. Tests check it."""
 
 import json
 

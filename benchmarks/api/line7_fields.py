@@ -1,4 +1,5 @@
-"""Line 7: docs/api.md has every field of every API, and a test walks it against a running app."""
+"""Line 7: docs/api.md lists every field of every API, and a test checks it against a running
+app."""
 
 import json
 

@@ -1,7 +1,7 @@
-"""At least 200 requests over all fields that the API serves: each value of each field by itself,
-then random mixes.
+"""At least 200 requests over all fields that the API serves: each value of each field alone, then
+random mixes.
 
-Pure. A field that has no values here is an error, so that nobody adds a field and leaves it out.
+Pure. A field without values here is an error, so that a new field cannot be left out.
 """
 
 import itertools
@@ -24,7 +24,7 @@ Values = dict[str, list[Any]]
 Request = tuple[str, dict[str, Any]]  # path and body
 
 SHORT = "Name three rivers and a mountain."
-LONG = "The quick brown fox jumps over the lazy dog. " * 40  # long enough to be prefilled apart
+LONG = "The quick brown fox jumps over the lazy dog. " * 40  # long enough for a remote prefill
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"type": "integer"}},
@@ -47,7 +47,7 @@ NAMED = {"type": "function", "function": {"name": "measure"}}
 ALLOWED = {"mode": "required", "tools": [NAMED]}
 USAGE_IN_CHUNKS = {"include_usage": True, "continuous_usage_stats": True}
 
-# Each of them asks for a structure, and a request has one at most.
+# Each sets a structure, and a request may have only one.
 STRUCTURES: Values = {
     "response_format": [
         {"type": "text"},
@@ -77,13 +77,13 @@ STRUCTURES: Values = {
     "constraint": [REGEX],
     "constraint_type": ["regex"],
 }
-# Likewise the names of the bound of thinking.
+# The names of the thinking budget, of which a request also has only one.
 BUDGETS: Values = {
     "thinking_token_budget": [4, -1],
     "thinking_budget": [0],
     "reasoning_budget": [8],
 }
-# Of chats and plain completions.
+# For chats and plain completions.
 SHARED: Values = {
     "n": [1, 2],
     "stream": [False, True],
@@ -118,13 +118,13 @@ SHARED: Values = {
     "session_id": ["a session"],
     "user": ["a user"],
 }
-# Whether the model thinks; the fields of one request say the same.
+# Enable or disable thinking; the fields of one request agree.
 THINKING: Values = {
     "enable_thinking": [False, True],
     "think": [True, "low"],
     "thinking": [False, {"type": "disabled"}],
 }
-# How a conversation becomes a prompt.
+# Control how a conversation becomes a prompt.
 CONVERSATION: Values = {
     **THINKING,
     "reasoning": [{"effort": "low"}],
@@ -218,7 +218,7 @@ OF_MESSAGES: Values = {
     "stop_sequences": [["."]],
     "metadata": [{"user_id": "a user"}],
 }
-# What decides on the prompt of a chat.
+# Determine the prompt of a chat.
 OF_TOKENIZED_CHATS: Values = {
     **STRUCTURES,
     **CONVERSATION,
@@ -228,7 +228,7 @@ OF_TOKENIZED_CHATS: Values = {
 }
 TOKENIZE: Values = {"add_special_tokens": [True, False], "return_token_strs": [False, True]}
 
-# What a field needs beside it, of each path that has it.
+# Other fields that a field needs, for each path that has it.
 CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
 NEEDS: dict[str, dict[str, Any]] = {
     **{name: {"max_tokens": 48} for name in (*STRUCTURES, "output_config", "output_format")},
@@ -242,7 +242,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "tool_choice": {"tools": [TOOL], "max_tokens": 48},
     "parallel_tool_calls": {"tools": [TOOL]},
 }
-# The same where a path has other words for it.
+# The same for paths with different field names.
 NEEDS_OF: dict[str, dict[str, dict[str, Any]]] = {
     "/v1/chat/completions": {
         **dict.fromkeys(BUDGETS, CONTINUED),  # of a thought that has begun
@@ -261,10 +261,10 @@ NEEDS_OF: dict[str, dict[str, dict[str, Any]]] = {
     },
     "/v1/messages": {"tool_choice": {"tools": OF_MESSAGES["tools"][0], "max_tokens": 48}},
 }
-# At most one field of each group is in a mix.
+# A mix has at most one field of each group.
 GROUPS: tuple[frozenset[str], ...] = (
     frozenset({*STRUCTURES, "ignore_eos", "min_tokens", "allowed_token_ids"}),
-    frozenset({*STRUCTURES, "max_tokens"}),  # which is among their needs
+    frozenset({*STRUCTURES, "max_tokens"}),  # it is among their needs
     frozenset({"stream", "prompt_logprobs", "best_of", "stream_options"}),
     frozenset({"logprobs", "top_logprobs", "logprob_token_ids", "return_tokens_as_token_ids"}),
     frozenset({"add_generation_prompt", "continue_final_message", *BUDGETS}),
@@ -275,20 +275,21 @@ GROUPS: tuple[frozenset[str], ...] = (
     frozenset({"repetition_penalty", "repeat_penalty"}),
     frozenset({"thinking", "max_tokens"}),
 )
-# Only by themselves: templates without a place for tools refuse what has them.
+# Used only alone: templates that cannot render tools refuse them.
 NOT_MIXED = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One path with the fields of its body, those of the prompt aside, and how many mixes."""
+    """A path with the fields of its body other than those of the prompt, and the number of
+    mixes."""
 
     path: str
     kind: Any
     prompt: tuple[str, ...]
     values: Values
     mixes: int
-    aside: tuple[str, ...] = ()  # fields that are no part of one request
+    aside: tuple[str, ...] = ()  # fields that cannot be part of one request
 
 
 ENDPOINTS = (
@@ -310,19 +311,19 @@ ENDPOINTS = (
 
 
 def requests(model: str) -> list[Request]:
-    """All of them. Sampling without a seed would differ from run to run, so each has one or is
+    """All requests. Sampling without a seed would differ between runs, so each has a seed or is
     greedy."""
     made = [(e, body) for e in ENDPOINTS for body in (*_singles(e), *_mixes(e))]
     return [(e.path, _complete(e, model, body, i)) for i, (e, body) in enumerate(made)]
 
 
 def needs_tools(body: dict[str, Any]) -> bool:
-    """Whether a model can answer only if its template has a place for tools."""
+    """Whether a model can answer only if its template renders tools."""
     return bool(body.get("tools"))
 
 
 def needs_thoughts(body: dict[str, Any]) -> bool:
-    """Whether only a gateway that reads thoughts answers."""
+    """Whether only a gateway that parses thoughts answers."""
     return any(name in body for name in BUDGETS) or bool(body.get("thinking"))
 
 
@@ -354,8 +355,8 @@ def _needs(endpoint: Endpoint, name: str) -> dict[str, Any]:
 
 
 def _complete(endpoint: Endpoint, model: str, body: dict[str, Any], index: int) -> dict[str, Any]:
-    """With a model, a prompt that two others have too, and a seed and few tokens where these are
-    fields."""
+    """The body with a model, a prompt shared with two others, and a seed and few tokens if these
+    are fields."""
     number = index // 3
     text = f"{number} {LONG if number % 2 else SHORT}"
     fields = endpoint.kind.model_fields
@@ -373,7 +374,7 @@ def _complete(endpoint: Endpoint, model: str, body: dict[str, Any], index: int) 
 
 
 def _prompt(field: str, text: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What is bounded of a thought is the rest of one that the prompt has begun."""
+    """The prompt of a body; a thinking budget gets a prompt in which a thought has begun."""
     if "prompt_token_ids" in body:
         return {}
     begun = "<think>The first is" if needs_thoughts(body) else ""
@@ -386,6 +387,6 @@ def _prompt(field: str, text: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def paths(asked: Sequence[Request]) -> dict[str, int]:
-    """How many requests each path has."""
+    """The number of requests per path."""
     ordered = sorted(path for path, _ in asked)
     return {path: len(list(some)) for path, some in itertools.groupby(ordered)}

@@ -1,6 +1,6 @@
-"""One request and its answer without what differs from call to call: ids, and when it was made.
+"""One request and its answer, without the parts that differ between calls: ids, and creation times.
 
-A stream is its events joined, since how many tokens an event has is a matter of time.
+The events of a stream are joined, since the number of tokens per event depends on timing.
 """
 
 import json
@@ -14,7 +14,7 @@ Event = dict[str, Any]
 
 
 def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
-    """[status, answer]."""
+    """Send a request and return [status, answer]."""
     answer = client.post(path, json=body)
     if not body.get("stream") or answer.status_code != 200:
         return [answer.status_code, plain(answer.json())]
@@ -26,15 +26,15 @@ def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Without ids and times, however deep they are."""
+    """The answer without ids and times at any depth."""
     if isinstance(value, dict):
         return {name: plain(inner) for name, inner in value.items() if name not in OWN}
     return [plain(inner) for inner in value] if isinstance(value, list) else value
 
 
 def joined_chunks(chunks: Sequence[Event]) -> Event:
-    """Of OpenAI's completions, by choice: texts and lists of its chunks in a row, and what is said
-    once. `usage` counts of the last chunk alone."""
+    """The joined chunks of OpenAI completions, by choice: texts and lists are concatenated, other
+    fields kept once. Only the last chunk's `usage` counts."""
     choices: dict[int, Event] = {}
     for chunk in chunks:
         for choice in chunk.get("choices", ()):
@@ -46,8 +46,8 @@ def joined_chunks(chunks: Sequence[Event]) -> Event:
 
 
 def joined_events(events: Sequence[Event]) -> list[Event]:
-    """Of typed events: those that follow each other, and differ in their number and in what they
-    add alone, are one."""
+    """The joined typed events: consecutive events that differ only in their number and in the text
+    they add become one."""
     joined: list[Event] = []
     for event in events:
         event = {name: value for name, value in event.items() if name != "sequence_number"}

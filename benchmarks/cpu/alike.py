@@ -1,4 +1,4 @@
-"""Runs requests in an engine and keeps everything that must not depend on who else is served."""
+"""Run requests in an engine and record everything that must not depend on other requests."""
 
 import random
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ Traces = dict[tuple[str, int], Trace]  # by request and choice
 
 
 def seeded_requests(prompts: Sequence[tuple[int, ...]], new: int) -> list[Request]:
-    """One request a prompt, each with parameters of its own: T = 1, penalties, floors, n = 1 or 2.
+    """One request per prompt, each with different parameters: T = 1, penalties, floors, n = 1 or 2.
 
-    The chosen token's log-probability comes with each token: a bit that differs anywhere in the
-    logits nearly always shows there, even where the token is the same.
+    The chosen token's log-probability is returned with each token: a bit that differs anywhere in
+    the logits nearly always shows there, even if the token is the same.
     """
     draw = random.Random(4)
     found = []
@@ -38,7 +38,8 @@ def seeded_requests(prompts: Sequence[tuple[int, ...]], new: int) -> list[Reques
 
 
 def traces(engine: Engine, asked: Sequence[Request], width: int) -> Traces:
-    """Runs `asked`, at most `width` of them at a time; raises RuntimeError if one does not end."""
+    """Run `asked`, at most `width` at a time, and return their traces; raises RuntimeError if one
+    does not end."""
     waiting = list(reversed(asked))
     found: dict[tuple[str, int], list[tuple[int, float]]] = {}
     live: dict[str, int] = {}  # choices that still run
@@ -63,7 +64,7 @@ def traces(engine: Engine, asked: Sequence[Request], width: int) -> Traces:
 
 
 def resumed(request: Request, expected: Trace, cut: int) -> Request:
-    """The same request of one choice, started again with its first `cut` tokens generated."""
+    """The same request with one choice, restarted with its first `cut` tokens generated."""
     ids = tuple(i for i, _ in expected[:cut])
     return replace(request, key=f"{request.key}@{cut}", choices=(ChoiceState(ids),))
 

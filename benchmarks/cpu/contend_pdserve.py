@@ -1,9 +1,9 @@
-"""Runs pdserve's Engine on demand, in process and with sampling: the harness's warm process.
+"""Run pdserve's Engine on request, in process and with sampling: the warm process of the harness.
 
 usage: contend_pdserve.py MODEL THREADS [NAME=VALUE ...]; the last are text options of EngineConfig.
-Requests and answers are those of contend_llama.cpp.
-A step has room for all prompts of a batch, so that the phases do not overlap: the decode phase
-starts when every sequence has its first token. A chunk is as long as the engine measures.
+Requests and answers are those of contend_llama.cpp. A step has room for all prompts of a batch, so
+that the phases do not overlap: the decode phase starts when every sequence has its first token. The
+chunk length is the one that the engine measures.
 """
 
 import json
@@ -29,7 +29,7 @@ TOP = 20  # candidates of a scored position
 
 
 def run(engine: Engine, batch: int, prompt: int, new: int, number: int) -> dict[str, float]:
-    """Greedy tokens of `batch` prompts; raises RuntimeError if some are missing."""
+    """Generate greedy tokens for `batch` prompts; raises RuntimeError if some are missing."""
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
     asked = [prompt_ids(prompt, number * 64 + i, engine.limits.vocab_size) for i in range(batch)]
     started = time.perf_counter()
@@ -51,15 +51,17 @@ def run(engine: Engine, batch: int, prompt: int, new: int, number: int) -> dict[
     ended = time.perf_counter()
     if sum(made.values()) != batch * new:
         raise RuntimeError(f"{sum(made.values())} tokens instead of {batch * new}")
-    # Tokens of the phase are counted; seconds are scaled to the number that the peers are asked.
+    # The tokens of the phase are counted; seconds are scaled to the number requested from the
+    # peers.
     wanted = batch * (new - 1)
     decode_s = (ended - first_at) * wanted / late if late else 0.0
     return {"prefill_s": first_at - started, "decode_s": decode_s}
 
 
 def score(engine: Engine, ids: list[int]) -> dict[str, Any]:
-    """Teacher-forced, at every position but the last: the best ids with their log-probabilities,
-    best first (`top`), the best id (`argmax`) and -log p of the next id (`nll`)."""
+    """Score teacher-forced at every position but the last: the best ids with their
+    log-probabilities, best first (`top`), the best id (`argmax`) and -log p of the next id
+    (`nll`)."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=TOP)
     engine.submit(Request("score", tuple(ids), params, seed=0))
     scored: list[TokenLogprob] = []

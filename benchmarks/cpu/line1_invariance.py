@@ -1,11 +1,11 @@
-"""Line 1: on the native backend no request's result depends on anything but the request.
+"""Line 1: on the native backend the result of a request depends only on the request.
 
-Compared to the last bit: tokens and their log-probabilities, with the shipped model. 200 seeded
-requests (T = 1, penalties, floors, n = 2) alone and under 32 others; then a smaller set in chunks
-of 1 to 512 tokens, on one thread and two, cold and from a warm prefix cache, and resumed at every
-token; then through real processes, prefilled locally and remotely, where texts are compared. The
-tests of tests/engine and tests/system that carry "invarian" in their name run too: they do the
-same with tiny models of every architecture.
+Tokens and their log-probabilities are compared to the last bit, with the shipped model. 200 seeded
+requests (T = 1, penalties, floors, n = 2) run alone and among 32 others; then a smaller set in
+chunks of 1 to 512 tokens, on one thread and two, cold and from a warm prefix cache, and resumed at
+every token; then through real processes, prefilled locally and remotely, where texts are compared.
+The tests of tests/engine and tests/system with "invarian" in their name run too: they do the same
+with tiny models of every architecture.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def engine(threads: int = CORES, **changes: object) -> Engine:
 
 
 def engine_ways(few: list[Request], expected: Traces) -> Iterator[tuple[str, Traces, Traces]]:
-    """Ways to run a small set of requests of one choice: name, what was expected, what came."""
+    """Ways to run a small set of requests of one choice: name, expected traces, actual traces."""
     for chunk in CHUNKS:
         alone = engine(chunk_size=chunk, prefix_cache=False)
         yield f"chunks of {chunk}", expected, traces(alone, few, 8)
@@ -56,7 +56,7 @@ def engine_ways(few: list[Request], expected: Traces) -> Iterator[tuple[str, Tra
 
 
 def service_ways(few: list[Request], expected: Traces) -> Iterator[tuple[str, Any, Any]]:
-    """The same requests through real processes; only tokens come back."""
+    """The same requests through real processes, which return only tokens."""
     ids = {key: tuple(i for i, _ in trace) for (key, _), trace in expected.items()}
     remote = ["--prefill", "1", "--decode", "1", "--remote-prefill", "always"]
     for way, options in {
@@ -73,7 +73,7 @@ def service_ways(few: list[Request], expected: Traces) -> Iterator[tuple[str, An
 
 
 def plain(request: Request) -> Request:
-    """The same prompt and seed without what Fleet.generate does not carry."""
+    """The same prompt and seed without the parameters that Fleet.generate does not support."""
     params = dataclasses.replace(
         request.params, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
         presence_penalty=0.0, frequency_penalty=0.0, n=1,

@@ -1,9 +1,9 @@
-"""Line 3: native kernels keep the model: agreement with float32, and perplexity of every type.
+"""Line 3: native kernels keep the model's quality: agreement with float32, and perplexity per type.
 
-Teacher-forced over benchmarks/text/prose.txt in windows of 512 positions. Float32 is our reference
-backend on the same file's dequantized weights (its equality with transformers is line 2 of
-accept-main). The share of positions with float32's best id is at least llama.cpp's on the same file
-less one point, for SmolLM2 and Gemma 3; llama.cpp's scores are taken through its C API
+Teacher-forced over benchmarks/text/prose.txt in windows of 512 positions. Float32 is pdserve's
+reference backend on the same file's dequantized weights (line 2 of accept-main compares it with
+transformers). The share of positions with float32's best id is at least llama.cpp's on the same
+file less one point, for SmolLM2 and Gemma 3; llama.cpp's scores are read through its C API
 (contend_llama.cpp). Perplexity is within 1 % of float32's for every stored type: SmolLM2
 requantised by llama-quantize (weights.TYPES; the figures name the types of each file), and bf16.
 """
@@ -27,7 +27,7 @@ REFERENCE = ("kernels=reference", "weights=float32", "kv_dtype=float32")
 
 
 def text_windows(model: Path) -> list[list[int]]:
-    """The text in the model's ids; each window starts with bos where the model wants one."""
+    """The text as ids of the model; each window starts with bos if the model needs one."""
     from transformers import AutoTokenizer
 
     where = (model, {}) if model.is_dir() else (model.parent, {"gguf_file": model.name})
@@ -50,7 +50,7 @@ def scores(name: str, words: list[str], asked: list[list[int]]) -> dict[str, lis
 
 
 def stored_types(path: Path) -> dict[str, int]:
-    """How many matrices the file stores in each type."""
+    """The number of matrices per stored type in the file."""
     from gguf import GGUFReader
 
     return dict(Counter(t.tensor_type.name for t in GGUFReader(path).tensors if len(t.shape) > 1))
@@ -81,7 +81,7 @@ def agreement(name: str, path: Path) -> dict[str, Any]:
 
 
 def path_quality(path: Path) -> dict[str, Any]:
-    """Perplexity of one file on the native backend and by float32 of its dequantized weights."""
+    """Perplexity of one file on the native backend, and in float32 with its dequantized weights."""
     asked = text_windows(path)
     exact = perplexity(
         scores(f"{path.name} float32", engine_command(path, *REFERENCE), asked)["nll"]

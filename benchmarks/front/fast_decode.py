@@ -1,7 +1,7 @@
-"""A decode worker process whose model computes nothing, for what stands around the kernels.
+"""A decode worker process whose model computes nothing, to measure everything around the kernels.
 
 `fast_decode.py CLOCK STEP_S CHUNK_S WORDS...`: a step with decode rows takes STEP_S, one with a
-chunk of a prompt CHUNK_S if that is not 0. Then it notes the time (time.monotonic) in the file
+chunk of a prompt CHUNK_S if that is not 0. Then it records the time (time.monotonic) in the file
 CLOCK; the tokens of step s are `s % MARKS`, whose texts are the MARKS characters from "!" on. WORDS
 are those of `pdserve decode`.
 """
@@ -38,7 +38,7 @@ SPEC = KvSpec(BLOCK, (LayerGroup((0,), "full", 0, 1, 1, "float32", 0, 1),))
 
 
 def tokenizer_json() -> bytes:
-    """One token a byte."""
+    """A tokenizer with one token per byte."""
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         return (Path(folder) / "tokenizer.json").read_bytes()
@@ -63,7 +63,7 @@ CARD = CardData(
 
 
 class FastModel:
-    """Waits, then has the same logits for every row."""
+    """A model that waits, then returns the same logits for every row."""
 
     def __init__(self, clock: StepClock, step_s: float, chunk_s: float) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""A router, a gateway and a decode worker with the fast model, each a process of its own."""
+"""A router, a gateway and a decode worker with the fast model, in separate processes."""
 
 import subprocess
 import sys
@@ -17,8 +17,8 @@ ROLES = (Role.GATEWAY, Role.ROUTER, Role.DECODE)
 
 
 class FastSystem(SingleProcesses):
-    """`with FastSystem(step_s) as system`: it answers at `system.http`. `chunk_s`: what a chunk of
-    a prompt takes."""
+    """A running system: `with FastSystem(step_s) as system` answers at `system.http`. `chunk_s` is
+    the time of a prompt chunk."""
 
     def __init__(self, step_s: float, chunk_s: float = 0.0) -> None:
         self._made = tempfile.TemporaryDirectory()
@@ -61,7 +61,7 @@ class FastSystem(SingleProcesses):
             return False
 
     def cpu_s(self) -> dict[Role, float]:
-        """Seconds of the cores that each process has taken, without those of its children."""
+        """The CPU seconds of each process, without its children."""
         found = {}
         for role in ROLES:
             times = psutil.Process(self.processes[role].pid).cpu_times()

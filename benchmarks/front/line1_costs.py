@@ -1,10 +1,10 @@
-"""Line 1: what stands between the kernels and a client costs: processor time per token, added
-latency, what one long prompt does to the streams of others, and one stream's speed.
+"""Line 1: the cost of everything between the kernels and a client: processor time per token, added
+latency, the effect of one long prompt on the streams of others, and the speed of one stream.
 
 A router, a gateway and a decode worker whose model computes nothing (fast_decode.py); a step takes
-as long as that of a model of that batch would. The latency of a token is the time from the end of
-its step to its arrival at the client; clients are in this process. The bounds are issue 18's.
-Words: names of parts, all without any; `--any-load` as in cpu/bench.py.
+as long as a model would for that batch. The latency of a token is the time from the end of its step
+to its arrival at the client; clients are in this process. The bounds are issue 18's. Words: names
+of parts, all parts by default; `--any-load` as in cpu/bench.py.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from front.fast_system import FastSystem
 
 from pdserve.services.host.auth.roles import Role
 
-MOST_US = {Role.GATEWAY: 30.0, Role.ROUTER: 10.0, Role.DECODE: 25.0}  # a token, at 128 streams
+MOST_US = {Role.GATEWAY: 30.0, Role.ROUTER: 10.0, Role.DECODE: 25.0}  # per token, at 128 streams
 STEP_S = {1: 0.002, 32: 0.01, 128: 0.02}  # by streams
 NUM_TOKENS = {1: 2000, 32: 500, 128: 400}
 MANY, FEW_TOKENS = 128, 40
@@ -54,10 +54,10 @@ def warm(system: FastSystem) -> None:
 
 
 def costs() -> dict[str, Any]:
-    """Microseconds of each process for a token, by the number of streams. What a request costs but
-    for its tokens is in them, and beside them by itself, from answers of 128 streams that differ in
-    length. Of several rounds with the same prompts the least counts, for each process by itself:
-    what others do to the machine only adds, here up to a half."""
+    """Microseconds per token in each process, by the number of streams. The cost of a request apart
+    from its tokens is included, and listed separately, from answers of 128 streams that differ in
+    length. The minimum over several rounds with the same prompts counts, for each process
+    separately: other load on the machine only adds, here up to a half."""
     rounds: dict[int, list[dict[Role, float]]] = {}
     short: list[dict[Role, float]] = []
     for count, step_s in STEP_S.items():
@@ -112,7 +112,7 @@ def latency() -> dict[str, Any]:
 
 
 def long_prompt() -> dict[str, Any]:
-    """How far the p99 between the tokens of others moves while one prompt of 128 KiB comes."""
+    """The increase of the p99 between the tokens of others while one prompt of 128 KiB arrives."""
     with FastSystem(STEP_S[32]) as system:
         warm(system)
         calm = uvloop.run(streams(system.http, MODEL, 16, 500))

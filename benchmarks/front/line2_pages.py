@@ -1,8 +1,8 @@
 """Line 2: both pages in headless Chromium: the tests of tests/gateway/web, with axe-core, none of
 them skipped, and a running system with the shipped model.
 
-There a person asks, sees the answer come, stops one, reloads and finds it again; the live view
-shows the requests and follows a worker that is killed and the one that takes its place.
+In the system, a script sends a prompt, sees the answer streamed, stops one, reloads and finds it
+again; the live view shows the requests and follows a killed worker and its replacement.
 --screenshots writes pictures of both pages into a folder (docs/images has those of the documents).
 """
 
@@ -36,7 +36,7 @@ HEADERS = {"authorization": "Bearer KEY"}
 
 
 def tests() -> dict[str, int]:
-    """How many of the pages' tests passed, failed and were skipped."""
+    """The numbers of passed, failed and skipped tests of the pages."""
     command = [sys.executable, "-m", "pytest", "-q", "tests/gateway/web"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(done.stdout[-4000:], file=sys.stderr)
@@ -66,14 +66,15 @@ def answered(page: Browser, number: int) -> str:
 
 
 class Line:
-    """`found` has what each step has shown."""
+    """The line; `found` has the results of each step."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.found: dict[str, Any] = {}
 
     def picture(self, page: Browser, name: str, desktop: tuple[int, int] = DESKTOP) -> None:
-        """In light and dark on a desktop, and on a phone; axe looks at each."""
+        """Take pictures in light and dark mode on a desktop, and on a phone; check each with
+        axe."""
         found = []
         for suffix, size, scheme in (
             ("", desktop, "light"),
@@ -115,7 +116,7 @@ class Line:
 
     def fleet_view(self, page: Browser, fleet: Fleet) -> None:
         live = "[...document.querySelectorAll('.worker[data-state=live]')]"
-        page.open(f"{fleet.url}/fleet")  # the key is that of the tab
+        page.open(f"{fleet.url}/fleet")  # the key belongs to the tab
         page.wait(f"{live}.length === 3")
         page.wait("document.querySelectorAll('#ended tbody tr').length >= 3")
         load = [threading.Thread(target=_stream, args=(fleet, n), daemon=True) for n in range(4)]
@@ -132,7 +133,8 @@ class Line:
         victim = fleet.pids("decode")[0]
         began = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-        # A look of the page may come when the next life has joined already, but shows who has gone.
+        # The page may poll only after the replacement has joined, but it still shows the lost
+        # worker.
         page.wait("document.querySelectorAll('.worker[data-state=gone]').length === 1")
         self.found["lost_worker_shown_after_s"] = round(time.monotonic() - began, 2)
         page.wait(f"{live}.length === 3")

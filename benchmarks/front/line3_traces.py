@@ -1,12 +1,11 @@
-"""Line 3: one trace has the spans of gateway, router, prefill and decode in order, their phases sum
-to the client's time to first token within 2 ms, and a collector that is gone costs nothing.
+"""Line 3: one trace has the spans of gateway, router, prefill and decode in order, their phases add
+up to the client's time to first token within 2 ms, and an unreachable collector costs nothing.
 
-Every request has a remote prefill. Each phase is compared with the span of the process that had it.
-"return" is a remainder: it is compared with the ways between the spans, and bounded. What is left
-of the client's time after the phases is the way from the client into the gateway and its first
-token's way back, which a machine whose cores all compute may hold up: the median counts. A
-collector that is gone is compared with no tracing at all, in systems that start anew for each
-round.
+Every request has a remote prefill. Each phase is compared with the span of its process. "return" is
+a remainder: it is compared with the ways between the spans, and bounded. The part of the client's
+time outside the phases is the way from the client into the gateway and its first token's way back,
+which a fully loaded machine may delay: the median counts. An unreachable collector is compared with
+no tracing at all, in systems that are restarted for each round.
 """
 
 import json
@@ -20,9 +19,9 @@ from systems.fleet import Fleet
 from systems.traced_requests import TracedClient, check_spans
 
 FAR = ("--prefill", "1", "--remote-prefill", "always", "--kv-tokens", "8192")
-GONE = ("--otlp-traces-endpoint", "http://127.0.0.1:1")  # nobody listens there
+GONE = ("--otlp-traces-endpoint", "http://127.0.0.1:1")  # no process listens there
 REQUESTS, WITHIN_MS = 60, 2.0
-MOST_RETURN_MS = 6.0  # of three ways between processes, in the median
+MOST_RETURN_MS = 6.0  # for three ways between processes, in the median
 ROUNDS, GONE_REQUESTS = 2, 60
 MOST_SLOWER = 1.1  # noise of a time to first token between two starts
 MOST_GROWN_MB, MOST_STOP_S = 8.0, 1.5
@@ -30,7 +29,7 @@ ROLES = ("gateway", "router", "prefill", "decode")
 
 
 def phases() -> dict[str, Any]:
-    """How far the sums are from what the client sees, in milliseconds."""
+    """The differences between the sums and the client's times, in milliseconds."""
     with (
         OtlpCollector() as collector,
         Fleet(*FAR, "--otlp-traces-endpoint", collector.url) as fleet,
@@ -68,7 +67,8 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def gone() -> dict[str, Any]:
-    """Beside no tracing: times to first token, memory, the log and the stop."""
+    """An unreachable collector against no tracing: times to first token, memory, the log and the
+    stop."""
     pairs = [(_run(), _run(*GONE)) for _ in range(ROUNDS)]
     ratio = statistics.median(b["ttft_ms"] for _, b in pairs) / statistics.median(
         a["ttft_ms"] for a, _ in pairs
@@ -105,7 +105,7 @@ def _run(*options: str) -> dict[str, Any]:
 
 
 def _rss_mb(fleet: Fleet) -> list[float]:
-    """Of gateway and router, whose memory is no KV."""
+    """Memory of gateway and router, which hold no KV."""
     pids = [pid for role in ROLES[:2] for pid in fleet.pids(role)]
     return [psutil.Process(pid).memory_info().rss / 1e6 for pid in pids]
 

@@ -1,5 +1,5 @@
-"""Line 4: every flag, variable, metric, route and page that documents and deployments name is in
-the code, and what is in the code is documented. A test checks it."""
+"""Line 4: every flag, variable, metric, route and page named in documents and deployments is in the
+code, and vice versa. A test checks it."""
 
 import json
 

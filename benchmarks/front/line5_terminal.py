@@ -1,9 +1,9 @@
 """Line 5: `pdserve bench` agrees with guidellm on the same load within 5 %, in a closed and in an
-open loop; and `pdserve complete` goes on after Ctrl-C without a line lost or twice.
+open loop; and `pdserve complete` resumes after Ctrl-C without a lost or repeated line.
 
-Both measure one server in turn, with prompts of the same length that neither has asked before.
-A step of its model takes a fixed time and no processor, so that figures differ only by how they are
-measured: with the shipped model, on the cores that the clients use, they were 2 to 7 % apart.
+Both measure one server alternately, with prompts of the same length that neither has sent before. A
+step of its model takes a fixed time and no processor, so that figures differ only by the method of
+measurement: with the shipped model, on the cores that the clients use, they were 2 to 7 % apart.
 guidellm is installed into build/guidellm the first time.
 """
 
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 GUIDELLM = "guidellm==0.8.1"
 ENVIRONMENT = ROOT / "build/guidellm"
 UP = ("--prefill", "0", "--threads", "1")
-STEP_S, CHUNK_S = 0.006, 0.12  # about what the shipped model takes
+STEP_S, CHUNK_S = 0.006, 0.12  # about the time of the shipped model
 INPUT, OUTPUT = 128, 48
 REQUESTS = 60
 LOADS = {"one": {"concurrency": 1}, "closed": {"concurrency": 2}, "open": {"rate": 2.0}}
@@ -47,15 +47,15 @@ LINES = 200
 STOPS = (0.2, 0.5, 0.8)  # shares of the lines that have a result at Ctrl-C
 PDSERVE = (sys.executable, "-P", "-m", "pdserve.services.cli.main")
 LIMIT_S = 1200.0
-OTHERS = 1_000_000  # beyond the seeds of our own prompts
+OTHERS = 1_000_000  # beyond the seeds of the prompts of `pdserve bench`
 DONE = ("stop", "length")
 TTFT, SERVER = "vllm:time_to_first_token_seconds", "server_ttft_ms"
 FIGURES = ("output_tokens_per_s", "ttft_ms", SERVER, "tpot_ms", "e2e_ms")
-TRIES = 3  # at one run of guidellm
+TRIES = 3  # per run of guidellm
 
 
 def guidellm() -> Path:
-    """The command, in an environment that also sees what is installed here."""
+    """The guidellm command, in an environment that also sees the packages installed here."""
     command = ENVIRONMENT / "bin/guidellm"
     if not command.exists():
         subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
@@ -86,7 +86,7 @@ def prompts_file(url: str, folder: Path, seed: int) -> Path:
 
 
 def counted(url: str, name: str, **labels: Collection[str]) -> float:
-    """A figure of the server's, summed over the samples whose labels are among these."""
+    """A figure of the server, summed over the samples whose labels are among these."""
     text = httpx.get(f"{url}/metrics", timeout=10).text
     return sum(
         sample.value
@@ -97,14 +97,14 @@ def counted(url: str, name: str, **labels: Collection[str]) -> float:
 
 
 def num_answered(url: str) -> int:
-    """How many answers the server counts as complete."""
+    """The number of answers that the server counts as complete."""
     return int(counted(url, "vllm:request_success_total", finished_reason=DONE))
 
 
 def beside_the_server(
     measure_it: Callable[..., dict[str, float]], url: str, *words: Any
 ) -> dict[str, float]:
-    """What a client measures, and the TTFT that the server has measured meanwhile."""
+    """The client's figures, and the TTFT measured by the server in the same time."""
     before = [counted(url, f"{TTFT}_{part}") for part in ("sum", "count")]
     found = measure_it(url, *words)
     after = [counted(url, f"{TTFT}_{part}") for part in ("sum", "count")]
@@ -113,10 +113,10 @@ def beside_the_server(
 
 
 def theirs(url: str, load: Mapping[str, float], folder: Path, seed: int) -> dict[str, float]:
-    """What guidellm measures. Its ITL is what others call TPOT.
+    """The figures of guidellm. Its ITL is usually called TPOT.
 
-    Now and then it counts one request fewer than the server, none of them as failed. Such a run is
-    taken again with other prompts; "miscounted" says how often.
+    Occasionally it counts one request fewer than the server, none of them as failed. Such a run is
+    repeated with other prompts; "miscounted" says how often.
     """
     for attempt in range(TRIES):
         before = num_answered(url)
@@ -130,7 +130,7 @@ def theirs(url: str, load: Mapping[str, float], folder: Path, seed: int) -> dict
 def _theirs(
     url: str, load: Mapping[str, float], folder: Path, seed: int, prompts: Path
 ) -> dict[str, float] | None:
-    """None if it has not counted all requests."""
+    """The figures of one run, or None if not all requests were counted."""
     out = folder / "guidellm.json"
     if rate := load.get("rate"):
         profile = f"kind=poisson,rate={rate:g}"
@@ -147,7 +147,7 @@ def _theirs(
         "--output", f"kind=json,path={out}",
         "--disable-console",
     ]  # fmt: skip
-    # One process draws one series of arrivals, which is that of `pdserve bench` with this seed.
+    # One process draws one series of arrivals, the same as `pdserve bench` with this seed.
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
     subprocess.run(words, check=True, stdout=sys.stderr, env=env, timeout=LIMIT_S)
     (found,) = json.loads(out.read_text())["benchmarks"]
@@ -169,7 +169,7 @@ def _theirs(
 
 
 def ours(url: str, load: Mapping[str, float], folder: Path, seed: int) -> dict[str, float]:
-    """What `pdserve bench` measures."""
+    """The figures of `pdserve bench`."""
     out = folder / "ours.json"
     words = [
         *PDSERVE,
@@ -196,11 +196,11 @@ def ours(url: str, load: Mapping[str, float], folder: Path, seed: int) -> dict[s
 
 
 def agreement(url: str, folder: Path, rounds: int) -> dict[str, Any]:
-    """Each load in rounds, who is first in turn; a figure is the median of its rounds, and how far
-    both are apart that of each round's ratio.
+    """Compare each load in rounds of alternating order; a figure is the median of its rounds, and
+    the difference that of each round's ratio.
 
-    A TTFT is compared as a multiple of what the server has measured in the same run, which would
-    differ if one client asked at other times.
+    A TTFT is compared as a multiple of the server's in the same run, which would differ if one
+    client sent requests at other times.
     """
     result = {}
     seed = miscounted = 0
@@ -234,7 +234,7 @@ def compared(
 
 
 def write_lines(path: Path, count: int) -> list[str]:
-    """The input of `complete`, and its ids."""
+    """Write the input of `complete` and return its ids."""
     ids = [f"line-{number}-of-{count}" for number in range(count)]
     lines = [
         {
@@ -250,7 +250,7 @@ def write_lines(path: Path, count: int) -> list[str]:
 
 
 def resumed(url: str, folder: Path, count: int) -> dict[str, Any]:
-    """Runs `pdserve complete` and stops it by Ctrl-C three times."""
+    """Run `pdserve complete` and stop it by Ctrl-C three times."""
     source, out = folder / "in.jsonl", folder / "out.jsonl"
     ids = write_lines(source, count)
     command = [*PDSERVE, "complete", str(source), str(out), "--url", url, "--concurrency", "8"]

@@ -1,8 +1,8 @@
-"""Line 6: the shipped model's first answers make sense at default settings: of five simple
-questions each is asked 20 times, and every answer must say what is right and come to an end.
+"""Line 6: the shipped model's first answers make sense at default settings: each of five simple
+questions is sent 20 times, and every answer must contain the right fact and end.
 
-The model has 135 million parameters: a sixth question, which it is known to get wrong, is asked
-beside and not judged.
+The model has 135 million parameters: a sixth question, which it is known to get wrong, is also sent
+and not judged.
 """
 
 import json
@@ -20,7 +20,7 @@ TRIES = 20
 AT_ONCE = 4
 MOST_REPEATS = 3  # of one sentence in an answer
 MODEL_CARD = {"temperature": 0.2, "top_p": 0.9}
-# question -> what a right answer says
+# question -> text in a right answer
 QUESTIONS = {
     "What is the capital of Japan?": r"\btokyo\b",
     "What is the boiling point of water?": r"\b(100|212)",
@@ -33,7 +33,7 @@ BESIDE = {"What is the capital of France?": r"\bparis\b"}
 
 
 def fault(answer: str, finish: str, right: str) -> str:
-    """What is wrong with an answer; empty if it makes sense."""
+    """The fault of an answer; empty if it makes sense."""
     if not re.search(right, answer.lower()):
         return "says something else"
     if finish != "stop":
@@ -45,7 +45,7 @@ def fault(answer: str, finish: str, right: str) -> str:
 
 
 def ask(client: httpx.Client, question: str, **more: int) -> tuple[str, str]:
-    """(answer, finish reason). Nothing but the question is said: every setting is the default."""
+    """(answer, finish reason). The request has only the question: every setting is the default."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": question}], **more}
     choice = client.post("/v1/chat/completions", json=body).raise_for_status().json()["choices"][0]
     return choice["message"]["content"] or "", choice["finish_reason"]
@@ -67,7 +67,7 @@ def tries(client: httpx.Client, question: str, right: str, **more: int) -> dict[
 
 def measure() -> dict[str, Any]:
     with Fleet() as fleet, httpx.Client(base_url=fleet.url, timeout=600) as client:
-        first = ask(client, "Hello!")  # the model's texts are loaded by now
+        first = ask(client, "Hello!")  # the text processes have loaded the model by now
         shown = client.get("/v1/models").json()["data"][0]["default_sampling_params"]
         judged = {q: tries(client, q, right) for q, right in QUESTIONS.items()}
         beside = {q: tries(client, q, right, max_tokens=MOST_BESIDE) for q, right in BESIDE.items()}

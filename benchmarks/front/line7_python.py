@@ -27,7 +27,7 @@ def main() -> None:
     figures = {
         "ok": tests["ok"] and whole - bare <= BOUND_MS,
         "tests": tests,
-        "import_ms": round(whole - bare, 1),  # beyond the interpreter's own start
+        "import_ms": round(whole - bare, 1),  # beyond the start of the interpreter
         "interpreter_ms": round(bare, 1),
     }
     print(json.dumps(figures))

@@ -1,4 +1,4 @@
-"""One stream over HTTP from mixed workers beside the same engine in this process, in turns."""
+"""One stream over HTTP from mixed workers, alternating with the same engine in this process."""
 
 import http.client
 import json
@@ -22,7 +22,7 @@ PROMPT = list(range(1000, 1000 + PROMPT_LEN))
 
 
 def in_process(engine: Engine) -> float:
-    """Tokens a second, from the first to the last."""
+    """Tokens per second in process, from the first to the last."""
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
     engine.submit(Request("one", tuple(PROMPT), params, seed=1))
     times: list[float] = []
@@ -34,8 +34,8 @@ def in_process(engine: Engine) -> float:
 
 
 def over_http(url: str) -> float:
-    """Likewise, by when a client reads the first and the last text of a stream. Raises RuntimeError
-    unless nearly every token has a chunk of its own."""
+    """Tokens per second over HTTP, from the first to the last text of a stream at the client.
+    Raises RuntimeError unless nearly every token has a separate chunk."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(str(address.hostname), address.port)
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
@@ -56,14 +56,14 @@ def over_http(url: str) -> float:
 
 
 def _rate(times: list[float]) -> float:
-    """Raises RuntimeError unless all tokens have come."""
+    """Tokens per second of a run. Raises RuntimeError unless all tokens arrive."""
     if len(times) != TOKENS:
         raise RuntimeError(f"{len(times)} of {TOKENS} tokens")
     return (len(times) - 1) / (times[-1] - times[0])
 
 
 def measure() -> dict[str, Any]:
-    """Pairs of both, each on all cores while the other rests."""
+    """Measure pairs of both, each on all cores while the other rests."""
     config = EngineConfig(kernels="native", kv_tokens=8192, threads=machine.CORES)
     engine, _ = build_engine(config)
     ours: list[float] = []

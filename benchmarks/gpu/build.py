@@ -1,4 +1,4 @@
-"""Makes the tree importable on a machine without network: unpacks the wheels, builds `_native`."""
+"""Make the tree importable on a machine without network: unpack the wheels, build `_native`."""
 
 import importlib.util
 import os
@@ -13,12 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build/gpu-site"
 CMAKE = ROOT / "build/gpu-native"
 PATHS = (".src", "benchmarks/gpu", "benchmarks/gpu/parts", "tests/support")
-STUBS = "protos"  # folder within that of the wheels
+STUBS = "protos"  # folder next to the wheels
 
 
 def environment(fake: bool = False) -> dict[str, str]:
-    """Of every process that imports the tree; it must not get ARGS of the `make` around it. On the
-    fake device Triton interprets, which it decides when a kernel's module is imported."""
+    """The environment of every process that imports the tree, without the ARGS of an enclosing
+    `make`. On the fake device Triton interprets kernels, which it decides when a kernel's module is
+    imported."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     own.pop("ARGS", None)
     places = [*(str(ROOT / path) for path in PATHS), str(SITE)]
@@ -27,13 +28,14 @@ def environment(fake: bool = False) -> dict[str, str]:
 
 
 def install(wheels: Path) -> None:
-    """What this Python lacks, if the wheels are there; and the stubs of the protos. Raises
-    CalledProcessError."""
+    """Install the packages that this Python lacks, if the wheels are there, and the stubs of the
+    protos. Raises CalledProcessError."""
     found = sorted(wheels.glob("*.whl"))
     lacks = any(importlib.util.find_spec(name) is None for name in ("grpc", "fastapi"))
     if lacks and found and not SITE.exists():
         words = ("install", "-q", "--no-index", "--no-deps", "--no-compile")
-        beside = SITE.with_suffix(".new")  # another process that imports finds all or nothing
+        # another process that imports finds either all or nothing
+        beside = SITE.with_suffix(".new")
         shutil.rmtree(beside, ignore_errors=True)
         _run(sys.executable, "-m", "pip", *words, "--target", beside, *found)
         _write_metadata(beside)
@@ -44,7 +46,7 @@ def install(wheels: Path) -> None:
 
 
 def _write_metadata(site: Path) -> None:
-    """By which pdserve, which is not installed, knows its version."""
+    """Write the metadata from which pdserve, which is not installed, reads its version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     name, version = project["name"], project["version"]
     folder = site / f"{name}-{version}.dist-info"
@@ -54,8 +56,8 @@ def _write_metadata(site: Path) -> None:
 
 
 def build(jobs: int) -> None:
-    """pdserve.kernels._native, of the present sources; not where it was installed in another way.
-    Raises CalledProcessError."""
+    """Build pdserve.kernels._native from the present sources, unless it was installed in another
+    way. Raises CalledProcessError."""
     trial = [sys.executable, "-c", "from pdserve.kernels._native import copy_and_hash"]
     done = subprocess.run(trial, env=environment(), cwd=ROOT, capture_output=True)
     if not done.returncode and not CMAKE.exists():

@@ -1,4 +1,4 @@
-"""Time on a device, by CUDA events; on the fake one, by the host's clock."""
+"""Time on a device, by CUDA events; on the fake device, by the host's clock."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 
 
 class HostEvent:
-    """A torch.cuda.Event of a device that has done everything when a launch returns."""
+    """A torch.cuda.Event of a device that has finished all work when a launch returns."""
 
     def __init__(self) -> None:
         self._at_s = 0.0
@@ -19,7 +19,7 @@ class HostEvent:
     def synchronize(self) -> None: ...
 
     def elapsed_time(self, end: "HostEvent") -> float:
-        """Milliseconds from this one to `end`."""
+        """Milliseconds from this event to `end`."""
         return 1000 * (end._at_s - self._at_s)
 
 
@@ -35,7 +35,7 @@ def wait(device: str) -> None:
 def seconds_of(
     device: str, launch: Callable[[], object], count: int = 20, warm_up: int = 3
 ) -> float:
-    """The mean time of `count` launches, one behind the other."""
+    """The mean time of `count` consecutive launches."""
     if device == "cpu":
         count, warm_up = 1, 0
     for _ in range(warm_up):

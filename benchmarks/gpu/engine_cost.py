@@ -1,6 +1,6 @@
-"""What the engine's own Python costs a row of a step, beside a model that computes nothing and
-picks that are there at once. The least of several runs counts: neighbours on the machine only add.
-"""
+"""The cost of the engine's Python code per row and step, with a model that computes nothing and
+picks that are ready at once. The minimum of several runs counts: other load on the machine only
+adds."""
 
 import time
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ WARM_STEPS, STEPS, RUNS = 60, 60, 9
 
 
 class NoModel:
-    """Hidden states and logits of nobody."""
+    """A model without hidden states and logits."""
 
     def forward(self, batch: Batch[Ints], kv: KvCache) -> Any:
         return np.broadcast_to(np.float32(0), (len(batch.logit_tokens), VOCAB))
@@ -36,7 +36,7 @@ class NoModel:
 
 
 class ReadyPicks:
-    """Token 3 for each row."""
+    """Picks of token 3 for each row."""
 
     def __init__(self, count: int) -> None:
         self.tokens = np.full(count, 3)
@@ -73,7 +73,7 @@ class ReadySampling:
 
 
 def cost(rows: int, ahead: bool) -> dict[str, float]:
-    """Microseconds of CPU a row: {"least": ..., "median": ...}."""
+    """Microseconds of CPU per row: {"least": ..., "median": ...}."""
     num_blocks = rows * 40 + 100
     limits = EngineLimits(
         vocab_size=VOCAB,

@@ -1,5 +1,5 @@
 """Line 1: every kernel interpreted, on odd shapes, against the oracle; noise and picks bit for bit;
-nothing is skipped for want of a compiler or a library of NVIDIA's."""
+no test is skipped for a missing compiler or NVIDIA library."""
 
 import json
 

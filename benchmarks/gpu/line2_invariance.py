@@ -1,6 +1,7 @@
 """Line 2: 1,000 random cases, interpreted. The last token of a row of attention has the same bits
-in its step, alone by the decode kernel and in a chunk of another length, and so has a token's
-product alone and in a batch. Decoders of whole models, too, in chunks and beside others."""
+in its step, alone in the decode kernel and in a chunk of another length; a token's product has the
+same bits alone and in a batch. The same holds for decoders of whole models, in chunks and among
+other rows."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Line 3: every kernel compiles for sm_80 and sm_90 as the committed table has it, without spilled
-registers and with the matrix instructions that were promised."""
+"""Line 3: every kernel compiles for sm_80 and sm_90 to the results in the committed table, without
+spilled registers and with the expected matrix instructions."""
 
 import json
 import os

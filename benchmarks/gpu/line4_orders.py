@@ -1,6 +1,6 @@
 """Line 4: cuda_ipc on the fake CUDA runtime, in 10,000 seeded orders of its streams.
 
-None takes wrong bytes or leaves scratch stuck, and each fault that is put back is found in at most
+No order reads wrong bytes or leaks scratch memory, and each reintroduced fault is found in at most
 100 orders. No GPU is used. The orders are split over the machine's cores; 15 minutes on two.
 """
 
@@ -20,11 +20,11 @@ from pdserve.engine.transport.device import DeviceError
 
 ORDERS = 10_000
 MOST = 100  # orders until a fault is found
-PIECE = 50  # orders that a process is given at a time
+PIECE = 50  # orders per task of a process
 
 
 def run(seeds: range) -> tuple[Counter[str], list[str]]:
-    """What was counted, and what was wrong."""
+    """The counts of a run, and its errors."""
     counts, wrong = Counter[str](), list[str]()
     for seed in seeds:
         handoff = Handoff(seed)

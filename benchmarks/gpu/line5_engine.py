@@ -1,5 +1,5 @@
-"""Line 5: the engine with recorded steps that run ahead. Its tests pass, and tokens are those of
-steps one by one; what its own Python costs a row at 256 rows."""
+"""Line 5: the engine with recorded steps that run ahead. Its tests pass, and tokens equal those of
+single steps; the cost of its Python code per row at 256 rows."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from gpu.engine_cost import cost
 from pytest_line import run_tests
 
 TESTS = Path(__file__).parents[2] / "tests/engine"
-MOST_US = 8.0  # of CPU a row and step
+MOST_US = 8.0  # of CPU per row and step
 SUITE = ("test_engine*.py", "test_window_pools.py", "models/test_cuda_graphs.py")
 
 suite = run_tests(*(str(path) for name in SUITE for path in sorted(TESTS.glob(name))))

@@ -1,5 +1,5 @@
-"""What a part of `make accept-gpu` is run with: its device, its time, and its figures, which are
-written whenever one is added, so that a part that is killed has told what it knew."""
+"""The context of a part of `make accept-gpu`: its device, its time, and its figures, which are
+written whenever one is added, so that a killed part has reported its results so far."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ HELD, FAILED, SKIPPED = "held", "failed", "skipped"
 
 
 class MeasuredPart:
-    """One part; the folder has the records of those before it."""
+    """One part; the folder has the records of earlier parts."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.fake: bool = options.fake
@@ -32,12 +32,13 @@ class MeasuredPart:
         return self._ends_s - time.monotonic()
 
     def note(self, **figures: Any) -> None:
-        """Adds figures."""
+        """Add figures."""
         self.record["figures"] |= figures
         self._write()
 
     def check(self, name: str, holds: bool, unless_fake: bool = False) -> None:
-        """One line that holds or fails; `unless_fake`: it is about speed, so the fake skips it."""
+        """Record a check that passes or fails; `unless_fake`: it is about speed, so the fake device
+        skips it."""
         if self.fake and unless_fake:
             self.skip(name, "a fake device has no speed")
         else:
@@ -45,7 +46,7 @@ class MeasuredPart:
             self._write()
 
     def skip(self, name: str, reason: str) -> None:
-        """One line that cannot be looked at, and why."""
+        """Record a check that cannot be made, and the reason."""
         self.record["checks"][name] = f"{SKIPPED}: {reason}"
         self._write()
 
@@ -67,7 +68,7 @@ class MeasuredPart:
 
 
 def run(measure: Callable[[MeasuredPart], None]) -> None:
-    """The main of a part's module."""
+    """Run the main of a part's module."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", required=True, help="where records and models are")
     parser.add_argument("--seconds", type=float, default=600.0)
@@ -86,12 +87,13 @@ def run(measure: Callable[[MeasuredPart], None]) -> None:
     sys.stdout.flush()
     code = bool(part.record.get("error"))
     if options.watched:
-        sys.exit(code)  # compute-sanitizer tells what it found when a process ends
-    os._exit(code)  # a context that a failed kernel has broken may never come to its end
+        sys.exit(code)  # compute-sanitizer reports its findings when a process ends
+    os._exit(code)  # a context broken by a failed kernel may never exit
 
 
 def fake_device() -> None:
-    """Kernels are interpreted, as run.py has told this process: see triton_interpreter."""
+    """Load the interpreter of kernels, which run.py has enabled for this process: see
+    triton_interpreter."""
     import torch
     from fakes import triton_interpreter as _  # noqa: F401
 
@@ -99,7 +101,7 @@ def fake_device() -> None:
 
 
 def own_stream() -> None:
-    """What this thread launches can be recorded from here on, which the default stream cannot."""
+    """Use a stream that can be recorded for this thread's launches; the default stream cannot."""
     import torch
 
     torch.cuda.set_stream(torch.cuda.Stream())

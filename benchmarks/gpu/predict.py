@@ -1,5 +1,5 @@
-"""What each kernel of a step moves and computes, and the least time for it on an H100. Arithmetic:
-nothing is measured. Prints the tables of docs/gpu.md.
+"""The data that each kernel of a step moves and computes, and its minimum time on an H100.
+Calculated, not measured. Prints the tables of docs/gpu.md.
 
     python benchmarks/gpu/predict.py
 """
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 COPY_BYTES_S = 3.35e12  # of an H100 SXM's memory (NVIDIA H100 data sheet)
-BF16_FLOPS = 989e12  # of its tensor cores, dense (as above)
+BF16_FLOPS = 989e12  # of its tensor cores, dense (same source)
 SPLIT = 256  # keys: kernels/cuda/attention/paged.py
-BITS = {"bf16": 16.0, "Q4_K": 5.0, "INT4": 4.25, "FP8": 8.25}  # a weight, as packed
+BITS = {"bf16": 16.0, "Q4_K": 5.0, "INT4": 4.25, "FP8": 8.25}  # per weight, as packed
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model; `ffn` is that of one expert where it has experts."""
+    """A model's shape; `ffn` is that of one expert if it has experts."""
 
     name: str
     layers: int
@@ -36,21 +36,22 @@ QWEN_MOE = Shape("Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 768, 151_936, experts=12
 
 
 class Cost(NamedTuple):
-    """Of one launch, or of a pair that belongs together."""
+    """The cost of one launch, or of a pair that belongs together."""
 
     kernel: str
-    launches: int  # a step
+    launches: int  # per step
     num_bytes: float
     flops: float
 
     @property
     def seconds(self) -> float:
-        """The least, of all its launches in a step."""
+        """The minimum time of all its launches in a step."""
         return self.launches * max(self.num_bytes / COPY_BYTES_S, self.flops / BF16_FLOPS)
 
 
 def decode_step(model: Shape, rows: int, keys: int, bits: float) -> Iterator[Cost]:
-    """A step of decode rows that see so many keys each, with keys and values in bfloat16."""
+    """A step of decode rows that attend to this many keys each, with keys and values in
+    bfloat16."""
     m, n = model, rows
     qkv = (m.heads + 2 * m.kv_heads) * m.head_dim
     attended = m.heads * m.head_dim
@@ -84,7 +85,7 @@ def decode_step(model: Shape, rows: int, keys: int, bits: float) -> Iterator[Cos
 
 
 def experts_of(m: Shape, rows: int, bits: float) -> Iterator[Cost]:
-    """Of one layer, where each token's experts are drawn evenly: those with tokens are read."""
+    """Expected number of experts read in one layer, if each token's experts are drawn uniformly."""
     pairs, read = rows * m.top_k, m.experts * (1 - (1 - m.top_k / m.experts) ** rows)
 
     def grouped(name: str, outputs: int, inputs: int) -> Cost:
@@ -104,7 +105,7 @@ def experts_of(m: Shape, rows: int, bits: float) -> Iterator[Cost]:
 
 
 def table(model: Shape, rows: int, keys: int, format: str) -> Iterator[str]:
-    """Lines of Markdown."""
+    """The table in Markdown lines."""
     costs = list(decode_step(model, rows, keys, BITS[format]))
     yield f"{model.name}, {rows} rows of {keys:,} keys, weights in {format}:"
     yield ""

@@ -1,7 +1,7 @@
-"""Fetches what a machine with a GPU lacks, since it has no network: wheels for its Python, and the
-stubs of the protos. Prints the MiB of the tree and of the wheels; together they have a bound.
+"""Fetch what a machine with a GPU lacks, since it has no network: wheels for its Python, and the
+stubs of the protos. Prints the MiB of the tree and of the wheels; their sum has a limit.
 
-torch, Triton, CuPy and numpy are there already.
+torch, Triton, CuPy and numpy are installed there.
 """
 
 import re
@@ -16,12 +16,12 @@ from build import ROOT, STUBS
 PYTHON, ABI = "3.12", "cp312"
 NEWEST_GLIBC = 34  # 2.34
 THERE = {"numpy", "torch", "triton"}
-MORE = ("httpx", "psutil", "safetensors")  # of the parts
+MORE = ("httpx", "psutil", "safetensors")  # packages of the parts
 MOST_MIB = 60.0
 
 
 def prepare(folder: Path) -> int:
-    """Fills the folder anew; the exit code."""
+    """Recreate the folder; returns the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     for wheel in folder.glob("*.whl"):
         wheel.unlink()
@@ -36,14 +36,14 @@ def prepare(folder: Path) -> int:
 
 
 def wanted() -> list[str]:
-    """What serving needs, as pyproject.toml has it, and the parts."""
+    """The requirements for serving, from pyproject.toml, and those of the parts."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = [*project["dependencies"], *project["optional-dependencies"]["worker"], *MORE]
     return sorted({text.split("#")[0].replace(" ", "") for text in named})
 
 
 def download(folder: Path) -> None:
-    """Raises CalledProcessError if a package has no wheel for that Python."""
+    """Download wheels. Raises CalledProcessError if a package has no wheel for that Python."""
     platforms = [f"manylinux_2_{n}_x86_64" for n in range(5, NEWEST_GLIBC + 1)]
     platforms += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
     words = ["download", "-q", "--disable-pip-version-check", "--only-binary=:all:"]
@@ -58,7 +58,8 @@ def download(folder: Path) -> None:
 
 
 def copy_stubs(folder: Path) -> None:
-    """grpcio-tools, which makes them, does not go with the protobuf that serves."""
+    """Copy the stubs; grpcio-tools, which generates them, conflicts with the protobuf used for
+    serving."""
     (folder / STUBS).mkdir(exist_ok=True)
     stubs = [*(ROOT / "protos").glob("*_pb2*.py*")]
     if not stubs:
@@ -68,7 +69,7 @@ def copy_stubs(folder: Path) -> None:
 
 
 def tree_mib() -> float:
-    """What git keeps, and new files that it does not ignore."""
+    """The size of files that git tracks, and of new files that it does not ignore."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     paths = [ROOT / name for name in listed.split("\0") if name]

@@ -1,6 +1,6 @@
 """Models of random weights in the shapes of known ones: as decoders, or as a folder to serve.
 
-Their weights are pieces of one pool of random numbers, which is all that is drawn.
+Their weights are slices of one pool of random numbers, the only numbers generated.
 """
 
 import json
@@ -80,7 +80,7 @@ FAKE_MOE |= {"moe_intermediate_size": 32}
 # Blocks of Q4_K have 256 columns.
 FAKE_LLAMA = LLAMA_8B | _SMALL | {"hidden_size": 256, "intermediate_size": 256}
 POOL_VALUES = 1 << 26
-Q4_K_BYTES = 144  # of 256 values
+Q4_K_BYTES = 144  # per 256 values
 
 
 def config_of(hf_config: dict[str, Any]) -> ModelConfig:
@@ -88,8 +88,8 @@ def config_of(hf_config: dict[str, Any]) -> ModelConfig:
 
 
 class RandomWeights:
-    """Gives every tensor of a model: the same name always gets the same values. Matrices are of
-    `format`, BF16 or Q4_K; norms and the embedding are plain."""
+    """All tensors of a model: the same name always gets the same values. Matrices are of `format`,
+    BF16 or Q4_K; norms and the embedding are plain."""
 
     def __init__(self, config: ModelConfig, format: str = "BF16", seed: int = 0) -> None:
         self.shapes = tensor_shapes(config)
@@ -97,7 +97,7 @@ class RandomWeights:
         largest = max(rows * cols for rows, *rest in self.shapes.values() for cols in rest)
         rng = np.random.default_rng(seed)
         values = rng.standard_normal(min(POOL_VALUES, largest), dtype=np.float32)
-        values *= config.hidden_size**-0.5  # sums keep the size of what they sum
+        values *= config.hidden_size**-0.5  # keeps the scale of sums
         self._plain = _bf16(values)
         self._blocks = rng.integers(0, 256, (len(values) // 256, Q4_K_BYTES), np.uint8)
         scales = np.array([values.std() / 150, values.std() / 20], np.float16)  # d and dmin
@@ -116,7 +116,8 @@ class RandomWeights:
         return RawTensor({VALUES: values}, "BF16", shape)
 
     def _piece(self, pool: Any, count: int, name: str) -> Any:
-        """So many items, from a place that the name decides: a view if the pool is that long."""
+        """This many items, from an offset that depends on the name: a view if the pool is long
+        enough."""
         at = zlib.crc32(name.encode()) % max(1, len(pool) - count + 1)
         if count <= len(pool):
             return pool[at : at + count]
@@ -133,7 +134,7 @@ def random_decoder(
     format: str = "BF16",
     stream: "torch.cuda.Stream | None" = None,
 ) -> CudaDecoder:
-    """On the CUDA kernels, in bfloat16."""
+    """A decoder on the CUDA kernels, in bfloat16."""
     config = config_of(hf_config)
     weights = RandomWeights(config, format)
     return CudaDecoder(
@@ -142,7 +143,7 @@ def random_decoder(
 
 
 def make_recorder(device: str) -> Recorder:
-    """Of the thread's current stream; on the fake device, one that launches again."""
+    """A recorder of the thread's current stream; on the fake device, one that launches again."""
     if device != "cpu":
         return CudaRecorder(torch.cuda.current_stream())
     from builders.interpreted_engine import ReplayRecorder
@@ -151,7 +152,8 @@ def make_recorder(device: str) -> Recorder:
 
 
 def step_bytes(decoder: CudaDecoder, format: str = "BF16") -> int:
-    """Bytes of weights that a decode step reads: all matrices but an embedding that is no head."""
+    """Bytes of weights that a decode step reads: all matrices except an embedding that is not the
+    head."""
     config = decoder.config
     values = 0
     for name, shape in tensor_shapes(config).items():
@@ -161,12 +163,12 @@ def step_bytes(decoder: CudaDecoder, format: str = "BF16") -> int:
 
 
 def token_bytes(decoder: CudaDecoder) -> int:
-    """Bytes of the keys and values of one token, of all layers."""
+    """Bytes of the keys and values of one token, over all layers."""
     return sum(group.block_bytes(16) * len(group.layers) // 16 for group in decoder.kv_groups)
 
 
 def write_checkpoint(folder: Path, hf_config: dict[str, Any]) -> Path:
-    """A Hugging Face folder with a byte tokenizer; its weights are those of `random_decoder`."""
+    """Write a Hugging Face folder with a byte tokenizer and the weights of `random_decoder`."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = RandomWeights(config_of(hf_config))
     header: dict[str, Any] = {}

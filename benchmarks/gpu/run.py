@@ -1,11 +1,11 @@
-"""Proves the GPU part in one call, on a machine with a card, without network, in at most 590
-seconds: `make accept-gpu ARGS=prepare` where there is a network, `make accept-gpu` there.
+"""Prove the GPU part in one call, on a machine with a GPU and without network, in at most 590
+seconds: `make accept-gpu ARGS=prepare` on a machine with network, `make accept-gpu` there.
 
-Each part is a process of its own (parts/), so that what one breaks another one does not have, and
-is killed when its time is over. The JSON is written after each part: every part has a status
-(passed, failed, skipped or out of time), the reason, its seconds, its checks and its figures. The
-last line printed is the same object; the exit code is 0 if every part has passed, 2 if none failed
-but some could not be tried.
+Each part is a separate process (parts/), so that a fault in one does not affect another, and is
+killed when its time is over. The JSON is written after each part: every part has a status (passed,
+failed, skipped or out of time), the reason, its seconds, its checks and its figures. The last line
+printed is the same object; the exit code is 0 if every part has passed, 2 if none failed but some
+could not run.
 
 `--fake`: all parts on a CPU, with kernels interpreted and tiny sizes; its figures mean nothing.
 """
@@ -29,13 +29,13 @@ from prepare import prepare
 from build import ROOT, build, environment, install
 
 LIMIT_S = 590.0
-SPARE_S = 3.0  # to write and to end
+SPARE_S = 3.0  # to write the result and exit
 PARTS = Path(__file__).with_name("parts")
 PASSED, FAILED, SKIPPED, OUT_OF_TIME = "passed", "failed", "skipped", "out of time"
 
 
 class Planned(NamedTuple):
-    """A part and the most seconds that it gets; `beside`: it runs while that one does, since
+    """A part and its time limit in seconds; `beside`: it runs concurrently with that part, since
     neither measures time."""
 
     name: str
@@ -77,7 +77,7 @@ class Run:
         }
 
     def note(self, name: str, status: str, reason: str, seconds: float, **more: Any) -> None:
-        """Writes the file: whole, or as it was."""
+        """Write the file atomically."""
         about = {"status": status, "reason": reason, "seconds": round(seconds, 1)}
         with self._lock:
             self.result["parts"][name] = {k: v for k, v in about.items() if v != ""} | more
@@ -92,7 +92,7 @@ class Run:
         return self._ends_s - time.monotonic()
 
     def part(self, planned: Planned) -> None:
-        """Runs it, and everything that it starts ends with it."""
+        """Run a part; everything that it starts ends with it."""
         limit_s = min(planned.most_s, self.left_s)
         if limit_s < 1:
             self.note(planned.name, OUT_OF_TIME, "no time was left to start it", 0.0)
@@ -137,7 +137,7 @@ def judged(record: dict[str, Any], code: int | None, limit_s: float) -> tuple[st
 
 
 def commit() -> str:
-    """Empty where the tree came without its history."""
+    """The commit; empty if the tree has no git history."""
     words = ["git", "rev-parse", "--short=12", "HEAD"]
     with suppress(OSError):
         return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -145,7 +145,7 @@ def commit() -> str:
 
 
 def built(run: Run, begun: "subprocess.Popen[bytes]", started: float) -> bool:
-    """Waits for the build."""
+    """Wait for the build."""
     try:
         code: int | None = begun.wait(max(1.0, run.left_s))
     except subprocess.TimeoutExpired:
@@ -157,7 +157,7 @@ def built(run: Run, begun: "subprocess.Popen[bytes]", started: float) -> bool:
 
 
 def groups(order: list[Planned]) -> list[list[Planned]]:
-    """What runs together."""
+    """Groups of parts that run together."""
     found: list[list[Planned]] = []
     for planned in order:
         if found and found[-1][0].name == planned.beside:
@@ -168,7 +168,7 @@ def groups(order: list[Planned]) -> list[list[Planned]]:
 
 
 def all_parts(run: Run, names: list[str], wheels: Path) -> None:
-    """The build runs beside the parts that do without it."""
+    """Run all parts; the build runs concurrently with the parts that do not need it."""
     started = time.monotonic()
     begun = subprocess.Popen(
         [sys.executable, __file__, "build", "--wheels", str(wheels)],
@@ -192,7 +192,7 @@ def all_parts(run: Run, names: list[str], wheels: Path) -> None:
 
 
 def obstacle() -> str:
-    """Why there is nothing to prove here."""
+    """The reason why nothing can be tested here."""
     script = "import torch; assert torch.cuda.is_available()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True)
     return "torch finds no GPU here: --fake tries the parts" if done.returncode else ""

@@ -1,4 +1,4 @@
-"""Sequences of known tokens over one KV pool: a step is told which tokens of which it computes."""
+"""Sequences of known tokens over one KV pool: a step gets the ranges of tokens that it computes."""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def make_pool(
 
 
 class Sequences:
-    """Owns the tables. The pool is the caller's."""
+    """Block tables of sequences, which this object owns. The pool is the caller's."""
 
     def __init__(
         self, decoder: CudaDecoder, kv: KvCache, tokens: Ints, lens: Sequence[int] = ()
@@ -50,16 +50,16 @@ class Sequences:
             self._table[row, :own] = [next(blocks) for _ in range(own)]
 
     def clear(self) -> None:
-        """No key or value of an earlier step can be taken for one of the next."""
+        """Clear the pool, so that no key or value of an earlier step can be reused in the next."""
         for n in range(self.decoder.config.num_layers):
             self.kv.layer(n)[0].fill_(math.nan)
 
     def hidden(self, rows: Sequence[Row]) -> Tensor:
-        """Final hidden states of each row's last token; rows of one token come first."""
+        """Final hidden states of each row's last token; rows of one token are first."""
         return self.decoder.forward(self.batch(rows), self.kv)
 
     def logits(self, rows: Sequence[Row]) -> Tensor:
-        """float32 [rows, vocab]."""
+        """Logits, float32 [rows, vocab]."""
         return self.decoder.logits(self.hidden(rows))
 
     def batch(self, rows: Sequence[Row]) -> Batch[Ints]:
@@ -89,5 +89,5 @@ def drawn_tokens(count: int, most: int, vocab: int, seed: int = 0) -> Any:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Also of what is no number."""
+    """Whether two tensors have the same bits, including NaN."""
     return torch.equal(one.view(torch.int32), other.view(torch.int32))

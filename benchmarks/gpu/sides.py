@@ -2,8 +2,8 @@
 
     sides.py prefill|decode --folder FOLDER --blocks N [--fake]
 
-prefill: for each line `name address boot seed rounds` on stdin, hands the pool over; `flood` for
-rounds: until it is killed. decode: listens, says its boot id, takes frames until it is killed.
+prefill: for each line `name address boot seed rounds` on stdin, send the pool; `flood` for rounds:
+until it is killed. decode: listen, print the boot id, take frames until it is killed.
 """
 
 import argparse
@@ -21,7 +21,8 @@ READY = 10  # children that start while others are killed
 
 
 def spec_of() -> Any:
-    """As Llama 3 8B: 32 layers of 8 heads of 128 in bf16; 128 KiB a block and layer."""
+    """A spec like Llama 3 8B's: 32 layers of 8 heads of 128 in bf16; 128 KiB per block and
+    layer."""
     from pdserve.engine.kv.spec import KvSpec, LayerGroup
 
     return KvSpec(32, (LayerGroup(tuple(range(32)), "full", 0, 8, 128, "bfloat16", 0, 8),))
@@ -31,7 +32,7 @@ class Side:
     """A device, a pool on it, and the transports of one process."""
 
     def __init__(self, fake: bool, folder: str, blocks: int, spec: Any = None) -> None:
-        """`spec`: as spec_of, if it is left out."""
+        """`spec` defaults to spec_of."""
         import torch
 
         from pdserve.engine.handoff.protocol.keys import TagKey
@@ -45,7 +46,7 @@ class Side:
         self.kv = (TorchKvCache if fake else DeviceKvCache)(self.spec, [blocks])
         self.pools = [torch.as_tensor(data) for data in self.kv.data]  # sharing their memory
         self.device = self._open(fake)
-        self.num_windows = 0  # that were made
+        self.num_windows = 0  # that were created
         self._count_windows()
         self.key = TagKey(bytes(32))
         size = (4 << 20) if fake else (32 << 20)
@@ -73,7 +74,7 @@ class Side:
         self.device.allocate = counted
 
     def filled(self, seed: int, blocks: int) -> Any:
-        """Of the first group: what `fill` makes of a pool of so many blocks."""
+        """The first group of a pool of this many blocks after `fill`."""
         data = self.pools[0]
         shape = (data.shape[0], blocks + 1, *data.shape[2:])
         made = self.torch.empty(shape, dtype=data.dtype, device=self.where)
@@ -81,7 +82,7 @@ class Side:
         return made
 
     def fill(self, seed: int) -> None:
-        """The same numbers in every process of this machine."""
+        """Fill the pool with numbers that are the same in every process of this machine."""
         for data in self.pools:
             self._fill(data, seed)
 
@@ -100,12 +101,12 @@ class Side:
             data.zero_()
 
     def equal(self, one: Any, other: Any) -> bool:
-        """Bit for bit: random bits are not all numbers."""
+        """Compare bit for bit: random bits may be NaN."""
         words = self.torch.int16
         return bool(self.torch.equal(one.view(words), other.view(words)))
 
     def alive(self) -> bool:
-        """The context still computes."""
+        """Whether the context still computes."""
         return int(self.torch.arange(1000, device=self.where).sum()) == 499_500
 
     def wait(self) -> None:
@@ -137,14 +138,14 @@ class Taker:
         return True
 
     def payload(self, link: Any, header: Any, payload: Any) -> None:
-        private = isinstance(payload, memoryview)  # until this returns
+        private = isinstance(payload, memoryview)  # valid until this returns
         self.arrived.put((link, header, memoryview(bytearray(payload)) if private else payload))
 
     def closed(self, link: Any, reason: str) -> None:
         self.recorder.closed(link, reason)
 
     def take(self, count: int, timeout_s: float = 60.0) -> tuple[int, int]:
-        """The next `count` frames into the pool: (taken, damaged). Copies overlap."""
+        """Copy the next `count` frames into the pool; returns (taken, damaged). Copies overlap."""
         side, copies, taken, damaged = self._side, [], 0, 0
         end = time.monotonic() + timeout_s
         begun = 0
@@ -175,7 +176,7 @@ class Taker:
 
 
 def blocks_of(side: Side, header: Any) -> list[int]:
-    """Where a frame's tokens lie: block 0 of a pool is nobody's."""
+    """The blocks of a frame's tokens: block 0 of a pool is unused."""
     size = side.spec.block_size
     return list(range(header.tokens.start // size + 1, header.tokens.stop // size + 1))
 
@@ -216,7 +217,7 @@ def push(side: Side, link: Any, piece: Any, sequence: int) -> None:
     from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader
     from pdserve.engine.transport.base import Frame
 
-    blocks = [block + 1 for block in piece.blocks]  # block 0 of a pool is nobody's
+    blocks = [block + 1 for block in piece.blocks]  # block 0 of a pool is unused
     size = side.kv.num_bytes(0, piece.layers, blocks)
     pages = side.kv.pages(0, piece.layers, blocks, side.kv.ready())
     heads = range(side.spec.groups[0].num_kv_heads)
@@ -285,7 +286,7 @@ class Children:
         self._waiting: list[subprocess.Popen[str]] = []
 
     def next(self, more: int) -> tuple["subprocess.Popen[str]", str]:
-        """A child and its first line; `more`: how many will be asked for after it."""
+        """A child and its first line; `more` is the number of further requests to expect."""
         while len(self._waiting) < min(self._ahead, more + 1):
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self._waiting.append(subprocess.Popen(self._command, text=True, **pipes))

@@ -1,4 +1,5 @@
-"""The rounds of line 3: each runs one system of real processes, strikes it, and reads its rings."""
+"""The rounds of line 3: each runs one system of real processes, injects a fault, and reads its
+rings."""
 
 import tempfile
 import threading
@@ -25,14 +26,14 @@ HOLD_S = 2.0  # longer than a hand-off's peer may be silent
 
 @dataclass
 class Outcome:
-    """What a round found. Seconds are lists: one entry for each try or hand-off."""
+    """The outcome of a round. Seconds are lists: one entry for each attempt or hand-off."""
 
-    hits: int = 0  # strikes that fell where they should
-    missed: int = 0  # that did not; they are done again
+    hits: int = 0  # faults at the intended moment
+    missed: int = 0  # faults at another moment; they are repeated
     streams: int = 0
     wrong: list[str] = field(default_factory=list)
-    crashed_twice: int = 0  # requests that lost two tries to kills
-    other_losses: list[str] = field(default_factory=list)  # tries lost to nothing that was killed
+    crashed_twice: int = 0  # requests that lost two attempts to kills
+    other_losses: list[str] = field(default_factory=list)  # attempts lost without a kill
     detection_s: list[float] = field(default_factory=list)
     blocks_back_s: list[float] = field(default_factory=list)
     unresumed_s: list[float] = field(default_factory=list)
@@ -49,7 +50,7 @@ class Outcome:
 
 
 def run_round(kind: str, count: int) -> dict[str, Any]:
-    """One system from start to stop: `count` hits of a kind of ROUNDS."""
+    """One system from start to stop, with `count` hits of a kind of ROUNDS."""
     began = time.monotonic()
     outcome = Outcome()
     with tempfile.TemporaryDirectory() as name:
@@ -70,7 +71,7 @@ def run_round(kind: str, count: int) -> dict[str, Any]:
 def judge(
     strikes: Sequence[Strike], evidence: Evidence, tries: dict[str, list[str]], outcome: Outcome
 ) -> None:
-    """Which kills fell where they should, and how soon they were noticed."""
+    """Determine which kills fell at the intended moment, and how soon they were noticed."""
     addresses = [s.address for s in strikes]
     for reasons in tries.values():
         struck = [r for r in reasons if any(address in r for address in addresses)]
@@ -124,7 +125,7 @@ def kill_routers(cluster: Cluster, count: int, outcome: Outcome) -> None:
 
 
 def break_network(cluster: Cluster, count: int, outcome: Outcome) -> None:
-    """Every fault on every link, `count` times."""
+    """Apply every fault on every link, `count` times."""
     clients = Clients(cluster.url, TOKENS)
     striker = Striker(cluster, clients, reference(clients))
     for link in LINKS:
@@ -140,7 +141,7 @@ def break_network(cluster: Cluster, count: int, outcome: Outcome) -> None:
 
 
 def stop_prefill(cluster: Cluster, count: int, outcome: Outcome) -> None:
-    """SIGSTOP for ten seconds between two frames; streams of others run all the time."""
+    """SIGSTOP for ten seconds between two frames; other streams run all the time."""
     clients = Clients(cluster.url, FEW_TOKENS)
     striker = Striker(cluster, clients, reference(clients))
     for _ in range(count):
@@ -154,14 +155,14 @@ def stop_prefill(cluster: Cluster, count: int, outcome: Outcome) -> None:
             if h.sender == strike.boot and h.sent and h.sent[0] < strike.at_ns
             and h.freed_ns.get(SEND, 0) >= resumed_ns
         ]  # fmt: skip
-        outcome.hits += bool(kept)  # it slept with blocks that it was sending, and woke up
+        outcome.hits += bool(kept)  # it was paused while sending blocks, and resumed
         outcome.missed += not kept
 
 
 def strike_twice(cluster: Cluster, count: int, outcome: Outcome) -> None:
-    """A request whose worker dies, and the next one too, is told so by a typed 500."""
+    """Kill the worker of a request, and the next one too; the request fails with a typed 500."""
     for _ in range(count):
-        cluster.wait_ready()  # the request may go on at any decode worker that the router knows
+        cluster.wait_ready()  # the request may continue at any decode worker that the router knows
         body = Clients(cluster.url, MANY_TOKENS).batch()[0].body
         answers: list[httpx.Response] = []
 
@@ -192,7 +193,7 @@ def strike_twice(cluster: Cluster, count: int, outcome: Outcome) -> None:
 
 
 def nobody_resumes(cluster: Cluster, count: int, outcome: Outcome) -> None:
-    """The gateway dies under its streams, and the router with it every second time."""
+    """Kill the gateway under its streams, and every second time the router as well."""
     for number in range(2 * count):
         clients = Clients(cluster.url, MANY_TOKENS)
         streams = clients.batch()
@@ -212,7 +213,7 @@ def nobody_resumes(cluster: Cluster, count: int, outcome: Outcome) -> None:
         outcome.unresumed_s.append(time.monotonic() - at)
         ended = sum(s.error != "" for s in streams)
         now = sum(load.park_expired for load in cluster.loads().values())
-        fell = ended and (now > given_up) == bool(number % 2)  # a router that lives cancels
+        fell = ended and (now > given_up) == bool(number % 2)  # a surviving router cancels
         outcome.hits += bool(fell)
         outcome.missed += not fell
         cluster.start_gateway()

@@ -1,6 +1,6 @@
 """Line 1: the model check over its whole space, and eleven seeded bugs that it finds.
 
-Also `make modelcheck`. As many runs at a time as there are cores; a quarter of an hour of one core.
+Also `make modelcheck`. As many parallel runs as there are cores; a quarter of an hour of one core.
 """
 
 import json

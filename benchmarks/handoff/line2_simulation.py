@@ -1,6 +1,6 @@
-"""Line 2: 10,000 simulated runs, on seeds that it draws, over every cell of the fault matrix.
+"""Line 2: 10,000 simulated runs, on random seeds, over every cell of the fault matrix.
 
-The oracle objects to none. The figures name the seeds, so that a run can be repeated.
+The oracle objects to none. The figures list the seeds, so that a run can be repeated.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Line 3: real processes are killed, stopped and cut off under 16 streams; none loses a token.
+"""Line 3: real processes are killed, stopped and cut off under 16 streams; no stream loses a token.
 
 `make chaos`. 200 prefill workers die between the first and the last frame of a hand-off, 100 decode
 workers in mid-stream, the only router 20 times, each in rounds of one system; a round's rings are
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# (kind of chaos_rounds.ROUNDS, hits wanted, at most so many in one round)
+# (kind of chaos_rounds.ROUNDS, required hits, maximum hits per round)
 WANTED = (
     ("stopped", 1, 1),
     ("twice", 2, 2),
@@ -28,7 +28,7 @@ STORE = Path("build/chaos")
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """Of seconds; empty without any."""
+    """Percentiles of seconds; empty without values."""
     ordered = sorted(values)
     if not ordered:
         return {}
@@ -38,7 +38,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def bad(found: dict[str, Any]) -> list[str]:
-    """What a round breaks, in words."""
+    """The violations of a round, in words."""
     late = [
         f"{name} {max(found[name]):.2f} s"
         for name, most in (
@@ -53,7 +53,8 @@ def bad(found: dict[str, Any]) -> list[str]:
 
 
 def run(kind: str, count: int, number: int, store: Path) -> dict[str, Any]:
-    """A round's outcome, from the store if it has passed before. A failed one is kept apart."""
+    """A round's outcome, from the store if it has passed before. A failed one is kept
+    separately."""
     path = store / f"{kind}-{count}-{number}.json"
     if path.exists():
         return dict(json.loads(path.read_text()))

@@ -1,11 +1,11 @@
-"""Line 4: frames that must change nothing, genuine ones in any order, and what the checks cost.
+"""Line 4: frames that must have no effect, genuine ones in any order, and the cost of the checks.
 
 100,000 frames that are corrupted, truncated, foreign, stale or replays, over tcp and shm, tagged
 and sealed: after every eight (after each that closes its connection) all bytes of decode's pool,
-the bitmaps and the number of writes are as before. 10,000 hand-offs whose genuine frames come
+the bitmaps and the number of writes are unchanged. 10,000 hand-offs whose genuine frames arrive
 shuffled and in part twice: bytes equal at the commit, tokens equal, each block written once. CPU
 seconds of tagging and checking 2,000 tokens of SmolLM2 on both sides, over its time to the first
-token: this figure wants a machine that does nothing else. A word scales the counts (0.01).
+token: this figure needs an otherwise idle machine. An argument scales the counts (0.01).
 """
 
 import json
@@ -31,7 +31,7 @@ from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.handoff.protocol.keys import TagKey
 
-# cuda_ipc has no payload bytes on the host: its own tests attack its slots.
+# cuda_ipc has no payload bytes on the host: separate tests attack its slots.
 HOSTILE = {  # transport, sealed -> frames
     ("tcp", False): 50_000,
     ("shm", False): 30_000,
@@ -47,7 +47,7 @@ def say(text: str) -> None:
 
 
 def hostile(scale: float, folder: Path) -> dict[str, Any]:
-    """Raises AssertionError at the first change."""
+    """Send hostile frames. Raises AssertionError at the first change."""
     kinds: Counter[str] = Counter()
     outcomes: Counter[str] = Counter()
     refused: Counter[str] = Counter()
@@ -69,7 +69,7 @@ def hostile(scale: float, folder: Path) -> dict[str, Any]:
 
 
 def shuffled(scale: float, folder: Path) -> dict[str, int]:
-    """Raises AssertionError at the first wrong byte, token or count."""
+    """Send shuffled frames. Raises AssertionError at the first wrong byte, token or count."""
     figures: Counter[str] = Counter()
     for number, ((transport, window), count) in enumerate(SHUFFLED.items()):
         with ShuffledPair(transport, folder, seed=number, window=window) as pair:
@@ -107,7 +107,7 @@ class CheckTime:
 
 
 def check_cost(sealed: bool, folder: Path) -> dict[str, Any]:
-    """Hand-offs of the shipped model by tcp, prefill and decode in this process."""
+    """Hand-offs of the shipped model by tcp, with prefill and decode in this process."""
     config = EngineConfig(kv_tokens=8192, prefix_cache=False)
     (prefill, _), (decode, _) = (build_engine(config) for _ in range(2))
     pair = Pair(prefill, decode, "tcp", folder, encrypted=sealed)
@@ -122,7 +122,7 @@ def check_cost(sealed: bool, folder: Path) -> dict[str, Any]:
         pair.wait(lambda key=asked.key: key in pair.finished)  # type: ignore[misc]
         seconds = time.monotonic() - started
         pair.wait(lambda one=attempt: one in pair.sent)  # type: ignore[misc]
-        if number:  # the first one dials and warms up
+        if number:  # the first one connects and warms up
             ttft_s.append(seconds)
             cpu_s.append((checks.seconds["prefill"], checks.seconds["decode"]))
             num_bytes = pair.received[attempt].num_bytes

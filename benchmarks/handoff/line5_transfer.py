@@ -1,17 +1,17 @@
-"""Line 5: what a hand-off of 2,000 tokens costs beside what the machine can do, in one run.
+"""Line 5: the cost of a hand-off of 2,000 tokens, relative to the machine's limits in the same run.
 
 exposed: real processes, shipped model, tcp on loopback: the part of the time to the first token
 between the end of the last chunk and decode having everything verified. copies: transfer_end.py,
 the real Sender and Receiver on a core each, 46 MB; interleaved with a bare socket's copy between
 the same two pools (one stream, the same buffers) and one memcpy into decode's pool; medians, and
-every byte is compared. Without tags: the payload's tag is neither made nor compared on either
-side, the copies are the same; only the benchmark can do that. Sealed payloads are printed beside
-the others, without a bound. networks: the same between two
-network namespaces with a rate, and through the tests' proxy with a delay, beside the bare socket
-there; without namespaces it is skipped, and the line does not hold. cuda_ipc is skipped here:
-`make accept-gpu` measures it on a machine that has a GPU.
+every byte is compared. Without tags: the payload's tag is neither computed nor compared on either
+side, the copies are the same; only the benchmark can do that. Sealed payloads are printed next to
+the others, without a bound. networks: the same between two network namespaces with a rate limit,
+and through the tests' proxy with a delay, compared with a bare socket there; without namespaces it
+is skipped, and the line does not hold. cuda_ipc is skipped here: `make accept-gpu` measures it on a
+machine with a GPU.
 
-Words: `quick` (fewer rounds), or names of parts; the line holds only with all parts of it.
+Arguments: `quick` (fewer rounds), or names of parts; the line holds only with all parts of it.
 """
 
 import json
@@ -33,7 +33,7 @@ from pdserve.protos import common_pb2, router_pb2, router_pb2_grpc
 
 EXPOSED_MOST, TCP_LEAST, SHM_LEAST, UNTAGGED_LEAST = 0.05, 0.70, 0.45, 0.70
 ROUNDS, PROMPTS, FEW = 15, 9, 5
-RATES = {"1gbit": 125e6, "10gbit": 1250e6}  # bytes a second
+RATES = {"1gbit": 125e6, "10gbit": 1250e6}  # bytes per second
 DELAYS_S = (0.001, 0.010)
 FLEET = (
     "--prefill", "1", "--decode", "1", "--kv-transport", "tcp", "--kv-tokens", "8192",
@@ -54,7 +54,7 @@ def phases_of(fleet: Fleet, number: int) -> common_pb2.Phases:
         prompt_ids=[(i * 37 + i * i + number) % 40_000 + 100 for i in range(NUM_TOKENS + 1)],
         params=common_pb2.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
         seed=1,
-        cache_salt=b"%d" % number,  # nobody finds what another prompt has cached
+        cache_salt=b"%d" % number,  # prevents hits in the cache of another prompt
         timeout_ms=120_000,
     )
     with grpc.insecure_channel(fleet.router) as channel:
@@ -67,7 +67,7 @@ def phases_of(fleet: Fleet, number: int) -> common_pb2.Phases:
 def exposed(quick: bool) -> dict[str, Any]:
     shares, ttfts, waits = [], [], []
     with Fleet(*FLEET) as fleet:
-        phases_of(fleet, 0)  # dials and warms up
+        phases_of(fleet, 0)  # connects and warms up
         for number in range(1, (FEW if quick else PROMPTS) + 1):
             phases = phases_of(fleet, number)
             ttft = phases.queue_s + phases.prefill_s + phases.transfer_s + phases.first_token_s
@@ -85,7 +85,8 @@ def exposed(quick: bool) -> dict[str, Any]:
 
 
 def copies(quick: bool) -> dict[str, Any]:
-    """All pairs live at once and take turns, so that they meet the same minutes."""
+    """Measure all pairs at the same time, alternating, so that they share the load of the
+    machine."""
     rates: dict[str, list[float]] = {"bare": [], "memcpy": []}
     with tempfile.TemporaryDirectory() as folder:
         pairs = {
@@ -98,7 +99,7 @@ def copies(quick: bool) -> dict[str, Any]:
             for number in range((FEW if quick else ROUNDS) + 1):
                 measured = {"bare": pairs["tcp"].bare(), "memcpy": pairs["shm"].memcpy()}
                 measured |= {name: pair.send() for name, pair in pairs.items()}
-                for name, rate in measured.items() if number else ():  # the first one dials
+                for name, rate in measured.items() if number else ():  # the first one connects
                     rates.setdefault(name, []).append(rate)
         finally:
             for pair in pairs.values():
@@ -132,7 +133,7 @@ def in_turn(pair: Ends, rounds: int) -> dict[str, float]:
 
 
 def shaped(quick: bool) -> dict[str, Any]:
-    """Figures without a limit of their own."""
+    """Figures without a separate limit."""
     found: dict[str, Any] = {"ok": True}
     rounds = 2 if quick else FEW
     with tempfile.TemporaryDirectory() as folder:

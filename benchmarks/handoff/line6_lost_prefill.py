@@ -1,7 +1,7 @@
-"""Line 6, second half: a prefill worker killed at 80 % of 4,000 tokens costs a quarter at most.
+"""Line 6, second half: a prefill worker killed at 80 % of 4,000 tokens costs at most a quarter.
 
-Counted is every prompt token that any other worker computes for the request after the kill: what
-was missing, and what is computed again.
+Every prompt token that another worker computes for the request after the kill is counted: the
+missing ones, and those computed again.
 """
 
 import json

@@ -1,10 +1,10 @@
 """Line 6, first half: 32 identical prompts of 4,000 tokens at once cost one prefill, one transfer.
 
-1x is: the prefill worker computes the 3,999 tokens before the last, decode receives the bytes of
-one such prompt, as measured with one request alone, and computes of each of the 32 its own last
-token (4,000 tokens are 125 whole blocks). Then the same with the prefill worker killed between the
-first frame and the last: all 32 are answered, and what decode had verified at the kill and all
-prompt tokens that those who live compute are together at most 1.25 times one prompt.
+1x means: the prefill worker computes the 3,999 tokens before the last, decode receives the bytes of
+one such prompt, as measured with a single request, and computes for each of the 32 its last token
+(4,000 tokens are 125 whole blocks). Then the same with the prefill worker killed between the first
+frame and the last: all 32 are answered, and the tokens that decode had verified at the kill plus
+all prompt tokens that the surviving workers compute are at most 1.25 times one prompt.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ OPTIONS = (
 
 @dataclass
 class Figures:
-    """Of the fleet's workers, since they started."""
+    """Figures of the fleet's workers since they started."""
 
     decoded: int  # prompt tokens that decode computed
-    prefilled: dict[bytes, int]  # that prefill workers did
+    prefilled: dict[bytes, int]  # prompt tokens that prefill workers computed
     sent: int  # bytes of KV that decode has verified
     attached: int
     placed_again: int
@@ -77,11 +77,11 @@ async def ask(fleet: Fleet, count: int, tenant: bytes) -> list[tuple[int, ...]]:
 
 
 def quiet(fleet: Fleet) -> Figures:
-    """Everything is back, and every worker has said so."""
+    """Wait until all resources are released and every worker has reported it."""
     wait_until(fleet.all_blocks_back, "a quiet fleet", limit_s=30)
     before = figures(fleet)
     while True:
-        time.sleep(1.2)  # an idle worker reports once a second
+        time.sleep(1.2)  # an idle worker reports once per second
         after = figures(fleet)
         if after == before:
             return after
@@ -113,7 +113,7 @@ def together(fleet: Fleet) -> dict[str, object]:
 
 
 def kill_between(fleet: Fleet, size: int) -> tuple[list[tuple[int, ...]], float, bytes]:
-    """The answers, the share of the KV at the kill, and who was killed."""
+    """The answers, the share of the KV at the kill, and the killed worker."""
     start = received(fleet)
     pids = {w.hello.boot: pid_of(fleet, w) for w in workers(fleet, fleet_pb2.PREFILL)}
     with ThreadPoolExecutor(1) as pool:
@@ -128,12 +128,12 @@ def kill_between(fleet: Fleet, size: int) -> tuple[list[tuple[int, ...]], float,
 
 
 def killed(fleet: Fleet, size: int, whole: tuple[int, ...]) -> dict[str, object]:
-    """The prefill worker dies while 31 wait for what it sends."""
+    """Kill the prefill worker while 31 requests wait for its data."""
     before = quiet(fleet)
     answers, share, victim = kill_between(fleet, size)
     wait_until(lambda: len(fleet.pids("prefill")) == 2, "two prefill workers")
     after = quiet(fleet)
-    # Of the dead worker only what decode has verified is known.
+    # Of the dead worker's tokens, only those verified by decode are known.
     lived = sum(
         tokens - before.prefilled.get(boot, 0)
         for boot, tokens in after.prefilled.items()

@@ -1,13 +1,14 @@
-"""Line 7: every container is restarted in turn under load through docker compose, and none fails.
+"""Line 7: every container is restarted in turn under load through docker compose, and no request
+fails.
 
-With compose.ha.yml (two of everything behind HAProxy) the client is a raw one that never asks
-twice; with docker-compose.yml alone it is the openai client with its own retries, and only the one
-gateway may break streams: its own. A restart is `docker stop` (SIGTERM, SIGKILL after
+With compose.ha.yml (two of everything behind HAProxy) the client is a raw one that never retries;
+with docker-compose.yml alone it is the openai client with its retries, and only the single gateway
+may break streams: its open ones. A restart is `docker stop` (SIGTERM, SIGKILL after
 stop_grace_period), `docker start`, and the wait until the container is healthy.
 
-The engine is one of this line's own, with images built from the checkout; HAProxy is Debian's,
-under the name of the image that compose.ha.yml runs. `--images FOLDER` uses an engine that has
-them already.
+The line starts a separate engine, with images built from the checkout; HAProxy is Debian's, under
+the name of the image that compose.ha.yml runs. `--images FOLDER` uses an engine that has them
+already.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from systems.eventually import eventually
 
 CLIENTS = 6
 GRACE_S = 45.0  # stop_grace_period: past it the container is killed
-MAX_RETRIES = 30  # of a client that waits for the one gateway: it asks again once a second
+MAX_RETRIES = 30  # for a client that waits for the single gateway: it retries once per second
 STREAMS_S = 60.0
 
 
@@ -118,7 +119,7 @@ async def roll(project: Project, client: RawClient | OpenAiClient) -> dict[str, 
 
 
 def part(engine: DockerEngine, files: tuple[str, ...], build: bool) -> dict[str, Any]:
-    """One set of compose files; images are there or are built now."""
+    """One set of compose files; images are present or built now."""
     with tempfile.TemporaryDirectory() as folder:
         project = Project(engine, Path(folder), files, "pdserve-rolling")
         if build:

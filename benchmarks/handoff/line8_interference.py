@@ -1,13 +1,13 @@
-"""Line 8: separation pays. One prefill and one decode worker, a core each, against two mixed ones.
+"""Line 8: separation pays off. One prefill and one decode worker, a core each, against two mixed
+ones.
 
-`python benchmarks/handoff/line8_interference.py [--seconds N] [--seed N] [--chunks N ...]
-[--rates LONG SHORT]`: calibrates, runs every configuration on the same arrivals, and prints one
-JSON object. The rate of short requests is right if the separated pair has eight of them in flight
-in its own run, within a quarter; else, in a whole sweep, it is corrected and that run is made
-again. What has been measured on the same source tree with the same options is not measured again
-(build/interference). A whole run takes about 75 minutes and writes
-benchmarks/results/interference.json and interference.svg; others print only. Wants benchmarks and
-tests/support in PYTHONPATH, as `make bench-interference` has it.
+`python benchmarks/handoff/line8_interference.py [--seconds N] [--seed N] [--chunks N ...] [--rates
+LONG SHORT]`: calibrates, runs every configuration on the same arrivals, and prints one JSON object.
+The rate of short requests is right if the separated pair has eight of them in flight in its run,
+within a quarter; otherwise, in a whole sweep, it is corrected and that run is repeated. Results for
+the same source tree and options are reused (build/interference). A whole run takes about 75 minutes
+and writes benchmarks/results/interference.json and interference.svg; others print only. Needs
+benchmarks and tests/support in PYTHONPATH, as `make bench-interference` sets it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from interference.sharing import Sharing
 SECONDS = 300.0
 CALIBRATION_S = 60.0  # of each closed loop
 IN_FLIGHT = 8
-WITHIN = 1.25  # so many times more or less are eight, too
+WITHIN = 1.25  # up to this factor more or less than eight is accepted
 TRIES = 4
 RESULTS = ROOT / "benchmarks/results"
 
@@ -43,7 +43,7 @@ def say(text: str) -> None:
 
 
 def kept(path: Path, make: Any, clean: bool) -> dict[str, Any]:
-    """What is in the file, or was just made; changed sources are always measured anew."""
+    """The contents of the file, or a new result; changed sources are always measured again."""
     if clean and path.exists():
         say(f"{path.stem}: measured before")
     else:
@@ -63,7 +63,7 @@ def brief(figures: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A sweep, and where its raw figures lie; `clean`: those of before may be used."""
+    """A sweep, and the folder of its raw figures; `clean`: earlier ones may be reused."""
 
     seconds: float
     seed: int
@@ -80,7 +80,7 @@ class Wanted:
         return schedule(long_rate, short_rate, self.seconds, least, self.seed)
 
     def made(self, name: str, long_rate: float, short_rate: float) -> dict[str, Any]:
-        """One run of a configuration at these rates, or what it gave before."""
+        """One run of a configuration at these rates, or its earlier result."""
         path = self.folder / f"{name}-{long_rate:g}-{short_rate:g}.json"
         found = kept(path, lambda: run(name, self.plan(long_rate, short_rate)), self.clean)
         say(f"{name}: {brief(found['summary'])}")
@@ -88,8 +88,8 @@ class Wanted:
 
 
 def separated(wanted: Wanted) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the rates, those that were tried too; the run at them). Raises RuntimeError if no rate of
-    short requests keeps eight in flight."""
+    """(the rates and those tried before; the run at them). Raises RuntimeError if no rate of short
+    requests keeps eight in flight."""
     seconds = min(CALIBRATION_S, wanted.seconds)
     rates = kept(wanted.folder / "rates.json", lambda: calibrate(seconds), wanted.clean)
     say(f"rates: {rates}")
@@ -114,7 +114,7 @@ def separated(wanted: Wanted) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def measure(wanted: Wanted, given: Sequence[float] | None) -> dict[str, Any]:
-    """`given`: the rates of long and of short requests, not to be found out."""
+    """Measure; `given`: the rates of long and short requests, instead of calibrating them."""
     if given:
         rates: dict[str, Any] = dict(zip(("long_rate", "short_rate"), given, strict=True))
         result = wanted.made(SEPARATED, *given)

@@ -1,6 +1,6 @@
-"""Concurrent greedy streams without a pause, each compared with what it says in calm.
+"""Concurrent greedy streams without a pause, each compared with its answer without disturbance.
 
-Every request has a cache salt of its own, so a long prompt is prefilled anew each time.
+Every request has a unique cache salt, so a long prompt is prefilled again each time.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ import openai
 
 TIMEOUT_S = 180.0
 WORDS = "one two three four five six seven eight nine ten eleven twelve "
-# What a stream has said, so far or in the end: text, why it ended, tokens.
+# The contents of a stream, so far or at the end: text, finish reason, tokens.
 Answer = tuple[str, str, int]
 
 
 class Broken(Exception):
-    """A stream that had begun ended without its end."""
+    """A stream that had begun ended early."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Ask:
 
 
 def asks() -> list[Ask]:
-    """Long prompts (about 1,000 tokens) and short ones, in turn."""
+    """Long prompts (about 1,000 tokens) and short ones, alternating."""
     long = [Ask(f"Story {n}: " + WORDS * 80 + "And then", 32) for n in range(4)]
     short = [Ask(f"Number {n} comes after {WORDS * (n % 3)}", 64) for n in range(8)]
     return [ask for pair in zip(short, long * 2, strict=True) for ask in pair]
@@ -51,7 +51,7 @@ Chunks = Callable[[dict[str, Any]], AsyncIterator[dict[str, Any]]]
 
 
 class RawClient:
-    """One connection for each request; nothing is ever asked twice."""
+    """A client with one connection per request and no retries."""
 
     def __init__(self, url: str, key: str) -> None:
         self._client = httpx.AsyncClient(
@@ -75,7 +75,7 @@ class RawClient:
 
 
 class OpenAiClient:
-    """The openai package, which asks again what was refused or not answered."""
+    """The openai package, which retries refused or unanswered requests."""
 
     def __init__(self, url: str, key: str, max_retries: int) -> None:
         self.most_retries = 0
@@ -103,7 +103,7 @@ class OpenAiClient:
 
 @dataclass
 class Load:
-    """`width` clients that go through the asks in turn until they are told to stop."""
+    """`width` clients that cycle through the prompts until they are stopped."""
 
     chunks: Chunks
     model: str
@@ -113,12 +113,12 @@ class Load:
     running: int = 0  # streams that have begun and not ended
     failed: list[str] = field(default_factory=list)  # refused, or not answered
     broken: list[str] = field(default_factory=list)  # after their first token
-    where: str = ""  # what is being restarted
+    where: str = ""  # the container that is being restarted
     _numbers: Any = field(default_factory=itertools.count)
     _over: bool = False
 
     async def ask(self, ask: Ask) -> Answer:
-        """Raises Broken if the stream ends early, and what the client raises."""
+        """Send one prompt. Raises Broken if the stream ends early, and the client's exceptions."""
         text, finish, tokens = "", "", 0
         begun = False
         try:
@@ -144,12 +144,12 @@ class Load:
         return text, finish, tokens
 
     async def learn(self, all_asks: Sequence[Ask]) -> None:
-        """Ask each once, in calm."""
+        """Send each prompt once without disturbance."""
         for ask in all_asks:
             self.calm[ask] = await self.ask(ask)
 
     async def run(self, width: int) -> None:
-        """Returns when `stop` was called and the last stream has ended."""
+        """Run until `stop` was called and the last stream has ended."""
         turns = itertools.cycle(self.calm)
         await asyncio.gather(*(self._client(turns) for _ in range(width)))
 
@@ -165,7 +165,7 @@ class Load:
                 self.broken.append(f"{self.where}: {error}")
             except (httpx.HTTPError, openai.OpenAIError, RuntimeError) as error:
                 self.failed.append(f"{self.where}: {error!r}")
-                await asyncio.sleep(0.2)  # whoever is refused does not ask a thousand times
+                await asyncio.sleep(0.2)  # limits retries after a refusal
             else:
                 self.completed += 1
                 self.unequal += answer != self.calm[ask]

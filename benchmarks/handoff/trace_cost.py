@@ -1,4 +1,4 @@
-"""What one record of a hand-off costs: `python -m benchmarks.handoff.trace_cost`.
+"""The cost of one record of a hand-off: `python -m benchmarks.handoff.trace_cost`.
 
 Nanoseconds of this thread's processor time for a record and a step, without a ring and with one,
 the fastest of several stretches, since other programs can only add.

@@ -2,8 +2,8 @@
 
     python -m handoff.transfer_end prefill|decode TRANSPORT FOLDER BIND [untagged|sealed]
 
-Nothing is computed: an engine of a few lines says that a whole prompt is. A command is a JSON
-object a line on stdin, its answer one on stdout:
+Nothing is computed: an engine of a few lines reports whole prompts as computed. A command is one
+JSON object per line on stdin, its answer one on stdout:
 
 decode:  {"do": "admit", "prefill": boot} -> the ticket; {"do": "digest"} -> of the last prompt's
          blocks; {"do": "clear"}; {"do": "memcpy"} -> bytes a second; {"do": "bare", "rounds": n}:
@@ -11,8 +11,8 @@ decode:  {"do": "admit", "prefill": boot} -> the ticket; {"do": "digest"} -> of 
 prefill: {"do": "send", "ticket": ..., "address": ...} -> seconds from the last chunk's end to
          decode's Complete; {"do": "digest"}; {"do": "bare", "address": ..., "rounds": n}
 
-`untagged` leaves the payload's tags out on this side, and nothing else: the same copies, the
-header's and the messages' tags stay. Only this benchmark can do that. `sealed` encrypts payloads
+`untagged` omits only the payload's tags on this side: the copies and the tags of the header and
+the messages stay. Only this benchmark can do that. `sealed` encrypts payloads
 as `--encrypt-kv` does.
 """
 
@@ -46,7 +46,7 @@ from pdserve.engine.transport.base import TransportOptions
 from pdserve.engine.transport.registry import make_transports
 
 NUM_TOKENS = 2_000
-SPEC = KvSpec(  # of the shipped model, SmolLM2-135M, as the native kernels keep it: 46 MB
+SPEC = KvSpec(  # of the shipped model, SmolLM2-135M, as the native kernels store it: 46 MB
     32, (LayerGroup(tuple(range(30)), "full", 0, 3, 64, "bfloat16", 0, 3, keys_by_dim=True),)
 )
 NUM_BLOCKS = -(-NUM_TOKENS // SPEC.block_size)
@@ -59,7 +59,7 @@ PATIENCE_S = 60.0
 
 
 class Untagged(TagKey):
-    """A key whose payload tags are zeros that nobody computes or compares."""
+    """A key whose payload tags are zeros that are neither computed nor compared."""
 
     def tag(self, domain: Domain, sequence: int, *parts: bytes | memoryview) -> bytes:
         return bytes(16) if domain is Domain.PAYLOAD else super().tag(domain, sequence, *parts)
@@ -111,7 +111,7 @@ class Idle:
         words[:] = np.random.default_rng(seed).integers(-(1 << 63), 1 << 63, words.shape, np.int64)
 
     def used(self) -> "np.ndarray[Any, Any]":
-        """[layers, bytes] of the blocks of one prompt, as they lie."""
+        """[layers, bytes] of the blocks of one prompt, in memory order."""
         data = self.kv.data[0]
         return data.reshape(data.shape[0], NUM_BLOCKS + 1, -1).view(np.uint8)[:, 1:]
 
@@ -135,7 +135,7 @@ class Decode:
 
     def __init__(self, transport: str, folder: str, bind: str, sealed: bool) -> None:
         self.engine = Idle()
-        self.engine.fill(1)  # its pages are there
+        self.engine.fill(1)  # touches its pages
         self.boot = os.urandom(16)
         self.bind = bind
         self.source: Any = None
@@ -188,7 +188,7 @@ class Decode:
         return {}
 
     def memcpy(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """One prompt's keys and values from memory of the same size into the pool."""
+        """Copy one prompt's keys and values from memory of the same size into the pool."""
         target = self.engine.kv.data[0].view(np.uint8).reshape(-1)[:NUM_BYTES]
         if self.source is None:
             self.source = np.full(NUM_BYTES, 7, np.uint8)
@@ -197,8 +197,8 @@ class Decode:
         return {"rate": NUM_BYTES / (time.perf_counter() - started)}
 
     def bare(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The pool's memory filled from a socket, `rounds` times; the sender sees the end of each
-        by one byte back."""
+        """Fill the pool's memory from a socket, `rounds` times; the sender sees the end of each by
+        one byte back."""
         sock = buffered(self.listener.accept()[0])
         view = memoryview(self.engine.kv.data[0].view(np.uint8).reshape(-1))
         with sock:

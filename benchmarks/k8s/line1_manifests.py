@@ -1,5 +1,5 @@
-"""Line 1: what every overlay and component renders to, against strict schemas and each rule of the
-policy, with manifests that break one rule each. That alerts fire is line 6."""
+"""Line 1: the rendering of every overlay and component, against strict schemas and each rule of the
+policy, with manifests that break one rule each. Line 6 checks that alerts fire."""
 
 import json
 import sys

@@ -1,8 +1,8 @@
 """An idle system gets four times its capacity for ten minutes: the scalers of k8s/, simulated.
 
-`prefill` is long prompts with short answers, `decode` short prompts with long answers. What must
-hold is in `broken`; other times that pods take to start are measured without a verdict. `make test`
-runs it shorter, with fewer requests.
+`prefill` is long prompts with short answers, `decode` short prompts with long answers. `broken` has
+the requirements; other start times of pods are measured without a verdict. `make test` runs it
+shorter, with fewer requests.
 """
 
 import json
@@ -20,26 +20,26 @@ from scaled_cluster import TICK_S, ScaledCluster
 from scripted_pods import Machine
 
 COMPONENT = Path(__file__).parents[2] / "k8s/components/autoscaling"
-TIMES, IDLE = 4, 0.02  # of the capacity, under load and else
+TIMES, IDLE = 4, 0.02  # of the capacity, under load and otherwise
 IDLE_S, LOADED_S, AFTER_S = 120.0, 600.0, 1500.0
 MOST_BACKLOG_S = 30.0
 REVERSAL_S = 600.0
 START_S = (10.0, 60.0, 120.0)
-LEAST_ROUTERS = 2  # as k8s/base/control/autoscalers.yaml says
-SEEDS = {1: LEAST_ROUTERS, 2: 3, 3: 6}  # and how many routers
-MOST_UNSERVED = 0.005  # of what is asked: requests that were refused or waited too long
+LEAST_ROUTERS = 2  # as in k8s/base/control/autoscalers.yaml
+SEEDS = {1: LEAST_ROUTERS, 2: 3, 3: 6}  # seeds, with the number of routers
+MOST_UNSERVED = 0.005  # share of the requests that were refused or waited too long
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of one kind, as many times what the least replicas of one role can do."""
+    """Requests of one kind, at a multiple of the capacity of one role's minimum replicas."""
 
     role: str
     num_tokens: int
     max_tokens: int
 
     def capacity(self, machine: Machine, least: int) -> float:
-        """Requests a second."""
+        """Requests per second."""
         if self.role == "prefill":
             return least * machine.prompt_tokens_s / self.num_tokens
         streams = machine.kv_tokens / (self.num_tokens + self.max_tokens / 2)
@@ -55,7 +55,7 @@ def scaled_objects() -> list[dict[str, Any]]:
 
 
 def given(variable: str) -> dict[str, int]:
-    """What the component sets a variable to, by Deployment."""
+    """The value that the component sets a variable to, by Deployment."""
     patches = yaml.safe_load((COMPONENT / "kustomization.yaml").read_text())["patches"]
     found = {}
     for patch in patches:
@@ -74,8 +74,8 @@ def run(
     scaled: list[dict[str, Any]] | None = None,
     num_routers: int = LEAST_ROUTERS,
 ) -> dict[str, Any]:
-    """Figures of one run; `scaled`: other ScaledObjects than the component's. A machine may have
-    other bounds of what waits than the component gives."""
+    """Figures of one run; `scaled`: other ScaledObjects than the component's. A machine may set
+    other limits for waiting requests than the component."""
     scalers = [Autoscaler(one) for one in scaled or scaled_objects()]
     least = {a.target: a.least for a in scalers}
     machine = replace(
@@ -124,20 +124,21 @@ def run(
 
 
 def most_reversals(history: list[tuple[float, str, int]]) -> int:
-    """Of any Deployment in any REVERSAL_S: changes against the direction of the one before."""
+    """The maximum over Deployments of changes in any REVERSAL_S against the direction of the one
+    before."""
     worst = 0
     for name in {name for _, name, _ in history}:
         changes = [(at, count) for at, of, count in history if of == name]
         steps = [(at, after - before) for (_, before), (at, after) in pairwise(changes)]
         turns = [at for (_, one), (at, other) in pairwise(steps) if one * other < 0]
-        if steps and steps[0][1] < 0:  # the first change of all goes up
+        if steps and steps[0][1] < 0:  # the first change of all is an increase
             turns.insert(0, steps[0][0])
         worst = max([worst, *(sum(t <= u < t + REVERSAL_S for u in turns) for t in turns)])
     return worst
 
 
 def broken(load: Load, found: dict[str, Any]) -> list[str]:
-    """What of the line does not hold."""
+    """The violated requirements of the line."""
     mine, other = f"pdserve-{load.role}", "pdserve-decode"
     other = other if load.role == "prefill" else "pdserve-prefill"
     unserved = found["ends"].get("late", 0) + found["ends"].get("refused", 0)

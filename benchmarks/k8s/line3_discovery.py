@@ -1,14 +1,14 @@
-"""Line 3: routers are found while the API server breaks, and no request is lost that had a live
+"""Line 3: routers are discovered while the API server fails, and no request is lost that had a live
 worker.
 
 view: CHANGES random changes of pods and EndpointSlices at a fake API server, with faults of every
-kind in a share of what it says, events that are compacted, restarts and rotated tokens. After each
+kind in a share of its responses, events that are compacted, restarts and rotated tokens. After each
 ROUND it is quiet, and two views (ready ones, all) must equal the truth within QUIET_S. Two times
-are shorter here, since faults are that dense: a silent watch is given up after SILENT_WATCH_S (50 s
-in production), and the API server is asked again after at most BACKOFF_S (10 s).
-requests: real routers, gateways' clients and workers that find each other by the same API server,
-while routers are added, rolled, crash, are not ready for a while, and the API server is away.
-Every answer must be whole, token by token.
+are shorter here, since faults are that dense: a silent watch is abandoned after SILENT_WATCH_S (50
+s in production), and the API server is retried after at most BACKOFF_S (10 s). requests: real
+routers, gateways' clients and workers that find each other through the same API server, while
+routers are added, rolled, crash, are not ready for a while, and the API server is unavailable.
+Every answer must be complete, token by token.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from pdserve.services.host.discovery.discovery import Discovery
 CHANGES, ROUND, QUIET_S = 1000, 10, 2.0
 SILENT_WATCH_S, BACKOFF_S = 1.2, 1.0
 SYSTEM_CHANGES, WIDTH = 150, 16
-SHARE = 0.3  # of what the API server says is a fault
+SHARE = 0.3  # share of faulty responses of the API server
 
 
 def fake(folder: str, seed: int) -> FakeKubernetes:
-    """An API server, which this process takes for its own."""
+    """A fake API server, which this process uses as its cluster's."""
     api = FakeKubernetes(Path(folder), seed)
     api.start()
     os.environ.update(api.environ)
@@ -46,7 +46,7 @@ def fake(folder: str, seed: int) -> FakeKubernetes:
 
 
 def break_more(api: FakeKubernetes, pods: FakeEndpoints, rng: Random) -> None:
-    """Now and then more than one answer is wrong."""
+    """Occasionally make more than one response wrong."""
     match rng.randrange(40):
         case 0:
             api.compact()
@@ -98,7 +98,7 @@ def view(seed: int) -> dict[str, Any]:
         "late_s": {"p50": round(late[len(late) // 2], 3), "max": round(late[-1], 3)},
         "faults": dict(api.counts),
         "requests": len(api.requests),
-        "cpu_s": round(used_s, 1),  # of the fake, too
+        "cpu_s": round(used_s, 1),  # including the fake
     }
 
 

@@ -1,14 +1,15 @@
-"""Line 4: the endpoint picker. Its conformance cases over a stub of a stream (tests), and through
-an Envoy: 1,000 chats of 50 conversations reach the pod that the routers' policy names.
+"""Line 4: the endpoint picker. Its conformance cases over a stubbed stream (tests), and through an
+Envoy: 1,000 chats of 50 conversations reach the pod that the routers' policy names.
 
 Each pod is a decode worker, whose model computes nothing (front/fast_decode.py), and a gateway, on
-an address of its own in 127.0.0.0/8. Envoy says in its answers who has served, and what the picker
-has told; the gateway's trace says where its router placed the request. Picker and Envoy wait longer
-for a decision than they do by themselves, so that none is late; then come bodies that the proxy
-buffers. The same chats once more with the times that ship: what is late goes elsewhere, few are,
-and nothing fails. Then a proxy that goes down a list: a gateway is killed, and no request fails.
-Then there is no picker, and the proxy fails open (EppUnAvailableFailOpen); what a picker costs that
-has crashed and still has an endpoint is counted, streamed and buffered. A word: how many chats.
+a separate address in 127.0.0.0/8. Envoy names in its responses the pod that served, and the
+picker's answer; the gateway's trace names the worker that its router placed the request on. Picker
+and Envoy wait longer for a decision than by default, so that none is late; then bodies follow that
+the proxy buffers. The same chats run once more with the default times: late decisions go elsewhere,
+few are late, and no request fails. Then a proxy that tries a list: a gateway is killed, and no
+request fails. Then there is no picker, and the proxy fails open (EppUnAvailableFailOpen); the cost
+of a crashed picker that still has an endpoint is counted, streamed and buffered. An argument sets
+the number of chats.
 """
 
 import asyncio
@@ -28,12 +29,12 @@ PODS, CONVERSATIONS, AT_ONCE = 4, 50, 8
 CHATS = 1000
 STREAMED, BUFFERED = "FULL_DUPLEX_STREAMED", "BUFFERED"
 PATIENT_S = 5.0  # for a decision
-MOST_LATE = 0.05  # of the decisions, with the times that ship; a busy machine may have more
-SAME_PLACE = 0.99  # of the requests are placed by the router where the picker sent them
+MOST_LATE = 0.05  # share of the decisions, with the default times; a busy machine may have more
+SAME_PLACE = 0.99  # share of requests that the router places where the picker sent them
 
 
 def chat(number: int) -> tuple[int, dict[str, Any]]:
-    """Of a conversation that has all its earlier turns."""
+    """A chat of a conversation with all its earlier turns."""
     conversation, turn = number % CONVERSATIONS, number // CONVERSATIONS
     system = f"You are assistant {conversation}. " + "Be brief and exact. " * 40
     messages = [{"role": "system", "content": system}]
@@ -73,7 +74,7 @@ async def ask(client: httpx.AsyncClient, url: str, number: int) -> dict[str, Any
 
 
 async def asked(url: str, numbers: range) -> list[dict[str, Any]]:
-    """In the order of the turns, several at once."""
+    """Send the chats in the order of their turns, several at once."""
     left = asyncio.Semaphore(AT_ONCE)
     async with httpx.AsyncClient(timeout=60) as client:
 
@@ -111,7 +112,7 @@ def figures_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def through(pods: PickerPods, envoy: Path, numbers: range, listen: str, **how: Any) -> Any:
-    """What happens to chats through an Envoy. `among`: it goes down a list of these."""
+    """The results of chats through an Envoy. `among`: it tries a list of these pods."""
     mode, fail_open = how.get("mode", STREAMED), how.get("fail_open", False)
     cluster = override_host(how["among"]) if "among" in how else original_dst()
     pickers = [pods.picker] if "picker" in pods.processes or how.get("crashed") else []
@@ -122,7 +123,7 @@ def through(pods: PickerPods, envoy: Path, numbers: range, listen: str, **how: A
 
 
 def holds(found: dict[str, Any]) -> bool:
-    """Whether all that was measured is as it should be."""
+    """Whether all figures are within their bounds."""
     policy, shipped, listed = found["policy"], found["times that ship"], found["a gateway is dead"]
     told = ("policy", "buffered", "times that ship", "list")
     num_chats, decisions = policy["requests"], shipped["decisions"]

@@ -1,13 +1,13 @@
-"""Line 5: two releases side by side, and two pools of weights; every stream says what it says in
-calm, and none fails.
+"""Line 5: two releases side by side, and two pools of weights; every stream equals its answer
+without disturbance, and none fails.
 
-The last release (releases.json) is built beside this tree. A system of the old one is replaced
+The last release (releases.json) is built next to this tree. A system of the old one is replaced
 process by process under load: the workers first, prefill before decode, or the gateways and routers
-first, and then decode before prefill, so that either release hands to the other. At every stage
-streams of long prompts, which prefill hands to decode, and of short ones go through the gateways
-that are there, by a client that asks nothing twice. A stage holds if its workers, gateways and
-routers say that they are of the releases that it is about and prompts were handed over in it. Then
-a pool with other weights comes beside the first one, which is told to stop.
+first, and then decode before prefill, so that either release hands off to the other. At every
+stage, streams of long prompts, which prefill hands to decode, and of short ones run through the
+current gateways, from a client that never retries. A stage holds if its workers, gateways and
+routers report the releases that it is about and prompts were handed off in it. Then a pool with
+other weights is added to the first one, which is stopped.
 
 A clone without the release's commit skips the first two parts; a release that is there and cannot
 be built fails them.
@@ -46,7 +46,7 @@ THIS_BUILD = {"version": metadata.version("pdserve"), "commit": commit()}
 
 
 class Front(NamedTuple):
-    """Of which release the gateways and the routers of a stage are."""
+    """The releases of a stage's gateways and routers."""
 
     gateways: str
     routers: str
@@ -56,7 +56,7 @@ ALL_OLD, ALL_NEW = Front(OLD, OLD), Front(NEW, NEW)
 
 
 class Clients:
-    """Each request goes to the next of the gateways that take new ones."""
+    """A client that sends each request to the next gateway that accepts new ones."""
 
     def __init__(self, system: ReplaceableSystem) -> None:
         self._system = system
@@ -86,8 +86,8 @@ class Rolled:
         self._per_stage = per_stage
 
     async def stage(self, name: str, front: Front, *protocols: int) -> None:
-        """So many streams begin and end while the system is as it is now, with these gateways and
-        routers, and workers of these versions."""
+        """Run this many streams to their end while the system has these gateways and routers, and
+        workers of these versions."""
         self.load.where = name
         remote = await asyncio.to_thread(self.system.remote_prefills)
         before, begun = self.load.completed, self.load.completed + self.load.running
@@ -114,7 +114,8 @@ class Rolled:
         print(json.dumps(stage), file=sys.stderr, flush=True)
 
     async def _releases(self, processes: list[Replaceable]) -> list[str]:
-        """Each once. This tree's build is the new one; any other, or none that is told, is old."""
+        """The distinct releases of these builds. This tree's build is the new one; any other, or an
+        unreported one, is old."""
         builds = [await asyncio.to_thread(self.system.build, one) for one in processes]
         return sorted({NEW if build == THIS_BUILD else OLD for build in builds})
 
@@ -133,7 +134,8 @@ class Rolled:
         return self.system.worker(role, *words, python=python)
 
     async def replace_workers(self, python: str, first: str, front: Front, both: set[int]) -> None:
-        """Those of one role first. There is a stage after each but the last."""
+        """Replace the workers, those of one role first. A stage follows each replacement except the
+        last."""
         where = self.load.where
         *others, last = sorted(self.system.workers, key=lambda worker: worker.role != first)
         for number, old in enumerate(others, 1):
@@ -147,7 +149,7 @@ class Rolled:
         await self.retire(old)
 
     async def replace_routers(self, python: str) -> None:
-        """One at a time; the gateways take the requests of one to the other."""
+        """Replace the routers one at a time; the gateways send the requests of one to the other."""
         for old in list(self.system.routers):
             await self.retire(old)
             words = {"python": python, "address": old.address}
@@ -185,7 +187,7 @@ async def front_first(rolled: Rolled, new: str, old_protocol: int) -> None:
 async def roll(
     folder: Path, old: str, old_protocol: int, order: Order, per_stage: int
 ) -> dict[str, Any]:
-    """A system of the release that `old` runs is replaced by one of this tree."""
+    """Replace a system of the release that `old` runs by one of this tree."""
     with ReplaceableSystem(folder, *OPTIONS) as system:
         for _ in range(2):
             system.router(*REMOTE, python=old)
@@ -221,7 +223,8 @@ def figures_of(rolled: Rolled) -> dict[str, Any]:
 
 
 class TwoPoolLoad(Load):
-    """Each answer is that of one of two pools; of the new one once the old one was told to stop."""
+    """A load whose answers must be those of one of two pools; of the new one once the old one was
+    stopped."""
 
     def __init__(self, chunks: Any, old: dict[Ask, Any], new: dict[Ask, Any]) -> None:
         super().__init__(chunks, MODEL, old)
@@ -230,7 +233,7 @@ class TwoPoolLoad(Load):
         self._new = new
 
     async def ask(self, ask: Ask) -> Any:
-        """The old pool's answer for the new one's, which is as good."""
+        """Accept the old pool's answer in place of the new one's."""
         only_new = self.retired
         answer = await super().ask(ask)
         if answer == self._new[ask]:
@@ -240,7 +243,7 @@ class TwoPoolLoad(Load):
 
 
 async def calm_of(folder: Path, *words: str) -> dict[Ask, Any]:
-    """What a pool with these options answers, alone."""
+    """The answers of a pool with these options alone."""
     with ReplaceableSystem(folder, *OPTIONS, *words) as system:
         system.router(*REMOTE)
         system.worker("decode")
@@ -253,7 +256,8 @@ async def calm_of(folder: Path, *words: str) -> dict[Ask, Any]:
 
 
 async def two_pools(folder: Path, per_stage: int) -> dict[str, Any]:
-    """The pool of the shipped weights, then one of others beside it, then that alone."""
+    """The pool of the shipped weights, then one of other weights next to it, then that one
+    alone."""
     words = ("--model", str(write_changed(folder / "other.gguf")), "--served-name", MODEL)
     calm = await calm_of(folder), await calm_of(folder, *words)
     differ = sum(calm[0][ask] != calm[1][ask] for ask in calm[0])
@@ -290,7 +294,7 @@ async def two_pools(folder: Path, per_stage: int) -> dict[str, Any]:
 
 
 def releases(streams: int) -> dict[str, Any]:
-    """Both orders, or why they were skipped or cannot be tried."""
+    """Both orders, or the reason why they were skipped or cannot run."""
     try:
         last = last_release()
         python = python_of(last)

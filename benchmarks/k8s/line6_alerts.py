@@ -1,8 +1,10 @@
-"""Line 6: names are those of a running system, every alert fires by its cause and by nothing else.
+"""Line 6: metric names match a running system, and every alert fires for its cause and for nothing
+else.
 
-The tests make each cause with the real objects and evaluate the rules over it with promtool. Here a
-real Prometheus scrapes real processes besides, with the rules' minutes as seconds: none fires while
-all is well, each expression of the boards is answered, and killed workers and routers are seen.
+The tests create each cause with the real objects and evaluate the rules over it with promtool. In
+addition, a real Prometheus scrapes real processes here, with the rules' minutes as seconds: no
+alert fires while all is well, each expression of the boards returns data, and killed workers and
+routers are noticed.
 """
 
 import json
@@ -35,7 +37,7 @@ TESTS = (
 )
 WELL_S, SEEN_S = 40.0, 60.0
 ASKED = {"model": "SmolLM2-135M-Instruct", "prompt": "hello " * 600, "max_tokens": 4}
-# Of what did not happen: errors, pairs that do not go together, moves that failed.
+# Expressions without data here: no errors, mismatched pairs or failed moves occur.
 QUIET = {
     "fleet: Requests a second B",
     "handoff: Pairs left out, by what differs A",
@@ -63,7 +65,7 @@ class Watched(SingleProcesses):
         self._start_prometheus()
 
     def start_role(self, role: Role) -> None:
-        """Also once more, at the same metrics port."""
+        """Start a role, or restart it at the same metrics port."""
         address = self.scraped.setdefault(str(role), self.new_address())
         words = ["--metrics-port", address.partition(":")[2]]
         if role is not Role.ROUTER:
@@ -108,7 +110,7 @@ class Watched(SingleProcesses):
         super().__exit__(*exc)
 
     def ask(self) -> int:
-        """The code of an answer; 0: there was none."""
+        """The status code of a response; 0 without one."""
         with suppress(httpx.HTTPError):
             url = f"http://{self.scraped['gateway']}/v1/completions"
             return httpx.post(url, json=ASKED, timeout=20).status_code
@@ -121,13 +123,13 @@ class Watched(SingleProcesses):
         return found
 
     def firing(self) -> set[str]:
-        with suppress(httpx.HTTPError):  # it starts
+        with suppress(httpx.HTTPError):  # not started yet
             alerts = httpx.get(f"{self.url}/alerts").json()["data"]["alerts"]
             return {a["labels"]["alertname"] for a in alerts if a["state"] == "firing"}
         return set()
 
     def fires(self, name: str, meanwhile: Callable[[], object] = lambda: None) -> float | None:
-        """Seconds until it does; None: it does not."""
+        """Seconds until the alert fires; None if it does not."""
         began = time.monotonic()
         while time.monotonic() - began < SEEN_S:
             meanwhile()
@@ -138,19 +140,19 @@ class Watched(SingleProcesses):
 
 
 def quicker(rules: str) -> str:
-    """Minutes are seconds, and hours minutes."""
+    """The rules with minutes as seconds, and hours as minutes."""
     return DURATION.sub(lambda found: found[1] + {"m": "s", "h": "m"}[found[2]], rules)
 
 
 def watched(folder: Path) -> dict[str, Any]:
-    """What a real Prometheus says of real processes."""
+    """The alerts that a real Prometheus reports for real processes."""
     with Watched(folder) as system:
         system.begin()
         false: set[str] = set()
         began, answered = time.monotonic(), 0
         while time.monotonic() - began < WELL_S:
             answered += system.ask() == 200
-            if time.monotonic() - began > WELL_S / 2:  # what the start looked like is forgotten
+            if time.monotonic() - began > WELL_S / 2:  # lets the metrics of the start expire
                 false |= system.firing()
         empty = [
             where

@@ -1,8 +1,10 @@
-"""Line 9: the images, built from the checkout on a Docker engine of its own: their sizes unpacked
-without the model, what is left in them, and what pip-audit knows of their packages.
+"""Line 9: the images, built from the checkout on a separate Docker engine: their unpacked sizes
+without the model, their contents, and the vulnerabilities that pip-audit reports for their
+packages.
 
-They stand on a Debian by debootstrap (tests/support/systems/docker_engine.py), not on the base
-that the Dockerfile names."""
+They are based on a Debian by debootstrap (tests/support/systems/docker_engine.py), not on the base
+that the Dockerfile names.
+"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A router, pods of a decode worker and a gateway each on an address of its own, and pickers."""
+"""A router, pods of a decode worker and a gateway on separate addresses, and pickers."""
 
 import signal
 import subprocess
@@ -24,7 +24,7 @@ STEP_S, CHUNK_S = 0.002, 0.002
 
 
 class PickerPods:
-    """`with PickerPods(num) as pods`; all that was started has ended at its end."""
+    """Running pods: `with PickerPods(num) as pods` stops all processes at its end."""
 
     def __init__(self, num: int) -> None:
         self._made = tempfile.TemporaryDirectory()
@@ -77,7 +77,7 @@ class PickerPods:
         process.wait()
 
     def start_picker(self, *words: str) -> None:
-        """Returns when it serves."""
+        """Start a picker; returns when it serves."""
         said = ["--bind", self.picker, "--routers", self.router]
         for endpoint in self.endpoints:
             said += ["--endpoints", endpoint]
@@ -86,7 +86,7 @@ class PickerPods:
             command="picker",
         )  # fmt: skip
         wait_until(self._picker_serves, "the picker", START_S, 0.1)
-        time.sleep(1.5)  # the tokenizer is loaded ahead
+        time.sleep(1.5)  # until the tokenizer is loaded
 
     def _start_pod(self, host: str) -> None:
         words = ["--bind", f"{host}:{self._decode}", "--data-bind", f"{host}:0"]
@@ -140,13 +140,13 @@ class PickerPods:
         return False
 
     def picker_figures(self) -> dict[str, float]:
-        """Its own metrics."""
+        """The metrics of a picker."""
         page = httpx.get(f"http://127.0.0.1:{self._metrics}/metrics", timeout=5).text
         rows = [row.rsplit(" ", 1) for row in page.splitlines() if not row.startswith("#")]
         return {name: float(value) for name, value in rows}
 
     def decisions(self) -> dict[str, int]:
-        """The picker's, by reason."""
+        """The picker's decisions, by reason."""
         begin = 'pdserve_picker_decisions_total{reason="'
         return {
             name.removeprefix(begin).removesuffix('"}'): int(value)
@@ -155,13 +155,13 @@ class PickerPods:
         }
 
     def decided_within(self, *seconds: float) -> dict[str, float]:
-        """The share of the picker's decisions that took at most so long."""
+        """The share of the picker's decisions that took at most this long."""
         figures, name = self.picker_figures(), "pdserve_picker_decision_seconds"
         num = max(1.0, figures[f"{name}_count"])
         return {f"{s} s": round(figures[f'{name}_bucket{{le="{s}"}}'] / num, 4) for s in seconds}
 
     def cpu_s(self, name: str) -> float:
-        """Seconds of the cores that a process and its children have taken."""
+        """CPU seconds of a process and its children."""
         process = psutil.Process(self.processes[name].pid)
         every = [process, *process.children(recursive=True)]
         return sum(one.cpu_times().user + one.cpu_times().system for one in every)

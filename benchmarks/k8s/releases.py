@@ -1,7 +1,7 @@
-"""The last release, checked out of git and built beside this tree.
+"""The last release, checked out of git and built next to this tree.
 
-releases.json names the commit of each release and the version of its protocol; a tag of git with
-the release's name, if there is one, is taken before that.
+releases.json names the commit of each release and the version of its protocol; a git tag with the
+release's name has priority.
 """
 
 import json
@@ -29,7 +29,7 @@ class BuildFailed(Exception):
 
 @dataclass(frozen=True)
 class Release:
-    """One that was tagged, or is named in releases.json."""
+    """A release that is tagged, or named in releases.json."""
 
     name: str
     commit: str
@@ -37,7 +37,8 @@ class Release:
 
 
 def last_release() -> Release:
-    """Raises NoRelease if its commit is not in this clone, as in a shallow one."""
+    """The last release. Raises NoRelease if its commit is not in this clone, as in a shallow
+    one."""
     name, about = list(json.loads(NAMED.read_text()).items())[-1]
     for revision in (f"refs/tags/v{name}", f"refs/tags/{name}", about["commit"]):
         found = _git("rev-parse", "--quiet", "--verify", f"{revision}^{{commit}}")
@@ -47,7 +48,7 @@ def last_release() -> Release:
 
 
 def python_of(release: Release) -> str:
-    """An interpreter that has the release as pdserve, and what it needs from where this one has it.
+    """An interpreter that has the release as pdserve, and its dependencies from this environment.
     The first call compiles its kernels, for minutes. Raises BuildFailed."""
     folder = ROOT / "build" / "releases" / f"{release.name}-{release.commit[:12]}"
     python = folder / "venv" / "bin" / "python"
@@ -73,7 +74,7 @@ def _build(release: Release, folder: Path, python: Path) -> None:
     (wheel,) = wheels.iterdir()
     _run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    # Its own packages come first; the finder of this tree's editable pdserve does not come along.
+    # Its packages have priority; the finder of this tree's editable pdserve is left out.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     _run(*pip, "install", "--no-deps", "--target", str(site), str(wheel))
     where = _run(str(python), "-P", "-c", "import pdserve; print(pdserve.__file__)")
@@ -86,7 +87,7 @@ def _git(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def _run(*words: str) -> str:
-    """Raises CalledProcessError."""
+    """Run a command. Raises CalledProcessError."""
     environment = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"}
     done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment)
     return done.stdout

@@ -1,10 +1,10 @@
-"""A cluster whose pods come and go, in virtual time: the real cores and metrics of routers among
-workers that follow a script. Every worker joins every router, and a request comes to any of them.
+"""A cluster whose pods start and stop in virtual time: the real cores and metrics of routers among
+scripted workers. Every worker joins every router, and a request may arrive at any of them.
 
 A prefill worker computes one prompt after the other at a fixed rate. A decode worker gives each of
-its rows a token in each step, computes prompts of its own at the same rate, and has blocks for a
-fixed number of tokens. A message takes no time; work advances in ticks of TICK_S. Streams do not
-migrate: a decode worker that ends waits for the longest of them.
+its rows a token in each step, computes its local prompts at the same rate, and has blocks for a
+fixed number of tokens. Messages take no time; work advances in ticks of TICK_S. Streams do not
+migrate: a decode worker that shuts down waits for the longest of them.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class ScaledCluster:
-    """Its pods are as many as the autoscalers say."""
+    """A cluster with as many pods as the autoscalers decide."""
 
     def __init__(
         self, autoscalers: list[Autoscaler], machine: Machine, seed: int, num_routers: int
@@ -70,7 +70,7 @@ class ScaledCluster:
             self._make_pods(name, self.now)
 
     async def _make_router(self, seed: int) -> core.RouterCore:
-        """Its sessions lead here, and nothing of it runs by itself."""
+        """A router whose sessions lead here, without background tasks."""
 
         def send(sessions: WorkerSessions, worker: Worker, command: Any) -> None:
             self._commands.append((worker, command))
@@ -90,11 +90,11 @@ class ScaledCluster:
         return self._loop.now
 
     def close(self) -> None:
-        """The loop has nothing left."""
+        """Ensure that the loop has no callbacks left."""
         self._loop.close()
 
     def ask(self, num_tokens: int, max_tokens: int) -> None:
-        """A request of a client; nothing of its prompt is cached anywhere."""
+        """Add a client's request, whose prompt is not cached anywhere."""
         name = f"r{self.client.ends.total() + len(self.client.asked)}-{self.rng.random()}"
         self.client.asked[name] = self.now
         start = pb.Start(
@@ -129,14 +129,14 @@ class ScaledCluster:
                 self._sync(name)
 
     def figures(self, name: str) -> list[float]:
-        """A metric now, of the routers that export it."""
+        """The current value of a metric on the routers that export it."""
         metrics = (metric for router in self.metrics for metric in router.collect())
         return [s.value for metric in metrics for s in metric.samples if s.name == name]
 
     # --- pods
 
     def of(self, name: str) -> list[Pod]:
-        """Pods of a Deployment that nobody has told to end."""
+        """Pods of a Deployment that have not been told to terminate."""
         role = {"pdserve-prefill": PREFILL, "pdserve-decode": DECODE}[name]
         return [p for p in self.pods if p.role == role and p.drains_since is None]
 
@@ -148,7 +148,7 @@ class ScaledCluster:
             self.replicas[name] = after
             self.history.append((self.now, name, after))
             self._make_pods(name, self.now + self.machine.start_s)
-            # Pods that are not ready go first, then the newest.
+            # Pods that are not ready are removed first, then the newest.
             going = sorted(self.of(name), key=lambda p: (not p.workers, p.number))[after:]
             for pod in going:
                 self._end(pod)
@@ -166,7 +166,7 @@ class ScaledCluster:
             return
         for router, worker in zip(self.routers, pod.workers, strict=True):
             router.fleet.goodbye(worker)
-        if pod.role == PREFILL:  # it ends what it has begun and hands back the rest
+        if pod.role == PREFILL:  # it finishes what it has started and returns other requests
             for prompt in list(pod.prompts.values())[1:]:
                 del pod.prompts[prompt.attempt]
                 failed = wire.PrefillFailed(
@@ -217,7 +217,7 @@ class ScaledCluster:
             router.dispatcher.connected(worker, self.now)
 
     def _compute(self, pod: Pod) -> None:
-        """Prompts, in order of arrival."""
+        """Compute prompts in order of arrival."""
         budget = self.machine.prompt_tokens_s * TICK_S
         pod.rate = self.machine.prompt_tokens_s
         while budget > 0 and pod.prompts:
@@ -235,13 +235,13 @@ class ScaledCluster:
                 self._hand_off(pod, prompt.attempt)
 
     def _fits(self, pod: Pod, prompt: Prompt) -> bool:
-        """Whether there is a row for it, and blocks."""
+        """Whether there is a free row, and enough blocks."""
         used = sum(s.num_tokens + s.made for s in pod.rows)
         needed = used + prompt.num_tokens + prompt.made + len(pod.rows) * BLOCK
         return len(pod.rows) < self.machine.rows and needed <= self.machine.kv_tokens
 
     def _give_up(self, pod: Pod) -> None:
-        """Requests whose first step has not come in time."""
+        """Give up requests whose first step is late."""
         on_their_way = (s for s in pod.streams.values() if not s.kv_here)
         late = [p for p in (*pod.prompts.values(), *on_their_way) if self.now >= p.gives_up]
         for prompt in late:
@@ -261,7 +261,7 @@ class ScaledCluster:
         self._say(pod, wire.PrefillEvent(done=wire.PrefillDone(attempt=attempt)))
 
     def _generate(self, pod: Pod) -> None:
-        """A stream says its first token, and the others when it ends."""
+        """Send a stream's first token, and the others when it ends."""
         self._preempt(pod)
         for stream in pod.rows:
             stream.made += self.machine.token_s * TICK_S
@@ -280,7 +280,7 @@ class ScaledCluster:
                 self._say(pod, wire.DecodeEvent(finished=finished))
 
     def _preempt(self, pod: Pod) -> None:
-        """When blocks run out the youngest loses its own, and is computed again."""
+        """Preempt the youngest stream when blocks run out; it is computed again."""
         used = sum(s.num_tokens + s.made for s in pod.rows)
         while used > self.machine.kv_tokens:
             youngest = pod.rows[-1]
@@ -290,10 +290,10 @@ class ScaledCluster:
             pod.prompts[youngest.attempt] = youngest
             self.num_preempted += 1
 
-    # --- what routers say
+    # --- messages of routers
 
     def _say(self, pod: Pod, event: Any) -> None:
-        """To the router that asked."""
+        """Send an event to the router that made the request."""
         number = self._asked_by[getattr(event, event.WhichOneof("event")).attempt]
         dispatcher, worker = self.routers[number].dispatcher, pod.workers[number]
         if isinstance(event, wire.PrefillEvent):
@@ -357,9 +357,9 @@ class ScaledCluster:
         self._say(pod, wire.DecodeEvent(stayed=stayed))
 
     def _on_stay(self, pod: Pod, stay: wire.Stay) -> None:
-        """It did stay."""
+        """Do nothing: the stream has stayed here."""
 
-    # --- what is scraped
+    # --- scraping
 
     def _targets(self) -> list[tuple[str, list[Any]]]:
         targets = [

@@ -1,7 +1,8 @@
-"""A Prometheus in virtual time: samples of scrapes, and the queries that our scalers ask.
+"""A Prometheus in virtual time: samples of scrapes, and the queries of the scalers.
 
-Of PromQL it knows what these need (metrics with matchers, sum, max and min and arithmetic of them,
-`or vector(0)`, avg_over_time of a subquery, comparisons with `bool`), and refuses the rest.
+It supports only the PromQL that these need (metrics with matchers, sum, max and min and arithmetic
+of them, `or vector(0)`, avg_over_time of a subquery, comparisons with `bool`), and refuses anything
+else.
 """
 
 import math
@@ -13,22 +14,22 @@ from typing import Any
 import promql_parser
 from prometheus_client.core import Metric
 
-LOOKBACK_S = 300.0  # a sample counts for so long, unless its target has gone
+LOOKBACK_S = 300.0  # a sample is valid for this long, unless its target has gone
 Labels = tuple[tuple[str, str], ...]
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 OPERATIONS = {"sum": sum, "max": max, "min": min}
 
 
 class Scraped:
-    """Series by name and labels; `seen` is called once a scrape."""
+    """Series by name and labels; `seen` is called once per scrape."""
 
     def __init__(self) -> None:
         self._series: dict[str, dict[Labels, list[tuple[float, float]]]] = {}
         self._newest: set[tuple[str, Labels]] = set()
 
     def seen(self, targets: Iterable[tuple[str, Iterable[Metric]]], now: float) -> None:
-        """A scrape of all targets: the name of a pod, and its metrics. Series that no target has
-        any more end here."""
+        """Record a scrape of all targets: the name of a pod, and its metrics. Series without a
+        target end here."""
         found: set[tuple[str, Labels]] = set()
         for pod, metrics in targets:
             for sample in (s for metric in metrics for s in metric.samples):
@@ -41,7 +42,7 @@ class Scraped:
         self._newest = found
 
     def ask(self, query: str, now: float) -> float | None:
-        """The value of a query that gives one; None: it gives nothing."""
+        """The value of a query with one result; None without a result."""
         found = self._value(promql_parser.parse(query), now)
         if len(found) > 1:
             raise ValueError(f"{query} gives {len(found)} series")

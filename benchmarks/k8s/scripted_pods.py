@@ -1,4 +1,4 @@
-"""The parts of the simulated cluster that keep state: what workers can do, pods, the client."""
+"""The stateful parts of the simulated cluster: capacities of workers, pods, the client."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,10 +22,11 @@ CARD = pb.ModelCard(
 
 @dataclass(frozen=True)
 class Machine:
-    """What a worker can do, and how long its pod takes to be ready."""
+    """The capacity of a worker, and the time until its pod is ready."""
 
-    prompt_tokens_s: float = 2560.0  # of a prefill worker, and of a decode worker beside its rows
-    token_s: float = 10.0  # tokens a second of each stream
+    # of a prefill worker, and of a decode worker in addition to its rows
+    prompt_tokens_s: float = 2560.0
+    token_s: float = 10.0  # tokens per second of each stream
     kv_tokens: int = 65536
     start_s: float = 30.0
     rows: int = 128
@@ -39,7 +40,7 @@ class Prompt:
 
     attempt: bytes
     num_tokens: int  # of the prompt
-    left: float  # of them to compute here
+    left: float  # tokens to compute here
     max_tokens: int = 0
     kv_here: bool = True  # False: a prefill worker is to send it
     gives_up: float = 0.0  # when it has waited too long for its first step
@@ -55,9 +56,11 @@ class Pod:
     role: Role
     ready_at: float
     drains_since: float | None = None
-    workers: list[Worker] = field(default_factory=list)  # as each router knows it; none: it starts
+    # one for each router; empty while it starts
+    workers: list[Worker] = field(default_factory=list)
     prompts: dict[bytes, Prompt] = field(default_factory=dict)  # to be computed here, in order
-    streams: dict[bytes, Prompt] = field(default_factory=dict)  # rows, or whose KV is on its way
+    # rows, or streams whose KV is being transferred
+    streams: dict[bytes, Prompt] = field(default_factory=dict)
     last_command: bytes = b""
     rate: float = 0.0  # measured; 0: none yet
 
@@ -70,7 +73,7 @@ class Pod:
         return [s for s in self.streams.values() if s.kv_here]
 
     def load(self, machine: Machine) -> Load:
-        """Its figures, as its engine would report them."""
+        """The load that its engine would report."""
         prefills, computing = self.role == PREFILL, min(1, len(self.prompts))
         on_its_way = [s for s in self.streams.values() if not s.kv_here]
         used = sum(s.num_tokens + int(s.made) for s in self.rows)
@@ -90,13 +93,13 @@ class Pod:
 
 
 class Client:
-    """Counts how requests end; it reads no rows."""
+    """Count how requests end, without reading rows."""
 
     key = b"gateway"
     reads_rows = False
 
     def __init__(self) -> None:
-        self.asked: dict[str, float] = {}  # requests without an end, and when they came
+        self.asked: dict[str, float] = {}  # open requests, and their arrival times
         self.begun: set[str] = set()
         self.waits: list[float] = []  # to the first token
         self.ends: Counter[str] = Counter()  # ok, refused or late (no token), broken (after one)

@@ -1,9 +1,9 @@
-"""Native attention at SmolLM2's sizes (9 query heads, 3 kv heads of 64): one JSON line a case.
+"""Native attention at SmolLM2's sizes (9 query heads, 3 kv heads of 64): one JSON line per case.
 
-GFLOP/s count the products with seen keys only, GB/s the keys and values that must be read once;
-both stand beside the limits of the machine, measured in the same run with torch (a float32 matrix
-product, a sum over memory). Times are the best of many calls; CPU time on one thread, where others
-that run at the same time count least, else wall time.
+GFLOP/s count the products with attended keys only, GB/s the keys and values that must be read once;
+the limits of the machine, measured in the same run with torch (a float32 matrix product, a sum over
+memory), are given for both. Times are the best of many calls; CPU time on one thread, which is
+least affected by other load, otherwise wall time.
 
     python benchmarks/kernels/attention.py [--threads N] [--types float32 bfloat16 ...] [--isa NAME]
 """
@@ -20,7 +20,7 @@ from pdserve.kernels import _native as native
 KV_HEADS, GROUP, HEAD_DIM, BLOCK = 3, 3, 64, 32
 HEADS = KV_HEADS * GROUP
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-CASES = (  # name, rows, tokens a row, keys of the last token
+CASES = (  # name, rows, tokens per row, keys of the last token
     ("decode", 1, 1, 256),
     ("decode", 32, 1, 256),
     ("decode", 1, 1, 4096),
@@ -43,7 +43,7 @@ def best(call: Callable[[], object], threads: int, budget_s: float) -> float:
 
 
 def limits(threads: int) -> dict[str, float]:
-    """What torch reaches: float32 products and reading memory."""
+    """Torch's rates: float32 products and reading memory."""
     torch.set_num_threads(threads)
     a, b = torch.randn(768, 768), torch.randn(768, 768)
     flops = 2 * 768**3 / best(lambda: torch.mm(a, b), threads, 1.0)

@@ -1,9 +1,11 @@
-"""How fast a mixture of experts decodes, beside a dense model that reads as many bytes a token.
+"""The decode speed of a mixture of experts, against a dense model that reads as many bytes per
+token.
 
-`python -m benchmarks.kernels.experts` runs both in turns on all cores: LAYERS layers of random
-weights, 64 experts of which a token goes to 8, and an MLP of the size of those 8. A step of x1 and
-of x16 rows; the ratio is of the dense model's time to the mixture's, the median of the pairs. At x1
-both read the same bytes, so 1 is what memory allows; at x16 the mixture reads nearly all experts.
+`python -m benchmarks.kernels.experts` runs both alternately on all cores: LAYERS layers of random
+weights, 64 experts of which a token uses 8, and an MLP of the size of those 8. A step of x1 and of
+x16 rows; the ratio is the dense model's time over the mixture's, the median of the pairs. At x1
+both read the same bytes, so 1 is the limit set by memory; at x16 the mixture reads nearly all
+experts.
 """
 
 import json
@@ -42,7 +44,7 @@ def mixture() -> ModelConfig:
 
 
 def weights_of(config: ModelConfig) -> Callable[[str], RawTensor]:
-    """Random ones: matrices in Q4_0, norms and routers in float32."""
+    """Random weights: matrices in Q4_0, norms and routers in float32."""
     generator = np.random.default_rng(0)
     shapes = tensor_shapes(config)
 
@@ -59,7 +61,7 @@ def weights_of(config: ModelConfig) -> Callable[[str], RawTensor]:
 
 
 class Decoding:
-    """A model with `rows` sequences whose last tokens are decoded again and again."""
+    """A model with `rows` sequences whose last tokens are decoded repeatedly."""
 
     def __init__(self, config: ModelConfig, kernels: CpuKernels, rows: int) -> None:
         self.decoder = NativeDecoder(config, weights_of(config), kernels, "float16")
@@ -69,7 +71,7 @@ class Decoding:
         self._kv = KvCache(spec, [rows * CONTEXT // BLOCK_SIZE])
 
     def step(self) -> float:
-        """Seconds of a step of tokens that are others each time."""
+        """Seconds of a step with different tokens each time."""
         rows, blocks = self._rows, CONTEXT // BLOCK_SIZE
         table = np.arange(rows * blocks, dtype=np.int64).reshape(rows, blocks)
         last = np.full(rows, CONTEXT - 1, np.int64)

@@ -1,10 +1,10 @@
-"""What each weight format costs on the native kernels: memory, time of a product, time to pack.
+"""The cost of each weight format on the native kernels: memory, time of a product, time to pack.
 
 `make bench-formats` (or `python -m benchmarks.kernels.formats [FORMAT ...]`) prints a JSON line for
-each format: stored and packed bits of a weight, the product of one row beside a classic format's of
-the same shape (Q4_0; Q8_0 for 8 bits), and how long packing takes. Products read as many matrices
-as fill WORKING_SET, on all cores; both formats in turns, and the ratio is the median of the
-pairs: a machine that drifts moves both.
+each format: stored and packed bits per weight, the product of one row against a classic format's of
+the same shape (Q4_0; Q8_0 for 8 bits), and the packing time. Products read as many matrices as fill
+WORKING_SET, on all cores; both formats alternate, and the ratio is the median of the pairs: drift
+of the machine affects both.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pdserve.kernels.cpu import FORMATS, CpuKernels
 ROWS, COLS = 2048, 2048
 WORKING_SET = 192 << 20  # bytes, beyond every cache
 PAIRS = 15
-SMALL, LARGE = "Q4_0", "Q8_0"  # what formats of up to 6 bits, and of 8, are compared with
+SMALL, LARGE = "Q4_0", "Q8_0"  # references for formats of up to 6 bits, and of 8
 
 
 class Variant(NamedTuple):
@@ -56,9 +56,9 @@ LEVELS = [name for name, form in formats().items() if isinstance(form, LevelForm
 
 
 class Stored(NamedTuple):
-    """A weight of ROWS x COLS as files have it."""
+    """A weight of ROWS x COLS as stored in files."""
 
-    bits: float  # of a value
+    bits: float  # per value
     pack: Callable[[], Matrix]
 
 
@@ -69,7 +69,7 @@ def stored(kernels: CpuKernels, name: str) -> Stored:
     form = formats()[name]
     assert isinstance(form, BlockFormat)
     data = rng.integers(0, 60, (ROWS, form.row_bytes(COLS)), np.uint8)  # small scales
-    if name == "MXFP4":  # bytes of exponents: these would be numbers that cost more
+    if name == "MXFP4":  # bytes of exponents: these would be slower numbers
         data[:, :: form.block_bytes] = 120
     bits = 8 * form.block_bytes / form.block_values
     if isinstance(form, LevelFormat):
@@ -102,7 +102,7 @@ def _grouped(kernels: CpuKernels, variant: Variant, rng: np.random.Generator) ->
 
 
 def seconds(kernels: CpuKernels, matrices: list[Matrix]) -> float:
-    """Of one row's product with each of them, one after the other."""
+    """Seconds of one row's product with each matrix in turn."""
     x = np.random.default_rng(1).normal(size=(1, COLS)).astype(np.float32)
     out = np.empty((1, ROWS), np.float32)
     start = time.perf_counter()

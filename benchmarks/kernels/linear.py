@@ -1,9 +1,10 @@
-"""Products with packed weights: how near to the memory and to the arithmetic of one core.
+"""Products with packed weights, relative to the memory and arithmetic limits of one core.
 
 `python -m benchmarks.kernels.linear [FORMAT ...]` prints a JSON line of the core's limits and one
-a format, shape (SmolLM2-135M's) and number of tokens: GB/s of packed bytes for one token, read from
-memory (as many matrices as fill WORKING_SET), GOP/s else. Processor time of one thread, encoding of
-the inputs included; the fastest eighth of many runs, since other programs can only add.
+per format, shape (SmolLM2-135M's) and number of tokens: GB/s of packed bytes for one token, read
+from memory (as many matrices as fill WORKING_SET), otherwise GOP/s. Processor time of one thread,
+including the encoding of the inputs; the fastest eighth of many runs, since other programs can only
+add.
 """
 
 import argparse
@@ -20,15 +21,15 @@ from pdserve.kernels._native import Context, Matrix, linear_into
 LIMITS = Path(__file__).parents[1] / "cpu" / "limits.cpp"
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576))
 TOKENS = (1, 8, 32, 128, 512)
-BLOCKS = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}  # bytes of 32 values
-K_BLOCKS = {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # of 256
+BLOCKS = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}  # bytes per 32 values
+K_BLOCKS = {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # per 256
 NUMBERS = {"BF16": 2, "F16": 2, "F32": 4}
 WORKING_SET = 160 << 20
 STRETCH_S = 0.5
 
 
 def limits() -> dict[str, float]:
-    """read_gb_s and the operations of each kind, of one thread."""
+    """read_gb_s and the operations of each kind, on one thread."""
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "limits"
         flags = ("-O3", "-march=native", "-std=c++17", "-pthread")
@@ -49,7 +50,7 @@ def packed(context: Context, kind: str, rows: int, cols: int, copies: int) -> li
 
 
 def seconds(context: Context, matrices: list[Matrix], tokens: int) -> float:
-    """Of one product with all the matrices."""
+    """Seconds of one product with all the matrices."""
     x = np.random.default_rng(1).normal(size=(tokens, matrices[0].cols)).astype(np.float32)
     out = np.empty((tokens, sum(matrix.rows for matrix in matrices)), np.float32)
     times: list[float] = []

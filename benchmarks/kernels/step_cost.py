@@ -1,9 +1,9 @@
-"""What a decode step costs outside the model: an Engine whose forward pass is free.
+"""The cost of a decode step outside the model: an Engine whose forward pass is free.
 
-`python -m benchmarks.kernels.step_cost` prints microseconds a step, by part, for 1, 8 and 32
+`python -m benchmarks.kernels.step_cost` prints microseconds per step, by part, for 1, 8 and 32
 sequences, greedy and at T = 1: processor time of this thread, the fastest of several stretches of
-steps, since other programs can only add. "native" is the call of the sampling kernels; "own" is
-the step without it and without the model. --profile ROWS shows what cProfile sees.
+steps, since other programs can only add. "native" is the call of the sampling kernels; "own" is the
+step without it and without the model. --profile ROWS prints cProfile's output.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PARTS = ("schedule", "launch", "collect")
 
 
 class Timed:
-    """Calls a function and adds up the time."""
+    """Call a function and add up the time."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
@@ -45,7 +45,7 @@ class Timed:
 
 
 class FreeModel:
-    """Returns the same logits at every step."""
+    """A model that returns the same logits at every step."""
 
     def __init__(self) -> None:
         self.scores = torch.randn(64, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
@@ -58,7 +58,7 @@ class FreeModel:
 
 
 class Backend:
-    """Native sampling; nothing else is asked of it here."""
+    """A backend with native sampling and nothing else."""
 
     def __init__(self) -> None:
         sampling = CpuSampling(Context(1))
@@ -74,7 +74,7 @@ def engine(backend: Any) -> Engine:
 
 
 def measure(rows: int, temperature: float, stretches: int) -> dict[str, float]:
-    """Microseconds a step by part, of the stretch with the least of its own."""
+    """Microseconds per step by part, of the stretch with the smallest "own"."""
     backend = Backend()
     served = engine(backend)
     for i in range(rows):
@@ -108,7 +108,7 @@ def measure(rows: int, temperature: float, stretches: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints a line per kind of step."""
+    """Print a line per kind of step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--stretches", type=int, default=20, help=f"of {STRETCH} steps")
     parser.add_argument("--profile", type=int, metavar="ROWS", help="profile that many sequences")

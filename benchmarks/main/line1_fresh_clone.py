@@ -16,7 +16,7 @@ from pytest_line import ROOT, results
 
 
 def make(clone: Path, *words: str, timeout_s: float) -> tuple[str, float]:
-    """Output and seconds of one make target; raises when it fails."""
+    """Output and seconds of one make target; raises if it fails."""
     started = time.monotonic()
     done = subprocess.run(
         ["make", *words], cwd=clone, capture_output=True, text=True, timeout=timeout_s
@@ -28,7 +28,7 @@ def make(clone: Path, *words: str, timeout_s: float) -> tuple[str, float]:
 
 
 def run_and_ask(clone: Path) -> dict[str, Any]:
-    """`make run` from nothing until it answers a chat request, then Ctrl-C."""
+    """Run `make run` from nothing until it answers a chat request, then press Ctrl-C."""
     started = time.monotonic()
     command = ["make", "run", "ARGS=--port 18555"]
     with subprocess.Popen(

@@ -1,8 +1,8 @@
 """Line 2: the same tokens from transformers and from every way in which pdserve can run them.
 
-float32: greedy tokens of 40 prompts of 1-3,000 tokens equal transformers'; greedy and seeded
-tokens are equal in every mode below, apart from near-ties, which are listed. bf16: teacher-forced
-argmax agreement with float32, beside transformers bf16's in the same run.
+float32: greedy tokens of 40 prompts of 1-3,000 tokens equal transformers'; greedy and seeded tokens
+are equal in every mode below, except for near-ties, which are listed. bf16: teacher-forced argmax
+agreement with float32, next to that of transformers in bf16 in the same run.
 """
 
 import dataclasses
@@ -62,8 +62,8 @@ def engine_modes(asked: dict[str, Request], expected: Tokens) -> Iterator[tuple[
 
 
 def preempted(everything: list[Request], together: int = 8) -> Tokens:
-    """Runs requests of like length in a pool that holds their prompts and one block more for each,
-    so that their growth preempts some of them; asserts that it did."""
+    """Run requests of similar length in a pool that holds their prompts and one more block for
+    each, so that their growth preempts some of them; asserts that it did."""
     size = 16  # tokens per block, so that 32 new tokens need two more
     order = sorted(everything, key=lambda r: len(r.prompt_ids))
     tokens: dict[str, tuple[int, ...]] = {}
@@ -82,7 +82,7 @@ def preempted(everything: list[Request], together: int = 8) -> Tokens:
 def service_modes(asked: dict[str, Request]) -> Iterator[tuple[str, Tokens]]:
     """The same requests through real processes, by the router's Generate."""
     common = ["--kernels", "native", "--weights", "float32", "--kv-dtype", "float32"]
-    # Without the prefix cache a prompt that was asked before goes remote again, all of it.
+    # Without the prefix cache, a repeated prompt is prefilled remotely as a whole.
     common += ["--chunk-size", "256", "--no-prefix-cache"]
     remote = ["--prefill", "1", "--decode", "1", "--remote-prefill", "always"]
     for mode, options in {
@@ -101,7 +101,7 @@ def service_modes(asked: dict[str, Request]) -> Iterator[tuple[str, Tokens]]:
 
 @torch.inference_mode()
 def agreement(asked: list[tuple[int, ...]]) -> dict[str, float]:
-    """Share of positions whose bf16 argmax, given the same text, is float32's."""
+    """Share of positions whose bf16 argmax, given the same text, equals float32's."""
     exact = reference_model(torch.float32)
     wanted = [exact(torch.tensor([ids])).logits[0].argmax(-1) for ids in asked]
     del exact

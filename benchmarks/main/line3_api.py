@@ -1,4 +1,4 @@
-"""Line 3: the openai client against every endpoint and field, and every error's shape."""
+"""Line 3: the openai client against every endpoint and field, and the shape of every error."""
 
 import json
 

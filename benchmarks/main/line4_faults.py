@@ -1,4 +1,5 @@
-"""Line 4: a killed prefill worker, clients that leave, and 1,000 mixed requests: nothing stays."""
+"""Line 4: a killed prefill worker, clients that disconnect, and 1,000 mixed requests leave no
+resources behind."""
 
 import asyncio
 import json
@@ -22,7 +23,7 @@ GROWTH = 1.10  # of resident memory over the second half of the requests
 
 
 async def one(client: httpx.AsyncClient, model: str, number: int, seen: Counter[str]) -> None:
-    """One request: short, long, streamed, cancelled, several choices or refused."""
+    """Send one request: short, long, streamed, cancelled, several choices or refused."""
     draw = random.Random(number)
     kind = draw.choice(["short", "long", "stream", "leave", "choices", "refused", "prefix"])
     size = {"long": draw.randrange(40, 120), "prefix": 50}.get(kind, draw.randrange(1, 12))
@@ -80,7 +81,7 @@ def soak(fleet: Fleet, model: str) -> dict[str, Any]:
     half = REQUESTS // 2
     seen = asyncio.run(mixed(fleet.url, model, range(half)))
     wait_until(fleet.all_blocks_back, "blocks back after the first half", limit_s=10)
-    time.sleep(6)  # connections that were left idle close
+    time.sleep(6)  # idle connections are closed
     before = held(fleet)
     seen += asyncio.run(mixed(fleet.url, model, range(half, REQUESTS)))
     wait_until(fleet.all_blocks_back, "blocks back after the second half", limit_s=10)
@@ -104,7 +105,7 @@ def soak(fleet: Fleet, model: str) -> dict[str, Any]:
 
 
 def leave(fleet: Fleet, model: str, number: int, wait_s: float) -> float:
-    """Seconds from a client's hang-up to the last of its blocks, on both sides."""
+    """Seconds from a client's disconnect to the release of its last block, on both sides."""
     host, port = fleet.url.removeprefix("http://").split(":")
     body = {"model": model, "prompt": f"Left {number}: " + WORDS * 150, "max_tokens": 300,
             "stream": True}  # fmt: skip
@@ -125,7 +126,7 @@ def leave(fleet: Fleet, model: str, number: int, wait_s: float) -> float:
 
 
 def chunk_s(fleet: Fleet) -> float:
-    """The longest step that a cancel may have to wait for: one chunk beside a decode row."""
+    """The longest step that a cancel may have to wait for: one chunk with a decode row."""
     rates = [w for w in fleet.fleet_view().workers if w.load.prefill_tokens_s]
     return max(128 / w.load.prefill_tokens_s for w in rates)
 
@@ -139,7 +140,7 @@ def main() -> None:
         waits = [0.3 if i % 2 else 4.0 for i in range(LEAVES)]
         seconds = [round(leave(fleet, model, i, wait), 3) for i, wait in enumerate(waits)]
         step = chunk_s(fleet)
-        # Beyond one step and 100 ms: the load report that shows it (50 ms) and this poll (50 ms).
+        # One step and 100 ms: the load report that shows it (50 ms) and this poll (50 ms).
         bound = step + 0.1 + 0.1
         soaked = soak(fleet, model)
     figures = {

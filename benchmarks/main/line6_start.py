@@ -13,7 +13,7 @@ BOUND_S = 2.0  # on two idle cores
 
 
 def first_token_s() -> float:
-    """From the start of the process to the first streamed piece of text."""
+    """Seconds from the start of the process to the first streamed piece of text."""
     with Fleet() as fleet:
         question = [{"role": "user", "content": "Hello"}]
         body = {"model": "SmolLM2-135M-Instruct", "messages": question, "stream": True}

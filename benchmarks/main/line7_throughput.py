@@ -1,6 +1,7 @@
 """Line 7: the in-process Engine against transformers.generate, bf16, 16 sequences of 128 + 128.
 
-Both run on 2 threads on the same weights, interleaved; the ratio is of the medians' pairs.
+Both run on 2 threads on the same weights, interleaved; the ratio is taken per pair, and the median
+counts.
 """
 
 import json
@@ -50,7 +51,8 @@ def main() -> None:
     torch.set_num_threads(2)
     engine, _ = build_engine(
         EngineConfig(
-            kernels="reference",  # torch against torch; the native kernels have `make bench-cpu`
+            # torch against torch; `make bench-cpu` measures the native kernels
+            kernels="reference",
             weights="bf16",
             kv_dtype="bf16",
             kv_tokens=32768,

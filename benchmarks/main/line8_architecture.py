@@ -1,4 +1,5 @@
-"""Line 8: a test adds a new architecture as one file at run time; the docs name what exists."""
+"""Line 8: a test adds a new architecture as one file at run time; the docs name only existing
+things."""
 
 import json
 

@@ -1,5 +1,5 @@
 """Line 10: an architecture, a weight format and a quantization method are one file each, which
-tests add at run time; the docs say how."""
+tests add at run time; the docs explain it."""
 
 import json
 

@@ -1,5 +1,5 @@
 """Line 1: every architecture gives transformers' logits and greedy tokens on both kernels, from
-safetensors and GGUF, alone, in a batch of mixed lengths and behind a hand-off."""
+safetensors and GGUF, alone, in a batch of mixed lengths and after a hand-off."""
 
 import json
 

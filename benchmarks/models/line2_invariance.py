@@ -1,4 +1,4 @@
-"""Line 2: a token's logits are the same bits whatever the chunks, company, threads, shares and
+"""Line 2: a token's logits have the same bits for any chunks, other requests, threads, shares and
 block sizes, for every architecture in a quantized form and for some in bf16."""
 
 import json

@@ -1,5 +1,5 @@
-"""Line 3: of 64 experts the torch and the native router choose those that transformers' routers
-choose, on 10,000 random rows."""
+"""Line 3: the torch and the native router choose the same of 64 experts as transformers' routers,
+on 10,000 random rows."""
 
 import json
 

@@ -1,9 +1,8 @@
-"""Line 5: what formats cost: packed memory within MEMORY of the stored bytes for every type with a
-layout of its own, the products of some within TIMES of a classic format's, packing; and a mixture
-of experts at x1 beside the dense model that reads as much. IQ1 to IQ3 and TQ are levels of 8 bits:
-their memory is shown, and only their packing is bounded. `make accept-cpu` says whether the classic
-formats are slower.
-"""
+"""Line 5: the cost of formats: packed memory within MEMORY of the stored bytes for every type with
+a separate layout, the products of some within TIMES of a classic format's, packing; and a mixture
+of experts at x1 against the dense model that reads as much. IQ1 to IQ3 and TQ are levels of 8 bits:
+their memory is shown, and only their packing time is bounded. `make accept-cpu` checks whether the
+classic formats are slower."""
 
 import json
 import sys
@@ -17,13 +16,13 @@ from pdserve.engine.weights.format import BlockFormat
 from pdserve.engine.weights.formats import formats as stored_formats
 from pdserve.kernels.cpu import CpuKernels
 
-SMALL_BITS, MEMORY, MEMORY_SMALL = 4.0, 1.15, 1.35  # below SMALL_BITS the second
+SMALL_BITS, MEMORY, MEMORY_SMALL = 4.0, 1.15, 1.35  # the second below SMALL_BITS
 TIMES = {"Q2_K": 1.3, "IQ4_NL": 1.3, "MXFP4": 1.3, "FP8 of blocks": 1.2, "FP8 of outputs": 1.2}
-PACK_S, PACK_LEVELS_S = 20.0, 60.0  # of 1e9 weights
+PACK_S, PACK_LEVELS_S = 20.0, 60.0  # per 1e9 weights
 
 
 def fault(found: dict[str, Any]) -> str:
-    """What a format takes too much of."""
+    """The resource that a format exceeds."""
     name, bits = found["format"], found["stored_bits"]
     if name in formats.LEVELS:
         return f"{found['pack_1e9_s']} s to pack" if found["pack_1e9_s"] > PACK_LEVELS_S else ""

@@ -1,5 +1,5 @@
-"""Line 5, too: the engine is as fast as before there were mixtures of experts and packed layouts,
-run by run beside a build of that commit (structure/line9_speed.py)."""
+"""Line 5, second part: the engine is as fast as before mixtures of experts and packed layouts, run
+by run against a build of that commit (structure/line9_speed.py)."""
 
 import json
 import sys

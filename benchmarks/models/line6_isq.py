@@ -1,8 +1,8 @@
-"""Line 6: what in-situ quantization takes and gives. The most memory of a process that loads a
+"""Line 6: the cost and quality of in-situ quantization. The peak memory of a process that loads a
 model with --isq, at most PEAK times the larger of stored file and result, for every type; and the
 perplexity by llama.cpp of the file that `pdserve quantize` writes, at most WORSE times that of
-llama-quantize's file of that type, and of its file whose matrices have the same formats as ours.
-"""
+llama-quantize's file of that type, and of its file whose matrices have the same formats as
+pdserve's."""
 
 import json
 import re
@@ -25,8 +25,8 @@ from pdserve.engine.weights.mix import TYPES
 
 PEAK, WORSE = 1.3, 1.005
 LEAST_BYTES = 500_000_000
-CHUNKS, CONTEXT = 24, 512  # of the language reference that Python carries
-LLAMA = {  # of about 600 MB in bfloat16; rows that every type divides
+CHUNKS, CONTEXT = 24, 512  # of the language reference included in Python
+LLAMA = {  # about 600 MB in bfloat16; every type divides its rows
     "hidden_size": 1024,
     "intermediate_size": 3072,
     "num_hidden_layers": 20,
@@ -47,7 +47,7 @@ print(loaded.card.quantization, int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def run(*words: str | Path) -> str:
-    """A command's output; its errors are part of it."""
+    """The output of a command, including its errors."""
     done = subprocess.run(
         [str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -57,7 +57,7 @@ def run(*words: str | Path) -> str:
 
 
 def peaks(folder: Path) -> dict[str, Any]:
-    """By type: the most bytes of a process that loads a model of bfloat16 safetensors."""
+    """By type: the peak bytes of a process that loads a model of bfloat16 safetensors."""
     import torch
     from builders.tiny_models import write_tiny
 
@@ -95,7 +95,7 @@ def same_formats(ours: Path) -> list[str]:
 
 
 def perplexities(plain: Path, folder: Path, text: Path) -> dict[str, Any]:
-    """Of a model of plain numbers and its quantized files, by type."""
+    """Perplexities of an unquantized model and its quantized files, by type."""
     found: dict[str, Any] = {"plain": perplexity(plain, text)}
     for type, main in TYPES.items():
         llama_type = MIXES.get(main, main)

@@ -1,9 +1,9 @@
-"""Line 7: on real files the first NEW greedy tokens are llama.cpp's, on LEAST of PROMPTS prompts
-each. Where one differs both tokens must be nearly as good: their logits in float32 are less than
+"""Line 7: on real files the first NEW greedy tokens equal llama.cpp's, on LEAST of PROMPTS prompts
+each. Where one differs, both tokens must be nearly as good: their logits in float32 are less than
 NEAR apart, and the line lists them.
 
-Beside it stands how many answers are the same when llama.cpp runs with another setting that is not
-meant to change any: without flash attention, and with prompts computed token by token.
+For comparison, it gives the number of equal answers when llama.cpp runs with another setting that
+should not change any: without flash attention, and with prompts computed token by token.
 """
 
 import json
@@ -73,7 +73,8 @@ def ours(model: Path, asked: list[list[int]]) -> list[list[int]]:
 
 
 def gap(model: Path, prompt: list[int], a: list[int], b: list[int]) -> dict[str, Any]:
-    """Where two answers part, and how far apart the logits of the two tokens are in float32."""
+    """The position where two answers differ, and the difference of the logits of the two tokens in
+    float32."""
     at = next(n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
     runner = PagedRunner(load_decoder(model))
     logits = runner.step({"x": prompt + a[:at]})["x"][-1]
@@ -111,7 +112,7 @@ def measure(model: Path, folder: Path) -> dict[str, Any]:
 
 
 def count(some: list[list[int]], others: list[list[int]]) -> int:
-    """How many answers are the same."""
+    """The number of equal answers."""
     return sum(a == b for a, b in zip(some, others, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Line 8: what a dtype of keys and values costs: KL and agreement of the best token with float32
+"""Line 8: the cost of a dtype of keys and values: KL and agreement of the best token with float32
 keys and values, over TOKENS tokens of prose, on real files and on a model with large biases. The
 default costs at most MOST_KL nats and agrees at LEAST_SAME of the positions."""
 
@@ -41,7 +41,7 @@ def measure(model: Path, ids: list[int]) -> dict[str, Any]:
 
 
 def prose_ids(model: Path) -> list[int]:
-    """TOKENS tokens of prose behind the model's first one."""
+    """TOKENS tokens of prose after the model's first one."""
     text = open_checkpoint(model).text_files()
     tokenizer = Tokenizer.from_str(text.tokenizer_json.decode())
     ids: list[int] = tokenizer.encode(PROSE.read_text(), add_special_tokens=False).ids

@@ -1,5 +1,5 @@
-"""Line 9: each of LEAST wrong models ends a worker with exit code 1 and one message that names the
-model's path and the cause, and without a traceback."""
+"""Line 9: each of LEAST invalid models ends a worker with exit code 1 and one message with the
+model's path and the cause, without a traceback."""
 
 import json
 import os
@@ -18,7 +18,7 @@ ENVIRONMENT = {**os.environ, "PDSERVE_CLUSTER_SECRET": "x" * 32}
 
 
 def fault(name: str, good: Path, folder: Path) -> str:
-    """What is wrong with how a worker ends; empty: nothing."""
+    """The fault in how a worker ends; empty if there is none."""
     shutil.copytree(good, folder)
     path = WRONG_FILES[name].make(folder)
     command = ["-m", "pdserve.services.cli.main", "decode", "--model", str(path)]

@@ -1,10 +1,10 @@
-"""What a system of any size asks of each router: connections, messages, bytes, cores, memory.
+"""The load of each router in a system of any size: connections, messages, bytes, cores, memory.
 
 `python benchmarks/scale/arithmetic.py` prints the tables of docs/scale.md, from the costs that line
-7 measured last (benchmarks/results/scale.json). A router costs
-`fixed + per_worker * workers that join it + per_stream * its streams`; what joins it is all workers
-in a full mesh, and `keep / routers` of them if each worker joins only the `keep` routers that come
-first for it by rendezvous hash (Thaler and Ravishankar, 1998).
+7 measured last (benchmarks/results/scale.json). A router costs `fixed + per_worker * workers that
+join it + per_stream * its streams`; in a full mesh all workers join it, and `keep / routers` of
+them if each worker joins only the `keep` routers that come first for it by rendezvous hash (Thaler
+and Ravishankar, 1998).
 """
 
 import json
@@ -18,17 +18,17 @@ from pdserve.services.host.discovery.rendezvous import rendezvous_order
 
 REPORT = Path(__file__).parents[1] / "results/scale.json"
 MOST_CORE = 0.70  # of a router
-MESH_CORE = 0.35  # of it, for workers that it only listens to: beyond half of it, they are too many
+MESH_CORE = 0.35  # limit for workers that a router only listens to: half of MOST_CORE
 TOKENS_S = 10.0  # of a stream
 DECODES = 0.9  # of the workers
-ROW_BYTES, MESSAGE_BYTES = 8, 60  # a token in a row; HTTP/2, gRPC and TLS around a message
-REPORT_BYTES = 200  # on an average: heartbeats are short, changes of the prefix cache are not
-GATEWAY_US = 30.0  # a gateway's processor time for a token
+ROW_BYTES, MESSAGE_BYTES = 8, 60  # per token in a row; HTTP/2, gRPC and TLS around a message
+REPORT_BYTES = 200  # on average: heartbeats are short, changes of the prefix cache are not
+GATEWAY_US = 30.0  # a gateway's processor time per token
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one router, in cores and MiB; from scale.json."""
+    """Costs of one router, in cores and MiB; from scale.json."""
 
     fixed: float
     per_worker: float  # a busy one
@@ -52,7 +52,7 @@ class System:
 
     @property
     def joined(self) -> float:
-        """Routers that a worker joins."""
+        """The number of routers that a worker joins."""
         return min(self.keep or self.routers, self.routers)
 
     @property
@@ -69,51 +69,51 @@ class System:
 
     @property
     def joins(self) -> int:
-        """Join streams, and as many sessions."""
+        """The number of Join streams, equal to that of sessions."""
         return round(self.workers * self.joined)
 
     @property
     def rows_a_message(self) -> float:
-        """Streams that a decode worker has for one router, as far as there are any."""
+        """Mean number of streams that a decode worker has for one router, if it has any."""
         mean = self.streams / (DECODES * self.workers * self.joined)
         return mean / -math.expm1(-mean)
 
     def reports_s(self, costs: Costs) -> float:
-        """That a router reads."""
+        """Reports per second that a router reads."""
         return costs.reports_s * self.workers_a_router
 
     @property
     def token_messages_s(self) -> float:
-        """From decode workers to one router; one a step, of those that have a stream of it."""
+        """Messages from decode workers to one router; one per step, from those that have a stream
+        of it."""
         return self.streams_a_router * TOKENS_S / self.rows_a_message
 
     @property
     def gateway_messages_s(self) -> float:
-        """From one router to all gateways, if no two messages of workers are joined: a message's
-        rows go to as many gateways as they fall on."""
+        """Messages from one router to all gateways, if messages of workers are not merged: a
+        message's rows go to as many gateways as they belong to."""
         missed = (1 - 1 / self.gateways) ** self.rows_a_message
         return self.token_messages_s * self.gateways * (1 - missed)
 
     def bytes_s(self, costs: Costs) -> float:
-        """In and out of one router."""
+        """Bytes into and out of one router."""
         tokens = 2 * ROW_BYTES * self.streams_a_router * TOKENS_S
         messages = MESSAGE_BYTES * (self.token_messages_s + self.gateway_messages_s)
         return tokens + messages + self.reports_s(costs) * (MESSAGE_BYTES + REPORT_BYTES)
 
     def core(self, costs: Costs) -> float:
-        """Of one router."""
+        """Cores of one router."""
         workers, streams = self.workers_a_router, self.streams_a_router
         return costs.fixed + costs.per_worker * workers + costs.per_stream * streams
 
     def mib(self, costs: Costs) -> float:
-        """Of one router."""
+        """Memory of one router."""
         worker_mib = costs.worker_mib + self.hashes * costs.hash_bytes / (1 << 20)
         workers, streams = self.workers_a_router, self.streams_a_router
         return costs.base_mib + worker_mib * workers + costs.stream_mib * streams
 
     def sees(self, holders: int) -> float:
-        """The probability that a router that is drawn at random has joined one of the workers that
-        hold a prefix."""
+        """The probability that a random router has joined one of the workers that hold a prefix."""
         return 1 - (1 - self.joined / self.routers) ** holders
 
     def alone(self, dead: float) -> float:
@@ -122,12 +122,12 @@ class System:
 
 
 def mesh_limit(costs: Costs) -> int:
-    """Workers from which on a full mesh is too dense, however many routers there are."""
+    """The number of workers from which a full mesh is too dense, for any number of routers."""
     return math.floor(MESH_CORE / costs.per_worker + 1e-9)
 
 
 def least_routers(workers: int, streams: int, costs: Costs, keep: int = 0) -> int | None:
-    """So many carry it; None: no number does."""
+    """The minimum number of routers; None if no number suffices."""
     for routers in range(max(1, keep), 2_000):
         if System(workers, streams, routers, keep).core(costs) <= MOST_CORE:
             return routers
@@ -135,7 +135,7 @@ def least_routers(workers: int, streams: int, costs: Costs, keep: int = 0) -> in
 
 
 def busiest(workers: int, routers: int, keep: int) -> float:
-    """Workers of the fullest router to the mean, by the hash itself."""
+    """Workers of the fullest router relative to the mean, by the hash itself."""
     names = [f"router-{n}" for n in range(routers)]
     counts = Counter(
         router
@@ -186,7 +186,7 @@ def table(costs: Costs) -> list[str]:
 
 
 def sharding(workers: int = 1_000, routers: int = 50) -> list[str]:
-    """What sharding does to prefixes, failover and balance."""
+    """The effect of sharding on prefixes, failover and balance."""
     lines = [
         "| K | sees a prefix of 1 worker | of 4 | of 16 | a router that is drawn knows the worker "
         "| a worker whose routers are all among a tenth that died | fullest router to the mean |",
@@ -202,7 +202,7 @@ def sharding(workers: int = 1_000, routers: int = 50) -> list[str]:
 
 
 def costs_of(report: dict[str, Any]) -> Costs:
-    """From a whole report of line 7 (scale.json)."""
+    """The costs from a complete report of line 7 (scale.json)."""
     along_workers, along_streams = report["workers"]["line"], report["streams"]["line"]
     idle, share, index = report["idle"], report["share"], report["index"]
     per_worker = along_workers["slope"]

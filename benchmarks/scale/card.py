@@ -1,4 +1,4 @@
-"""The model that fake workers say they serve: one token a byte, `MARKS` of them printable."""
+"""The model that fake workers claim to serve: one token per byte, `MARKS` of them printable."""
 
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -17,7 +17,7 @@ GetBlob = Callable[[str], Awaitable[bytes | None]]
 
 
 def model() -> tuple[pb.ModelCard, BlobCache]:
-    """Its card, and the files that it names."""
+    """Its card, and the files that the card names."""
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         tokenizer = (Path(folder) / "tokenizer.json").read_bytes()

@@ -1,6 +1,6 @@
-"""Cost against size as an SVG: points and their straight line, one panel a series.
+"""Cost against size as an SVG: points and their straight line, one panel per series.
 
-A hollow point is one that the machine did not carry; it is in no line.
+A hollow point is one that the machine did not carry; it is not part of a line.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ PANEL, HEIGHT, TOP, LEFT, BOTTOM, GAP = 230, 200, 70, 60, 46, 60
 
 
 def svg(series: Mapping[str, Mapping[str, Any]], subtitle: str) -> str:
-    """The whole document. Of a series: `points` with x, core and carried, and `line` or None."""
+    """The whole document. Each series has `points` with x, core and carried, and `line` or None."""
     width = LEFT + len(series) * (PANEL + GAP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '

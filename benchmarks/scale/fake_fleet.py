@@ -1,7 +1,7 @@
 """A process of fake workers: `fake_fleet.py CERTIFICATES SHAPE FILE ROUTER...`.
 
-SHAPE is a Shape as JSON. It says `ready` when all listen, and ends by SIGTERM, leaving when each
-Admit arrived (time.monotonic) in FILE, by request, as JSON.
+SHAPE is a Shape as JSON. It prints `ready` when all listen, and exits on SIGTERM, writing the
+arrival time (time.monotonic) of each Admit by request to FILE, as JSON.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from pdserve.services.host.auth.tls import TlsAccess
 
 
 async def run(certificates: Path, shape: Shape, routers: list[str]) -> dict[str, float]:
-    """When each Admit arrived."""
+    """Run the workers; returns the arrival time of each Admit."""
     card, blobs = model()
     exchange = Exchange()
     decode = TlsAccess(*files_of(certificates, Role.DECODE))
@@ -45,7 +45,7 @@ def main() -> None:
     shape = Shape.from_json(text)
     admitted = uvloop.run(run(Path(certificates), shape, routers))
     Path(file).write_text(json.dumps(admitted))
-    os._exit(0)  # hundreds of threads, of which none has anything to save
+    os._exit(0)  # hundreds of threads without data to save
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 A stream that ends is followed by another. Each line of standard input is answered with a line:
 `steady` (once nearly all streams of the Shape have a token) and `count` with its counts so far,
 `finish` with those when no stream is open any more, `end` with those so far; after these two it
-ends, leaving in FILE when each Start was sent.
-The first streams end at times of their own, so that later ones begin at all times alike.
+exits, writing the send time of each Start to FILE. The first streams end at different times, so
+that later ones start evenly distributed.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from pdserve.services.host.rpc.token_rows import TokenRow
 
 AGAIN_S = 2.0  # after a failed stream another one is tried
 RAMP_S = 0.004  # between the first Starts
-STEADY_S = 60.0  # after the last Start, whether or not the streams have all begun by then
+STEADY_S = 60.0  # after the last Start, whether or not all streams have started by then
 NEARLY = 0.98
 TIMEOUT_MS = 600_000
 QUEUE_MS = 60_000
@@ -51,8 +51,8 @@ class Open:
 
 
 class Streams:
-    """Listens to all sessions, and counts: a token is lost if a later one comes first, repeated if
-    it has come before, wrong if it is another one than its position's."""
+    """Listen to all sessions and count: a token is lost if a later one arrives first, repeated if
+    it has arrived before, wrong if it is not its position's token."""
 
     def __init__(self, shape: Shape) -> None:
         self.counts = dict.fromkeys(
@@ -155,7 +155,7 @@ async def answer(commands: asyncio.StreamReader, streams: Streams, shape: Shape)
 
 
 async def run(certificates: Path, shape: Shape, router: str) -> dict[str, float]:
-    """When each Start was sent."""
+    """Run the gateways; returns the send time of each Start."""
     access = TlsAccess(*files_of(certificates, Role.GATEWAY))
     streams = Streams(shape)
     gateways = [

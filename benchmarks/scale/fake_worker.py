@@ -1,8 +1,8 @@
-"""Workers without engines that speak the whole protocol: what they say is as much, and as often, as
-real ones of the Shape would say.
+"""Workers without engines that speak the whole protocol: their messages are as large and as
+frequent as those of real ones of the Shape.
 
-They join by the product's own Membership. All of one process share its event loop; a decode worker
-steps at its own times, once for each token of a stream.
+They join through the product's Membership. All of one process share its event loop; a decode worker
+steps independently, once for each token of a stream.
 """
 
 import asyncio
@@ -56,8 +56,8 @@ class Stream:
 
 
 class Exchange:
-    """What prefill workers hand over: they are in one process with the decode workers. Notes when
-    each Admit arrived, too."""
+    """Transfers from prefill workers, which are in one process with the decode workers. Also
+    records when each Admit arrived."""
 
     def __init__(self) -> None:
         self.admitted: dict[str, float] = {}  # when, by request
@@ -72,7 +72,7 @@ class Exchange:
 
 
 class FakeWorker:
-    """Joins the routers and reports, as a worker with its share of all routers' streams does."""
+    """Join the routers and report, like a worker with its share of all routers' streams."""
 
     role: fleet_pb2.Role
     peers: int  # workers of its role
@@ -97,7 +97,7 @@ class FakeWorker:
 
     @property
     def others(self) -> float:
-        """Commands of the other routers in a second."""
+        """Commands of the other routers per second."""
         return (self.shape.routers - 1) * self.shape.starts_s / self.peers
 
     async def start(self, routers: list[str], get_blob: GetBlob) -> None:
@@ -126,7 +126,7 @@ class FakeWorker:
         self.changed = True
 
     def cache(self, num_blocks: int) -> None:
-        """So many blocks are new in the cache, and as many old ones left it."""
+        """Add this many new blocks to the cache, and remove as many old ones."""
         fresh = new_hashes(num_blocks)
         self._added += fresh
         self._hashes.extend(fresh)
@@ -156,10 +156,10 @@ class FakeWorker:
             self._membership.report(load)
 
     def turn(self) -> None:
-        """LOAD_S has passed."""
+        """Act on the passing of LOAD_S."""
 
     def of_another_router(self) -> None:
-        """A command of one has come."""
+        """Handle a command of another router."""
 
 
 class FakeDecode(FakeWorker, DecodeServicer):
@@ -340,6 +340,6 @@ class FakePrefill(FakeWorker, PrefillServicer):
 
 
 def new_hashes(count: int) -> list[bytes]:
-    """That no prompt has."""
+    """Hashes that no prompt has."""
     drawn = os.urandom(HASH_BYTES * count)
     return [drawn[at : at + HASH_BYTES] for at in range(0, len(drawn), HASH_BYTES)]

@@ -1,14 +1,14 @@
-"""Line 7: what one of ten routers costs at its share of 100 workers and 20,000 streams of 10 tokens
-a second, and how that grows with workers, streams and gateways.
+"""Line 7: the cost of one of ten routers at its share of 100 workers and 20,000 streams of 10
+tokens per second, and its growth with workers, streams and gateways.
 
-Two cores do not carry the whole system, so one router is real and what surrounds it are fakes that
-speak the whole protocol: all 100 workers, which report of the streams of all ten routers, and a
-tenth of the streams, from ten gateways. Its cost is the processor time of its process, and each
-shape is measured in several tries, minutes apart. The lines along workers and streams end at the
-share, beyond which two cores do not carry the fakes. A point whose streams do not come up to their
-tokens, twice in a row, does not hold. `whole` is a smaller system with real gateways, over HTTP.
-Words: names of parts, all without any. Writes scale.json and scale.svg beside the other results if
-all parts were run. Wants benchmarks and tests/support in PYTHONPATH.
+Two cores do not carry the whole system, so one router is real, among fakes that speak the whole
+protocol: all 100 workers, which report on the streams of all ten routers, and a tenth of the
+streams, from ten gateways. Its cost is the processor time of its process, and each shape is
+measured in several tries, minutes apart. The lines along workers and streams end at the share,
+beyond which two cores do not carry the fakes. A point whose streams do not reach their token rate,
+twice in a row, does not hold. `whole` is a smaller system with real gateways, over HTTP. Arguments:
+names of parts, all by default. Writes scale.json and scale.svg next to the other results if all
+parts were run. Needs benchmarks and tests/support in PYTHONPATH.
 """
 
 import argparse
@@ -47,15 +47,15 @@ LINES = {  # by size
     "gateways": {n: replace(FEW_STREAMS, gateways=n) for n in GATEWAYS},
 }
 TRIES = 3  # of the share, of idle workers, and of a point of a line
-SATURATED = 0.9  # of a core: a router that takes more may be what does not carry the streams
+SATURATED = 0.9  # of a core: above this, the router itself may be the bottleneck
 
 measured: dict[tuple[Shape, int], dict[str, Any]] = {}  # by shape and try
-not_carried: list[dict[str, Any]] = []  # by the machine, so that it was measured anew
+not_carried: list[dict[str, Any]] = []  # by the machine, and therefore measured again
 
 
 def point(shape: Shape, number: int = 0) -> dict[str, Any]:
     """Figures of one router; each try is measured once, or twice if it was exact and the machine
-    did not carry its streams. Without `core` and all else if it came to nothing."""
+    did not carry its streams. A failed try has no `core` and no other figures."""
     if (shape, number) not in measured:
         found = _measure(shape)
         is_short = found["exact"] and found.get("carried", 1.0) < CARRIED
@@ -67,7 +67,7 @@ def point(shape: Shape, number: int = 0) -> dict[str, Any]:
 
 
 def measure_all() -> None:
-    """Every shape once, then each of them again: tries of one shape are minutes apart."""
+    """Measure every shape once, then each of them again: tries of one shape are minutes apart."""
     shapes = [SHARE, IDLE, *(shape for line in LINES.values() for shape in line.values())]
     for number in range(TRIES):
         for shape in shapes:
@@ -85,8 +85,8 @@ def _measure(shape: Shape) -> dict[str, Any]:
 
 
 def share() -> dict[str, Any]:
-    """Bounds of the one router at its whole share: of its processor time in the lowest of all
-    tries, of all else in each of them."""
+    """Check the router at its whole share: processor time in the lowest of all tries, everything
+    else in each of them."""
     tries = [point(SHARE, number) for number in range(TRIES)]
     found = lowest(tries)
     if not all(one["exact"] and one["carried"] >= CARRIED for one in tries):
@@ -99,14 +99,14 @@ def share() -> dict[str, Any]:
 
 
 def lowest(tries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The try of the least processor time, since what else the machine does can only raise it, with
-    that of all."""
+    """The try with the lowest processor time, since other load on the machine can only raise it,
+    with the times of all."""
     least = min(tries, key=lambda one: one.get("core", math.inf))
     return least | {"tries": [one.get("core") for one in tries]}
 
 
 def idle() -> dict[str, Any]:
-    """100 workers that have nothing to do; each try must be exact."""
+    """100 workers without work; each try must be exact."""
     tries = [point(IDLE, number) for number in range(TRIES)]
     found = lowest(tries)
     exact = all(one["exact"] for one in tries)
@@ -114,8 +114,8 @@ def idle() -> dict[str, Any]:
 
 
 def index() -> dict[str, Any]:
-    """Resident memory of a hash: what the router grows by when the workers join with their hashes,
-    less what it grows by when they join with none."""
+    """Resident memory per hash: the router's growth when the workers join with their hashes, minus
+    its growth when they join with none."""
     points = [point(shape) for shape in (IDLE, replace(IDLE, hashes=0))]
     if not all(found["exact"] for found in points):
         return {"ok": False, "points": points}

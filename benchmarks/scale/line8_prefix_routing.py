@@ -1,4 +1,4 @@
-"""Line 8: how much of the prompts is found in prefix caches, by policy.
+"""Line 8: the share of prompt tokens found in prefix caches, by policy.
 
 A trace of conversations is replayed in virtual time by a simulated fleet: round robin, least load,
 the real routers (1 and 3 of them) and an oracle. Two fleets: workers that do both, and separate
@@ -6,9 +6,9 @@ prefill. The definitions are in docs/scale.md.
 
     python benchmarks/scale/line8_prefix_routing.py [--trace FILE] [--seeds 1 2 3] [--markdown]
 
-Holds if on each seed, in both fleets and however many routers there are, the hit rate is at least
+Holds if on each seed, in both fleets and for each number of routers, the hit rate is at least
 OF_ORACLE of the oracle's and OF_ROUND_ROBIN times round robin's, at a load of at most MOST_LOAD,
-and neither the mean nor the p99 of the time to the first token is above least load's.
+and neither the mean nor the p99 of the time to the first token exceeds least load's.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def replay(
     trace: Sequence[TraceRequest],
     placement: Callable[[SimulatedFleet], Placement],
 ) -> Figures:
-    """The figures of one policy; `load` is that of the role whose load is the most uneven."""
+    """The figures of one policy; `load` is that of the role with the most uneven load."""
     fleet = SimulatedFleet(shape)
     figures = fleet.run(trace, placement(fleet))
     for name in ("load", "load_windows"):
@@ -58,13 +58,13 @@ def policies(
         name = f"{number} router{'s' * (number > 1)}"
         found[name] = replay(shape, trace, partial(RealRouters, num_routers=number, seed=seed))
     oracles = [replay(shape, trace, partial(oracle, work_ratio=ratio)) for ratio in ORACLES]
-    # The one of most hits within the bound; if all are beyond it, it is a bound all the same.
+    # The one with the most hits within the bound; if all exceed it, the best is still a bound.
     found["oracle"] = max(oracles, key=lambda o: (o["load"] <= MOST_LOAD, o["hit_rate"]))
     return found
 
 
 def pooled(trace: Sequence[TraceRequest], num_blocks: int) -> float:
-    """Hit rate of one cache as large as all of the fleet's: no copy twice, whatever the load."""
+    """Hit rate of a single cache of the fleet's total size: no duplicates, whatever the load."""
     cache: OrderedDict[int, None] = OrderedDict()
     found = 0
     for request in trace:
@@ -79,7 +79,7 @@ def pooled(trace: Sequence[TraceRequest], num_blocks: int) -> float:
 
 
 def judged(found: dict[str, Figures]) -> dict[str, Any]:
-    """The rows of the real routers beside the bounds."""
+    """The rows of the real routers with the bounds."""
     best, least = found["oracle"]["hit_rate"], found["round robin"]["hit_rate"]
     by_load = found["least load"]
     rows = {name: figures for name, figures in found.items() if "router" in name}

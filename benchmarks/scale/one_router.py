@@ -1,7 +1,7 @@
 """One router at its share: a real process between fake workers and the sessions of fake gateways.
 
-What it costs is the processor time of its process, whatever else the machine does meanwhile. Times
-between processes are by the machine's one monotonic clock; they hold the fakes' own delays too.
+Its cost is the processor time of its process, independent of other load on the machine. Times
+between processes are by the machine's one monotonic clock; they include the fakes' delays.
 """
 
 import json
@@ -20,7 +20,7 @@ from pdserve.services.host.auth.roles import Role
 
 SETTLE_S = 2.0  # after the last join or first token
 START_S = 60.0
-STEADY_S = 90.0  # for all streams to have begun; the fakes give up before
+STEADY_S = 90.0  # for all streams to have started; the fakes give up earlier
 ANSWER_S = 20.0
 FINISH_S = 60.0
 AMISS = ("short", "lost", "repeated", "wrong", "failed")
@@ -28,7 +28,7 @@ COUNTS = ("starts", "ended", "tokens", *AMISS)
 
 
 class Late(Exception):
-    """The streams do not come up to their number: the machine does not carry them."""
+    """The streams do not reach their number: the machine does not carry them."""
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -37,7 +37,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def spread_ms(seconds: list[float]) -> dict[str, float]:
-    """Of times, in milliseconds."""
+    """Spread of times, in milliseconds."""
     if not seconds:
         return {}
     return {
@@ -48,8 +48,8 @@ def spread_ms(seconds: list[float]) -> dict[str, float]:
 
 
 def measure(shape: Shape, window_s: float, finish: bool = False) -> dict[str, Any]:
-    """Figures of one router that carries the Shape. `finish`: wait until every stream has ended,
-    so that all are counted to their last token. Raises Late."""
+    """Figures of one router that carries the Shape. `finish`: wait until every stream has ended, so
+    that all are counted to their last token. Raises Late."""
     with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
         return _OneRouter(processes, shape).measure(window_s, finish)
 
@@ -105,7 +105,7 @@ class _OneRouter:
         looks = [one for one in noted["looks"] if began <= one[0] <= ended]
         found["reports_s"] = round((looks[-1][2] - looks[0][2]) / seconds)
         found["wait_for_loop_ms"] = spread_ms([late for _, late, _, _ in looks])
-        # Until the window's end: a router that ends hears nobody.
+        # Until the end of the window: a router that shuts down reads no messages.
         isolated = [at for at, _, _, isolated in noted["looks"] if isolated and at <= ended]
         found["isolated_s_after_settling"] = [round(at - self._settled, 1) for at in isolated]
         found["exact"] = found.get("exact", True) and not isolated
@@ -114,7 +114,7 @@ class _OneRouter:
         return found
 
     def _streams(self, finish: bool) -> dict[str, Any]:
-        """What has come of them, of the whole run."""
+        """The outcome of the streams over the whole run."""
         last_s = self._shape.answer_len / self._shape.tokens_s
         counts = self._ask("finish", FINISH_S + last_s) if finish else self._ask("end")
         return {
@@ -124,15 +124,15 @@ class _OneRouter:
         }
 
     def _noted(self) -> dict[str, Any]:
-        """Ends the processes; what the router noted."""
+        """End the processes and return the router's records."""
         if self._gateways is not None:
-            self._gateways.wait(END_S)  # it ends by itself, and so do the sessions
+            self._gateways.wait(END_S)  # it exits by itself, and with it the sessions
         stop(self._router)
         stop(self._fleet)
         return dict(json.loads(self._files["placed"].read_text()))
 
     def _placing(self, placed: list[tuple[str, float, float, float]]) -> dict[str, Any]:
-        """Of these requests."""
+        """Placing times of these requests."""
         admitted, sent = (json.loads(self._files[n].read_text()) for n in ("admitted", "sent"))
         return {
             "placed": len(placed),
@@ -145,7 +145,7 @@ class _OneRouter:
         }
 
     def _ask(self, command: str, limit_s: float = ANSWER_S) -> dict[str, Any]:
-        """What the gateways count, once they answer; nothing without any. Raises Late."""
+        """The gateways' counts, once they answer; empty without gateways. Raises Late."""
         if self._gateways is None:
             return {}
         assert self._gateways.stdin is not None

@@ -1,10 +1,10 @@
-"""What a router pays for placing a request and for knowing its workers' prefixes, by CPU time.
+"""The CPU time that a router spends on placing a request and on knowing its workers' prefixes.
 
 `python benchmarks/scale/placing.py` fills the fleet of one Dispatcher with workers that have joined
-and told of their caches, then submits requests of three kinds: a prompt that nobody has cached, one
-whose first half is cached at every decode worker, and one turn of a conversation, cached at one of
-them. A placing is everything from `Dispatcher.submit` to the Admit that is handed to the session.
-Before each all workers report a new load. Prints one JSON object.
+and reported their caches, then submits requests of three kinds: a prompt that is not cached
+anywhere, one whose first half is cached at every decode worker, and one turn of a conversation,
+cached at one of them. A placing is everything from `Dispatcher.submit` to the Admit that is handed
+to the session. Before each, all workers report a new load. Prints one JSON object.
 """
 
 import argparse
@@ -33,7 +33,7 @@ HASHES_PER_EVENT = 8192
 
 
 class Client:
-    """Whoever asks; it reads nothing."""
+    """The client of a request; it reads nothing."""
 
     key = b"gateway"
     reads_rows = True
@@ -46,7 +46,7 @@ class Client:
 
 
 class Router:
-    """A Dispatcher among workers that only joined."""
+    """A Dispatcher among workers that have only joined."""
 
     def __init__(self, decodes: int, prefills: int, rng: random.Random) -> None:
         self.rng = rng
@@ -82,7 +82,7 @@ class Router:
             self.admits.append(command.admit.attempt)
 
     def load(self) -> None:
-        """Every worker reports something new."""
+        """Let every worker report a new load."""
         for worker in self.workers:
             self.fleet.heard(worker, self.now)
             load = fleet_pb2.Load(
@@ -119,7 +119,7 @@ def resident_bytes() -> int:
 
 
 def fill(worker: Worker, own: Sequence[bytes], num_hashes: int, rng: random.Random) -> None:
-    """The worker tells of its cache: `own`, and of others as many as make `num_hashes`."""
+    """Report the worker's cache: `own`, and enough others to make `num_hashes`."""
     sequence = 0
     for at in range(0, num_hashes, HASHES_PER_EVENT):
         part = [rng.randbytes(16) for _ in range(min(HASHES_PER_EVENT, num_hashes - at))]
@@ -137,7 +137,7 @@ def measure(decodes: int, prefills: int, num_hashes: int, prompt: int, requests:
     seed = cache_seed(IDENTITY, b"")
     popular = chain_hashes(half, BLOCK, seed)
     turns = [[rng.randrange(50_000) for _ in range(prompt // 2)] for _ in router.decodes]
-    fill(router.workers[0], popular, num_hashes, rng)  # what the first one takes is not counted
+    fill(router.workers[0], popular, num_hashes, rng)  # the first fill is not measured
     resident, began = resident_bytes(), time.process_time()
     for number, worker in enumerate(router.workers[1:], 1):
         own = [*popular, *chain_hashes(turns[number], BLOCK, seed)] if number < decodes else []

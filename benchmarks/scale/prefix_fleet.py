@@ -1,6 +1,6 @@
 """The fleet of the simulator of prefix routing: workers of both roles, and one run of a trace.
 
-Where a request runs is decided by a `Placement`; all else is the same for every policy: decode's
+A `Placement` decides where a request runs; everything else is the same for every policy: decode's
 single flight (the real PromisedPrefixes), its threshold, the hand-off, the delay of messages.
 """
 
@@ -17,7 +17,7 @@ from pdserve.services.decode.single_flight.promised_prefixes import PromisedPref
 
 DELAY_S = 0.001  # of a message
 HANDOFF_S = 0.010  # from the end of a prompt at prefill to its KV at decode
-MIN_SHARED = 512  # tokens that are worth a wait or a hand-off, as the router's threshold
+MIN_SHARED = 512  # minimum tokens for a wait or a hand-off, as the router's threshold
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class FleetShape:
     decodes: int = 16
     prefills: int = 0
     speed: Speed = field(default_factory=Speed)
-    window_s: float = 300.0  # over which loads are compared, beside the whole run
+    window_s: float = 300.0  # over which loads are compared, in addition to the whole run
 
 
 @dataclass(eq=False, slots=True)
 class PlacedRequest:
-    """A request at the workers that were chosen for it."""
+    """A request with the workers that were chosen for it."""
 
     request: TraceRequest
     decode: "DecodeWorker"
@@ -42,28 +42,28 @@ class PlacedRequest:
 
 
 class Placement(Protocol):
-    """A policy: it gets requests, admits them somewhere, and hears what becomes of them."""
+    """A policy: it gets requests, admits them somewhere, and is notified of their progress."""
 
     def arrived(self, request: TraceRequest) -> None:
         """Place it now or later."""
 
     def admitted(self, placed: PlacedRequest, ticket: bool, follows: bool) -> None:
-        """Decode has taken it; with a ticket its prefill is to begin."""
+        """Decode has admitted it; with a ticket its prefill is to begin."""
 
     def attached(self, placed: PlacedRequest) -> None:
         """The KV that it waited for is there."""
 
     def placed_again(self, placed: PlacedRequest, tokens: int) -> None:
-        """It cannot go on there, where so many of its tokens are cached: choose again."""
+        """It cannot continue there, where this many of its tokens are cached: choose again."""
 
     def prefill_done(self, placed: PlacedRequest) -> None:
         """Its KV is at decode."""
 
     def first_token(self, placed: PlacedRequest) -> None:
-        """It has one."""
+        """It has its first token."""
 
     def finished(self, placed: PlacedRequest) -> None:
-        """It has all."""
+        """It has all tokens."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class _Waiting:
 
 
 class DecodeWorker:
-    """A decode worker's admission; as services/decode, without faults."""
+    """A decode worker's admission, as in services/decode, without faults."""
 
     def __init__(self, worker: SimulatedWorker, clock: VirtualClock, record: "Record") -> None:
         self.worker = worker
@@ -106,7 +106,7 @@ class DecodeWorker:
         self.worker.changed()
 
     def receive(self, placed: PlacedRequest) -> None:
-        """Its KV is here."""
+        """Its KV has arrived here."""
         self.worker.num_claims -= 1
         self.worker.came(placed.request)
         self._submit(placed, has_kv=True)
@@ -168,7 +168,7 @@ class DecodeWorker:
 
 @dataclass(slots=True)
 class Record:
-    """What a run has seen."""
+    """Observations of a run."""
 
     prompt_tokens: int = 0
     ttft_s: list[float] = field(default_factory=list)
@@ -191,7 +191,7 @@ class SimulatedFleet:
         self.prefills = workers[shape.decodes :]
 
     def start_prefill(self, placed: PlacedRequest) -> None:
-        """The prefill worker computes the prompt and hands its KV to decode."""
+        """Let the prefill worker compute the prompt and hand its KV to decode."""
         worker = placed.prefill
         assert worker is not None
 
@@ -207,7 +207,7 @@ class SimulatedFleet:
         worker.submit(job)
 
     def run(self, trace: Sequence[TraceRequest], placement: Placement) -> dict[str, float]:
-        """Replays a trace to its end; the figures."""
+        """Replay a trace to its end; returns the figures."""
 
         def arrive(request: TraceRequest) -> None:
             self.record.prompt_tokens += request.num_tokens
@@ -244,6 +244,6 @@ class SimulatedFleet:
 
 
 def unevenness(loads: Sequence[float]) -> float:
-    """The largest by the mean."""
+    """The largest value over the mean."""
     mean = sum(loads) / len(loads)
     return max(loads) / mean if mean else 1.0

@@ -1,12 +1,12 @@
-"""Placements that the router's policy is compared with. Each knows the workers' state exactly and
-at this instant, without a router between.
+"""Placements that the router's policy is compared with. Each knows the current state of the
+workers exactly, without a router in between.
 
 - Round robin.
-- Least load: the fewest requests, of equals the fewest prompt tokens that wait.
-- An oracle: it knows every cache and what is about to be in it. It takes the worker where the real
-  backlog and `work_ratio` times the rest of the prompt are the least. The more the rest counts, the
-  more hits, up to where queues form at the workers that have much. With prefill workers it takes
-  the idlest decode worker, unless one lacks too little for a hand-off.
+- Least load: the fewest requests; among equals the fewest waiting prompt tokens.
+- An oracle: it knows every cache and what is about to be in it. It picks the worker with the lowest
+  sum of the real backlog and `work_ratio` times the uncached part of the prompt. The higher the
+  ratio, the more hits, until queues form at the workers with large caches. With prefill workers it
+  picks the idlest decode worker, unless one lacks too little for a hand-off.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ Pick = Callable[[Sequence[SimulatedWorker], TraceRequest], SimulatedWorker]
 
 
 class DirectPlacement:
-    """Admits requests where `pick_decode` says, with the prefill worker of `pick_prefill` if the
-    rest of the prompt is worth a hand-off."""
+    """Admit requests where `pick_decode` says, with the prefill worker of `pick_prefill` if the
+    uncached part of the prompt is worth a hand-off."""
 
     def __init__(self, fleet: SimulatedFleet, pick_decode: Pick, pick_prefill: Pick) -> None:
         self._fleet = fleet
@@ -57,7 +57,7 @@ class DirectPlacement:
 
 
 def missing(request: TraceRequest, worker: SimulatedWorker) -> int:
-    """Prompt tokens that a worker will have to compute: not in its cache, nor on their way."""
+    """Prompt tokens that a worker will have to compute: neither cached nor in transfer."""
     return request.num_tokens - worker.num_expected(request.full_blocks) * BLOCK_TOKENS
 
 

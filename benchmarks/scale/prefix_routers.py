@@ -1,8 +1,8 @@
 """The real routers in the simulator of prefix routing.
 
-Each is a Dispatcher with its Fleet, told by the same messages as in a cluster: loads at most every
-50 ms, prefix events, the answers of workers, each DELAY_S late. Requests are spread over them as a
-gateway does it (gateway/router_client/routing.py).
+Each is a Dispatcher with its Fleet that gets the same messages as in a cluster: loads at most every
+50 ms, prefix events, the answers of workers, each DELAY_S late. Requests are distributed over them
+as by a gateway (gateway/router_client/routing.py).
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ IDENTITY = pb.KvIdentity(digest=b"simulated")
 
 
 class _Gateway:
-    """Takes what a router says, and drops it."""
+    """A gateway that drops a router's messages."""
 
     key = b"gateway"
     reads_rows = True
@@ -75,10 +75,10 @@ class RealRouters:
         self._routers = [self._router(number, seed) for number in range(num_routers)]
         self._requests: dict[str, tuple[TraceRequest, _Router]] = {}
         self._placed: dict[bytes, PlacedRequest] = {}
-        self._hashes: dict[int, bytes] = {}  # of blocks, which have the same in every prompt
+        self._hashes: dict[int, bytes] = {}  # of blocks, which have the same hash in every prompt
         self._last_command: dict[int, bytes] = {}  # by worker: attempt
         self._reporting: set[int] = set()  # workers whose next load is due
-        self._said_s: dict[int, float] = {}  # when a worker last said its load
+        self._said_s: dict[int, float] = {}  # when a worker last reported its load
         self._sequence: dict[int, int] = {}
         self._ticking = False
         for worker in self._workers:
@@ -174,7 +174,7 @@ class RealRouters:
         says = partial(self._prefill_says, placed, accepted=accepted)
         self._clock.after(DELAY_S, says)
 
-    # --- what workers say
+    # --- messages of workers
 
     def admitted(self, placed: PlacedRequest, ticket: bool, follows: bool) -> None:
         said = wire.Admitted(attempt=placed.attempt, follows=follows)
@@ -233,7 +233,7 @@ class RealRouters:
             self._clock.after(TICK_S, self._tick)
 
     def _tick(self) -> None:
-        """While somebody waits for a worker."""
+        """Tick while requests wait for a worker."""
         for router in self._routers:
             router.dispatcher.tick(self._clock.now)
         self._ticking = any(router.dispatcher.num_queued for router in self._routers)

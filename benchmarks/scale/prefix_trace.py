@@ -1,4 +1,4 @@
-"""Conversation traces in the form of Mooncake's: drawn from a seed, or read from a file.
+"""Conversation traces in Mooncake's format: generated from a seed, or read from a file.
 
 A line is a JSON object with timestamp (ms), input_length, output_length and hash_ids, one id for
 each block of 512 prompt tokens, the last one partial; equal leading ids mean a common prefix. The
@@ -25,33 +25,34 @@ class TraceRequest:
     arrival_s: float
     num_tokens: int  # of the prompt
     output_len: int
-    blocks: tuple[int, ...]  # ids of all blocks, the partial one included
+    blocks: tuple[int, ...]  # ids of all blocks, including the partial one
 
     @property
     def full_blocks(self) -> tuple[int, ...]:
-        """Those that a prefix cache can serve: the last token is always computed."""
+        """Blocks that a prefix cache can serve: the last token is always computed."""
         return self.blocks[: (self.num_tokens - 1) // BLOCK_TOKENS]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a drawn trace looks like. Lengths are medians and sigmas of log-normal draws."""
+    """Parameters of a generated trace. Lengths are medians and sigmas of log-normal draws."""
 
     num_requests: int = 12_000
     duration_s: float = 3_600.0
     day_amplitude: float = 0.2  # of the arrival rate's sine, whose period is the duration
     more_turns: float = 0.42  # chance that a turn is followed by another
     gap_s: tuple[float, float] = (110.0, 0.9)  # between a turn and the next
-    question: tuple[float, float] = (3_800.0, 1.3)  # tokens of a first prompt beyond what is shared
-    next_question: tuple[float, float] = (250.0, 1.1)  # tokens that a turn adds beside the answer
-    attachment: float = 0.1  # chance that a turn adds a document, too
+    # tokens of a first prompt beyond the shared ones
+    question: tuple[float, float] = (3_800.0, 1.3)
+    next_question: tuple[float, float] = (250.0, 1.1)  # tokens that a turn adds to the answer
+    attachment: float = 0.1  # chance that a turn also adds a document
     document: tuple[float, float] = (6_000.0, 0.9)
     output: tuple[float, float] = (290.0, 0.6)
     apps: int = 40  # system prompts, chosen by Zipf's law
-    app_blocks: int = 4  # blocks of the longest of them, beside the one that all have
+    app_blocks: int = 4  # blocks of the longest of them, in addition to the common one
     known_document: float = 0.06  # chance that a first prompt begins with a document of `documents`
     documents: int = 100  # each belongs to a system prompt
-    single_document: float = 0.03  # chance of a single question about a long document of its own
+    single_document: float = 0.03  # chance of a single question about a long unshared document
     long_document: tuple[float, float] = (60_000.0, 0.4)
     zipf: float = 1.1
     most_tokens: int = 126_000
@@ -59,7 +60,7 @@ class Shape:
 
 
 def generate(seed: int, shape: Shape = Shape()) -> list[TraceRequest]:
-    """Draws a trace in order of arrival."""
+    """A trace in order of arrival."""
     return _Generator(Random(seed), shape).trace()
 
 
@@ -75,7 +76,8 @@ class _Generator:
         self._documents = [self._pick(self._apps) + self._fresh(n // BLOCK_TOKENS) for n in tokens]
 
     def trace(self) -> list[TraceRequest]:
-        """Conversations begin before the trace, too, so that it begins in the middle of a day."""
+        """The trace; conversations also begin before it, so that it starts in the middle of a
+        day."""
         shape, found = self._shape, list[TraceRequest]()
         turns = 1 / (1 - shape.more_turns)
         singles = shape.single_document
@@ -108,7 +110,7 @@ class _Generator:
                 num_tokens += self._length(shape.document)
 
     def _request(self, now: float, num_tokens: int, blocks: list[int]) -> TraceRequest:
-        """Grows `blocks`; the partial one is not kept, since the next turn's has other tokens."""
+        """Extend `blocks`; the partial one is not kept, since the next turn's has other tokens."""
         num_tokens = min(num_tokens, self._shape.most_tokens)
         blocks += self._fresh(num_tokens // BLOCK_TOKENS - len(blocks))
         rest = self._fresh(1) if num_tokens % BLOCK_TOKENS else ()
@@ -146,7 +148,7 @@ def read(path: Path) -> list[TraceRequest]:
 
 
 def _parsed(fields: dict[str, Any], before: dict[int, int]) -> TraceRequest:
-    """`before`: by block the one before it, of all lines so far."""
+    """A parsed line. `before`: for each block its predecessor, over all lines so far."""
     missing = {"timestamp", "input_length", "output_length", "hash_ids"} - fields.keys()
     if missing:
         raise ValueError(f"{', '.join(sorted(missing))} missing")
@@ -169,10 +171,10 @@ def _parsed(fields: dict[str, Any], before: dict[int, int]) -> TraceRequest:
 
 
 def statistics(trace: Sequence[TraceRequest]) -> dict[str, float]:
-    """What can be said of a trace without a fleet. Shares are of prompt tokens."""
+    """Statistics of a trace without a fleet. Shares are of prompt tokens."""
     prompts = sorted(r.num_tokens for r in trace)
     outputs = sorted(r.output_len for r in trace)
-    seen: dict[int, float] = {}  # by block: when it was in a prompt last
+    seen: dict[int, float] = {}  # by block: when it was last in a prompt
     cached, goes_on, gaps = 0, 0, []
     for request in trace:
         blocks = request.full_blocks
@@ -194,18 +196,18 @@ def statistics(trace: Sequence[TraceRequest]) -> dict[str, float]:
         "output_mean": round(sum(outputs) / len(trace)),
         "output_p99": at(outputs, 0.99),
         "blocks": len(seen),
-        "reuse": round(cached / sum(prompts), 3),  # with one cache without bound
+        "reuse": round(cached / sum(prompts), 3),  # with one unbounded cache
         "half_known": round(goes_on / len(trace), 3),  # requests with half their blocks seen before
-        "gap_s_p50": round(at(gaps, 0.5)),  # since the last use of the prefix; block 0 left out
+        "gap_s_p50": round(at(gaps, 0.5)),  # since the last use of the prefix, without block 0
         "gap_s_p90": round(at(gaps, 0.9)),
     }
 
 
 def leading(blocks: Sequence[int], known: Container[int]) -> int:
-    """How many leading blocks are among the known."""
+    """The number of leading blocks among the known."""
     return next((n for n, block in enumerate(blocks) if block not in known), len(blocks))
 
 
 def at(values: Sequence[float], share: float) -> float:
-    """That quantile of sorted values; 0 of none."""
+    """That quantile of sorted values; 0 for no values."""
     return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0

@@ -1,10 +1,10 @@
 """Workers of the simulator of prefix routing: an engine in virtual time and its prefix cache.
 
-An engine computes one prompt at a time, the one of highest response ratio (waiting time by length)
-first, a chunk a step, and each step also generates a token for each stream. Between two events all
-speeds are constant, so a step costs nothing to simulate. What is cached is looked up when a prompt
-begins. Blocks of a prompt can be found once all of it is computed; those of an answer, which a
-trace does not name, never. Blocks for the whole answer are taken at the start, so nothing is
+An engine computes one prompt at a time, the one with the highest response ratio (waiting time over
+length) first, one chunk per step, and each step also generates a token for each stream. Between two
+events all speeds are constant, so a step costs nothing to simulate. The cache is looked up when a
+prompt begins. Blocks of a prompt can be found once all of it is computed; those of an answer, which
+a trace does not name, never. Blocks for the whole answer are taken at the start, so nothing is
 preempted.
 """
 
@@ -20,7 +20,7 @@ from pdserve.engine.kv.spec import blocks_for
 
 
 class VirtualClock:
-    """Virtual time: callbacks in order of their time, then of their making."""
+    """Virtual time: callbacks in order of their time, then of creation."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,7 +31,7 @@ class VirtualClock:
         heapq.heappush(self._due, (self.now + seconds, next(self._order), call))
 
     def run(self) -> None:
-        """Until nothing is due."""
+        """Run until nothing is due."""
         while self._due:
             self.now, _, call = heapq.heappop(self._due)
             call()
@@ -39,25 +39,25 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What an engine does in which time: about a 70B model on a few GPUs."""
+    """The speed of an engine: about a 70B model on a few GPUs."""
 
-    base_s: float = 0.020  # of a step
-    row_s: float = 0.0003  # of each stream in it
-    prefill_tokens_s: float = 4_000.0  # beside that
+    base_s: float = 0.020  # per step
+    row_s: float = 0.0003  # for each stream in it
+    prefill_tokens_s: float = 4_000.0  # in addition
     chunk: int = 512
     blocks: int = 800  # of KV
 
 
 class BlockCache:
-    """KV blocks: those that requests use, and named ones that nobody uses, the oldest of which
-    makes room."""
+    """KV blocks: those used by requests, and unused named ones, the oldest of which is evicted
+    first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._users: Counter[int] = Counter()  # of named blocks
-        self._idle: OrderedDict[int, None] = OrderedDict()  # named, the next to go first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # named, the next to be evicted first
         self._unnamed = 0
-        self.added: list[int] = []  # changes; whoever reports them clears them
+        self.added: list[int] = []  # changes; the reporter clears them
         self.removed: list[int] = []
 
     def __contains__(self, block: int) -> bool:
@@ -72,7 +72,7 @@ class BlockCache:
         return self._capacity - len(self._idle) - len(self._users) - self._unnamed
 
     def take(self, named: Sequence[int], unnamed: int) -> bool:
-        """Uses cached blocks and `unnamed` others; False: there is no room."""
+        """Take cached blocks and `unnamed` others; False if there is no room."""
         idle = sum(block in self._idle for block in named)
         if self.num_free + self.num_idle - idle < unnamed:
             return False
@@ -84,13 +84,13 @@ class BlockCache:
         return True
 
     def name(self, blocks: Sequence[int]) -> None:
-        """As many unnamed blocks get these names, or are freed since the names are there."""
+        """Give these names to as many unnamed blocks, or free blocks whose names already exist."""
         self._unnamed -= len(blocks)
         self.added += [block for block in blocks if block not in self]
         self._use(blocks)
 
     def free(self, named: Sequence[int], unnamed: int) -> None:
-        """Nobody uses them any more on that account; a prompt's last blocks are the next to go."""
+        """Release one use of the blocks; a prompt's last blocks are evicted first."""
         self._unnamed -= unnamed
         for block in reversed(named):
             self._users[block] -= 1
@@ -110,13 +110,13 @@ class Job:
 
     request: TraceRequest
     output_len: int  # 0: only the prompt is wanted here
-    since: float  # when it came
+    since: float  # arrival time
     computed: Callable[[], None]
     finished: Callable[[], None] = lambda: None
     begun: Callable[[], None] = lambda: None
-    has_kv: bool = False  # it came by a hand-off, so only room is wanted
+    has_kv: bool = False  # it arrived by a hand-off, so only room is needed
     found: int = 0  # leading blocks that were cached when it began
-    unnamed: int = 0  # blocks that it has beside those of its prompt
+    unnamed: int = 0  # blocks in addition to those of its prompt
     left: float = 0.0  # prompt tokens to compute
 
     @property
@@ -126,7 +126,7 @@ class Job:
 
 @dataclass(slots=True)
 class Work:
-    """What a worker has done so far."""
+    """Work done by a worker so far."""
 
     prompt_tokens: int = 0  # computed
     seconds: float = 0.0  # of its engine, without the base of steps
@@ -134,13 +134,14 @@ class Work:
 
 
 class SimulatedWorker:
-    """One engine. `changed` is called after whatever changes its load or its cache."""
+    """One engine. `changed` is called after any change of its load or its cache."""
 
     def __init__(self, number: int, clock: VirtualClock, speed: Speed, window_s: float) -> None:
         self.number = number
         self.cache = BlockCache(speed.blocks)
         self.work = Work()
-        self.num_claims = 0  # requests that wait for KV from elsewhere; decode's admission counts
+        # requests that wait for KV from elsewhere; counted by decode's admission
+        self.num_claims = 0
         self.changed: Callable[[], None] = lambda: None
         self._clock = clock
         self.speed = speed
@@ -151,10 +152,10 @@ class SimulatedWorker:
         self._rows: list[tuple[float, int, Job]] = []  # by the step that is their last
         self._order = count()
         self._steps = 0.0
-        self._at = 0.0  # up to which time it is simulated
+        self._at = 0.0  # simulated up to this time
         self._version = 0
 
-    # --- what others see
+    # --- the state as others see it
 
     @property
     def num_running(self) -> int:
@@ -169,20 +170,21 @@ class SimulatedWorker:
         return self.num_running + self.num_waiting + self.num_claims
 
     def num_expected(self, blocks: Sequence[int]) -> int:
-        """Leading blocks that are in the cache, or will be once what has come here is computed."""
+        """Leading blocks that are in the cache, or will be once the prompts that have arrived are
+        computed."""
         known = (block in self.cache or self._coming[block] for block in blocks)
         return next((n for n, there in enumerate(known) if not there), len(blocks))
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens to compute, those of queued prompts before a look into the cache."""
+        """Prompt tokens to compute, counting queued prompts without a cache lookup."""
         self._advance()
         left = 0.0 if self._current is None else self._current.left
         return sum(job.size for job in self._queue) + round(left)
 
     @property
     def true_backlog(self) -> int:
-        """Likewise, but with what will be found in the cache by then."""
+        """Prompt tokens to compute, without those that will be found in the cache by then."""
         self._advance()
         missing = 0.0 if self._current is None else self._current.left
         for job in self._queue:
@@ -202,24 +204,24 @@ class SimulatedWorker:
         self._next()
 
     def expect(self, request: TraceRequest) -> None:
-        """Its KV will be here."""
+        """Announce KV that will arrive here."""
         self._coming.update(request.full_blocks)
 
     def came(self, request: TraceRequest) -> None:
-        """It is here."""
+        """Mark announced KV as arrived."""
         for block in request.full_blocks:
             self._coming[block] -= 1
             if not self._coming[block]:
                 del self._coming[block]
 
     def release(self, job: Job) -> None:
-        """A prompt that was computed for a hand-off is over."""
+        """Release a prompt that was computed for a hand-off."""
         self._advance()
         self.cache.free(job.request.full_blocks, job.unnamed)
         self._next()
 
     def _next(self) -> None:
-        """Begin what can begin, and come back when something ends."""
+        """Start what can start, and schedule the next event."""
         while self._begin_one():
             pass
         self._version += 1
@@ -282,7 +284,7 @@ class SimulatedWorker:
         return max(0.0, min(steps)) * self._step_s()
 
     def _advance(self) -> None:
-        """Do what the time since the last event allows."""
+        """Do the work of the time since the last event."""
         seconds, self._at = self._clock.now - self._at, self._clock.now
         if seconds <= 0 or (self._current is None and not self._rows):
             return
@@ -294,7 +296,7 @@ class SimulatedWorker:
         self._count(steps * (step_s - self.speed.base_s))
 
     def _count(self, seconds: float) -> None:
-        """In the window of now: an event may end a few seconds of the one before, too."""
+        """Count time in the current window, although a few seconds may belong to the previous."""
         self.work.seconds += seconds
         window, windows = int(self._clock.now / self._window_s), self.work.windows
         windows += [0.0] * (window + 1 - len(windows))

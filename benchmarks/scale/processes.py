@@ -1,4 +1,4 @@
-"""The processes of a measurement: those of pdserve, and fakes of the same certificates."""
+"""The processes of a measurement: those of pdserve, and fakes with the same certificates."""
 
 import os
 import select
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PDSERVE = (sys.executable, "-P", "-m", "pdserve.services.cli.main")
 END_S = 30.0
-GIVES_WAY = 19  # fakes are other machines in truth: they must not keep the router from its core
+GIVES_WAY = 19  # fakes represent other machines: they must not keep the router from its core
 
 
 def files_of(certificates: Path, role: Role) -> tuple[str, str, str]:
@@ -32,8 +32,8 @@ def files_of(certificates: Path, role: Role) -> tuple[str, str, str]:
 
 
 class Processes:
-    """`with Processes(folder)`: all that were started have ended at its end. What each says on
-    standard error is in a file of the folder."""
+    """A set of processes: `with Processes(folder)` stops all of them at its end. Their standard
+    error goes to a file of the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,7 +50,7 @@ class Processes:
         self._stack.close()
 
     def start(self, *command: str) -> subprocess.Popen[bytes]:
-        """A process that is spoken to by its pipes."""
+        """Start a process with pipes."""
         self._count += 1
         places = os.pathsep.join([str(HERE.parent), str(ROOT / "tests/support")])
         with (self.folder / f"{self._count}.log").open("wb") as log:
@@ -65,7 +65,7 @@ class Processes:
         return process
 
     def fake(self, script: str, *words: str) -> subprocess.Popen[bytes]:
-        """A script of this folder."""
+        """Start a script of this folder."""
         process = self.start(sys.executable, str(HERE / script), str(self.certificates), *words)
         psutil.Process(process.pid).nice(GIVES_WAY)
         return process
@@ -76,7 +76,7 @@ class Processes:
         return ["--cluster-ca", authority, "--cluster-cert", own, "--cluster-key", key]
 
     def fleet(self, router: str) -> FleetView | None:
-        """What a router knows; None while it does not answer."""
+        """The fleet as a router knows it; None while it does not answer."""
         access = TlsAccess(*files_of(self.certificates, Role.GATEWAY))
         with access.open_blocking_channel(router, Role.ROUTER) as channel:
             try:
@@ -85,7 +85,7 @@ class Processes:
                 return None
 
     def wait_joined(self, router: str, count: int, limit_s: float = 90.0) -> None:
-        """Until a router knows so many live workers."""
+        """Wait until a router knows this many live workers."""
 
         def joined() -> bool:
             view = self.fleet(router)
@@ -95,7 +95,7 @@ class Processes:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process, in order if it can be."""
+    """Stop a process, in an orderly way if possible."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:
@@ -109,23 +109,23 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
-    """The next line that it says; nothing if none comes in time."""
+    """The next line that it prints; empty on a timeout."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], limit_s)
     return process.stdout.readline() if ready else b""
 
 
 def free_address() -> str:
-    """One that the kernel gives to nobody else."""
+    """An address that the kernel gives to no other process."""
     return f"127.0.0.1:{lasting_port()}"
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of the cores that a process has taken, all its threads."""
+    """CPU seconds of a process, over all its threads."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
 
 
 def memory_mib(pid: int) -> float:
-    """Resident."""
+    """Resident memory."""
     return float(psutil.Process(pid).memory_info().rss) / (1 << 20)

@@ -1,7 +1,7 @@
-"""The system that is measured, as one of its routers meets it.
+"""The measured system, as seen by one of its routers.
 
-A router of ten has a tenth of the streams, and all workers join it. What a worker reports is of all
-its streams, those of the nine other routers too, so its reports are as many and as large as there.
+A router of ten has a tenth of the streams, and all workers join it. A worker's reports cover all
+its streams, including those of the nine other routers, so they are as many and as large as there.
 """
 
 import json
@@ -36,7 +36,7 @@ class Shape:
 
     @property
     def starts_s(self) -> float:
-        """Requests that begin in a second at this router."""
+        """Requests per second that begin at this router."""
         return self.streams * self.tokens_s / self.answer_len
 
     def to_json(self) -> str:

@@ -1,4 +1,4 @@
-"""Prompts whose beginnings are shared, and which worker has which beginning in its cache."""
+"""Prompts with shared beginnings, and the workers that have each beginning in their cache."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -9,7 +9,7 @@ from scale.shape import BLOCK, Shape
 from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 
 BEGINNINGS = 200
-HOLDERS = 10  # one worker in so many has a beginning
+HOLDERS = 10  # one worker in this many has a beginning
 IDENTITY = b"scale".ljust(16)  # digest of the KV identity of all workers
 VOCAB = 256
 
@@ -20,7 +20,7 @@ def beginning(number: int, length: int) -> tuple[int, ...]:
 
 
 def prompts(shape: Shape, rng: Random) -> Iterator[list[int]]:
-    """For ever; each is a beginning and an end of its own."""
+    """An endless series of prompts; each is a beginning with a unique end."""
     while True:
         head = beginning(rng.randrange(BEGINNINGS), shape.shared_len)
         tail = rng.choices(range(VOCAB), k=shape.prompt_len - shape.shared_len)

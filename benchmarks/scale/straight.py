@@ -10,24 +10,24 @@ FEWEST = 4  # points: each from the third on is compared with those before it
 
 @dataclass(frozen=True)
 class Line:
-    """y = fixed + slope * x by least squares, and how far single points are off, as shares of the
+    """y = fixed + slope * x by least squares, and the deviations of single points, as shares of the
     largest y."""
 
     fixed: float
     slope: float
     r2: float
-    above: float  # the most that a point lies above the line through all points before it
-    below: float  # the most that a point lies below any point before it
+    above: float  # the maximum height of a point above the line through all points before it
+    below: float  # the maximum depth of a point below any point before it
 
     @property
     def straight(self) -> bool:
-        """Whether more of x costs no more than in proportion, without a step; a discount is no
-        fault, but a fall is."""
+        """Whether the cost grows at most in proportion to x, without a step; slower growth is fine,
+        but a fall is not."""
         return self.above <= MOST and self.below <= MOST
 
 
 def fit(points: Sequence[Point]) -> Line:
-    """`points` in order of x. Raises ValueError for fewer than FEWEST."""
+    """Fit `points` in order of x. Raises ValueError for fewer than FEWEST."""
     if len(points) < FEWEST:
         raise ValueError(f"a line through {len(points)} points says nothing")
     fixed, slope = least_squares(points)
@@ -47,7 +47,7 @@ def fit(points: Sequence[Point]) -> Line:
 
 
 def least_squares(points: Sequence[Point]) -> tuple[float, float]:
-    """Where the line begins, at x = 0, and its slope."""
+    """The intercept of the line at x = 0, and its slope."""
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)

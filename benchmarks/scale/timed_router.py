@@ -1,10 +1,10 @@
-"""The router's own process, which notes what it takes to place each request.
+"""A real router process that records the time to place each request.
 
 `timed_router.py FILE WORDS...`: WORDS are those of `pdserve router`. At its end FILE has a JSON
-object: `placed`, an array a request with its id, when placing began (time.monotonic), seconds by
-the clock and seconds of the thread's processor time, both until the Admit is in the worker's
-outbox; `looks`, arrays of a time, of how late the loop came to it (so long does a message wait) and
-of how many reports of workers it had read by then, and whether it heard too few of its workers.
+object: `placed`, an array per request with its id, the time when placing began (time.monotonic),
+seconds by the clock and seconds of the thread's processor time, both until the Admit is in the
+worker's outbox; `looks`, arrays of a time, of the loop's delay at it (a message waits that long)
+and of the number of worker reports read by then, and whether it heard too few of its workers.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from pdserve.services.host.rpc.request_progress import RequestProgress  # noqa: 
 from pdserve.services.router.core import RouterCore  # noqa: E402
 from pdserve.services.router.requests.effects import Client  # noqa: E402
 
-LOOK_S = 0.0973  # between two looks at how late the loop is; more would cost an idle router
+LOOK_S = 0.0973  # between two checks of the loop's delay; more would load an idle router
 
 begin, submit, report = RouterCore.__init__, RouterCore.submit, RouterCore.report
 placed: list[tuple[str, float, float, float]] = []

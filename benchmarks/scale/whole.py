@@ -1,7 +1,8 @@
-"""A small system in which all but the engines is real: routers, gateways, streams over HTTP.
+"""A small system in which everything except the engines is real: routers, gateways, streams over
+HTTP.
 
-No token of any stream may be lost, repeated or out of its order: the fakes say at each position the
-token of that position, and the clients read what its text is.
+No token of any stream may be lost, repeated or out of order: the fakes send at each position the
+token of that position, and the clients read its text.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ class Whole:
 
     @property
     def shape(self) -> Shape:
-        """As one of the routers meets it."""
+        """The system as seen by one of the routers."""
         return Shape(
             workers=self.workers,
             streams=self.streams // self.routers,
@@ -48,7 +49,7 @@ class Whole:
 
 
 def measure(whole: Whole) -> dict[str, Any]:
-    """Runs all streams at once, and counts their tokens."""
+    """Run all streams at once, and count their tokens."""
     with TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
         routers = [free_address() for _ in range(whole.routers)]
         named = {

@@ -1,4 +1,4 @@
-"""Clients behind a load balancer of two gateways, as a user would run them, and their load."""
+"""Clients behind a load balancer of two gateways, as in a user's deployment, and their load."""
 
 import asyncio
 import itertools
@@ -29,16 +29,17 @@ ASKS = (
     Ask(f"Another story: {WORDS * 60}And then", 24),
     Ask("Number two comes after", 16),
 )
-NAME = {"sni_hostname": Role.GATEWAY.dns_name}  # must stand in the certificate of HTTP
+NAME = {"sni_hostname": Role.GATEWAY.dns_name}  # must be in the HTTP certificate
 
 
 class Balancer:
-    """Sends each request once, over a connection of its own, to a gateway that is ready."""
+    """Send each request once, over a separate connection, to a ready gateway."""
 
     def __init__(self, hosts: Sequence[str], authority: Path | None = None) -> None:
-        """`authority` has signed what the gateways show; without one they are asked in plain."""
+        """`authority` has signed the gateways' certificates; without one they are contacted in
+        plain text."""
         scheme = "http" if authority is None else "https"
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # without TLS nobody uses it
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # unused without TLS
         if authority is not None:
             context.load_verify_locations(authority)
         self._urls = [f"{scheme}://{host}:{HTTP_PORT}" for host in hosts]
@@ -47,7 +48,7 @@ class Balancer:
         )
         self._ready: list[str] = []
         self._turns = itertools.count()
-        self.serials: set[str] = set()  # of the certificates that were shown
+        self.serials: set[str] = set()  # of the certificates seen
 
     async def __aenter__(self) -> "Balancer":
         self._watching = asyncio.create_task(self._watch())
@@ -59,7 +60,7 @@ class Balancer:
         await self._client.aclose()
 
     async def all_ready(self) -> None:
-        """Returns when every gateway can be asked."""
+        """Wait until every gateway accepts requests."""
         await eventually(lambda: self._ready == self._urls, "gateways", WAIT_S)
 
     async def _watch(self) -> None:
@@ -73,7 +74,7 @@ class Balancer:
         return False
 
     async def remote_prefills(self) -> int:
-        """Of all routers since their start, as the first gateway tells it."""
+        """Remote prefills of all routers since their start, as the first gateway reports them."""
         reply = await self._client.get(f"{self._urls[0]}/metrics", extensions=NAME)
         rows = reply.raise_for_status().text.splitlines()
         name = 'pdserve_prefill_requests_total{where="remote"}'
@@ -99,7 +100,7 @@ class Balancer:
 
 
 class SteadyClients:
-    """CLIENTS who ask without a pause, from `async with` to its end."""
+    """CLIENTS clients that send requests without a pause, from `async with` to its end."""
 
     def __init__(self, balancer: Balancer) -> None:
         self.load = Load(balancer.chunks, MODEL)
@@ -115,11 +116,11 @@ class SteadyClients:
 
     @property
     def ended(self) -> int:
-        """Requests, however they did."""
+        """The number of ended requests, successful or not."""
         return self.load.completed + len(self.load.failed) + len(self.load.broken)
 
     async def ask_on(self) -> None:
-        """Returns when a request that has begun since has ended."""
+        """Wait until a request that was sent after this call has ended."""
         enough = self.ended + CLIENTS + 1
         await eventually(lambda: self.ended >= enough, "answers", WAIT_S)
 

@@ -1,9 +1,9 @@
-"""Many connect to a router at once, over and over, while its certificate is replaced.
+"""Many concurrent and repeated connections to a router, while its certificate is replaced.
 
-`python benchmarks/security/connections.py` does it for half a minute with each of gRPC's pollers,
-and prints one JSON object. gRPC takes new files on the thread of whichever connection finds them;
-connections on its other threads must not notice. A router to which each connection brought new
-files died of it after 485 and 1,870 connections, and one that took 1,051 new certificates without
+`python benchmarks/security/connections.py` runs half a minute with each of gRPC's pollers, and
+prints one JSON object. gRPC loads new files on the thread of whichever connection finds them;
+connections on its other threads must not be affected. A router that found new files at each
+connection crashed after 485 and 1,870 connections, and one that took 1,051 new certificates without
 a pause (auth/tls.py) at the last of them.
 """
 
@@ -36,11 +36,12 @@ MOST_BETWEEN_S = 0.1  # two certificates
 HOST, PORT = "127.0.0.1", 18457
 ADDRESS = f"{HOST}:{PORT}"
 BEGUN_S, CONNECTED_S = 30.0, 20.0
-POLLERS = {"event engine": "", "poller": GRPC_POLLER}  # of all roles but the router; of the router
+# of all roles except the router; of the router
+POLLERS = {"event engine": "", "poller": GRPC_POLLER}
 
 
 def connects(access: Access, limit_s: float = CONNECTED_S) -> bool:
-    """Whether a new connection to the router is made in time."""
+    """Whether a new connection to the router succeeds in time."""
     with access.open_blocking_channel(ADDRESS, Role.ROUTER) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=limit_s)
@@ -53,7 +54,7 @@ def shown(folder: Path) -> int | None:
     """The serial number of the router's certificate; None if it does not answer."""
     authority, certificate, key = files(Role.GATEWAY, folder)
     context = ssl.create_default_context(cafile=authority)
-    context.check_hostname = False  # its name is its role's
+    context.check_hostname = False  # the certificate has the name of its role
     context.load_cert_chain(certificate, key)
     context.set_alpn_protocols(["h2"])
     try:
@@ -62,7 +63,7 @@ def shown(folder: Path) -> int | None:
             context.wrap_socket(plain) as sealed,
         ):
             told = sealed.getpeercert(binary_form=True)
-    except OSError:  # SSLError is one
+    except OSError:  # includes SSLError
         return None
     return x509.load_der_x509_certificate(told).serial_number if told else None
 
@@ -96,7 +97,7 @@ class Replacing:
 
 
 def storm(experiments: str, seconds: float = SECONDS) -> dict[str, Any]:
-    """`experiments`: of gRPC in the router."""
+    """Run the connections; `experiments`: of gRPC in the router."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         make_certificates(folder)

@@ -1,8 +1,9 @@
-"""The floods of line 6, one in a process of its own: it shares no loop with whoever is measured.
+"""The floods of line 6, each in a separate process: it shares no event loop with the measured
+clients.
 
-`python floods.py NAME URL TEXT IDS` says "begun", asks by CONNECTIONS connections, each again as
-soon as it has its answer, until standard input ends, and prints how many answers had which status.
-TEXT and IDS are host:port of the gateway's gRPC and of the router's.
+`python floods.py NAME URL TEXT IDS` prints "begun", sends requests on CONNECTIONS connections, each
+again as soon as it has its answer, until standard input ends, and prints the number of answers by
+status. TEXT and IDS are host:port of the gateway's gRPC and of the router's.
 """
 
 import asyncio
@@ -25,18 +26,18 @@ CONNECTIONS = 24
 KEY, MODEL = "flood", "SmolLM2-135M-Instruct"
 LONG = "one two three four five six seven eight nine ten eleven twelve " * 400
 BEARER = (("authorization", f"Bearer {KEY}"),)
-# One that is flooded has a connection of its own for each of the flood's channels.
+# A flooded server has a separate connection for each of the flood's channels.
 APART = (("grpc.use_local_subchannel_pool", 1),)
-# The least answers a second of a flood: where each is given at once, and where the model runs.
+# Minimum answers per second of a flood: for immediate answers, and for those from the model.
 AT_ONCE_PER_S, MODEL_PER_S = 200.0, 0.5
 TEXT_PER_S = 50.0  # of thousands of tokens each
-PACED_PER_S = 4.0  # of metrics, which are answered ten times a second on purpose
-Ask = Callable[[int], Awaitable[str]]  # by a number of its own; the status
+PACED_PER_S = 4.0  # of metrics, which are limited to ten answers per second
+Ask = Callable[[int], Awaitable[str]]  # request number -> status
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a system is asked: host:port each."""
+    """Addresses of a system, host:port each."""
 
     http: str
     text: str
@@ -45,7 +46,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Http:
-    """A route of REST. "{number}" in the body's prompt is another one each time."""
+    """A REST route. "{number}" in the body's prompt is replaced by a different one each time."""
 
     method: str
     path: str
@@ -69,7 +70,7 @@ class Http:
 
 @dataclass(frozen=True)
 class Rpc:
-    """A method of gRPC."""
+    """A gRPC method."""
 
     call: Callable[[grpc.aio.Channel], Callable[..., Any]]
     message: Any
@@ -166,7 +167,7 @@ FLOODS: dict[str, Http | Rpc] = {
 
 
 async def flood(name: str, places: Places) -> Counter[str]:
-    """The statuses of what it got until standard input ended."""
+    """The statuses of the answers until standard input ended."""
     statuses: Counter[str] = Counter()
     numbers = itertools.count()
 

@@ -1,13 +1,13 @@
-"""Line 10: what certificates, text processes and fair turns cost: requests per second of
-`pdserve up` beside the commit before them, and hand-offs sealed and plain.
+"""Line 10: the cost of certificates, text processes and fair turns: requests per second of `pdserve
+up` against the commit before them, and hand-offs sealed and plain.
 
-requests: the model is tiny and random, so that the gateway is what is measured; it must be the
-process that computes most. Both systems run, and are asked in turns: by WORKERS clients for
-SECONDS, then by one for ALONE_S, each time for one token of a short chat, streamed; the other
-system must be at rest then. They are started STARTS times, since two starts of one commit differ,
-too. The ratio is of a pair of turns, now to before. transfers: the same for the copies by tcp and
-by shm that `make bench-transfer ARGS="quick copies"` measures; its other rows are not compared.
-Words: names of parts, both without any; `--any-load` as in cpu/bench.py.
+requests: the model is tiny and random, so that the gateway is measured; it must be the process that
+computes most. Both systems run, and get requests alternately: from WORKERS clients for SECONDS,
+then from one for ALONE_S, each time for one token of a short chat, streamed; the other system must
+be at rest then. They are started STARTS times, since two starts of one commit also differ. The
+ratio is of a pair of turns, now to before. transfers: the same for the copies by tcp and by shm
+that `make bench-transfer ARGS="quick copies"` measures; its other rows are not compared. Arguments:
+names of parts, both by default; `--any-load` as in cpu/bench.py.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from client import ask
 BEFORE = "fea97e4"
 LEAST, STARTS, PAIRS, SECONDS, ALONE_S, WORKERS = 0.95, 4, 5, 5.0, 2.0, 16
 COPIES = 3  # pairs
-AT_REST = 0.1  # of a core that a system may use which nobody asks
+AT_REST = 0.1  # of a core that a system without requests may use
 MODEL = "tiny"
 BODY = {
     "model": MODEL, "messages": [{"role": "user", "content": "Say yes."}], "max_tokens": 1,
@@ -47,7 +47,7 @@ Seconds = Counter[tuple[str, int]]  # of the cores, by role and pid
 
 
 class EarlierFleet(Fleet):
-    """`pdserve up` of another commit, in its own environment."""
+    """`pdserve up` of another commit, in its environment."""
 
     def __init__(self, home: Path, *options: str) -> None:
         super().__init__(*options, certificates=True)
@@ -73,7 +73,7 @@ class EarlierFleet(Fleet):
 
 
 class Side:
-    """One of the two systems, which may be started again, and what was measured of it."""
+    """One of the two systems, which may be restarted, with its measurements."""
 
     fleet: Fleet
 
@@ -81,11 +81,11 @@ class Side:
         self.rates: list[float] = []
         self.num_asked = 0
         self.p50_s: list[float] = []  # of one client's requests
-        self.busy: Seconds = Counter()  # while it was asked
-        self.rest: list[float] = []  # cores in use while the other was asked
+        self.busy: Seconds = Counter()  # during its turns
+        self.rest: list[float] = []  # cores in use during the other system's turns
 
     def cpu(self) -> Seconds:
-        """Seconds of each of its processes so far."""
+        """CPU seconds of each of its processes so far."""
         found: Seconds = Counter()
         for child in psutil.Process(self.fleet.process.pid).children(recursive=True):
             spent = child.cpu_times()
@@ -120,7 +120,7 @@ class Side:
 
 
 async def ask_for(url: str, seconds: float, workers: int) -> list[float]:
-    """How long each request took, of so many clients."""
+    """The duration of each request, with this many clients."""
     host, port = url.removeprefix("http://").split(":")
     body = json.dumps(BODY).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
@@ -163,7 +163,7 @@ def requests(home: Path, model: Path) -> dict[str, Any]:
 
 
 def begin(side: Side, fleet: Fleet, stack: ExitStack) -> None:
-    """Starts it, and asks it until it is warm."""
+    """Start the system, and send requests until it is warm."""
     side.fleet = stack.enter_context(fleet)
     asyncio.run(ask_for(fleet.url, SECONDS, WORKERS))
 
@@ -176,7 +176,7 @@ def take_turns(now: Side, before: Side) -> None:
 
 
 def copies(python: Path, root: Path) -> dict[str, Any]:
-    """Shares of a bare socket's pace, as line 5 of the hand-off prints them."""
+    """Shares of a bare socket's rate, as line 5 of the hand-off prints them."""
     done = subprocess.run(
         [str(python), str(root / "benchmarks/handoff/line5_transfer.py"), "quick", "copies"],
         cwd=root, stdout=subprocess.PIPE, text=True,

@@ -1,9 +1,9 @@
-"""Line 1: a second API key learns nothing of what the first has cached.
+"""Line 1: a second API key learns nothing about the prompts that the first has cached.
 
-NUM prompts are asked with one key and guessed rightly with two others, over HTTP and over gRPC.
-Then decode workers are killed under streams of the first key, which go on elsewhere: nobody finds
-their prompts either, nor do two more keys find any of the NUM. Then PAIRS of a right and a wrong
-guess are timed: a rank-sum test must not tell them apart.
+NUM prompts are sent with one key and guessed correctly with two others, over HTTP and over gRPC.
+Then decode workers are killed under streams of the first key, which continue elsewhere: no other
+key finds their prompts, nor do two more keys find any of the NUM. Then PAIRS of a right and a wrong
+guess are timed: a rank-sum test must not distinguish them.
 """
 
 import json
@@ -31,12 +31,12 @@ WORDS = "one two three four five six seven eight nine ten eleven twelve "
 
 
 def prompt(number: int) -> str:
-    """About 190 tokens, none of which another one begins with."""
+    """About 190 tokens, which no other prompt begins with."""
     return f"{number * 7919} begins this, and then come words: " + WORDS * 14
 
 
 def ask(fleet: Fleet, key: str, text: str) -> tuple[int, float]:
-    """Over HTTP: (cached tokens, seconds)."""
+    """Send a prompt over HTTP: (cached tokens, seconds)."""
     body = {"model": "SmolLM2-135M-Instruct", "prompt": text, "max_tokens": 1, "temperature": 0}
     headers = {"authorization": f"Bearer {key}"}
     began = time.perf_counter()
@@ -57,8 +57,8 @@ def ask_grpc(fleet: Fleet, key: str, text: str) -> int:
 
 
 def guesses(fleet: Fleet, numbers: Iterable[int], second: str, third: str) -> dict[str, Any]:
-    """What two more keys, which have not asked these prompts before, read as cached of prompts that
-    the first has asked before, or asks now."""
+    """Cached tokens reported to two more keys, which have not sent these prompts before, for
+    prompts that the first has sent before, or sends now."""
     own, other_http, other_grpc = [], [], []
     for number in numbers:
         ask(fleet, "one", prompt(number))
@@ -106,7 +106,7 @@ def failover(fleet: Fleet, number: int) -> tuple[int, int, float]:
 
 
 def p_of_rank_sum(a: list[float], b: list[float]) -> float:
-    """Two-sided, of the hypothesis that both are of one distribution (Mann and Whitney, 1947)."""
+    """Two-sided p of the hypothesis that both are of one distribution (Mann and Whitney, 1947)."""
     ranked = sorted([(x, 0) for x in a] + [(x, 1) for x in b])
     rank_sum = sum(rank for rank, (_, which) in enumerate(ranked, 1) if which == 0)
     n, m = len(a), len(b)
@@ -123,7 +123,7 @@ def times(fleet: Fleet, first: int, pairs: int) -> dict[str, Any]:
         for asked, into in order if number % 4 else order[::-1]:
             into.append(ask(fleet, "two", prompt(asked))[1])
     p = p_of_rank_sum(right, wrong)
-    # The test does tell apart what its own key has cached.
+    # The test does distinguish prompts cached by the same key.
     own = [ask(fleet, "one", prompt(number))[1] for number in range(first, first + 2 * 50, 2)]
     control = p_of_rank_sum(own, wrong[:50])
     return {
@@ -139,7 +139,7 @@ def times(fleet: Fleet, first: int, pairs: int) -> dict[str, Any]:
 def main() -> None:
     names = ("one", "two", "three", "four", "five")
     keys = [*(word for name in names for word in ("--api-key", name)), "--open-metrics"]
-    # One decode worker at a time has the streams; a second one is there to go on with them.
+    # One decode worker at a time has the streams; a second one takes them over.
     with Fleet(*keys, "--prefill", "1", "--decode", "2", certificates=True) as fleet:
         before = guesses(fleet, range(NUM), "two", "three")
         found = [failover(fleet, 50_000 + number) for number in range(KILLS)]

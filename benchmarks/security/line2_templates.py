@@ -1,10 +1,9 @@
-"""Line 2: hostile chat templates end in an error within 3 s and 256 MiB, and nobody else notices.
+"""Line 2: hostile chat templates end in an error within 3 s and 256 MiB, without effect on others.
 
-Each directed template is asked for in a system that also serves the shipped model: how long it
-takes, what its processes grow by, how fast /health answers meanwhile, and how even another stream
-stays. Then RANDOM templates of the fuzzer's, each in a worker of its own under the limits that a
-gateway gives by default: how long each takes, and by what its worker grows. No gateway is asked for
-these.
+Each directed template is requested in a system that also serves the shipped model: its duration,
+the growth of its processes, the response time of /health meanwhile, and the gaps of another stream.
+Then RANDOM templates of the fuzzer's, each in a separate worker under a gateway's default limits:
+the duration of each, and the growth of its worker. These are not sent to a gateway.
 """
 
 import asyncio
@@ -69,7 +68,8 @@ async def ask(client: httpx.AsyncClient) -> tuple[int, float]:
 
 @asynccontextmanager
 async def watched(client: httpx.AsyncClient, gateway: int) -> AsyncIterator[dict[str, float]]:
-    """The worst of what others see: seconds of /health, bytes of the gateway and its children."""
+    """The worst values seen by others: seconds of /health, bytes of the gateway and its
+    children."""
     worst = {"health_s": 0.0, "bytes": 0.0}
 
     async def health() -> None:
@@ -97,7 +97,7 @@ async def watched(client: httpx.AsyncClient, gateway: int) -> AsyncIterator[dict
 
 
 def private_bytes(gateway: int) -> int:
-    """Of the gateway and its text processes together, so that none has grown by more."""
+    """Memory of the gateway and its text processes together, so that none has grown by more."""
     total = 0
     process = psutil.Process(gateway)
     for one in (process, *process.children(recursive=True)):
@@ -149,7 +149,8 @@ def directed(folder: Path, name: str, template: str) -> dict[str, Any]:
 
 
 def at_random(first: int, end: int) -> tuple[Counter[str], float, int]:
-    """How the templates of these seeds ended, the slowest in seconds, the largest in bytes."""
+    """The outcomes of the templates of these seeds, the longest duration in seconds, the largest
+    growth in bytes."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     worker = ForkedWorker(make_text_limits(GatewaySettings()))
     slowest, outcomes = 0.0, Counter[str]()
@@ -166,7 +167,7 @@ def at_random(first: int, end: int) -> tuple[Counter[str], float, int]:
 
 
 def random_half() -> dict[str, Any]:
-    """In processes without threads, which may fork."""
+    """Run the random templates in processes without threads, which may fork."""
     bounds = [RANDOM * n // PROCESSES for n in range(PROCESSES + 1)]
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
         parts = list(pool.map(at_random, bounds, bounds[1:]))

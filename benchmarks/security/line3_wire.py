@@ -1,17 +1,17 @@
-"""Line 3: what a sniffer reads of a system and opens of its frames, whom a certificate of the wrong
-role serves, and what a change of CA or secret costs under load.
+"""Line 3: the data that a sniffer reads of a system and the frames it can open, the peers that
+accept a certificate of the wrong role, and the cost of a change of CA or secret under load.
 
 The sniffer is in a network namespace with gateway, router and prefill; decode and a client are in
 another one. So it has every packet of every hop: those between the namespaces, and those of `lo`.
-The client asks a long prompt, and a router of our own (own_handoff.py) asks for one more hand-off,
-so that a ticket is known for which to search. Twice: with certificates and --encrypt-kv, where
-nothing may be found and no frame opened, and with a secret in plain text, where the same search
-must find everything. With certificates the ticket that we know opens the frames, and none of the
-candidates does: each 32 bytes that passed the workers' ports, with all else of the ticket told.
-Streams of more than MOST_TRIED bytes, by which a tokenizer goes, have too many candidates; the
-ticket itself is searched for in them, too.
+The client sends a long prompt, and a test router (own_handoff.py) requests one more hand-off, so
+that a ticket is known for which to search. Twice: with certificates and --encrypt-kv, where nothing
+may be found and no frame opened, and with a secret in plain text, where the same search must find
+everything. With certificates the known ticket opens the frames, and none of the candidates does:
+each 32 bytes that passed the workers' ports, with all other fields of the ticket given. Streams of
+more than MOST_TRIED bytes, such as a tokenizer's, have too many candidates; the ticket itself is
+searched for in them, too.
 
-rotation.py changes CA and secret under load; connections.py has many connect at once while a
+rotation.py changes CA and secret under load; connections.py opens many connections at once while a
 certificate is replaced; tests/system/test_roles.py calls every method with the certificate of every
 role. Needs root.
 """
@@ -93,7 +93,7 @@ def run_within(namespace: str, *words: str) -> Any:
 
 
 class Sniffer:
-    """Keeps every packet of a namespace in a file."""
+    """Write every packet of a namespace to a file."""
 
     def __init__(self, namespace: str, file: Path) -> None:
         self.file = file
@@ -132,7 +132,7 @@ while True:
 
 
 def ask(stack: ExitStack, certificates: Path | None) -> tuple[Any, Any]:
-    """Starts a system and has it do two hand-offs: (the client's answer, what our router knows)."""
+    """Start a system and run two hand-offs: (the client's answer, the test router's knowledge)."""
     worker = ["--kv-transport", "tcp", "--kv-tokens", "4096", "--threads", "1"]
     host, port = GATEWAY.split(":")
     gateway = ["--host", host, "--port", port, "--grpc-port", "8444", "--api-key", KEY]
@@ -157,7 +157,7 @@ def ask(stack: ExitStack, certificates: Path | None) -> tuple[Any, Any]:
 
 
 def run(folder: Path, certificates: Path | None) -> dict[str, Any]:
-    """What the sniffer has of a system that has done two hand-offs."""
+    """The sniffer's data of a system that has run two hand-offs."""
     packets = folder / f"packets-{certificates is not None}"
     with Sniffer(HERE, packets) as sniffer, ExitStack() as stack:
         answer, own = ask(stack, certificates)

@@ -1,8 +1,8 @@
-"""Line 4: connections that are held open cost nobody else anything.
+"""Line 4: connections that are held open do not affect other clients.
 
 While one address holds IDLE silent sockets to a port of each kind, then while decode has no file
-descriptor left, then while clients have UNFINISHED bodies of BODY bytes under way to the gateway,
-long prompts go on being prefilled remotely and answered. What finds no room is answered 429 or 503.
+descriptor left, then while clients are sending UNFINISHED bodies of BODY bytes to the gateway, long
+prompts are still prefilled remotely and answered. Requests without room are answered 429 or 503.
 BACK_S after each, a prompt is handed off, each port answers, and the gateway has the memory and the
 descriptors that it had before.
 """
@@ -32,8 +32,8 @@ from pdserve.gateway.settings import GatewaySettings
 IDLE, WAITING, UNFINISHED, BODY, PIECE = 1000, 130, 500, 8 << 20, 1 << 18
 MOST_BYTES, BACK_S = 256 << 20, 20.0
 LEFT_BYTES, LEFT_FDS = 64 << 20, 10  # that the gateway may keep: its allocator, new connections
-CONNECT_S, ANSWERED_S = 3.0, 20.0  # for the answers to bodies that find no room
-STRANGER = "127.0.0.9"  # the address of those who only hold sockets
+CONNECT_S, ANSWERED_S = 3.0, 20.0  # for the answers to bodies without room
+STRANGER = "127.0.0.9"  # the address of the clients that only hold sockets
 ROOM = GatewaySettings().max_bodies_bytes // BODY
 MODEL = "SmolLM2-135M-Instruct"
 KEY = {"authorization": "Bearer good"}
@@ -41,7 +41,7 @@ asked = iter(range(10**9))
 
 
 def long_prompt(fleet: Fleet) -> int:
-    """How many prompts were prefilled remotely for one long one: 1, or 0."""
+    """Remote prefills for one long prompt: 1, or 0."""
     before = fleet.prefills("remote")
     body = {"model": MODEL, "prompt": f"{next(asked)} and so on " * 120, "max_tokens": 2}
     answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=KEY, timeout=60)
@@ -50,7 +50,7 @@ def long_prompt(fleet: Fleet) -> int:
 
 
 def kv_port(fleet: Fleet) -> tuple[str, int]:
-    """Where decode takes hand-offs: the port on which prefill has a connection."""
+    """The port on which decode receives hand-offs: prefill has a connection to it."""
     prefill = psutil.Process(fleet.pids("prefill")[0])
     decode = psutil.Process(fleet.pids("decode")[0])
     listening = {c.laddr.port for c in decode.net_connections() if c.status == "LISTEN"}
@@ -61,8 +61,8 @@ def kv_port(fleet: Fleet) -> tuple[str, int]:
 
 @contextmanager
 def silent(address: tuple[str, int], count: int) -> Iterator[Counter[str]]:
-    """So many sockets that say nothing, from an address of their own: how many are connected, and
-    how many wait to be, since nobody accepts any."""
+    """This many silent sockets from a separate address: the number connected, and the number
+    waiting, since they are not accepted."""
     with ExitStack() as stack:
         socks = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in socks:
@@ -82,7 +82,7 @@ def connected(sock: socket.socket) -> bool:
 
 
 class Calm:
-    """The gateway as it was before something was held open."""
+    """The gateway's state before connections were held open."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -94,7 +94,8 @@ class Calm:
         self._most = max(self._most, self._gateway.memory_info().rss)
 
     def is_back(self) -> dict[str, Any]:
-        """How long a remote prefill takes to succeed, and what is left BACK_S from now."""
+        """The time until a remote prefill succeeds, and the resources still in use BACK_S from
+        now."""
         began = time.monotonic()
         wait_until(lambda: long_prompt(self._fleet), "a remote prefill", 60.0, 0.5)
         back = time.monotonic() - began
@@ -114,7 +115,7 @@ class Calm:
 
 
 def answers(fleet: Fleet) -> bool:
-    """HTTP and gRPC, at the ports for clients."""
+    """Whether HTTP and gRPC answer at the ports for clients."""
     with grpc.insecure_channel(fleet.grpc) as text, grpc.insecure_channel(fleet.router) as ids:
         for channel in (text, ids):
             stub = health_pb2_grpc.HealthStub(channel)
@@ -123,7 +124,7 @@ def answers(fleet: Fleet) -> bool:
 
 
 def ports(fleet: Fleet) -> dict[str, tuple[str, int]]:
-    """One of each kind."""
+    """One port of each kind."""
     (decode,) = fleet.blocks().keys() & listening(psutil.Process(fleet.pids("decode")[0]))
     places = {
         "HTTP": fleet.url.removeprefix("http://"),
@@ -136,7 +137,7 @@ def ports(fleet: Fleet) -> dict[str, tuple[str, int]]:
 
 
 def new_prefill(fleet: Fleet) -> float:
-    """Seconds until a prefill worker that comes now is connected and has handed a prompt off."""
+    """Seconds until a newly started prefill worker is connected and has handed a prompt off."""
     victim = fleet.pids("prefill")[0]
     os.kill(victim, signal.SIGKILL)
     wait_until(lambda: fleet.pids("prefill") not in ([], [victim]), "a new prefill")
@@ -150,7 +151,7 @@ def idle_sockets(fleet: Fleet, address: tuple[str, int], at_kv: bool = False) ->
     with silent(address, IDLE) as outcomes:
         remote = sum(long_prompt(fleet) for _ in range(5))
         calm.look()
-        # A prefill worker that comes now has to connect through the same port.
+        # A newly started prefill worker has to connect through the same port.
         new_s = new_prefill(fleet) if at_kv else 0.0
     back = calm.is_back()
     return {
@@ -163,7 +164,7 @@ def idle_sockets(fleet: Fleet, address: tuple[str, int], at_kv: bool = False) ->
 
 
 def no_descriptors(fleet: Fleet) -> dict[str, Any]:
-    """Decode may open no file more, and sockets wait for it to accept them."""
+    """Decode cannot open another file, and sockets wait for it to accept them."""
     address, decode = kv_port(fleet), psutil.Process(fleet.pids("decode")[0])
     calm, before = Calm(fleet), decode.rlimit(resource.RLIMIT_NOFILE)
     decode.rlimit(resource.RLIMIT_NOFILE, (decode.num_fds(), before[1]))
@@ -185,7 +186,8 @@ def no_descriptors(fleet: Fleet) -> dict[str, Any]:
 
 
 async def unfinished(place: str) -> str:
-    """The status of a request of which all but the last byte comes, as fast as it is taken."""
+    """The status of a request whose body, except the last byte, is sent as fast as it is
+    accepted."""
     host, _, port = place.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
 
@@ -211,8 +213,8 @@ async def unfinished(place: str) -> str:
 
 
 async def hold_bodies(fleet: Fleet, calm: Calm) -> tuple[Counter[str], int]:
-    """The answers, "none" for those whose body is waited for; and of what others asked meanwhile,
-    how many were prefilled remotely."""
+    """The answers, "none" for those whose body is incomplete; and the number of requests of others
+    that were prefilled remotely meanwhile."""
     place = fleet.url.removeprefix("http://")
     clients = [asyncio.create_task(unfinished(place)) for _ in range(UNFINISHED)]
     asked = asyncio.create_task(asyncio.to_thread(long_prompt, fleet))

@@ -1,6 +1,6 @@
 """Line 5: a tokenizer.json of 64 KB that took gigabytes takes less than 10 MB; a panic of a library
-is one error, streamed or not, and one line of a worker process whose load it ends, with exit code
-1."""
+is one error, streamed or not, and one line in the log of a worker process whose load it ends, with
+exit code 1."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pytest_line import run_tests
 
 MOST_BYTES = 10_000_000
 SIZE = 64 << 10
-# Special tokens of the greatest length: every prefix and suffix of each was once kept by itself.
+# Special tokens of the maximum length: every prefix and suffix of each was once stored separately.
 LOAD = """
 import json, psutil
 from fakes.router import tokenizer_json
@@ -34,7 +34,7 @@ kept = Tokenizer(hostile, card)
 kept.encode("<aaa bbb>", add_special_tokens=False, parse_special=True)
 print(json.dumps({"file": len(hostile), "bytes": process.memory_info().rss - before}))
 """
-# A decode worker whose weights are read by a library in Rust that panics.
+# A decode worker whose weights are read by a Rust library that panics.
 WORKER = """
 import sys
 from builders.broken_tokenizers import panics_on_load
@@ -49,15 +49,15 @@ words = ["--cluster-secret", "s" * 32, "--bind", "127.0.0.1:0", "--routers", "12
 sys.exit(main(["decode", *words]))
 """
 TESTS = (
-    "tests/gateway/test_service.py::test_a_broken_blob_is_the_servers_fault",
-    "tests/gateway/test_service.py::test_a_panic_while_a_prompt_is_prepared_is_one_error",
-    "tests/gateway/test_text_processes.py::test_what_cannot_be_loaded",
+    "tests/gateway/test_service.py::test_a_broken_blob_is_a_server_error",
+    "tests/gateway/test_service.py::test_a_panic_during_preparation_is_one_error",
+    "tests/gateway/test_text_processes.py::test_invalid_files_are_refused",
     "tests/services/worker/test_worker_process.py::test_a_panic_while_loading_is_one_line",
 )
 
 
 def worker() -> dict[str, Any]:
-    """How the process ends, and all that pdserve says; the library's own message is beside it."""
+    """The exit of the process, and all output of pdserve, separate from the library's message."""
     environment = os.environ | {"RUST_BACKTRACE": "0"}
     done = subprocess.run(
         [sys.executable, "-c", WORKER], capture_output=True, text=True, timeout=120, env=environment

@@ -1,14 +1,14 @@
-"""Line 6: beside a key that floods a route, another key's time to first token stays within TIMES of
-its value alone.
+"""Line 6: while a key floods a route, another key's time to first token stays within TIMES of its
+value alone.
 
 For each route of REST and gRPC that a client can call (floods.py): ROUNDS of a calm part and a
-flooded one in turn, each for VICTIMS, requests with a short prompt and with a typical one, all of
-new text. The ratio is of the p99 of times to first token of their requests, the figure the median
-of the rounds. A flood must have had a least number of answers a second in each round.
+flooded one alternately, each for VICTIMS, requests with a short prompt and with a typical one, all
+of new text. The ratio is of the p99 of times to first token of their requests, the figure the
+median of the rounds. A flood must have a minimum number of answers per second in each round.
 
-The flood's process runs at `nice -n 19`: a client stands on another machine and takes none of the
-server's processor; on two cores it would. Words: names of floods, all without any; `--any-load` as
-in cpu/bench.py.
+The flood's process runs at `nice -n 19`: a real client runs on another machine and takes none of
+the server's processor; on two cores it would. Arguments: names of floods, all by default;
+`--any-load` as in cpu/bench.py.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def first_token_s(client: httpx.Client, prompt: str) -> float:
 
 
 def p99s(client: httpx.Client) -> dict[str, float]:
-    """Of each kind of victim."""
+    """The p99 of each kind of victim."""
     found = {}
     for kind, prompt in VICTIMS.items():
         times = [first_token_s(client, prompt(next(numbers))) for _ in range(ASKS[kind])]
@@ -74,7 +74,7 @@ def p99s(client: httpx.Client) -> dict[str, float]:
 
 @contextmanager
 def flooded(fleet: Fleet, name: str) -> Iterator[Counter[str]]:
-    """The statuses that the flood has got, once it is over."""
+    """The statuses that the flood has received, once it is over."""
     statuses: Counter[str] = Counter()
     words = [name, fleet.url.removeprefix("http://"), fleet.grpc, fleet.router]
     with subprocess.Popen(

@@ -1,12 +1,12 @@
 """Line 7: with ten routers the busiest has at most TIMES the mean of requests, and one that is
 added under load has its share after SOON_S.
 
-processes: real ones, in a mount and a network namespace of their own (so it needs root, or user
-namespaces). Their /etc/hosts has one name for all routers, which leads nowhere when the gateways
-start; the added router is one address more of it. Workers have no engine (one_token_process.py).
-HTTP clients ask through all gateways, half of the requests in conversations of which each is more
+processes: real ones, in separate mount and network namespaces (so it needs root, or user
+namespaces). Their /etc/hosts has one name for all routers, which does not resolve when the gateways
+start; the added router is one more address of it. Workers have no engine (one_token_process.py).
+HTTP clients send requests through all gateways, half of them in conversations of which each is more
 than a router's share. The added router is compared with the mean of all, over SPAN_S from SOON_S
-after its address was added on. Then the same in the simulation, and of the choice alone.
+after its address was added. Then the same in the simulation, and for the choice alone.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ Counts = Counter[str]
 
 
 def enter() -> None:
-    """The namespaces are new: the loopback device is down in one, and mounts of the other are for
-    us alone."""
+    """Set up the new namespaces: the loopback device is down in one, and mounts of the other must
+    stay private."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
 
@@ -54,7 +54,7 @@ class Hosts:
         subprocess.run(["mount", "--bind", self._file, "/etc/hosts"], check=True)
 
     def add(self, addresses: list[str]) -> None:
-        """The name stands for these, too."""
+        """Add addresses to the name."""
         with self._file.open("a") as out:
             out.write("".join(f"{address} {NAME}\n" for address in addresses))
 
@@ -79,7 +79,7 @@ class System:
         wait_until(lambda: all(answers(f"{g}/health") for g in self.gateways), "gateways")
 
     def connections(self) -> list[Counts]:
-        """Of each gateway to each router."""
+        """Connections of each gateway to each router."""
         found = [psutil.Process(pid).net_connections() for pid in self._pids]
         return [
             Counter(
@@ -107,7 +107,8 @@ class System:
             self._stack.callback(process.terminate)
 
     def ready(self) -> bool:
-        """Every gateway answers and is connected to every router, which knows all workers."""
+        """Wait until every gateway answers and is connected to every router, which knows all
+        workers."""
         known = 'pdserve_router_workers{model_name="tiny",role="decode",state="live"}'
         return (
             all(answers(f"{g}/ready") for g in self.gateways)
@@ -116,13 +117,13 @@ class System:
         )
 
     def counts(self) -> Counts:
-        """Requests that each router has ended."""
+        """Requests that each router has completed."""
         ended = 'pdserve_router_ended_total{outcome="ok"}'
         return Counter({router: int(metric(router, ended)) for router in self.routers})
 
 
 def answers(place: str) -> str:
-    """What http://`place` says; nothing if it is not there, or not well."""
+    """The response of http://`place`; empty if it is missing or an error."""
     try:
         return httpx.get(f"http://{place}").raise_for_status().text
     except httpx.HTTPError:
@@ -134,13 +135,13 @@ def metrics(router: str) -> str:
 
 
 def metric(router: str, name: str) -> float:
-    """0 while it is not there."""
+    """The value of a metric; 0 while it is missing."""
     rows = [line.rsplit(" ", 1) for line in metrics(router).splitlines()]
     return sum(float(value) for key, value in rows if key == name)
 
 
 def prompt(number: int) -> str:
-    """More tokens than those by which a conversation is known, then words of its own."""
+    """More tokens than those that identify a conversation, then unique words."""
     talk = f"popular {number // 2 % POPULAR}" if number % 2 else f"rare {number // 2 % RARE}"
     return f"{talk} begins like this and like no other that is asked of us today".ljust(80, ".") + (
         f" What about {number}?"
@@ -148,7 +149,8 @@ def prompt(number: int) -> str:
 
 
 class Load:
-    """CLIENTS that ask one after the other, until the end of the block; `statuses` of all."""
+    """CLIENTS clients that send requests one after the other, until the end of the block;
+    `statuses` of all."""
 
     def __init__(self, gateways: list[str]) -> None:
         self._gateways = gateways
@@ -175,7 +177,7 @@ class Load:
 
 
 def to_mean(counts: Counts) -> float:
-    """Of the busiest."""
+    """The busiest relative to the mean."""
     return round(max(counts.values()) * len(counts) / counts.total(), 3)
 
 
@@ -189,7 +191,7 @@ def shares(counts: Counts, added: str) -> dict[str, Any]:
 
 
 async def add_one(system: System, hosts: Hosts) -> dict[str, Any]:
-    """A further router, under load: its requests soon, and then."""
+    """Add a router under load: its requests at first, and later."""
     added = await asyncio.to_thread(system.start_router)
     before = await asyncio.to_thread(system.counts)
     began = time.monotonic()
@@ -210,7 +212,7 @@ async def add_one(system: System, hosts: Hosts) -> dict[str, Any]:
 
 
 def counted(now: Counts, before: Counts) -> Counts:
-    """Unlike a difference of Counters it keeps those that had none."""
+    """The increase of each count; unlike a difference of Counters it keeps those without one."""
     return Counter({router: now[router] - before[router] for router in now})
 
 
@@ -245,7 +247,7 @@ async def measure(stack: ExitStack, folder: Path) -> dict[str, Any]:
 
 
 def processes() -> None:
-    """Run within the namespaces."""
+    """Run the processes within the namespaces."""
     enter()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         print(json.dumps(asyncio.run(measure(stack, Path(folder)))))

@@ -1,8 +1,9 @@
-"""Line 8: streams outlive a rolling change of the instruction set, and a change of the weights ends
+"""Line 8: streams survive a rolling change of the instruction set, and a change of the weights ends
 them at once, with a typed error.
 
-STREAMS run on two decode workers with AVX2 kernels; two with AVX-512 kernels come, and the old ones
-are stopped one after the other. Then workers with other weights come, and those are stopped.
+STREAMS run on two decode workers with AVX2 kernels; two with AVX-512 kernels are added, and the old
+ones are stopped one after the other. Then workers with other weights are added, and those are
+stopped.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ REASON = "no worker is available with the weights that began this answer"
 
 
 class System:
-    """A gateway and a router; decode workers come and go."""
+    """A gateway and a router; decode workers are added and removed."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -45,7 +46,7 @@ class System:
         return start(self._stack, "decode", *own, *words, *trust("decode", None))
 
     def workers(self) -> int:
-        """How many of them the router can place on."""
+        """The number of workers that the router can place on."""
         with grpc.insecure_channel(self.router) as channel:
             stub = router_pb2_grpc.RouterStub(channel)
             bearer = (("authorization", f"Bearer {SECRET}"),)
@@ -62,7 +63,7 @@ class System:
 
 
 class Stream:
-    """One request: how many tokens came, how it ended and when."""
+    """One request: its number of tokens, and how and when it ended."""
 
     def __init__(self) -> None:
         self.tokens, self.error, self.inexact, self.ended = 0, "", False, 0.0
@@ -89,7 +90,7 @@ class Stream:
 
 
 async def roll(system: System, old: list[Any], new: tuple[str, ...]) -> tuple[list[Stream], float]:
-    """Streams on `old`, then two workers with the options `new`, then the end of `old`."""
+    """Run streams on `old`, then add two workers with the options `new`, then stop `old`."""
     async with httpx.AsyncClient(base_url=system.url, timeout=120) as client:
         streams = [Stream() for _ in range(STREAMS)]
         tasks = [asyncio.create_task(s.run(client, n)) for n, s in enumerate(streams)]

@@ -1,5 +1,5 @@
-"""Line 9: who may do what, compared with running systems, and the tests that the table of attacks
-in docs/security.md names: none of them may be skipped."""
+"""Line 9: permissions, compared with running systems, and the tests that the table of attacks in
+docs/security.md names: none of them may be skipped."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
 """A decode worker of line 7 without an engine, with the files of a tiny model: joins every router
-that a name stands for, until it is stopped.
+of a name, until it is stopped.
 
 `python one_token_process.py NAME:PORT --cluster-ca FILE --cluster-cert FILE --cluster-key FILE`
 """

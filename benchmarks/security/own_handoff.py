@@ -1,9 +1,9 @@
-"""One hand-off between real workers, asked for by a router that is this program: it says which
-ticket it has got, so that a search for that ticket can be shown to find it.
+"""One hand-off between real workers, requested by this program as a router: it prints the ticket
+that it received, so that a search for that ticket can be shown to find it.
 
     python own_handoff.py ROUTER DECODE PREFILL [FOLDER]
 
-Addresses, and the folder of certificates; without one the secret is shown. It prints JSON.
+Addresses, and the folder of certificates; without one the secret is sent. It prints JSON.
 """
 
 import json
@@ -39,7 +39,7 @@ class Session:
         self._commands.put(command)
 
     def wait(self, kind: str) -> Any:
-        """The next event of a kind."""
+        """Wait for the next event of a kind."""
         for event in self._events:
             if event.WhichOneof("event") == kind:
                 return getattr(event, kind)

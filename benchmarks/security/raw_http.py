@@ -1,6 +1,6 @@
-"""HTTP/1.1 as cheap for the client as can be: requests are bytes made ahead, connections are kept.
+"""HTTP/1.1 at minimum cost for the client: requests are bytes built ahead, connections are kept.
 
-What a client computes here is taken from the cores of the servers that it asks.
+Computation of a client here takes time from the cores of the servers that it calls.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ def request(host: str, method: str, path: str, body: Any = None, key: str = "") 
 
 
 class Connection:
-    """One connection to host:port, opened again when the server has closed it."""
+    """One connection to host:port, reopened after the server has closed it."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -66,7 +66,7 @@ class Connection:
 
 
 async def _chunks(reader: asyncio.StreamReader) -> bytes:
-    """A chunked body."""
+    """Read a chunked body."""
     parts = []
     while size := int(await reader.readuntil(b"\r\n"), 16):
         parts.append((await reader.readexactly(size + 2))[:-2])

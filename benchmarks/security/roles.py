@@ -1,4 +1,4 @@
-"""Single processes of pdserve, as containers would run them, with certificates or a secret."""
+"""Single processes of pdserve, as in containers, with certificates or a secret."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ PDSERVE = (sys.executable, "-P", "-m", "pdserve.services.cli.main")
 
 
 def make_certificates(folder: Path) -> None:
-    """`pdserve certs`: a CA and a certificate for each role."""
+    """Run `pdserve certs`: a CA and a certificate for each role."""
     subprocess.run([*PDSERVE, "certs", str(folder)], check=True, capture_output=True)
 
 
@@ -37,7 +37,7 @@ def trust(role: str, certificates: Path | None) -> list[str]:
 
 
 def access_of(role: str, certificates: Path | None) -> Access:
-    """The same for this process, which then calls as a process of that role."""
+    """The same credentials for this process, which then calls as a process of that role."""
     if certificates is None:
         return make_access(HostSettings(cluster_secret=(SECRET,), trust_network=True))
     ca, own, key = map(str, files(role, certificates))
@@ -51,8 +51,8 @@ def start(
     within: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A process that ends with the stack; `within` comes before its command, and `env` is added to
-    its environment."""
+    """Start a process that ends with the stack; `within` precedes its command, and `env` is added
+    to its environment."""
     process = subprocess.Popen(
         [*within, *PDSERVE, role, *words],
         env=os.environ | {"PDSERVE_DRAIN_S": "1"} | dict(env or {}),

@@ -1,10 +1,10 @@
 """A cluster's authority, the certificate of HTTP and the cluster secret change under load, by the
 steps of docs/security.md, and no request fails.
 
-`authority`: one process of each role, and nothing restarts. Connections that are open do not care
-about files, so after each step all between the processes are reset (`ss -K`): they have to be made
-anew with the files as they are then. `secret`: two of each role but prefill, each restarted three
-times, in turn.
+`authority`: one process of each role, without restarts. Open connections are not affected by files,
+so after each step all connections between the processes are reset (`ss -K`) and must be reopened
+with the current files. `secret`: two of each role except prefill, each restarted three times, in
+turn.
 """
 
 import asyncio
@@ -37,20 +37,20 @@ from pdserve.services.host.auth.tls import TlsAccess
 
 SESSIONS = 5  # of the gateway with the router, and two of the router with each worker
 OLD, NEW = "the-old-secret-of-this-cluster-" + "o" * 9, "its-new-secret-" + "n" * 25
-ROUNDS = ((OLD, NEW), (NEW, OLD), (NEW,))  # the first is shown, all are accepted
-LAME_DUCK_S = 2  # longer than the balancer takes to see that a gateway ends
+ROUNDS = ((OLD, NEW), (NEW, OLD), (NEW,))  # the first is sent, all are accepted
+LAME_DUCK_S = 2  # longer than the balancer takes to notice that a gateway shuts down
 WORKER = ["--kv-transport", "tcp", "--threads", "1"]
 
 
 def put(target: Path, content: bytes) -> None:
-    """Replaces a file whole, as `pdserve certs` does."""
+    """Replace a file atomically, as `pdserve certs` does."""
     new = target.with_suffix(".new")
     new.write_bytes(content)
     new.replace(target)
 
 
 def reset_connections() -> int:
-    """Resets all that the processes have with each other over gRPC; how many there were."""
+    """Reset all gRPC connections between the processes; returns their number."""
     chosen = ["state", "established", "src", NETWORK, "sport", "=", f":{RPC_PORT}"]
     done = subprocess.run(["ss", "-KHtn", *chosen], check=True, capture_output=True, text=True)
     return len(done.stdout.splitlines())
@@ -58,13 +58,13 @@ def reset_connections() -> int:
 
 @dataclass
 class Caller:
-    """Knocks at the router and the workers, with certificates from a folder."""
+    """A client that connects to the router and the workers, with certificates from a folder."""
 
     folder: Path
     trusted: str  # authorities
 
     def accepted(self, system: System) -> int:
-        """How many let it in and show a certificate that it trusts."""
+        """The number of processes that accept it and present a certificate that it trusts."""
         return sum(
             self._answers(role, host)
             for role, host in system.places.values()
@@ -129,7 +129,8 @@ class AuthorityChange:
 
     @property
     def right(self) -> bool:
-        """Each step changed which certificates are let in, and at each all was connected anew."""
+        """Whether each step changed the accepted certificates as expected, with all connections
+        reopened at each."""
         seen = [(r["let_an_old_certificate_in"], r["show_and_take_new_ones"]) for r in self.rows]
         expected = [(3, 0), (3, 0), (3, 0), (3, 1), (3, 2), (3, 3), (0, 3)]
         return seen == expected and all(row["reset_connections"] >= SESSIONS for row in self.rows)
@@ -181,7 +182,7 @@ async def _authority(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def refused(system: System, secret: str) -> int:
-    """How many routers and workers refuse it."""
+    """The number of routers and workers that refuse it."""
     count = 0
     for host in system.hosts(Role.ROUTER, Role.PREFILL, Role.DECODE):
         with grpc.insecure_channel(f"{host}:{RPC_PORT}") as channel:

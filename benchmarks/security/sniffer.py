@@ -1,7 +1,7 @@
-"""Keeps every packet of a network namespace: `python sniffer.py FILE`, until SIGTERM.
+"""Record every packet of a network namespace: `python sniffer.py FILE`, until SIGTERM.
 
-FILE has each packet behind its length. At the end it prints what the kernel has counted: a packet
-that was dropped is one that nobody can search.
+FILE has each packet after its length. At the end it prints the kernel's counts: a dropped packet
+cannot be searched.
 """
 
 import json
@@ -13,7 +13,7 @@ import threading
 from contextlib import suppress
 
 ETH_P_ALL = 3
-PACKET_OUTGOING = 4  # such a packet of `lo` comes a second time, as an incoming one
+PACKET_OUTGOING = 4  # such a packet of `lo` is repeated as an incoming one
 SOL_PACKET, PACKET_STATISTICS = 263, 6
 SO_RCVBUFFORCE = 33
 BUFFER_BYTES = 512 << 20
@@ -40,7 +40,7 @@ def sniff(file: str) -> None:
                 keep_one()
         wire.setblocking(False)
         with suppress(BlockingIOError):
-            while True:  # what waits in the buffer
+            while True:  # drains the buffer
                 keep_one()
         counted = wire.getsockopt(SOL_PACKET, PACKET_STATISTICS, 8)
     packets, drops = struct.unpack("II", counted)

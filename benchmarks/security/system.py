@@ -1,5 +1,5 @@
-"""A system of single processes on one machine, each at an address of its own, so that one that is
-started again gets its port again."""
+"""A system of single processes on one machine, each at a separate address, so that a restarted one
+gets its port again."""
 
 import asyncio
 import subprocess
@@ -21,14 +21,14 @@ WAIT_S, LOOK_S = 90.0, 0.2
 
 
 def place(*counts: tuple[Role, int]) -> dict[str, tuple[Role, str]]:
-    """The role and the address of so many processes of each role, by name."""
+    """The role and the address of this many processes of each role, by name."""
     named = [(f"{role} {n + 1}", role) for role, count in counts for n in range(count)]
     return {name: (role, f"127.0.77.{n}") for n, (name, role) in enumerate(named, 1)}
 
 
 @dataclass
 class System:
-    """Starts and stops its processes by their names."""
+    """A system that starts and stops its processes by their names."""
 
     stack: ExitStack
     places: dict[str, tuple[Role, str]]
@@ -50,12 +50,12 @@ class System:
         self.running[name] = start(self.stack, role, *given, env=env)
 
     async def stop(self, name: str) -> int:
-        """Ends it in order; its exit code."""
+        """Stop a process in an orderly way; returns its exit code."""
         self.running[name].terminate()
         return await asyncio.to_thread(self.running[name].wait)
 
     async def joined(self, access: Access) -> None:
-        """Returns when each router can place on each worker."""
+        """Wait until each router can place on each worker."""
         workers = {f"{host}:{RPC_PORT}" for host in self.hosts(Role.PREFILL, Role.DECODE)}
 
         async def all_there() -> bool:

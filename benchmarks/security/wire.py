@@ -1,5 +1,5 @@
-"""What a sniffer can read in its packets: the TCP streams, the hand-offs in them, and the frames of
-KV that a ticket opens."""
+"""The data that a sniffer can read in its packets: the TCP streams, the hand-offs in them, and the
+frames of KV that a ticket opens."""
 
 import hashlib
 import ipaddress
@@ -32,7 +32,7 @@ HALF = 1 << 31
 
 
 class Ends(NamedTuple):
-    """One direction of a connection: from whom, and to whom."""
+    """One direction of a connection: source and destination."""
 
     source: str
     source_port: int
@@ -48,7 +48,7 @@ class Stream:
     segments: list[tuple[int, bytes]] = field(default_factory=list)
 
     def joined(self) -> tuple[bytes, int]:
-        """(its bytes in order, how many times some are missing)."""
+        """(its bytes in order, the number of gaps)."""
         placed = [((at - self.first) & 0xFFFFFFFF, data) for at, data in self.segments]
         out, holes = bytearray(), 0
         for at, data in sorted(p for p in placed if p[0] < HALF):
@@ -82,7 +82,7 @@ class Capture:
         source_port, target_port, sequence = struct.unpack_from(">HHI", tcp)
         ends = Ends(source, source_port, target, target_port)
         if tcp[13] & SYN:
-            if ends in found and found[ends].first != sequence + 1:  # the ports are used again
+            if ends in found and found[ends].first != sequence + 1:  # the ports are reused
                 self._keep(ends, found.pop(ends))
             found.setdefault(ends, Stream(sequence + 1))
         elif data := tcp[4 * (tcp[12] >> 4) :]:
@@ -99,7 +99,7 @@ class Capture:
         return b"|".join(data for data in there if most is None or len(data) <= most)
 
     def to_port(self, port: int) -> list[bytes]:
-        """What was sent to a port, by connection."""
+        """Data sent to a port, by connection."""
         return [data for ends, data in self.streams if ends.target_port == port]
 
     @property
@@ -117,7 +117,8 @@ def _packets(data: bytes) -> Iterator[bytes]:
 
 
 class Frame(NamedTuple):
-    """A frame of KV as it came: its header, what the header's tag covers, that tag, the payload."""
+    """A frame of KV as captured: its header, the data that the header's tag covers, that tag, the
+    payload."""
 
     header: FrameHeader
     covered: bytes
@@ -127,14 +128,14 @@ class Frame(NamedTuple):
 
 @dataclass
 class Handoffs:
-    """What a data connection shows to everybody: who talks, and all frames."""
+    """The public data of a data connection: its peers, and all frames."""
 
     hello: messages.Hello
     frames: list[Frame]
 
     @classmethod
     def read(cls, stream: bytes) -> "Handoffs":
-        """`stream` is what prefill sent to decode's KV port. Raises FrameError."""
+        """Parse `stream`, which prefill sent to decode's KV port. Raises FrameError."""
         hello, frames, at = None, [], 0
         while at < len(stream):
             prefix = Prefix.unpack(stream[at : at + PREFIX_BYTES])
@@ -154,13 +155,13 @@ class Handoffs:
         return [frame for frame in self.frames if frame.header.ticket == ticket]
 
     def opened(self, ticket: Ticket) -> int:
-        """How many frames of a ticket are read with it: their header and payload are genuine, and
+        """The number of a ticket's frames that it opens: their header and payload are genuine, and
         the payload is decrypted if it is sealed."""
         spec = hashlib.sha256(self.hello.spec).digest()
         key, count = derive_keys(ticket, spec, self.hello.identity.digest).to_decode, 0
         for header, covered, tag, payload in self.of(ticket.id):
             if not key.matches(Domain.HEADER, header.sequence, covered, tag):
-                return count  # one that is not this ticket's opens none
+                return count  # a wrong ticket opens none
             plain = verified_payload(
                 key, header.sequence, memoryview(payload), header.payload_tag, self.hello.encrypted
             )
@@ -168,8 +169,9 @@ class Handoffs:
         return count
 
     def opened_by_any(self, data: bytes, ticket: Ticket) -> tuple[int, int]:
-        """(how many candidates there are, how many frames the best of them opens). Each 32 bytes of
-        `data` are a candidate for the secret of that ticket, of which all else is told."""
+        """(the number of candidates, the number of frames that the best of them opens). Each 32
+        bytes of `data` are a candidate for the secret of that ticket, whose other fields are
+        given."""
         candidates = {data[at : at + SECRET_BYTES] for at in range(len(data) - SECRET_BYTES + 1)}
         tried = (self.opened(_with(ticket, secret)) for secret in candidates)
         return len(candidates), max(tried, default=0)

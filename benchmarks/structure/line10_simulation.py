@@ -1,7 +1,7 @@
 """Line 10: 100,000 simulated runs on seeds from 1,000,000 on: no violation, every cell hit.
 
-In parts of 10,000; one that has passed is run again only if something that it runs has changed.
-About two hours on two cores.
+In parts of 10,000; one that has passed is run again only if its sources have changed. About two
+hours on two cores.
 """
 
 import json
@@ -22,7 +22,7 @@ RAN = (*PRODUCT, "tests/simulation", "tests/support", "pyproject.toml", "constra
 
 
 def sources() -> tuple[str, str]:
-    """The commit, and what names the sources that a part runs."""
+    """The commit, and a hash of the sources that a part runs."""
     return commit(), source_tree(paths=RAN)
 
 

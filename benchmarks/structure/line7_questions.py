@@ -1,4 +1,4 @@
-"""Line 7: questions to a reader who has not seen the code; no program can ask them."""
+"""Line 7: questions to a reader who has not seen the code; they cannot be automated."""
 
 import json
 

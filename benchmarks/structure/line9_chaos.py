@@ -1,4 +1,4 @@
-"""Line 9, too: a tenth of `make chaos` holds."""
+"""Line 9, second part: a tenth of `make chaos` holds."""
 
 import subprocess
 import sys

@@ -1,9 +1,9 @@
-"""Line 9: the acceptance lines of before, from their results; nothing is run here. line9_chaos.py
-and line9_speed.py run the rest of it.
+"""Line 9: earlier acceptance lines, from their results; they are not run here. line9_chaos.py and
+line9_speed.py run the other parts.
 
-Each line's last record must have held, whole, on this source tree. One that held on another tree is
-named with its commit and counts as skipped; beside each such commit stand the folders that have
-changed since. Whether the line may stand depends on what it runs, which a person decides.
+Each line's last record must have held completely on this source tree. One that held on another tree
+is named with its commit and counts as skipped; for each such commit, the folders that have changed
+since are listed. Whether the line still holds depends on what it runs, which a person decides.
 """
 
 import json

@@ -1,9 +1,10 @@
-"""Line 9, too: the engine is as fast as at the commit before, run by run beside a build of that.
+"""Line 9, third part: the engine is as fast as at the commit before, run by run against a build of
+that.
 
-The commit is taken out of git and set up (earlier.py). Then both engines run the table's works of
-pdserve in turns. A work is slower if its median ratio is below LEAST and so many pairs are below 1
-that chance explains it in less than one case of twenty (sign test); else the difference is noise.
-`--pairs N`, `--rows NAME ...` (decode_x1_llamacpp, ...) and `--any-load` as in bench.py.
+The commit is checked out of git and set up (earlier.py). Then both engines run the table's works of
+pdserve alternately. A work is slower if its median ratio is below LEAST and so many pairs are below
+1 that chance explains it in less than one case of twenty (sign test); otherwise the difference is
+noise. `--pairs N`, `--rows NAME ...` (decode_x1_llamacpp, ...) and `--any-load` as in bench.py.
 """
 
 import argparse
@@ -32,7 +33,7 @@ CHANCE = 0.05
 
 
 def by_chance(slower: int, pairs: int) -> float:
-    """How likely so many slower pairs are, or more, if both engines are equally fast."""
+    """The probability of this many slower pairs, or more, if both engines are equally fast."""
     return sum(math.comb(pairs, k) for k in range(slower, pairs + 1)) / 2**pairs
 
 
@@ -41,7 +42,7 @@ def before(name: str) -> str:
 
 
 def start(name: str, model: Path, home: Path | None = None) -> Contender:
-    """An engine of now, or of the commit that is set up in `home`."""
+    """An engine of this tree, or of the commit that is set up in `home`."""
     words = engine_command(model)
     if home is not None:
         script = home / "benchmarks/cpu/contend_pdserve.py"
@@ -53,7 +54,7 @@ def start(name: str, model: Path, home: Path | None = None) -> Contender:
 def compared(
     names: list[str] | None, pairs: int, any_load: bool, commit: str = BEFORE
 ) -> dict[str, Any]:
-    """Ratios of now to a commit, by work."""
+    """Ratios of this tree to a commit, by work."""
     home = earlier.build(commit)
     cores = machine.pin()
     works = {(r.ours, r.work) for r in ROWS if names is None or r.name in names}

@@ -1,4 +1,4 @@
-"""The harness's modules import each other by their plain names, as scripts of one folder do."""
+"""Make the modules of the harness importable by their plain names, as for scripts of one folder."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Acceptance lines: what was skipped is not held, and an earlier run is printed as one."""
+"""Acceptance lines: a skipped part does not count as held, and an earlier run is marked as such."""
 
 import json
 import os
@@ -22,7 +22,7 @@ sys.exit({code})
 
 
 class Topic:
-    """A topic of its own, with scripts that say what they are told to."""
+    """A temporary topic with scripted lines."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
@@ -84,7 +84,7 @@ def test_a_skipped_part_is_not_held(
         assert (code, found["ok"]) == (2, False)
         assert topic.verdicts(found)["line1"] == "skipped"
         assert not found["lines"]["line1_x"]["ok"]
-        assert topic.runs(1) == run, "it is run again"
+        assert topic.runs(1) == run, "a skipped line must run again"
     accept.run_topic("made", ["1"], 60)
     assert "no network namespaces" in capsys.readouterr().err
 
@@ -96,10 +96,10 @@ def test_a_failed_part_outweighs_a_skipped_one(topic: Topic) -> None:
     assert (code, topic.verdicts(found)) == (1, {"line1": "failed", "line2": "failed"})
 
 
-def test_an_earlier_run_is_printed_as_one(topic: Topic, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_earlier_run_is_marked_as_such(topic: Topic, capsys: pytest.CaptureFixture[str]) -> None:
     topic.line(1, {"ok": True, "figure": 7})
     topic.run()
-    topic.revision = "bbbbbbbbbbbb"  # which changes only prose
+    topic.revision = "bbbbbbbbbbbb"  # a commit that changes only prose
     code, found = topic.run()
     assert (code, found["ok"], found["commit"]) == (0, True, "bbbbbbbbbbbb")
     line = found["lines"]["line1_x"]
@@ -110,7 +110,7 @@ def test_an_earlier_run_is_printed_as_one(topic: Topic, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("change", ["tree", "dirty", "failed"])
-def test_what_is_not_known_is_run(topic: Topic, change: str) -> None:
+def test_a_line_without_a_valid_record_is_run(topic: Topic, change: str) -> None:
     topic.line(1, {"ok": change != "failed"})
     topic.run()
     if change == "tree":
@@ -123,8 +123,8 @@ def test_what_is_not_known_is_run(topic: Topic, change: str) -> None:
     assert topic.runs(1) == 2
 
 
-def test_what_a_dirty_checkout_gave_is_not_known_to_a_clean_one(topic: Topic) -> None:
-    """Both have the tree of the same commit."""
+def test_a_result_of_a_dirty_checkout_is_not_used_for_a_clean_one(topic: Topic) -> None:
+    """Both checkouts have the tree of the same commit."""
     clean = topic.revision
     topic.line(1, {"ok": True})
     topic.revision += "-dirty"
@@ -146,11 +146,11 @@ def test_a_line_that_reads_the_docs_is_run_again_after_their_change(topic: Topic
     assert topic.verdicts(found) == {"line1": "held earlier", "line2": "held"}
 
 
-def test_a_late_line_ends_with_its_children(topic: Topic) -> None:
+def test_a_late_line_is_killed_with_its_children(topic: Topic) -> None:
     pid, module = topic.folder / "pid", topic.folder / "made/line1_x.py"
     child = f"import os, time; open({str(pid)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(999)"
     module.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])")
-    for timeout_s in (1, 4, 16, 64):  # until it has had the time to start a child
+    for timeout_s in (1, 4, 16, 64):  # retry until the line has had time to start a child
         assert accept.run_line(module, timeout_s)["verdict"] == "failed"
         if pid.exists() and pid.read_text().endswith("."):
             break
@@ -164,8 +164,8 @@ def test_a_late_line_ends_with_its_children(topic: Topic) -> None:
     wait_until(ended, "its child's end")
 
 
-def test_a_line_ends_when_the_run_is_told_to_end(tmp_path: Path) -> None:
-    """Else it goes on measuring beside whatever is measured next."""
+def test_a_line_ends_when_the_run_is_terminated(tmp_path: Path) -> None:
+    """Otherwise the line would keep measuring next to later measurements."""
     pid, folder = tmp_path / "pid", tmp_path / "made"
     folder.mkdir()
     text = f"import os, time; open({str(pid)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(999)"
@@ -180,8 +180,8 @@ def test_a_line_ends_when_the_run_is_told_to_end(tmp_path: Path) -> None:
     wait_until(lambda: not psutil.pid_exists(int(pid.read_text().rstrip("."))), "the line's end")
 
 
-def test_records_of_before_the_verdicts_are_judged_too(topic: Topic) -> None:
-    """A line that was written as ok with a skipped part is no result to stand on."""
+def test_records_without_verdicts_are_judged(topic: Topic) -> None:
+    """Do not reuse an old record that says ok but has a skipped part."""
     topic.line(1, {"ok": True})
     old = {"line": "line1_x", "commit": "old", "tree": "tree", "ok": True}
     results = topic.folder / "results/accept-made.jsonl"
@@ -192,7 +192,7 @@ def test_records_of_before_the_verdicts_are_judged_too(topic: Topic) -> None:
     assert topic.runs(1) == 1
 
 
-def test_lines_are_run_in_the_order_of_their_numbers(topic: Topic) -> None:
+def test_lines_are_run_in_numeric_order(topic: Topic) -> None:
     for number in (10, 2, 1):
         topic.line(number, {"ok": True})
     assert list(topic.run()[1]["lines"]) == ["line1_x", "line2_x", "line10_x"]
@@ -208,7 +208,7 @@ def test_a_line_without_a_result_fails(topic: Topic) -> None:
     )
 
 
-def test_a_promise_stands_on_this_tree_alone() -> None:
+def test_a_promise_needs_a_result_of_this_tree() -> None:
     held = {"verdict": "held", "commit": "aaaaaaaaaaaa", "tree": "tree"}
     assert stands(held, "tree") == {"ok": True, "commit": "aaaaaaaaaaaa"}
     earlier = stands(held, "another")
@@ -232,7 +232,7 @@ def test_a_line_does_not_inherit_the_arguments_of_make(
     assert found["lines"]["line1_x"]["seen"] == []
 
 
-def test_the_results_of_two_runs_that_write_at_the_same_time() -> None:
+def test_results_of_two_interleaved_runs() -> None:
     output = (
         "....\n..10 passed in 658.76s (0:10:58)\n..... [ 90%]\n3492 passed, 3 skipped in 993.93s\n"
     )

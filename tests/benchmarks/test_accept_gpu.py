@@ -1,5 +1,5 @@
-"""`make accept-gpu` on the fake device, in its short form (--smallest): CI has no card, and not the
-minute that all sizes take."""
+"""`make accept-gpu` on the fake device, in its short form (--smallest): CI has no GPU, and all
+sizes would take a minute."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ def test_all_parts_run_on_the_fake_device(tmp_path: Path) -> None:
     assert checks.count("held") >= 25
 
 
-def test_what_time_does_not_allow_is_told(tmp_path: Path) -> None:
+def test_parts_without_time_left_are_reported(tmp_path: Path) -> None:
     code, result = run(tmp_path / "result.json", "--seconds", "4.5", "--parts", "facts", "system")
     assert code == 2
     assert result["parts"]["system"]["status"] in (OUT_OF_TIME, SKIPPED)

@@ -1,4 +1,5 @@
-"""The requests of line 4 of the API: enough of them, over all fields, and none that is refused."""
+"""The requests of line 4 of the API: their number, the coverage of all fields, and that none is
+refused."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -25,13 +26,13 @@ PARSERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 }
 
 
-def test_enough_over_all_paths() -> None:
+def test_there_are_enough_requests_over_all_paths() -> None:
     asked = requests("m")
     assert sum(not needs_tools(body) for _, body in asked) >= LEAST
     assert paths(asked).keys() == PARSERS.keys()
 
 
-def test_every_body_is_taken() -> None:
+def test_every_body_is_accepted() -> None:
     for path, body in requests("m"):
         parsed = PARSERS[path](body)
         if hasattr(parsed, "sampling"):
@@ -39,14 +40,14 @@ def test_every_body_is_taken() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda e: e.kind.__name__)
-def test_every_value_is_asked_for(endpoint: Endpoint) -> None:
+def test_every_value_is_requested(endpoint: Endpoint) -> None:
     asked = [body for path, body in requests("m") if path == endpoint.path]
     for name, values in endpoint.values.items():
         for value in values:
             assert any(body.get(name) == value for body in asked), (name, value)
 
 
-def test_chunks_are_joined_however_they_are_cut() -> None:
+def test_joined_chunks_do_not_depend_on_cuts() -> None:
     def chunk(text: str, **more: Any) -> dict[str, Any]:
         call = {"index": 0, "function": {"arguments": text}}
         return {"choices": [{"index": 0, "delta": {"tool_calls": [call]}, **more}]}
@@ -70,7 +71,7 @@ def test_chunks_are_joined_however_they_are_cut() -> None:
     assert whole["usage"] == [{"total_tokens": 3}]
 
 
-def test_events_are_joined_however_they_are_cut() -> None:
+def test_joined_events_do_not_depend_on_cuts() -> None:
     def events(*texts: str) -> list[dict[str, Any]]:
         deltas = [{"type": "delta", "delta": {"type": "text_delta", "text": t}} for t in texts]
         some = [{"type": "begin"}, *deltas, {"type": "end"}]
@@ -80,7 +81,7 @@ def test_events_are_joined_however_they_are_cut() -> None:
     assert joined_events(events("ab")) != joined_events(events("abc"))
 
 
-def test_lines_run_tests_that_are_there() -> None:
+def test_lines_run_existing_tests() -> None:
     root = Path(__file__).parents[2]
     named = {
         (module.name, path)

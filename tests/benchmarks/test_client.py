@@ -1,4 +1,4 @@
-"""The closed-loop client against a server of the test's own."""
+"""The closed-loop client against a server in the test."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ def stream(prompt: int, completion: int, tokens: int = 3) -> bytes:
 
 
 class Server:
-    """Answers every request alike; knows how many were open at once."""
+    """Give every request the same answer; count the requests open at once."""
 
     def __init__(self, answer: Callable[[dict[str, object]], bytes]) -> None:
         self._answer = answer
@@ -49,7 +49,7 @@ def run(server: Server, requests: int, workers: int, num_spares: int = 0) -> Wav
     return asyncio.run(both())
 
 
-def test_every_prompt_is_asked_once_by_as_many_workers_as_were_wanted() -> None:
+def test_every_prompt_is_sent_once_by_the_given_number_of_workers() -> None:
     seen: list[object] = []
 
     def answer(body: dict[str, object]) -> bytes:
@@ -67,7 +67,7 @@ def test_every_prompt_is_asked_once_by_as_many_workers_as_were_wanted() -> None:
     assert 0.01 < wave.first_p50_s < wave.wall_s
 
 
-def test_a_length_that_was_not_asked_is_an_error() -> None:
+def test_an_unrequested_length_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"lengths \{\(3, 5\)\}"):
         run(Server(lambda body: stream(3, 5)), 2, 2)
 
@@ -79,7 +79,7 @@ def test_a_broken_stream_is_an_error(answer: bytes) -> None:
     assert "not a whole stream" in str(caught.value.exceptions[0])
 
 
-def test_the_prompt_of_a_broken_stream_is_replaced_by_a_spare_one() -> None:
+def test_the_prompt_of_a_broken_stream_is_replaced_by_a_spare() -> None:
     seen = []
 
     def answer(body: dict[str, object]) -> bytes:
@@ -91,7 +91,7 @@ def test_the_prompt_of_a_broken_stream_is_replaced_by_a_spare_one() -> None:
     assert (wave.failed, len(wave.answers)) == (2, 3)
 
 
-def test_usage_is_found_behind_events_without_it() -> None:
+def test_usage_is_read_after_events_without_it() -> None:
     assert usage_in(stream(1, 2)) == {"prompt_tokens": 1, "completion_tokens": 2}
     with pytest.raises(RuntimeError):
         usage_in(b'data: {"usage": null}\n\ndata: [DONE]\n\n')

@@ -1,4 +1,4 @@
-"""A contender's child process: answers, deaths and prompts."""
+"""A contender's child process: answers, crashes and prompts."""
 
 import sys
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_figures_are_tokens_of_the_phase_over_its_seconds(tmp_path: Path) -> Non
         assert echo.run(Work("prefill", 1, 512, 1), 2) == 1024.0
 
 
-def test_a_death_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_crash_is_reported_with_the_last_output(tmp_path: Path) -> None:
     with (
         contender(tmp_path) as echo,
         pytest.raises(RuntimeError, match=r"ended with 1(.|\n)*a reason"),
@@ -48,7 +48,7 @@ def test_prompts_are_repeatable_and_share_no_prefix() -> None:
     assert {len(ids) for ids in many} == {128}
 
 
-def test_requirements_lose_extras_and_named_packages() -> None:
+def test_extras_and_named_packages_are_removed_from_requirements() -> None:
     listed = [
         "numpy", "torch==2.13.0+cpu; platform_machine == 'x86_64'", "pandas; extra == 'bench'",
         "six>=1; python_version < '3'", "mistral_common[image]>=1.11.6",

@@ -17,7 +17,7 @@ from interference.plot import svg
 from interference.sharing import Sharing
 
 
-def test_arrivals_are_the_same_for_the_same_seed_and_poisson() -> None:
+def test_arrivals_are_poisson_and_repeatable_by_seed() -> None:
     plan = schedule(0.1, 2.0, 2_000, 30, seed=1)
     assert plan == schedule(0.1, 2.0, 2_000, 30, seed=1)
     assert plan != schedule(0.1, 2.0, 2_000, 30, seed=2)
@@ -30,15 +30,15 @@ def test_arrivals_are_the_same_for_the_same_seed_and_poisson() -> None:
         between = [b - a for a, b in pairwise(own)]
         mean = sum(between) / len(between)
         spread = (sum((x - mean) ** 2 for x in between) / len(between)) ** 0.5
-        assert spread == pytest.approx(mean, rel=0.3), "exponential"
+        assert spread == pytest.approx(mean, rel=0.3), "gaps must be exponential"
 
 
-def test_the_long_arrivals_do_not_depend_on_the_short_ones() -> None:
+def test_long_arrivals_do_not_depend_on_short_ones() -> None:
     few, many = (schedule(0.1, rate, 300, 0, seed=1).arrivals for rate in (1.0, 3.0))
     assert [a for a in few if a.kind == LONG] == [a for a in many if a.kind == LONG]
 
 
-def test_a_run_goes_on_until_there_are_enough_long_prompts() -> None:
+def test_a_run_lasts_until_there_are_enough_long_prompts() -> None:
     plan = schedule(0.05, 1.0, 60, 30, seed=3)
     longs = [a for a in plan.arrivals if a.kind == LONG]
     assert len(longs) == 30
@@ -46,7 +46,7 @@ def test_a_run_goes_on_until_there_are_enough_long_prompts() -> None:
     assert plan.arrivals[-1].at_s <= plan.seconds
 
 
-def test_prompts_have_their_length_and_a_beginning_of_their_own() -> None:
+def test_prompts_have_their_length_and_a_unique_beginning() -> None:
     text = list(range(1_000, 6_000))
     made = [prompt_ids(text, 50_000, kind, n) for kind in SHAPES for n in range(300)]
     assert {len(ids) for ids in made} == {4_000, 128}
@@ -64,8 +64,8 @@ HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
 @given(st.lists(st.integers(1, 400), max_size=6))
-def test_an_event_came_with_its_last_byte(cuts: list[int]) -> None:
-    """However the stream is cut into pieces."""
+def test_an_event_arrives_with_its_last_byte(cuts: list[int]) -> None:
+    """Give the same times however the stream is cut into pieces."""
     events = [event(text) for text in ("a", "data: b", "c")]
     whole = HEAD + b"".join(events) + TAIL
     bounds = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
@@ -76,13 +76,13 @@ def test_an_event_came_with_its_last_byte(cuts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("stream", [b"", HEAD + event("a"), HEAD + b"data: [DONE]\n\n"])
-def test_a_stream_that_is_not_whole_is_an_error(stream: bytes) -> None:
+def test_an_incomplete_stream_is_an_error(stream: bytes) -> None:
     with pytest.raises(RuntimeError):
         read_stream([(0.0, stream)])
 
 
 class Server:
-    """Answers with three events; the first request only when the last has come."""
+    """Answer with three events; the first request is answered only after the last has arrived."""
 
     def __init__(self, requests: int) -> None:
         self.left = requests
@@ -119,16 +119,18 @@ def test_the_open_loop_does_not_wait_for_answers() -> None:
     answers = sorted(asyncio.run(run()), key=lambda a: a.planned_s)
     assert [a.planned_s for a in answers] == [n / 50 for n in range(5)]
     assert all(a.sent_s >= a.planned_s for a in answers)
-    assert answers[0].events_s[0] > answers[4].planned_s, "held back until the last was sent"
+    assert answers[0].events_s[0] > answers[4].planned_s, (
+        "the first answer must come after the last request"
+    )
     assert {(len(a.events_s), a.prompt_tokens, a.completion_tokens) for a in answers} == {(3, 5, 3)}
 
 
-def test_a_request_that_fails_is_told_and_the_others_go_on(
+def test_a_failed_request_is_reported_and_others_continue(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def run() -> list[Answer]:
         with socket.socket() as bound:
-            bound.bind(("127.0.0.1", 0))  # nobody listens there
+            bound.bind(("127.0.0.1", 0))  # no process listens there
             port = bound.getsockname()[1]
             return await open_loop(f"http://127.0.0.1:{port}", [Asked(LONG, 0.0, b"x")] * 2)
 
@@ -136,7 +138,7 @@ def test_a_request_that_fails_is_told_and_the_others_go_on(
     assert capsys.readouterr().err.count("a long request of 0.0 s failed") == 2
 
 
-def test_the_closed_loop_keeps_as_many_in_flight() -> None:
+def test_the_closed_loop_keeps_the_number_in_flight() -> None:
     server = Server(1)
 
     async def run() -> list[Answer]:
@@ -167,13 +169,15 @@ def answer(kind: str, start: float, first: float, gap: float) -> Answer:
     return Answer(kind, start, start + 0.001, times, shape.prompt, shape.new)
 
 
-def test_a_summary_counts_what_had_come_by_the_end() -> None:
+def test_a_summary_counts_only_events_before_the_end() -> None:
     answers = [answer(LONG, 0.0, 9.0, 0.01), answer(SHORT, 5.0, 0.5, 0.02)]
     assert ttft(answers[0]) == 9.0
     assert max(gaps(answers[1])) == pytest.approx(0.02)
     found = summary(answers, seconds=8.06)
     assert found["requests"] == {LONG: 1, SHORT: 1}
-    assert found["completed_tokens"] == 129, "half of the short one: 0.02 s after its first"
+    assert found["completed_tokens"] == 129, (
+        "half of the short answer must count: its later events take 0.02 s each"
+    )
     assert found["itl_ms"]["p99"] == found["itl_ms"]["max"] == 20.0
     assert found["ttft_ms"][LONG]["p50"] == 9_000.0
     assert found["good_share"] == 1.0
@@ -199,7 +203,7 @@ def figures(
     }
 
 
-def test_the_rival_is_the_best_of_those_with_a_fair_time_to_first_token() -> None:
+def test_the_rival_is_the_best_with_a_fair_time_to_first_token() -> None:
     runs = {
         "separated": figures(10, 1, 1),
         "mixed-64": figures(50, 200, 100),
@@ -215,7 +219,7 @@ def test_the_rival_is_the_best_of_those_with_a_fair_time_to_first_token() -> Non
 @pytest.mark.parametrize(
     ("p99", "tokens", "ok"), [(20, 950, True), (20, 949, False), (20.1, 1_000, False)]
 )
-def test_the_verdict_wants_both(p99: float, tokens: int, ok: bool) -> None:
+def test_the_verdict_requires_latency_and_throughput(p99: float, tokens: int, ok: bool) -> None:
     runs = {"separated": figures(p99, 1, 1, tokens), "mixed-64": figures(60, 1, 1)}
     found = verdict(runs)
     assert found["ok"] is ok
@@ -229,7 +233,7 @@ def poisson_times(rate: float) -> list[float]:
 
 
 @pytest.mark.parametrize(("a", "b", "rate"), [(1.0, 0.3, 1.5), (0.0, 0.5, 1.6), (3.0, 0.1, 4.0)])
-def test_a_long_run_has_as_many_in_flight_as_theory_says(a: float, b: float, rate: float) -> None:
+def test_the_number_in_flight_of_a_long_run_matches_theory(a: float, b: float, rate: float) -> None:
     weight, total, mean = 1.0, 1.0, 0.0
     for n in range(1, 3_000):  # arrivals at `rate`, departures at n / (a + b n)
         weight *= rate * (a + b * n) / n
@@ -248,31 +252,29 @@ def test_requests_that_share_a_worker() -> None:
 
 @pytest.mark.extended
 @given(st.floats(0.0, 5.0), st.floats(0.05, 1.0), st.floats(1.0, 20.0))
-def test_the_rate_keeps_as_many_in_flight_in_that_very_run(
-    a: float, b: float, wanted: float
-) -> None:
+def test_the_rate_keeps_the_wanted_number_in_flight(a: float, b: float, wanted: float) -> None:
     def arrivals(rate: float) -> list[float]:
         return [x.at_s for x in schedule(0.1, rate, 100, 0, seed=3).arrivals if x.kind == SHORT]
 
     sharing = Sharing.of([(n, n / (a + b * n)) for n in (4, 20)])
     rate = sharing.rate_for(wanted, arrivals, 100)
     assert sharing.in_flight(arrivals(rate), 100) == pytest.approx(wanted, rel=0.1)
-    slower = sharing.seen(2 * wanted, arrivals(rate), 100)  # so many were there
+    slower = sharing.seen(2 * wanted, arrivals(rate), 100)  # this number was observed
     assert slower.in_flight(arrivals(rate), 100) == pytest.approx(2 * wanted, rel=0.01)
     assert slower.rate_for(wanted, arrivals, 100) < rate
 
 
-def test_no_rate_where_more_requests_do_not_take_longer() -> None:
+def test_no_rate_is_found_if_more_requests_do_not_take_longer() -> None:
     with pytest.raises(RuntimeError):
         Sharing.of([(4, 1.0), (20, 5.1)])
 
 
-def test_what_ended_in_a_time() -> None:
+def test_requests_finished_in_an_interval() -> None:
     answers = [Answer(SHORT, 0.0, 0.0, (0.5, at), 128, 256) for at in (1.0, 2.0, 3.0, 4.0)]
     assert finished_in(answers, 2.0, 4.0) == 1.0
 
 
-def test_the_plot_is_a_document_with_a_curve_and_a_row_for_each() -> None:
+def test_the_plot_has_a_curve_and_a_row_for_each_run() -> None:
     runs = {"separated": figures(10, 1, 1), "mixed-64": figures(50, 2, 2)}
     report = {
         "machine": "A < B",

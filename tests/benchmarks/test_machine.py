@@ -1,4 +1,4 @@
-"""How busy others keep the cores, from two readings of /proc/stat."""
+"""The share of core time used by others, from two readings of /proc/stat."""
 
 from machine import busy_share
 
@@ -23,5 +23,5 @@ def test_other_cores_do_not_count() -> None:
     assert busy_share(BEFORE, AFTER, [2]) == 990 / 990
 
 
-def test_no_time_is_no_load() -> None:
+def test_an_empty_interval_has_no_load() -> None:
     assert busy_share(BEFORE, BEFORE, [0, 1]) == 0.0

@@ -1,4 +1,4 @@
-"""What the line of the endpoint picker holds against the figures of a run."""
+"""The checks of the endpoint-picker line against the figures of a run."""
 
 from copy import deepcopy
 from typing import Any
@@ -17,7 +17,7 @@ FIGURES["times that ship"]["decisions"]["late"] = int(MOST_LATE * 200)
 SHIPPED = ("times that ship", "decisions")
 
 
-def test_a_run_with_as_many_late_decisions_as_may_be_holds() -> None:
+def test_a_run_at_the_limit_of_late_decisions_holds() -> None:
     assert holds(FIGURES)
 
 
@@ -35,7 +35,7 @@ def test_a_run_with_as_many_late_decisions_as_may_be_holds() -> None:
         *((( part, "served_as_told"), 199) for part in PARTS[:4]),
     ],
 )  # fmt: skip
-def test_whatever_is_wrong_breaks_it(where: tuple[str, ...], value: object) -> None:
+def test_any_wrong_figure_breaks_the_line(where: tuple[str, ...], value: object) -> None:
     found: Any = deepcopy(FIGURES)
     inner = found
     for key in where[:-1]:

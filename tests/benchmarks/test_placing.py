@@ -1,4 +1,4 @@
-"""What placing a request costs, in calls of functions: these do not depend on the machine."""
+"""The cost of placing a request in function calls, which do not depend on the machine."""
 
 import sys
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from placing import BLOCK, KINDS, Router, fill, measure
 
 
 def num_calls(work: Callable[[], Any]) -> int:
-    """Functions that it calls, of Python and of C."""
+    """The number of Python and C functions that `work` calls."""
     count = 0
 
     def note(_frame: Any, event: str, _arg: Any) -> None:
@@ -35,14 +35,16 @@ def calls_of_a_placing(num_workers: int, num_blocks: int) -> int:
     return calls - num_calls(router.load)
 
 
-def test_a_worker_costs_a_placing_few_calls_and_a_block_as_many() -> None:
+def test_placing_takes_few_calls_per_worker_and_block() -> None:
     few, many = calls_of_a_placing(20, 60), calls_of_a_placing(120, 60)
     assert (many - few) / 100 <= 16
     long = calls_of_a_placing(20, 120)
-    assert (long - few) / 60 <= 6, "hashed once, and looked up no further than anybody has it"
+    assert (long - few) / 60 <= 6, (
+        "a block must be hashed once, and looked up only as far as any worker has it"
+    )
 
 
-def test_it_measures_every_kind_of_prompt() -> None:
+def test_every_kind_of_prompt_is_measured() -> None:
     figures = measure(decodes=6, prefills=4, num_hashes=200, prompt=100, requests=3)
     assert all(figures[f"{kind}_ms"] > 0 for kind in KINDS)
     assert figures["hashes"] == 200

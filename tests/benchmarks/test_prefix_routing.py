@@ -1,5 +1,5 @@
-"""The simulator of prefix routing: its traces, its caches and engines, and a short form of the line
-that compares the real routers with other policies."""
+"""The simulator of prefix routing: traces, caches and engines, and a short form of the line that
+compares the real routers with other policies."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ SHORT = Shape(num_requests=900, duration_s=900.0, documents=20, apps=10)
 FEW = Speed(blocks=400)
 
 
-def test_a_trace_comes_from_its_seed_and_equal_ids_mean_a_common_prefix() -> None:
+def test_a_trace_is_repeatable_and_equal_ids_mean_a_common_prefix() -> None:
     trace = generate(5, SHORT)
     assert trace == generate(5, SHORT)
     assert trace != generate(6, SHORT)
@@ -27,9 +27,9 @@ def test_a_trace_comes_from_its_seed_and_equal_ids_mean_a_common_prefix() -> Non
             assert before.setdefault(block, last) == last
 
 
-def test_the_drawn_trace_is_near_the_published_one() -> None:
-    """12,031 requests in 59 minutes, 12,035 and 343 tokens in the mean, p99 of 85,401 and 1,120;
-    37 % of the tokens seen before, to which shared documents add some here."""
+def test_the_generated_trace_is_near_the_published_one() -> None:
+    """Published figures: 12,031 requests in 59 minutes; means of 12,035 and 343 tokens, p99 of
+    85,401 and 1,120; 37 % of the tokens seen before. Shared documents add some reuse here."""
     found = statistics(generate(1))
     wanted = {"requests": 12_031, "prompt_mean": 12_035, "prompt_p50": 6_909, "prompt_p90": 27_367}
     wanted |= {"prompt_p99": 85_401, "output_mean": 343, "output_p99": 1_120}
@@ -41,20 +41,23 @@ def test_the_drawn_trace_is_near_the_published_one() -> None:
 def test_statistics_of_a_trace_by_hand() -> None:
     trace = [
         TraceRequest(0.0, 1025, 3, (0, 1, 2)),
-        TraceRequest(4.0, 1600, 5, (0, 1, 3, 4)),  # two blocks of three were there
-        TraceRequest(10.0, 512, 1, (0,)),  # its last token is computed, and so all of its block
+        TraceRequest(4.0, 1600, 5, (0, 1, 3, 4)),  # two of its three full blocks were seen before
+        # its last token must be computed, and therefore all of its block
+        TraceRequest(10.0, 512, 1, (0,)),
     ]
     found = statistics(trace)
     assert found["reuse"] == round(1024 / (1025 + 1600 + 512), 3)
     assert (found["half_known"], found["gap_s_p50"], found["blocks"]) == (0.333, 4, 3)
     assert pooled(trace, 10) == found["reuse"]
-    assert pooled(trace, 1) == round(512 / (1025 + 1600 + 512), 3), "the first block goes last"
+    assert pooled(trace, 1) == round(512 / (1025 + 1600 + 512), 3), (
+        "the first block must be evicted last"
+    )
 
 
 LINE = {"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [0, 1]}
 
 
-def test_a_file_is_read(tmp_path: Path) -> None:
+def test_a_trace_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(json.dumps(LINE | {"timestamp": t}) for t in (1500, 0)) + "\n")
     assert read(path) == [TraceRequest(t, 600, 7, (0, 1)) for t in (0.0, 1.5)]
@@ -66,11 +69,11 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ({"input_length": 0}, "input_length"),
         ({"input_length": 2000}, "hash_ids"),
         ({"hash_ids": [0, "a"]}, "hash_ids"),
-        ({"hash_ids": [1, 0]}, "hash_ids"),  # in the line before 0 comes first
+        ({"hash_ids": [1, 0]}, "hash_ids"),  # 0 came first in the line before
         ({"timestamp": "now"}, "timestamp"),
     ],
 )
-def test_a_wrong_file_is_refused_by_line_and_field(
+def test_an_invalid_file_is_refused_by_line_and_field(
     tmp_path: Path, changes: dict[str, object], named: str
 ) -> None:
     path = tmp_path / "trace.jsonl"
@@ -83,8 +86,8 @@ def test_a_wrong_file_is_refused_by_line_and_field(
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.booleans()), max_size=40))
-def test_a_cache_never_holds_more_than_its_blocks(steps: list[tuple[int, int, bool]]) -> None:
-    """And what a request uses stays, what is reported as removed is gone."""
+def test_a_cache_never_exceeds_its_blocks(steps: list[tuple[int, int, bool]]) -> None:
+    """Blocks in use stay, and blocks reported as removed are gone."""
     cache = BlockCache(12)
     used: list[tuple[tuple[int, ...], int]] = []
     known: set[int] = set()
@@ -109,8 +112,8 @@ def test_a_cache_never_holds_more_than_its_blocks(steps: list[tuple[int, int, bo
 
 
 def test_an_engine_takes_the_time_of_its_steps() -> None:
-    """A prompt of two chunks, then an answer of ten tokens in nine more steps; the second prompt
-    begins when the first is computed, and finds its prefix."""
+    """Run a prompt of two chunks, then an answer of ten tokens in nine more steps. The second
+    prompt starts when the first is computed, and reuses its prefix."""
     clock, speed = VirtualClock(), Speed(base_s=0.1, row_s=0.01, prefill_tokens_s=512, blocks=40)
     worker = SimulatedWorker(0, clock, speed, 100.0)
     first, second = TraceRequest(0, 1024, 10, (0, 1)), TraceRequest(0, 1024, 1, (0, 2))
@@ -146,12 +149,13 @@ def test_an_engine_takes_the_time_of_its_steps() -> None:
 @pytest.mark.parametrize(
     "shape", [FleetShape(6, 0, FEW), FleetShape(2, 4, FEW)], ids=["mixed", "separate"]
 )
-def test_the_routers_find_nearly_what_an_oracle_finds(shape: FleetShape) -> None:
+def test_the_routers_find_nearly_as_many_hits_as_an_oracle(shape: FleetShape) -> None:
     trace = generate(1, SHORT)
     found = policies(shape, trace, 1, routers=(3,))
     rows = {name: figures["hit_rate"] for name, figures in found.items()}
     verdict = judged(found)
     assert verdict["ok"], verdict
-    assert 0 < rows["round robin"] < rows["3 routers"] <= rows["oracle"] * 1.02  # an oracle's luck
+    # tolerates luck of an oracle
+    assert 0 < rows["round robin"] < rows["3 routers"] <= rows["oracle"] * 1.02
     assert rows["least load"] < rows["3 routers"]
     assert rows["oracle"] <= pooled(trace, 6 * FEW.blocks)

@@ -1,4 +1,4 @@
-"""A line's run of tests: its counts, what its tests recorded, and what skips make of it."""
+"""A line that runs tests: its counts, the properties that tests record, and the effect of skips."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def ran(folder: Path, text: str) -> dict[str, Any]:
     return found
 
 
-def test_what_tests_record_is_among_the_figures(tmp_path: Path) -> None:
+def test_recorded_properties_are_among_the_figures(tmp_path: Path) -> None:
     found = ran(tmp_path, RECORDS)
     assert found["ok"]
     assert found["recorded"] == {"image MB": "213"}
@@ -48,7 +48,7 @@ def test_what_tests_record_is_among_the_figures(tmp_path: Path) -> None:
         (RECORDS + SKIPS + ENDS, False, 1),
     ],
 )
-def test_only_a_whole_run_without_failures_is_skipped(
+def test_only_a_complete_run_without_failures_counts_as_skipped(
     tmp_path: Path, text: str, ok: bool, skipped: object
 ) -> None:
     found = ran(tmp_path, text)

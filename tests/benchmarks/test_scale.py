@@ -1,4 +1,4 @@
-"""Scale's harness: one real router between fakes, its lines and plot, and the arithmetic."""
+"""The scale harness: one real router between fakes, its lines and plot, and the arithmetic."""
 
 import json
 import re
@@ -36,10 +36,10 @@ def test_one_router_at_a_small_share_loses_and_repeats_no_token() -> None:
 
 
 @pytest.mark.extended
-def test_idle_workers_say_little() -> None:
+def test_idle_workers_send_only_heartbeats() -> None:
     found = measure(replace(SMALL, workers=5, streams=0), window_s=2.0)
     assert found["exact"], found
-    assert 1 * 5 <= found["reports_s"] <= 3 * 5, "heartbeats, and nothing else"
+    assert 1 * 5 <= found["reports_s"] <= 3 * 5, "idle workers must send only heartbeats"
 
 
 @pytest.mark.extended
@@ -75,7 +75,7 @@ PLACED = {"placing_ms": {"p99": 1.5}, "placing_cpu_ms": {"mean": 0.4}}
         ("workers", {"carried": 0.9}),
     ],
 )
-def test_a_part_of_line_7_fails_by_each_of_its_bounds(
+def test_each_bound_of_line_7_can_fail_its_part(
     part: str, wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def canned(shape: Shape, window_s: float) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_a_part_of_line_7_fails_by_each_of_its_bounds(
 
 
 @pytest.mark.parametrize("part", ["share", "idle", "index", "streams"])
-def test_a_part_that_came_to_nothing_fails_and_the_next_goes_on(
+def test_a_part_that_raises_fails_and_the_next_runs(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(shape: Shape, window_s: float) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def test_a_part_that_came_to_nothing_fails_and_the_next_goes_on(
     assert not line7_share.PARTS[part]()["ok"]
 
 
-def test_what_else_the_machine_did_in_one_try_bends_no_line(
+def test_one_disturbed_try_does_not_change_the_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: set[Shape] = set()
@@ -118,7 +118,7 @@ def test_what_else_the_machine_did_in_one_try_bends_no_line(
     assert max(found["points"][0]["tries"]) == pytest.approx(0.35)
 
 
-def test_what_the_machine_did_not_carry_is_measured_anew_once(
+def test_an_overloaded_measurement_is_repeated_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = [
@@ -135,12 +135,12 @@ def test_what_the_machine_did_not_carry_is_measured_anew_once(
     monkeypatch.setattr(one_router, "measure", canned)
     carried = [line7_share.point(Shape(), number)["carried"] for number in range(4)]
     assert carried == [0.99, 0.9, 0.9, 0.9]
-    assert not given, "neither the fault of the router nor an inexact one is tried again"
+    assert not given, "an overloaded router or an inexact run must not be measured again"
     assert line7_share.not_carried == [GOOD | PLACED | one for one in first]
 
 
 def test_workers_hold_beginnings_of_prompts() -> None:
-    """So that the router's prefix index finds what it is asked for."""
+    """Ensure that the router's prefix index has hits."""
     shape = Shape()
     prompt = next(prompts(shape, Random(0)))
     chain = chain_hashes(prompt, BLOCK, cache_seed(IDENTITY, b""))
@@ -152,7 +152,7 @@ def test_workers_hold_beginnings_of_prompts() -> None:
     assert all(chain[shared] not in hashes for hashes in held)
 
 
-def test_a_line_and_what_is_off_it() -> None:
+def test_a_fit_and_its_residuals() -> None:
     line = fit([(1, 3), (2, 5), (4, 9), (5, 11)])
     assert (line.fixed, line.slope, line.r2) == pytest.approx((1, 2, 1))
     assert (line.above, line.below) == pytest.approx((0, 0))
@@ -161,15 +161,23 @@ def test_a_line_and_what_is_off_it() -> None:
         assert not fit([(n, n * n) for n in sizes]).straight
         whole = sizes[-1]
         assert not fit([(n, 0.3 + 0.3 * (n / whole) ** 2) for n in sizes]).straight
-    assert fit([(1, 1), (2, 2), (3, 2.5), (4, 2.7)]).straight, "a discount is no fault"
-    assert not fit([(25, 0.1), (50, 0.5), (100, 0.2), (200, 0.3)]).straight, "a fall is"
-    assert not fit([(25, 1), (50, 2), (100, 8), (200, 12)]).straight, "a step in the middle"
-    assert fit([(1, 0.5), (5, 0.49), (10, 0.51), (20, 0.5)]).straight, "a flat one"
+    assert fit([(1, 1), (2, 2), (3, 2.5), (4, 2.7)]).straight, (
+        "slower growth must count as straight"
+    )
+    assert not fit([(25, 0.1), (50, 0.5), (100, 0.2), (200, 0.3)]).straight, (
+        "a fall must not count as straight"
+    )
+    assert not fit([(25, 1), (50, 2), (100, 8), (200, 12)]).straight, (
+        "a step in the middle must not count as straight"
+    )
+    assert fit([(1, 0.5), (5, 0.49), (10, 0.51), (20, 0.5)]).straight, (
+        "a flat line must count as straight"
+    )
     with pytest.raises(ValueError, match="3 points"):
         fit([(1, 1), (2, 2), (3, 3)])
 
 
-def test_the_plot_shows_what_was_not_carried() -> None:
+def test_the_plot_marks_overloaded_points() -> None:
     points = [{"x": n, "core": n / 1000, "carried": n < 200} for n in (25, 50, 100, 200)]
     line = {"fixed": 0.0, "slope": 0.001, "r2": 1.0}
     root = ET.fromstring(svg({"a<b": {"points": points, "line": line}}, "x & y"))
@@ -181,7 +189,7 @@ def test_the_plot_shows_what_was_not_carried() -> None:
 COSTS = Costs(0.02, 0.001, 0.0001, 70, 0.2, 40, 0.02, 20)
 
 
-def test_the_share_of_ten_routers() -> None:
+def test_the_share_of_one_in_ten_routers() -> None:
     system = System(workers=100, streams=20_000, routers=10)
     assert system.joins == 1_000
     assert system.workers_a_router == 100
@@ -193,7 +201,7 @@ def test_the_share_of_ten_routers() -> None:
     assert system.reports_s(COSTS) == 2_000
 
 
-def test_more_routers_do_not_thin_a_mesh_but_sharding_does() -> None:
+def test_more_routers_relieve_a_sharded_system_but_not_a_mesh() -> None:
     assert mesh_limit(COSTS) == 350
     assert least_routers(1_000, 100_000, COSTS) is None
     assert least_routers(1_000, 100_000, COSTS, keep=4) == 21
@@ -204,12 +212,12 @@ def test_more_routers_do_not_thin_a_mesh_but_sharding_does() -> None:
     assert few.sees(50) > 0.98
 
 
-def test_the_fullest_router_has_little_more_than_its_share() -> None:
+def test_the_busiest_router_has_little_more_than_its_share() -> None:
     assert busiest(1_000, 50, 4) < 1.4
 
 
-def test_the_document_has_the_tables() -> None:
-    """`python benchmarks/scale/arithmetic.py` prints them."""
+def test_the_document_contains_the_computed_tables() -> None:
+    """The tables are the output of `python benchmarks/scale/arithmetic.py`."""
     lines = set(DOC.read_text().splitlines())
     measured = arithmetic.costs_of(json.loads(REPORT.read_text()))
     assert set(arithmetic.table(measured)) | set(arithmetic.sharding()) <= lines
@@ -218,7 +226,7 @@ def test_the_document_has_the_tables() -> None:
     assert int(found[1]) == mesh_limit(measured)
 
 
-def test_the_arithmetic_says_what_was_measured_at_the_share() -> None:
+def test_the_arithmetic_agrees_with_the_measured_share() -> None:
     report = json.loads(REPORT.read_text())
     said = System(workers=100, streams=20_000, routers=10).core(arithmetic.costs_of(report))
     assert said == pytest.approx(report["share"]["core"], rel=0.1)

@@ -1,10 +1,10 @@
-"""The table's rows against the figures that were asked, and the order of runs."""
+"""The rows of the table, and the order of runs."""
 
 import pytest
 from table import ROWS, SERVER_BOUNDS, X32, contenders, runs, turn
 
 
-def test_every_run_is_made_once_a_round_and_for_everyone_who_is_compared() -> None:
+def test_every_run_is_made_once_per_round_for_all_compared() -> None:
     plan = runs(ROWS)
     works = [work for work, _ in plan]
     assert len(set(works)) == len(works)
@@ -24,7 +24,7 @@ def test_aims_lie_beyond_minimums_and_names_are_unique() -> None:
         assert row.bound.aim > row.bound.minimum
 
 
-def test_the_quick_table_has_one_two_and_prefill() -> None:
+def test_the_rows_of_the_quick_table() -> None:
     quick = {row.work.name for row in ROWS if row.quick}
     assert quick == {"decode x1", "decode x32", "prefill 512"}
     assert X32.name == "decode x32"

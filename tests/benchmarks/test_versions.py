@@ -1,4 +1,5 @@
-"""What counts as two releases that work together: a stage of theirs, and a release to try."""
+"""The checks for two releases that work together: the stages of an upgrade, and the release to
+test."""
 
 import subprocess
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from releases import NoRelease, Release
 
 
 class BusyLoad:
-    """Its streams end whenever somebody looks, and none fails."""
+    """A load whose streams complete at every check, without failures."""
 
     def __init__(self) -> None:
         self.where = ""
@@ -28,13 +29,13 @@ class BusyLoad:
         return next(self._ended)
 
 
-NAMELESS: dict[str, str] = {}  # the build of a release that says nothing of it
+NAMELESS: dict[str, str] = {}  # the build of a release that does not report its build
 ANOTHER = THIS_BUILD | {"version": "0.0.9"}
 
 
 class ScriptedSystem:
-    """The builds of its gateways and routers, its workers' versions, and how many prompts are
-    handed over in each stage."""
+    """The builds of gateways and routers, the versions of workers, and the number of remote
+    prefills in each stage."""
 
     def __init__(
         self,
@@ -55,11 +56,11 @@ class ScriptedSystem:
     ("protocols", "handed", "holds"),
     [
         ([0, 1], [3, 2], True),
-        ([0, 1], [3, 0], False),  # in the first stage alone
-        ([1], [3, 2], False),  # one release alone
+        ([0, 1], [3, 0], False),  # only in the first stage
+        ([1], [3, 2], False),  # only one release
     ],
 )
-async def test_each_stage_needs_workers_of_both_and_hand_offs(
+async def test_each_stage_needs_workers_of_both_releases_and_hand_offs(
     protocols: list[int], handed: list[int], holds: bool
 ) -> None:
     system: Any = ScriptedSystem(protocols, handed)
@@ -104,7 +105,7 @@ def test_a_missing_commit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_a_build_that_fails_is_no_skip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_build_is_not_a_skip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(words: tuple[str, ...], **options: object) -> None:
         raise subprocess.CalledProcessError(1, words, stderr="no compiler")
 

@@ -53,8 +53,8 @@ NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
 
 @pytest.fixture(scope="session", autouse=True)
 def _servers_end_soon() -> Iterator[None]:
-    """uvicorn pauses for 0.1 s between two looks whether it is to end, and once more at its end;
-    these tests end hundreds of servers."""
+    """Shorten the 0.1 s pauses of uvicorn between checks for shutdown and at its end; these tests
+    stop hundreds of servers."""
 
     async def sleep(seconds: float) -> None:
         await asyncio.sleep(seconds / 20)
@@ -128,7 +128,7 @@ Played = Play | FakeRouter | ScriptedParts
 
 
 def _router(play: Played, options: dict[str, Any]) -> FakeRouter:
-    """What plays, with the options of make_app that it needs."""
+    """The router that plays the script; sets the options of make_app that it needs."""
     if isinstance(play, ScriptedParts):
         options["arrange"], play = play.install, saying("unused")
     return play if isinstance(play, FakeRouter) else FakeRouter(play)
@@ -138,7 +138,7 @@ def _router(play: Played, options: dict[str, Any]) -> FakeRouter:
 async def make_http(
     make_app: Callable[..., ASGIApp], anyio_backend: str
 ) -> AsyncIterator[Callable[..., httpx.AsyncClient]]:
-    """Plain HTTP clients of an application over a scripted router."""
+    """Make plain HTTP clients of an application over a scripted router."""
     clients: list[httpx.AsyncClient] = []
 
     def make(play: Played, **options: Any) -> httpx.AsyncClient:
@@ -156,7 +156,7 @@ async def make_http(
 async def serve(
     make_app: Callable[..., ASGIApp], make_service: Callable[..., Service], anyio_backend: str
 ) -> AsyncIterator[Callable[..., object]]:
-    """Serves an application over a scripted router on a socket; gives its URL."""
+    """Serve an application over a scripted router on a socket; returns its URL."""
     servers: list[tuple[HttpServer, asyncio.Task[None]]] = []
 
     async def make(play: Played, send_buffer: int = 0, **options: Any) -> str:
@@ -178,7 +178,7 @@ async def serve(
 
 @pytest.fixture
 async def connect_to(serve: Callable[..., Any]) -> AsyncIterator[Callable[..., Any]]:
-    """Clients of a package, by a function that makes one of a URL; `play`: or the URL."""
+    """Connect clients of a package, made from a URL by a function; `play` may also be the URL."""
     clients: list[Any] = []
 
     async def make(client_of: Callable[[str], Any], play: Played | str, **options: Any) -> Any:
@@ -195,7 +195,7 @@ async def connect_to(serve: Callable[..., Any]) -> AsyncIterator[Callable[..., A
 async def make_channel(
     make_service: Callable[..., Service], anyio_backend: str
 ) -> AsyncIterator[Callable[..., object]]:
-    """Channels to the gRPC Text service, over a socket, with a scripted router behind it."""
+    """Open channels to the gRPC Text service on a socket, over a scripted router."""
     opened: list[tuple[grpc.aio.Channel, GrpcHost]] = []
 
     async def make(

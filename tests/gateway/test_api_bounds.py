@@ -1,4 +1,4 @@
-"""REST and gRPC take what is at the bounds of sampling, and refuse what is just outside them."""
+"""REST and gRPC accept sampling values at the bounds and refuse values just outside."""
 
 from itertools import product
 from typing import Any
@@ -33,8 +33,8 @@ def router() -> FakeRouter:
 
 
 def bodies(name: str, value: Any) -> list[tuple[str, str, dict[str, Any]]]:
-    """(path, the field's name there, body) of each API that has the parameter."""
-    if name == "penalty_window":  # where -1 is all, as is 0 for the engine
+    """(path, field name, body) of each API that has the parameter."""
+    if name == "penalty_window":  # there -1 means all; the engine uses 0 for that
         name, value = "repeat_last_n", min(value, 2 * value)
     given = {"1": value} if name == "logit_bias" else value
     plain = ("/v1/completions", name, {**PLAIN, name: given})
@@ -44,7 +44,7 @@ def bodies(name: str, value: Any) -> list[tuple[str, str, dict[str, Any]]]:
     return [plain, ("/v1/chat/completions", name, {**CHAT, name: given})]
 
 
-async def test_rest_takes_what_is_at_the_bounds(make_http, subtests):
+async def test_rest_accepts_values_at_the_bounds(make_http, subtests):
     client = make_http(router())
     for name, value in AT:
         with subtests.test(name=name, value=value):
@@ -53,7 +53,7 @@ async def test_rest_takes_what_is_at_the_bounds(make_http, subtests):
                 assert reply.status_code == 200, reply.text
 
 
-async def test_rest_refuses_what_is_just_outside(make_http, subtests):
+async def test_rest_refuses_values_just_outside(make_http, subtests):
     asked = router()
     client = make_http(asked)
     for name, value in BEYOND:
@@ -66,7 +66,7 @@ async def test_rest_refuses_what_is_just_outside(make_http, subtests):
             assert asked.starts == []
 
 
-async def test_lists_have_a_length(make_http, subtests):
+async def test_list_lengths_are_bounded(make_http, subtests):
     card, blobs = served()
     card.vocab_size = 2000
     client = make_http(FakeRouter(saying("hello"), [card], blobs))
@@ -88,7 +88,7 @@ async def test_lists_have_a_length(make_http, subtests):
 
 
 def on_the_wire(name: str, value: Any) -> TextOptions | None:
-    """None if its type cannot hold the value."""
+    """The options with this value, or None if the field type cannot hold it."""
     try:
         if name == "seed":
             return TextOptions(seed=value)
@@ -98,7 +98,7 @@ def on_the_wire(name: str, value: Any) -> TextOptions | None:
         return None
 
 
-async def test_grpc_takes_the_same(make_channel):
+async def test_grpc_accepts_values_at_the_bounds(make_channel):
     asked = router()
     text = TextStub(await make_channel(asked))
     taken = 0
@@ -112,13 +112,13 @@ async def test_grpc_takes_the_same(make_channel):
     assert len(asked.starts) == taken >= 2 * len(IN_TEXT) - 5
 
 
-async def test_grpc_refuses_the_same(make_channel):
+async def test_grpc_refuses_values_just_outside(make_channel):
     asked = router()
     text = TextStub(await make_channel(asked))
     refused = set()
     for name, value in BEYOND:
         options = on_the_wire(name, value) if name in IN_TEXT else None
-        # 0 is how the wire leaves `n` and `max_tokens` out.
+        # On the wire, 0 means that `n` or `max_tokens` is absent.
         if options is None or (name in ("n", "max_tokens") and value == 0):
             continue
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -1,4 +1,4 @@
-"""What binds an answer depends on what its prompt has begun, and on what the model can write."""
+"""Constraints on an answer depend on the beginning in its prompt and on the model's vocabulary."""
 
 import hashlib
 from typing import Any
@@ -26,7 +26,7 @@ WORD = Structure("regex", "[a-z]+", "regex")
 async def params_of(
     prompt: str, router: FakeRouter | None = None, **sampling: Any
 ) -> tuple[FakeRouter, pb.SamplingParams]:
-    """What a worker would get."""
+    """The router and the sampling parameters that a worker would receive."""
     router = router or FakeRouter(saying("x"))
     service = scripted_service(router)
     asked = TextCompletionRequest("tiny", [prompt], RequestedSampling(**sampling))
@@ -34,7 +34,7 @@ async def params_of(
         return router, completion.prompts[0].params
 
 
-async def test_a_structure_may_bind_what_follows_a_text() -> None:
+async def test_a_structure_may_bind_after_a_text() -> None:
     router, params = await params_of("a", structure=WORD, structure_after="</think>")
     assert list(params.grammar.begins_after) == router.encode("</think>")
     assert params.grammar.source
@@ -58,9 +58,7 @@ async def test_a_special_token_is_one_id() -> None:
         ("a<think>", False),
     ],
 )
-async def test_a_prompt_that_closes_the_thinking_leaves_the_whole_answer_to_the_structure(
-    prompt, binds_at_once
-):
+async def test_a_prompt_that_closes_the_thinking_binds_the_whole_answer(prompt, binds_at_once):
     _, params = await params_of(prompt, structure=WORD, structure_after="</think>")
     assert (list(params.grammar.begins_after) == []) == binds_at_once
 
@@ -72,7 +70,7 @@ async def test_a_prompt_that_closes_the_thinking_leaves_the_whole_answer_to_the_
         ("</think>{{ messages[0].content }}<think>\n", True),
     ],
 )
-async def test_a_template_begins_the_thinking_and_a_client_s_words_do_not(
+async def test_thinking_begins_with_the_template_and_not_with_client_text(
     make_http, template, begun
 ):
     card, blobs = served(template="{# </think> #}" + template)
@@ -83,7 +81,7 @@ async def test_a_template_begins_the_thinking_and_a_client_s_words_do_not(
     assert (list(router.starts[0].params.thinking.start_ids) == []) == begun
 
 
-async def test_tags_of_thinking_are_given() -> None:
+async def test_thinking_tags_are_sent() -> None:
     tags = ("<|im_start|>", "<|im_end|>")
     router, params = await params_of("a", thinking_budget=4, thinking_tags=tags)
     assert list(params.thinking.start_ids) == [router.words.token_to_id("<|im_start|>")]
@@ -92,8 +90,8 @@ async def test_tags_of_thinking_are_given() -> None:
     assert list(params.thinking.start_ids) == []
 
 
-async def test_a_model_that_cannot_write_a_tag_is_said() -> None:
-    """This one has only a part of the letters."""
+async def test_a_model_that_cannot_write_a_tag_is_reported() -> None:
+    """Use a vocabulary with only some letters."""
     vocab = {letter: number for number, letter in enumerate("?<think>/")}
     words = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -119,7 +117,7 @@ async def test_a_model_that_cannot_write_a_tag_is_said() -> None:
     assert (caught.value.code, caught.value.param) == (pb.INVALID_ARGUMENT, "regex")
 
 
-async def test_each_prompt_is_bound_by_what_it_has() -> None:
+async def test_each_prompt_has_its_constraints() -> None:
     card, blobs = served()
     router = FakeRouter(saying("x"), [card], blobs)
     service = scripted_service(router)
@@ -152,9 +150,7 @@ async def test_a_bad_word_of_many_tokens_is_refused() -> None:
         ("max_tokens", {"max_completion_tokens": 3}, "max_completion_tokens"),
     ],
 )
-async def test_what_a_worker_refuses_is_named_as_the_client_wrote_it(
-    make_http, param, fields, field
-):
+async def test_a_refusal_of_a_worker_names_the_field_of_the_client(make_http, param, fields, field):
     async def play(router, start):
         failure = pb.Failure(code=pb.INVALID_ARGUMENT, message="no", param=param)
         failed = pb.Failed(request=start.request, epoch=start.epoch, failure=failure)

@@ -1,4 +1,5 @@
-"""Grammars are compiled off the loop, one at a time, in bounded time and memory, and once."""
+"""Grammars are compiled off the event loop, one at a time, within time and memory limits, and
+cached."""
 
 import asyncio
 import json
@@ -23,7 +24,7 @@ from pdserve.gateway.text_processes.pool import LoadedText
 from pdserve.gateway.text_processes.structure_cache import ENTRY_BYTES, StructureCache
 
 pytestmark = pytest.mark.anyio
-SLOW = HOSTILE["GBNF"]  # as long as it may
+SLOW = HOSTILE["GBNF"]  # up to the time limit
 LITTLE = 48 << 20
 WORD = Structure("regex", "[a-z]+", "regex")
 
@@ -64,8 +65,8 @@ async def test_hostile_structures_end(pool: Pool) -> None:
     assert await text.processes.grammar(b"", WORD)
 
 
-async def test_a_large_vocabulary_is_not_of_the_grammars_memory(anyio_backend: str) -> None:
-    """It needs as much for grammars as a model may take, once."""
+async def test_a_large_vocabulary_does_not_count_in_the_grammar_memory(anyio_backend: str) -> None:
+    """The vocabulary alone needs as much memory as one grammar may take."""
     pool = Pool(replace(LIMITS, prompt_bytes=LITTLE), workers=1)
     try:
         text = await loaded(pool, with_more_tokens(100_000))
@@ -75,7 +76,7 @@ async def test_a_large_vocabulary_is_not_of_the_grammars_memory(anyio_backend: s
 
 
 def with_more_tokens(count: int) -> bytes:
-    """The tokenizer of `served` with so many tokens that no merge makes."""
+    """The tokenizer of `served` with this many extra tokens that no merge produces."""
     file = json.loads(tokenizer_json())
     first = len(file["model"]["vocab"]) + len(file["added_tokens"])
     file["model"]["vocab"] |= {f"more{number}": first + number for number in range(count)}
@@ -124,12 +125,12 @@ async def test_a_structure_is_compiled_once(pool: Pool) -> None:
         assert (str(again.value), again.value.param) == (str(refused.value), "regex")
     other = asyncio.create_task(text.processes.grammar(b"", Structure("regex", "[0-9]+", "regex")))
     done, _ = await asyncio.wait([other], timeout=0.05)
-    assert not done, "another field or text is another structure"
+    assert not done, "another field or text must be compiled separately"
     child.resume()
     assert await other != source
 
 
-async def test_many_who_ask_the_same_wait_for_one(pool: Pool) -> None:
+async def test_concurrent_identical_structures_are_compiled_once(pool: Pool) -> None:
     text = await loaded(pool)
     began = time.process_time(), time.monotonic()
     asked = [text.processes.grammar(bytes([n]), SLOW) for n in range(20)]
@@ -139,14 +140,14 @@ async def test_many_who_ask_the_same_wait_for_one(pool: Pool) -> None:
     assert len({str(error) for error in found}) == 1
 
 
-async def test_a_client_that_goes_leaves_its_grammar(pool: Pool) -> None:
+async def test_a_disconnect_does_not_cancel_the_compilation(pool: Pool) -> None:
     text = await loaded(pool)
     await text.processes.grammar(b"", WORD)
     (child,) = workers()
     child.suspend()
     other = Structure("choice", ["a"], "guided_choice")
     asked = asyncio.create_task(text.processes.grammar(b"", other))
-    await asyncio.sleep(0)  # it has the child
+    await asyncio.sleep(0)  # the request reaches the child
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
@@ -155,7 +156,7 @@ async def test_a_client_that_goes_leaves_its_grammar(pool: Pool) -> None:
     assert workers() == [child]
 
 
-def test_what_is_kept_is_bounded_and_the_last_used_stays() -> None:
+def test_the_cache_is_bounded_and_keeps_recent_entries() -> None:
     cache = StructureCache(max_bytes=3 * ENTRY_BYTES + 3 * 40)
     for name in (b"a", b"b", b"c"):
         cache.put(name, "x" * 10)
@@ -169,7 +170,7 @@ def test_what_is_kept_is_bounded_and_the_last_used_stays() -> None:
     assert cache.get(b"large", 0.0) is None
 
 
-def test_what_has_ended_a_child_is_forgotten_in_time() -> None:
+def test_a_cached_error_expires() -> None:
     cache = StructureCache()
     error = TextError("it takes too long")
     cache.put(b"a", error, until_s=60.0)
@@ -188,7 +189,7 @@ async def test_a_grammar_whose_child_was_killed_is_compiled_later(
     child.suspend()
     other = Structure("choice", ["a"], "guided_choice")
     asked = asyncio.create_task(text.processes.grammar(b"", other))
-    await asyncio.sleep(0)  # it has the child
+    await asyncio.sleep(0)  # the request reaches the child
     child.kill()
     with pytest.raises(TextError, match="cannot be prepared") as caught:
         await asked
@@ -196,7 +197,7 @@ async def test_a_grammar_whose_child_was_killed_is_compiled_later(
     assert await text.processes.grammar(b"", other)
 
 
-def test_each_part_of_a_structure_counts() -> None:
+def test_each_part_of_a_structure_is_in_its_key() -> None:
     encoded = {
         structure.encoded()
         for structure in (

@@ -80,7 +80,7 @@ async def test_complete_with_options(make_channel):
         ),
     ],
 )
-async def test_refusals(make_channel, request_, status):
+async def test_invalid_requests_are_refused(make_channel, request_, status):
     router = FakeRouter(saying("x"))
     text = TextStub(await make_channel(router))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -91,7 +91,7 @@ async def test_refusals(make_channel, request_, status):
 
 
 async def test_a_long_model_name_is_cut(make_channel):
-    """So the error fits into a call's trailers."""
+    """Cut the name so that the error fits into the trailers of a call."""
     text = TextStub(await make_channel(FakeRouter(saying("hello"))))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await text.Chat(ChatRequest(model="m" * 100_000, messages=HI)).read()
@@ -99,7 +99,7 @@ async def test_a_long_model_name_is_cut(make_channel):
     assert 100 < len(caught.value.details()) < 1000
 
 
-async def test_keys(make_channel):
+async def test_api_keys(make_channel):
     channel = await make_channel(FakeRouter(saying("hello")), ("secret",))
     text = TextStub(channel)
     for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", "secret"),)):
@@ -112,8 +112,8 @@ async def test_keys(make_channel):
     assert await health.Check(health_pb2.HealthCheckRequest())
 
 
-async def test_each_key_has_a_prefix_cache_of_its_own(make_channel):
-    """Which a client's own salt narrows."""
+async def test_each_key_has_a_separate_prefix_cache(make_channel):
+    """A salt of the client divides the cache further."""
     router = FakeRouter(saying("hello"))
     text = TextStub(await make_channel(router, ("one", "two")))
     for key in ("one", "two"):
@@ -129,7 +129,7 @@ async def test_each_key_has_a_prefix_cache_of_its_own(make_channel):
     assert len(salts) == 8
     assert len(set(salts)) == 4
     assert not {b"", b"mine"} & set(salts)
-    assert salts[0::2] == salts[1::2], "both methods have the same"
+    assert salts[0::2] == salts[1::2], "both methods must use the same salts"
 
 
 async def test_a_salt_is_bounded(make_channel):
@@ -141,7 +141,7 @@ async def test_a_salt_is_bounded(make_channel):
     assert router.starts == []
 
 
-async def test_leaving_cancels(make_channel):
+async def test_a_disconnect_cancels(make_channel):
     async def play(router, start):
         yield placed(start)
         await asyncio.Event().wait()
@@ -157,7 +157,7 @@ async def test_leaving_cancels(make_channel):
     await asyncio.gather(reading, return_exceptions=True)
 
 
-async def test_that_an_answer_is_inexact_is_told(make_channel):
+async def test_an_inexact_answer_is_marked(make_channel):
     async def play(router, start):
         yield placed(start)
         yield tokens(start, router.encode("hello"), 0, finish=pb.STOP)
@@ -169,7 +169,7 @@ async def test_that_an_answer_is_inexact_is_told(make_channel):
 
 
 async def chatty(router, start):
-    """As many tokens as are taken."""
+    """Yield tokens until the consumer stops."""
     yield placed(start)
     ids = router.encode("hello world ") * 40
     for position in range(0, 10**9, len(ids)):
@@ -189,13 +189,13 @@ async def test_a_client_that_does_not_read_is_cancelled(make_channel, backpressu
     await anext(chunks)
     await asyncio.wait_for(router.closed.wait(), LIMIT_S)
     assert router.left == [router.starts[0].request]
-    with pytest.raises(grpc.aio.AioRpcError) as caught:  # once it reads again
+    with pytest.raises(grpc.aio.AioRpcError) as caught:  # when it reads again
         [chunk async for chunk in chunks]
     assert caught.value.code() == grpc.StatusCode.CANCELLED
 
 
 async def some(router, start):
-    """More than a connection takes unread, then nothing."""
+    """Fill a connection that is not read, then yield nothing more."""
     async for event in chatty(router, start):
         yield event
         if event.tokens.position > 200_000:
@@ -204,10 +204,10 @@ async def some(router, start):
 
 
 async def test_a_call_without_a_key_is_refused_before_its_message_is_read(make_channel):
-    """So it need not send one."""
+    """Refuse the call without waiting for a message."""
     channel = await make_channel(FakeRouter(saying("hello")), ("secret",))
     for method in TEXT_METHODS:
-        call = channel.stream_stream(method)()  # whose message never comes
+        call = channel.stream_stream(method)()  # its message never arrives
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(call.read(), LIMIT_S)
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
@@ -230,7 +230,7 @@ async def test_constraints_of_a_text_request(make_channel):
     assert len(router.starts) == 1
 
 
-async def test_messages_that_are_being_answered_are_bounded(make_channel):
+async def test_unanswered_messages_are_bounded(make_channel):
     router = FakeRouter(some)
     text = TextStub(await make_channel(router, max_bytes=1000))
     first = text.Complete(CompleteRequest(prompt="x" * 400))
@@ -241,7 +241,7 @@ async def test_messages_that_are_being_answered_are_bounded(make_channel):
     first.cancel()
 
 
-async def test_what_is_left_of_a_rate_is_told(make_channel):
+async def test_remaining_rates_are_in_the_trailers(make_channel):
     rates = RateLimits(RateSettings(requests=1, tokens=1000))
     text = TextStub(await make_channel(FakeRouter(saying("hello")), rates=rates))
     call = text.Chat(ChatRequest(messages=HI))
@@ -255,7 +255,7 @@ async def test_what_is_left_of_a_rate_is_told(make_channel):
     assert dict(await refused.trailing_metadata())["x-ratelimit-limit-requests"] == "1"
 
 
-async def test_a_trace_goes_in_by_metadata_and_out(make_channel):
+async def test_a_trace_context_is_continued_through_metadata(make_channel):
     tracer, router = MemoryTracer(), FakeRouter(saying("hello"))
     text = TextStub(await make_channel(router, tracer=tracer))
     call = text.Chat(ChatRequest(messages=HI), metadata=(("traceparent", CLIENT),))

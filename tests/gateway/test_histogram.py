@@ -1,4 +1,4 @@
-"""The histogram of tokens says what prometheus_client's own would."""
+"""The histogram of tokens produces the same text as that of prometheus_client."""
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -15,7 +15,7 @@ def page(registry: CollectorRegistry) -> list[str]:
 
 
 @pytest.mark.parametrize("models", [[], ["a"], ["a", 'b"\n']])
-def test_its_page_is_that_of_the_library(models: list[str]) -> None:
+def test_its_output_equals_that_of_the_library(models: list[str]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     mine = MemoryHistogram("gap_seconds", "Between two.", BOUNDS)
     ours.register(mine)

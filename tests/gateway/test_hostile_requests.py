@@ -1,4 +1,4 @@
-"""Requests that attack a gateway by what they name: addresses to fetch, broken schemas of tools."""
+"""Hostile requests: addresses to fetch, and broken tool schemas."""
 
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -23,7 +23,7 @@ async def pool(anyio_backend: str) -> AsyncIterator[Pool]:
 
 @pytest.fixture
 def trap() -> Iterator[socket.socket]:
-    """A port of this machine to which nothing must connect."""
+    """A local port to which nothing may connect."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         yield listener
@@ -38,7 +38,7 @@ def has_visitor(trap: socket.socket) -> bool:
 
 
 def bodies(url: str) -> dict[str, tuple[str, str, dict[str, Any]]]:
-    """Route, refused field and body, by what names the URL."""
+    """Route, refused field and body, by the kind of field that holds the URL."""
 
     def user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"role": "user", "content": list(parts)}]
@@ -99,14 +99,14 @@ def bodies(url: str) -> dict[str, tuple[str, str, dict[str, Any]]]:
     }
 
 
-# Tools that cannot be run here, and references of schemas that are not strict, are left out.
+# Tools that cannot run here, and references in schemas that are not strict, are dropped.
 LEFT_OUT = ("MCP server", "MCP servers", "schema of an answer", "format")
 
 
-async def test_no_address_of_a_client_is_connected_to(
+async def test_no_address_from_a_client_is_connected_to(
     make_http: Any, pool: Pool, trap: socket.socket, subtests: pytest.Subtests
 ) -> None:
-    """Also not one that URL parsers read differently (CVE-2026-24779)."""
+    """Include URLs that parsers read differently (CVE-2026-24779)."""
     router = FakeRouter(saying("x"))
     client = make_http(router, text_pool=pool)
     host, port = trap.getsockname()
@@ -124,8 +124,8 @@ async def test_no_address_of_a_client_is_connected_to(
                 assert not has_visitor(trap)
     assert not has_visitor(trap)
     socket.create_connection((host, port)).close()
-    assert has_visitor(trap), "the trap works"
-    assert not has_visitor(trap), "the only visitor was this test"
+    assert has_visitor(trap), "the trap must notice a connection"
+    assert not has_visitor(trap), "only this test may have connected"
 
 
 BROKEN = {
@@ -138,10 +138,10 @@ BROKEN = {
 }
 
 
-async def test_a_broken_schema_of_a_tool_harms_no_other_request(
+async def test_a_broken_tool_schema_does_not_affect_other_requests(
     make_http: Any, pool: Pool, subtests: pytest.Subtests
 ) -> None:
-    """CVE-2025-48944: `pattern` and `type` in a tool's parameters."""
+    """Cover CVE-2025-48944: `pattern` and `type` in the parameters of a tool."""
     client = make_http(FakeRouter(saying("hello")), text_pool=pool)
     plain = {"model": "tiny", "messages": HI}
     for name, schema in BROKEN.items():

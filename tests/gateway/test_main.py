@@ -91,7 +91,7 @@ async def gateway(servicer) -> AsyncIterator[Gateway]:
 async def test_a_unix_socket(servicer, tmp_path):
     path = tmp_path / "api"
     with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(path))  # and is left there
+        dead.bind(str(path))  # the socket file is left behind
     settings = {"routers": [servicer[1]], "cluster_secret": (SECRET,), "unix_socket": str(path)}
     gateway = await launch(port=0, **settings)
     assert (await gateway.event())[1]["unix"] == str(path)
@@ -134,8 +134,9 @@ async def test_from_start_to_stop(gateway):
     assert "Traceback" not in gateway.log
 
 
-async def test_its_log_as_json(anyio_backend):
-    """Also that of its text processes, which warn of a model's odd default here."""
+async def test_json_logs(anyio_backend):
+    """Include the log of the text processes, which warn here about an unusual default of the
+    model."""
     card, blobs = served(generation={"temperature": 99.0})
     router = FakeRouter(saying("hello world"), [card], blobs)
     _, host, address = await serve_router(router)
@@ -169,7 +170,7 @@ async def test_its_log_as_json(anyio_backend):
 
 
 async def test_every_api_is_mounted(gateway):
-    """With turns that have all that its text processes are handed."""
+    """Send turns that exercise every field passed to the text processes."""
     await gateway.event()
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
     items = [
@@ -196,7 +197,7 @@ async def test_every_api_is_mounted(gateway):
     assert await gateway.stop() == 0
 
 
-async def test_limits_of_a_key_are_those_of_the_options(servicer):
+async def test_rate_limits_are_set_by_the_options(servicer):
     limited = {"requests_per_minute": 2, "tokens_per_minute": 1000}
     gateway = await launch(port=0, routers=[servicer[1]], cluster_secret=(SECRET,), **limited)
     gateway.url = (await gateway.event())[1]["url"]
@@ -212,7 +213,7 @@ async def test_limits_of_a_key_are_those_of_the_options(servicer):
     assert await gateway.stop() == 0
 
 
-def test_limits_of_a_text_are_those_of_the_options():
+def test_text_limits_are_set_by_the_options():
     settings = GatewaySettings(text_memory_mb=32, text_load_memory_mb=100, text_timeout_s=1.0)
     limits = make_text_limits(settings, 1.0)
     assert (limits.prompt_bytes, limits.load_bytes) == (32 << 20, 100 << 20)
@@ -227,7 +228,7 @@ def test_limits_of_a_text_are_those_of_the_options():
         "pdserve.gateway.observability.readiness.Readiness.models",
     ],
 )
-def test_without_one_of_its_tasks_it_ends(broken, monkeypatch, capsys):
+def test_the_gateway_exits_when_a_task_fails(broken, monkeypatch, capsys):
     def fail(*args):
         raise KeyError("nobody foresaw this")
 
@@ -239,7 +240,7 @@ def test_without_one_of_its_tasks_it_ends(broken, monkeypatch, capsys):
     assert "nobody foresaw this" in capsys.readouterr().err
 
 
-async def test_a_stop_lets_open_requests_end(servicer, gateway):
+async def test_a_stop_lets_open_requests_finish(servicer, gateway):
     hold = asyncio.Event()
 
     async def play(router, start):
@@ -268,7 +269,7 @@ async def test_a_stop_lets_open_requests_end(servicer, gateway):
     assert await gateway.ended() == 0
 
 
-async def test_new_requests_are_taken_while_others_learn_of_the_end(servicer):
+async def test_new_requests_are_accepted_during_the_lame_duck_period(servicer):
     gateway = await launch(
         port=0, routers=[servicer[1]], cluster_secret=(SECRET,), lame_duck_s=3.0, drain_s=10.0
     )
@@ -288,8 +289,8 @@ async def test_new_requests_are_taken_while_others_learn_of_the_end(servicer):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_without_a_drain_it_ends_at_once(servicer, stream):
-    """Well before the 30 seconds that requests get by default, however busy the machine is."""
+async def test_without_a_drain_time_it_exits_at_once(servicer, stream):
+    """Exit well before the default of 30 seconds for open requests, even on a busy machine."""
 
     async def play(router, start):
         yield placed(start)
@@ -310,7 +311,7 @@ async def test_without_a_drain_it_ends_at_once(servicer, stream):
         await asyncio.gather(asked, return_exceptions=True)
 
 
-async def test_a_client_that_leaves_cancels_at_the_router(servicer, gateway):
+async def test_a_disconnect_cancels_at_the_router(servicer, gateway):
     async def play(router, start):
         yield placed(start)
         await asyncio.Event().wait()
@@ -331,7 +332,7 @@ async def test_a_client_that_leaves_cancels_at_the_router(servicer, gateway):
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-async def test_it_calls_tools_of_a_program_that_ends_with_it(end, tmp_path):
+async def test_a_tool_program_is_called_and_exits_with_the_gateway(end, tmp_path):
     model = ToolModel(calls("tools__add", '{"a": 40, "b": 2}'), "It is 42.")
     _, host, address = await serve_router(model)
     notes, config = tmp_path / "notes", tmp_path / "mcp.json"
@@ -343,7 +344,7 @@ async def test_it_calls_tools_of_a_program_that_ends_with_it(end, tmp_path):
     settings = {"cluster_secret": (SECRET,), "drain_s": 0.0, "mcp_config": str(config)}
     gateway = await launch(port=0, routers=[address], **settings)
     _, figures = await gateway.event()
-    await gateway.event()  # it is ready, whether or not the program is
+    await gateway.event()  # ready, whether or not the program is
     async with httpx.AsyncClient(base_url=figures["url"], timeout=LIMIT_S) as http:
 
         async def answer() -> str:
@@ -369,7 +370,7 @@ async def _is(asked, wanted: str) -> bool:
     return await asked() == wanted
 
 
-async def test_a_wrong_file_of_servers_is_named(tmp_path):
+async def test_an_invalid_server_file_is_named(tmp_path):
     config = tmp_path / "mcp.json"
     config.write_text('{"mcpServers": {"a": {"comand": "x"}}}')
     settings = {"cluster_secret": (SECRET,), "mcp_config": str(config)}
@@ -378,7 +379,7 @@ async def test_a_wrong_file_of_servers_is_named(tmp_path):
     assert f"--mcp-config {config}: unknown key mcpServers.a.comand" in gateway.log
 
 
-async def test_without_a_router_it_is_healthy_and_not_ready(anyio_backend):
+async def test_without_a_router_it_is_healthy_but_not_ready(anyio_backend):
     gateway = await launch(port=0, routers=["127.0.0.1:1"], cluster_secret=(SECRET,))
     _, figures = await gateway.event()
     async with httpx.AsyncClient(base_url=figures["url"], timeout=LIMIT_S) as http:

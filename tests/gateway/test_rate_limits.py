@@ -1,4 +1,4 @@
-"""Limits of a key, and what its answers say of them."""
+"""Rate limits of a key, and the headers that report them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
 @pytest.fixture
 def ask(make_app: Callable[..., ASGIApp]) -> Callable[..., Any]:
-    """A client of a gateway with these limits, whose keys are "one" and "two"."""
+    """A client of a gateway with these limits and the keys "one" and "two"."""
 
     def make(settings: RateSettings) -> Callable[..., Any]:
         app = make_app(
@@ -49,7 +49,7 @@ async def test_requests_of_a_key_are_limited(ask: Any) -> None:
     assert refused.json()["error"]["message"] == "the limit of requests per minute is reached"
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
-    assert (await post("two")).status_code == 200, "another key has its own"
+    assert (await post("two")).status_code == 200, "another key must have a separate limit"
 
 
 async def test_tokens_of_prompt_and_answer_count(ask: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rates that several gateways count together, in a Redis server of the test's own."""
+"""Rates shared by several gateways in a Redis server that the test starts."""
 
 import shutil
 import socket
@@ -56,7 +56,7 @@ async def test_two_gateways_count_together(redis_url: str) -> None:
     await second.close()
 
 
-async def test_what_was_refused_is_given_back(redis_url: str) -> None:
+async def test_refused_tokens_are_returned(redis_url: str) -> None:
     rates = RateLimits(RateSettings(tokens=10, storage=redis_url))
     await rates.count_tokens(OWNER, 6)
     with pytest.raises(ServiceError, match="tokens per minute"):

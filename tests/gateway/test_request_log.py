@@ -1,4 +1,5 @@
-"""Ended requests that are remembered: the latest, and a flood of one key leaves those of others."""
+"""The log of completed requests: it keeps the latest, and a flood of one key does not evict
+others."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from pdserve.gateway.observability.request_log import RequestLog
 
 @dataclass(frozen=True)
 class Asked:
-    """A meter, and what it says."""
+    """A meter with a tenant, a name and ids."""
 
     tenant: bytes
     name: str
@@ -36,7 +37,7 @@ def names(log: RequestLog, tenant: bytes) -> list[str]:
     return [one.name for one in kept]
 
 
-def test_a_flood_of_one_key_leaves_the_requests_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_of_one_key_keeps_the_requests_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_log, "MAX_ENDED", 5)
     log = RequestLog()
     end(log, b"a", "a1", "a2")
@@ -44,10 +45,10 @@ def test_a_flood_of_one_key_leaves_the_requests_of_others(monkeypatch: pytest.Mo
     assert names(log, b"a") == ["a2", "a1"]
     assert names(log, b"b") == ["b99", "b98", "b97"]
     assert log.find(b"b", "b96") is None
-    assert log.find(b"a", "b99") is None, "another key's"
+    assert log.find(b"a", "b99") is None, "a key must not find requests of another"
 
 
-def test_more_keys_than_are_remembered_leave_nothing_behind(
+def test_evicted_keys_leave_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(request_log, "MAX_ENDED", 3)
@@ -57,7 +58,7 @@ def test_more_keys_than_are_remembered_leave_nothing_behind(
     assert [n for n in range(10) if names(log, b"%d" % n)] == [7, 8, 9]
 
 
-def test_an_open_request_is_found_before_an_ended_one_of_its_id() -> None:
+def test_an_open_request_is_found_before_a_completed_one_of_the_same_id() -> None:
     log = RequestLog()
     end(log, b"a", "same")
     later: Any = Asked(b"a", "same")

@@ -1,4 +1,4 @@
-"""Preparing prompts: off the event loop, in bounded time, from blobs that are loaded once."""
+"""Preparation of prompts: off the event loop, in bounded time, from blobs loaded once."""
 
 import asyncio
 from functools import partial
@@ -30,14 +30,14 @@ class CountingPool(InProcessPool):
 
 @pytest.fixture
 async def pool(anyio_backend):
-    """One whose models have a single worker."""
+    """A pool whose models have a single worker."""
     pool = Pool(workers=1)
     yield pool
     await pool.close()
 
 
-async def test_a_slow_tokenizer_does_not_hold_up_the_loop(make_http, pool):
-    """It is slower than slow: its process is stopped."""
+async def test_a_slow_tokenizer_does_not_block_the_loop(make_http, pool):
+    """Suspend the worker process to make the tokenizer slow."""
     client = make_http(saying("hello"), text_pool=pool)
     chat = partial(client.post, "/v1/chat/completions", json={"model": "tiny", "messages": HI})
     assert (await chat()).status_code == 200
@@ -52,7 +52,7 @@ async def test_a_slow_tokenizer_does_not_hold_up_the_loop(make_http, pool):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_panic_while_a_prompt_is_prepared_is_one_error(make_http, pool, stream):
+async def test_a_panic_during_preparation_is_one_error(make_http, pool, stream):
     card, blobs = served()
     blobs[card.tokenizer_digest] = panics_on_text(blobs[card.tokenizer_digest])
     client = make_http(FakeRouter(saying("hello"), [card], blobs), text_pool=pool)
@@ -68,7 +68,7 @@ async def test_a_panic_while_a_prompt_is_prepared_is_one_error(make_http, pool, 
     assert (await client.post("/tokenize", json={"prompt": "A"})).status_code == 200
 
 
-async def test_two_names_of_one_tokenizer_load_it_once(anyio_backend):
+async def test_two_models_with_one_tokenizer_load_it_once(anyio_backend):
     card, blobs = served("one")
     other = served("two")[0]
     router = FakeRouter(saying("x"), [card, other], blobs)
@@ -87,15 +87,16 @@ async def test_two_names_of_one_tokenizer_load_it_once(anyio_backend):
         ("template_digest", lambda _: b"{{ " + b"9" * 5000 + b" }}"),
     ],
 )
-async def test_a_broken_blob_is_the_servers_fault(make_http, caplog, monkeypatch, broken, change):
-    """Its requests say so; the gateway stays ready. It is tried again after a while."""
+async def test_a_broken_blob_is_a_server_error(make_http, caplog, monkeypatch, broken, change):
+    """Requests fail with that error, the gateway stays ready, and loading is retried after a
+    while."""
     card, blobs = served()
     digest = getattr(card, broken)
     good = blobs[digest]
     blobs[digest] = change(good)
     pool = CountingPool()
     client = make_http(FakeRouter(saying("x"), [card], blobs), text_pool=pool)
-    await client.get("/ready")  # begins to load it, and waits only so long
+    await client.get("/ready")  # starts to load it, and waits for a limited time
     said = "model 'tiny': the tokenizer could not be loaded"
     await eventually(lambda: said in caplog.text)
     for _ in range(2):
@@ -114,8 +115,8 @@ async def test_a_broken_blob_is_the_servers_fault(make_http, caplog, monkeypatch
     assert (await client.post("/v1/chat/completions", **asked)).status_code == 200
 
 
-async def test_models_are_ready_once_they_are_loaded(anyio_backend):
-    """One whose files do not come holds up no other."""
+async def test_models_are_ready_once_loaded(anyio_backend):
+    """A model whose files do not arrive does not delay another."""
     card, blobs = served("one")
     stalled = served("two", generation={"temperature": 0.5})[0]
     router, arrives = FakeRouter(saying("x"), [card, stalled], blobs), asyncio.Event()
@@ -136,8 +137,8 @@ async def test_models_are_ready_once_they_are_loaded(anyio_backend):
     assert await catalog.ready([stalled, card], 0.0) == ["two", "one"]
 
 
-async def test_a_model_that_was_ready_once_is_still_found_while_its_workers_are_away(anyio_backend):
-    """Although nobody has asked for it yet: the router decides whether a request waits."""
+async def test_a_model_once_ready_is_found_while_its_workers_are_away(anyio_backend):
+    """Keep the model even before its first request: the router decides whether a request waits."""
     card, blobs = served("one")
     other = served("two")[0]
     catalog = Catalog(FakeRouter(saying("x"), [other], blobs), InProcessPool())
@@ -145,7 +146,7 @@ async def test_a_model_that_was_ready_once_is_still_found_while_its_workers_are_
     assert (await catalog.get("one")).card.name == "one"
 
 
-async def test_a_load_that_the_network_broke_is_tried_again(anyio_backend, caplog):
+async def test_a_load_after_a_network_error_is_retried(anyio_backend, caplog):
     card, blobs = served("one")
     router, broken = FakeRouter(saying("x"), [card], blobs), 2
 
@@ -165,7 +166,7 @@ async def test_a_load_that_the_network_broke_is_tried_again(anyio_backend, caplo
     assert caplog.text.count("could not be loaded: no router can be reached") == 1
 
 
-async def test_of_more_models_than_are_kept_the_last_wait_for_a_request(anyio_backend, monkeypatch):
+async def test_models_beyond_the_loading_limit_are_loaded_on_request(anyio_backend, monkeypatch):
     monkeypatch.setattr("pdserve.gateway.catalog.MAX_LOADED", 1)
     card, blobs = served("one")
     other, others = served("two", generation={"temperature": 0.5})
@@ -174,7 +175,7 @@ async def test_of_more_models_than_are_kept_the_last_wait_for_a_request(anyio_ba
     assert await catalog.ready([card, other], LIMIT_S) == ["one", "two"]
     router.blobs = others
     assert (await catalog.get("two")).card.name == "two"
-    router.blobs = {}  # nothing is loaded for a model that has no room
+    router.blobs = {}  # no files are loaded for a model without room
     assert await catalog.ready([card, other], LIMIT_S) == ["one", "two"]
     assert (await catalog.get("two")).card.name == "two"
 
@@ -198,7 +199,7 @@ async def test_ready_waits_for_the_tokenizer(make_http, monkeypatch):
     assert (await client.get("/ready")).json()["models"] == ["tiny"]
 
 
-async def test_those_who_ask_together_whether_it_is_ready_share_a_check(make_http):
+async def test_concurrent_readiness_checks_are_shared(make_http):
     router, asked = FakeRouter(saying("x")), 0
     fleet = router.fleet
 
@@ -219,7 +220,7 @@ async def test_those_who_ask_together_whether_it_is_ready_share_a_check(make_htt
     assert (await client.get("/ready")).status_code == 503
 
 
-async def test_merge_closes_all_when_one_fails(anyio_backend):
+async def test_merge_closes_all_streams_when_one_fails(anyio_backend):
     closed = []
 
     async def endless(name):
@@ -239,7 +240,7 @@ async def test_merge_closes_all_when_one_fails(anyio_backend):
     assert sorted(closed) == ["a", "b"]
 
 
-async def test_a_default_request_passes_the_default_limits(make_http):
+async def test_a_default_request_is_within_the_default_limits(make_http):
     settings = GatewaySettings()
     assert settings.queue_timeout_s < settings.request_timeout_s
     assert settings.max_unanswered <= settings.max_requests

@@ -1,4 +1,4 @@
-"""Gateway processes that ask each other: who is dead or late has no answer."""
+"""Gateway processes that query each other: a dead or late process gives no answer."""
 
 import asyncio
 import gc
@@ -13,8 +13,8 @@ from pdserve.gateway.observability.siblings import Siblings
 pytestmark = pytest.mark.anyio
 
 
-async def test_who_lives_answers(tmp_path: Path, anyio_backend: str) -> None:
-    folder = tmp_path / ("long " * 30)  # beyond what a socket's path may have
+async def test_live_processes_answer(tmp_path: Path, anyio_backend: str) -> None:
+    folder = tmp_path / ("long " * 30)  # longer than a socket path may be
     folder.mkdir()
     every = [Siblings(folder, index, 4) for index in range(3)]  # the fourth has not started
     for index, one in enumerate(every):
@@ -38,7 +38,7 @@ async def test_who_lives_answers(tmp_path: Path, anyio_backend: str) -> None:
         await one.close()
 
 
-async def test_half_an_answer_is_none_and_a_late_one_is_not_waited_for(
+async def test_a_partial_answer_is_ignored_and_a_late_one_is_not_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
 ) -> None:
     monkeypatch.setattr(siblings, "ANSWER_S", 0.1)
@@ -63,7 +63,7 @@ async def test_half_an_answer_is_none_and_a_late_one_is_not_waited_for(
     await asking.close()
 
 
-async def test_half_a_question_is_none(tmp_path: Path, anyio_backend: str) -> None:
+async def test_a_partial_question_is_ignored(tmp_path: Path, anyio_backend: str) -> None:
     failed: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
     one = Siblings(tmp_path)
@@ -74,12 +74,12 @@ async def test_half_a_question_is_none(tmp_path: Path, anyio_backend: str) -> No
         writer.write_eof()
         assert await reader.read() == b""
         writer.close()
-    gc.collect()  # a task that fails is told of when it goes
+    gc.collect()  # an error in a task is reported when the task is collected
     assert not failed
     await one.close()
 
 
-async def test_one_alone_asks_nobody(anyio_backend: str) -> None:
+async def test_a_single_process_queries_no_other(anyio_backend: str) -> None:
     alone = Siblings()
     await alone.start()
     assert await alone.ask("trace", b"") == []

@@ -1,4 +1,4 @@
-"""What a text process says is not trusted: a stranger's files may have taken it over."""
+"""Messages of a text process are not trusted: the files of a model may have taken it over."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ ANSWER = TextMessage({"lengths": [3]}, [IDS])
 
 
 class ScriptedHost:
-    """A TextHost whose process, and its children, are the test."""
+    """A TextHost whose process, and its children, are played by the test."""
 
     def __init__(self, stream: MessageStream, control: socket.socket) -> None:
         self.stream = stream
@@ -91,7 +91,7 @@ def raw(head: Any, behind: bytes = b"") -> bytes:
 
 
 async def prompt(processes: TextProcesses, host: ScriptedHost, answer: bytes) -> list[int]:
-    """The ids of a prompt that a new child answers so."""
+    """The ids of a prompt that a new child answers with these bytes."""
     before = len(host.children)
     asking = asyncio.create_task(
         processes.text_ids(b"", "x", add_special_tokens=False, max_len=MAX_LEN)
@@ -99,7 +99,7 @@ async def prompt(processes: TextProcesses, host: ScriptedHost, answer: bytes) ->
     await eventually(lambda: len(host.children) == before + 1)
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(LIMIT_S):
-        assert await loop.sock_recv(host.children[-1], 1 << 16)  # otherwise nobody has asked yet
+        assert await loop.sock_recv(host.children[-1], 1 << 16)  # ensures that the request was sent
         await loop.sock_sendall(host.children[-1], answer)
     return await asking
 
@@ -132,8 +132,8 @@ NO_ANSWERS = [
 ]
 
 
-async def test_an_answer_that_is_none(subtests: pytest.Subtests) -> None:
-    """It costs one prompt an error, and the child its life."""
+async def test_an_invalid_answer(subtests: pytest.Subtests) -> None:
+    """Fail one prompt, and end the child."""
     for answer in NO_ANSWERS:
         with subtests.test(answer=answer):
             async with scripted_host() as host, text_processes(host) as processes:
@@ -150,13 +150,13 @@ async def test_a_long_error_is_cut(processes: TextProcesses, host: ScriptedHost)
     assert len(str(caught.value)) < 300
 
 
-async def test_an_idle_child_that_has_gone_is_not_asked(
+async def test_a_closed_idle_child_is_not_used(
     processes: TextProcesses, host: ScriptedHost
 ) -> None:
     assert await prompt(processes, host, pack(ANSWER)) == [5, 6, 7]
     host.children[0].close()
     for _ in range(3):
-        await asyncio.sleep(0)  # the loop hears of it
+        await asyncio.sleep(0)  # the loop notices
     assert await prompt(processes, host, pack(ANSWER)) == [5, 6, 7]
 
 
@@ -170,8 +170,8 @@ NONSENSE = [
 ]
 
 
-async def test_a_host_that_says_nonsense_is_ended(subtests: pytest.Subtests) -> None:
-    """Prompts fail at once then, and the model's text is loaded anew by the next (catalog)."""
+async def test_a_host_that_sends_nonsense_is_ended(subtests: pytest.Subtests) -> None:
+    """Fail prompts at once; the next request reloads the text of the model (catalog)."""
     for said in NONSENSE:
         with subtests.test(said=said):
             async with scripted_host() as host, text_processes(host) as processes:
@@ -185,10 +185,10 @@ async def test_a_host_that_says_nonsense_is_ended(subtests: pytest.Subtests) -> 
                 assert host.killed
 
 
-async def test_what_nobody_asked_for_is_no_answer(
+async def test_an_unrequested_answer_is_an_error(
     processes: TextProcesses, host: ScriptedHost
 ) -> None:
-    """The next prompt gets an error, and not the ids of another."""
+    """The next prompt gets an error, not the ids of another prompt."""
     answer = pack(ANSWER)
     assert await prompt(processes, host, answer + answer) == [5, 6, 7]
     with pytest.raises((ServiceError, TextError)):
@@ -196,7 +196,7 @@ async def test_what_nobody_asked_for_is_no_answer(
     assert await prompt(processes, host, answer) == [5, 6, 7]
 
 
-async def test_little_is_taken_while_nobody_receives() -> None:
+async def test_reading_stops_while_no_receiver_waits() -> None:
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     stream = await MessageStream.over(ours)
@@ -228,7 +228,7 @@ async def test_a_message_in_single_bytes() -> None:
     stream.close()
 
 
-async def test_a_grammar_that_is_none(processes: TextProcesses, host: ScriptedHost) -> None:
+async def test_an_invalid_grammar_answer(processes: TextProcesses, host: ScriptedHost) -> None:
     for answer in (TextMessage({}), TextMessage({}, [b"\xff"]), TextMessage({}, [b"a", b"b"])):
         asking = asyncio.create_task(processes.grammar(b"", Structure("regex", "a", "regex")))
         count = len(host.children)

@@ -1,4 +1,4 @@
-"""Text processes: what strangers' files do, they do under limits, and to nobody else."""
+"""Text processes: files of a model are processed under limits and without effect on others."""
 
 import asyncio
 import errno
@@ -76,14 +76,14 @@ async def chat(text: LoadedText, owner: bytes = b"", messages: Any = HI) -> list
 
 
 async def in_time(text: LoadedText) -> list[int]:
-    """An answer, which on a busy machine does not always come at once."""
+    """The prompt's ids, or an empty list on a timeout, which a busy machine can cause."""
     with suppress(ServiceError):
         return await chat(text)
     return []
 
 
-def test_it_ends_quietly_when_the_gateway_is_gone() -> None:
-    """Also with messages on the way that nothing reads any more."""
+def test_the_process_exits_quietly_when_the_gateway_is_gone() -> None:
+    """Exit also if messages on the way are never read."""
     data, card = spm_file()
     ours, theirs = socket.socketpair()
     with theirs:
@@ -106,13 +106,13 @@ def test_it_ends_quietly_when_the_gateway_is_gone() -> None:
     child, other = socket.socketpair()
     with child, other:
         socket.send_fds(ours, [FORK], [other.fileno()])
-        assert select.select([ours], [], [], LIMIT_S)[0], "it says what it has forked"
+        assert select.select([ours], [], [], LIMIT_S)[0], "the process must report its child"
         ours.close()
         assert process.communicate(timeout=LIMIT_S)[1] == b""
     assert process.returncode == 0
 
 
-async def test_they_say_what_the_tokenizer_says(pool: Pool) -> None:
+async def test_ids_equal_those_of_the_tokenizer(pool: Pool) -> None:
     text, spm = await loaded(pool), spm_tokenizer()
     expected = spm.encode_rendered(ChatTemplate(PLAIN, spm).render(TemplateInput(HI)))
     assert await chat(text) == expected
@@ -137,17 +137,15 @@ async def test_they_say_what_the_tokenizer_says(pool: Pool) -> None:
     [
         (PLAIN, ("", "")),
         (PLAIN + "{{ tools }}<tool_call></think>", ("hermes", "think")),
-        (PLAIN + "<tool_call>", ("", "")),  # it shows no tools
+        (PLAIN + "<tool_call>", ("", "")),  # does not render tools
     ],
 )
-async def test_they_tell_how_a_model_answers(
-    pool: Pool, template: str, parsers: tuple[str, str]
-) -> None:
+async def test_parsers_are_detected(pool: Pool, template: str, parsers: tuple[str, str]) -> None:
     text = await loaded(pool, template)
     assert (text.tool_parser, text.reasoning_parser) == parsers
 
 
-async def test_a_lone_surrogate_is_the_clients_fault(pool: Pool) -> None:
+async def test_a_lone_surrogate_is_a_client_error(pool: Pool) -> None:
     text = await loaded(pool)
     with pytest.raises(TextError, match="not valid Unicode"):
         await text.processes.text_ids(b"", "\ud800", add_special_tokens=True, max_len=99)
@@ -174,7 +172,7 @@ async def test_a_hostile_template_is_stopped(pool: Pool, template: str, said: st
 
 @pytest.fixture(scope="module")
 def ends() -> Any:
-    """How workers ended at each template of each kind, and what they said."""
+    """How workers ended for each template of each kind, and their error messages."""
     script = hostile_templates.__file__
     assert script is not None
     env = os.environ | {"PYTHONPATH": str(Path(script).parents[1])}
@@ -193,7 +191,7 @@ def test_a_template_that_needs_all_memory_is_refused(ends: Any, name: str) -> No
     assert ends["huge"][name] == ["refused", "the prompt needs too much memory to be prepared"]
 
 
-async def test_what_a_template_raises_is_cut(pool: Pool) -> None:
+async def test_a_long_error_of_a_template_is_cut(pool: Pool) -> None:
     text = await loaded(pool, "{{ raise_exception('\x01' * 9999999) }}")
     with pytest.raises(TextError) as raised:
         await chat(text)
@@ -210,14 +208,14 @@ async def test_a_text_process_knows_no_secret_of_the_gateway(
         assert "sk-secret" not in process.environ().values()
 
 
-async def test_more_tokens_than_any_prompt_has_stay_there(pool: Pool) -> None:
+async def test_ids_beyond_the_longest_prompt_are_not_returned(pool: Pool) -> None:
     text = await loaded(pool)
     with pytest.raises(TooLong, match="the prompt has 13 tokens") as error:
         await text.processes.text_ids(b"", "a" * 12, add_special_tokens=False, max_len=11)
     assert error.value.num_tokens == 13
 
 
-async def test_more_characters_than_any_prompt_has_are_not_tokenized(pool: Pool) -> None:
+async def test_text_beyond_the_longest_prompt_is_not_tokenized(pool: Pool) -> None:
     text = await loaded(pool, "{{ 'a' * 2000000 }}")
     with pytest.raises(
         TooLong, match="writes 2000000 characters, which exceed the context"
@@ -226,7 +224,7 @@ async def test_more_characters_than_any_prompt_has_are_not_tokenized(pool: Pool)
     assert error.value.num_tokens == 2_000_000 // 64
 
 
-async def test_prompts_are_many_and_processes_few(pool: Pool) -> None:
+async def test_many_prompts_share_few_processes(pool: Pool) -> None:
     text = await loaded(pool)
     answers = await asyncio.gather(*(chat(text) for _ in range(50)))
     assert len(set(map(tuple, answers))) == 1
@@ -256,7 +254,7 @@ async def test_a_worker_that_dies_is_replaced(pool: Pool, busy: bool) -> None:
     if busy:
         worker.suspend()
         asked = asyncio.create_task(chat(text))
-        await asyncio.sleep(0)  # it has the worker
+        await asyncio.sleep(0)  # the request reaches the worker
         worker.kill()
         with pytest.raises(TextError, match="cannot be prepared"):
             await asked
@@ -265,7 +263,7 @@ async def test_a_worker_that_dies_is_replaced(pool: Pool, busy: bool) -> None:
         await eventually(lambda: not workers())
 
     async def answers() -> list[int]:
-        with suppress(TextError):  # until the news of its end has come
+        with suppress(TextError):  # fails until the exit is noticed
             return await chat(text)
         return []
 
@@ -273,7 +271,7 @@ async def test_a_worker_that_dies_is_replaced(pool: Pool, busy: bool) -> None:
     assert workers() != [worker]
 
 
-async def test_a_client_that_goes_costs_no_worker(pool: Pool) -> None:
+async def test_a_disconnect_ends_no_worker(pool: Pool) -> None:
     text = await loaded(pool)
     await chat(text)
     for _ in range(20):
@@ -286,7 +284,7 @@ async def test_a_client_that_goes_costs_no_worker(pool: Pool) -> None:
     assert len(workers()) <= 2
 
 
-async def test_a_prompt_that_fails_once_its_client_has_gone_is_no_news(
+async def test_a_failure_after_a_disconnect_is_not_logged(
     pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = await loaded(pool)
@@ -294,20 +292,20 @@ async def test_a_prompt_that_fails_once_its_client_has_gone_is_no_news(
     (worker,) = workers()
     worker.suspend()
     asked = asyncio.create_task(chat(text))
-    await asyncio.sleep(0)  # it has the worker
+    await asyncio.sleep(0)  # the request reaches the worker
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
     worker.kill()
     await eventually(lambda: "a text process ended" in caplog.text)
     assert await chat(text)
-    gc.collect()  # whoever asks for no result of a task is told so now
+    gc.collect()  # unretrieved task results would be logged now
 
 
-async def test_one_that_is_late_is_left_alone(
+async def test_a_late_worker_is_abandoned(
     make_pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stopped, so not even the kernel's timer ends it."""
+    """Suspend the worker, so that even the kernel's timer does not end it."""
     monkeypatch.setattr("pdserve.gateway.text_processes.pool.SLACK_S", 0.0)
     text = await loaded(make_pool(1, late_s=0.5))
     await eventually(lambda: in_time(text))
@@ -321,13 +319,13 @@ async def test_one_that_is_late_is_left_alone(
     await eventually(lambda: worker not in workers())
 
 
-async def test_a_prompt_waits_for_a_worker_only_so_long(make_pool: Callable[..., Pool]) -> None:
+async def test_the_wait_for_a_worker_is_bounded(make_pool: Callable[..., Pool]) -> None:
     text = await loaded(make_pool(1, wait_s=0.05))
     await eventually(lambda: in_time(text))
     (worker,) = workers()
     worker.suspend()
     asked = asyncio.create_task(chat(text))
-    await asyncio.sleep(0)  # it has the worker
+    await asyncio.sleep(0)  # the request reaches the worker
     with pytest.raises(ServiceError, match="could not be prepared in time"):
         await chat(text)
     worker.resume()
@@ -336,7 +334,7 @@ async def test_a_prompt_waits_for_a_worker_only_so_long(make_pool: Callable[...,
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """This process can open no further socket, until `undo`."""
+    """Make this process unable to open further sockets, until `undo`."""
 
     def refuse() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -345,7 +343,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-async def test_without_room_for_a_worker_prompts_are_refused(
+async def test_prompts_are_refused_if_no_worker_can_be_started(
     make_pool: Callable[..., Pool], request: pytest.FixtureRequest
 ) -> None:
     text = await loaded(make_pool(1))
@@ -357,7 +355,7 @@ async def test_without_room_for_a_worker_prompts_are_refused(
     assert await chat(text)
 
 
-async def test_without_room_for_a_second_worker_the_first_serves_all(
+async def test_the_first_worker_serves_all_if_no_second_can_be_started(
     pool: Pool, request: pytest.FixtureRequest
 ) -> None:
     text = await loaded(pool)
@@ -367,7 +365,7 @@ async def test_without_room_for_a_second_worker_the_first_serves_all(
     assert len(workers()) == 1
 
 
-async def test_without_room_for_a_process_a_model_is_loaded_later(
+async def test_a_model_is_loaded_later_if_no_process_can_be_started(
     pool: Pool, full: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ServiceError, match="cannot start a text process"):
@@ -376,7 +374,7 @@ async def test_without_room_for_a_process_a_model_is_loaded_later(
     assert await chat(await loaded(pool))
 
 
-async def test_a_spare_process_that_dies_says_nothing_of_a_models_files(pool: Pool) -> None:
+async def test_a_dead_spare_process_does_not_blame_the_files(pool: Pool) -> None:
     pool.prepare()
     (spare,) = await eventually(text_processes)
     spare.kill()
@@ -385,7 +383,7 @@ async def test_a_spare_process_that_dies_says_nothing_of_a_models_files(pool: Po
     assert await chat(await loaded(pool))
 
 
-async def test_its_process_dies(pool: Pool) -> None:
+async def test_the_process_dies(pool: Pool) -> None:
     text = await loaded(pool)
     await chat(text)
     (process,) = text_processes()
@@ -395,7 +393,7 @@ async def test_its_process_dies(pool: Pool) -> None:
         await chat(text)
 
 
-async def test_what_cannot_be_loaded(make_pool: Callable[..., Pool]) -> None:
+async def test_invalid_files_are_refused(make_pool: Callable[..., Pool]) -> None:
     pool, small = make_pool(), make_pool(load_bytes=1 << 20)
     data, card = spm_file()
     for broken in ({"tokenizer": b"{"}, {"template": b"\xff"}, {"template": b"{% if %}"}):

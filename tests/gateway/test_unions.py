@@ -1,5 +1,5 @@
-"""Every member of the clients' unions is in a row of a table, as the packages of OpenAI and
-Anthropic have them; the tables are on the API's page."""
+"""Every member of the unions in the client packages of OpenAI and Anthropic has a row in a table;
+the tables are on the API page."""
 
 import typing
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def literals(kind: Any) -> Iterator[str]:
 
 
 def named(union: Any, field: str = "type") -> set[str]:
-    """The values that `field` may have in the dictionaries of a union, and the texts among it."""
+    """The values of `field` in the dictionaries of a union, and the strings among its members."""
     found = set(literals(union))
     for one in members(union):
         if typing_extensions.is_typeddict(one):
@@ -116,8 +116,8 @@ def test_every_member_has_a_row(subtests: pytest.Subtests) -> None:
     for table, union, field in CASES:
         known = named(union, field or "type")
         with subtests.test(union=str(union)[:120]):
-            assert known, "the package says what there is"
-            assert known <= table.keys(), "a member without a row"
+            assert known, "the package must list the members"
+            assert known <= table.keys(), "every member must have a row"
 
 
 def test_every_field_of_a_message_is_known() -> None:
@@ -127,11 +127,11 @@ def test_every_field_of_a_message_is_known() -> None:
             assert {"role", "content"} <= known <= MessageTurn.model_fields.keys()
 
 
-def test_every_value_of_a_hint_is_taken() -> None:
+def test_every_value_of_a_hint_is_accepted() -> None:
     assert set(literals(shared.ReasoningEffort)) == set(EFFORTS)
 
 
-def test_a_new_member_would_be_found() -> None:
+def test_a_new_member_would_be_noticed() -> None:
     known = named(openai_responses.ToolParam)
     assert len(known) > 10
     assert not known <= {name: row for name, row in responses.TOOLS.items() if name != "mcp"}.keys()

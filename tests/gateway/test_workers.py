@@ -1,4 +1,4 @@
-"""Two gateway processes behind one port: clients see one gateway."""
+"""Two gateway processes on one port: clients see one gateway."""
 
 import asyncio
 import os
@@ -57,7 +57,7 @@ async def gateway(
 
 
 class Streams:
-    """A model that says "hello", and the rest once it is let go on."""
+    """A model that plays "hello", and the rest once released."""
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
@@ -71,7 +71,7 @@ class Streams:
 
 
 async def begin(held: AsyncExitStack, client: httpx.AsyncClient) -> AsyncIterator[str]:
-    """The lines of a stream whose first token has come."""
+    """The lines of a stream after its first token."""
     asked = client.stream("POST", CHAT, json=BODY | {"stream": True})
     lines = (await held.enter_async_context(asked)).aiter_lines()
     async for line in lines:
@@ -80,8 +80,8 @@ async def begin(held: AsyncExitStack, client: httpx.AsyncClient) -> AsyncIterato
     return lines
 
 
-def test_bounds_are_divided() -> None:
-    """But a request that one process takes is taken by any of several, too."""
+def test_limits_are_divided() -> None:
+    """Any single process still accepts every request that one process would accept."""
     whole = GatewaySettings()
     part = divided(whole, 4)
     for name in ("max_requests", "max_unanswered", "max_answers_bytes", "batch_concurrency"):
@@ -94,7 +94,7 @@ def test_bounds_are_divided() -> None:
     assert divided(whole, 1) == whole
 
 
-def test_one_that_starts_again_has_no_turn_until_it_is_ready(tmp_path: Path) -> None:
+def test_a_restarted_process_has_no_turn_until_it_is_ready(tmp_path: Path) -> None:
     with Parent(GatewaySettings(port=0, grpc_port=0), 2, tmp_path) as parent:
         dead, other = (
             ConnectionCounts(parent.task(index).args[1].counts_file, index, 2) for index in range(2)
@@ -108,7 +108,8 @@ def test_one_that_starts_again_has_no_turn_until_it_is_ready(tmp_path: Path) -> 
 
 
 async def test_a_few_connections_are_spread(gateway: GatewayWorkers) -> None:
-    """tests/gateway/http/test_listener.py says how evenly; a busy process may miss its turn."""
+    """Check only that both get some: a busy process may miss its turn.
+    tests/gateway/http/test_listener.py tests how evenly."""
     async with AsyncExitStack() as held:
         for _ in range(10):
             client = await held.enter_async_context(gateway.client())
@@ -116,7 +117,7 @@ async def test_a_few_connections_are_spread(gateway: GatewayWorkers) -> None:
         assert min(len(ports) for ports in gateway.connections().values()) >= 2
 
 
-async def test_what_one_has_done_the_other_knows(gateway: GatewayWorkers) -> None:
+async def test_state_is_shared_by_both_processes(gateway: GatewayWorkers) -> None:
     async with gateway.both("one") as (first, second):
         answer = await first.post(CHAT, json=BODY)
         name = answer.json()["id"]
@@ -155,7 +156,7 @@ async def test_both_record_the_same_traces(
             assert starts[-2].trace_parent == starts[-1].trace_parent
 
 
-async def test_a_hang_up_reloads_the_keys_of_both(gateway: GatewayWorkers) -> None:
+async def test_sighup_reloads_the_keys_of_both(gateway: GatewayWorkers) -> None:
     gateway.process.send_signal(signal.SIGHUP)
     await eventually(lambda: gateway.log().count("keys: 1 API keys loaded") == 2, gateway.log)
 
@@ -169,10 +170,10 @@ async def figures(client: httpx.AsyncClient) -> dict[str, float]:
     return found | {f"requests {state}": value for state, value in waiting.items()}
 
 
-async def test_the_death_of_one_costs_its_own_streams_alone(
+async def test_a_crash_ends_only_streams_of_that_process(
     servicer: tuple[RouterServicer, str], gateway: GatewayWorkers
 ) -> None:
-    """And metrics are sums, which go on where they were."""
+    """Metrics are sums that continue where they were."""
     router, streams = servicer[0].router, Streams()
     usual = router.play
     count = "vllm:e2e_request_latency_seconds_count"
@@ -184,7 +185,7 @@ async def test_the_death_of_one_costs_its_own_streams_alone(
         before = await figures(first)
         assert before[count] == before["vllm:time_to_first_token_seconds_count"] >= 2
         lost, kept = await begin(held, first), await begin(held, second)
-        for _ in range(2):  # one of each process, whose connections have streams
+        for _ in range(2):  # one for each process, whose connections have streams
             other = await held.enter_async_context(gateway.client())
             assert (await figures(other))["requests open"] == 2
         worker = gateway.workers()["gateway 0"]
@@ -192,7 +193,7 @@ async def test_the_death_of_one_costs_its_own_streams_alone(
         with pytest.raises(httpx.TransportError):
             [line async for line in lost]
         router.play = usual
-        for _ in range(3):  # while it is away, and while it starts again
+        for _ in range(3):  # while it is down, and while it restarts
             async with gateway.client("four") as other:
                 assert (await other.post(CHAT, json=BODY)).status_code == 200
         streams.go_on.set()
@@ -221,7 +222,7 @@ async def test_grpc_is_served_by_both(gateway: GatewayWorkers) -> None:
 
 
 async def test_a_stop_drains_both(servicer: tuple[RouterServicer, str], tmp_path: Path) -> None:
-    """With TLS, and a Unix socket."""
+    """Stop with TLS and a Unix socket."""
     authority = make_authority()
     identity = issue(authority, Role.GATEWAY)
     files = {"--tls-cert": identity.certificate, "--tls-key": identity.key}
@@ -255,7 +256,7 @@ def _trusting() -> ssl.SSLContext:
     return context
 
 
-async def test_one_that_cannot_start_is_told_of(tmp_path: Path) -> None:
+async def test_a_process_that_cannot_start_is_reported(tmp_path: Path) -> None:
     gateway = GatewayWorkers("127.0.0.1:1", tmp_path, "--api-key-file", f"{tmp_path}/none")
     await gateway.start()
     assert await gateway.ended() == 1

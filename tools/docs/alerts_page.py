@@ -1,6 +1,6 @@
-"""k8s/observability/compose/alerts.yml, made from the PrometheusRule: a program that prints it.
+"""Print k8s/observability/compose/alerts.yml, generated from the PrometheusRule.
 
-`make docs` writes it, tests/test_docs.py compares it.
+`make docs` writes the file, tests/test_docs.py compares it.
 """
 
 from pathlib import Path
@@ -13,18 +13,18 @@ HEAD = "# `make docs` writes this file from ../alerts.yaml.\n"
 
 
 def groups() -> list[dict[str, Any]]:
-    """Of the PrometheusRule."""
+    """The groups of the PrometheusRule."""
     found: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["spec"]["groups"]
     return found
 
 
 def rules() -> dict[str, dict[str, Any]]:
-    """Its alerts by name."""
+    """Alerts of the PrometheusRule by name."""
     return {rule["alert"]: rule for group in groups() for rule in group["rules"]}
 
 
 def page() -> str:
-    """In the form that Prometheus itself reads."""
+    """The rules in the file format of Prometheus."""
     return HEAD + yaml.safe_dump({"groups": groups()}, sort_keys=False, width=1000)
 
 

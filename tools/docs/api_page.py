@@ -1,7 +1,7 @@
-"""docs/api.md, made from what the code knows: a program that prints the page.
+"""Print docs/api.md, generated from the code.
 
-`make docs` writes it, tests/gateway/openai/test_api_page.py compares it and walks it against a
-running application. A further route is an entry of ROUTES.
+`make docs` writes the page; tests/gateway/openai/test_api_page.py compares it and checks it against
+a running application. A further route is an entry of ROUTES.
 """
 
 import json
@@ -105,8 +105,8 @@ USUAL = {repr(value) for value in NOTHING}
 
 @dataclass(frozen=True)
 class Route:
-    """What a route takes. `refused` has the values that ask for nothing by field, `other_names`
-    what is to be used instead of a field."""
+    """The fields of a route. `refused` has the no-op values that are accepted by field,
+    `other_names` the field to use instead of another."""
 
     path: str
     bodies: tuple[type[BaseModel], ...]
@@ -146,7 +146,7 @@ def _other(
     remark: str = "",
     unions: Mapping[str, Table] = MappingProxyType({}),
 ) -> Route:
-    """A route that has its own table of fields."""
+    """A route with a separate table of fields."""
     served = _served_by(body)
     ignored = {*table.IGNORED, *ignored} - served
     left_out = getattr(table, "LEFT_OUT", ())
@@ -155,7 +155,7 @@ def _other(
 
 
 def _served_by(body: type[BaseModel]) -> set[str]:
-    """A field that can only be null is not served."""
+    """The served fields; a field that can only be null is not served."""
     return {
         field.alias or name
         for name, field in body.model_fields.items()
@@ -275,7 +275,7 @@ def _served(route: Route) -> Iterator[tuple[str, str]]:
 
 
 def _kind(schema: Mapping[str, Any], models: Mapping[str, Any]) -> str:
-    """A JSON schema in words; null is left out, since every optional field takes it."""
+    """A JSON schema in words; null is omitted, since every optional field accepts it."""
     if "$ref" in schema:
         return _object(models[schema["$ref"].rpartition("/")[2]])
     if "anyOf" in schema:
@@ -316,7 +316,7 @@ def _number(value: float) -> str:
 
 
 def _taken(values: tuple[Any, ...]) -> str:
-    """Values that ask for nothing, where they are not the usual ones."""
+    """The accepted no-op values of a refused field, unless they are the usual ones."""
     if values == (None,):
         return "but `null`"
     unusual = [value for value in values if repr(value) not in USUAL]

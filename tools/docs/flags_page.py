@@ -1,6 +1,6 @@
-"""docs/flags.md, made from the settings: a program that prints the page.
+"""Print docs/flags.md, generated from the settings.
 
-`make docs` writes it, tests/test_docs.py compares it.
+`make docs` writes the page, tests/test_docs.py compares it.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ KINDS = {str: "text", int: "whole number", float: "number", bool: "on or off"}
 
 
 def commands() -> dict[tuple[str, str, str], tuple[Option, list[str]]]:
-    """Every option with the commands that have it; one that differs between them is there more than
-    once."""
+    """Every option with the commands that have it; an option that differs between commands is
+    listed more than once."""
     found: dict[tuple[str, str, str], tuple[Option, list[str]]] = {}
     for command in COMMANDS.values():
         seen = set()
@@ -35,7 +35,7 @@ def commands() -> dict[tuple[str, str, str], tuple[Option, list[str]]]:
 
 
 def _value(option: Option) -> str:
-    """What it takes, and its default."""
+    """The value of an option, and its default."""
     kind = ", ".join(f"`{choice}`" for choice in option.choices) or KINDS[option.kind]
     low, high = option.min, option.max
     kind += "" if low is None else f" from {low:g}"

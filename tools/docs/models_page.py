@@ -1,5 +1,7 @@
-"""Prints docs/models.md, generated from the code. `make docs` writes the page, tests/test_docs.py
-compares it."""
+"""Print docs/models.md, generated from the code.
+
+`make docs` writes the page, tests/test_docs.py compares it.
+"""
 
 import inspect
 import re

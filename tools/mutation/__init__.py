@@ -1,1 +1,1 @@
-"""Says how many small faults in the product the tests find (`make mutation`)."""
+"""Measure how many small faults in the product the tests find (`make mutation`)."""

@@ -1,24 +1,24 @@
-"""Says how many small faults the tests find.
+"""Measure how many small faults in the product the tests find.
 
     python -m mutation record        # what each test executes, and how long it takes
     python -m mutation try           # 200 mutants, drawn with a seed
-    python -m mutation report FILE   # counts by part, and what survived
+    python -m mutation report FILE   # counts by part, and the survivors
 
 (with PYTHONPATH=tools; `make mutation ARGS="try --again FILE"`).
 
 `try` changes one line of a copy of the repository at a time, runs the tests that execute the line,
-and writes one JSON object a mutant. Its verdict is
+and writes one JSON object per mutant. Its verdict is
 
     killed      a test fails that passes without the change
     survived    all tests pass
-    late        the tests did not end in time, and did without the change
+    late        the tests did not end in time, but did without the change
     untested    no test is known to execute the line or to import its module
     invalid     the line is gone, or does not compile
     error       the tests do not run without the change either
 
-A run that was interrupted goes on where it was, unless the commit has changed. `--again FILE` takes
-the mutants of an earlier run instead, on another commit too; `--survivors` only those that were not
-killed there. The tests are those of `make test` and `make test-kernels`, or `--marks`.
+An interrupted run is resumed, unless the commit has changed. `--again FILE` uses the mutants of an
+earlier run instead, also on another commit; `--survivors` only those that were not killed there.
+The tests are those of `make test` and `make test-kernels`, or `--marks`.
 """
 
 import argparse
@@ -41,10 +41,10 @@ from mutation.tree import Run, Tree
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-LIMIT_S = 90.0  # of the tests of one mutant
-BUDGET_S = 40.0  # of their recorded seconds; the rest is for imports
-NO_TESTS = 5  # pytest's exit code
-TEST_LIMIT_S = 60  # of one test: a mutant that hangs is found by it
+LIMIT_S = 90.0  # for the tests of one mutant
+BUDGET_S = 40.0  # of recorded test seconds; the remainder is for imports
+NO_TESTS = 5  # exit code of pytest
+TEST_LIMIT_S = 60  # per test: finds a mutant that hangs
 MARKS = "not extended and not compose and not clients"
 KILLED, SURVIVED, LATE = "killed", "survived", "late"
 UNTESTED, INVALID, ERROR = "untested", "invalid", "error"
@@ -64,7 +64,7 @@ class Outcome:
 
 
 class Trial:
-    """Tries mutants in one working tree."""
+    """Test mutants in one working tree."""
 
     def __init__(self, tree: Tree, selection: Selection, marks: str) -> None:
         self._tree = tree
@@ -95,7 +95,7 @@ class Trial:
         return test in self._broken or test.partition("::")[0] in self._broken
 
     def _run_mutated(self, mutant: Mutant, text: str, tests: list[str]) -> Run | None:
-        """None if the mutant does not compile."""
+        """Run the tests on a mutant; None if the mutant does not compile."""
         is_cpp = Path(mutant.path).suffix in CPP
         self._tree.write(mutant.path, text)
         try:
@@ -115,8 +115,8 @@ class Trial:
         return self._tree.pytest([*words, *tests], LIMIT_S)
 
     def _verdict(self, run: Run, tests: list[str]) -> tuple[str, str]:
-        """With the test that found the mutant. Empty if that test fails without the mutant, too: it
-        is left out from now on."""
+        """The verdict, with the test that found the mutant. Empty if that test also fails without
+        the mutant; the test is ignored from then on."""
         if run.code == 0:
             return SURVIVED, ""
         if run.code == NO_TESTS:
@@ -239,7 +239,8 @@ def main() -> int:
         report(args.file)
         return 0
     args.work.mkdir(parents=True, exist_ok=True)
-    with (args.work / "lock").open("w") as lock:  # each run ends what another has started there
+    # each run ends processes that another has started there
+    with (args.work / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -49,7 +49,7 @@ CPP_EDITS = [
         (r"\bfalse\b", "true"),
     )
 ]
-# Lines whose change does not compile, or says nothing about behaviour.
+# Lines whose change does not compile, or does not affect behaviour.
 CPP_SKIPPED = re.compile(
     r"\s*(#|//|/?\*|template\b|static_assert|using\b|namespace\b|extern\b|asm\b)"
 )
@@ -57,7 +57,8 @@ CPP_SKIPPED = re.compile(
 
 @dataclass(frozen=True)
 class Edit:
-    """The characters [start, end) of a source file replaced by `text`; `line` counts from 1."""
+    """Replacement of the characters [start, end) of a source file by `text`; `line` counts from
+    1."""
 
     line: int
     start: int
@@ -70,7 +71,7 @@ def apply(source: str, edit: Edit) -> str:
 
 
 class _PythonEdits(ast.NodeVisitor):
-    """Collects the edits of one module."""
+    """Collect the edits of one module."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -81,7 +82,7 @@ class _PythonEdits(ast.NodeVisitor):
         self._texts = source.splitlines()
 
     def _offset(self, line: int, column: int) -> int:
-        """Of a position as ast has it: the column counts UTF-8 bytes."""
+        """The offset of an ast position, whose column counts UTF-8 bytes."""
         text = self._texts[line - 1] if line <= len(self._texts) else ""
         return self._lines[line - 1] + len(text.encode()[:column].decode())
 
@@ -95,7 +96,7 @@ class _PythonEdits(ast.NodeVisitor):
         self.found.append(Edit(node.lineno, *self._span(node), text))
 
     def _between(self, left: ast.expr, right: ast.expr, pattern: str, text: str) -> None:
-        """Replaces an operator, which stands between its operands."""
+        """Replace an operator, which stands between its operands."""
         start, end = self._span(left)[1], self._span(right)[0]
         if match := re.search(pattern, self.source[start:end]):
             line = self.source.count("\n", 0, start + match.start()) + 1
@@ -140,7 +141,7 @@ class _PythonEdits(ast.NodeVisitor):
             self._replace(node, repr(node.value + 1))
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Positions within f-strings are not exact before Python 3.12."""
+        """Skip f-strings: positions within them are not exact before Python 3.12."""
 
     def visit_Return(self, node: ast.Return) -> None:
         if node.value and not (isinstance(node.value, ast.Constant) and node.value.value is None):
@@ -148,7 +149,7 @@ class _PythonEdits(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        self._replace(node, "pass")  # its words are not the behaviour: not visited
+        self._replace(node, "pass")  # not visited: its words do not affect behaviour
 
     def visit_Break(self, node: ast.Break) -> None:
         self._replace(node, "continue")
@@ -174,7 +175,7 @@ class _PythonEdits(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _visit_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """The defaults and the body: no annotations, no decorators."""
+        """Visit the defaults and the body, without annotations and decorators."""
         for default in (*node.args.defaults, *node.args.kw_defaults):
             if default is not None:
                 self.visit(default)
@@ -192,7 +193,7 @@ class _PythonEdits(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_arguments(self, node: ast.arguments) -> None:
-        """Of a lambda."""
+        """Visit the arguments of a lambda."""
         for default in node.defaults:
             self.visit(default)
 

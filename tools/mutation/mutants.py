@@ -1,5 +1,5 @@
-"""Draws mutants of the product: which line, which change. The same seed draws the same mutants as
-long as their files do not change, whatever happens to other files."""
+"""Select mutants of the product: which line, which change. The same seed selects the same mutants
+as long as their files do not change, whatever happens to other files."""
 
 import ast
 import hashlib
@@ -12,7 +12,7 @@ from mutation.edits import Edit, apply, cpp_edits, python_edits
 
 PRODUCT = ("gateway", "services", "engine", "kernels")
 CPP = {".cpp", ".h", ".inl"}
-# Parts in which a fault costs most: their lines are drawn twice as often.
+# Parts in which a fault is most expensive: their lines have twice the weight.
 AREAS = {
     "scheduler": ("engine/scheduling/",),
     "router": ("services/router/",),
@@ -26,8 +26,8 @@ AREA_WEIGHT = 2.0
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one line. `occurrence` tells apart equal lines of a file, `choice` the changes
-    of one line, in the order of `edits`."""
+    """One change of one line. `occurrence` distinguishes equal lines of a file, `choice` the
+    changes of one line, in the order of `edits`."""
 
     path: str
     line: str
@@ -49,7 +49,7 @@ def area_of(path: str) -> str:
 
 
 def draw(root: Path, seed: int, count: int) -> list[Mutant]:
-    """Mutants of distinct lines, drawn by weight without replacement: the largest u ** (1 / weight)
+    """Draw mutants of distinct lines by weight without replacement: the largest u ** (1 / weight)
     (Efraimidis and Spirakis, 2006), with u from a hash of seed, file and line."""
     keyed = []
     for path in _sources(root):
@@ -88,7 +88,8 @@ def edited_lines(path: Path) -> Iterator[EditedLine]:
 def mutated(root: Path, mutant: Mutant) -> tuple[str, int]:
     """The text of the mutant's file with its change, and the number of the line.
 
-    Raises LookupError if the line is not in the tree any more."""
+    Raises LookupError if the line is no longer in the tree.
+    """
     path = root / mutant.path
     if path.exists():
         for lines in edited_lines(path):
@@ -109,7 +110,7 @@ def _chosen(seed: int, name: str, lines: EditedLine) -> Mutant:
 
 def _parses(name: str, source: str) -> bool:
     if not name.endswith(".py"):
-        return True  # the compiler says
+        return True  # left to the compiler
     try:
         ast.parse(source)
     except SyntaxError:

@@ -1,8 +1,8 @@
 """Which tests run for a mutant: those that execute its line, the most specific first.
 
-What they execute is recorded by coverage.py with a context for each test, in child processes too;
-their seconds come from pytest's JUnit file. Where nothing is recorded (C++, Triton's kernels, what
-only `make test-kernels` runs), the test files that import the module, nearest first.
+coverage.py records the executed lines with a context for each test, including child processes;
+durations come from pytest's JUnit file. For code without a record (C++, Triton kernels, code that
+only `make test-kernels` runs), the test files that import the module are used, nearest first.
 """
 
 import ast
@@ -14,7 +14,7 @@ from coverage import CoverageData
 
 from mutation.mutants import PRODUCT
 
-DEFAULT_TEST_S = 1.0  # of a test without a record
+DEFAULT_TEST_S = 1.0  # for a test without a record
 NEAREST_FILES = 12
 CPP_TESTS = (
     "tests/kernels/test_native_linear.py",
@@ -32,7 +32,7 @@ CPP_TESTS = (
 
 
 class Selection:
-    """Reads one recorded run of a tree's tests."""
+    """The recorded run of a tree's tests."""
 
     def __init__(self, root: Path, data: Path, junit: Path) -> None:
         self._root = root
@@ -112,7 +112,7 @@ def _seconds(root: Path, junit: Path) -> Iterator[tuple[str, float]]:
 
 
 def _importers(root: Path) -> dict[str, list[str]]:
-    """Module -> the modules that import it; a test file has its path for a name."""
+    """Map each module to the modules that import it; a test file is named by its path."""
     found: dict[str, set[str]] = {}
     names: dict[Path, str] = {}
     for path in (root / "tests").rglob("*.py"):

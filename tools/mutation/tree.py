@@ -1,4 +1,4 @@
-"""A working copy of the repository with its own environment, in which mutants are tried."""
+"""A working copy of the repository with a separate environment, in which mutants are tested."""
 
 import os
 import re
@@ -16,16 +16,16 @@ from pathlib import Path
 import psutil
 
 BUILD_PACKAGES = ("scikit-build-core>=0.10", "nanobind>=2", "grpcio-tools==1.80.0")
-# In the environment of everything that a run has started. Without the prefix PDSERVE_, under which
-# pdserve refuses names that it does not know.
+# Set in the environment of every process that a run has started. It has no prefix PDSERVE_, because
+# pdserve refuses unknown variables with that prefix.
 MARK = "MUTATION_TREE"
-# What pytest -v says of a test as it ends, and at its own end of files that it cannot import.
+# The output of pytest -v when a test ends, and at the end for files that it cannot import.
 FAILED = re.compile(r"^(tests/.+?) (?:SUB)?(?:FAILED|ERROR)\b|^ERROR (tests/\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Run:
-    """How a run of pytest ended: its exit code (None: it took too long) and the first failure."""
+    """The result of a pytest run: its exit code (None: it took too long) and the first failure."""
 
     code: int | None
     failed: str
@@ -34,14 +34,14 @@ class Run:
 
 
 class Tree:
-    """`folder` is a clone of `source` at its HEAD. Packages are those of the environment that runs
-    this program; only pdserve itself is installed."""
+    """A working copy: `folder` is a clone of `source` at its HEAD. Packages are those of the
+    environment that runs this program; only pdserve itself is installed."""
 
     def __init__(self, source: Path, folder: Path) -> None:
         self.root = folder
         self._python = folder / ".venv/bin/python"
         self._site = folder / f".venv/lib/python{sysconfig.get_python_version()}/site-packages"
-        # Apart from the others: grpcio-tools brings an older protobuf.
+        # Installed separately: grpcio-tools requires an older protobuf.
         self._build_packages = folder / "build/packages"
         if self._python.exists():
             _call("git", "-C", str(folder), "fetch", "-q", str(source.resolve()), "HEAD")
@@ -58,9 +58,10 @@ class Tree:
         self.commit = _call("git", "-C", str(folder), "rev-parse", "HEAD").strip()
 
     def install(self) -> None:
-        """Builds the extension and the stubs; only what has changed is compiled.
+        """Build the extension and the stubs; only changed files are compiled.
 
-        Raises CalledProcessError if the sources do not compile."""
+        Raises CalledProcessError if the sources do not compile.
+        """
         self._pip(
             *("--no-build-isolation", "--no-deps", "-e", str(self.root)),
             PYTHONPATH=str(self._build_packages),
@@ -70,7 +71,7 @@ class Tree:
         return next(self._site.glob("pdserve/kernels/_native*.so"))
 
     def write(self, path: str, text: str) -> None:
-        """Replaces a source file, and forgets what Python has compiled of it."""
+        """Replace a source file, and delete Python's compiled copies of it."""
         file = self.root / path
         file.write_text(text)
         for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
@@ -117,8 +118,8 @@ class Tree:
         return Run(code, failed, time.monotonic() - started, output)
 
     def _end_processes(self) -> None:
-        """Of everything that carries this tree's mark: tests start processes in sessions of their
-        own."""
+        """End every process that carries this tree's mark: tests start processes in separate
+        sessions."""
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.environ().get(MARK) == str(self.root):

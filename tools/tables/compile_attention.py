@@ -1,4 +1,4 @@
-"""The launches of paged attention, one for each way in which its kernels differ."""
+"""Launches of paged attention, one for each variant of its kernel."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +13,13 @@ HEADS = ((64, 0), (80, 0), (96, 0), (128, 0), (192, 0), (256, 0), (576, 512))  #
 
 
 def launches() -> list[tuple[str, Callable[[], object]]]:
-    """Decode rows of one split, then of more beside a chunk: every kernel, for CPU tensors. What
-    spills registers is not here: values of 512, and latent float16 under bfloat16."""
+    """Launch decode rows of one split, then of more splits next to a chunk: every kernel, for CPU
+    tensors. Variants that spill registers are omitted: values of 512, and latent float16 under
+    bfloat16."""
     cases = [(BF16, BF16, head_dim, latent, 2, False) for head_dim, latent in HEADS]
     cases += [(BF16, BF16, 576, 512, 128, False), (BF16, BF16, 64, 0, 64, False)]  # wide groups
-    cases += [(BF16, BF16, 256, 0, 2, True), (BF16, BF16, 64, 0, 8, True)]  # as Gemma and gpt-oss
+    # as in Gemma and gpt-oss
+    cases += [(BF16, BF16, 256, 0, 2, True), (BF16, BF16, 64, 0, 8, True)]
     cases += [(BF16, F16, 128, 0, 2, False), (BF16, F32, 128, 0, 2, False)]
     cases += [(BF16, F16, 256, 0, 2, False)]
     cases += [(F16, F16, 128, 0, 2, False), (F16, BF16, 128, 0, 2, False)]

@@ -19,7 +19,7 @@ from pdserve.kernels.cuda.linear.tiles import ProductTarget
 
 EXPERTS, TOP_K = 8, 2
 ROWS, COLS = compile_linear.ROWS, compile_linear.COLS
-# Scores, experts, groups as Qwen 3, gpt-oss, DeepSeek V2, V3 and Kimi K2 have them.
+# Scores, experts and groups of Qwen 3, gpt-oss, DeepSeek V2, V3 and Kimi K2.
 ROUTED: dict[str, tuple[int, dict[str, Any]]] = {
     "8 of 128, softmax": (128, {"top_k": 8, "normalized": True}),
     "4 of 32, softmax": (32, {"top_k": 4, "normalized": True}),
@@ -45,7 +45,8 @@ def groups_of(tokens: int, tile_tokens: int, experts: int = EXPERTS) -> Groups:
 
 
 def launch(made: DeviceMatrix, tokens: int) -> None:
-    """Of tiles for so many pairs of an expert: with x of tokens, and with x of pairs and a bias."""
+    """Launch tiles for this many pairs per expert: with x of tokens, and with x of pairs and a
+    bias."""
     parts = (made.values, made.scales, made.zeros)
     tensors = tuple(
         None if part is None else part[None].expand(EXPERTS, *part.shape).contiguous()
@@ -75,7 +76,7 @@ def sums(tokens: int, top_k: int, shared: bool) -> None:
 
 
 def launches() -> list[tuple[str, Callable[[], object]]]:
-    """A label and a launch each."""
+    """Yield a label and a launch for each variant."""
     found: list[tuple[str, Callable[[], object]]] = [
         (f"experts chosen, {label}", partial(route, *case)) for label, case in ROUTED.items()
     ]

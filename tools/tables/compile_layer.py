@@ -15,7 +15,7 @@ SPLITS = 3
 
 
 def launches() -> list[tuple[str, Callable[[], object]]]:
-    """A label and a launch each."""
+    """Yield a label and a launch for each kernel."""
     found: list[tuple[str, Callable[[], object]]] = []
     for size in (1024, 4096, 8192):
         x, weight = torch.zeros(4, size, dtype=BF16), torch.zeros(size)

@@ -18,7 +18,7 @@ from pdserve.kernels.cuda.linear.tiles import (
 )
 
 ROWS, COLS = 256, 1024
-# Tokens, most tokens of a tile, and whether a program adds all splits of its tile.
+# Tokens, maximum tokens of a tile, and whether one program adds all splits of its tile.
 EVERY = (
     *((n, n, looped) for n in (16, 32, 64) for looped in (False, True)),
     (256, 64, True),
@@ -50,7 +50,7 @@ LAUNCHED = (
 def matrix(
     format: str, group: int, scales: type[np.generic], zeros: bool, dtype: torch.dtype
 ) -> DeviceMatrix:
-    """A weight of zeros."""
+    """A weight matrix of zeros."""
     if format == "BF16":
         parts = {"values": np.zeros((ROWS, COLS), scales)}
     elif group == 0:
@@ -77,7 +77,7 @@ def launch(made: DeviceMatrix, tokens: int, width: int, looped: bool, bias: bool
 
 
 def launches() -> list[tuple[str, Callable[[], None]]]:
-    """A label and a launch each."""
+    """Yield a label and a launch for each kernel."""
     found: list[tuple[str, Callable[[], None]]] = []
     for dtype, formats, shapes in LAUNCHED:
         for stored in formats:

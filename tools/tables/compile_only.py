@@ -1,6 +1,6 @@
-"""A Triton driver that compiles whatever is launched and runs none of it: no GPU is needed.
+"""A Triton driver that compiles every launch and runs none: no GPU is needed.
 
-Not with TRITON_INTERPRET, which is read when a kernel's module is imported.
+Not for use with TRITON_INTERPRET, which is read when a kernel's module is imported.
 """
 
 import re
@@ -16,17 +16,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-MOST_SHARED = {80: 166912, 90: 232448}  # bytes of shared memory that a block may have
+MOST_SHARED = {80: 166912, 90: 232448}  # maximum bytes of shared memory per block
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of one launch."""
+    """The compiler's result for one launch."""
 
     kernel: str
     registers: int
-    spilled: int  # bytes of local memory of a thread
+    spilled: int  # bytes of local memory per thread
     shared: int  # bytes
     mma: str  # family of the matrix instructions: HGMMA, HMMA or ""
     doubles_fused: int  # DFMA instructions
@@ -45,7 +45,7 @@ class _Utils:
 
 @dataclass
 class CompileOnlyDriver:
-    """For compute capability arch / 10."""
+    """The driver for compute capability arch / 10."""
 
     arch: int
     launched: list[Compiled] = field(default_factory=list)  # in order
@@ -58,7 +58,7 @@ class CompileOnlyDriver:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        return self.arch  # a cache of its own for each
+        return self.arch  # a separate cache per architecture
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -67,7 +67,7 @@ class CompileOnlyDriver:
         return lambda *args: None
 
     def note(self, kernel: Any) -> None:
-        """A compiled kernel is launched."""
+        """Record a compiled kernel at its launch."""
         if id(kernel) not in self._known:
             self._known[id(kernel)] = _described(kernel)
         self.launched.append(self._known[id(kernel)])
@@ -75,8 +75,8 @@ class CompileOnlyDriver:
 
 @contextmanager
 def compile_only(arch: int) -> Iterator[CompileOnlyDriver]:
-    """Launches within it are compiled for `arch`, 80 or 90, and told to the driver, which stays
-    Triton's: this is for a process that does nothing else."""
+    """Compile launches in this context for `arch`, 80 or 90, and record them in the driver. The
+    driver stays Triton's afterwards, so this is for a process that does nothing else."""
     made = CompileOnlyDriver(arch)
     before = triton.JITFunction.run
 

@@ -1,4 +1,4 @@
-"""What sampling launches, for the table of compiled kernels."""
+"""The launches of sampling, for the table of compiled kernels."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from pdserve.kernels.cuda.sampling.logprobs import launch
 from pdserve.kernels.cuda.sampling.step import CudaSampling
 from pdserve.kernels.streams import StreamSettings
 
-VOCABS = (151_936, 50_257)  # the second is odd: no two rows start alike
+VOCABS = (151_936, 50_257)  # the second is odd: no two rows have the same alignment
 
 
 def launches() -> list[tuple[str, Callable[[], object]]]:

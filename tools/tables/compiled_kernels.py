@@ -1,6 +1,6 @@
-"""The table of compiled kernels: for each launch and capability what the compiler made of it.
+"""The table of compiled kernels: the compiler's result for each launch and compute capability.
 
-Run without TRITON_INTERPRET, it prints the table's lines; with --few those that every test run
+Run without TRITON_INTERPRET, it prints the lines of the table; with --few those that every test run
 compiles.
 """
 
@@ -22,7 +22,8 @@ from compile_only import compile_only
 ARCHS = (80, 90)
 TABLE = Path(__file__).parents[2] / "benchmarks/gpu/compiled_kernels.jsonl"
 SOURCES = (compile_attention, compile_experts, compile_layer, compile_linear, compile_sampling)
-# What every test run compiles: the formats and heads of most models, and one of each other kernel.
+# The launches that every test run compiles: the formats and heads of most models, and one of each
+# other kernel.
 FEW = (
     *(f"attention, bfloat16 over bfloat16, heads of {dim}, groups of 2" for dim in (64, 128)),
     "attention, bfloat16 over bfloat16, heads of 256, groups of 2, capped, sinks",
@@ -41,7 +42,7 @@ FEW = (
 
 
 def lines(few: bool) -> Iterator[str]:
-    """One JSON object a kernel of each launch, in the order of the table."""
+    """One JSON object per kernel of each launch, in the order of the table."""
     for arch in ARCHS:
         with compile_only(arch) as driver:
             for source in SOURCES:

@@ -1,7 +1,7 @@
-"""tests/engine/weights/golden_mixes.json, made by llama.cpp: a program that writes the table of the
-format that llama-quantize gives each tensor of some tiny models, for each type: of each model its
-metadata, the shapes of its tensors, and by type and tensor the format, "0:Q6_K 2:Q4_K" with the
-layer from which on it is so. {n} stands for the number of a layer, - for no tensor.
+"""Write tests/engine/weights/golden_mixes.json with llama.cpp: the format that llama-quantize gives
+each tensor of some tiny models, for each type. The table has each model's metadata, the shapes of
+its tensors, and by type and tensor the format, "0:Q6_K 2:Q4_K" with the first layer of each. {n} is
+the number of a layer, - no tensor.
 
     .venv/bin/python tools/tables/golden_mixes.py build/peers/llama.cpp/build/bin/llama-quantize
 
@@ -82,7 +82,7 @@ def described(model: Path) -> tuple[dict[str, Any], dict[str, list[int]]]:
 
 
 def in_runs(formats: dict[str, str]) -> dict[str, str]:
-    """Layers one after the other."""
+    """Merge consecutive layers with the same format."""
     by_kind: dict[str, dict[int, str]] = {}
     for name, format in formats.items():
         layer = int(LAYER.match(name)[1]) if LAYER.match(name) else 0
@@ -102,7 +102,7 @@ def _everywhere(name: str) -> str:
 
 
 def formats_of(quantize: Path, model: Path, type: str) -> dict[str, str]:
-    """The format of each tensor, as the program says it would be."""
+    """The format of each tensor, as llama-quantize reports it in advance."""
     program = [str(quantize), "--dry-run", str(model), MIXES.get(TYPES[type], TYPES[type])]
     said = subprocess.run(program, capture_output=True, text=True, check=True)
     found = {}

@@ -1,6 +1,7 @@
-"""The messages of this tree; tests/test_released_messages.py holds the last release against them.
+"""Print the messages of this tree; tests/test_released_messages.py compares the last release with
+them.
 
-`python tools/tables/released_fields.py > tests/released_fields.json` at a release.
+Run `python tools/tables/released_fields.py > tests/released_fields.json` at a release.
 """
 
 import json
@@ -19,7 +20,7 @@ TYPES = {
 
 
 def type_of(field: FieldDescriptor) -> str:
-    """As it stands in the .proto, and the oneof that it is in for good."""
+    """The type as in the .proto, and the oneof that contains the field."""
     named = field.message_type or field.enum_type
     words = ["repeated"] if field.is_repeated else []
     words.append(TYPES[field.type] if named is None else named.full_name)
@@ -29,7 +30,7 @@ def type_of(field: FieldDescriptor) -> str:
 
 
 def messages_of(file: FileDescriptor) -> list[Descriptor]:
-    """With those inside others."""
+    """The messages, including nested ones."""
     found = list(file.message_types_by_name.values())
     for message in found:
         found += message.nested_types
@@ -37,7 +38,7 @@ def messages_of(file: FileDescriptor) -> list[Descriptor]:
 
 
 def fields_of(message: Descriptor) -> dict[str, str]:
-    """Name and type by number; a number that is not to be used again is "reserved"."""
+    """Name and type by number; a reserved number is "reserved"."""
     fields = {field.number: f"{field.name}: {type_of(field)}" for field in message.fields}
     proto = DescriptorProto()
     message.CopyToProto(proto)
@@ -47,7 +48,7 @@ def fields_of(message: Descriptor) -> dict[str, str]:
 
 
 def described() -> dict[str, dict[str, Any]]:
-    """Fields by message, values by enum, what goes in and out by method."""
+    """Fields by message, values by enum, request and response by method."""
     files = [import_module(f"pdserve.protos.{name}_pb2").DESCRIPTOR for name in FILES]
     return {
         "messages": {m.full_name: fields_of(m) for file in files for m in messages_of(file)},

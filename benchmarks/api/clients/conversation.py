@@ -1,7 +1,7 @@
-"""What every client's script says, and how it reports: `checked` prints one JSON object.
+"""The conversation of every client's script, and its report: `checked` prints one JSON object.
 
-The model is small, so nothing here asks whether an answer is clever: only whether it has the form
-that the client asked for, and whether the client's library understood it.
+The model is small, so the checks cover only whether an answer has the requested form and whether
+the client's library parsed it, not its content.
 """
 
 import json
@@ -39,7 +39,7 @@ def is_weather(arguments: dict[str, object]) -> bool:
 
 
 def checked(*checks: Callable[[], bool]) -> None:
-    """Runs each check, prints which hold, and ends the process: 0 if all do."""
+    """Whether the arguments of a call match the weather tool."""
     found: dict[str, object] = {}
     for check in checks:
         try:

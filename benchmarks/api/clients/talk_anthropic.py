@@ -1,4 +1,4 @@
-"""anthropic: messages with streaming and tools; a schema is the input of a tool there."""
+"""anthropic: messages with streaming and tools; a schema is passed as the input of a tool."""
 
 import asyncio
 import json
@@ -70,7 +70,7 @@ def tools_streamed() -> bool:
 
 
 def asynchronous() -> bool:
-    """Two messages at once, one of them streamed."""
+    """Send two messages at once, one of them streamed."""
 
     async def run() -> bool:
         async with AsyncAnthropic(base_url=BASE_URL, api_key=KEY) as api:

@@ -1,4 +1,4 @@
-"""instructor: typed answers by a tool and by a JSON schema, whole and partial."""
+"""instructor: typed answers through a tool and through a JSON schema, whole and partial."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ client = OpenAI(base_url=f"{BASE_URL}/v1", api_key=KEY)
 class Weather(BaseModel):
     """The weather in a city."""
 
-    model_config = ConfigDict(extra="forbid")  # a small model adds fields without end
+    model_config = ConfigDict(extra="forbid")  # a small model would add fields without end
 
     city: str = Field(max_length=20)
     unit: Literal["celsius", "fahrenheit"]

@@ -34,8 +34,9 @@ def schema() -> bool:
 
 
 def tools() -> bool:
-    """The library lets the model choose, and the model is small: it is told what to write. It goes
-    on repeating, so the chain ends at its limit, after the tool has run."""
+    """Call a tool. The library leaves the choice to the model, which is small, so the prompt
+    dictates the call. The model then repeats it, so the chain ends at its limit after the tool has
+    run."""
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
     chain = chat.conversation(chain_limit=2).chain(
         f"Repeat after me.\n{call}",

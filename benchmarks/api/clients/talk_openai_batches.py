@@ -20,7 +20,7 @@ def line(key: str, url: str, **body: object) -> str:
 
 
 def outputs(url: str, text: str) -> dict[str, dict]:
-    """The bodies of a batch's answers by its lines' keys; its input is deleted."""
+    """The bodies of a batch's answers by the keys of their lines; deletes the input file."""
     file = client.files.create(file=("batch.jsonl", text.encode()), purpose="batch")
     batch = client.batches.create(
         input_file_id=file.id, endpoint=url, completion_window="24h", metadata={"by": "a script"}
@@ -69,7 +69,7 @@ def responses() -> bool:
 
 
 def errors() -> bool:
-    """A line that is refused is in the file of errors."""
+    """A refused line is in the error file."""
     url = "/v1/chat/completions"
     text = line("bad", url, messages=MESSAGES, temperature=9)
     file = client.files.create(file=("batch.jsonl", text.encode()), purpose="batch")

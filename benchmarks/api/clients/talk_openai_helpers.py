@@ -1,4 +1,4 @@
-"""openai: its helpers for typed answers and streams of events, and its async client."""
+"""openai: helpers for typed answers and event streams, and the async client."""
 
 import asyncio
 import json
@@ -117,7 +117,7 @@ def responses_stream_schema() -> bool:
 
 
 def asynchronous() -> bool:
-    """Two chats and a response at once, one of them streamed."""
+    """Send two chats and a response at once, one of them streamed."""
 
     async def run() -> bool:
         async with AsyncOpenAI(base_url=f"{BASE_URL}/v1", api_key=KEY) as api:
@@ -143,7 +143,8 @@ def asynchronous() -> bool:
 
 
 def embeddings_are_refused() -> bool:
-    """The model generates: the error says so, and is the library's for a bad request."""
+    """A generating model refuses embeddings with an error that says so, raised as the library's
+    bad-request error."""
     try:
         client.embeddings.create(model=MODEL, input="hello")
     except openai.BadRequestError as error:

@@ -1,4 +1,4 @@
-"""pydantic-ai: an agent that streams, one with typed output, and a tool that is called."""
+"""pydantic-ai: an agent that streams, one with typed output, and a tool call."""
 
 import asyncio
 from typing import Literal
@@ -20,7 +20,7 @@ model = OpenAIChatModel(MODEL, provider=provider, settings={"max_tokens": 400})
 class Weather(BaseModel):
     """The weather in a city."""
 
-    model_config = ConfigDict(extra="forbid")  # a small model adds fields without end
+    model_config = ConfigDict(extra="forbid")  # a small model would add fields without end
 
     city: str = Field(max_length=20)
     unit: Literal["celsius", "fahrenheit"]

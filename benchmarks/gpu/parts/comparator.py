@@ -1,8 +1,8 @@
-"""What a short loop of plain torch reaches with the requests of the part throughput: pages of keys,
-prompts first, one batch of all that run, CUDA graphs for decode, small functions compiled.
+"""The speed of a short loop of plain torch with the requests of the part throughput: pages of keys,
+prompts first, one batch of all running requests, CUDA graphs for decode, small functions compiled.
 
-It is like nano-vllm in what it does. Attention is flash_attn's where that is installed; else
-torch's own, over keys that are gathered from their pages.
+It works like nano-vllm. Attention is flash_attn's if installed; otherwise torch's, over keys that
+are gathered from their pages.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ from pdserve.engine.weights.format import VALUES
 
 PAGE, BATCH_TOKENS = 256, 16384
 LEAST_RATIO = 2.0
-MOST_ERROR = 0.05  # of logits beside those of the CUDA kernels: both compute in bfloat16
+MOST_ERROR = 0.05  # of logits against those of the CUDA kernels: both compute in bfloat16
 FLASH = importlib.util.find_spec("flash_attn") is not None
 
 
@@ -40,7 +40,7 @@ def add_rms(x: Tensor, stream: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, dim]; cos and sin [T, 1, dim / 2]."""
+    """Apply rotary embedding. x [T, heads, dim]; cos and sin [T, 1, dim / 2]."""
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
@@ -51,13 +51,13 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 def pick(logits: Tensor) -> Tensor:
-    """Draws from the softmax: the first of exponential times with these rates."""
+    """Draw from the softmax: the first of exponential times with these rates."""
     rates = torch.softmax(logits.float() / TEMPERATURE, -1)
     return (rates / torch.empty_like(rates).exponential_().clamp_min_(1e-10)).argmax(-1)
 
 
 class Layer(NamedTuple):
-    """Weights."""
+    """Weights of a layer."""
 
     attn_in: Tensor
     qkv: Tensor
@@ -70,7 +70,7 @@ class Layer(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Of a batch of decode rows, on the device."""
+    """Inputs of a batch of decode rows, on the device."""
 
     ids: Tensor
     positions: Tensor
@@ -203,7 +203,7 @@ class TorchModel:
         return made.add_rms(x, stream, self.norm)[0]
 
     def record(self, rows: list[int], pages: list[int]) -> None:
-        """A CUDA graph for each number of rows and of pages that they have at most."""
+        """Record a CUDA graph for each maximum number of rows and of pages."""
         for most_pages in reversed(pages):
             for count in reversed(rows):
                 empty = [self._ints(np.zeros(count, np.int64)) for _ in range(3)]
@@ -221,7 +221,7 @@ class TorchModel:
                 self._graphs[count, most_pages] = graph, numbers, hidden
 
     def step(self, ids: list[int], lens: list[int], pages: list[list[int]]) -> Tensor:
-        """Final hidden states of decode rows, by the smallest graph that holds them."""
+        """Final hidden states of decode rows, from the smallest graph that holds them."""
         rows, widest = len(ids), -(-max(lens) // PAGE)
         shape = min(s for s in self._graphs if s[0] >= rows and s[1] >= widest)
         graph, numbers, hidden = self._graphs[shape]
@@ -230,7 +230,7 @@ class TorchModel:
             table[row, : min(len(own), shape[1])] = own[: shape[1]]
         at = np.array(lens) - 1
         slots = table[np.arange(rows), at // PAGE] * PAGE + at % PAGE
-        numbers.slots.fill_(0)  # page 0 is nobody's
+        numbers.slots.fill_(0)  # page 0 is unused
         numbers.lens.fill_(1)
         for target, values in zip(numbers, (ids, at, slots, lens, table), strict=True):
             target[:rows].copy_(self._ints(values))
@@ -245,8 +245,8 @@ class TorchModel:
 
 @torch.inference_mode()
 def answer(model: TorchModel, wave: list[Request], batch_tokens: int = BATCH_TOKENS) -> int:
-    """Runs all requests to their end: prompts first, then all that run together. Returns the tokens
-    that were made."""
+    """Run all requests to their end: prompts first, then all that run together. Returns the number
+    of generated tokens."""
     free = list(range(1, len(model.caches[0][0])))
     made: list[list[int]] = [list(one.prompt_ids) for one in wave]
     ends = [len(one.prompt_ids) + (one.params.max_tokens or 0) for one in wave]
@@ -301,7 +301,8 @@ def measure(part: MeasuredPart) -> None:
 
 
 def error(part: MeasuredPart, model: TorchModel, hf_config: dict[str, Any]) -> float:
-    """Of the logits of a prompt and of a step behind it, over the largest."""
+    """The largest error of the logits of a prompt and of the step after it, relative to the largest
+    logit."""
     decoder = random_decoder(hf_config, part.device)
     length = 20
     tokens = np.random.default_rng(5).integers(0, hf_config["vocab_size"], (1, length + 1))

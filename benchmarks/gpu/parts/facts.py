@@ -1,4 +1,5 @@
-"""The card: what it is, how fast it copies and multiplies, whether its events cross processes."""
+"""Facts about the GPU: its type, its copy and multiply rates, whether its events cross
+processes."""
 
 import platform
 import subprocess
@@ -59,7 +60,7 @@ def driver() -> str:
 
 
 def ipc_events(part: MeasuredPart) -> None:
-    """Another process opens an event of this one and records it."""
+    """Let another process open an event of this one and record it."""
     event = torch.cuda.Event(enable_timing=False, interprocess=True)
     event.record()
     command = [sys.executable, "-c", CHILD]

@@ -1,5 +1,5 @@
 """Logits after a hand-off by cuda_ipc: another process computes prompts and hands its pool over,
-and the steps that follow here have the bits of steps over keys that were computed here."""
+and the following steps here have the bits of steps over keys that were computed here."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ TAKE_S = 60.0
 
 
 class Prompts:
-    """The same ones in both processes, over the pool of one side."""
+    """The same prompts in both processes, over the pool of one side."""
 
     def __init__(self, fake: bool, folder: str) -> None:
         count, longest = (FAKE_COUNT, FAKE_LONGEST) if fake else (COUNT, LONGEST)
@@ -36,7 +36,7 @@ class Prompts:
         self.side.wait()
 
     def step(self) -> object:
-        """Logits of the token behind each prompt."""
+        """Logits of the token after each prompt."""
         return self.sequences.logits([Row(n, end, end + 1) for n, end in enumerate(self.lens)])
 
 
@@ -70,7 +70,7 @@ def measure(part: MeasuredPart) -> None:
 
 
 def child() -> None:
-    """prefill: `child FOLDER BOOT [fake]`; says how many frames it sends."""
+    """The prefill side: `child FOLDER BOOT [fake]`; prints the number of frames it sends."""
     folder, boot, fake = sys.argv[2], bytes.fromhex(sys.argv[3]), "fake" in sys.argv[4:]
     fake_device() if fake else own_stream()
     prompts = Prompts(fake, folder)
@@ -81,7 +81,7 @@ def child() -> None:
     say(str(len(parts)))
     for number, piece in enumerate(parts):
         push(side, link, piece, number)
-    sys.stdin.read()  # until it is killed: the frames are on their way
+    sys.stdin.read()  # until it is killed: the frames are still being sent
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""A pool of Llama-8B's shape from process to process by cuda_ipc and by tcp: bytes and speed, and
-tags that find a changed bit."""
+"""A pool of Llama-8B's shape sent between processes by cuda_ipc and by tcp: bytes and speed, and
+tags that detect a changed bit."""
 
 import os
 import random
@@ -30,7 +30,8 @@ def measure(part: MeasuredPart) -> None:
 
 
 def hashes(side: Side, count: int) -> dict[str, Any]:
-    """The device's tag of random blocks is the host's; a changed bit in the slot is found."""
+    """The device's tag of random blocks equals the host's; a changed bit in the slot is
+    detected."""
     import numpy as np
 
     from pdserve.engine.transport.device import Slot
@@ -120,7 +121,7 @@ def transfers(side: Side, blocks: int, rounds: int) -> dict[str, Any]:
             if number:
                 tell(process, "again")
             first = taker.arrived.get(timeout=120)
-            taker.arrived.put(first)  # now it is known how large its frames are
+            taker.arrived.put(first)  # now the size of its frames is known
             count = -(-total // first[1].payload_bytes)
             taken, damaged = taker.take(count)
             side.wait()

@@ -1,6 +1,6 @@
-"""Logits of 64 sequences are the same bits alone, in every batch and in every cut of their prompts,
-when they go on after their keys were computed anew, and from recorded steps; those of 16 of a
-mixture of experts, too."""
+"""Logits of 64 sequences have the same bits alone, in every batch and in every cut of their
+prompts, when they continue after their keys were recomputed, and from recorded steps; also those of
+16 of a mixture of experts."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,13 +23,13 @@ from pdserve.engine.kv.spec import blocks_for
 
 
 class Sizes(NamedTuple):
-    """What is compared."""
+    """Sizes of the comparison."""
 
     sequences: int  # whose logits are compared
-    rows: int  # with those that only keep them company
+    rows: int  # including rows that only fill the batch
     prompt: int  # the longest
-    new: int  # tokens behind each prompt
-    step: int  # tokens at most
+    new: int  # tokens after each prompt
+    step: int  # maximum tokens
     batches: tuple[int, ...]
     chunks: tuple[int, ...]
 
@@ -41,14 +41,14 @@ FAKE_SMALLEST = Sizes(2, 2, 6, 1, 64, (2,), (4,))
 
 
 class Case:
-    """How the steps of prompts are made."""
+    """A way to split prompts into steps."""
 
     def __init__(self, sequences: Sequences, sizes: Sizes, lens: list[int]) -> None:
         self.sequences, self.sizes, self.lens = sequences, sizes, lens
 
     def run(self, batch: int, chunk: int, numbers: Sequence[int], resumed: int = 0) -> Tensor:
-        """float32 [sequences, 1 + new, vocab]: logits of the last token of each prompt and of those
-        behind it. `resumed`: so many new tokens are computed as a part of the prompt."""
+        """float32 [sequences, 1 + new, vocab]: logits of the last token of each prompt and of the
+        tokens after it. `resumed`: this many new tokens are computed as a part of the prompt."""
         self.sequences.clear()
         new, vocab = self.sizes.new, self.sequences.decoder.config.vocab_size
         found = torch.zeros(self.sizes.sequences, 1 + new, vocab)
@@ -77,7 +77,7 @@ class Case:
 
 
 def prompt_lens(sizes: Sizes) -> list[int]:
-    """Short ones and long ones."""
+    """Lengths of short and long prompts."""
     rng = np.random.default_rng(1)
     lens = np.exp(rng.uniform(np.log(2), np.log(sizes.prompt), sizes.rows)).astype(int)
     lens[0] = sizes.prompt

@@ -1,6 +1,6 @@
-"""Every kernel against float64: the largest difference, over the largest value.
+"""Every kernel against float64: the largest difference, relative to the largest value.
 
-On a card its pieces are processes side by side, since most of the time goes into compiling.
+On a GPU its pieces are parallel processes, since most of the time is compilation.
 """
 
 import json
@@ -40,7 +40,7 @@ ROUNDED = 2.0**-8  # a result of bfloat16
 SUMMED = 1e-4  # a result of float32, of products of bfloat16
 FORMATS = ("BF16", "Q4_K", "Q8_0", "INT4", "INT8", "FP8")
 HEAD_DIMS = (64, 128, 256)
-Case = tuple[str, Tensor, Tensor, float]  # its name, what came out, float64, and the bound
+Case = tuple[str, Tensor, Tensor, float]  # name, result, float64 reference, and bound
 
 
 def measure(part: MeasuredPart) -> None:
@@ -97,7 +97,7 @@ def side_by_side(part: MeasuredPart, pieces: list[str]) -> None:
 
 
 def drawn(part: MeasuredPart, *shape: int, seed: int = 0) -> Tensor:
-    """The same numbers on every device."""
+    """The same random numbers on every device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(part.device)
 
 
@@ -148,7 +148,7 @@ def products(part: MeasuredPart, format: str) -> Iterator[Case]:
 
 
 def attention(part: MeasuredPart, head_dim: int) -> Iterator[Case]:
-    """Decode rows and chunks; what belongs to no row is NaN."""
+    """Decode rows and chunks; all data that belongs to no row is NaN."""
     small = part.fake or part.smallest
     lens = (5, 600) if small else (1, 100, 700, 3000)
     news = (1, 9) if small else (1, 300)
@@ -196,7 +196,7 @@ def attended(
 
 
 def experts(part: MeasuredPart) -> Iterator[Case]:
-    """A layer of them: who is sent where, products, and the weighted sum."""
+    """A layer of experts: the routing, products, and the weighted sum."""
     small = part.fake or part.smallest
     hidden, size, count, top_k = (64, 32, 5, 2) if small else (2048, 768, 128, 8)
     shapes = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
@@ -233,7 +233,7 @@ def experts(part: MeasuredPart) -> Iterator[Case]:
         yield "experts", run.x, expected, 4 * ROUNDED
 
 
-# --- what lies between
+# --- other kernels
 
 
 def layers(part: MeasuredPart) -> Iterator[Case]:
@@ -260,7 +260,7 @@ def layers(part: MeasuredPart) -> Iterator[Case]:
 
 
 def heads(part: MeasuredPart, tokens: int) -> Iterator[Case]:
-    """Norms of heads and rope of 4 heads of q and 2 of k, and 2 of v as they are."""
+    """Norms of heads and rope of 4 heads of q and 2 of k, with 2 of v unchanged."""
     dim = 64
     x = drawn(part, tokens, 8 * dim).bfloat16()
     q_weight, k_weight = drawn(part, dim, seed=1), drawn(part, dim, seed=2)
@@ -306,7 +306,8 @@ def activations(part: MeasuredPart) -> Iterator[Case]:
 
 
 def sampling(part: MeasuredPart) -> None:
-    """The same tokens as the reference picks on the host, and log-probabilities by doubles."""
+    """The tokens equal the reference's picks on the host, and log-probabilities those in
+    float64."""
     small = part.fake or part.smallest
     unlike = total = 0
     for rows, vocab in ((4, 300),) if small else ((4000, 1000), (256, 151936)):
@@ -323,7 +324,7 @@ def sampling(part: MeasuredPart) -> None:
 
 
 def picks(part: MeasuredPart, rows: int, vocab: int) -> tuple[Tensor, list[int], list[int]]:
-    """Logits, and the tokens that both pick of them."""
+    """Logits, and the tokens that both pick from them."""
     kinds = (
         StreamSettings(temperature=0.0),
         StreamSettings(temperature=0.6, seed=5),

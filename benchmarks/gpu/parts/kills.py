@@ -1,5 +1,5 @@
-"""SIGKILL of either side in the middle of copies: no wrong byte, the survivor computes, windows
-come back. Without MPS, and, in a process of its own, with it."""
+"""SIGKILL of either side in the middle of copies: no wrong byte, the survivor can compute, windows
+are returned. Without MPS, and, in a separate process, with it."""
 
 import contextlib
 import json
@@ -16,8 +16,8 @@ from part import HELD, MeasuredPart, run
 from sides import READY, Children, Side, Taker, dial, listen, pieces, push, tell
 
 FEW = 8  # blocks of the pools of processes that are killed
-KILLS = 40  # of each side
-MOST_WINDOWS = 4  # that decode makes for so many prefills, one after the other
+KILLS = 40  # for each side
+MOST_WINDOWS = 4  # that decode makes for this many consecutive prefill processes
 DAEMON = "nvidia-cuda-mps-control"
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 WITH_MPS = "with MPS"
@@ -46,7 +46,7 @@ def measure(part: MeasuredPart) -> None:
 
 
 def with_mps(part: MeasuredPart) -> None:
-    """The same in processes that share the card by MPS."""
+    """The same in processes that share the GPU through MPS."""
     folder = part.folder / "mps"
     folder.mkdir(exist_ok=True)
     env = os.environ | {PIPES: str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
@@ -79,8 +79,8 @@ def over(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
 
 
 def kill_prefill(side: Side, count: int) -> dict[str, int]:
-    """prefill floods the window and dies; decode's context goes on, and what it took is what the
-    dead one's pool had."""
+    """prefill floods the window and dies; decode's context still works, and the data it took equals
+    the dead process's pool."""
     boot, taker, rng = os.urandom(16), Taker(side), random.Random(2)
     listener = listen(side, "cuda_ipc", boot, taker)
     children = Children(side, "prefill", FEW, READY)
@@ -98,7 +98,7 @@ def kill_prefill(side: Side, count: int) -> dict[str, int]:
         ended = over(lambda n=number: len(taker.links) > n and all(x.ended for x in taker.links))
         with contextlib.suppress(queue.Empty):
             while True:
-                taker.arrived.get_nowait()  # of the dead one
+                taker.arrived.get_nowait()  # of the dead process
         wrong += wrong_blocks(side, taker, number)
         frames, damaged = frames + taken, damaged + bad
         survived += side.alive() and ended and not bad
@@ -111,14 +111,14 @@ def kill_prefill(side: Side, count: int) -> dict[str, int]:
 
 
 def wrong_blocks(side: Side, taker: Taker, seed: int) -> int:
-    """Of those that were taken."""
+    """The wrong blocks among those taken."""
     expected, pool = side.filled(seed, FEW), side.pools[0]
     covered, taker.covered = taker.covered, set()
     return sum(not side.equal(pool[n, block], expected[n, block]) for n, block in covered)
 
 
 def kill_decode(side: Side, count: int) -> dict[str, int]:
-    """decode takes frames and dies with its window; prefill's context goes on."""
+    """decode takes frames and dies with its window; prefill's context still works."""
     rng = random.Random(3)
     children = Children(side, "decode", FEW, READY)
     survived = frames = 0

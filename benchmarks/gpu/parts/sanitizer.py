@@ -1,6 +1,6 @@
 """compute-sanitizer over every kernel at small sizes: no access out of bounds, no race.
 
-What it watches are the parts kernels and handoff with --smallest, which must hold as well.
+It watches the parts kernels and handoff with --smallest, which must pass as well.
 """
 
 import json
@@ -52,7 +52,7 @@ def measure(part: MeasuredPart) -> None:
 def start(
     part: MeasuredPart, watch: list[str], watched: str, folder: Path
 ) -> tuple["subprocess.Popen[bytes]", Path]:
-    """One watched part; what it says goes to a file beside its record."""
+    """Start a watched part; its output goes to a file next to its record."""
     script = str(Path(__file__).with_name(f"{watched}.py"))
     words = [*watch, sys.executable, script, "--smallest", "--folder", str(folder)]
     words += ["--watched", *(["--fake"] if part.fake else [])]
@@ -63,7 +63,7 @@ def start(
 
 
 def finished(process: "subprocess.Popen[bytes]", limit_s: float) -> int | None:
-    """Its exit code; None if it had to be killed."""
+    """The exit code of a part; None if it had to be killed."""
     try:
         return process.wait(max(1.0, limit_s))
     except subprocess.TimeoutExpired:

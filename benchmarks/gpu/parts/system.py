@@ -1,5 +1,6 @@
 """`pdserve up` with one prefill worker: long requests over cuda_ipc get the tokens and the
-log-probabilities of a system whose decode worker computes prompts, and the rings keep the rules."""
+log-probabilities of a system whose decode worker computes prompts, and the rings follow the
+rules."""
 
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def measure(part: MeasuredPart) -> None:
 
 
 def requests(count: int, least: int, most: int, new: int, vocab: int) -> list[dict[str, Any]]:
-    """Every other one asks for log-probabilities, and so is no plain row."""
+    """The requests; every other one requests log-probabilities, and so is no plain row."""
     rng = np.random.default_rng(3)
     found = []
     for n in range(count):
@@ -62,7 +63,7 @@ def requests(count: int, least: int, most: int, new: int, vocab: int) -> list[di
 
 
 def answers(fleet: Fleet, bodies: list[dict[str, Any]]) -> list[Answer]:
-    """Raises httpx.HTTPStatusError if one is refused."""
+    """The answers. Raises httpx.HTTPStatusError if one is refused."""
     with httpx.Client(base_url=fleet.url, timeout=300) as client, ThreadPoolExecutor(16) as threads:
         name = client.get("/v1/models").json()["data"][0]["id"]
 

@@ -1,7 +1,7 @@
-"""How near the engine and its steps come to what the card can do.
+"""The speed of the engine and its steps, relative to the limits of the GPU.
 
-The roofline of a step is the larger of two times: its weights, keys and values by the measured copy
-bandwidth, and its products by the measured rate of a large one. Idle is the time from the end of
+The roofline of a step is the larger of two times: its weights, keys and values at the measured copy
+bandwidth, and its products at the measured rate of a large one. Idle is the time from the end of
 one recorded step to the start of the next, by events on the stream.
 """
 
@@ -67,7 +67,7 @@ class StepRecord:
 
 
 class MeteredDecoder:
-    """Notes each step of a decoder."""
+    """Record each step of a decoder."""
 
     def __init__(self, decoder: CudaDecoder) -> None:
         self._decoder = decoder
@@ -96,7 +96,7 @@ class MeteredDecoder:
 
 
 class TimedSampling(CudaSampling):
-    """An event behind each step's picks."""
+    """Record an event after each step's picks."""
 
     def __init__(self, stream: Any, device: str, steps: list[StepRecord]) -> None:
         super().__init__(stream)
@@ -110,7 +110,7 @@ class TimedSampling(CudaSampling):
 
 
 class TimedRecorder:
-    """An event before each recorded step."""
+    """Record an event before each recorded step."""
 
     def __init__(self, device: str, steps: list[StepRecord]) -> None:
         self._recorder, self._device, self._steps = make_recorder(device), device, steps
@@ -159,7 +159,7 @@ def decode_attention(part: MeasuredPart, copy: float) -> None:
 
 
 def requests(part: MeasuredPart, count: int, seed: int) -> list[Request]:
-    """Prompts of random ids, and answers whose lengths are known."""
+    """Prompts of random ids, and answers of known lengths."""
     rng = np.random.default_rng(seed)
     least, most = (5, 7) if part.fake else (SHORTEST, LONGEST)
     vocab = FAKE_QWEN3["vocab_size"] if part.fake else QWEN3_0_6B["vocab_size"]
@@ -179,7 +179,7 @@ def requests(part: MeasuredPart, count: int, seed: int) -> list[Request]:
 
 
 class Served:
-    """An engine on its thread, as a worker has it."""
+    """An engine on its thread, as in a worker."""
 
     def __init__(self, part: MeasuredPart, wave: list[Request]) -> None:
         rows = len(wave)
@@ -219,7 +219,8 @@ class Served:
             self._over.set()
 
     def run(self, wave: list[Request], limit_s: float) -> float:
-        """Seconds until all have ended. Raises RuntimeError if one fails, or they take longer."""
+        """Seconds until all requests have ended. Raises RuntimeError if one fails, or if they take
+        longer."""
         self._left, self.num_tokens, self._over = len(wave), 0, threading.Event()
         self.model.steps.clear()
         started = time.perf_counter()
@@ -233,7 +234,7 @@ class Served:
 
 
 def serve(part: MeasuredPart, copy: float, rate: float) -> None:
-    """256 requests of Qwen3-0.6B's shape, all at once."""
+    """Run 256 requests with the shape of Qwen3-0.6B, all at once."""
     count = (2 if part.smallest else 4) if part.fake else ROWS
     wave = requests(part, count, 1)
     served = Served(part, wave)
@@ -265,7 +266,8 @@ def serve(part: MeasuredPart, copy: float, rate: float) -> None:
 
 
 def idle(steps: list[StepRecord], rows: int) -> dict[str, Any]:
-    """Of the recorded steps that follow another one of at least nine tenths of the rows."""
+    """Idle times of the recorded steps that follow another one with at least nine tenths of the
+    rows."""
     gaps = spans = 0.0
     num = 0
     for before, step in pairwise(steps):
@@ -315,7 +317,7 @@ def single_steps(part: MeasuredPart, copy: float, rate: float) -> None:
 
 
 def long_prefill(part: MeasuredPart, whole: Sequences, length: int, rate: float) -> None:
-    """One chunk."""
+    """Prefill one long chunk."""
     config = whole.decoder.config
     seconds = seconds_of(part.device, lambda: whole.logits([Row(0, 0, length)]), 3, 1)
     values = step_bytes(whole.decoder) // 2 - config.vocab_size * config.hidden_size

@@ -1,4 +1,5 @@
-"""Who asks when: two Poisson streams from a seed. Pure; the same for every configuration."""
+"""The arrival times of requests: two Poisson streams from a seed. Pure; the same for every
+configuration."""
 
 import random
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class Schedule:
 
 
 def poisson(rate: float, seconds: float, least: int, rng: random.Random) -> list[float]:
-    """Times of arrival up to `seconds`, and on until there are `least`."""
+    """Arrival times up to `seconds`, extended until there are `least`."""
     times: list[float] = []
     at = rng.expovariate(rate)
     while at < seconds or len(times) < least:
@@ -49,8 +50,8 @@ def poisson(rate: float, seconds: float, least: int, rng: random.Random) -> list
 def schedule(
     long_rate: float, short_rate: float, seconds: float, least_long: int, seed: int
 ) -> Schedule:
-    """A run of `seconds` or longer, so that `least_long` long prompts arrive in it; rates in
-    requests a second."""
+    """A run of at least `seconds`, extended until `least_long` long prompts have arrived; rates in
+    requests per second."""
     longs = poisson(long_rate, seconds, least_long, random.Random(f"{LONG} {seed}"))
     seconds = max(seconds, longs[-1] if longs else 0.0)
     shorts = poisson(short_rate, seconds, 0, random.Random(f"{SHORT} {seed}"))
@@ -63,8 +64,8 @@ def schedule(
 
 
 def prompt_ids(text: Sequence[int], vocab: int, kind: str, number: int) -> list[int]:
-    """Prompt `number` of a kind: three ids that nobody else begins with, then a slice of `text`,
-    so that no prefix cache helps and the answer is text."""
+    """Prompt `number` of a kind: three ids that no other prompt begins with, then a slice of
+    `text`, so that prefix caches do not help and the answer is text."""
     rng = random.Random(f"{kind} prompt {number}")
     length = SHAPES[kind].prompt - 3
     at = rng.randrange(len(text) - length)

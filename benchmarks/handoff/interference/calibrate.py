@@ -1,4 +1,4 @@
-"""What one core can prefill, and how fast short requests are beside that load.
+"""The prefill capacity of one core, and the speed of short requests under that load.
 
 Both are measured on the separated pair.
 """
@@ -16,11 +16,11 @@ PROMPTS = 4  # that measure the capacity
 AROUND = (4, 20)  # in flight while the time of a request is measured
 LOAD = 0.5  # of the capacity
 RAMP_S = 8.0  # at the beginning of a closed loop, not counted
-FIRST = 2_000_000  # numbers of prompts, apart from those of the runs
+FIRST = 2_000_000  # numbers of prompts, different from those of the runs
 
 
 def capacity(url: str, prompts: Prompts) -> float:
-    """4,000-token prompts a second that the prefill worker computes, when it never waits."""
+    """4,000-token prompts per second that the prefill worker computes when it never waits."""
     answers = asyncio.run(
         closed_loop(
             url, lambda n: prompts.ask(LONG, FIRST + n), 2, lambda begun, _: begun == PROMPTS
@@ -30,14 +30,14 @@ def capacity(url: str, prompts: Prompts) -> float:
 
 
 def finished_in(answers: Sequence[Answer], start_s: float, end_s: float) -> float:
-    """Requests a second that ended in that time."""
+    """Requests per second that ended in that interval."""
     return sum(start_s <= a.events_s[-1] < end_s for a in answers) / (end_s - start_s)
 
 
 def closed_rate(
     url: str, prompts: Prompts, long_rate: float, in_flight: int, seconds: float
 ) -> float:
-    """Short requests a second, always so many of them in flight, under the long ones."""
+    """Short requests per second with this many always in flight, under the long ones."""
     end_s = RAMP_S + seconds
     longs = prompts.all_of(schedule(long_rate, 1.0, end_s, 0, seed=-in_flight))
     background = [asked for asked in longs if asked.kind == LONG]
@@ -59,8 +59,8 @@ def closed_rate(
 
 
 def calibrate(seconds: float) -> dict[str, Any]:
-    """Requests a second: long ones to be sent, and short ones that are answered when some number
-    of them is always in flight; `seconds` for each of these loops."""
+    """Requests per second: long ones to send, and short ones answered when a given number is always
+    in flight; `seconds` for each of these loops."""
     with system(SEPARATED) as fleet:
         prompts = Prompts(fleet.url)
         warm_up(fleet, prompts)

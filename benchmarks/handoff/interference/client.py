@@ -1,8 +1,8 @@
-"""The open-loop client: sends each request at its time and notes when each event of it came.
+"""An open-loop client: sends each request at its time and records the arrival of each event.
 
-Raw HTTP/1.1 over asyncio protocols, requests made ready before the start, answers read apart only
-when they are whole, no garbage collection meanwhile: the client shares the cores with what it
-measures, and its own processor time is part of the result.
+Raw HTTP/1.1 over asyncio protocols, requests built before the start, answers parsed only when
+complete, no garbage collection meanwhile: the client shares the cores with the system that it
+measures, and its processor time is part of the result.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ class Answer:
     kind: str
     planned_s: float
     sent_s: float
-    events_s: tuple[float, ...]  # when each event with text came
+    events_s: tuple[float, ...]  # when each event with text arrived
     prompt_tokens: int
     completion_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request made ready."""
+    """A prepared request."""
 
     kind: str
     at_s: float
@@ -56,8 +56,8 @@ def request_bytes(host: str, model: str, ids: Sequence[int], new: int) -> bytes:
 
 
 def read_stream(pieces: Sequence[tuple[float, bytes]]) -> tuple[tuple[float, ...], dict[str, int]]:
-    """When each event with text was there, and the usage; raises RuntimeError if it is not a whole
-    stream."""
+    """Arrival times of the events with text, and the usage; raises RuntimeError if the stream is
+    not complete."""
     whole = b"".join(data for _, data in pieces)
     if not whole.startswith(b"HTTP/1.1 200") or END not in whole:
         raise RuntimeError(f"not a whole stream: {whole[:500]!r}")
@@ -81,7 +81,7 @@ def read_stream(pieces: Sequence[tuple[float, bytes]]) -> tuple[tuple[float, ...
 
 
 class _Stream(asyncio.Protocol):
-    """One request on a connection of its own."""
+    """One request on a separate connection."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -121,8 +121,8 @@ async def _ask(host: str, port: int, asked: Asked, start: float) -> Answer:
 
 
 async def open_loop(url: str, asked: Sequence[Asked]) -> list[Answer]:
-    """Every request at its time, whatever has become of the others; one that fails is told and has
-    no Answer."""
+    """Send every request at its time, whatever the outcome of others; a failed one is reported and
+    has no Answer."""
     host, _, port = url.removeprefix("http://").partition(":")
     answers: list[Answer] = []
 
@@ -150,7 +150,7 @@ async def closed_loop(
     url: str, ready: Callable[[int], Asked], workers: int, until: Callable[[int, float], bool]
 ) -> list[Answer]:
     """`workers` that each send the next request, `ready(number)`, when their last one has ended;
-    nothing is begun once until(number begun, seconds)."""
+    none is started once until(number started, seconds) holds."""
     host, _, port = url.removeprefix("http://").partition(":")
     answers: list[Answer] = []
     begun = 0

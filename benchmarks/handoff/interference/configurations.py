@@ -1,7 +1,7 @@
-"""The systems that are compared, and one run of one of them.
+"""The systems to compare, and one run of one of them.
 
 Every system is `pdserve up` on the same two cores: two workers with one thread, each pinned to a
-core of its own, gateway, router and this client free to run on both.
+separate core; gateway, router and this client may run on both.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from systems.fleet import Fleet
 
 CHUNKS = (64, 128, 256, 512, 1024)
 KV_TOKENS = "131072"  # of each worker: no request waits for blocks
-MAX_RUNNING = "16"  # of each worker: a core gives no more tokens a second to a larger batch
-WARM_UP = (LONG, LONG, SHORT, SHORT, SHORT, SHORT)  # before a run, with prompts of their own
+MAX_RUNNING = "16"  # of each worker: a larger batch gives no more tokens per second on one core
+WARM_UP = (LONG, LONG, SHORT, SHORT, SHORT, SHORT)  # before a run, with separate prompts
 WARM_UP_FROM = 1_000_000  # their numbers
 OPTIONS: dict[str, tuple[str, ...]] = {
     SEPARATED: ("--prefill", "1", "--decode", "1"),
@@ -42,7 +42,7 @@ def system(name: str) -> Fleet:
 
 
 class Prompts:
-    """Requests made ready for one system."""
+    """Prepared requests for one system."""
 
     def __init__(self, url: str) -> None:
         tokenizer = reference_tokenizer()
@@ -74,8 +74,8 @@ def processor_s(fleet: Fleet) -> dict[str, float]:
 
 
 def warm_up(fleet: Fleet, prompts: Prompts) -> None:
-    """Every worker has run both kinds of request before anything is measured. Raises RuntimeError
-    if one fails."""
+    """Run both kinds of request on every worker before anything is measured. Raises RuntimeError if
+    one fails."""
     asked = [prompts.ask(kind, WARM_UP_FROM + n) for n, kind in enumerate(WARM_UP)]
     if len(asyncio.run(open_loop(fleet.url, asked))) < len(asked):
         raise RuntimeError("the system does not answer")
@@ -110,7 +110,7 @@ def _prefills(fleet: Fleet) -> tuple[int, int]:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text(json.dumps(result))

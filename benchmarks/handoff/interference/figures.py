@@ -16,7 +16,7 @@ from interference.client import Answer
 LEAST_RATIO, AIM_RATIO = 3.0, 10.0
 LEAST_TOKENS = 0.95
 TTFT_SLACK = 1.25
-# A request is good if its first token comes within the first number of seconds, and 99 % of its
+# A request is good if its first token arrives within the first number of seconds, and 99 % of its
 # gaps are at most GOOD_ITL_S.
 GOOD_TTFT_S = {LONG: 15.0, SHORT: 1.0}
 GOOD_ITL_S = 0.05
@@ -24,19 +24,19 @@ SEPARATED = "separated"
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least value with at least `share` of all at or below it; 0 of none."""
+    """The smallest value with at least `share` of all at or below it; 0 for no values."""
     if not values:
         return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def gaps(answer: Answer) -> list[float]:
-    """Seconds between its events."""
+    """Seconds between the events of an answer."""
     return [b - a for a, b in zip(answer.events_s, answer.events_s[1:], strict=False)]
 
 
 def ttft(answer: Answer) -> float:
-    """From the time at which it was to be sent."""
+    """Seconds from the planned time of the request to its first token."""
     return answer.events_s[0] - answer.planned_s
 
 
@@ -47,7 +47,7 @@ def is_good(answer: Answer) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of some times, in milliseconds."""
+    """Spread of times, in milliseconds."""
 
     p50: float
     p90: float
@@ -67,13 +67,14 @@ def shown(spread: Spread) -> dict[str, float]:
 
 
 def tokens_by(answer: Answer, end_s: float) -> float:
-    """Tokens that had come by `end_s`, merged ones spread evenly over its events."""
+    """Tokens received by `end_s`, with merged ones spread evenly over the events."""
     there = sum(at <= end_s for at in answer.events_s)
     return answer.completion_tokens * there / len(answer.events_s)
 
 
 def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    """What is published of one run. Raises RuntimeError if a length is not as asked."""
+    """The published figures of one run. Raises RuntimeError if a length differs from the
+    request."""
     for answer in answers:
         shape = SHAPES[answer.kind]
         got = answer.prompt_tokens, answer.completion_tokens
@@ -102,9 +103,9 @@ def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 
 
 def best_mixed(runs: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
-    """The mixed configuration to compare with, and those it was chosen from: the lowest p99 of
-    those whose mean TTFT, of all requests or of the long ones alone, is at most 1.25 times the
-    least. Either is enough, so that no good rival is left out."""
+    """The mixed configuration to compare with, and its candidates: the lowest p99 of those whose
+    mean TTFT, of all requests or of the long ones alone, is at most 1.25 times the minimum. Either
+    is enough, so that no good rival is left out."""
     mixed = {name: run for name, run in runs.items() if name != SEPARATED}
     fit: list[str] = []
     for kind in ("all", LONG):
@@ -115,7 +116,7 @@ def best_mixed(runs: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
 
 
 def verdict(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Whether separation pays; `runs` are summaries by configuration."""
+    """Whether separation pays off; `runs` are summaries by configuration."""
     ours = runs[SEPARATED]
     name, fit = best_mixed(runs)
     theirs = runs[name]
@@ -133,7 +134,7 @@ def verdict(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def brief(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that the line asks for."""
+    """The figures that the line needs."""
     itl = run["itl_ms"]
     return {
         "itl_ms": {key: itl[key] for key in ("p50", "p99", "max")},

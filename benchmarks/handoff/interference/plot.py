@@ -1,7 +1,7 @@
-"""The result as an SVG: what share of the gaps between tokens is longer than so much, and a table.
+"""The result as an SVG: the share of gaps between tokens that exceed each length, and a table.
 
-Both axes of the curves are logarithmic, so that the tail, which is what interference is about, has
-as much room as the rest.
+Both axes of the curves are logarithmic, so that the tail, where interference shows, has as much
+room as the rest.
 """
 
 import math

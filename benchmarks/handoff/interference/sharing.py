@@ -1,23 +1,24 @@
-"""Requests that share a worker, in time; for the rate at which so many are in flight. Pure."""
+"""A model of requests that share a worker, to find the rate at which a given number is in flight.
+Pure."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-STEPS = 40  # of halving
+STEPS = 40  # of bisection
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """A request takes a + b n seconds among n; all are served alike."""
+    """A request takes a + b n seconds among n; all get equal shares."""
 
     a: float
     b: float
 
     @classmethod
     def of(cls, measured: Sequence[tuple[int, float]]) -> "Sharing":
-        """`measured`: (requests always in flight, requests a second) twice. Raises RuntimeError if
-        a request does not take longer among more."""
+        """Fit `measured`: (requests always in flight, requests per second) twice. Raises
+        RuntimeError if a request does not take longer among more."""
         (few, few_s), (many, many_s) = ((n, n / rate) for n, rate in measured)
         b = (many_s - few_s) / (many - few)
         if b <= 0:
@@ -26,10 +27,10 @@ class Sharing:
         return cls(max(0.0, few_s - b * few), b)
 
     def in_flight(self, arrivals: Sequence[float], seconds: float) -> float:
-        """How many are there, on the mean of `seconds`, if they come at these times, in order; what
-        is left then is served to its end and counted."""
+        """The mean number in flight over `seconds` for these ordered arrival times; requests left
+        at the end are served to completion and counted."""
         waiting = deque(arrivals)
-        ends: deque[float] = deque()  # in service received by each since the start, in order
+        ends: deque[float] = deque()  # cumulative service at which each request ends, in order
         now = served = total = 0.0
         while waiting or ends:
             pace = self.a + self.b * len(ends)
@@ -50,8 +51,8 @@ class Sharing:
     def rate_for(
         self, wanted: float, arrivals: Callable[[float], Sequence[float]], seconds: float
     ) -> float:
-        """Requests a second that keep `wanted` in flight on the mean, if `arrivals(rate)` are when
-        they come."""
+        """Requests per second that keep `wanted` in flight on average, where `arrivals(rate)` are
+        the arrival times."""
         low, high = 0.0, 2.0 / self.b
         for _ in range(STEPS):
             rate = (low + high) / 2
@@ -62,7 +63,7 @@ class Sharing:
         return (low + high) / 2
 
     def seen(self, there: float, arrivals: Sequence[float], seconds: float) -> "Sharing":
-        """The same, faster or slower, so that these arrivals have `there` in flight."""
+        """The same model, faster or slower, so that these arrivals have `there` in flight."""
         low, high = 0.25, 4.0
         for _ in range(STEPS):
             factor = (low * high) ** 0.5

@@ -33,7 +33,7 @@ def connect(connect_to) -> Callable[..., Any]:
     return make
 
 
-async def test_a_text(connect):
+async def test_a_text_answer(connect):
     router = FakeRouter(saying("hello world", cached=2))
     client = await connect(router)
     answer = await client.messages.create(
@@ -104,8 +104,8 @@ async def test_a_stream_adds_up_to_the_whole_answer(connect):
     assert whole.usage.input_tokens == streamed.usage.input_tokens
 
 
-async def test_a_loop_of_tools(connect):
-    """The answer goes back as it came, with the results of its calls."""
+async def test_a_tool_loop(connect):
+    """Send the answer back unchanged, with the results of its calls."""
     parts = ScriptedParts(CALLS, deltas(TextPart("Warm.")))
     client = await connect(parts)
     asked = {**ASKED, "tools": [WEATHER], "system": [{"type": "text", "text": "be short"}]}
@@ -144,7 +144,7 @@ async def test_a_loop_of_tools(connect):
     assert [part["text"] for part in more["content"]] == ["well?", "say it"]
 
 
-async def test_what_may_be_called(connect):
+async def test_tool_choice(connect):
     parts = ScriptedParts(*[CALLS] * 5)
     client = await connect(parts)
     other = {**WEATHER, "name": "news", "type": "custom", "strict": True}
@@ -178,21 +178,21 @@ async def test_stop_sequences(connect, stream):
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "wor")
 
 
-async def test_a_stop_sequence_at_the_very_end(connect):
-    """It is complete with the last token that max_tokens allows."""
+async def test_a_stop_sequence_at_the_last_token(connect):
+    """Match a stop sequence that the last token allowed by max_tokens completes."""
     client = await connect(saying("ab"))
     answer = await client.messages.create(**{**ASKED, "max_tokens": 2}, stop_sequences=["b"])
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "b")
 
 
-async def test_an_answer_that_is_cut(connect):
+async def test_an_answer_cut_at_max_tokens(connect):
     client = await connect(saying("hello world"))
     answer = await client.messages.create(**{**ASKED, "max_tokens": 1})
     assert answer.content[0].text == "hello"
     assert answer.stop_reason == "max_tokens"
 
 
-async def test_a_call_that_is_cut_has_what_is_there(connect):
+async def test_a_cut_call_has_the_complete_part_of_its_input(connect):
     call = ToolCallPart(0, "call_a", "weather", '{"place": "Rome", "day": ')
     cut = deltas(call, ToolCallPart(0, cut=True), finish="length")
     client = await connect(ScriptedParts(cut))
@@ -206,7 +206,7 @@ async def test_an_answer_without_content(connect):
     assert (answer.content, answer.stop_reason) == ([], "end_turn")
 
 
-async def test_a_last_message_of_the_assistant_is_gone_on_with(connect):
+async def test_a_last_assistant_message_is_continued(connect):
     router = FakeRouter(saying(" world"))
     turns = [*HI, {"role": "assistant", "content": "hello"}]
     answer = await (await connect(router)).messages.create(**{**ASKED, "messages": turns})
@@ -215,7 +215,7 @@ async def test_a_last_message_of_the_assistant_is_gone_on_with(connect):
     assert prompt.endswith("assistant\nhello")
 
 
-async def test_messages_of_the_assistant_in_a_row_are_one_turn(connect):
+async def test_consecutive_assistant_messages_are_one_turn(connect):
     parts = ScriptedParts(deltas(TextPart("!")))
     use = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "20"}
@@ -261,7 +261,7 @@ async def test_tokens_are_counted(connect):
     counted = await client.messages.count_tokens(model="tiny", messages=turns, system="be short")
     await client.messages.create(**{**ASKED, "messages": turns}, system="be short")
     assert counted.input_tokens == len(router.starts[0].prompt_ids)
-    assert len(router.starts) == 1, "counting runs no model"
+    assert len(router.starts) == 1, "counting must not run the model"
 
 
 async def test_tools_are_counted(connect):
@@ -275,7 +275,7 @@ async def test_tools_are_counted(connect):
 
 
 @pytest.mark.parametrize("header", ["x-api-key", "authorization"])
-async def test_keys(connect, serve, header):
+async def test_api_keys(connect, serve, header):
     url = await serve(saying("hello"), keys=("right",))
 
     def client(key: str) -> anthropic.AsyncAnthropic:
@@ -294,7 +294,7 @@ async def test_keys(connect, serve, header):
             assert caught.value.body["request_id"] == caught.value.response.headers["x-request-id"]
 
 
-async def test_a_model_that_is_not_there(connect):
+async def test_an_unknown_model(connect):
     client = await connect(saying("x"))
     for attempt in (
         client.messages.create(**{**ASKED, "model": "other"}),

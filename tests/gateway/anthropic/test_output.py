@@ -1,4 +1,4 @@
-"""Whatever the parts of an answer are, its events add up to its blocks."""
+"""The events of an answer add up to its blocks, for random answers."""
 
 import random
 from typing import Any
@@ -28,7 +28,7 @@ def check(deltas: list[Delta]) -> None:
     open_block: dict[str, Any] | None = None
     for event in (event for delta in deltas for event in content.push(delta)):
         if event["type"] == "content_block_start":
-            assert open_block is None, "one at a time"
+            assert open_block is None, "blocks must not overlap"
             assert event["index"] == len(told)
             open_block = event["content_block"]
             kind = KINDS.get(open_block["type"]) or f"call {open_block['id'][5:]}"
@@ -40,7 +40,7 @@ def check(deltas: list[Delta]) -> None:
             open_block = None
         else:
             kind, piece = event["delta"].values()
-            assert piece, "no empty piece"
+            assert piece, "a delta must not be empty"
             if kind == "signature_delta":
                 open_block["signature"] = piece
                 continue

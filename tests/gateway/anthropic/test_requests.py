@@ -1,4 +1,4 @@
-"""What requests to /v1/messages may have, and what a wrong one is told."""
+"""The fields of requests to /v1/messages, and the errors for invalid ones."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ COUNT = "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "hi"}]
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": HI}
 BODIES: Any = {URL: ASKED, COUNT: {"model": "tiny", "messages": HI}}
-WANTED = (True, 7, "x", ["x"], {"x": "x"})  # of each kind of value, one that asks for something
+WANTED = (True, 7, "x", ["x"], {"x": "x"})  # one non-default value of each type
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
 SCHEMA = {"type": "json_schema", "schema": {}}
@@ -32,7 +32,7 @@ ANY = {"type": "any"}
 
 
 def check(reply: httpx.Response, status: int, kind: str = "invalid_request_error") -> str:
-    """The message of an error."""
+    """Check the status and shape of an error and return its message."""
     body = reply.json()
     assert reply.status_code == status, body
     assert set(body) == {"type", "error", "request_id"}
@@ -45,7 +45,7 @@ def check(reply: httpx.Response, status: int, kind: str = "invalid_request_error
 
 
 @pytest.mark.parametrize("url", BODIES)
-async def test_what_is_not_served_is_refused_by_name(make_http, url):
+async def test_unsupported_fields_are_refused_by_name(make_http, url):
     router = FakeRouter(saying("x"))
     client = make_http(router)
     asked = BODIES[url]
@@ -61,7 +61,7 @@ async def test_what_is_not_served_is_refused_by_name(make_http, url):
 
 
 @pytest.mark.parametrize("url", BODIES)
-async def test_values_that_ask_for_nothing_are_taken(make_http, url):
+async def test_no_op_values_of_unsupported_fields_are_accepted(make_http, url):
     client = make_http(saying("x"))
     for number in range(max(map(len, REFUSED.values()))):
         given = {
@@ -75,7 +75,7 @@ async def test_values_that_ask_for_nothing_are_taken(make_http, url):
         assert reply.status_code == 200, reply.json()
 
 
-async def test_values_of_other_servers_that_say_the_same_are_taken(make_http, subtests):
+async def test_equivalent_fields_of_other_servers_are_accepted(make_http, subtests):
     router = FakeRouter(saying("x"))
     client = make_http(router)
     for fields in (
@@ -88,10 +88,10 @@ async def test_values_of_other_servers_that_say_the_same_are_taken(make_http, su
             reply = await client.post(URL, json={**ASKED, **fields})
             assert reply.status_code == 200, reply.json()
     assert router.starts[0].params.max_tokens == 9
-    assert router.starts[-1].params.max_tokens == 0  # no limit but the context
+    assert router.starts[-1].params.max_tokens == 0  # limited only by the context
 
 
-async def test_whether_the_model_thinks_has_other_names_too(make_http, subtests):
+async def test_alternative_names_for_enabling_thinking(make_http, subtests):
     template = "{{ messages[0].content }} {{ enable_thinking }}"
     router = ToolModel("x", template=template)
     client = make_http(router)
@@ -109,7 +109,7 @@ async def test_whether_the_model_thinks_has_other_names_too(make_http, subtests)
     assert message == "thinking contradicts think"
 
 
-def test_each_known_field_has_one_place() -> None:
+def test_each_known_field_is_in_one_list() -> None:
     assert not (IGNORED | LEFT_OUT) & REFUSED.keys()
 
 
@@ -193,7 +193,7 @@ WRONG = [
 ]
 
 
-async def test_a_wrong_field_is_named(make_http, subtests):
+async def test_an_invalid_field_is_named(make_http, subtests):
     router = FakeRouter(saying("x"))
     client = make_http(router, bounds=LARGE)
     for fields, named in WRONG:
@@ -206,7 +206,7 @@ async def test_a_wrong_field_is_named(make_http, subtests):
             assert router.starts == []
 
 
-async def test_what_another_provider_keeps_secret_is_left_out(make_http):
+async def test_redacted_thinking_is_dropped(make_http):
     router = FakeRouter(saying("x"))
     secret = {"type": "redacted_thinking", "data": "x"}
     turn = {"role": "assistant", "content": [secret, {"type": "text", "text": "hello"}]}
@@ -215,7 +215,7 @@ async def test_what_another_provider_keeps_secret_is_left_out(make_http):
     assert reply.headers["request-id"] == reply.headers["x-request-id"]
 
 
-async def test_errors_of_the_shell_have_the_shape_of_these_paths(make_http):
+async def test_http_errors_have_the_shape_of_the_api(make_http):
     client = make_http(saying("x"), keys=("k",))
     client.headers["x-api-key"] = "k"
     check(await client.post(URL, content=b"[", headers=JSON), 400)
@@ -227,14 +227,14 @@ async def test_errors_of_the_shell_have_the_shape_of_these_paths(make_http):
     check(await client.post(URL, json=ASKED), 401, "authentication_error")
 
 
-async def test_a_page_of_a_stranger_is_kept_out(make_http):
+async def test_a_foreign_origin_is_refused(make_http):
     client = make_http(saying("x"), local=True)
     headers = {"host": "localhost", "origin": "https://evil.example"}
     check(await client.post(URL, json=ASKED, headers=headers), 403, "permission_error")
 
 
 @pytest.mark.parametrize("url", BODIES)
-async def test_limits_are_those_of_every_api(make_http, url):
+async def test_admission_limits_apply(make_http, url):
     full = AdmissionLimits(1, 1)
     with full.admit(b""):
         reply = await make_http(saying("x"), limits=full).post(url, json=BODIES[url])
@@ -256,15 +256,15 @@ async def test_models_are_listed_in_the_shape_of_the_api(make_http):
     assert (page["has_more"], page["first_id"], page["last_id"]) == (False, "tiny", "tiny")
 
 
-def test_no_tools_at_all_can_be_asked_for_without_any() -> None:
-    """Servers' tools count as well (gateway/mcp)."""
+def test_tool_choice_none_is_accepted_without_tools() -> None:
+    """Accept `none` without tools, because tools of MCP servers count as well (gateway/mcp)."""
     messages = [{"role": "user", "content": "hi"}]
     asked = {"model": "m", "max_tokens": 5, "messages": messages, "tool_choice": {"type": "none"}}
     assert parse_messages(asked).tool_use() == ToolUse((), "none")
 
 
 def turns(*messages: Any, **fields: Any) -> list[Any]:
-    """The turns that a template is filled with."""
+    """The turns that the template renders."""
     body = {"model": "tiny", "max_tokens": 9, "messages": list(messages), **fields}
     return list(parse_messages(body).conversation().messages)
 
@@ -297,7 +297,7 @@ async def test_system_messages_keep_their_places(make_http):
         assert reply.status_code == 200, reply.json()
 
 
-def test_nothing_stands_between_a_call_and_its_result(subtests) -> None:
+def test_messages_between_a_call_and_its_result_are_moved(subtests) -> None:
     called = {"role": "assistant", "content": [USE, {**USE, "id": "d"}]}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
     both = [result, {**result, "tool_use_id": "d"}]
@@ -315,7 +315,7 @@ def test_nothing_stands_between_a_call_and_its_result(subtests) -> None:
             assert sorted(roles[4:]) == ["system", "user"]
 
 
-def test_a_system_message_may_end_and_set_the_effort() -> None:
+def test_a_system_message_may_expire_and_set_the_effort() -> None:
     def rule(text: str, **more: Any) -> dict[str, Any]:
         return {"role": "system", "content": text, **more}
 
@@ -323,7 +323,9 @@ def test_a_system_message_may_end_and_set_the_effort() -> None:
     answer = {"role": "assistant", "content": "x"}
     made = turns(*HI, rule("a", **once), answer, rule("b", **once), answer, *HI, rule("c", **once))
     roles = [turn["role"] for turn in made]
-    assert roles == ["user", "assistant", "user", "system"], "one turn of the assistant"
+    assert roles == ["user", "assistant", "user", "system"], (
+        "the two assistant messages must be one turn"
+    )
     assert texts(made[-1]) == ["c"]
     kept = turns(*HI, rule("a", clear_at="never"), rule("b", clear_at=None), *HI)
     assert [texts(turn) for turn in kept] == [["hi"], ["a"], ["b"], ["hi"]]
@@ -356,7 +358,7 @@ def test_the_text_of_a_document_is_kept() -> None:
         assert texts(first) == texts(answer) == [f"[document]\n{text}"]
 
 
-def test_an_earlier_name_of_the_format() -> None:
+def test_an_earlier_name_of_the_output_format() -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     for fields, name in (
         ({"output_format": form}, "output_format.schema"),
@@ -367,7 +369,7 @@ def test_an_earlier_name_of_the_format() -> None:
         assert (structure.value, structure.param) == (form["schema"], name)
 
 
-def test_a_line_that_changes_with_each_request_is_no_part_of_the_prompt() -> None:
+def test_a_billing_header_that_changes_with_each_request_is_dropped() -> None:
     billing = "x-anthropic-billing-header: cc_version=2.1; cch=1f;"
     for system in (
         [{"type": "text", "text": billing}, {"type": "text", "text": "rules"}],
@@ -377,13 +379,13 @@ def test_a_line_that_changes_with_each_request_is_no_part_of_the_prompt() -> Non
     assert [turn["role"] for turn in turns(*HI, system=billing)] == ["user"]
 
 
-def test_arguments_that_are_no_object_reach_the_template_as_they_are() -> None:
+def test_non_object_arguments_reach_the_template_unchanged() -> None:
     for given, taken in (("{'a': 1}", "{'a': 1}"), ([1], "[1]"), (None, {}), ({"a": 1}, {"a": 1})):
         made = turns(*HI, {"role": "assistant", "content": [{**USE, "input": given}]}, *HI)
         assert made[1]["tool_calls"][0]["function"]["arguments"] == taken
 
 
-def test_a_thought_that_was_not_shown_comes_back_by_its_signature() -> None:
+def test_a_hidden_thought_is_restored_from_its_signature() -> None:
     for hidden in (False, True):
         content = MessageContent(shows_thinking=not hidden)
         events = [
@@ -404,7 +406,7 @@ def test_a_thought_that_was_not_shown_comes_back_by_its_signature() -> None:
         assert "reasoning_content" not in again[1]
 
 
-async def test_hints_are_taken(make_http, subtests):
+async def test_hints_are_accepted(make_http, subtests):
     client = make_http(ToolModel("x", template=THINKING), bounds=LARGE)
     for fields in (
         {"thinking": {"type": "adaptive", "display": "omitted"}},
@@ -433,7 +435,7 @@ async def test_a_top_p_of_0_takes_the_best_token(make_http):
     assert (router.starts[0].params.top_p, router.starts[0].params.top_k) == (1, 1)
 
 
-async def test_tools_are_bounded_together(make_http):
+async def test_tools_share_a_size_limit(make_http):
     client = make_http(saying("x"), bounds=LARGE)
     large = {"type": "object", "properties": {str(n): {} for n in range(1200)}}
     for tools in (
@@ -446,7 +448,7 @@ async def test_tools_are_bounded_together(make_http):
             assert check(reply, 400).startswith("tools")
 
 
-async def test_a_providers_own_tools_are_left_out_and_logged(make_http, caplog):
+async def test_built_in_tools_of_the_provider_are_dropped_and_logged(make_http, caplog):
     router = ToolModel("x")
     client = make_http(router)
     search = {"type": "web_search_20990101", "name": "web_search", "max_uses": 5}
@@ -461,7 +463,7 @@ async def test_a_providers_own_tools_are_left_out_and_logged(make_http, caplog):
     check(await client.post(URL, json={**ASKED, "tools": [search], "tool_choice": ANY}), 400)
 
 
-def test_what_a_providers_tools_have_done_is_kept_as_text() -> None:
+def test_results_of_built_in_tools_are_kept_as_text() -> None:
     found = [{"type": "web_search_result", "title": "T", "url": "u", "encrypted_content": "SECRET"}]
     blocks = [
         {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},

@@ -1,4 +1,4 @@
-"""What holds an answer to the tools, and which parsers a gateway uses."""
+"""The structures that bind an answer to its tools, and the parsers a gateway uses."""
 
 import json
 import random
@@ -40,7 +40,7 @@ NAMES = tool_parser_names()
 THINK = reasoning_family("think")
 
 
-def test_a_free_choice_has_no_structure() -> None:
+def test_a_free_tool_choice_has_no_structure() -> None:
     assert tool_structure(HERMES, ToolUse([WEATHER, CLOCK])) is None
     assert tool_structure(HERMES, ToolUse([STRICT], "none")) is None
     assert tool_structure(None, ToolUse([WEATHER])) is None
@@ -83,7 +83,7 @@ def described(number: int) -> Tool:
     return Tool(f"f{number}", "d" * 400, {**schema, "$defs": {"A": size}})
 
 
-def test_what_describes_a_schema_is_no_part_of_a_structure() -> None:
+def test_schema_annotations_are_left_out_of_a_structure() -> None:
     tools = [described(number) for number in range(70)]
     structure = tool_structure(HERMES, ToolUse(tools, "required"))
     assert structure is not None
@@ -102,14 +102,14 @@ def test_what_describes_a_schema_is_no_part_of_a_structure() -> None:
     }
 
 
-def test_a_structure_that_is_too_large_stays_so() -> None:
+def test_an_oversized_structure_is_reported() -> None:
     many = {f"a{n}": {"type": "string", "description": "d"} for n in range(20000)}
     structure = tool_structure(HERMES, ToolUse([Tool("f", "", {"properties": many})], "required"))
     assert structure is not None
     assert "values" in oversize(structure)
 
 
-def test_a_named_function_is_the_only_one(subtests: pytest.Subtests) -> None:
+def test_only_a_named_function_may_be_called(subtests: pytest.Subtests) -> None:
     use = ToolUse([WEATHER, CLOCK], "required", ("get_time",), parallel=False)
     for name in NAMES:
         with subtests.test(name):
@@ -122,7 +122,7 @@ def test_a_named_function_is_the_only_one(subtests: pytest.Subtests) -> None:
             assert all(one["begin"].startswith(t) for t in structure.value["triggers"])
 
 
-def test_strict_arguments_are_held_to_their_schema_in_a_free_choice() -> None:
+def test_strict_arguments_match_their_schema_in_a_free_choice() -> None:
     structure = tool_structure(HERMES, ToolUse([STRICT, CLOCK]))
     assert structure is not None
     assert structure.param == "tools"
@@ -133,14 +133,14 @@ def test_strict_arguments_are_held_to_their_schema_in_a_free_choice() -> None:
     ]
 
 
-def test_allowed_tools_leave_the_others_out() -> None:
+def test_only_allowed_tools_are_in_the_structure() -> None:
     structure = tool_structure(HERMES, ToolUse([WEATHER, CLOCK], "auto", ("get_weather",)))
     assert structure is not None
     assert len(structure.value["structures"]) == 1
     assert not structure.value["required"]
 
 
-def test_without_a_parser_nothing_can_be_required() -> None:
+def test_required_calls_need_a_parser() -> None:
     with pytest.raises(TextError) as error:
         tool_structure(None, ToolUse([WEATHER], "required"))
     assert error.value.param == "tool_choice"
@@ -156,7 +156,7 @@ def test_without_a_parser_nothing_can_be_required() -> None:
         ("gpt_oss", "gpt_oss", "<|start|>assistant", ""),
     ],
 )
-def test_a_structure_binds_after_the_thought(
+def test_a_tool_structure_binds_after_the_thought(
     tools: str, reasoning: str, end: str, after: str
 ) -> None:
     families = tool_family(tools), reasoning_family(reasoning)
@@ -166,7 +166,7 @@ def test_a_structure_binds_after_the_thought(
     assert made.structure_after == after
 
 
-def test_a_structure_of_the_client_binds_after_the_thought_too() -> None:
+def test_a_structure_of_the_client_binds_after_the_thought() -> None:
     asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
     made = shaped(asked, (HERMES, THINK), None, "assistant\n", continues=False)
     assert made.structure == asked.structure
@@ -176,7 +176,7 @@ def test_a_structure_of_the_client_binds_after_the_thought_too() -> None:
     )
     assert final.structure_after == "<|channel|>final"
     assert final.structure is not None
-    assert final.structure.lead == "<|message|>"  # so that no <|constrain|>json comes between
+    assert final.structure.lead == "<|message|>"  # rules out <|constrain|>json in between
     begun = "<|start|>assistant<|channel|>final<|message|>"
     final = shaped(asked, (None, reasoning_family("gpt_oss")), None, begun, continues=False)
     assert (final.structure, final.structure_after) == (asked.structure, "")
@@ -188,7 +188,7 @@ def test_a_structure_of_the_client_binds_after_the_thought_too() -> None:
 
 @pytest.mark.parametrize("content", ["Answer: ", [{"type": "text", "text": "Answer: "}]])
 @pytest.mark.anyio
-async def test_a_structure_binds_at_once_in_a_message_that_goes_on(content: Any) -> None:
+async def test_a_structure_binds_at_once_in_a_continued_message(content: Any) -> None:
     card, blobs = served()
     blobs[card.template_digest] = b"</think>{{ messages[-1].content }}"
     service = scripted_service(FakeRouter(saying("x"), [card], blobs))
@@ -212,7 +212,7 @@ async def test_a_structure_binds_at_once_in_a_message_that_goes_on(content: Any)
 
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("inline", [False, True])
-def test_a_message_of_harmony_that_goes_on_shows_no_tags(called: bool, inline: bool) -> None:
+def test_a_continued_message_of_harmony_shows_no_tags(called: bool, inline: bool) -> None:
     families = tool_family("gpt_oss"), reasoning_family("gpt_oss")
     use = ToolUse([WEATHER]) if called else None
     form = answer_format(families, use, "Once upon", continues=True, inline=inline)
@@ -231,7 +231,7 @@ def test_a_message_of_harmony_that_goes_on_shows_no_tags(called: bool, inline: b
             assert len(calls_of(content)) == calls
 
 
-def test_a_bound_of_thoughts_has_the_tags_that_the_model_writes() -> None:
+def test_a_thinking_budget_uses_the_tags_of_the_model() -> None:
     asked = RequestedSampling(thinking_budget=4, thinking_budget_field="reasoning_budget")
 
     def tags(name: str) -> tuple[str, str] | None:
@@ -253,7 +253,7 @@ def test_two_structures_are_refused() -> None:
     assert error.value.param == "response_format"
 
 
-def test_beside_tools_a_structure_leaves_room_for_calls(subtests: pytest.Subtests) -> None:
+def test_a_structure_beside_tools_leaves_room_for_calls(subtests: pytest.Subtests) -> None:
     tagged = [name for name in NAMES if tool_family(name).has_tags]
     for name, tool in product(tagged, (WEATHER, STRICT)):
         with subtests.test(name=name, strict=tool.strict):
@@ -294,10 +294,10 @@ def read_calls(form: AnswerFormat, text: str) -> list[Any]:
     return calls_of(parser.push(text) + parser.finish())
 
 
-def test_a_call_of_a_strict_tool_is_held_to_its_schema_in_every_form(
+def test_a_strict_call_matches_its_schema_in_every_format(
     subtests: pytest.Subtests,
 ) -> None:
-    """What the grammar lets through and the parser reads as a call has valid arguments."""
+    """Any text that the grammar accepts and the parser reads as a call has valid arguments."""
     use = ToolUse([STRICT, CLOCK])
     others = (
         '{"name": "get_weather", "arguments": {"city": 7}}',
@@ -337,8 +337,8 @@ def test_a_call_of_a_strict_tool_is_held_to_its_schema_in_every_form(
                 )
 
 
-def test_a_strict_call_is_read_where_no_grammar_holds_it(subtests: pytest.Subtests) -> None:
-    """In a thought, or in an answer that was to begin with one; and in fenced code."""
+def test_a_strict_call_is_parsed_without_a_grammar(subtests: pytest.Subtests) -> None:
+    """Parse a call in a thought, in an answer that was to begin with one, and in fenced code."""
     use = ToolUse([STRICT])
     for name in ("hermes", "qwen3_coder", "glm45", "llama3_json"):
         family, own = tool_family(name), TOOL_ANSWERS[name].call
@@ -361,7 +361,7 @@ def test_a_strict_call_is_read_where_no_grammar_holds_it(subtests: pytest.Subtes
                 assert len(calls_of(parts + parser.finish())) == num_calls
 
 
-def test_arguments_are_an_object(subtests: pytest.Subtests) -> None:
+def test_arguments_must_be_an_object(subtests: pytest.Subtests) -> None:
     one = {"properties": {"a": {"type": "string"}}, "required": ["a"]}
     for schema in (one, {"anyOf": [one]}, {**one, "type": "OBJECT"}, {**one, "type": None}):
         for tool in (Tool("f", "", schema), Tool("f", "", schema, strict=True)):
@@ -386,7 +386,7 @@ def test_a_structure_without_room_for_calls_is_refused_beside_tools(kind: Any) -
         assert shaped(asked, (tools, None), use, "", continues=False).structure == asked.structure
 
 
-def test_a_structure_binds_the_final_message_of_harmony_alone() -> None:
+def test_a_structure_binds_only_the_final_message_of_harmony() -> None:
     asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
     families = tool_family("gpt_oss"), reasoning_family("gpt_oss")
     found = shaped(asked, families, ToolUse([WEATHER]), "<|start|>assistant", continues=False)
@@ -402,8 +402,8 @@ def test_a_structure_binds_the_final_message_of_harmony_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "pattern"), [("hermes", "call_[0-9a-f]{24}"), ("mistral", "\\w{9}")]
 )
-def test_ids_of_calls(name: str, pattern: str) -> None:
-    """Mistral's templates refuse others."""
+def test_call_ids(name: str, pattern: str) -> None:
+    """Call ids match the pattern of the family; templates of Mistral refuse any other."""
     ids = set()
     for _ in range(2):
         parser = AnswerFormat(tool_family(name)).parser()
@@ -414,7 +414,7 @@ def test_ids_of_calls(name: str, pattern: str) -> None:
     assert all(re.fullmatch(pattern, one) for one in ids)
 
 
-def test_parsers_by_name() -> None:
+def test_parsers_are_found_by_name() -> None:
     assert ParserChoice().families("hermes", "think") == (HERMES, THINK)
     assert ParserChoice().families("", "") == (tool_family("generic"), None)
     assert ParserChoice("mistral", "none").families("hermes", "think") == (

@@ -1,4 +1,4 @@
-"""Answers with a form, of models whose tags are added tokens that are not flagged special."""
+"""Structured answers of models whose tags are added tokens without the special flag."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +26,7 @@ EVENTS = (
 )  # fmt: skip
 
 
-async def test_answers_have_their_form(
+async def test_answers_match_their_structure(
     make_http: Callable[..., Any], subtests: pytest.Subtests
 ) -> None:
     seen: Counter[str] = Counter()
@@ -44,7 +44,7 @@ async def test_answers_have_their_form(
 @pytest.mark.extended
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PACKAGED)
-async def test_200_answers_of_a_real_tokenizer_have_their_form(
+async def test_200_answers_of_a_real_tokenizer_match_their_structure(
     make_http: Callable[..., Any], name: str, subtests: pytest.Subtests
 ) -> None:
     try:
@@ -56,7 +56,7 @@ async def test_200_answers_of_a_real_tokenizer_have_their_form(
     )
     client = make_http(model)
     forms = requests(packaged.tag)
-    if packaged.begin.startswith("{"):  # which any JSON may begin with
+    if packaged.begin.startswith("{"):  # any JSON may begin with it
         refused = await client.post(URL, json={**BODY, **forms.pop("beside")})
         assert refused.status_code == 400
         assert "cannot be combined with tools" in refused.text

@@ -1,4 +1,5 @@
-"""Structures become grammars that bind what they say, or errors that name field and place."""
+"""Structures compile to grammars that enforce them, or fail with the field and path in the
+error."""
 
 import json
 import random
@@ -32,7 +33,7 @@ def walk(kind: Any, value: Any = None, **options: Any) -> Walk:
 
 
 def accepts(source: str, text: str) -> bool:
-    """Whether a text is a whole answer."""
+    """Whether a grammar accepts a text as a whole answer."""
     walk = Walk(source)
     return walk.take(text) and walk.may_end
 
@@ -65,7 +66,7 @@ STRUCTURES = [
 ]
 
 
-def test_an_answer_is_what_the_structure_says(subtests):
+def test_an_answer_matches_its_structure(subtests):
     for kind, value, right, wrong in STRUCTURES:
         with subtests.test(kind=kind, value=value):
             for text in right:
@@ -74,7 +75,7 @@ def test_an_answer_is_what_the_structure_says(subtests):
                 assert not takes(kind, value, text), text
 
 
-def test_json_has_few_spaces_between_its_tokens() -> None:
+def test_json_has_limited_whitespace() -> None:
     for text in (
         '{"a":true,"b":[]}',
         '{ "a" : true , "b" : [ ] }',
@@ -91,7 +92,7 @@ def test_json_has_few_spaces_between_its_tokens() -> None:
     assert not walk("json_schema", ONE, whitespace=False).take("{\n")
 
 
-def test_a_client_s_options_for_the_library_are_dropped() -> None:
+def test_library_options_in_a_schema_are_dropped() -> None:
     schema = {**ONE, "x-guidance": {"whitespace_pattern": " *", "item_separator": ";"}}
     assert not walk("json_schema", schema).take("{  ")
     assert takes("json_schema", schema, '{"a": true, "b": []}')
@@ -126,7 +127,7 @@ NOT_ENFORCED = [
 ]  # fmt: skip
 
 
-def test_what_cannot_be_enforced_is_named_or_binds_nothing(subtests):
+def test_an_unenforceable_keyword_is_named_or_ignored(subtests):
     for schema, place in NOT_ENFORCED:
         with subtests.test(schema=schema):
             error = error_of("json_schema", schema)
@@ -137,7 +138,7 @@ def test_what_cannot_be_enforced_is_named_or_binds_nothing(subtests):
             compiler().compile(Structure("json_schema", schema, "field", lenient=True))
 
 
-def test_what_is_no_schema_is_named(subtests):
+def test_an_invalid_schema_is_named_in_the_error(subtests):
     invalid: dict[str, Any] = {"properties": {"a": {"items": {"type": ["null", "date"]}}}}
     nowhere = {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"a": {}}}
     past = {"properties": {"a": {"$ref": "#/anyOf/1"}}, "anyOf": [{}]}
@@ -158,9 +159,9 @@ def test_what_is_no_schema_is_named(subtests):
     assert str(error_of("json_schema", present)).startswith('field.$defs["b c"].pattern: ')
 
 
-DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # as pydantic has it
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # as pydantic writes it
 
-# (a lenient schema, answers that the rest of it takes, and those that it does not)
+# (a lenient schema, answers that its enforceable part accepts, answers that it rejects)
 LENIENT = [
     ({"type": "string", "pattern": r"^(?=a).{3}", "maxLength": 4}, ['"bcde"'], ['"bcdef"', "1"]),
     ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": DECIMAL}]}, ["1.5", '"x"'],
@@ -212,7 +213,7 @@ LENIENT = [
 ]  # fmt: skip
 
 
-def test_a_lenient_schema_binds_as_far_as_it_can(subtests):
+def test_a_lenient_schema_is_enforced_as_far_as_possible(subtests):
     for schema, right, wrong in LENIENT:
         with subtests.test(schema=schema):
             error_of("json_schema", schema)
@@ -231,8 +232,8 @@ def test_a_lenient_schema_binds_as_far_as_it_can(subtests):
 KIND = {"type": "object", "required": ["kind"], "additionalProperties": False}
 CAT, DOG = ({**KIND, "properties": {"kind": {"const": name}}} for name in ("cat", "dog"))
 
-# (a strict schema with keywords that bind nothing, answers that it takes, and those that it does
-# not)
+# (a strict schema with keywords that bind nothing, answers that it accepts, answers that it
+# rejects)
 NOTHING_MORE = [
     ({"type": "object", "propertyNames": {"type": "string", "description": "d"},
       "additionalProperties": {"type": "number"}}, ['{"a": 1}'], ['{"a": "b"}']),
@@ -295,7 +296,7 @@ NOTHING_MORE = [
 ]  # fmt: skip
 
 
-def test_what_binds_nothing_is_no_reason_to_refuse_a_strict_schema(subtests):
+def test_keywords_that_bind_nothing_are_accepted_in_a_strict_schema(subtests):
     for (schema, right, wrong), lenient in product(NOTHING_MORE, (False, True)):
         with subtests.test(schema=schema, lenient=lenient):
             source = compiled("json_schema", schema, lenient=lenient)
@@ -305,7 +306,7 @@ def test_what_binds_nothing_is_no_reason_to_refuse_a_strict_schema(subtests):
                 assert not accepts(source, text), text
 
 
-def test_formats_are_enforced_that_the_library_has(subtests):
+def test_formats_known_to_the_library_are_enforced(subtests):
     for form in (*FORMATS, "path", "regex", "iri", "idn-email", "json-pointer", "uri-template"):
         with subtests.test(form):
             schema = {"type": "string", "format": form}
@@ -332,7 +333,7 @@ WRONG = [
 ]
 
 
-def test_what_is_wrong_is_said(subtests):
+def test_an_invalid_structure_is_explained(subtests):
     for (kind, value, said), lenient in product(WRONG, (False, True)):
         with subtests.test(kind=kind, said=said, lenient=lenient):
             error = error_of(kind, value, lenient=lenient)
@@ -365,7 +366,7 @@ def test_free_text_may_have_tags() -> None:
     assert not takes("structural_tag", TAG, "hello <f=two>7")
 
 
-def test_a_tag_s_special_tokens_are_tokens() -> None:
+def test_special_tokens_of_a_tag_are_single_tokens() -> None:
     found = walk("structural_tag", TAG)
     assert found.take("<|im_start|>three null<|im_start|>")
     special = tokenizer().special.texts["<|im_start|>"]
@@ -380,7 +381,7 @@ FORMS = [
 ]  # fmt: skip
 
 
-def test_a_lead_stands_before_the_form(subtests: pytest.Subtests) -> None:
+def test_a_lead_precedes_the_structure(subtests: pytest.Subtests) -> None:
     lead = "<|im_start|>so"
     for kind, value, text in FORMS:
         with subtests.test(kind):
@@ -390,7 +391,7 @@ def test_a_lead_stands_before_the_form(subtests: pytest.Subtests) -> None:
             assert not takes(kind, value, lead, lead=lead) or takes(kind, value, "")
 
 
-def test_free_text_has_special_tokens_that_trigger_nothing() -> None:
+def test_free_text_may_have_special_tokens_that_trigger_nothing() -> None:
     value = {"structures": TAG["structures"][:2], "triggers": ["<f="]}
     for text in ("<|im_start|>", "a <|im_start|> b<|im_start|><|im_start|> <f=two>7</f> c"):
         assert takes("structural_tag", value, text), text
@@ -399,7 +400,8 @@ def test_free_text_has_special_tokens_that_trigger_nothing() -> None:
 
 
 def test_a_special_token_may_trigger_only_before_a_text() -> None:
-    """As <|channel|> before the name of a function, and not before another channel's."""
+    """Trigger at <|channel|> before the name of a function, but not before another channel's
+    name."""
     begin = "<|im_start|>call to="
     tag = {"begin": f"{begin}f ", "schema": {"type": "integer"}, "end": "<|im_start|>"}
     value = {"structures": [tag, {**tag, "begin": f"{begin}g/"}], "triggers": [begin]}
@@ -423,7 +425,7 @@ def test_each_tag_may_be_lenient() -> None:
     assert "not" in str(error_of("structural_tag", value, lenient=True))
 
 
-def test_an_answer_may_have_nothing_but_tags_or_end_with_one() -> None:
+def test_an_answer_may_be_only_tags_or_end_with_one() -> None:
     first = {**TAG, "required": True}
     for text in ("<f=two>7</f>", "<f=two>7</f>\n\n", "<f=two>7</f><f=two>8</f> <f=two>9</f>"):
         assert takes("structural_tag", first, text), text
@@ -457,7 +459,7 @@ OTHER_FORMS = [
 ]  # fmt: skip
 
 
-def test_a_text_may_have_another_form_instead_of_tags(subtests):
+def test_an_answer_may_have_another_structure_instead_of_tags(subtests):
     for (kind, other, text, wrong), lead in product(OTHER_FORMS, ("", "<|im_start|>so")):
         with subtests.test(kind=kind, lead=lead):
             fields = {"kind": kind, "value": other, "param": "text.format"}
@@ -472,7 +474,7 @@ def test_a_text_may_have_another_form_instead_of_tags(subtests):
             assert not takes("structural_tag", once, "<f=two>7</f><f=two>7</f>")
 
 
-def test_what_is_wrong_of_the_other_form_is_named() -> None:
+def test_an_error_in_the_alternative_structure_is_named() -> None:
     other = {"kind": "json_schema", "value": {"not": {}}, "param": "text.format.schema"}
     error = error_of("structural_tag", {**TAG, "required": True, "or": other})
     assert error.param == "text.format.schema"
@@ -481,7 +483,7 @@ def test_what_is_wrong_of_the_other_form_is_named() -> None:
     assert takes("structural_tag", {**TAG, "required": True, "or": other}, "7")
 
 
-def test_the_wrong_schema_of_a_tag_is_named() -> None:
+def test_an_invalid_schema_of_a_tag_is_named() -> None:
     tags = [TAG["structures"][0], {"begin": "<f=x>", "schema": {"not": {}}, "end": ""}]
     value = {"structures": tags, "triggers": ["<f="]}
     assert error_of("structural_tag", value).param == "field"

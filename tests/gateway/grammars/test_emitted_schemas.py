@@ -1,4 +1,5 @@
-"""Schemas as programs emit them: what is refused names its path in every API, the rest is held."""
+"""Schemas as programs emit them: a refused one is named by its path in every API, any other is
+enforced."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,12 @@ from pydantic import AnyUrl, BaseModel, Field, SecretStr
 from pdserve.gateway.requests.structure import Structure
 
 pytestmark = pytest.mark.anyio
-EMAIL = r"^(?!\.)(?!.*\.\.)[\w.+-]+@[\w-]+(\.[\w-]+)+$"  # with look-around, as zod's has it
+EMAIL = r"^(?!\.)(?!.*\.\.)[\w.+-]+@[\w-]+(\.[\w-]+)+$"  # with look-around, as zod writes it
 HI = [{"role": "user", "content": "hi"}]
 
 
 def contact(**email: Any) -> dict[str, Any]:
-    """zod's z.object({email: z.email(), tags: z.record(z.string(), z.number())})."""
+    """The schema of zod's z.object({email: z.email(), tags: z.record(z.string(), z.number())})."""
     tags = {
         "type": "object",
         "propertyNames": {"type": "string"},
@@ -33,7 +34,7 @@ def contact(**email: Any) -> dict[str, Any]:
 
 
 def bodies(schema: dict[str, Any], strict: bool | None) -> dict[str, tuple[dict[str, Any], str]]:
-    """Requests that have the schema, and where, by URL."""
+    """Requests with the schema and its path in them, by URL."""
     first = {"name": "first", "parameters": {"type": "object"}}
     other = {"name": "save", "parameters": schema, "strict": strict}
     chat = [{"type": "function", "function": one} for one in (first, other)]
@@ -61,7 +62,7 @@ def bodies(schema: dict[str, Any], strict: bool | None) -> dict[str, tuple[dict[
     }
 
 
-async def test_a_refusal_names_its_path_in_the_request(
+async def test_a_refusal_names_the_path_in_the_request(
     make_http: Callable[..., Any], subtests: pytest.Subtests
 ) -> None:
     model = ToolModel(calls("first"))
@@ -111,7 +112,7 @@ class Everything(BaseModel):
     old: int | None = Field(None, deprecated=True, examples=[1])
 
 
-def test_what_pydantic_emits_is_held(subtests: pytest.Subtests) -> None:
+def test_a_pydantic_schema_is_enforced(subtests: pytest.Subtests) -> None:
     schema = Everything.model_json_schema()
     assert schema["properties"]["pet"]["oneOf"]
     right = (

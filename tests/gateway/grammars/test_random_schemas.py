@@ -1,4 +1,4 @@
-"""Whatever a model writes under the grammar of a schema matches the schema."""
+"""Random texts under the grammar of a random schema match the schema."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from oracles.grammar_walks import Walk, compiler
 from pdserve.gateway.requests.structure import Structure
 
 NUM_SCHEMAS = 40
-WALKS = 2  # of each
+WALKS = 2  # per schema
 
 
 def keywords(value: Any) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""A few of the requests of benchmarks/api/line2_schemathesis.py."""
+"""A sample of the requests of benchmarks/api/line2_schemathesis.py."""
 
 from oracles.api_cases import ANSWERED, run_cases
 from systems.served_gateway import served_gateway
@@ -14,4 +14,4 @@ def test_answers_are_as_described() -> None:
     bodies = [statuses[f"POST {path}"] for path in ANSWERED]
     assert all(found[400] for found in bodies)
     served = sum(found[200] > 0 for found in bodies)
-    assert served >= len(bodies) // 2, "not all end at their first wrong field"
+    assert served >= len(bodies) // 2, "at least half of the routes must answer with success"

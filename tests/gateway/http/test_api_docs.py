@@ -1,4 +1,4 @@
-"""/openapi.json describes every route, and /docs needs nothing from elsewhere."""
+"""/openapi.json describes every route, and /docs loads nothing from other hosts."""
 
 import json
 import re
@@ -53,7 +53,7 @@ ROUTES = {
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[httpx.Client]:
-    """A client of every API with a database."""
+    """A client of a gateway with every API and a database."""
     with served_gateway() as url, httpx.Client(base_url=url, timeout=30) as client:
         yield client
 
@@ -90,7 +90,7 @@ def test_every_route_is_described(page: Any) -> None:
             assert "schema" in next(iter(answers["200"]["content"].values()))
 
 
-async def test_the_proxys_path_is_told(make_http):
+async def test_the_root_path_is_listed_as_server(make_http):
     page = (await make_http(saying("x"), root_path="/llm").get("/openapi.json")).json()
     assert page["servers"] == [{"url": "/llm"}]
 
@@ -111,7 +111,7 @@ async def test_bounds_are_those_of_sampling(make_http):
 
 
 def checker(page: Any, route: str, kind: str = "application/json", status: int = 200) -> Any:
-    """Of the answers of a route: nothing is in one that is not described."""
+    """A validator for the answers of a route that rejects undescribed fields."""
     method, path = route.split()
     content = page["paths"][path][method.lower()]["responses"][str(status)]["content"]
     (ref,) = references(content[kind])
@@ -216,7 +216,7 @@ def test_lists_are_as_described(gateway, page, url):
     checker(page, f"GET {url}").validate(reply.json())
 
 
-def test_what_is_kept_is_as_described(gateway, page):
+def test_stored_objects_are_as_described(gateway, page):
     def asked(route: str, name: str = "", **request: Any) -> Any:
         method, path = route.split()
         reply = gateway.request(method, re.sub(r"\{.*\}", name, path), **request)
@@ -225,7 +225,8 @@ def test_what_is_kept_is_as_described(gateway, page):
         return reply.json()
 
     line = {"method": "POST", "url": CHAT, "body": {"model": "tiny", "messages": HI}}
-    lines = [json.dumps({"custom_id": str(n), **line}) for n in range(500)]  # not over at once
+    # enough that the batch is still running
+    lines = [json.dumps({"custom_id": str(n), **line}) for n in range(500)]
     form: Any = {"data": {"purpose": "batch"}, "files": {"file": "\n".join(lines).encode()}}
     file = asked("POST /v1/files", **form)["id"]
     asked("GET /v1/files")
@@ -255,7 +256,7 @@ def test_what_is_kept_is_as_described(gateway, page):
     asked("GET /v1/usage", params={"group_by": "model"})
 
 
-def test_a_name_stands_for_one_model():
+def test_a_schema_name_belongs_to_one_model():
     class First(BaseModel):
         one: int
 
@@ -271,7 +272,7 @@ def test_a_name_stands_for_one_model():
         document(app, [dialect], "", keys=False)
 
 
-async def test_the_page_needs_nothing_from_elsewhere(make_http):
+async def test_the_docs_page_loads_nothing_from_other_hosts(make_http):
     client = make_http(saying("x"), keys=("k",))
     key = {"authorization": "Bearer k"}
     for path in ("/docs", "/openapi.json", "/docs/swagger-ui-bundle.js"):

@@ -1,4 +1,4 @@
-"""Writes of a turn go together, in order, and none to a connection that closes."""
+"""Writes of one event-loop pass are sent together, in order, and never to a closing connection."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ class Transport(asyncio.Transport):
         return self.closing
 
 
-async def test_pieces_of_a_turn_are_one_write_each():
+async def test_writes_of_one_pass_are_sent_together():
     log: list[tuple[str, bytes]] = []
     writes, a, b = BatchedWrites(), Transport(log, "a"), Transport(log, "b")
     writes.write(a, (b"1", b"2"))
@@ -37,7 +37,7 @@ async def test_pieces_of_a_turn_are_one_write_each():
     assert log[2:] == [("b", b"y")]
 
 
-async def test_what_is_flushed_is_not_written_again():
+async def test_flushed_data_is_not_written_again():
     log: list[tuple[str, bytes]] = []
     writes, a, b = BatchedWrites(), Transport(log, "a"), Transport(log, "b")
     writes.write(a, (b"1",))

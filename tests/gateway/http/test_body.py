@@ -1,4 +1,4 @@
-"""JSON bodies: what is parsed, and what is refused before it takes long."""
+"""Parsing of JSON bodies, and early refusal of expensive ones."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,7 @@ from pdserve.services.host.tenants.keys import Tenant
 
 
 @pytest.mark.parametrize("item", [b"0", b'""', b"[]", b"{}", b'{"a":0}'])
-def test_more_values_than_a_body_may_have_are_refused(item: bytes) -> None:
+def test_a_body_with_too_many_values_is_refused(item: bytes) -> None:
     body = b'{"tokens": [' + b",".join([item] * (MAX_VALUES + 1)) + b"]}"
     with pytest.raises(ServiceError, match=f"more than {MAX_VALUES} values"):
         num_values(body)
@@ -27,7 +27,7 @@ def test_a_long_text_is_one_value() -> None:
     assert parse_object(body) == {"prompt": text}
 
 
-def test_ids_of_the_longest_prompts_are_taken() -> None:
+def test_the_longest_token_prompt_is_accepted() -> None:
     body = b'{"prompt": [' + b",".join([b"7"] * (MAX_VALUES // 2)) + b"]}"
     assert num_values(body) <= MAX_VALUES
     assert len(parse_object(body)["prompt"]) == MAX_VALUES // 2
@@ -40,7 +40,7 @@ def test_a_key_counts_as_a_value() -> None:
 
 
 def asking(tenant: Tenant, body: bytes) -> Request:
-    """A request whose body is there."""
+    """A request whose body has arrived."""
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
@@ -59,7 +59,7 @@ def reader(max_bodies_bytes: int) -> BodyReader:
 
 
 @pytest.mark.anyio
-async def test_tenants_have_their_bodies_parsed_in_turn(anyio_backend: str) -> None:
+async def test_bodies_of_tenants_are_parsed_in_turn(anyio_backend: str) -> None:
     bodies, parsed = reader(1 << 20), list[str]()
 
     async def read(tenant: Tenant) -> None:

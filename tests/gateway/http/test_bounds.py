@@ -1,4 +1,5 @@
-"""Bounds on bodies and on requests at once: what is beyond one is refused, and nothing is lost."""
+"""Limits on bodies and concurrent requests: a request beyond one is refused and its resources are
+freed."""
 
 import asyncio
 import json
@@ -26,7 +27,7 @@ async def test_body_too_large(make_http):
 
 
 async def test_a_body_counts_until_it_is_answered(make_http):
-    """128 KiB in all, and two bodies of 60 KB whose answers do not come yet."""
+    """Hold two unanswered bodies of 60 KB against a limit of 128 KiB."""
     go_on = asyncio.Event()
 
     async def waits(router, start):
@@ -55,16 +56,16 @@ async def test_a_body_counts_until_it_is_answered(make_http):
     ],
     ids=["ids", "biases", "fields"],
 )
-async def test_too_many_wrong_entries_are_not_looked_at(make_http, more, said):
-    """Each would cost an error of its own: half a million take a second of the loop."""
+async def test_a_list_with_too_many_entries_is_refused_unread(make_http, more, said):
+    """Refuse by length: one error per entry would block the loop for a second at half a million."""
     client = make_http(saying("x"), bounds=WIDE)
     reply = await client.post(PLAIN, json={"model": "tiny", "prompt": "a", **more})
     assert reply.status_code == 400
     assert said in reply.text
 
 
-async def test_bodies_together_have_a_bound_and_each_key_a_share(make_http):
-    """256 KiB in all: a flood of unfinished bodies leaves another key its half of them."""
+async def test_bodies_share_a_limit_and_each_key_has_a_share(make_http):
+    """Under a limit of 256 KiB, a flood of unfinished bodies leaves half of it to another key."""
     client = make_http(saying("x"), keys=("flood", "other"), bounds=WIDE)
     go_on, begun = asyncio.Event(), 0
 
@@ -84,7 +85,7 @@ async def test_bodies_together_have_a_bound_and_each_key_a_share(make_http):
     refused = await post("flood", unfinished())
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     small = await post("flood", json.dumps({"model": "tiny", "messages": HI}).encode())
-    assert small.status_code == 200, "there is room for 22 KB"
+    assert small.status_code == 200, "22 KB must fit into the share of the other key"
     for _ in range(3):
         large = {"model": "tiny", "messages": [{"role": "user", "content": "hi " * 15_000}]}
         reply = await post("other", json.dumps(large).encode())
@@ -118,7 +119,7 @@ async def test_body_too_slow(make_app):
 
 
 @pytest.mark.parametrize(("limits", "words"), [((1, 9), "open"), ((9, 1), "waiting")])
-async def test_more_requests_than_there_is_room_for(make_http, limits, words):
+async def test_too_many_concurrent_requests(make_http, limits, words):
     hold = asyncio.Event()
 
     async def play(router, start):

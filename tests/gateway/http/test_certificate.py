@@ -1,4 +1,4 @@
-"""HTTP over TLS: the certificate is taken anew when its file changes, once its key fits."""
+"""HTTP over TLS reloads its certificate when the file changes and the key matches."""
 
 import asyncio
 import ssl
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def shown(port: int) -> bytes:
-    """The certificate that a client sees, as DER; empty if there is no handshake."""
+    """The certificate that a client sees, as DER; empty if the handshake fails."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -37,15 +37,15 @@ def der(identity: Identity) -> bytes:
 
 
 async def say_ok(scope: Any, receive: Any, send: Any) -> None:
-    """An application."""
+    """Answer `ok` to every request."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-def test_a_peer_that_begins_no_handshake_is_left(
+def test_a_peer_without_handshake_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And it holds up nobody."""
+    """Drop a peer that never starts its handshake, without delaying others."""
     monkeypatch.setattr(server, "HANDSHAKE_S", 0.2)
     identity = issue(make_authority(), Role.GATEWAY)
     certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
@@ -71,7 +71,7 @@ def test_a_peer_that_begins_no_handshake_is_left(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_a_new_certificate_is_taken_with_its_key(
+async def test_a_new_certificate_is_loaded_with_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     anyio_backend: str,
 ) -> None:  # fmt: skip
@@ -90,7 +90,7 @@ async def test_a_new_certificate_is_taken_with_its_key(
     assert await shown(port) == der(old)
     certificate.write_bytes(new.certificate)
     await eventually(lambda: "keeping the old one" in caplog.text)
-    assert await shown(port) == der(old), "its key has not come yet"
+    assert await shown(port) == der(old), "the old certificate must stay until the new key is there"
     key.write_bytes(new.key)
 
     async def is_new() -> bool:

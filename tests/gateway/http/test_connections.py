@@ -1,4 +1,4 @@
-"""Clients that leave, do not read, or send slowly, over real sockets.
+"""Clients that disconnect, do not read, or send slowly, over real sockets.
 
 Over 400 lines: raw connections to one server, which all tests share.
 """
@@ -27,7 +27,7 @@ HEAD = (
     "content-type: application/json; charset=utf-8\r\n"
 )
 pytestmark = pytest.mark.anyio
-SMALL = 1 << 14  # of socket buffers: fills in no time
+SMALL = 1 << 14  # socket buffer size, fills quickly
 HI = [{"role": "user", "content": "hi"}]
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -44,7 +44,8 @@ async def connect(make_app, make_service, anyio_backend) -> AsyncIterator[Callab
         stall_s = options.get("bounds", bounds).stall_s
         server = HttpServer(make_app(router, **options), openai, stall_s)
         listener = listen("127.0.0.1", 0)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)  # of the accepted too
+        # accepted sockets inherit it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)
         task = asyncio.create_task(server.serve([listener]))
         servers.append((server, task))
         host, port = listener.getsockname()
@@ -74,7 +75,7 @@ def post(body: dict[str, object]) -> bytes:
 
 
 async def endless(router, start):
-    """As many tokens as the consumer takes."""
+    """Yield many tokens per event until the consumer stops."""
     yield placed(start)
     ids = router.encode("hello world ") * 40
     for position in range(0, 10**9, len(ids)):
@@ -83,7 +84,7 @@ async def endless(router, start):
 
 
 async def one_by_one(router, start):
-    """Likewise, each token in an event of its own."""
+    """Yield one token per event until the consumer stops."""
     yield placed(start)
     for position, id_ in enumerate(itertools.cycle(router.encode("hello world "))):
         yield tokens(start, [id_], position)
@@ -97,8 +98,8 @@ async def waiting(router, start):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("play", [waiting, endless, one_by_one])
-async def test_a_client_that_leaves(connect, stream, play):
-    """It is the leaving that ends its request: no cap and no clock of the gateway would, here."""
+async def test_a_client_that_disconnects(connect, stream, play):
+    """Set the byte and time limits so high that only the disconnect can end the request."""
     router = FakeRouter(play)
     never = 100 * LIMIT_S
     bounds = HttpLimits(1 << 16, 1 << 20, never, max_buffer_bytes=1 << 40, stall_s=never)
@@ -112,8 +113,8 @@ async def test_a_client_that_leaves(connect, stream, play):
     assert router.left == [router.starts[0].request]
 
 
-async def test_a_client_that_leaves_with_a_request_behind_another(connect):
-    """The first is cancelled when it is written to, and the second is never begun."""
+async def test_a_client_that_disconnects_with_a_pipelined_request(connect):
+    """Cancel the first request when it is written to, and never start the second."""
     router = FakeRouter(one_by_one)
     reader, writer = await connect(router)
     writer.write(2 * post({"model": "tiny", "messages": HI, "stream": True}))
@@ -125,7 +126,7 @@ async def test_a_client_that_leaves_with_a_request_behind_another(connect):
 
 @pytest.mark.parametrize("close", ["", "connection: close\r\n"], ids=["kept", "closing"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_only_ends_its_sending_side_is_answered(connect, stream, close):
+async def test_a_client_that_half_closes_is_answered(connect, stream, close):
     go_on = asyncio.Event()
 
     async def play(router, start):
@@ -150,7 +151,7 @@ async def test_a_client_that_only_ends_its_sending_side_is_answered(connect, str
     assert answer.endswith(b"0\r\n\r\n" if stream else b"}")
 
 
-async def test_a_client_that_ends_its_sending_side_and_then_leaves(connect):
+async def test_a_client_that_half_closes_and_then_disconnects(connect):
     router = FakeRouter(waiting)
     reader, writer = await connect(router)
     writer.write(post({"model": "tiny", "messages": HI}))
@@ -172,8 +173,8 @@ async def test_an_unfinished_request_ends_with_its_connection(connect, asked):
     await asyncio.wait_for(reader.read(), LIMIT_S)
 
 
-async def test_a_client_of_http_1_0_that_ends_its_sending_side_has_left(connect):
-    """As a proxy's does whose own client has left."""
+async def test_a_client_of_http_1_0_that_half_closes_has_disconnected(connect):
+    """Cancel the request: a proxy half-closes when its own client has disconnected."""
     router = FakeRouter(waiting)
     _, writer = await connect(router)
     asked = post({"model": "tiny", "messages": HI})
@@ -183,7 +184,7 @@ async def test_a_client_of_http_1_0_that_ends_its_sending_side_has_left(connect)
     await asyncio.wait_for(router.closed.wait(), LIMIT_S)
 
 
-async def test_a_client_that_leaves_with_several_prompts(connect):
+async def test_a_client_that_disconnects_with_several_prompts(connect):
     router = FakeRouter(waiting)
     _, writer = await connect(router)
     body = {"model": "tiny", "prompt": ["a", "b", "c"]}
@@ -194,8 +195,8 @@ async def test_a_client_that_leaves_with_several_prompts(connect):
     assert sorted(router.left) == sorted(start.request for start in router.starts)
 
 
-async def test_a_client_that_reads_has_the_events_that_repeat_many_logprobs(connect):
-    """Each of the last four has all of them, and they come at once."""
+async def test_a_reading_client_receives_events_that_repeat_many_logprobs(connect):
+    """Each of the last four events has all logprobs, and they are sent at once."""
     bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 18, stall_s=5.0)
     reader, writer = await connect(FakeRouter(saying("hello world " * 80)), bounds=bounds)
     body = {
@@ -225,9 +226,9 @@ async def test_a_client_that_does_not_read_is_dropped_at_the_byte_cap(connect, p
             pass
 
 
-async def test_a_client_that_does_not_read_is_dropped_in_time(connect):
+async def test_a_client_that_does_not_read_is_dropped_after_the_stall_time(connect):
     async def play(router, start):
-        """Fills the socket's buffers, then goes on within the byte cap."""
+        """Fill the socket's buffers, then stop within the byte cap."""
         async for event in endless(router, start):
             yield event
             if event.tokens.position > 200_000:
@@ -243,7 +244,7 @@ async def test_a_client_that_does_not_read_is_dropped_in_time(connect):
     assert len(router.left) == 1
 
 
-async def test_a_whole_answer_that_nobody_reads_costs_the_connection(connect):
+async def test_an_unread_whole_answer_closes_the_connection(connect):
     router = FakeRouter(saying("hello world " * 40))
     bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 20, stall_s=0.3)
     reader, writer = await connect(router, bounds=bounds)
@@ -265,7 +266,7 @@ async def test_a_whole_answer_that_nobody_reads_costs_the_connection(connect):
 
 
 @pytest.mark.parametrize("more", ["", "connection: close\r\n"], ids=["kept", "closing"])
-async def test_a_plain_answer_that_nobody_reads_costs_the_connection(connect, more):
+async def test_an_unread_plain_answer_closes_the_connection(connect, more):
     bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 20, stall_s=0.3)
     reader, writer = await connect(FakeRouter(saying("x")), bounds=bounds)
     writer.write(f"GET /openapi.json HTTP/1.1\r\nhost: x\r\n{more}\r\n".encode())
@@ -280,10 +281,10 @@ async def test_a_plain_answer_that_nobody_reads_costs_the_connection(connect, mo
     assert 0 < taken < num_bytes
 
 
-async def test_a_plain_answer_that_is_read_slowly_is_read_whole(connect):
+async def test_a_slowly_read_plain_answer_is_sent_completely(connect):
     bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 20, stall_s=0.3)
     reader, writer = await connect(FakeRouter(saying("x")), bounds=bounds)
-    for _ in range(2):  # the second on the same connection
+    for _ in range(2):  # the second request uses the same connection
         writer.write(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
         head = await reader.readuntil(b"\r\n\r\n")
         num_bytes = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
@@ -292,10 +293,10 @@ async def test_a_plain_answer_that_is_read_slowly_is_read_whole(connect):
                 await reader.readexactly(min(num_bytes - at, 1 << 13))
                 await asyncio.sleep(0.05)
     await asyncio.sleep(0.5)
-    assert not reader.at_eof(), "an idle client has nothing to read"
+    assert not reader.at_eof(), "an idle connection must stay open"
 
 
-async def test_a_large_last_event_that_nobody_reads_costs_the_connection(connect):
+async def test_an_unread_large_last_event_closes_the_connection(connect):
     async def play(router, start):
         yield placed(start)
         yield tokens(start, router.encode("hello world " * 40_000), 0, finish=pb.LENGTH)
@@ -322,7 +323,8 @@ async def test_a_slow_reader_gets_everything(connect):
         ids = router.encode(words)
         for position, token in enumerate(ids):
             last = position == len(ids) - 1
-            await asyncio.sleep(0)  # a token comes with a message, and the reader has its turns
+            # yield to the reader, as real tokens arrive in separate messages
+            await asyncio.sleep(0)
             yield tokens(start, [token], position, finish=pb.LENGTH if last else 0)
         yield finished(start)
 
@@ -332,7 +334,7 @@ async def test_a_slow_reader_gets_everything(connect):
     async with asyncio.timeout(20):
         while b"[DONE]" not in data:
             piece = await reader.read(1 << 13)
-            assert piece, "the server hung up"
+            assert piece, "the server closed the connection"
             data += piece
             await asyncio.sleep(0.001)
     text = ""
@@ -353,7 +355,7 @@ async def test_a_head_that_is_too_large(connect):
 
 
 @pytest.mark.parametrize("noise", [b"\x16\x03\x01\x02\x00", b"HELLO\r\n\r\n"], ids=["tls", "words"])
-async def test_what_is_no_http(connect, noise):
+async def test_invalid_http(connect, noise):
     reader, writer = await connect(FakeRouter(saying("x")))
     writer.write(noise)
     head, _, body = (await asyncio.wait_for(reader.read(), LIMIT_S)).partition(b"\r\n\r\n")
@@ -368,7 +370,7 @@ async def test_too_many_headers(connect):
     assert b" 431 " in await reader.readline()
 
 
-async def test_a_head_that_comes_too_slowly(connect, monkeypatch):
+async def test_a_head_that_arrives_too_slowly(connect, monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
     reader, writer = await connect(FakeRouter(saying("x")))
     writer.write(b"GET /health HTTP/1.1\r\nhost")
@@ -378,7 +380,7 @@ async def test_a_head_that_comes_too_slowly(connect, monkeypatch):
 async def test_one_connection_serves_many_requests(connect, monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 1.0)
     reader, writer = await connect(FakeRouter(saying("x")))
-    for pause in (0, 1.2, 0):  # idle between requests is no slow head
+    for pause in (0, 1.2, 0):  # an idle pause between requests does not count as a slow head
         await asyncio.sleep(pause)
         writer.write(post({"model": "tiny", "messages": HI}))
         head = await reader.readuntil(b"\r\n\r\n")
@@ -389,8 +391,10 @@ async def test_one_connection_serves_many_requests(connect, monkeypatch):
 
 @pytest.mark.parametrize("asked", ["POST /v1/completions", "GET /health", "GET /ready"])
 @pytest.mark.parametrize("rest", [1, 1000, 5000])
-async def test_an_answer_before_the_end_of_a_body_is_the_last(connect, monkeypatch, asked, rest):
-    if rest == 1:  # and then nothing
+async def test_an_answer_before_the_end_of_a_body_closes_the_connection(
+    connect, monkeypatch, asked, rest
+):
+    if rest == 1:  # the client then sends nothing more
         monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 1.0)
     reader, writer = await connect(FakeRouter(saying("x")), keys=("secret",))
     writer.write(f"{asked} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n".encode())
@@ -418,7 +422,7 @@ async def test_a_refusal_after_the_body_keeps_the_connection(connect):
 
 
 @pytest.mark.parametrize("filler", [b"0\r\nx: ", b"1;"], ids=["trailer", "chunk extension"])
-async def test_a_chunked_body_has_no_endless_lines(connect, filler):
+async def test_lines_of_a_chunked_body_are_bounded(connect, filler):
     _, writer = await connect(FakeRouter(saying("x")), keys=("secret",))
     head = f"{HEAD}transfer-encoding: chunked\r\n\r\n".encode()
     writer.write(head + filler)
@@ -433,13 +437,13 @@ async def test_a_chunked_body_has_no_endless_lines(connect, filler):
 
 
 @pytest.mark.parametrize("keep", ["", "connection: keep-alive\r\n"])
-async def test_a_stream_of_http_1_0_has_no_frames(connect, keep):
+async def test_a_stream_of_http_1_0_is_not_chunked(connect, keep):
     reader, writer = await connect(FakeRouter(saying("hello world")))
     data = json.dumps({"model": "tiny", "messages": HI, "stream": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.0\r\nhost: x\r\n{keep}"
     head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
-    answer = await asyncio.wait_for(reader.read(), LIMIT_S)  # to the connection's end
+    answer = await asyncio.wait_for(reader.read(), LIMIT_S)  # until the connection closes
     top, _, body = answer.partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in top.lower()
     assert b"connection: close" in top.lower()
@@ -452,8 +456,9 @@ UPGRADE = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings
 
 
 @pytest.mark.parametrize("cut", [None, "upgr", "\r\n\r\n"])
-async def test_an_offer_of_another_protocol_costs_no_body(connect, cut) -> None:
-    """As Java's client makes it. In pieces it ends the connection, and its body is no request."""
+async def test_an_upgrade_offer_does_not_lose_the_body(connect, cut) -> None:
+    """Ignore an upgrade offer, as Java's client sends it. If the request arrives in pieces, the
+    connection is closed and the body is not parsed as a request."""
     reader, writer = await connect(FakeRouter(saying("hello")))
     hidden = "GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
     body = BODY if cut is None else hidden
@@ -464,7 +469,7 @@ async def test_an_offer_of_another_protocol_costs_no_body(connect, cut) -> None:
     await asyncio.sleep(0.05)
     writer.write(text[at:].encode())
     if cut is None:
-        writer.write(hidden.encode())  # a request of its own on the kept connection
+        writer.write(hidden.encode())  # a separate request on the kept connection
     found = await asyncio.wait_for(_until_idle(reader), LIMIT_S)
     if cut is None:
         assert found.count("HTTP/1.1 200") == 2, found
@@ -475,7 +480,7 @@ async def test_an_offer_of_another_protocol_costs_no_body(connect, cut) -> None:
 
 
 async def _until_idle(reader: asyncio.StreamReader) -> str:
-    """What comes until nothing has come for half a second, or the end."""
+    """The data received until the end or until half a second without data."""
     found = b""
     with suppress(TimeoutError):
         while data := await asyncio.wait_for(reader.read(1 << 16), 0.5):

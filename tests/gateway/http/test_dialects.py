@@ -1,4 +1,4 @@
-"""Each dialect shapes the errors of its own paths, and frames its own streams."""
+"""Each dialect shapes the errors of its paths and frames its streams."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -34,7 +34,7 @@ class Wrong(BaseModel):
 
 
 class Lines:
-    """A dialect whose streams are lines and whose errors have a shape of their own."""
+    """A dialect with line streams and a special error shape."""
 
     paths = ("/lines",)
     not_offered = ()
@@ -82,7 +82,7 @@ async def client(make_service: Callable[..., Service], anyio_backend: str) -> An
         yield client
 
 
-async def test_a_stream_is_what_its_dialect_framed(client: httpx.AsyncClient) -> None:
+async def test_a_stream_is_framed_by_its_dialect(client: httpx.AsyncClient) -> None:
     reply = await client.post("/lines", json={"count": 3, "fails": False})
     assert reply.content == b"0\n1\n2\n"
     reply = await client.post("/lines", json={"count": 2, "fails": True})
@@ -93,7 +93,7 @@ async def test_errors_have_the_shape_of_the_dialect_of_their_path(
     client: httpx.AsyncClient,
 ) -> None:
     before_any_event = await client.post("/lines", json={"count": 0, "fails": True})
-    assert before_any_event.status_code == 529, "the dialect's status for 503"
+    assert before_any_event.status_code == 529, "the dialect must map 503 to 529"
     assert before_any_event.json() == {"wrong": "unavailable", "because": "no more numbers"}
     later = await client.post("/lines/whole")
     assert (later.status_code, later.headers["retry-after"]) == (429, "2")
@@ -110,5 +110,7 @@ async def test_errors_have_the_shape_of_the_dialect_of_their_path(
 
 
 @pytest.mark.parametrize("path", ["/v1/nothing", "/nothing"])
-async def test_the_last_dialect_has_all_other_paths(client: httpx.AsyncClient, path: str) -> None:
+async def test_the_last_dialect_handles_all_other_paths(
+    client: httpx.AsyncClient, path: str
+) -> None:
     assert (await client.get(path)).json()["error"]["code"] == "unknown_url"

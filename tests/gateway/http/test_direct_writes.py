@@ -1,4 +1,4 @@
-"""Tokens that are written where they arrive: a client cannot tell them from others."""
+"""Tokens written directly on arrival: the client receives the same stream as without it."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from pdserve.gateway.http.dialect import HttpLimits
 
 pytestmark = pytest.mark.anyio
 BOUNDS = HttpLimits(1 << 16, 1 << 20, 10.0, max_buffer_bytes=1 << 20, stall_s=30.0)
-SMALL = 1 << 12  # of socket buffers
+SMALL = 1 << 12  # socket buffer size
 TEXT = "hello world " * 60 + "and then more"
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400}
 PLAIN = {"prompt": "hi", "max_tokens": 400}
@@ -39,7 +39,7 @@ APART = [
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
-    """How many events went directly, and how many could not."""
+    """Count the events written directly (True) and those that could not be (False)."""
     counts: Counter[bool] = Counter()
     write = DirectWrite.write
 
@@ -52,7 +52,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
 
 
 def chunks(body: str) -> list[dict[str, Any]]:
-    """By their choices, which come in no order, less what differs from answer to answer."""
+    """The chunks of a stream sorted by choice, without the fields that differ between answers."""
     events = [line.removeprefix("data: ") for line in body.split("\n\n")]
     assert events[-2:] == ["[DONE]", ""]
     found = [json.loads(event) for event in events[:-2]]
@@ -73,7 +73,7 @@ async def test_chunks_are_the_same(
     path: str,
     body: dict[str, Any],
 ) -> None:
-    """As through a server that knows no direct writes."""
+    """Compare the chunks with those of a server without direct writes."""
     body = {"model": "tiny", "stream": True, **body}
     other = await make_http(saying(TEXT)).post(f"/v1/{path}", json=body)
     assert not written[True]
@@ -89,7 +89,7 @@ def counting(number: int) -> str:
 
 
 async def answer(serve: Callable[..., Any], version: str, begins: Callable[[], Any]) -> str:
-    """The text of a long streamed answer, of which nothing is read before `begins` holds."""
+    """The text of a long streamed answer; the client reads only once `begins` holds."""
     card, blobs = served(context_len=50_000)
     router = FakeRouter(saying(counting(900)), [card], blobs)
     url = httpx.URL(await serve(router, send_buffer=SMALL, bounds=BOUNDS))
@@ -109,17 +109,17 @@ async def answer(serve: Callable[..., Any], version: str, begins: Callable[[], A
     return b"".join(pieces).decode()
 
 
-async def test_a_client_that_lags_gets_all_in_order(
+async def test_a_lagging_client_gets_everything_in_order(
     serve: Callable[..., Any], written: Counter[bool]
 ) -> None:
     assert await answer(serve, "1.1", lambda: written[False]) == counting(900)
     assert written[True] > 10
 
 
-async def test_a_client_of_http_1_0_gets_them_as_events(
+async def test_a_client_of_http_1_0_gets_no_direct_writes(
     serve: Callable[..., Any], written: Counter[bool]
 ) -> None:
-    """Its answers have no chunks."""
+    """Send tokens as ordinary events, because answers of HTTP/1.0 are not chunked."""
     assert await answer(serve, "1.0", lambda: True) == counting(900)
     assert not written[True]
     assert written[False] > 100

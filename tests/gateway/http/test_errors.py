@@ -1,4 +1,4 @@
-"""Whatever a client does wrong, it gets an OpenAI error object that names the field."""
+"""Every client error is answered with an OpenAI error object that names the field."""
 
 import json
 import logging
@@ -69,7 +69,7 @@ WRONG_VALUES = [
     ("stop_token_ids", [10**7]),
     ("stop_token_ids", [0] * 129),
     ("top_logprobs", 3),  # without logprobs
-    ("logprobs", 1),  # chat: a boolean
+    ("logprobs", 1),  # must be a boolean in chat
     ("stream", "yes"),
     ("messages", []),
     ("messages", "hi"),
@@ -122,7 +122,7 @@ WRONG_CHATS = [
 ]
 
 
-async def test_chat_bodies(make_http, subtests):
+async def test_invalid_chat_bodies(make_http, subtests):
     client = make_http(saying("x"))
     for body, param in WRONG_CHATS:
         with subtests.test(body=body):
@@ -168,7 +168,7 @@ WRONG_COMPLETIONS = [
 ]
 
 
-async def test_plain_bodies(make_http, subtests):
+async def test_invalid_completion_bodies(make_http, subtests):
     client = make_http(saying("x"))
     for body, param in WRONG_COMPLETIONS:
         with subtests.test(body=body):
@@ -203,8 +203,8 @@ async def test_a_number_too_large_for_a_float(make_http):
     check(reply, 400, "temperature")
 
 
-async def test_a_body_says_that_it_is_json(make_http):
-    """A page of any origin may have its browser send the other types."""
+async def test_a_body_must_be_declared_as_json(make_http):
+    """Refuse other content types: a web page of any origin may have its browser send those."""
     data = json.dumps({"model": "tiny", "messages": HI}).encode()
     client = make_http(saying("x"))
     for good in ("application/json; charset=latin-1", "Application/JSON", "application/x+json"):
@@ -223,7 +223,7 @@ async def test_unknown_model(make_http):
 
 
 async def test_a_long_model_name_is_cut(make_http, caplog):
-    """In the answer and in the log."""
+    """Cut a long model name in the answer and in the log."""
     caplog.set_level(logging.INFO)
     body = {"model": "m" * 60_000, "messages": HI}
     reply = await make_http(saying("x")).post(CHAT, json=body)
@@ -234,7 +234,7 @@ async def test_a_long_model_name_is_cut(make_http, caplog):
     assert max(map(len, caplog.messages)) < 1000
 
 
-async def test_a_request_without_a_model_takes_the_one_that_is_served(make_http, subtests):
+async def test_a_request_without_a_model_uses_the_only_one(make_http, subtests):
     two = FakeRouter(saying("x"), [served(name)[0] for name in ("one", "two")])
     client, of_two = make_http(saying("x")), make_http(two)
     unnamed: tuple[dict[str, str | None], ...] = {}, {"model": ""}, {"model": None}
@@ -268,7 +268,7 @@ async def test_no_model_is_served_yet(make_http, url, body):
     assert (await client.get("/ready")).status_code == 503
 
 
-async def test_a_model_that_was_served_is_left_to_the_router(make_http):
+async def test_a_model_once_served_is_left_to_the_router(make_http):
     router = FakeRouter(saying("hello"))
     client = make_http(router)
     await client.get("/v1/models")
@@ -277,7 +277,7 @@ async def test_a_model_that_was_served_is_left_to_the_router(make_http):
     assert reply.status_code == 200
 
 
-async def test_a_prompt_to_tokenize_names_its_model_if_there_are_several(make_http):
+async def test_tokenize_needs_a_model_if_there_are_several(make_http):
     cards = [served(name)[0] for name in ("one", "two")]
     client = make_http(FakeRouter(saying("x"), cards))
     check(await client.post("/tokenize", json={"prompt": "a"}), 400, "model")
@@ -285,7 +285,7 @@ async def test_a_prompt_to_tokenize_names_its_model_if_there_are_several(make_ht
     assert reply.status_code == 200
 
 
-async def test_a_model_without_template_still_completes(make_http):
+async def test_a_model_without_template_serves_completions(make_http):
     card, blobs = served()
     card.ClearField("template_digest")
     router = FakeRouter(saying("x"), [card], blobs)
@@ -325,7 +325,8 @@ async def test_too_long_for_the_context(make_http, subtests):
             words = "This model's maximum context length is 512 tokens. However, you requested "
             assert error["message"].startswith(words)
             assert re.search(rf" \d+ tokens \(\d+ in the {param}, \d+ in the", error["message"])
-            assert error["message"].count("context_length_exceeded") == 1  # LangChain knows it so
+            # LangChain searches for it
+            assert error["message"].count("context_length_exceeded") == 1
             assert router.starts == []
 
 
@@ -337,7 +338,7 @@ async def pool(anyio_backend: str) -> AsyncIterator[Pool]:
 
 
 async def test_arguments_and_tools_that_are_too_long_for_the_context(make_http, pool, subtests):
-    """Only the template's text shows it, with more characters than any prompt has."""
+    """Only the rendered text, longer than any prompt, shows the excess."""
     router = ToolModel("x", template="{{ tools | tojson }}" + TEMPLATE)
     client = make_http(router, bounds=LARGE, text_pool=pool)
     long = json.dumps({"a": "x" * 300_000})
@@ -367,8 +368,8 @@ async def test_arguments_and_tools_that_are_too_long_for_the_context(make_http, 
         assert re.fullmatch(r"prompt is too long: 4\d{3} tokens > 4095 maximum", error["message"])
 
 
-async def test_max_tokens_is_a_bound(make_http, subtests):
-    """The answer has what the context leaves; a gateway may refuse it instead."""
+async def test_max_tokens_is_capped_by_the_context(make_http, subtests):
+    """Answer with as many tokens as the context has room for; a strict gateway refuses instead."""
     router = FakeRouter(saying("never ending " * 200))
     client, strict = make_http(router), make_http(router, strict_max_tokens=True)
     for url, body, param, prompt in BEYOND:
@@ -396,7 +397,7 @@ async def test_max_tokens_is_a_bound(make_http, subtests):
                 assert f"({512 - left} in the {prompt}, " in message
 
 
-async def test_an_endless_answer_is_asked_for_by_minus_one(make_http):
+async def test_minus_one_means_no_token_limit(make_http):
     router = FakeRouter(saying("hello"))
     client = make_http(router)
     for url, body, names in (
@@ -410,7 +411,7 @@ async def test_an_endless_answer_is_asked_for_by_minus_one(make_http):
             assert router.starts[-1].params.max_tokens == 0
 
 
-async def test_overflow_in_the_words_of_anthropic(make_http):
+async def test_overflow_in_the_wording_of_anthropic(make_http):
     client = make_http(saying("x"))
     for text in ("a b " * 400, " " * 40_000):
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 5}
@@ -421,8 +422,8 @@ async def test_overflow_in_the_words_of_anthropic(make_http):
         assert int(found[1]) > int(found[2]) == 511
 
 
-async def test_a_workers_refusal_has_the_same_words(make_http):
-    """Of an error that a worker or router makes, as it travels."""
+async def test_an_overflow_reported_by_a_worker_has_the_same_wording(make_http):
+    """Use the error as a worker or router makes and sends it."""
 
     async def play(router: FakeRouter, start: pb.Start) -> Any:
         text = context_exceeded(512, 500, 40, "prompt")
@@ -477,7 +478,7 @@ NOT_SUPPORTED = [
 ]
 
 
-async def test_what_is_not_supported_is_refused(make_http, subtests):
+async def test_unsupported_fields_are_refused(make_http, subtests):
     client = make_http(saying("x"))
     for field, value in NOT_SUPPORTED:
         with subtests.test(field):
@@ -487,7 +488,7 @@ async def test_what_is_not_supported_is_refused(make_http, subtests):
             check(await client.post(PLAIN, json=plain), 400, field)
 
 
-async def test_a_name_of_a_field_is_cut(make_http):
+async def test_a_long_field_name_is_cut(make_http):
     client = make_http(saying("x"))
     body = {"model": "tiny", "prompt": "a", "logit_bias": {"A" * 50_000: "x"}}
     reply = await client.post(PLAIN, json=body)
@@ -495,7 +496,7 @@ async def test_a_name_of_a_field_is_cut(make_http):
     assert len(reply.content) < 1000
 
 
-async def test_keys_are_needed_everywhere_but_for_probes(make_http):
+async def test_keys_are_required_except_for_probes(make_http):
     client = make_http(saying("x"), keys=("secret",), open_metrics=False)
     for method, url in (
         ("POST", CHAT), ("POST", PLAIN), ("GET", "/v1/models"), ("GET", "/v1/models/tiny"),
@@ -505,7 +506,7 @@ async def test_keys_are_needed_everywhere_but_for_probes(make_http):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             reply = await client.request(method, url, headers=headers)
             assert reply.status_code == 401
-            if method != "HEAD":  # of which no server sends the body
+            if method != "HEAD":  # servers send no body for HEAD
                 check(reply, 401, code="invalid_api_key")
             assert reply.headers["www-authenticate"] == "Bearer"
     assert (await client.get("/health")).status_code == 200
@@ -529,7 +530,7 @@ async def test_request_ids(make_http):
     assert reply.json()["id"] == f"chatcmpl-{reply.headers['x-request-id']}"
 
 
-async def test_a_fault_of_ours_is_not_shown(make_http):
+async def test_internal_errors_are_not_shown(make_http):
     async def play(router, start):
         raise RuntimeError("secret detail")
         yield

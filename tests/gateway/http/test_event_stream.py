@@ -1,4 +1,4 @@
-"""A stream of events: written as they come while the client keeps up, held for one that lags."""
+"""An event stream: events are written on arrival, and buffered for a client that lags."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -19,11 +19,11 @@ LIMITS = HttpLimits(1 << 20, 1 << 20, 10.0, 100, 0.2)
 
 
 class Client:
-    """Takes what is sent, until `lags_after` pieces: then nothing more is taken."""
+    """A client that accepts `lags_after` pieces and then nothing more."""
 
     def __init__(self, lags_after: int) -> None:
         self.taken: list[bytes] = []
-        self.tasks: set[asyncio.Task[Any]] = set()  # that there were at a write
+        self.tasks: set[asyncio.Task[Any]] = set()  # all tasks seen at a write
         self.dropped = False
         self._lags_after = lags_after
 
@@ -53,7 +53,7 @@ class Client:
 
 
 class Source:
-    """Says numbers, one in each turn of the loop, as many as are asked for."""
+    """Yield the given count of numbers, one per event-loop pass."""
 
     def __init__(self, count: int) -> None:
         self.said = 0
@@ -70,28 +70,28 @@ class Source:
             self.closed = True
 
 
-async def test_events_are_written_as_they_come_by_one_task():
+async def test_events_are_written_on_arrival_by_one_task():
     client, source = Client(1000), Source(50)
     before = asyncio.all_tasks()
     await client.ask(source.events())
     assert client.taken == [b"%04d" % number for number in range(50)] + [b""]
-    assert len(client.tasks - before) == 2  # who sends, and who watches the connection
+    assert len(client.tasks - before) == 2  # the sender and the connection watcher
     assert source.closed
     assert not client.dropped
 
 
 @pytest.mark.parametrize("lags_after", [0, 1, 10])
-async def test_what_a_client_does_not_take_is_bounded(lags_after: int):
+async def test_buffering_for_a_lagging_client_is_bounded(lags_after: int):
     client, source = Client(lags_after), Source(1000)
     await client.ask(source.events())
     assert client.taken == [b"%04d" % number for number in range(lags_after)]
-    assert lags_after < source.said < lags_after + 60  # 100 bytes are held, in items of 4
+    assert lags_after < source.said < lags_after + 60  # up to 100 bytes are buffered, in items of 4
     assert source.closed
     assert client.dropped
 
 
-async def test_what_the_head_alone_fills_is_held_for_too():
-    """As when the answer before is unread: nothing of the source waits in the server."""
+async def test_buffering_is_bounded_for_a_client_that_lags_from_the_head_on():
+    """Lag from the head on, as when the previous answer is unread: no event is sent."""
 
     class Full(Client):
         async def send(self, message: Any) -> None:
@@ -109,7 +109,7 @@ async def test_what_the_head_alone_fills_is_held_for_too():
     assert client.dropped
 
 
-async def test_a_client_that_lags_and_goes_on_gets_all():
+async def test_a_lagging_client_that_recovers_gets_everything():
     class Slow(Client):
         async def send(self, message: Any) -> None:
             if message["type"] == "http.response.body":
@@ -126,8 +126,8 @@ async def test_a_client_that_lags_and_goes_on_gets_all():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_one_head_comes_before_all_else(monkeypatch: pytest.MonkeyPatch, fails: bool):
-    """Also while the other task still sends it, or an error instead."""
+async def test_the_head_is_sent_once_and_first(monkeypatch: pytest.MonkeyPatch, fails: bool):
+    """Also while the other task is still sending it, and before an error."""
     monkeypatch.setattr(replies, "HEAD_S", 0.0)
     monkeypatch.setattr(replies, "SILENCE_S", 0.01)
     sent: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""What one key sends at once is not all computed before anything of another key."""
+"""Requests of different keys take turns, so a flood of one key does not delay another."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,11 +20,11 @@ DIALECT: Any = Mock(
 
 
 class Application:
-    """Notes who enters; each request takes a while, as a coroutine that computes."""
+    """Record the keys of arriving requests; each request computes for a while."""
 
     def __init__(self) -> None:
         self.entered: list[str] = []
-        self.together: dict[int, int] = {}  # by pass of the loop
+        self.together: dict[int, int] = {}  # by event-loop pass
         self.passes = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -63,7 +63,7 @@ async def test_keys_enter_in_turn_and_one_at_a_time(anyio_backend: str) -> None:
     assert set(app.together.values()) == {1}
 
 
-async def test_a_probe_waits_for_no_stranger(anyio_backend: str) -> None:
+async def test_a_probe_does_not_wait_for_other_requests(anyio_backend: str) -> None:
     guard = Guard(app := Application(), ApiKeys(("k",)), ("/health",), [DIALECT], False, ())
     flood = [call(guard, "") for _ in range(50)]
     await call(guard, "", "/health")
@@ -72,7 +72,7 @@ async def test_a_probe_waits_for_no_stranger(anyio_backend: str) -> None:
     await asyncio.gather(*flood)
 
 
-async def test_scrapes_are_paused_between(make_http: Callable[..., Any]) -> None:
+async def test_scrapes_are_spaced_out(make_http: Callable[..., Any]) -> None:
     client: httpx.AsyncClient = make_http(saying("x"))
     began = asyncio.get_running_loop().time()
     pages = await asyncio.gather(*(client.get("/metrics") for _ in range(4)))

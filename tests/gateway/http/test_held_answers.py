@@ -1,4 +1,4 @@
-"""Answers that are made and not taken: one bound for all, and whose goes first."""
+"""Answers buffered for slow clients: the common limit, and which answer is dropped first."""
 
 import asyncio
 import socket
@@ -19,14 +19,14 @@ from pdserve.gateway.requests.caller import Caller
 from pdserve.services.host.tenants.keys import Tenant
 
 pytestmark = pytest.mark.anyio
-SMALL = 1 << 14  # of socket buffers
+SMALL = 1 << 14  # socket buffer size
 NUM_BYTES = 1 << 20
 LIMITS = HttpLimits(1 << 16, 1 << 16, 5.0, max_buffer_bytes=1 << 16, stall_s=60.0)
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Holder:
-    """What some keys hold of 100 bytes."""
+    """Answers of several keys held under a limit of 100 bytes."""
 
     def __init__(self) -> None:
         self.held = HeldAnswers(100)
@@ -42,23 +42,25 @@ def lost(*answers: HeldAnswer) -> list[bool]:
     return [answer.dropped.done() for answer in answers]
 
 
-async def test_the_key_that_holds_most_loses_its_oldest():
+async def test_the_key_that_holds_most_loses_its_oldest_answer():
     holder = Holder()
     first, slow, slower = holder.add(b"a", 10), holder.add(b"b", 20), holder.add(b"b", 30)
     large = holder.add(b"a", 41)
     assert lost(first, slow, slower, large) == [False, True, False, False]
     assert holder.held.total == 81
     holder.held.release(slow, 20)
-    assert holder.held.total == 81, "it is free already"
+    assert holder.held.total == 81, "a dropped answer must not be released twice"
     huge = holder.add(b"c", 500)
-    assert lost(first, slower, large, huge) == [True, True, True, False], "it is sent all the same"
+    assert lost(first, slower, large, huge) == [True, True, True, False], (
+        "an answer above the limit must still be sent"
+    )
     holder.held.hold(huge, 1)
     assert lost(huge) == [False]
     holder.at_end.close()
     assert holder.held.total == 0
 
 
-async def test_what_is_taken_makes_room():
+async def test_sent_bytes_make_room():
     holder = Holder()
     first, second = holder.add(b"a", 60), holder.add(b"a", 40)
     holder.held.release(first, 50)
@@ -78,7 +80,7 @@ async def stream(texts: list[JsonPieces]) -> AsyncIterator[bytes | JsonPieces]:
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """A text to key `path[1]`: whole, as two events, or the same one in four events."""
+    """Answer key `path[1]` with a text: whole, as two events, or the same text in four events."""
     key = scope["path"][1].encode()
     scope["state"] = {"caller": Caller("r", tenant=Tenant("", key, b""))}
     if scope["path"].endswith("/whole"):
@@ -91,7 +93,7 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.fixture
 async def ask(anyio_backend: str) -> AsyncIterator[Callable[..., object]]:
-    """Asks for a path, on a connection of its own; four texts are what all may hold."""
+    """Request a path on a separate connection; all answers together may hold four texts."""
     held: list[HeldAnswers] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,7 +126,7 @@ async def ask(anyio_backend: str) -> AsyncIterator[Callable[..., object]]:
 
 
 async def taken(connection: Connection) -> int:
-    """How much comes."""
+    """The number of bytes received until the end."""
     count = 0
     with suppress(ConnectionError):
         while piece := await asyncio.wait_for(connection[0].read(1 << 16), LIMIT_S):
@@ -133,19 +135,22 @@ async def taken(connection: Connection) -> int:
 
 
 @pytest.mark.parametrize("kind", ["whole", "stream"])
-async def test_clients_that_take_nothing_do_not_fill_the_memory(ask, kind):
+async def test_clients_that_do_not_read_do_not_fill_the_memory(ask, kind):
     num_bytes, count = (2 * NUM_BYTES, 2) if kind == "stream" else (NUM_BYTES, 4)
     slow = [(await ask(f"/a/{kind}"))[0] for _ in range(count)]
     other, held = await ask(f"/b/{kind}")
     assert await taken(other) >= num_bytes
-    assert await taken(slow[0]) < num_bytes, "the oldest one of the key that holds most"
+    assert await taken(slow[0]) < num_bytes, (
+        "the oldest answer of the key that holds most must be dropped"
+    )
     for connection in slow[1:]:
         assert await taken(connection) >= num_bytes
     await eventually(lambda: held.total == 0)
 
 
-async def test_what_several_events_of_a_stream_share_is_held_once(ask):
-    """As the log-probabilities of /v1/responses, which four of its events end with."""
+async def test_data_shared_by_events_of_a_stream_is_counted_once(ask):
+    """Count shared data once, such as the logprobs that the last four events of /v1/responses
+    repeat."""
     clients = [(await ask("/a/shared"))[0] for _ in range(3)]
     last, held = await ask("/a/shared")
     assert 4 * NUM_BYTES < held.total < 4 * NUM_BYTES + 100

@@ -1,4 +1,4 @@
-"""The head of a stream comes before its first token, and a silent stream says that it goes on."""
+"""A stream's head is sent before its first token, and pings follow while the stream is silent."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-OLLAMA: dict[str, dict[str, Any]] = {  # its lines have no comments
+OLLAMA: dict[str, dict[str, Any]] = {  # JSON lines cannot hold comments
     "/api/chat": {"messages": HI},
     "/api/generate": {"prompt": "hi"},
     "/api/generate raw": {"prompt": "hi", "raw": True},
@@ -36,12 +36,13 @@ SILENCE_S = 0.2
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pings come sooner than by default."""
+    """Shorten the time between pings."""
     monkeypatch.setattr(replies, "SILENCE_S", SILENCE_S)
 
 
 class Model:
-    """Says its text when it is let, or fails then; in the middle of it it is silent again."""
+    """Play a text, or a failure, once released; is silent before the first token and in the
+    middle."""
 
     def __init__(self, ends: Callable[[pb.Start], Any] | None = None) -> None:
         self.goes_on = asyncio.Event()
@@ -69,7 +70,7 @@ def sent(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
 
 
-async def test_the_head_comes_before_the_first_token(serve, subtests):
+async def test_the_head_is_sent_before_the_first_token(serve, subtests):
     for url, body in {**BODIES, **OLLAMA}.items():
         with subtests.test(url):
             model = Model()
@@ -103,7 +104,8 @@ def _text_of(url: str, events: list[dict[str, Any]]) -> str:
 
 @pytest.mark.parametrize("over_a_socket", [True, False])
 async def test_a_silent_stream_has_pings(serve, make_http, short, subtests, over_a_socket):
-    """With and without the extensions of our server; before its first token and between two."""
+    """Ping with and without the extensions of pdserve's server, before the first token and between
+    two."""
 
     async def answer(url: str) -> str:
         model = Model()
@@ -132,7 +134,7 @@ async def test_a_silent_stream_has_pings(serve, make_http, short, subtests, over
                 assert 2 <= text.count(": ping\n\n") <= 4
 
 
-async def test_a_ping_of_a_response_repeats_nothing_long(make_http, short):
+async def test_a_ping_of_responses_does_not_repeat_long_fields(make_http, short):
     async def play(router: FakeRouter, start: pb.Start) -> Any:
         async for event in saying("hello")(router, start):
             if event.HasField("finished"):
@@ -205,7 +207,7 @@ TOOLS: dict[str, Any] = {
 
 
 def _arguments_of(url: str, event: dict[str, Any]) -> str:
-    """The piece of a call's arguments that an event has."""
+    """The piece of a call's arguments in an event."""
     if url == CHAT:
         calls = [call for c in event["choices"] for call in c["delta"].get("tool_calls", ())]
         return "".join(call["function"].get("arguments", "") for call in calls)
@@ -215,8 +217,8 @@ def _arguments_of(url: str, event: dict[str, Any]) -> str:
 
 
 @pytest.mark.extended
-async def test_a_long_call_comes_with_its_tokens(serve, tmp_path, subtests):
-    """Of 2,500 characters, at 10 ms a token: about three characters."""
+async def test_a_long_call_is_streamed_with_its_tokens(serve, tmp_path, subtests):
+    """Stream a call of 2,500 characters at 10 ms per token of about three characters."""
     text = [{"role": "user", "content": "[[write long.txt]]"}]
 
     async def silences(url: str) -> tuple[list[float], str]:
@@ -245,8 +247,8 @@ async def test_a_long_call_comes_with_its_tokens(serve, tmp_path, subtests):
             assert median(gaps) < 0.2
 
 
-async def test_a_slow_prompt_sends_no_head(make_http):
-    """What is wrong with it is known late, and keeps its status."""
+async def test_a_slow_prompt_delays_the_head(make_http):
+    """Send no head while the prompt is checked, so that a late error keeps its status."""
 
     class Slow:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP port takes connections whatever happens, and leaves room for those of others."""
+"""The HTTP port keeps accepting connections after failures and reserves room per address."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ GREETING = b"hello"
 
 
 async def greet(connection: socket.socket) -> None:
-    """Says hello, and holds the connection until the client leaves."""
+    """Send a greeting and hold the connection until the client disconnects."""
     loop = asyncio.get_running_loop()
     with connection:
         await loop.sock_sendall(connection, GREETING)
@@ -33,7 +33,7 @@ def port() -> Iterator[socket.socket]:
 
 
 async def said(client: socket.socket) -> bytes:
-    """What the server says; nothing if it has closed the connection."""
+    """The data that the server sends; empty if it has closed the connection."""
     async with asyncio.timeout(LIMIT_S):
         try:
             return await asyncio.get_running_loop().sock_recv(client, len(GREETING))
@@ -41,7 +41,7 @@ async def said(client: socket.socket) -> bytes:
             return b""
 
 
-def test_it_takes_connections_again_when_a_descriptor_is_free(
+def test_accepting_resumes_when_a_descriptor_is_free(
     port: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(listener, "PAUSE_S", 0.05)
@@ -70,7 +70,7 @@ def test_it_takes_connections_again_when_a_descriptor_is_free(
 
 
 class Clients:
-    """Connections to a listener that takes at most eight."""
+    """Connections to a listener that accepts at most eight."""
 
     def __init__(self, port: socket.socket) -> None:
         self._port = port
@@ -99,7 +99,7 @@ async def clients(port: socket.socket, anyio_backend: str) -> AsyncIterator[Clie
 
 
 @pytest.mark.anyio
-async def test_one_address_has_half_of_all(clients: Clients) -> None:
+async def test_one_address_may_use_half_of_the_room(clients: Clients) -> None:
     first = [await clients.connect() for _ in range(5)]
     assert [await said(client) for client in first] == [GREETING] * 4 + [b""]
     other = [await clients.connect("127.0.0.2") for _ in range(3)]
@@ -108,7 +108,7 @@ async def test_one_address_has_half_of_all(clients: Clients) -> None:
 
 
 @pytest.mark.anyio
-async def test_one_that_leaves_makes_room(clients: Clients) -> None:
+async def test_a_closed_connection_makes_room(clients: Clients) -> None:
     first = [await clients.connect() for _ in range(4)]
     assert [await said(client) for client in first] == [GREETING] * 4
     assert await said(await clients.connect()) == b""
@@ -120,7 +120,7 @@ async def test_one_that_leaves_makes_room(clients: Clients) -> None:
     await eventually(is_taken)
 
 
-def test_files_are_left_for_other_things(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_descriptors_are_left_for_other_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     most = {}
     for files in (64, 1024, 1 << 20, resource.RLIM_INFINITY):
         monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
@@ -128,10 +128,10 @@ def test_files_are_left_for_other_things(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(most.values()) == [32, 512, 4096, 4096]
 
 
-def test_a_lack_of_room_is_logged_now_and_then(
+def test_refused_connections_are_logged_occasionally(
     port: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With how many connections were closed, and not once for each of them."""
+    """Log the number of closed connections, not a line for each."""
 
     async def run() -> None:
         taking = HttpListener(port, greet, 2)
@@ -156,7 +156,7 @@ def test_a_lack_of_room_is_logged_now_and_then(
 
 
 class Accepting:
-    """One of two processes that accept from a socket, and how often it has."""
+    """One of two processes that accept from a socket; counts its connections."""
 
     def __init__(self, port: socket.socket, folder: Path, index: int) -> None:
         self.counts = ConnectionCounts(folder / "connections", index, 2)
@@ -170,7 +170,7 @@ class Accepting:
 
     def hang(self) -> None:
         self._taking.close()
-        self.counts.set_ready()  # as it still was
+        self.counts.set_ready()  # as it was before
 
     def stop(self) -> None:
         self._taking.close()
@@ -178,10 +178,10 @@ class Accepting:
 
 
 @pytest.mark.anyio
-async def test_of_two_processes_the_one_with_fewer_connections_takes_the_next(
+async def test_the_process_with_fewer_connections_accepts_the_next(
     port: socket.socket, tmp_path: Path, anyio_backend: str
 ) -> None:
-    """One that is not ready takes what the other leaves."""
+    """A process that is not ready accepts only what the other leaves."""
     one, other = (Accepting(port, tmp_path, index) for index in range(2))
     open_: list[socket.socket] = []
 
@@ -193,7 +193,7 @@ async def test_of_two_processes_the_one_with_fewer_connections_takes_the_next(
             assert await said(client) == GREETING
         return [one.num, other.num]
 
-    assert await connect(4) == [2, 2]  # none is ready
+    assert await connect(4) == [2, 2]  # neither is ready
     other.counts.set_ready()
     assert await connect(4) == [2, 6]
     one.counts.set_ready()
@@ -206,7 +206,7 @@ async def test_of_two_processes_the_one_with_fewer_connections_takes_the_next(
     one.hang()
     assert await connect(4) == [0, 4]
     one.stop()
-    again = Accepting(port, tmp_path, 0)  # as if it had died
+    again = Accepting(port, tmp_path, 0)  # as after a crash
     again.counts.set_ready()
     one = again
     assert await connect(4) == [4, 4]
@@ -217,10 +217,10 @@ async def test_of_two_processes_the_one_with_fewer_connections_takes_the_next(
 
 
 @pytest.mark.anyio
-async def test_what_a_hung_process_leaves_is_taken_together(
+async def test_connections_left_by_a_hung_process_are_accepted_together(
     port: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
 ) -> None:
-    """And one that is closed has no turn."""
+    """A closed process has no turn."""
     monkeypatch.setattr(listener, "YIELD_S", 0.2)
     hung, other = (Accepting(port, tmp_path, index) for index in range(2))
     for accepting in (hung, other):
@@ -235,7 +235,7 @@ async def test_what_a_hung_process_leaves_is_taken_together(
             client.setblocking(False)
             assert await said(client) == GREETING
 
-    other.counts.add(1)  # so it is the turn of the hung one
+    other.counts.add(1)  # now it is the turn of the hung process
     began = asyncio.get_running_loop().time()
     await connect(20)
     assert asyncio.get_running_loop().time() - began < 10 * 0.2

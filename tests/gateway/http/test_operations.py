@@ -54,7 +54,7 @@ async def test_tokenize_messages_as_chat_does(make_http):
         ("/detokenize", {"tokens": [10**30]}, "tokens"),
     ],
 )
-async def test_refusals(make_http, url, body, param):
+async def test_invalid_bodies_are_refused(make_http, url, body, param):
     reply = await make_http(saying("x")).post(url, json=body)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
@@ -72,7 +72,7 @@ DEFAULTS = {"temperature": 0.2, "top_p": 0.9}
 NO_CHAT = {"chat": False, "tools": False, "reasoning": False}
 
 
-async def test_models_say_what_can_be_asked_of_them(make_http):
+async def test_models_list_their_capabilities(make_http):
     (chat, blobs), text = served("chat", generation=DEFAULTS), served("text")[0]
     text.ClearField("template_digest")
     thinks, embeds, judges = (served(name)[0] for name in ("thinks", "embeds", "judges"))
@@ -119,7 +119,7 @@ async def test_models_say_what_can_be_asked_of_them(make_http):
     assert models["chat"]["max_model_len"] == chat.context_len
 
 
-async def test_a_model_whose_calls_are_not_read_has_no_tools(make_service):
+async def test_a_model_without_call_parser_has_no_tools(make_service):
     router = FakeRouter(saying("x"))
     router.blobs[router.cards[0].template_digest] = THINKING.encode()
     service = make_service(router, parsers=ParserChoice("none", "none"))
@@ -191,7 +191,7 @@ async def test_metrics(make_http):
     assert values["pdserve_gateway_requests", "open"] == 0
 
 
-async def test_gateways_beside_each_other_leave_the_fleet_out(make_http):
+async def test_metrics_of_several_gateways_leave_the_fleet_out(make_http):
     client = make_http(saying("x"))
     whole = (await client.get("/metrics", params={"fleet": "true"})).text
     own = (await client.get("/metrics", params={"fleet": "false"})).text
@@ -213,7 +213,7 @@ async def test_metrics_without_a_router(make_http):
     assert (await make_http(router).get("/metrics")).status_code == 200
 
 
-async def test_long_lists_of_ids_leave_the_loop_to_others(make_service, monkeypatch):
+async def test_long_id_lists_do_not_block_the_loop(make_service, monkeypatch):
     """Owners take turns, and other work runs between two parts of one list."""
     monkeypatch.setattr(model_texts, "IDS_AT_ONCE", 4)
     router = FakeRouter(saying("x"))
@@ -239,7 +239,7 @@ async def test_long_lists_of_ids_leave_the_loop_to_others(make_service, monkeypa
         texts = await asyncio.gather(*decoding)
         other_work.cancel()
     assert texts == [model.text.vocabulary.decode(ids)] * 4
-    assert ended == [b"a", b"a", b"b", b"a"], "the last of a waits for b"
+    assert ended == [b"a", b"a", b"b", b"a"], "the last list of a must wait for b"
     assert passes >= 4 * len(ids) // 4
 
 
@@ -264,7 +264,7 @@ async def test_a_compressed_body_is_refused(make_http):
         assert reply.status_code == status, reply.text
 
 
-async def test_a_chats_body_is_tokenized_whatever_it_asks_of_the_answer(make_http):
+async def test_tokenize_accepts_the_body_of_a_chat(make_http):
     client = make_http(saying("x"))
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     plain = (await client.post("/tokenize", json=body)).json()
@@ -283,7 +283,7 @@ async def test_a_chats_body_is_tokenized_whatever_it_asks_of_the_answer(make_htt
 
 
 @pytest.mark.parametrize("name", ["truncate_prompt_tokens", "truncate", "prompt_truncate_len"])
-async def test_a_prompt_that_would_be_cut_is_not_tokenized_whole(make_http, name):
+async def test_tokenize_refuses_truncation(make_http, name):
     client = make_http(saying("x"))
     for body in ({"prompt": "hello world"}, {"messages": HI}):
         asked = {"model": "tiny", **body}

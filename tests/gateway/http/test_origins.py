@@ -1,4 +1,4 @@
-"""A server without keys that only this machine reaches answers no page of a stranger."""
+"""A server without keys that listens on this machine only refuses pages of other origins."""
 
 import pytest
 from fakes.router import saying
@@ -14,7 +14,7 @@ CALLERS = [
     ("[::1]:8000", None, 200),
     ("127.8.9.1:1", "http://localhost:3000", 200),
     ("app.localhost", "http://127.0.0.1:8000", 200),
-    ("evil.example", None, 403),  # its name resolves to 127.0.0.1
+    ("evil.example", None, 403),  # a name that resolves to 127.0.0.1
     ("evil.example:8000", "http://evil.example:8000", 403),
     ("localhost.evil.example", None, 403),
     ("10.0.0.1", None, 403),
@@ -28,7 +28,7 @@ CALLERS = [
 ]
 
 
-async def test_who_may_call(make_http, subtests):
+async def test_allowed_callers(make_http, subtests):
     client = make_http(saying("x"), local=True)
     for host, origin, status in CALLERS:
         with subtests.test(host=host, origin=origin):
@@ -40,7 +40,7 @@ async def test_who_may_call(make_http, subtests):
                 assert reply.json()["error"]["code"] == "forbidden"
 
 
-async def test_an_origin_is_let_in_on_purpose(make_http):
+async def test_an_origin_may_be_allowed(make_http):
     page = "https://chat.example"
     client = make_http(saying("x"), local=True, allowed_origins=[page])
     for origin, status in ((page, 200), ("https://other.example", 403)):
@@ -59,11 +59,13 @@ async def test_an_origin_is_let_in_on_purpose(make_http):
 async def test_cors_is_closed_by_default(make_http):
     client = make_http(saying("x"))
     reply = await client.post(CHAT, json=ASKED, headers={"origin": "https://a.example"})
-    assert reply.status_code == 200, "whoever opens it to the network has keys, or trusts it"
+    assert reply.status_code == 200, (
+        "a server on the network has keys or trusts it, and checks no origins"
+    )
     assert "access-control-allow-origin" not in reply.headers
 
 
-async def test_with_keys_a_page_shows_one(make_http):
+async def test_a_page_needs_a_key_if_keys_are_set(make_http):
     page = "https://chat.example"
     client = make_http(saying("x"), keys=("k",), local=True, allowed_origins=[page])
     ask = {"host": "any.example", "origin": page, "access-control-request-method": "POST"}
@@ -71,7 +73,9 @@ async def test_with_keys_a_page_shows_one(make_http):
     headers = {"host": "any.example", "origin": page}
     refused = await client.post(CHAT, json=ASKED, headers=headers)
     assert refused.status_code == 401
-    assert refused.headers["access-control-allow-origin"] == page, "the page can read why"
+    assert refused.headers["access-control-allow-origin"] == page, (
+        "the page must be able to read the refusal"
+    )
     shown = refused.headers["access-control-expose-headers"].split(", ")
     assert {"x-request-id", "retry-after", "x-ratelimit-remaining-tokens"} <= set(shown)
     headers["authorization"] = "Bearer k"

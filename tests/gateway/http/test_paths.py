@@ -1,4 +1,4 @@
-"""Where the application is: Unix sockets' files, and the path of a proxy before its own."""
+"""The address of the application: Unix socket files, and the root path of a proxy."""
 
 import socket
 
@@ -11,7 +11,7 @@ from pdserve.gateway.http.serving.sockets import hold_port, unix_listener
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_proxy_s_path_is_taken_off(make_http):
+async def test_the_root_path_is_removed(make_http):
     client = make_http(saying("hello"), root_path="/llm/one/", keys=("k",))
     headers = {"authorization": "Bearer k"}
     for prefix in ("", "/llm/one"):
@@ -25,12 +25,12 @@ async def test_a_proxy_s_path_is_taken_off(make_http):
 
 
 @pytest.mark.parametrize("path", ["llm", "/v1", "/tokenize", "/a b", "/a//b", "/a?b"])
-async def test_what_cannot_be_a_root_path(make_app, path):
+async def test_an_invalid_root_path_is_refused(make_app, path):
     with pytest.raises(ValueError, match="--root-path"):
         make_app(FakeRouter(saying("x")), root_path=path)
 
 
-def test_a_socket_that_is_served_is_not_replaced(tmp_path):
+def test_a_socket_in_use_is_not_replaced(tmp_path):
     path = str(tmp_path / "api")
     with unix_listener(path) as first:
         assert first is not None
@@ -41,8 +41,8 @@ def test_a_socket_that_is_served_is_not_replaced(tmp_path):
     assert not (tmp_path / "api").exists()
 
 
-def test_a_port_that_is_held_is_not_held_again():
-    """Although nobody listens there yet."""
+def test_a_held_port_is_not_held_twice():
+    """Refuse a second hold even before a server listens on the port."""
     with hold_port("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):

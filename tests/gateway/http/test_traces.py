@@ -1,4 +1,4 @@
-"""Where a request's time went: /v1/traces/{request_id}, and the gateway's span."""
+"""The timing of a request: /v1/traces/{request_id}, and the gateway's span."""
 
 import asyncio
 from typing import Any
@@ -20,7 +20,7 @@ BEFORE_DECODE = [
 
 
 async def slow(router, start):
-    """Takes as long as the phases say, and some more on the way back."""
+    """Play a request that takes the time of its phases, and some more on the way back."""
     yield placed(start)
     await asyncio.sleep(0.05)
     yield tokens(start, router.encode("a"), 0)
@@ -58,7 +58,7 @@ async def test_phases_of_a_request(make_http):
         assert following["start_ms"] == pytest.approx(end, abs=0.01)
 
 
-async def test_a_clients_own_id_and_the_latest_of_it(make_http):
+async def test_a_client_id_finds_its_latest_request(make_http):
     http = make_http(saying("x"))
     mine = {"x-request-id": "mine/1"}
     for prompt in ("one", "one two three"):
@@ -67,7 +67,7 @@ async def test_a_clients_own_id_and_the_latest_of_it(make_http):
     assert found["prompt_tokens"] == reply.json()["usage"]["prompt_tokens"]
 
 
-async def test_one_key_sees_nothing_of_another(make_http):
+async def test_a_key_cannot_see_traces_of_another(make_http):
     http = make_http(saying("x"), keys=("one", "other"))
     keys = [{"authorization": f"Bearer {name}"} for name in ("one", "other")]
     asked = await http.post("/v1/completions", json=ASKED, headers=keys[0])
@@ -80,7 +80,7 @@ async def test_one_key_sees_nothing_of_another(make_http):
     assert (await http.get(path)).status_code == 401
 
 
-async def test_only_the_last_ones_are_kept(make_http, monkeypatch):
+async def test_only_recent_traces_are_kept(make_http, monkeypatch):
     monkeypatch.setattr(request_log, "MAX_ENDED", 3)
     http = make_http(saying("x"))
     answers = [await http.post("/v1/completions", json=ASKED) for _ in range(4)]
@@ -88,7 +88,7 @@ async def test_only_the_last_ones_are_kept(make_http, monkeypatch):
     assert [(await http.get(path)).status_code for path in paths] == [404, 200, 200, 200]
 
 
-async def test_a_request_that_is_open_and_one_that_failed(make_http):
+async def test_traces_of_an_open_and_a_failed_request(make_http):
     go_on = asyncio.Event()
 
     async def play(router, start):
@@ -114,14 +114,14 @@ async def test_a_request_that_is_open_and_one_that_failed(make_http):
     assert found["time_to_first_token_ms"] is None
 
 
-async def test_many_attempts_are_bounded(make_http):
+async def test_attempts_in_a_trace_are_bounded(make_http):
     async def play(router, start):
         for number in range(100):
             event = placed(start)
             event.placed.placement.attempt = number.to_bytes(16)
             event.placed.prefill_address = "p:1"
             yield event
-            yield event  # said again
+            yield event  # a repeated event
         yield failed(start, pb.UNAVAILABLE)
 
     http = make_http(play)
@@ -132,7 +132,7 @@ async def test_many_attempts_are_bounded(make_http):
 
 
 def test_the_phases_are_those_of_the_first_token():
-    """What is not known is not made up."""
+    """Place the phases between arrival and first token; leave unknown times out."""
     phases = pb.Phases(queue_s=3, route_s=1, prefill_s=4, transfer_s=0.5, first_token_s=0.25)
     found = timeline(0.5, 1.0, 10.0, 12.0, phases)
     starts = [0, 0.5, 1.5, 2.5, 4.5, 8.5, 9.0, 9.25, 10.5]
@@ -143,7 +143,7 @@ def test_the_phases_are_those_of_the_first_token():
     assert [one.name for one in timeline(0.5, 1.0, None, 2.0, None)][-1] == "wait"
 
 
-async def test_a_trace_goes_in_and_out(make_http):
+async def test_a_trace_context_is_continued(make_http):
     tracer = MemoryTracer()
     router = FakeRouter(slow)
     http = make_http(router, arrange=lambda service: setattr(service, "tracer", tracer))
@@ -170,7 +170,7 @@ async def test_a_trace_goes_in_and_out(make_http):
         assert length == pytest.approx(phase["duration_ms"], abs=0.01)
 
 
-async def test_a_failure_is_the_spans_status(make_http):
+async def test_a_failure_sets_the_status_of_the_span(make_http):
     tracer = MemoryTracer()
     http = make_http(saying("x"), arrange=lambda service: setattr(service, "tracer", tracer))
     reply = await http.post("/v1/completions", json=ASKED | {"model": "none"})
@@ -179,8 +179,9 @@ async def test_a_failure_is_the_spans_status(make_http):
     assert tracer.spans()["request"].status.description == "MODEL_NOT_FOUND"
 
 
-async def test_without_an_endpoint_the_clients_trace_is_passed_on(make_http):
-    """To a router and workers that have one; the answer names no span, since there is none."""
+async def test_without_an_endpoint_the_trace_context_is_passed_on(make_http):
+    """Pass it on to a router and workers that may have an endpoint; the answer names no span of the
+    gateway."""
     router = FakeRouter(saying("x"))
     http = make_http(router)
     headers = {"traceparent": CLIENT, "tracestate": "a=b", "x-request-id": "mine"}

@@ -1,4 +1,4 @@
-"""Over TLS, too, a client that takes nothing loses its connection, and a slow one keeps it."""
+"""Over TLS, a client that reads nothing loses its connection, and a slow client keeps it."""
 
 import asyncio
 import socket
@@ -16,9 +16,9 @@ from pdserve.services.host.auth.certificates import issue, make_authority
 from pdserve.services.host.auth.roles import Role
 
 pytestmark = pytest.mark.anyio
-SMALL = 1 << 14  # of socket buffers
+SMALL = 1 << 14  # socket buffer size
 STALL_S = 1.0
-NUM_BYTES = 400_000  # what a layer of TLS takes without a pause
+NUM_BYTES = 400_000  # what the TLS layer accepts without a pause
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
@@ -58,7 +58,7 @@ async def connection(
 
 
 async def read_all(reader: asyncio.StreamReader, pause_s: float) -> int:
-    """How much comes."""
+    """The number of bytes received."""
     taken = 0
     with suppress(ConnectionError, ssl.SSLError, asyncio.IncompleteReadError):
         while piece := await reader.read(1 << 13):
@@ -69,7 +69,7 @@ async def read_all(reader: asyncio.StreamReader, pause_s: float) -> int:
     return taken
 
 
-async def test_a_client_that_takes_nothing_loses_its_connection(connection):
+async def test_a_client_that_reads_nothing_loses_its_connection(connection):
     server, reader, writer = connection
     writer.write(ASK)
     await reader.readuntil(b"\r\n\r\n")
@@ -78,7 +78,7 @@ async def test_a_client_that_takes_nothing_loses_its_connection(connection):
         assert await read_all(reader, 0) < NUM_BYTES
 
 
-async def test_a_byte_of_the_next_request_does_not_keep_it(connection):
+async def test_a_byte_of_the_next_request_does_not_keep_the_connection(connection):
     server, reader, writer = connection
     writer.write(ASK)
     await reader.readuntil(b"\r\n\r\n")
@@ -86,7 +86,7 @@ async def test_a_byte_of_the_next_request_does_not_keep_it(connection):
     await eventually(lambda: not server.server_state.connections)
 
 
-async def test_a_client_that_reads_slowly_has_all_of_it(connection):
+async def test_a_client_that_reads_slowly_receives_everything(connection):
     _, reader, writer = connection
     writer.write(ASK)
     await reader.readuntil(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""The file of MCP servers: what it may say, and what is wrong with it in words."""
+"""The MCP configuration file: valid entries, and errors in clear words."""
 
 import json
 from importlib.metadata import PackageNotFoundError
@@ -74,7 +74,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-def test_what_is_wrong_is_named(subtests: pytest.Subtests) -> None:
+def test_an_invalid_entry_is_named(subtests: pytest.Subtests) -> None:
     for content, error in WRONG:
         with subtests.test(error):
             with pytest.raises(ValueError, match=r".") as caught:

@@ -1,4 +1,4 @@
-"""Names of offered tools, and how they join a client's own."""
+"""Names of offered tools, and how they join a client's tools."""
 
 import re
 
@@ -10,7 +10,7 @@ def listed(*names: str, server: str = "s") -> tuple[OfferedTool, ...]:
     return offered_tools((server, ServerTool(name, "", {}), True) for name in names)
 
 
-def test_names_are_those_that_models_may_write() -> None:
+def test_offered_names_are_valid_function_names() -> None:
     long = "x" * 80
     offered = offered_tools(
         (server, ServerTool(name, "", {}), False)
@@ -29,7 +29,7 @@ def test_names_are_those_that_models_may_write() -> None:
     assert [one.name for one in offered] == ["get.it", "get/it", "é", long, long + "y"]
 
 
-def test_a_clients_tools_come_first_and_keep_their_names() -> None:
+def test_client_tools_come_first_and_keep_their_names() -> None:
     mine = ToolUse([Tool("zeta"), Tool("s__a", "mine")])
     use, added = with_offered(mine, listed("a", "b"))
     assert use is not None
@@ -42,7 +42,7 @@ def test_a_clients_tools_come_first_and_keep_their_names() -> None:
     assert (list(added), use.choice) == (["s__a"], "auto")
 
 
-def test_a_client_that_demands_or_allows_calls_means_its_own_tools() -> None:
+def test_tool_choice_refers_to_client_tools_only() -> None:
     use, added = with_offered(ToolUse([Tool("m")], "required"), listed("a"))
     assert use is not None
     assert (use.only, list(added)) == (("m",), ["s__a"])

@@ -1,4 +1,4 @@
-"""MCP servers behind a gateway: a program on its standard streams, and one over HTTP."""
+"""MCP servers of a gateway: a program over standard streams, and a server over HTTP."""
 
 import asyncio
 import json
@@ -54,13 +54,13 @@ async def call(servers: McpServers, name: str, **arguments: Any) -> ToolResult:
     return await servers.call(tool, arguments, 60.0, "req")
 
 
-async def test_a_program_lists_and_answers(
+async def test_a_program_lists_tools_and_answers_calls(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "pdserve")
     notes = tmp_path / "notes"
     async with running(program(notes, auto_approve=frozenset({"add"}))) as servers:
-        assert servers.offered == ()  # nobody waits for it
+        assert servers.offered == ()  # startup does not wait for it
         await eventually(lambda: servers.offered)
         by_name = {one.name: one for one in servers.offered}
         add = by_name["add"]
@@ -84,7 +84,7 @@ async def test_a_program_lists_and_answers(
     assert SECRET not in caplog.text
 
 
-async def test_the_environment_of_the_gateway_is_its_own(
+async def test_the_environment_of_the_gateway_is_not_inherited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PDSERVE_HIDDEN", SECRET)
@@ -105,7 +105,7 @@ async def test_a_server_over_http(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert SECRET not in caplog.text
 
 
-async def test_a_server_that_dies_loses_its_tools_and_comes_back(
+async def test_a_server_that_crashes_loses_its_tools_and_restarts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     crashes = tmp_path / tool_server.CRASHES
@@ -119,7 +119,7 @@ async def test_a_server_that_dies_loses_its_tools_and_comes_back(
         starts = len((tmp_path / "notes").read_text().splitlines())
         gone = await servers.call(offered[0], {}, 60.0, "req")
         assert gone.text == "error: the tool is not available at the moment"
-        # It is tried again and again, and said once to be away.
+        # The gateway retries repeatedly, and logs the outage once.
         await eventually(lambda: len((tmp_path / "notes").read_text().splitlines()) > starts + 2)
         away = [r for r in caplog.records if "is unavailable" in r.getMessage()]
         assert len(away) == 1
@@ -128,7 +128,7 @@ async def test_a_server_that_dies_loses_its_tools_and_comes_back(
         assert (await call(servers, "add", a=1, b=2)).text == "3"
 
 
-async def test_a_server_over_http_that_goes_and_comes_back(tmp_path: Path) -> None:
+async def test_a_server_over_http_that_stops_and_returns(tmp_path: Path) -> None:
     port = lasting_port()
     server = McpServer("web", url=f"http://127.0.0.1:{port}/mcp")
     async with running(server, pace=FAST._replace(reply_s=5.0)) as servers:
@@ -174,7 +174,7 @@ async def test_new_tools_are_offered(tmp_path: Path) -> None:
         await eventually(lambda: "more" in names(servers))
 
 
-async def test_a_program_that_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_missing_program(caplog: pytest.LogCaptureFixture) -> None:
     async with running(McpServer("gone", ("/no/such/program",))) as servers:
         await eventually(lambda: "is unavailable" in caplog.text)
         assert servers.offered == ()
@@ -182,8 +182,8 @@ async def test_a_program_that_is_not_there(caplog: pytest.LogCaptureFixture) -> 
 
 
 class Scripted:
-    """A connection without a server; `hangs` when it is asked for tools, or `ends` when it is asked
-    once more."""
+    """A connection without a server: `hangs` blocks a request for tools, `ends` fails the second
+    one."""
 
     def __init__(self, listed: list[ServerTool], text: str = "") -> None:
         self.listed = listed
@@ -210,7 +210,7 @@ class Scripted:
         return ToolResult(self.text, False)
 
 
-async def test_what_servers_say_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+async def test_data_from_servers_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     listed = [
         ServerTool("huge", "", {"enum": ["x" * 70_000]}),
         ServerTool("wordy", "x" * 100_000, {}),
@@ -245,7 +245,7 @@ async def test_a_server_that_hangs_loses_its_tools(caplog: pytest.LogCaptureFixt
     assert warnings == ["the MCP server 's' is unavailable: it did not answer in time"]
 
 
-async def test_a_server_that_ends_after_each_start_is_said_once_to_be_away(
+async def test_an_outage_after_each_start_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     talks = Scripted([ServerTool("a", "", {})])

@@ -1,4 +1,4 @@
-"""Ollama's API: bodies as Ollama documents them, over a scripted router."""
+"""The Ollama API: bodies as Ollama documents them, over a scripted router."""
 
 import json
 import time
@@ -42,7 +42,7 @@ def lines(reply: httpx.Response) -> list[Any]:
     return [json.loads(line) for line in reply.text.splitlines()]
 
 
-async def test_a_chat_is_streamed_as_lines_unless_it_asks_for_a_whole(make_http):
+async def test_a_chat_is_streamed_as_lines_by_default(make_http):
     router = FakeRouter(saying("hello world", cached=2))
     http = make_http(router)
     found = lines(await http.post("/api/chat", json=BODY))
@@ -80,8 +80,8 @@ async def test_generate_is_a_chat_of_one_message(make_http):
     assert len({tuple(start.prompt_ids) for start in router.starts}) == 1
 
 
-async def test_a_raw_prompt_goes_on_as_text(make_http):
-    """Without a template, and with the answer's text as it is."""
+async def test_a_raw_prompt_is_continued_as_text(make_http):
+    """Apply no template, and return the text of the answer unparsed."""
     text = "<think>hm</think>" + calls("weather", '{"place": "Rome"}')
     model = ToolModel(text, template=THINKING)
     http = make_http(model)
@@ -128,13 +128,13 @@ async def test_options_reach_the_engine(make_http):
     for limit in (-1, -2, 0):
         more = {"options": {"num_predict": limit, "seed": -1}}
         await http.post("/api/chat", json={**BODY, **more})
-        assert router.starts[-1].params.max_tokens == 0, "the rest of the context"
+        assert router.starts[-1].params.max_tokens == 0, "the limit must be the rest of the context"
         seeds.add(router.starts[-1].seed)
-    assert len(seeds) == 3, "any"
+    assert len(seeds) == 3, "seeds must be random"
     neutral = {"repeat_last_n": 64, "repeat_penalty": 1.0, "presence_penalty": 0.0}
     reply = await http.post("/api/chat", json={**BODY, "options": neutral})
     assert reply.status_code == 200
-    assert router.starts[-1].params.penalty_window == 0, "there is no penalty"
+    assert router.starts[-1].params.penalty_window == 0, "the window must be 0 without a penalty"
     for last, window in ((64, 64), (-1, 0)):
         some = {"repeat_last_n": last, "repeat_penalty": 1.25}
         await http.post("/api/chat", json={**BODY, "options": some})
@@ -148,7 +148,7 @@ async def test_options_reach_the_engine(make_http):
     assert cut.json()["done_reason"] == "length"
 
 
-async def test_what_would_change_the_answer_is_refused_by_name(make_http, subtests):
+async def test_unsupported_fields_are_refused_by_name(make_http, subtests):
     http = make_http(saying("x"))
     chat = {"model": "tiny", "messages": HI}
     prompt = {"model": "tiny", "prompt": "hi"}
@@ -251,7 +251,7 @@ async def test_thoughts_and_calls_streamed_and_whole_are_the_same(make_http):
     assert whole["eval_count"] == 9
 
 
-async def test_a_call_that_is_cut_has_what_is_there(make_http):
+async def test_a_cut_call_has_the_complete_part_of_its_arguments(make_http):
     call = ToolCallPart(0, "call_a", "weather", '{"place": "Rome", "day": ')
     cut = deltas(call, ToolCallPart(0, cut=True), finish="length")
     http = make_http(ScriptedParts(cut))
@@ -260,8 +260,8 @@ async def test_a_call_that_is_cut_has_what_is_there(make_http):
     assert answer["done_reason"] == "length"
 
 
-async def test_a_loop_of_tools(make_http):
-    """The answer goes back as it came, or without ids, as Ollama's clients send it."""
+async def test_a_tool_loop(make_http):
+    """Send the answer back unchanged, and without ids, as clients of Ollama do."""
     parts = ScriptedParts(CALLS, *[deltas(TextPart("Warm."))] * 2)
     http = make_http(parts)
     asked = {**BODY, "tools": [WEATHER]}
@@ -289,7 +289,7 @@ async def test_a_loop_of_tools(make_http):
 
 
 def test_results_of_many_calls_take_linear_time() -> None:
-    """Each result names a tool of which no call is open, or no tool."""
+    """Every result names a tool without an open call."""
     function = {"function": {"name": "f"}}
     calls_ = {"role": "assistant", "tool_calls": [function] * 128}
     result = {"role": "tool", "tool_name": "g", "content": ""}
@@ -341,7 +341,7 @@ async def test_log_probabilities(make_http):
     assert streamed[0].keys() == {"token", "logprob", "bytes", "top_logprobs"}
 
 
-async def test_names_have_a_tag(make_http):
+async def test_model_names_may_have_a_tag(make_http):
     tagged, blobs = served("tiny:latest")
     plain, _ = served("other")
     router = FakeRouter(saying("x"), [tagged, plain], blobs)
@@ -394,7 +394,7 @@ async def test_a_missing_name_means_the_only_model(make_http):
     assert (reply.status_code, "embedder" in reply.json()["error"]) == (400, True)
 
 
-async def test_without_a_prompt_a_model_is_loaded(make_http):
+async def test_a_request_without_a_prompt_loads_the_model(make_http):
     router = FakeRouter(saying("x"))
     http = make_http(router)
     for path, body in (
@@ -409,7 +409,7 @@ async def test_without_a_prompt_a_model_is_loaded(make_http):
     assert router.starts == []
 
 
-async def test_the_lists_of_models(make_http):
+async def test_model_lists(make_http):
     router = every_kind()
     http = make_http(router)
     tags = (await http.get("/api/tags")).json()["models"]
@@ -431,10 +431,10 @@ async def test_the_lists_of_models(make_http):
     shown = (await http.post("/api/show", json={"model": "embedder"})).json()
     assert shown["capabilities"] == ["embedding"]
     version = (await http.get("/api/version")).json()["version"]
-    assert tuple(map(int, version.split("."))) >= (0, 6, 4), "what editors want at least"
+    assert tuple(map(int, version.split("."))) >= (0, 6, 4), "editors require at least 0.6.4"
 
 
-async def test_what_a_model_recommends(make_http):
+async def test_recommended_parameters_of_a_model(make_http):
     card, blobs = served(generation={"temperature": 0.5, "repetition_penalty": 1.25})
     http = make_http(FakeRouter(saying("x"), [card], blobs))
     shown = (await http.post("/api/show", json={"model": "tiny"})).json()
@@ -466,7 +466,7 @@ async def test_embeddings(make_http):
     assert wrong.status_code == 400
 
 
-async def test_a_long_text_loses_its_end_unless_that_is_refused(make_http):
+async def test_a_long_text_is_truncated_unless_refused(make_http):
     router = every_kind()
     http = make_http(router, bounds=LARGE)
     context = router.cards[1].context_len
@@ -482,7 +482,7 @@ async def test_a_long_text_loses_its_end_unless_that_is_refused(make_http):
     assert "context" in refused.json()["error"]
 
 
-def test_a_text_that_is_cut_keeps_the_eos_that_it_ends_with() -> None:
+def test_a_truncated_text_keeps_its_eos() -> None:
     card = SimpleNamespace(eos_ids=(9,), bos_id=None)
     text = SimpleNamespace(vocabulary=SimpleNamespace(card=card))
     model: Any = SimpleNamespace(card=SimpleNamespace(context_len=8), text=text)
@@ -526,8 +526,8 @@ async def test_a_stream_that_fails_ends_with_an_error_line(make_http):
     assert "secret" not in found[-1]["error"]
 
 
-async def test_what_clients_leave_out_or_write_as_text(make_http, subtests):
-    """A tool without a type, and arguments that are a text, null, absent or no JSON."""
+async def test_lenient_tool_fields(make_http, subtests):
+    """Accept a tool without a type, and arguments that are text, null, absent or invalid JSON."""
     router = ToolModel("warm")
     http = make_http(router)
     tool = {"function": WEATHER["function"]}

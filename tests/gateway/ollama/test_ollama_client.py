@@ -51,7 +51,7 @@ def connect(connect_to) -> Callable[..., Any]:
     return partial(connect_to, ollama.AsyncClient)
 
 
-def test_what_the_client_can_send_is_served_ignored_or_refused() -> None:
+def test_every_field_of_the_client_is_served_ignored_or_refused() -> None:
     for sent, body in (
         (_types.ChatRequest, OllamaChatBody),
         (_types.GenerateRequest, OllamaGenerateBody),
@@ -80,7 +80,7 @@ async def test_a_chat_whole_and_streamed(connect):
     assert router.starts[0].params.temperature == 0.5
 
 
-async def test_a_loop_of_tools_with_thinking(connect):
+async def test_a_tool_loop_with_thinking(connect):
     parts = ScriptedParts(CALL, deltas(TextPart("Warm.")))
     client = await connect(parts)
     messages: list[Any] = [*HI]

@@ -1,5 +1,5 @@
-"""Each field that docs/api.md calls served changes something: two values of it make two answers or
-two requests to the router, or it is said here why they do not."""
+"""Each field that docs/api.md lists as served has an effect: two values of it lead to two answers
+or two requests to the router. Exceptions are listed here with their reason."""
 
 import json
 import re
@@ -29,7 +29,7 @@ NO_BOS = "the tokenizer of the fake model adds no token (tests/gateway/text/test
 WHOSE = "whom the usage is counted for (tests/gateway/stored/test_usage.py)"
 ONE = "it can have one value only, which says what is done anyway"
 SHOWN = "the answer repeats it, which is all that it is for"
-# Of a response, what does not repeat the request.
+# The fields of a response that do not repeat the request.
 ANSWERS = ("status", "output", "usage", "incomplete_details", "store")
 WITHOUT: dict[tuple[str, str], str] = {
     (PLAIN, "add_special_tokens"): NO_BOS,
@@ -49,7 +49,7 @@ WITHOUT: dict[tuple[str, str], str] = {
         for path in (CHAT, PLAIN)
     },
 }  # fmt: skip
-# One of the two values is an error, which is the effect.
+# Fields of which one of the two values is an error, which is the effect.
 ONE_IS_REFUSED = {
     *((path, "model") for path in PATHS),
     (CHAT, "add_special_tokens"),
@@ -69,7 +69,7 @@ STREAM = {"stream": True}
 JSON_SCHEMA = {"name": "x", "schema": SCHEMA}
 INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ENUM = {"type": "json_schema", "name": "x", "schema": SCHEMA}
-# Pairs of what a body has more. For others it is the value of GIVEN, or nothing.
+# Pairs of extra fields for a body. The default pair is the value from GIVEN, and nothing.
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "model": ({"model": "tiny"}, {"model": "embedder"}),
     "messages": ({"messages": HI}, {"messages": HI * 2}),
@@ -189,7 +189,7 @@ OF_TOOLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def fields(path: str) -> Iterator[str]:
-    """The served fields of a route, and those of its objects."""
+    """The served fields of a route, including those of nested objects."""
     (route,) = (route for route in ROUTES if route.path == path)
     for body in route.bodies:
         schema = body.model_json_schema()
@@ -219,7 +219,7 @@ def pair(path: str, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_what_is_served_has_an_effect(make_http, monkeypatch, path):
+async def test_each_served_field_has_an_effect(make_http, monkeypatch, path):
     router = every_kind()
     router.play = saying(ANSWER)
     router.blobs[router.cards[0].template_digest] = TEMPLATE.encode()

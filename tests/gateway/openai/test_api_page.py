@@ -1,4 +1,4 @@
-"""docs/api.md says what the code knows, and each of its rows is true of a running application."""
+"""docs/api.md matches the code, and each of its rows holds for a running application."""
 
 import json
 import re
@@ -38,7 +38,7 @@ from systems.served_gateway import every_kind, served_gateway
 
 pytestmark = pytest.mark.anyio
 PAGE = (Path(__file__).parents[3] / "docs/api.md").read_text()
-# What each client's package can send.
+# The fields that the package of each client can send.
 KNOWN_TO_CLIENTS: dict[str, Any] = {
     CHAT: chat_create_params.CompletionCreateParamsStreaming,
     PLAIN: completion_create_params.CompletionCreateParamsStreaming,
@@ -52,48 +52,48 @@ KNOWN_TO_CLIENTS: dict[str, Any] = {
 }
 FATES = (SERVED, IGNORED, LEFT_OUT, REFUSED)
 PAIRS = {"queries", "documents", "items", "data_1", "data_2"}  # instead of text_1 and text_2
-ANYTHING = ("user",)  # the value is not looked at
-WRONG = ({"x": {"x": []}}, 0.5, "x")  # no other field takes all of them
-WANTED = (True, 7, "x", ["x"], {"x": "x"})  # of each kind one
+ANYTHING = ("user",)  # fields whose value is not checked
+WRONG = ({"x": {"x": []}}, 0.5, "x")  # no other field accepts all of them
+WANTED = (True, 7, "x", ["x"], {"x": "x"})  # one value of each type
 
 
 def rows(path: str, what: str) -> dict[str, str]:
-    """The field and the value of the rows of a route that say so."""
+    """The field and the value of each row of a route with this status."""
     (table,) = re.findall(rf"^## POST {path}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
     found = re.findall(r"^\| `(\w+)` \| ?(.*?) \| (\w[\w ]*)(?:;.*)? \|$", table, re.MULTILINE)
     return {name: value for name, value, here in found if here == what}
 
 
 def here(path: str) -> set[str]:
-    """Every field of a route that the page has."""
+    """All fields of a route on the page."""
     return {name for what in FATES for name in rows(path, what)}
 
 
-def test_the_page_is_as_the_code() -> None:
-    assert page() == PAGE, "`make docs` writes docs/api.md anew"
+def test_the_page_matches_the_code() -> None:
+    assert page() == PAGE, "`make docs` regenerates docs/api.md"
     assert {route.path for route in ROUTES} == LEAST.keys() | {FILES, BATCHES}
     for path in LEAST:
         count = sum(len(rows(path, what)) for what in FATES)
-        assert count == len(here(path)), "each field has one row"
+        assert count == len(here(path)), "each field must have one row"
 
 
 @pytest.mark.parametrize("path", KNOWN_TO_CLIENTS)
-def test_what_clients_can_send_is_on_the_page(path: str) -> None:
+def test_client_fields_are_on_the_page(path: str) -> None:
     kind = KNOWN_TO_CLIENTS[path]
     sent = kind.__required_keys__ | kind.__optional_keys__
     assert len(sent) >= 3
     assert sent <= here(path)
 
 
-# Fields that change no answer.
+# Fields that do not change the answer.
 HINTS = {
     "include", "metadata", "priority", "prompt_cache_key", "safety_identifier", "session_id",
     "store", "stream_options", "user",
 }  # fmt: skip
 
 
-def test_what_a_route_serves_is_on_the_page_of_each() -> None:
-    """A field that is in no table would be dropped silently."""
+def test_fields_served_by_one_route_are_listed_for_every_route() -> None:
+    """List every such field, because a field in no table would be dropped silently."""
     generating = (CHAT, PLAIN, RESPONSES, MESSAGES, "/api/chat", "/api/generate")
     served = {name for path in generating for name in rows(path, SERVED)}
     assert len(served) > 60
@@ -115,7 +115,7 @@ async def client(make_http: Any, router: FakeRouter, anyio_backend: str) -> http
 
 
 def error_of(reply: httpx.Response) -> str:
-    """Where an answer says what is wrong, in the shape of its API."""
+    """The field that an error names, in the shape of its API."""
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     if isinstance(error, str):
@@ -124,7 +124,7 @@ def error_of(reply: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize("path", LEAST)
-async def test_what_is_served_is_taken(client, path):
+async def test_each_served_field_is_accepted(client, path):
     served = rows(path, SERVED)
     assert served
     for name in served:
@@ -142,11 +142,11 @@ async def test_what_is_served_is_taken(client, path):
         if name not in ANYTHING or path == RESPONSES:
             wrong = [await client.post(path, json={**body, name: value}) for value in WRONG]
             statuses = {reply.status_code for reply in wrong}
-            assert statuses & {400, 404}, f"{name} is not looked at"
+            assert statuses & {400, 404}, f"{name} is not checked"
 
 
 @pytest.mark.parametrize("path", LEAST)
-async def test_what_is_ignored_changes_no_answer(client, router, path):
+async def test_ignored_fields_do_not_change_the_answer(client, router, path):
     async def asked(**more: Any) -> tuple[str, Any]:
         reply = await client.post(path, json={**LEAST[path], **more})
         assert reply.status_code == 200, (more, reply.text)
@@ -166,7 +166,7 @@ async def test_what_is_ignored_changes_no_answer(client, router, path):
 
 
 @pytest.mark.parametrize("path", LEAST)
-async def test_what_is_refused_is_named(client, path):
+async def test_refused_fields_are_named(client, path):
     refused = rows(path, REFUSED)
     assert refused
     for number, (name, value) in enumerate(refused.items()):
@@ -186,7 +186,7 @@ def with_database() -> Iterator[httpx.Client]:
         yield client
 
 
-def test_a_files_form_is_as_the_page_has_it(with_database: httpx.Client) -> None:
+def test_the_form_of_a_file_matches_the_page(with_database: httpx.Client) -> None:
     assert rows(FILES, SERVED).keys() == {"file", "purpose"}
     assert not rows(FILES, IGNORED)
     assert rows(FILES, REFUSED)
@@ -203,7 +203,7 @@ def test_a_files_form_is_as_the_page_has_it(with_database: httpx.Client) -> None
         assert name in error_of(sent(file=b"x", purpose="batch", **{f"{name}[seconds]": "5"}))
 
 
-def test_a_batchs_body_is_as_the_page_has_it(with_database: httpx.Client) -> None:
+def test_the_body_of_a_batch_matches_the_page(with_database: httpx.Client) -> None:
     form: Any = {"data": {"purpose": "batch"}, "files": {"file": b"{}"}}
     file = with_database.post(FILES, **form).json()["id"]
     least: dict[str, Any] = {

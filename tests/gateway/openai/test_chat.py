@@ -31,7 +31,7 @@ async def test_whole_answer(make_http):
         "completion_tokens_details": {"reasoning_tokens": 0},
         "pdserve": {"inexact": False},
     }
-    assert start.params.max_tokens == 0  # the engine gives it what is left of the context
+    assert start.params.max_tokens == 0  # 0: the engine uses the rest of the context
     assert start.remaining_ms > 590_000
     assert 0 < start.queue_remaining_ms <= 60_000
 
@@ -48,7 +48,7 @@ async def test_a_messages_name_reaches_the_template(make_http):
 
 @pytest.mark.parametrize("url", [URL, "/v1/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_that_an_answer_is_inexact_is_told(make_http, url, stream):
+async def test_an_inexact_answer_is_marked(make_http, url, stream):
     async def play(router, start):
         yield placed(start)
         yield tokens(start, router.encode("hello"), 0, finish=pb.STOP)

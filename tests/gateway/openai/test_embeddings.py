@@ -1,4 +1,4 @@
-"""/v1/embeddings over a scripted router: every form of input, every refusal, bounded work."""
+"""/v1/embeddings over a scripted router: forms of input, refusals, and limits on concurrency."""
 
 import asyncio
 import math
@@ -35,7 +35,7 @@ async def embed(http: Any, **body: Any) -> dict[str, Any]:
     return found
 
 
-async def test_the_openai_client_which_asks_for_base64(make_app):
+async def test_the_openai_client_requests_base64(make_app):
     router = embedder()
     http = httpx2.AsyncClient(transport=httpx2.ASGITransport(make_app(router)))
     client = openai.AsyncOpenAI(
@@ -51,13 +51,13 @@ async def test_the_openai_client_which_asks_for_base64(make_app):
     assert found.object == "list"
     assert found.model == "embedder"
     for text, item, other in zip(texts, found.data, plain.data, strict=True):
-        assert item.embedding == other.embedding, "both are the same float32 numbers"
+        assert item.embedding == other.embedding, "both must be the same float32 numbers"
         assert item.embedding == pytest.approx(unit(vector_of(router.encode(text))))
     count = sum(len(router.encode(text)) for text in texts)
     assert (found.usage.prompt_tokens, found.usage.total_tokens) == (count, count)
 
 
-async def test_what_traces_call_it(make_http):
+async def test_the_operation_name_in_traces(make_http):
     tracer = MemoryTracer()
     http = make_http(embedder(), arrange=lambda service: setattr(service, "tracer", tracer))
     await embed(http, input="hello")
@@ -146,7 +146,7 @@ REFUSED = [
 ]
 
 
-async def test_what_is_refused(make_http, subtests):
+async def test_invalid_requests_are_refused(make_http, subtests):
     router = embedder()
     client = make_http(router)
     for body, param, says in REFUSED:
@@ -165,7 +165,7 @@ async def test_an_unknown_model(make_http):
     assert answer.status_code == 404
 
 
-async def test_each_model_is_for_its_own_task(make_http):
+async def test_each_model_serves_only_its_task(make_http):
     generating = make_http(saying("hello"))
     answer = await generating.post(URL, json={"model": "tiny", "input": "a"})
     assert answer.status_code == 400
@@ -182,7 +182,7 @@ async def test_each_model_is_for_its_own_task(make_http):
 
 
 class Slow:
-    """Answers when it is told to, the last asked first."""
+    """Answers when released, the latest request first."""
 
     def __init__(self) -> None:
         self.router = embedder()
@@ -204,7 +204,7 @@ class Slow:
             self.open -= 1
 
 
-async def test_many_inputs_are_bounded_and_come_in_order(make_http):
+async def test_concurrent_inputs_are_bounded_and_answers_are_in_order(make_http):
     slow = Slow()
     inputs = [[n % 256, 1] for n in range(3 * AT_ONCE)]
     asking = asyncio.create_task(embed(make_http(slow.router), input=inputs, dimensions=1))
@@ -218,7 +218,7 @@ async def test_many_inputs_are_bounded_and_come_in_order(make_http):
     assert signs == [[1.0] if ids[0] else [0.0] for ids in inputs]
 
 
-async def test_a_client_that_leaves_cancels_all(make_service):
+async def test_a_disconnect_cancels_all_inputs(make_service):
     from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
     from pdserve.gateway.requests.caller import Caller
 
@@ -235,7 +235,7 @@ async def test_a_client_that_leaves_cancels_all(make_service):
     assert service.limits.open == 0
 
 
-async def test_one_that_fails_ends_all(make_http):
+async def test_a_failed_input_fails_the_request(make_http):
     router = embedder()
     answer_of = router.play
 
@@ -264,7 +264,7 @@ async def test_an_answer_without_a_vector_is_an_error(make_http):
     assert answer.status_code == 500
 
 
-async def test_the_text_ends_as_the_tokenizer_says(make_http, tmp_path):
+async def test_the_text_ends_as_the_tokenizer_defines(make_http, tmp_path):
     from builders.tiny_embedder import EOS, processors
     from tokenizers import Tokenizer
 
@@ -284,7 +284,7 @@ async def test_the_text_ends_as_the_tokenizer_says(make_http, tmp_path):
     assert [list(s.prompt_ids) for s in router.starts] == [[*plain, 258], plain]
 
 
-async def test_it_counts_once_and_its_tokens_as_prompt_tokens(make_http):
+async def test_a_request_counts_once_with_its_prompt_tokens(make_http):
     http = make_http(embedder())
     await embed(http, input=[[1, 2, 3], [4]])
     page = (await http.get("/metrics")).text
@@ -293,8 +293,8 @@ async def test_it_counts_once_and_its_tokens_as_prompt_tokens(make_http):
     assert success in page
 
 
-async def test_vectors_that_are_too_many_to_write(make_http, monkeypatch):
-    """Floats take some 20 characters each, base64 five."""
+async def test_an_answer_with_too_many_numbers_is_refused(make_http, monkeypatch):
+    """Bound the answer by size: a float takes about 20 characters, or five in base64."""
     monkeypatch.setattr("pdserve.gateway.openai.embeddings.MAX_ANSWER_BYTES", 22 * 3 * HIDDEN)
     router = embedder()
     http = make_http(router)

@@ -1,5 +1,5 @@
-"""Fields that are known and not served are refused by name or ignored on purpose; others do what
-they say."""
+"""Known fields that are not served are refused by name or ignored on purpose; served fields take
+effect."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ BODIES = {
     CHAT: ({"model": "tiny", "messages": HI}, ChatBody),
     PLAIN: ({"model": "tiny", "prompt": "a"}, CompletionBody),
 }
-WANTED = (True, 7, "x", ["x"], {"x": "x"})  # of each kind of value, one that asks for something
+WANTED = (True, 7, "x", ["x"], {"x": "x"})  # one non-default value of each type
 
 
 @pytest.mark.parametrize("url", BODIES)
-async def test_what_is_not_served_is_refused_by_name(make_http, url):
+async def test_unsupported_fields_are_refused_by_name(make_http, url):
     body, kind = BODIES[url]
     router = FakeRouter(saying("x"))
     client = make_http(router)
@@ -37,7 +37,7 @@ async def test_what_is_not_served_is_refused_by_name(make_http, url):
 
 
 @pytest.mark.parametrize("url", BODIES)
-async def test_values_that_ask_for_nothing_are_taken(make_http, url):
+async def test_no_op_values_of_unsupported_fields_are_accepted(make_http, url):
     body, kind = BODIES[url]
     router = FakeRouter(saying("x"))
     client = make_http(router)
@@ -53,7 +53,7 @@ async def test_values_that_ask_for_nothing_are_taken(make_http, url):
     assert len(router.starts) == count
 
 
-# What vLLM, SGLang, llama.cpp and others take beside OpenAI's fields, and this server does not.
+# Fields that vLLM, SGLang, llama.cpp and others accept beside OpenAI's, and this server does not.
 NAMED = (
     "continue_final_message", "echo", "prompt_token_ids", "prompt_logprobs", "best_of", "documents",
     "return_tokens_as_token_ids", "allowed_token_ids", "bad_words", "grammar", "json_schema",
@@ -65,19 +65,19 @@ NAMED = (
 )  # fmt: skip
 
 
-def test_no_known_field_is_forgotten() -> None:
+def test_every_known_field_is_listed() -> None:
     placed = REFUSED.keys() | OTHER_NAMES.keys() | IGNORED
     assert set(NAMED) <= placed | ChatBody.model_fields.keys()
     assert set(NAMED) <= placed | CompletionBody.model_fields.keys()
 
 
-def test_each_field_has_one_place() -> None:
+def test_each_field_is_in_one_list() -> None:
     assert not IGNORED & REFUSED.keys()
     for _, kind in BODIES.values():
         assert not IGNORED & kind.model_fields.keys()
 
 
-async def test_every_wrong_key_of_logit_bias_is_named(make_http):
+async def test_every_invalid_key_of_logit_bias_is_named(make_http):
     client = make_http(saying("x"))
     for biases, end in (
         ({"a": 1, "-1": 1, "3": 1}, "'a', '-1' are not token ids"),
@@ -111,7 +111,7 @@ def templated(source: str) -> FakeRouter:
         ({"add_generation_prompt": False}, "hi"),
     ],
 )
-async def test_what_a_template_is_told(make_http, fields, text):
+async def test_fields_passed_to_the_template(make_http, fields, text):
     router = templated(
         "{{ messages[0].content }}{% if add_generation_prompt %}.{% endif %}"
         "{% if reasoning_effort is defined %} effort {{ reasoning_effort }}{% endif %}"
@@ -123,7 +123,7 @@ async def test_what_a_template_is_told(make_http, fields, text):
     assert list(router.starts[0].prompt_ids) == router.encode(text)
 
 
-async def test_an_effort_is_no_error_where_templates_get_none(make_app, make_http):
+async def test_an_effort_is_accepted_where_templates_get_none(make_app, make_http):
     router = templated("{{ messages[0].content }}")
     client = make_http(router, template_kwargs=())
     reply = await client.post(
@@ -134,7 +134,7 @@ async def test_an_effort_is_no_error_where_templates_get_none(make_app, make_htt
     check(await client.post(CHAT, json=body), 400, "chat_template_kwargs.reasoning_effort")
 
 
-async def test_other_names_are_not_given_to_templates(make_http):
+async def test_template_kwargs_outside_the_allowlist_are_refused(make_http):
     router = templated("{{ messages[0].content }}")
     for name in ("messages", "tools", "bos_token", "date_string"):
         body = {"model": "tiny", "messages": HI, "chat_template_kwargs": {name: "x"}}
@@ -177,13 +177,13 @@ async def test_token_ids_are_returned(make_http, url, stream):
     for number, text in enumerate(("hello world", "hello")):
         ids = router.encode(text)
         assert found[number][: len(ids)] == ids
-        assert len(found[number]) == len(ids) + 1, "the end of generation is one, too"
+        assert len(found[number]) == len(ids) + 1, "the end-of-sequence token must be included"
     assert prompts
     assert all(ids == list(start.prompt_ids) for ids in prompts)
 
 
 @pytest.mark.parametrize("ids", [[5, 6, 7], [[5, 6, 7], [8]]])
-async def test_prompt_token_ids_are_another_name_of_prompt(make_http, ids):
+async def test_prompt_token_ids_is_another_name_of_prompt(make_http, ids):
     router = FakeRouter(saying("hello"))
     client = make_http(router)
     for name in ("prompt", "prompt_token_ids"):
@@ -199,7 +199,7 @@ async def test_prompt_token_ids_are_another_name_of_prompt(make_http, ids):
 
 
 @pytest.mark.parametrize("url", BODIES)
-async def test_a_priority_travels_with_every_prompt_and_choice(make_http, url):
+async def test_a_priority_is_sent_with_every_prompt_and_choice(make_http, url):
     router = FakeRouter(saying("hello"))
     client = make_http(router)
     more = {"prompt": ["a", "b"]} if url == PLAIN else {"n": 2}
@@ -210,8 +210,9 @@ async def test_a_priority_travels_with_every_prompt_and_choice(make_http, url):
         assert {start.priority for start in router.starts} == {wanted}
 
 
-async def test_ids_of_text_that_is_withheld_are_returned_with_the_next(make_http):
-    """Of a character of several tokens, and of what may become a stop string."""
+async def test_ids_of_withheld_text_are_returned_with_the_next_text(make_http):
+    """Withheld text: part of a character of several tokens, or a possible start of a stop
+    string."""
     router = FakeRouter(saying("hé世 world"))
     asked = {
         "model": "tiny",
@@ -227,7 +228,7 @@ async def test_ids_of_text_that_is_withheld_are_returned_with_the_next(make_http
     assert found[:-1] == ids
 
 
-async def test_a_prompt_is_cut_from_its_beginning(make_http):
+async def test_a_prompt_is_truncated_from_its_beginning(make_http):
     router = FakeRouter(saying("x"))
     client = make_http(router)
     for kept, expected in ((3, [5, 6, 7]), (7, range(1, 8)), (9, range(1, 8)), (-1, range(1, 8))):

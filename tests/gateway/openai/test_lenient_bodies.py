@@ -1,4 +1,4 @@
-"""Bodies of other servers' clients: their names of fields, neutral values, and names of models."""
+"""Bodies of clients of other servers: alternative field names, neutral values, and model names."""
 
 from typing import Any
 
@@ -107,7 +107,7 @@ async def test_thinking_in_responses(make_http, subtests):
             assert "contradicts" in check(reply, 400, "reasoning")["message"]
 
 
-async def test_false_is_refused_where_it_cannot_be_honoured(make_http, subtests):
+async def test_false_is_refused_if_it_cannot_be_honoured(make_http, subtests):
     client = make_http(saying("x"))
     for name, value in (
         ("enable_thinking", False), ("think", False), ("thinking", {}), ("reasoning", {}),
@@ -134,7 +134,7 @@ async def test_thoughts_are_left_out_by_reasoning_exclude(make_http):
         assert texts == [("reasoning", "hm")] * (not exclude) + [("message", "hello")]
 
 
-async def test_an_empty_thought_hides_none_under_another_name(make_http, subtests):
+async def test_an_empty_thought_does_not_hide_another_name(make_http, subtests):
     card, blobs = served(template="{{ messages[1].content }}{{ messages[1].reasoning_content }}")
     for thought, text in (
         ({"reasoning_content": "", "reasoning": "hm"}, "hm"),
@@ -150,7 +150,7 @@ async def test_an_empty_thought_hides_none_under_another_name(make_http, subtest
             assert list(router.starts[0].prompt_ids) == router.encode("a" + text)
 
 
-async def test_a_constraint_of_vllm_rs(make_http, subtests):
+async def test_the_constraint_field_of_vllm_rs(make_http, subtests):
     router = FakeRouter(saying("x"))
     client = make_http(router)
     for more, same in (
@@ -225,7 +225,7 @@ async def test_neutral_samplers_and_other_names(make_http, subtests):
                 check(await client.post(url, json=body | wrong), 400, param)
 
 
-async def test_a_window_of_penalties_in_responses(make_http):
+async def test_a_penalty_window_in_responses(make_http):
     card, blobs = served(generation={"repetition_penalty": 1.25})
     router = FakeRouter(saying("x"), [card], blobs)
     client = make_http(router)
@@ -280,7 +280,7 @@ async def test_integers_may_be_written_with_a_point(make_http, subtests):
                 assert reply.status_code == 400
 
 
-async def test_what_has_ended_a_choice_is_said(make_http, subtests):
+async def test_the_stop_reason_of_a_choice_is_returned(make_http, subtests):
     router = FakeRouter(saying("hello world"))
     client = make_http(router)
     space = router.encode(" wor")[0]
@@ -369,7 +369,7 @@ async def test_a_choice_of_tools_as_an_object(make_http, subtests):
                 assert list(one.prompt_ids) == list(other.prompt_ids)
 
 
-async def test_parts_that_are_dropped_are_logged_once(make_http, caplog, subtests):
+async def test_dropped_parts_are_logged_once(make_http, caplog, subtests):
     strange = [{"type": "text", "text": "a"}, {"type": "a_part_of_tomorrow"}]
     turns = [*HI, {"role": "assistant", "content": strange}] * 2 + HI
     thought = {"type": "reasoning", "summary": [], "content": strange}
@@ -384,7 +384,7 @@ async def test_parts_that_are_dropped_are_logged_once(make_http, caplog, subtest
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 
 
-async def test_what_asks_for_nothing_is_taken(make_http, subtests):
+async def test_no_op_values_are_accepted(make_http, subtests):
     router = FakeRouter(saying("x"))
     client = make_http(router)
     for url, body in BODIES.items():
@@ -402,7 +402,7 @@ async def test_what_asks_for_nothing_is_taken(make_http, subtests):
         router.starts.clear()
 
 
-async def test_thinking_as_its_field_alone_is_named(make_http, subtests):
+async def test_thinking_named_only_by_its_field(make_http, subtests):
     for fields, text in (
         ({"thinking": {"type": "auto"}}, "hi thinking True True"),
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "hi thinking True True"),
@@ -428,7 +428,7 @@ async def test_thinking_as_its_field_alone_is_named(make_http, subtests):
 
 
 async def test_tools_in_the_form_of_the_other_api(make_http, subtests):
-    """Fields beside the type, or within a member that is named like it."""
+    """Accept the fields of a tool beside its type, or in a member named like its type."""
     custom = {"name": "g.h", "description": "a text"}
     forms = (
         [{"type": "function", "function": FUNCTION}, {"type": "custom", "custom": custom}],

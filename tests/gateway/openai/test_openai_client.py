@@ -62,7 +62,7 @@ class Person(BaseModel):
     friends: list["Person"]
 
 
-async def test_an_answer_becomes_the_class_that_it_was_asked_for_as(make_openai):
+async def test_an_answer_is_parsed_into_the_requested_class(make_openai):
     home = Address(zip="12345")
     ann = Person(name="Ann", age=8, role="admin", home=home, friends=[])
     ann.friends.append(Person(name="B", age=7, role="user", home=None, friends=[]))
@@ -136,7 +136,7 @@ async def test_every_sampling_field_reaches_the_router(make_openai):
     assert start.cache_salt == b"mine"
 
 
-async def test_generation_config_fills_what_is_absent(make_openai):
+async def test_generation_config_fills_absent_fields(make_openai):
     card, blobs = served(generation={"temperature": 0.25, "top_k": 7, "top_p": 0.5})
     router = FakeRouter(saying("hello"), [card], blobs)
     client = make_openai(router)
@@ -148,7 +148,7 @@ async def test_generation_config_fills_what_is_absent(make_openai):
     assert plain.HasField("temperature")
 
 
-async def test_seeds_are_drawn_anew_when_absent(make_openai):
+async def test_an_absent_seed_is_drawn_for_each_request(make_openai):
     router = FakeRouter(saying("hello"))
     client = make_openai(router)
     for _ in range(2):
@@ -167,7 +167,7 @@ async def test_text_parts_roles_and_special_text(make_openai):
     await make_openai(router).chat.completions.create(model="tiny", messages=messages)
     ids = list(router.starts[0].prompt_ids)
     assert ids.count(router.words.token_to_id("<|im_start|>")) == 5
-    assert ids.count(router.eos) == 4  # the user's own text is not one of them
+    assert ids.count(router.eos) == 4  # special text written by the user is not counted
     assert "<|im_end|>" in router.words.decode(ids, skip_special_tokens=True)
 
 
@@ -214,8 +214,8 @@ async def test_first_token_is_eos(make_openai):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_never_half_a_character(make_openai, stream):
-    text = "a👩‍👩‍👧 日本 é"  # every character of several byte tokens
+async def test_characters_are_never_split(make_openai, stream):
+    text = "a👩‍👩‍👧 日本 é"  # every character takes several byte tokens
     client = make_openai(saying(text))
     if not stream:
         answer = await client.chat.completions.create(model="tiny", messages=HI)
@@ -227,7 +227,7 @@ async def test_never_half_a_character(make_openai, stream):
     assert not any("\ufffd" in piece for piece in texts)
 
 
-async def test_half_a_character_at_the_end_is_marked(make_openai):
+async def test_a_split_character_at_the_end_is_replaced(make_openai):
     answer = await make_openai(saying("é")).chat.completions.create(
         model="tiny", messages=HI, max_tokens=1
     )
@@ -296,7 +296,7 @@ async def test_echo_with_logprobs(make_openai):
         assert choice.text[offset:].startswith(token)
 
 
-async def test_echo_alone_scores_the_prompt(make_openai):
+async def test_echo_without_generation_scores_the_prompt(make_openai):
     router = FakeRouter(saying(" world"))
     answer = await make_openai(router).completions.create(
         model="tiny", prompt="hello hello", echo=True, logprobs=0, max_tokens=0
@@ -330,7 +330,7 @@ async def test_best_of_returns_the_most_likely(make_openai):
     assert answer.usage.completion_tokens == returned
 
 
-async def test_stop_token_ids_are_not_text_unless_asked(make_openai):
+async def test_stop_token_ids_are_not_text_by_default(make_openai):
     router = FakeRouter(saying("hello world"))
     client = make_openai(router)
     stop_id = router.encode(" w")[0]
@@ -355,7 +355,7 @@ async def test_models(make_openai):
     assert caught.value.code == "model_not_found"
 
 
-async def test_keys(make_openai):
+async def test_api_keys(make_openai):
     router = FakeRouter(saying("hello"))
     with pytest.raises(openai.AuthenticationError) as caught:
         await make_openai(router, "wrong", keys=("right", "other")).models.list()
@@ -425,7 +425,7 @@ ADD: Any = {
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_conversation_with_tools(make_openai, streamed):
-    """The model calls, the client answers, the model calls twice more, then it tells."""
+    """The model calls a tool, the client answers, the model makes two more calls, then replies."""
     card, blobs = served()
     blobs[card.template_digest] = TOOL_TEMPLATE.encode()
     call = '<tool_call>\n{"name": "add", "arguments": {"a": NUMBER}}\n</tool_call>'
@@ -457,7 +457,7 @@ async def test_a_conversation_with_tools(make_openai, streamed):
 
 
 async def _message(client, messages: list[Any], streamed: bool) -> dict[str, Any]:
-    """The assistant's next message, as it goes back into the conversation."""
+    """The assistant's next message, as a client sends it back in the conversation."""
     asked: dict[str, Any] = {"model": "tiny", "messages": messages, "tools": [ADD]}
     if not streamed:
         answer = await client.chat.completions.create(**asked)

@@ -1,4 +1,4 @@
-"""Fields of vLLM and its kin that bind tokens or tell of them, on both routes."""
+"""Fields of vLLM and related servers that constrain tokens or return them, on both routes."""
 
 import asyncio
 import gc
@@ -69,7 +69,7 @@ WRONG = [
 ]
 
 
-async def test_what_is_wrong_is_named(make_http, subtests):
+async def test_an_invalid_field_is_named(make_http, subtests):
     router = FakeRouter(saying("x"))
     client = make_http(router)
     for (fields, param), url in product(WRONG, BODIES):
@@ -79,7 +79,7 @@ async def test_what_is_wrong_is_named(make_http, subtests):
             assert router.starts == []
 
 
-async def test_a_bound_of_thinking(make_http, subtests):
+async def test_a_thinking_budget(make_http, subtests):
     names = "thinking_token_budget", "thinking_budget", "reasoning_budget"
     for name, url in product(names, BODIES):
         with subtests.test(name=name, url=url):
@@ -97,7 +97,7 @@ async def test_a_bound_of_thinking(make_http, subtests):
             assert not free.HasField("thinking")
 
 
-async def test_thoughts_that_nothing_reads_cannot_be_bound(make_http, subtests):
+async def test_a_thinking_budget_needs_a_reasoning_parser(make_http, subtests):
     client = make_http(saying("x"))
     for name, url in product(("thinking_token_budget", "reasoning_budget"), BODIES):
         with subtests.test(name=name, url=url):
@@ -105,7 +105,7 @@ async def test_thoughts_that_nothing_reads_cannot_be_bound(make_http, subtests):
             assert (await client.post(url, json={**BODIES[url], name: -1})).status_code == 200
 
 
-async def test_a_prompt_may_have_begun_the_thinking(make_http):
+async def test_thinking_may_begin_in_the_prompt(make_http):
     router = FakeRouter(saying("x"), *thinking_model())
     client = make_http(router)
     for prompt, begun in (
@@ -189,10 +189,10 @@ async def test_log_probabilities_of_a_prompt_beside_its_echo(make_http):
         assert all(len(top) == 1 for top in choice["logprobs"]["top_logprobs"][1:count])
     body |= {"prompt": "a", "echo": False}
     (choice,) = (await make_http(router).post(PLAIN, json=body)).json()["choices"]
-    assert choice["prompt_logprobs"] == [None], "a prompt of one token"
+    assert choice["prompt_logprobs"] == [None], "a prompt of one token has no log-probabilities"
 
 
-async def test_a_long_prompt_s_log_probabilities_leave_the_loop_to_others():
+async def test_log_probabilities_of_a_long_prompt_do_not_block_the_loop():
     passes = 0
 
     async def count() -> None:
@@ -209,7 +209,7 @@ async def test_a_long_prompt_s_log_probabilities_leave_the_loop_to_others():
     assert passes >= 8
 
 
-async def test_many_log_probabilities_are_written_as_few_are(make_http):
+async def test_log_probabilities_written_in_parts_are_complete(make_http):
     router = FakeRouter(saying("x"))
     prompt = "hello world " * 3 * AT_ONCE
     body = {"model": "tiny", "prompt": prompt, "echo": True, "logprobs": 1, "n": 2}
@@ -246,8 +246,8 @@ async def test_log_probabilities_of_prompts_are_bounded(make_http, monkeypatch, 
 
 
 @pytest.mark.parametrize(("url", "asks"), [(CHAT, {"top_logprobs": 5}), (PLAIN, {"logprobs": 5})])
-async def test_a_whole_answer_holds_no_scored_tokens(make_http, url, asks):
-    """As objects they would take several times the memory of their text."""
+async def test_a_whole_answer_stores_no_scored_tokens(make_http, url, asks):
+    """Keep log-probabilities as text; objects would take several times the memory."""
     held = []
 
     async def play(router, start):
@@ -266,7 +266,7 @@ async def test_a_whole_answer_holds_no_scored_tokens(make_http, url, asks):
 
 @pytest.mark.parametrize(("url", "asks"), [(CHAT, {"top_logprobs": 4}), (PLAIN, {"logprobs": 4})])
 async def test_log_probabilities_of_whole_answers_are_bounded(make_http, monkeypatch, url, asks):
-    """By what max_tokens allows, or as they come. Streams hold none."""
+    """Bound them by max_tokens, or as they are generated; streams hold none."""
     monkeypatch.setattr(sampling, "MAX_LOGPROBS", 3 * 10 * 5)
     router = FakeRouter(saying("hello " * 100))
     http = make_http(router)
@@ -278,14 +278,14 @@ async def test_log_probabilities_of_whole_answers_are_bounded(make_http, monkeyp
     assert len(router.starts) == 1
     endless = {**scored, "max_tokens": None}
     assert check(await http.post(url, json=endless), 400, "max_tokens")["message"]
-    assert len(router.left) == 1, "it ends the request"
+    assert len(router.left) == 1, "the request must end"
     assert (await http.post(url, json={**endless, "stream": True})).status_code == 200
     unscored = {**BODIES[url], "max_tokens": 100, "n": 3}
     assert (await http.post(url, json=unscored)).status_code == 200
 
 
-async def test_a_short_whole_answer_may_have_a_large_context(make_http, monkeypatch):
-    """Without max_tokens only what comes is counted."""
+async def test_a_short_whole_answer_is_accepted_in_a_large_context(make_http, monkeypatch):
+    """Count only generated tokens if max_tokens is absent."""
     monkeypatch.setattr(sampling, "MAX_LOGPROBS", 200)
     body = {**BODIES[CHAT], **SCORED[CHAT], "top_logprobs": 20}
     assert (await make_http(saying("hello")).post(CHAT, json=body)).status_code == 200

@@ -24,7 +24,7 @@ def key(name: str) -> dict[str, str]:
 
 
 class Held(FakeRouter):
-    """Says one token, and the rest when it is let go."""
+    """Play one token, and the rest once released."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -56,11 +56,13 @@ async def test_props_and_tokenizer_info(make_http):
     for path in ("/props", "/tokenizer_info"):
         assert (await http.get(path, params={"model": "none"})).status_code == 404
     several = make_http(every_kind())
-    assert (await several.get("/props")).status_code == 400, "which one is meant"
+    assert (await several.get("/props")).status_code == 400, (
+        "the model must be named if there are several"
+    )
     assert (await several.get("/props", params={"model": "tiny"})).status_code == 200
 
 
-async def test_slots_are_the_requests_of_the_key_and_the_load_that_of_all(make_http):
+async def test_slots_list_the_requests_of_the_key_and_load_counts_all(make_http):
     router = Held()
     limits = AdmissionLimits(2, 2)
     http = make_http(router, keys=KEYS, limits=limits)
@@ -96,8 +98,8 @@ async def test_slots_are_the_requests_of_the_key_and_the_load_that_of_all(make_h
     assert (await http.post("/apply-template", json=ASKED)).status_code == 401
 
 
-async def test_other_processes_of_the_port_are_heard(make_http, tmp_path):
-    """What two of them have open, of the same key."""
+async def test_slots_include_other_processes_of_the_port(make_http, tmp_path):
+    """List the open requests of two processes for one key."""
     both = [Siblings(tmp_path, index, 2) for index in range(2)]
     routers = [Held(), Held()]
     clients = []
@@ -136,7 +138,7 @@ async def test_a_template_is_applied_without_running_a_model(make_http):
     assert wrong.json()["error"]["param"] == "messages"
 
 
-async def test_routes_without_v1_are_the_same(make_http, subtests):
+async def test_routes_without_v1_are_equivalent(make_http, subtests):
     http = make_http(every_kind())
     for path, body in (
         (CHAT, ASKED),
@@ -182,7 +184,7 @@ async def test_a_batch_of_chats(make_http):
     assert "-" not in answer["id"].removeprefix("chatcmpl-")
 
 
-async def test_a_batch_logs_once_what_it_leaves_out(make_http, caplog):
+async def test_a_batch_logs_dropped_tools_once(make_http, caplog):
     router = ToolModel("x")
     function = {"type": "function", "function": {"name": "f"}}
     body = {**ASKED, "messages": [HI, HI, HI], "tools": [{"type": "web_search"}, function]}
@@ -206,7 +208,7 @@ async def test_a_batch_fails_as_a_whole(make_http):
     http = make_http(router)
     reply = await http.post(f"{CHAT}/batch", json={**ASKED, "messages": [HI, HI, HI]})
     assert reply.status_code == 500
-    assert len(router.left) == len(router.starts), "the others are cancelled"
+    assert len(router.left) == len(router.starts), "the other requests must be cancelled"
     for name, more in (
         ("stream", {"stream": True}),
         ("n", {"n": 2}),
@@ -220,7 +222,7 @@ async def test_a_batch_fails_as_a_whole(make_http):
         assert reply.json()["error"]["param"] == name
 
 
-async def test_log_probabilities_of_a_batch_have_a_bound(make_http, monkeypatch):
+async def test_log_probabilities_of_a_batch_are_bounded(make_http, monkeypatch):
     monkeypatch.setattr("pdserve.gateway.sampling.MAX_LOGPROBS", 40)
     router = FakeRouter(saying("hello world"))
     http = make_http(router)
@@ -230,4 +232,4 @@ async def test_log_probabilities_of_a_batch_have_a_bound(make_http, monkeypatch)
     reply = await http.post(f"{CHAT}/batch", json={**asked, "messages": [HI] * 20})
     assert reply.status_code == 400
     assert "fewer conversations" in reply.json()["error"]["message"]
-    assert len(router.starts) < 9 + 20, "it ends when they are too many"
+    assert len(router.starts) < 9 + 20, "the batch must end at the limit"

@@ -1,4 +1,4 @@
-"""The fields that ask for a structured answer: what reaches workers, and what is refused."""
+"""The fields of structured outputs: what is sent to workers, and what is refused."""
 
 import json
 from itertools import product
@@ -35,7 +35,7 @@ A, OTHER = '{"a": 1}', '{"b": [true]}'
 GBNF = 'root ::= "x" [0-9]+'
 WIDE = HttpLimits(1 << 22, 1 << 26, 60, max_buffer_bytes=1 << 16, stall_s=60)
 
-# (fields, a text that is an answer, one that is none)
+# (fields, a text that matches, a text that does not)
 ASKED = [
     ({"response_format": {"type": "json_object"}}, OTHER, "[]"),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, A, OTHER),
@@ -68,7 +68,7 @@ ASKED = [
 ]  # fmt: skip
 
 
-async def test_workers_get_the_grammar(make_http, subtests):
+async def test_workers_receive_the_grammar(make_http, subtests):
     router = FakeRouter(saying("x"))
     client = make_http(router)
     for (fields, right, wrong), url in product(ASKED, BODIES):
@@ -93,7 +93,7 @@ NOTHING = [
 
 
 @pytest.mark.parametrize("url", BODIES)
-async def test_fields_that_ask_for_no_structure_are_taken(make_http, url):
+async def test_fields_without_a_structure_are_accepted(make_http, url):
     router = FakeRouter(saying("x"))
     for fields in NOTHING:
         reply = await make_http(router).post(url, json={**BODIES[url], **fields})
@@ -136,7 +136,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-async def test_what_is_wrong_is_named(make_http, subtests):
+async def test_an_invalid_field_is_named(make_http, subtests):
     router = FakeRouter(saying("x"))
     client = make_http(router)
     for (fields, param), url in product(WRONG, BODIES):
@@ -147,7 +147,7 @@ async def test_what_is_wrong_is_named(make_http, subtests):
 
 
 @pytest.mark.parametrize("url", BODIES)
-async def test_strict_is_strict_and_otherwise_what_cannot_be_enforced_binds_nothing(make_http, url):
+async def test_unenforceable_schemas_are_refused_only_if_strict(make_http, url):
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     router = FakeRouter(saying("x"))
     client = make_http(router)
@@ -187,7 +187,7 @@ async def test_one_structure_at_a_time(make_http, subtests):
 
 
 @pytest.mark.parametrize("url", BODIES)
-async def test_an_answer_that_ends_with_its_structure_has_no_other_end(make_http, url):
+async def test_options_that_move_the_end_are_refused_with_a_structure(make_http, url):
     client = make_http(saying("x"))
     for name, value in (("min_tokens", 1), ("ignore_eos", True)):
         body = {**BODIES[url], "max_tokens": 5, "guided_regex": "a", name: value}
@@ -221,7 +221,7 @@ def nested(depth: int) -> dict[str, Any]:
     ],
     ids=["depth", "values", "characters"],
 )
-async def test_a_structure_has_bounds(make_http, fits, beyond, said):
+async def test_the_size_of_a_structure_is_bounded(make_http, fits, beyond, said):
     client = make_http(saying("x"), bounds=WIDE)
     reply = await client.post(PLAIN, json={**BODIES[PLAIN], "guided_json": fits})
     assert reply.status_code == 200, reply.json()
@@ -231,7 +231,7 @@ async def test_a_structure_has_bounds(make_http, fits, beyond, said):
     check(await client.post(PLAIN, json={**BODIES[PLAIN], "guided_json": text}), 400, "guided_json")
 
 
-async def test_a_model_without_an_end_takes_no_structure(make_http):
+async def test_a_model_without_eos_accepts_no_structure(make_http):
     card, blobs = served()
     card.ClearField("eos_ids")
     router = FakeRouter(saying("x"), [card], blobs)

@@ -57,7 +57,7 @@ def body(**more: Any) -> dict[str, Any]:
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Choices as a client puts them together: text, thought, calls, finish."""
+    """The choices of a stream as a client assembles them: text, thought, calls, finish."""
     made: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -141,7 +141,7 @@ async def test_gpt_oss(make_http: Callable[..., Any]) -> None:
     assert message["content"] == '{"a": 1e999}'
 
 
-async def test_one_call_alone(make_http: Callable[..., Any]) -> None:
+async def test_parallel_calls_can_be_disabled(make_http: Callable[..., Any]) -> None:
     asked = body(parallel_tool_calls=False)
     reply = await make_http(router(saying(HERMES.calls))).post(URL, json=asked)
     assert len(reply.json()["choices"][0]["message"]["tool_calls"]) == 1
@@ -179,10 +179,11 @@ async def test_without_tools_an_answer_is_text(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_that_is_cut_off_is_a_part_of_one(
+async def test_a_cut_call_is_partial(
     make_http: Callable[..., Any], stream: bool, subtests: pytest.Subtests
 ) -> None:
-    """By max_tokens or by a stop string; an answer cut off before the tool's name has no call."""
+    """Cut a call by max_tokens or a stop string; an answer cut before the tool's name has no
+    call."""
     num_tokens = len(router(saying("")).encode(HERMES.call[: HERMES.call.index("is")]))
     for more, arguments in (
         ({"max_tokens": 20}, None),
@@ -209,7 +210,7 @@ async def test_a_call_that_is_cut_off_is_a_part_of_one(
 
 
 @pytest.mark.parametrize("stop", [False, True])
-async def test_messages_have_the_whole_arguments_of_a_call_that_is_cut_off(
+async def test_messages_have_the_complete_arguments_of_a_cut_call(
     make_http: Callable[..., Any], stop: bool
 ) -> None:
     call = HERMES.call.replace('"Paris"', '"Paris", "days": [1, 2], "note": "so"')
@@ -236,7 +237,7 @@ async def test_messages_have_the_whole_arguments_of_a_call_that_is_cut_off(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_responses_have_a_call_that_is_cut_off_as_incomplete(
+async def test_responses_mark_a_cut_call_as_incomplete(
     make_http: Callable[..., Any], stream: bool
 ) -> None:
     upstream = router(saying(HERMES.call))
@@ -268,7 +269,7 @@ async def test_responses_have_a_call_that_is_cut_off_as_incomplete(
 async def test_a_call_with_a_malformed_value_is_incomplete_in_every_api(
     make_http: Callable[..., Any],
 ) -> None:
-    """Although text follows and the answer ends by itself."""
+    """Mark the call as incomplete although text follows and the answer ends normally."""
     upstream = router(saying(HERMES.call.replace('"Paris"', '"print("hi")"')))
     function = WEATHER["function"]
     answer = (await make_http(upstream).post(URL, json=body())).json()["choices"][0]
@@ -298,7 +299,7 @@ async def test_a_long_call_is_streamed(make_http: Callable[..., Any]) -> None:
     assert sum("tool_calls" in choice["delta"] for c in chunks for choice in c["choices"]) > 60
 
 
-async def test_a_template_of_no_known_family_is_said_in_the_log(
+async def test_a_template_of_an_unknown_family_is_logged(
     make_http: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = {"model": "tiny", "messages": HI}
@@ -308,7 +309,7 @@ async def test_a_template_of_no_known_family_is_said_in_the_log(
         assert caplog.text.count("--tool-parser") == num_warnings
 
 
-async def test_a_stop_string_behind_a_call_s_arguments_leaves_it_whole(
+async def test_a_stop_string_after_the_arguments_keeps_a_call_whole(
     make_http: Callable[..., Any],
 ) -> None:
     reply = await make_http(router(saying(HERMES.call))).post(URL, json=body(stop="</tool_call>"))
@@ -322,7 +323,7 @@ PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{%
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_beside_tools_an_answer_with_a_form_is_that_or_calls(
+async def test_a_structured_answer_beside_tools_is_text_or_calls(
     make_http: Callable[..., Any], stream: bool
 ) -> None:
     schema = {"type": "object", "properties": {"note": {"type": "string"}}, "required": ["note"]}
@@ -348,7 +349,7 @@ async def test_beside_tools_an_answer_with_a_form_is_that_or_calls(
         assert not Walk(upstream.starts[0].params.grammar.source).take("hello")
 
 
-async def test_a_template_without_tools_has_them_as_text(make_http: Callable[..., Any]) -> None:
+async def test_a_template_without_tools_renders_them_as_text(make_http: Callable[..., Any]) -> None:
     upstream = router(saying(HERMES.call), PLAIN_TEMPLATE)
     client = make_http(upstream)
     message = (await client.post(URL, json=body(max_tokens=100))).json()["choices"][0]["message"]
@@ -365,7 +366,7 @@ async def test_a_template_without_tools_has_them_as_text(make_http: Callable[...
 
 
 async def test_required_calls_of_a_template_without_tools(make_http: Callable[..., Any]) -> None:
-    """Whatever a model writes behind them is left out."""
+    """Drop any text after the calls."""
     upstream = router(saying(HERMES.call + " And so"), PLAIN_TEMPLATE)
     reply = await make_http(upstream).post(URL, json=body(tool_choice="required", max_tokens=100))
     choice = reply.json()["choices"][0]
@@ -375,7 +376,7 @@ async def test_required_calls_of_a_template_without_tools(make_http: Callable[..
     assert upstream.starts[0].params.grammar
 
 
-async def test_without_a_parser_a_template_without_tools_is_refused_them(
+async def test_tools_are_refused_without_parser_and_template(
     make_http: Callable[..., Any],
 ) -> None:
     client = make_http(router(saying("x"), PLAIN_TEMPLATE), parsers=ParserChoice("none"))
@@ -443,7 +444,7 @@ WRONG_TOOLS = [
 ]
 
 
-async def test_wrong_tools_are_refused_by_name(
+async def test_invalid_tools_are_refused_by_name(
     make_http: Callable[..., Any], subtests: pytest.Subtests
 ) -> None:
     upstream = router(saying("x"))
@@ -467,7 +468,9 @@ def test_large_schemas_are_refused(schema: dict[str, Any], what: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["functions", "function_call"])
-async def test_legacy_fields_name_what_to_use(make_http: Callable[..., Any], field: str) -> None:
+async def test_legacy_fields_name_their_replacement(
+    make_http: Callable[..., Any], field: str
+) -> None:
     reply = await make_http(router(saying("x"))).post(URL, json=body(**{field: [{"name": "f"}]}))
     assert "use tool" in reply.json()["error"]["message"]
 
@@ -542,7 +545,7 @@ async def test_tokens_of_thoughts_are_counted(
     usage = (await client.post(URL, json={**asked, "stream_options": None})).json()["usage"]
     counted = usage["completion_tokens_details"]["reasoning_tokens"]
     least = 2 * len(upstream.encode(thought))
-    # The tag's beginning may be held back, and given as thought with the token that follows.
+    # The beginning of the tag may be held back, and returned as thought with the next token.
     assert least <= counted <= least + 2 * 10 * bool(thought)
     assert counted <= usage["completion_tokens"]
     streamed = events((await client.post(URL, json={**asked, "stream": True})).text)[-1]["usage"]
@@ -550,7 +553,7 @@ async def test_tokens_of_thoughts_are_counted(
 
 
 async def test_a_named_tool_ends_with_stop(make_http: Callable[..., Any]) -> None:
-    """As OpenAI and vLLM have it, unlike a call that is merely required."""
+    """Finish with `stop` as OpenAI and vLLM do, unlike a call that is merely required."""
     named = {"type": "function", "function": {"name": "get_weather"}}
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
     for choice, want in ((named, "stop"), ("required", "tool_calls"), (allowed, "tool_calls")):
@@ -569,7 +572,7 @@ async def test_a_quoted_tag_opens_no_thought(make_http: Callable[..., Any]) -> N
     assert reply.json()["choices"][0]["message"]["content"] == "A tag."
 
 
-async def test_a_continued_thought_goes_on(make_http: Callable[..., Any]) -> None:
+async def test_a_thought_is_continued(make_http: Callable[..., Any]) -> None:
     messages = [*HI, {"role": "assistant", "content": "<think>I wonder"}]
     asked = {"model": "tiny", "messages": messages, "continue_final_message": True}
     reply = await make_http(router(saying(" so.</think>Hi"), THINKS)).post(URL, json=asked)
@@ -578,7 +581,7 @@ async def test_a_continued_thought_goes_on(make_http: Callable[..., Any]) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_thoughts_may_be_left_out_or_stay_in_the_text(
+async def test_thoughts_may_be_dropped_or_kept_in_the_text(
     make_http: Callable[..., Any], stream: bool
 ) -> None:
     client = make_http(router(saying("<think>so</think>" + HERMES.call), THINKS))
@@ -605,10 +608,10 @@ async def test_thoughts_may_be_left_out_or_stay_in_the_text(
     assert await asked(reasoning_format="hidden") == await asked(include_reasoning=False)
 
 
-async def test_special_tokens_that_a_parser_needs_do_not_leak(
+async def test_special_tokens_for_a_parser_do_not_leak(
     make_http: Callable[..., Any],
 ) -> None:
-    """Tags that are special tokens; others stay skipped, in calls too."""
+    """Parse tags that are special tokens; skip all others, also within calls."""
     words = tokenizers.Tokenizer.from_buffer(tokenizer_json())
     words.add_special_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>", "<|odd|>"])
     data = words.to_str().encode()
@@ -630,7 +633,7 @@ async def test_special_tokens_that_a_parser_needs_do_not_leak(
 
 
 @pytest.mark.parametrize(("strict", "status"), [(False, 200), (True, 400)])
-async def test_only_strict_functions_refuse_what_cannot_be_enforced(
+async def test_only_strict_functions_refuse_unenforceable_schemas(
     make_http: Callable[..., Any], strict: bool, status: int
 ) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
@@ -641,7 +644,7 @@ async def test_only_strict_functions_refuse_what_cannot_be_enforced(
         assert "uniqueItems" in reply.json()["error"]["message"]
 
 
-async def test_a_custom_tool_is_called_with_a_text(make_http: Callable[..., Any]) -> None:
+async def test_a_custom_tool_is_called_with_text(make_http: Callable[..., Any]) -> None:
     text = 'a "patch"\n+é'
     patch = {"type": "custom", "custom": {"name": "patch", "description": "of files"}}
     asked = {**body(tools=[patch, {"type": "web_search", "function": {"name": "$x"}}, CLOCK])}
@@ -719,7 +722,7 @@ async def test_the_grammar_of_a_custom_tool_is_bounded_and_checked(
     assert reply.json()["error"]["code"] == "context_length_exceeded", reply.text
 
 
-def test_a_tool_that_is_too_large_is_refused_by_its_field() -> None:
+def test_an_oversized_tool_is_refused_by_its_field() -> None:
     large = {"type": "object", "title": "a" * MAX_SCHEMA_CHARS}
     for param in ("tools[0].custom.format", ""):
         with pytest.raises(ServiceError, match="must have at most") as refused:

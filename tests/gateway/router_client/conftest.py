@@ -1,4 +1,4 @@
-"""Fixtures: scripted routers that serve, and a client of the first."""
+"""Fixtures: scripted routers over gRPC, and a client of the first."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""RouterClient over real gRPC: requests, sessions and the routers that come and go."""
+"""RouterClient over real gRPC: requests, sessions, and routers that start and stop."""
 
 import asyncio
 from contextlib import aclosing, asynccontextmanager
@@ -27,7 +27,7 @@ async def test_a_request_from_start_to_end(client, served):
     assert served.router.cancels.empty()
 
 
-async def test_long_prompts_travel_in_parts(client, served):
+async def test_long_prompts_are_sent_in_parts(client, served):
     prompt = list(range(100_000))
     await ids_of(client, start(prompt_ids=prompt))
     assert list(served.router.starts[0].prompt_ids) == prompt
@@ -52,7 +52,8 @@ async def test_a_lost_session_is_continued(client, served, after):
 
 
 async def test_another_router_takes_over(served, another):
-    """Whichever has the request hangs up; it goes on at once, not necessarily elsewhere."""
+    """Disconnect the router that has the request; the request continues at once, possibly on the
+    same router."""
     client = RouterClient(
         [f"127.0.0.1:{served.port}", f"127.0.0.1:{another.port}"], ACCESS, b"g" * 16
     )
@@ -86,7 +87,7 @@ async def test_requests_are_spread(served, another):
     assert max(counts) <= 1.2 * 20
 
 
-async def test_a_router_that_comes_later_gets_requests(served, another, monkeypatch):
+async def test_a_router_added_later_gets_requests(served, another, monkeypatch):
     monkeypatch.setattr(client_module, "RESOLVE_S", 0.02)
     addresses = [f"127.0.0.1:{served.port}"]
     monkeypatch.setattr(discovery, "resolve", lambda name: list(addresses))
@@ -98,11 +99,14 @@ async def test_a_router_that_comes_later_gets_requests(served, another, monkeypa
     for number in range(10):
         await ids_of(client, start(f"r{number}"))
     await client.close()
-    assert len(another.router.starts) >= 4  # the other one takes at most 1.1 * 11 / 2, rounded up
+    # the other router takes at most 1.1 * 11 / 2, rounded up
+    assert len(another.router.starts) >= 4
 
 
-async def test_a_router_that_is_no_longer_found_gets_nothing_new(served, another, monkeypatch):
-    """It keeps its session; with no other one it gets requests and picks, as before."""
+async def test_a_router_removed_from_the_addresses_gets_no_new_requests(
+    served, another, monkeypatch
+):
+    """Keep its session; if no other router is left, it gets requests and picks as before."""
     monkeypatch.setattr(client_module, "RESOLVE_S", 0.02)
     here, there = (f"127.0.0.1:{one.port}" for one in (served, another))
     addresses, looks = [here, there], []
@@ -136,10 +140,10 @@ async def test_a_router_that_is_no_longer_found_gets_nothing_new(served, another
     assert (len(another.router.starts), another.router.num_picks) == tuple(n + 20 for n in asked)
 
 
-async def test_a_name_that_leads_nowhere_yet(served, another, monkeypatch, caplog):
-    """Once it does, each router has one session: more would be more than its share."""
+async def test_a_name_that_does_not_resolve_yet(served, another, monkeypatch, caplog):
+    """Open one session per router once the name resolves; more would exceed its share."""
     monkeypatch.setattr(client_module, "RESOLVE_S", 0.02)
-    name = f"localhost:{served.port}"  # gRPC itself would find an address for it
+    name = f"localhost:{served.port}"  # gRPC itself would resolve it
     addresses: list[str] = []
     asked: list[str] = []
 
@@ -192,7 +196,7 @@ async def test_another_replica_of_the_same_name_takes_over(served, monkeypatch):
         waiting = asyncio.create_task(ids_of(client, start()))
         await eventually(lambda: served.router.starts or other.router.starts)
         (gone,) = [address for address, one in replicas.items() if one.router.starts]
-        addresses.remove(gone)  # as its pod is
+        addresses.remove(gone)  # like the address of its pod
         (left,) = [replicas[address] for address in addresses]
         left.router.silent = False
         await replicas[gone].stop()
@@ -206,12 +210,12 @@ async def test_another_replica_of_the_same_name_takes_over(served, monkeypatch):
 
 
 class SlowToClose:
-    """Access whose channels to one address close only when they are told."""
+    """Access whose channels to one address close only when released."""
 
     def __init__(self) -> None:
         self.address = ""
-        self.closing = asyncio.Event()  # one is
-        self.cut_off = False  # whoever closed it was cancelled
+        self.closing = asyncio.Event()  # set while a channel is closing
+        self.cut_off = False  # whether the task that closed it was cancelled
 
     @asynccontextmanager
     async def open_channel(self, address, to):
@@ -228,9 +232,7 @@ class SlowToClose:
                         raise
 
 
-async def test_a_session_that_is_given_up_while_it_closes_loses_no_request(
-    served, another, monkeypatch
-):
+async def test_a_session_abandoned_while_closing_loses_no_request(served, another, monkeypatch):
     monkeypatch.setattr(client_module, "RESOLVE_S", 0.02)
     replicas = {f"127.0.0.1:{one.port}": one for one in (served, another)}
     addresses = list(replicas)
@@ -244,7 +246,7 @@ async def test_a_session_that_is_given_up_while_it_closes_loses_no_request(
         waiting = asyncio.create_task(ids_of(client, start()))
         await eventually(lambda: served.router.starts or another.router.starts)
         (access.address,) = [address for address, one in replicas.items() if one.router.starts]
-        addresses.remove(access.address)  # as at a drain
+        addresses.remove(access.address)  # as during a drain
         (left,) = [replicas[address] for address in addresses]
         left.router.silent = False
         await replicas[access.address].stop()
@@ -256,7 +258,7 @@ async def test_a_session_that_is_given_up_while_it_closes_loses_no_request(
         await client.close()
 
 
-async def test_names_that_lead_nowhere_fail_requests_after_the_grace(anyio_backend, monkeypatch):
+async def test_requests_fail_after_the_grace_if_no_name_resolves(anyio_backend, monkeypatch):
     monkeypatch.setattr(client_module, "GRACE_S", 0.05)
     monkeypatch.setattr(client_module, "RESOLVE_S", 0.02)
     monkeypatch.setattr(discovery, "resolve", lambda name: [])
@@ -270,9 +272,7 @@ async def test_names_that_lead_nowhere_fail_requests_after_the_grace(anyio_backe
     assert "no router can be reached" in last.failed.failure.message
 
 
-async def test_a_request_that_ran_waits_for_a_router_until_its_deadline(
-    client, served, monkeypatch
-):
+async def test_a_started_request_waits_for_a_router_until_its_deadline(client, served, monkeypatch):
     monkeypatch.setattr(client_module, "GRACE_S", 0.05)
     monkeypatch.setattr(client_module, "LATE_S", 0.1)
     served.router.hold_after = 2
@@ -280,7 +280,7 @@ async def test_a_request_that_ran_waits_for_a_router_until_its_deadline(
     got = [await anext(events) for _ in range(3)]
     await served.stop()
     _, never = await ids_of(client, start("new"))
-    assert never.failed.failure.code == pb.UNAVAILABLE, "the grace is over"
+    assert never.failed.failure.code == pb.UNAVAILABLE, "a request must fail after the grace"
     await served.start()
     got += [event async for event in events]
     assert [i for event in got for i in event.tokens.ids] == list(range(100, 106))
@@ -292,7 +292,7 @@ async def test_a_request_that_ran_waits_for_a_router_until_its_deadline(
     assert got[-1].failed.failure.code == pb.DEADLINE_EXCEEDED
 
 
-async def test_leaving_cancels(client, served):
+async def test_a_disconnect_cancels(client, served):
     served.router.silent = True
     async with aclosing(client.open(start())) as events:
         waiting = asyncio.ensure_future(anext(events))
@@ -304,7 +304,7 @@ async def test_leaving_cancels(client, served):
     assert (cancel.request, list(cancel.choices)) == ("r", [])
 
 
-async def test_single_choices_are_cancelled_and_stay_so(client, served):
+async def test_a_cancelled_choice_stays_cancelled(client, served):
     served.router.silent = True
     asked = start(params=pb.SamplingParams(n=2))
     waiting = asyncio.create_task(ids_of(client, asked))
@@ -356,7 +356,7 @@ async def test_a_wrong_secret_gets_nothing(served, monkeypatch):
     assert served.router.hellos == []
 
 
-async def test_closing_fails_what_is_open(client, served):
+async def test_closing_fails_open_requests(client, served):
     served.router.silent = True
     waiting = asyncio.create_task(ids_of(client, start()))
     await eventually(lambda: served.router.starts)
@@ -374,7 +374,7 @@ async def test_an_id_in_use_is_refused(client, served):
     waiting.cancel()
 
 
-async def test_a_router_that_takes_nothing_new_is_left_for_the_next(served, another):
+async def test_a_refusing_router_is_skipped(served, another):
     served.router.refuses = another.router.refuses = True
     routers = [f"127.0.0.1:{served.port}", f"127.0.0.1:{another.port}"]
     client = RouterClient(routers, ACCESS, b"g" * 16)
@@ -382,7 +382,7 @@ async def test_a_router_that_takes_nothing_new_is_left_for_the_next(served, anot
     await eventually(lambda: served.router.hellos and another.router.hellos)
     try:
         _, last = await asyncio.wait_for(ids_of(client, start()), LIMIT_S)
-        assert last.failed.failure.code == pb.UNAVAILABLE  # both have said so
+        assert last.failed.failure.code == pb.UNAVAILABLE  # both have refused
         assert [len(s.router.starts) for s in (served, another)] == [1, 1]
         another.router.refuses = False
         ids, last = await asyncio.wait_for(ids_of(client, start()), LIMIT_S)

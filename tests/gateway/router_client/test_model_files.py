@@ -1,4 +1,4 @@
-"""Models, fleet and blobs that a gateway asks its routers for, over real gRPC."""
+"""Models, fleet and blobs that a gateway requests from its routers, over real gRPC."""
 
 import asyncio
 import hashlib
@@ -27,11 +27,11 @@ async def test_models_fleet_and_blobs(client, served):
     with pytest.raises(ServiceError, match="digest"):
         await client.blob("00" * 32)
     await served.stop()
-    assert [card.name for card in await client.models()] == ["tiny"]  # remembered
+    assert [card.name for card in await client.models()] == ["tiny"]  # cached
 
 
-async def test_a_router_that_hangs_holds_up_no_list_of_models(served, another, monkeypatch):
-    """Nor does it make those of others old."""
+async def test_a_hanging_router_does_not_delay_the_model_list(served, another, monkeypatch):
+    """The lists of other routers stay fresh as well."""
     monkeypatch.setattr("pdserve.gateway.router_client.model_files.LIST_S", 10 * LIMIT_S)
     addresses = [f"127.0.0.1:{one.port}" for one in (served, another)]
     for hanging in (served, another):
@@ -47,13 +47,15 @@ async def test_a_router_that_hangs_holds_up_no_list_of_models(served, another, m
         monkeypatch.setattr("pdserve.gateway.router_client.model_files.MODELS_AGE_S", 0.0)
         served.router.hangs = another.router.hangs = True
         async with asyncio.timeout(LIMIT_S):
-            assert [card.name for card in await client.models()] == ["tiny"], "remembered"
+            assert [card.name for card in await client.models()] == ["tiny"], (
+                "the list must come from the cache"
+            )
         served.router.hangs = another.router.hangs = False
         await client.close()
         monkeypatch.setattr("pdserve.gateway.router_client.model_files.MODELS_AGE_S", 1.0)
 
 
-async def test_a_router_that_hangs_hides_no_fleet(served, another, monkeypatch):
+async def test_a_hanging_router_does_not_hide_the_fleet(served, another, monkeypatch):
     monkeypatch.setattr("pdserve.gateway.router_client.model_files.LIST_S", 0.2)
     client = RouterClient([f"127.0.0.1:{one.port}" for one in (served, another)], ACCESS, b"g" * 16)
     await client.start()
@@ -62,7 +64,9 @@ async def test_a_router_that_hangs_hides_no_fleet(served, another, monkeypatch):
         hanging.router.hangs = True
         assert (await client.fleet()).prefill_local == 7
         hanging.router.hangs = False
-    assert served.router.num_hanging + another.router.num_hanging, "one of them came first"
+    assert served.router.num_hanging + another.router.num_hanging, (
+        "one request must have gone to the hanging router first"
+    )
     served.router.hangs = another.router.hangs = True
     with pytest.raises(ServiceError, match="does not answer"):
         await client.fleet()
@@ -83,14 +87,15 @@ async def test_a_blob_comes_from_any_router(served, another):
 
 
 @pytest.mark.parametrize("asked", ["models", "fleet", "blob"])
-async def test_what_is_asked_of_a_router_that_is_lost_meanwhile_fails(client, served, asked):
-    """gRPC cancels the task that waits; whoever asked has not given up, though."""
+async def test_a_call_to_a_lost_router_fails(client, served, asked):
+    """Raise an error, not a cancellation: gRPC cancels the waiting task, but the caller has not
+    given up."""
     await connected(client)
     served.router.hangs = True
     calls = {"models": client.models, "fleet": client.fleet, "blob": lambda: client.blob("00" * 32)}
     waiting = asyncio.create_task(calls[asked]())
     await eventually(lambda: served.router.num_hanging)
-    served.router.hang_up_after = 0  # the session ends, and with it the connection
+    served.router.hang_up_after = 0  # ends the session, and its connection
     ids, _ = await ids_of(client, start())
     assert ids == list(range(100, 106))
     await asyncio.wait([waiting], timeout=LIMIT_S)
@@ -100,7 +105,7 @@ async def test_what_is_asked_of_a_router_that_is_lost_meanwhile_fails(client, se
     assert error.code == pb.UNAVAILABLE
 
 
-async def test_whoever_asks_a_router_can_give_up(client, served):
+async def test_a_caller_of_a_router_can_cancel(client, served):
     await connected(client)
     served.router.hangs = True
     waiting = asyncio.create_task(client.fleet())

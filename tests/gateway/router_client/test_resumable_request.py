@@ -1,4 +1,4 @@
-"""The state of a request between gateway and router: whatever arrives, ids continue exactly."""
+"""The state of a request between gateway and router: token ids continue exactly after any event."""
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -32,7 +32,7 @@ def start(**fields) -> pb.Start:
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 6), st.booleans()), max_size=40))
 def test_ids_continue_through_repeats_old_epochs_and_reissues(pieces):
-    """Routers that send any overlapping piece, of any epoch, with re-issues in between."""
+    """Routers send overlapping pieces of any epoch, with re-issues in between."""
     request = ResumableRequest(start(), 0.0)
     first = request.issue(0.0)
     assert first is not None
@@ -47,7 +47,7 @@ def test_ids_continue_through_repeats_old_epochs_and_reissues(pieces):
             stale = tokens(epoch - 1, len(got), ANSWER[len(got) :][:1])
             assert request.take(stale) is None
         position = min(position, len(got))  # a router never leaves a gap
-        if length == 1:  # as a row; of an old epoch it is nothing
+        if length == 1:  # as a row; a row of an old epoch is ignored
             assert request.take_as_event(choice(epoch - 1), len(got), 7) is None
             taken = request.take_as_event(choice(epoch), position, ANSWER[position])
             assert (taken is None) == (position < len(got))
@@ -63,7 +63,7 @@ def test_ids_continue_through_repeats_old_epochs_and_reissues(pieces):
     assert got == ANSWER[: len(got)]
 
 
-def test_a_gap_ends_it_with_an_error() -> None:
+def test_a_gap_fails_the_request() -> None:
     request = ResumableRequest(start(), 0.0)
     request.issue(0.0)
     taken = request.take(tokens(0, 1, [5]))
@@ -72,7 +72,7 @@ def test_a_gap_ends_it_with_an_error() -> None:
     assert request.take(tokens(0, 0, [5])) is None
 
 
-def test_a_gap_in_rows_ends_it_with_an_error() -> None:
+def test_a_gap_in_rows_fails_the_request() -> None:
     request = ResumableRequest(start(), 0.0)
     request.issue(0.0)
     assert request.take(tokens(0, 0, [5])) is not None
@@ -82,7 +82,7 @@ def test_a_gap_in_rows_ends_it_with_an_error() -> None:
     assert request.take_as_event(choice(0), 1, 5) is None
 
 
-def test_remaining_time_shrinks_and_ends() -> None:
+def test_remaining_time_decreases_to_zero() -> None:
     request = ResumableRequest(start(remaining_ms=1000, queue_remaining_ms=400), 10.0)
     first = request.issue(10.25)
     assert first is not None
@@ -94,7 +94,7 @@ def test_remaining_time_shrinks_and_ends() -> None:
     assert request.expired(11.0)
 
 
-def test_its_priority_stays_over_reissues() -> None:
+def test_the_priority_is_kept_on_reissue() -> None:
     request = ResumableRequest(start(priority=-7), 0.0)
     for _ in range(2):
         issued = request.issue(0.0)
@@ -102,7 +102,7 @@ def test_its_priority_stays_over_reissues() -> None:
         assert issued.priority == -7
 
 
-def test_what_has_ended_is_not_asked_for_again() -> None:
+def test_a_finished_choice_is_not_requested_again() -> None:
     request = ResumableRequest(start(params=pb.SamplingParams(n=2)), 0.0)
     request.issue(0.0)
     assert request.take(tokens(0, 0, [5], pb.STOP)) is not None
@@ -115,7 +115,7 @@ def test_what_has_ended_is_not_asked_for_again() -> None:
     assert request.finish() is None
 
 
-def test_prompt_logprobs_come_once_in_parts() -> None:
+def test_prompt_logprobs_are_returned_once_in_parts() -> None:
     params = pb.SamplingParams(prompt_logprobs=1)
     request = ResumableRequest(start(params=params, prompt_ids=[1, 2, 3, 4, 5]), 0.0)
     request.issue(0.0)
@@ -128,7 +128,7 @@ def test_prompt_logprobs_come_once_in_parts() -> None:
     assert request.take(scored(1, 3)) == scored(1, 3)
     again = request.issue(1.0)
     assert again is not None
-    assert again.params.HasField("prompt_logprobs"), "the rest is still wanted"
+    assert again.params.HasField("prompt_logprobs"), "the re-issued request must ask for the rest"
     assert request.take(scored(1, 2)) is None
     assert request.take(scored(2, 5)) == scored(3, 5)
     assert request.take(scored(1, 5)) is None
@@ -137,7 +137,7 @@ def test_prompt_logprobs_come_once_in_parts() -> None:
     assert not again.params.HasField("prompt_logprobs")
 
 
-def test_an_embedding_comes_once_and_is_all() -> None:
+def test_an_embedding_is_returned_once_and_ends_the_request() -> None:
     request = ResumableRequest(start(pool=True), 0.0)
     request.issue(0.0)
 
@@ -147,14 +147,16 @@ def test_an_embedding_comes_once_and_is_all() -> None:
     again = request.issue(1.0)
     assert again is not None
     assert again.pool
-    assert request.take(embedding(again.epoch - 1)) is None, "an old epoch"
+    assert request.take(embedding(again.epoch - 1)) is None, (
+        "an embedding of an old epoch must be ignored"
+    )
     assert request.take(embedding(again.epoch)) == embedding(again.epoch)
     assert request.take(embedding(again.epoch)) is None
     assert request.issue(2.0) is None
     assert request.finish() is not None
 
 
-def test_a_gap_in_prompt_logprobs_ends_it_with_an_error() -> None:
+def test_a_gap_in_prompt_logprobs_fails_the_request() -> None:
     params = pb.SamplingParams(prompt_logprobs=1)
     request = ResumableRequest(start(params=params, prompt_ids=[1, 2, 3, 4, 5]), 0.0)
     part = pb.PromptLogprobs(request="r", position=2, logprobs=[pb.TokenLogprob()])
@@ -175,7 +177,7 @@ def test_a_terminal_event_of_an_old_epoch_is_ignored() -> None:
     assert request.take(now) is None
 
 
-def test_where_it_ran_and_its_crashes_travel_with_it() -> None:
+def test_placement_and_crash_count_are_sent_on_reissue() -> None:
     request = ResumableRequest(start(crash_count=0), 0.0)
     request.issue(0.0)
     assert not request.placed

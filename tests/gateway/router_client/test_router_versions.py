@@ -1,4 +1,4 @@
-"""Routers of other releases at a gateway: neighbours are used, others left alone for a while."""
+"""Routers of other releases: neighbouring releases are used, others are retried after pauses."""
 
 import asyncio
 import logging
@@ -19,7 +19,9 @@ ANSWER = list(range(100, 106))
 
 
 @pytest.mark.parametrize("protocol", [0, PROTOCOL_VERSION, PROTOCOL_VERSION + 1])
-async def test_a_neighbour_is_used_and_known(served, protocol, monkeypatch):
+async def test_a_router_of_a_neighbouring_release_is_used_and_recorded(
+    served, protocol, monkeypatch
+):
     made = []
 
     class Noted(RouterConnection):
@@ -40,7 +42,7 @@ async def test_a_neighbour_is_used_and_known(served, protocol, monkeypatch):
 
 
 @pytest.mark.parametrize("who_refuses", ["router", "gateway"])
-async def test_a_router_too_new_is_asked_with_pauses_until_it_is_another(
+async def test_a_router_that_is_too_new_is_retried_with_pauses_until_replaced(
     served, another, who_refuses, caplog, monkeypatch
 ):
     caplog.set_level(logging.WARNING, logger=session_module.__name__)
@@ -62,11 +64,11 @@ async def test_a_router_too_new_is_asked_with_pauses_until_it_is_another(
     await eventually(lambda: len(new.hellos) >= 8 and client.num_connected == 1)
     for number in range(8):
         ids, _ = await asyncio.wait_for(ids_of(client, start(f"r{number}")), LIMIT_S)
-        assert ids == ANSWER, "the other router serves on"
+        assert ids == ANSWER, "the other router must keep serving"
     assert not new.starts
     assert max(pauses) == session_module.MAX_REFUSED_S
     told = [r.message for r in caplog.records if f"router {addresses[1]}:" in r.message]
-    assert len(told) == 1, "once"
+    assert len(told) == 1, "the refusal must be logged once"
     assert told[0].endswith("retrying")
     new.protocol = PROTOCOL_VERSION + 1
     await eventually(lambda: client.num_connected == 2)

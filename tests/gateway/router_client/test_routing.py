@@ -1,4 +1,4 @@
-"""Which router a request goes to: alike ones to the same, and nobody above its share."""
+"""The choice of a router: similar requests go to the same one, and none exceeds its share."""
 
 from collections import Counter
 from random import Random
@@ -35,7 +35,7 @@ def test_no_router() -> None:
     assert choose([], key(1), 0.0) is None
 
 
-def test_alike_requests_go_to_the_same_router_while_it_has_its_share() -> None:
+def test_similar_requests_share_a_router_up_to_its_share() -> None:
     routers = [Router(n) for n in range(10)]
     found = {choose(routers, key(7), 0.0) for _ in range(10)}
     assert len(found) == 1
@@ -45,7 +45,7 @@ def test_alike_requests_go_to_the_same_router_while_it_has_its_share() -> None:
     assert choose(routers, key(7), 0.0) is not first
 
 
-def test_a_router_that_goes_moves_only_its_own() -> None:
+def test_a_removed_router_moves_only_its_requests() -> None:
     routers = [Router(n) for n in range(10)]
     before = {n: choose(routers, key(n), 0.0) for n in range(200)}
     after = {n: choose(routers[:-1], key(n), 0.0) for n in range(200)}
@@ -56,7 +56,8 @@ def test_a_router_that_goes_moves_only_its_own() -> None:
 def test_the_busiest_has_at_most_a_fifth_more_than_the_mean(
     num: int, prompts: int, rng: Random
 ) -> None:
-    """Even if all prompts begin alike. Requests come at once, or one after the other."""
+    """Bound the share even if all prompts begin alike, for simultaneous and for sequential
+    requests."""
     routers = [Router(n) for n in range(num)]
     counts: Counter[str] = Counter()
     now = 0.0
@@ -70,7 +71,7 @@ def test_the_busiest_has_at_most_a_fifth_more_than_the_mean(
 
 
 @pytest.mark.parametrize("prompts", [1, 3, 40])
-def test_nobody_has_much_less_than_the_mean(prompts: int) -> None:
+def test_no_router_has_much_less_than_the_mean(prompts: int) -> None:
     routers = [Router(n) for n in range(11)]
     counts: Counter[str] = Counter()
     for step in range(6000):
@@ -82,7 +83,7 @@ def test_nobody_has_much_less_than_the_mean(prompts: int) -> None:
     assert min(counts[router.address] for router in routers) >= 6000 / 11 / 1.2
 
 
-def test_one_that_comes_later_has_its_share_soon() -> None:
+def test_a_router_added_later_soon_has_its_share() -> None:
     routers = [Router(n) for n in range(3)]
     counts: Counter[str] = Counter()
     for step in range(6000):
@@ -97,7 +98,7 @@ def test_one_that_comes_later_has_its_share_soon() -> None:
     assert 0.8 * 750 <= counts[routers[-1].address] <= 1.6 * 750
 
 
-def test_what_was_sent_long_ago_counts_for_nothing() -> None:
+def test_old_requests_do_not_count() -> None:
     recent = Recent()
     recent.add(0.0)
     recent.add(0.0)
@@ -105,7 +106,7 @@ def test_what_was_sent_long_ago_counts_for_nothing() -> None:
     assert recent.count(20 * HALF_LIFE_S) < 1e-4
 
 
-def test_a_conversation_is_known_by_its_beginning() -> None:
+def test_a_conversation_is_identified_by_its_beginning() -> None:
     first = Start(model="m", prompt_ids=range(KEY_IDS))
     later = Start(model="m", prompt_ids=range(2 * KEY_IDS))
     assert conversation(first) == conversation(later)

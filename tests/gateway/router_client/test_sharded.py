@@ -1,4 +1,5 @@
-"""A gateway among routers of which each worker has joined some: scripted ones, over real gRPC."""
+"""A gateway with sharded routers, where each worker joins some of them: scripted, over real
+gRPC."""
 
 import asyncio
 import os
@@ -42,7 +43,7 @@ class Sharded:
 
 @pytest.fixture
 async def sharded(anyio_backend, monkeypatch) -> AsyncIterator[Sharded]:
-    """Five routers; all workers join two."""
+    """Five routers; every worker joins two."""
     monkeypatch.setattr(client_module, "RESOLVE_S", 0.05)
     monkeypatch.setattr(model_files, "MODELS_AGE_S", 0.0)
     monkeypatch.setattr(model_files, "OLDEST_S", LIMIT_S)
@@ -55,7 +56,7 @@ async def sharded(anyio_backend, monkeypatch) -> AsyncIterator[Sharded]:
     client = RouterClient(list(routers), ACCESS, b"g" * 16)
     await client.start()
     await eventually(lambda: client.num_connected == len(routers))
-    await client.models()  # as a gateway asks for every request
+    await client.models()  # as a gateway does for every request
     yield Sharded(routers, client)
     await client.close()
     for served in routers.values():
@@ -63,8 +64,8 @@ async def sharded(anyio_backend, monkeypatch) -> AsyncIterator[Sharded]:
 
 
 async def held_after_three(sharded):
-    """A request that a router holds after three tokens: the boot of its worker, the task that asks,
-    the router, and the others in the worker's order."""
+    """A request that a router holds after three tokens: the boot id of its worker, the client task,
+    the router, and the other routers in the worker's order."""
     boot = os.urandom(16)
     for address in sharded.routers:
         sharded[address].decode_boot = boot
@@ -80,7 +81,7 @@ async def held_after_three(sharded):
 
 @pytest.mark.parametrize("attempt", range(3))
 async def test_a_placed_request_goes_to_the_routers_of_its_worker(sharded, attempt):
-    """First to the first of those that live, then, if that takes nothing, to the second."""
+    """Try the first live router of the worker, then, if it refuses, the second."""
     boot, asked, first, order = await held_after_three(sharded)
     sharded[order[0]].refuses = True
     await sharded.routers[first].stop()
@@ -93,8 +94,8 @@ async def test_a_placed_request_goes_to_the_routers_of_its_worker(sharded, attem
     assert again.epoch == 2
 
 
-async def test_a_worker_that_joined_all_has_no_first_routers(sharded):
-    """As without sharding, a conversation has its own router."""
+async def test_a_worker_that_joined_all_routers_has_no_preferred_ones(sharded):
+    """Route by conversation, as without sharding."""
     for address in sharded.routers:
         sharded[address].join_routers = 0
         sharded[address].decode_boot = os.urandom(16)
@@ -112,7 +113,7 @@ async def test_a_worker_that_joined_all_has_no_first_routers(sharded):
     assert sorted(sharded.started) == sorted([first, others[0]])
 
 
-async def test_models_are_those_of_all_and_a_request_goes_where_its_model_is(sharded):
+async def test_models_of_all_routers_are_listed_and_requests_follow_them(sharded):
     there = list(sharded.routers)[3]
     sharded[there].models = ["tiny", "rare"]
     sharded[list(sharded.routers)[1]].models = []
@@ -124,7 +125,7 @@ async def test_models_are_those_of_all_and_a_request_goes_where_its_model_is(sha
     assert [card.name for card in await sharded.client.models()] == ["tiny"]
 
 
-async def test_the_list_of_a_router_that_hangs_counts_for_a_while(sharded, monkeypatch):
+async def test_the_model_list_of_a_hanging_router_expires(sharded, monkeypatch):
     there = list(sharded.routers)[3]
     sharded[there].models = ["rare"]
     assert [card.name for card in await sharded.client.models()] == ["rare", "tiny"]
@@ -138,7 +139,7 @@ async def test_the_list_of_a_router_that_hangs_counts_for_a_while(sharded, monke
 
 
 @pytest.mark.parametrize("lacks", [ELSEWHERE, NOT_SERVED])
-async def test_a_router_without_a_worker_for_it_is_left_for_the_next(sharded, lacks):
+async def test_a_router_without_a_worker_is_skipped(sharded, lacks):
     own, *_, has = rendezvous_order(client_module.conversation(start()), sharded.routers)
     for address in sharded.routers:
         sharded[address].lacks = None if address == has else lacks
@@ -155,7 +156,7 @@ async def test_a_model_that_no_router_serves(sharded):
     assert [len(sharded[address].starts) for address in sharded.routers] == [1] * 5
 
 
-async def test_a_request_that_all_give_back_is_tried_again(sharded):
+async def test_a_request_refused_by_all_is_retried(sharded):
     for address in sharded.routers:
         sharded[address].lacks = ELSEWHERE
     asked = asyncio.create_task(sharded.ask())
@@ -168,7 +169,7 @@ async def test_a_request_that_all_give_back_is_tried_again(sharded):
     assert all(start.queue_remaining_ms for start in sharded[sharded.started[0]].starts)
 
 
-async def test_a_request_that_all_give_back_fails_in_the_end(sharded, monkeypatch):
+async def test_a_request_refused_by_all_fails_in_the_end(sharded, monkeypatch):
     monkeypatch.setattr(client_module, "GIVEN_BACK_S", 0.3)
     for address in sharded.routers:
         sharded[address].lacks = ELSEWHERE
@@ -191,8 +192,8 @@ def view(*workers: tuple[bytes, str, float], retries: int = 0, join_routers: int
     )
 
 
-def test_a_worker_is_in_a_merged_view_once() -> None:
-    """As a router sees it that it stays with, and of these the one that has heard it last."""
+def test_a_merged_view_has_each_worker_once() -> None:
+    """Prefer the router that the worker stays with, then the one that heard from it last."""
     whole = merged(
         [
             view((b"1", "leaving", 0.0), (b"2", "suspect", 1.5), retries=3),
@@ -206,7 +207,7 @@ def test_a_worker_is_in_a_merged_view_once() -> None:
 
 
 @pytest.mark.parametrize(("join_routers", "routers"), [(2, 5), (0, 1)])
-async def test_the_fleet_is_asked_of_all_routers_only_if_it_is_sharded(
+async def test_all_routers_are_queried_for_the_fleet_only_if_sharded(
     sharded, join_routers, routers
 ):
     for number, address in enumerate(sharded.routers):
@@ -220,7 +221,7 @@ async def test_the_fleet_is_asked_of_all_routers_only_if_it_is_sharded(
     assert whole.prefill_local == 7 * routers
 
 
-async def test_the_fleet_without_a_router_that_does_not_answer(sharded, monkeypatch):
+async def test_the_fleet_without_an_unresponsive_router(sharded, monkeypatch):
     monkeypatch.setattr(model_files, "LIST_S", 0.2)
     for number, address in enumerate(sharded.routers):
         sharded[address].workers = list(view((bytes([number]), "live", 0.0)).workers)
@@ -231,7 +232,7 @@ async def test_the_fleet_without_a_router_that_does_not_answer(sharded, monkeypa
         assert sharded[address].num_hanging
 
 
-async def test_a_router_that_never_knew_the_model_ends_no_request_that_another_gave_back(sharded):
+async def test_an_unknown_model_on_one_router_does_not_fail_a_request_refused_by_another(sharded):
     addresses = list(sharded.routers)
     for address in addresses:
         sharded[address].lacks = NOT_SERVED
@@ -246,7 +247,7 @@ async def test_a_router_that_never_knew_the_model_ends_no_request_that_another_g
     assert ids == list(range(100, 106))
 
 
-async def test_crashes_of_a_request_are_known_to_the_next_router(sharded):
+async def test_the_crash_count_is_sent_to_the_next_router(sharded):
     for address in sharded.routers:
         sharded[address].lacks = pb.Failed(crash_count=1)
         sharded[address].lacks.MergeFrom(ELSEWHERE)
@@ -260,7 +261,7 @@ async def test_crashes_of_a_request_are_known_to_the_next_router(sharded):
     assert set(counts[1:]) == {1}
 
 
-async def test_a_request_whose_worker_no_router_knows_begins_anew(sharded):
+async def test_a_request_whose_worker_is_unknown_starts_over(sharded):
     boot, asked, first, others = await held_after_three(sharded)
     for address in others[:2]:
         sharded[address].lacks = ELSEWHERE
@@ -274,8 +275,8 @@ async def test_a_request_whose_worker_no_router_knows_begins_anew(sharded):
     assert sharded[anew].starts[0].choices[0].generated_ids == [100, 101, 102]
 
 
-async def test_a_router_that_knows_all_workers_hides_no_other_s_models(sharded):
-    """Workers that join all and workers that join some may be there at once."""
+async def test_a_router_that_knows_all_workers_does_not_hide_models_of_others(sharded):
+    """Cover workers that join all routers next to workers that join some."""
     first, *others = sharded.routers
     sharded[first].join_routers = 0
     sharded[others[3]].models = ["rare"]
@@ -283,7 +284,7 @@ async def test_a_router_that_knows_all_workers_hides_no_other_s_models(sharded):
         assert [card.name for card in await sharded.client.models()] == ["rare", "tiny"]
 
 
-async def test_in_a_full_mesh_one_router_speaks_for_all(sharded):
+async def test_in_a_full_mesh_the_answer_of_one_router_is_final(sharded):
     for address in sharded.routers:
         sharded[address].join_routers = 0
         sharded[address].lacks = NOT_SERVED

@@ -1,4 +1,4 @@
-"""Tokens that are taken where they arrive: each once, in order, and only while someone waits."""
+"""Tokens taken on arrival: each once, in order, and only while the consumer waits."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Session:
-    """A live session to a router that says what the test says."""
+    """A live session to a router scripted by the test."""
 
     address = "r:1"
     has_worked = True
@@ -74,12 +74,12 @@ def finished(epoch: int = 0) -> RequestEvent:
 
 
 class Consumer:
-    """Notes what it iterates over, and beside it what is taken where it arrives."""
+    """Record the events iterated over, and the tokens taken on arrival."""
 
     def __init__(self, client: RouterClient) -> None:
         self.seen: list[object] = []
         self.taken: list[int] = []
-        self.pause = asyncio.Event()  # while it is not set, the consumer does not go on
+        self.pause = asyncio.Event()  # the consumer pauses while it is not set
         self.pause.set()
         self._client = client
         self.task = asyncio.create_task(self._run())
@@ -105,23 +105,23 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_token_is_taken_where_it_arrives(client, session):
+async def test_a_token_is_taken_on_arrival(client, session):
     consumer = Consumer(client)
     await turns()
     client.event(session, first())
     await turns()
     client.rows(session, [row(1, 102)])
-    assert consumer.taken == [102], "at once: no task had a turn"
+    assert consumer.taken == [102], "the token must be taken before any task runs"
     client.rows(session, [row(2, 104), row(3, 106)])
     assert consumer.seen == [100, 102, 104, 106]
-    client.rows(session, [row(3, 106), row(2, 104)])  # said again
+    client.rows(session, [row(3, 106), row(2, 104)])  # repeated
     client.event(session, finished())
     await consumer.task
     assert consumer.seen == [100, 102, 104, 106, finished()]
 
 
-async def test_what_it_makes_is_given_in_the_tokens_place(client, session):
-    """Those behind it wait for their turn, for what was made is not dealt with yet."""
+async def test_the_result_of_taking_replaces_the_token(client, session):
+    """Queue later tokens until the consumer has handled the result."""
     consumer = Consumer(client)
     await turns()
     client.event(session, first())
@@ -136,7 +136,7 @@ async def test_what_it_makes_is_given_in_the_tokens_place(client, session):
     await consumer.task
 
 
-async def test_nothing_is_taken_from_who_does_not_wait(client, session):
+async def test_no_token_is_taken_while_the_consumer_is_busy(client, session):
     consumer = Consumer(client)
     consumer.pause.clear()
     await turns()
@@ -155,7 +155,7 @@ async def test_nothing_is_taken_from_who_does_not_wait(client, session):
     await consumer.task
 
 
-async def test_an_error_is_the_requests_and_not_the_sessions(client, session):
+async def test_an_error_fails_the_request_and_keeps_the_session(client, session):
     consumer = Consumer(client)
     await turns()
     client.event(session, first())
@@ -167,7 +167,7 @@ async def test_an_error_is_the_requests_and_not_the_sessions(client, session):
 
 
 async def test_tokens_of_an_earlier_epoch_and_a_gap(client, session):
-    """What is issued again goes on behind the tokens that were taken."""
+    """A re-issued request continues after the tokens already taken."""
     consumer = Consumer(client)
     await turns()
     client.event(session, first())
@@ -177,7 +177,7 @@ async def test_tokens_of_an_earlier_epoch_and_a_gap(client, session):
     again = session.sent[-1].start
     assert (again.epoch, list(again.choices[0].generated_ids)) == (1, [100, 102])
     client.rows(session, [row(2, 104)])
-    assert consumer.taken == [102], "the epoch is over"
+    assert consumer.taken == [102], "a token of a past epoch must be ignored"
     client.rows(session, [row(2, 104, epoch=1)])
     assert consumer.taken == [102, 104]
     client.rows(session, [row(4, 108, epoch=1)])

@@ -1,4 +1,5 @@
-"""The database: no caller that goes away cuts off a transaction, and nobody else may read it."""
+"""The database: a cancelled caller does not cut off a transaction, and other users cannot read the
+file."""
 
 import asyncio
 import sqlite3
@@ -35,7 +36,7 @@ DRIVER = (
 
 
 class Cuts:
-    """Cancels a task when the driver is asked for the n-th time."""
+    """Cancel a task at its n-th call of the driver."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._steps, self._at = 0, 0
@@ -53,7 +54,7 @@ class Cuts:
         return counted
 
     async def run(self, work, at: int) -> bool:
-        """Whether there was a step `at` to be cut off at."""
+        """Run the work, cancelled at step `at`; returns whether it had that many steps."""
         self._steps, self._at = 0, at
         self._task = asyncio.create_task(work)
         await asyncio.wait((self._task,))
@@ -88,7 +89,9 @@ def is_free(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("what", ["find", "save", "remove", "append"])
-async def test_the_lock_is_free_wherever_a_caller_leaves(tmp_path, database, cuts, what):
+async def test_the_lock_is_free_after_a_caller_is_cancelled_anywhere(
+    tmp_path, database, cuts, what
+):
     responses = DatabaseResponses(database, lambda: 1000.0)
     files = Files(database, FileLimits(1 << 30, 1 << 30, 100))
     file_id = await files.begin("aa")
@@ -106,7 +109,7 @@ async def test_the_lock_is_free_wherever_a_caller_leaves(tmp_path, database, cut
     assert step > 3
 
 
-async def test_no_usage_is_counted_twice(tmp_path, database, cuts):
+async def test_usage_is_never_counted_twice(tmp_path, database, cuts):
     usage = UsageLog(database)
     for step in count(1):
         usage.count(Caller("request"), "tiny", RequestUsage(10, 0, 5))
@@ -121,8 +124,8 @@ async def test_no_usage_is_counted_twice(tmp_path, database, cuts):
     assert step > 3
 
 
-async def test_nothing_is_appended_to_a_file_that_was_given_up(tmp_path, database, cuts):
-    """Its client has left in the middle, and what it had sent came last."""
+async def test_no_data_is_appended_to_an_abandoned_file(tmp_path, database, cuts):
+    """Abandon an upload whose client has disconnected, although its last data arrives later."""
     files = Files(database, FileLimits(1 << 30, 1 << 30, 100))
     for step in count(1):
         file_id = await files.begin("aa")
@@ -137,7 +140,7 @@ async def test_nothing_is_appended_to_a_file_that_was_given_up(tmp_path, databas
     assert left == 0
 
 
-async def test_a_transaction_of_the_caller_itself_is_refused(database):
+async def test_a_transaction_in_the_callers_task_is_refused(database):
     with pytest.raises(RuntimeError, match="in_own_task"):
         async with database.changing():
             pass
@@ -146,12 +149,12 @@ async def test_a_transaction_of_the_caller_itself_is_refused(database):
 async def test_only_its_user_may_read_the_file(tmp_path, database):
     def modes() -> set[int]:
         found = list(tmp_path.glob("gateway.db*"))
-        assert len(found) == 3  # its log and its shared memory, too
+        assert len(found) == 3  # including its log and its shared memory
         return {path.stat().st_mode & 0o777 for path in found}
 
     assert modes() == {0o600}
     for path in tmp_path.glob("gateway.db*"):
-        path.chmod(0o644)  # an earlier version's
+        path.chmod(0o644)  # as an earlier version wrote it
     again = Database(f"sqlite:///{tmp_path}/gateway.db")
     await again.start()
     assert modes() == {0o600}
@@ -174,7 +177,7 @@ async def test_a_file_that_cannot_be_opened_is_named(tmp_path):
         "s3cret",
     ],
 )
-def test_a_url_that_cannot_be_read_is_not_shown(url):
+def test_an_unreadable_url_is_not_shown(url):
     with pytest.raises(ValueError, match="--database-url must be sqlite") as caught:
         Database(url)
     assert "s3cret" not in str(caught.value)
@@ -184,7 +187,7 @@ def test_a_url_that_cannot_be_read_is_not_shown(url):
 @pytest.mark.parametrize(
     "url", ["postgresql://u:s3cret@{}/db", "postgresql://{}/db?password=s3cret"]
 )
-async def test_a_server_that_does_not_answer_is_named_without_the_password(url):
+async def test_an_unreachable_server_is_named_without_the_password(url):
     pytest.importorskip("asyncpg")
     database = Database(url.format("127.0.0.1:1"))
     with pytest.raises(OSError, match=":1/db") as caught:
@@ -193,7 +196,7 @@ async def test_a_server_that_does_not_answer_is_named_without_the_password(url):
 
 
 class Held:
-    """Transactions that stay open until `go`; they note when they are."""
+    """Transactions that record when they open, and stay open until `go`."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -202,19 +205,19 @@ class Held:
     @in_own_task
     async def read(self, database: Database, number: int) -> None:
         async with database.reading() as session:
-            await session.execute(text("SELECT 1"))  # begins it
+            await session.execute(text("SELECT 1"))  # starts the transaction
             self.open.append(number)
             await self.go.wait()
 
     @in_own_task
     async def change(self, database: Database, number: int) -> None:
         async with database.changing() as session:
-            await session.execute(text("SELECT 1"))  # begins it
+            await session.execute(text("SELECT 1"))  # starts the transaction
             self.open.append(number)
             await self.go.wait()
 
 
-async def test_a_share_leaves_connections_to_others(database):
+async def test_a_share_leaves_connections_for_others(database):
     held, share = Held(), database.share(2)
     reading = [asyncio.create_task(held.read(share, number)) for number in range(30)]
     await eventually(lambda: len(held.open) == 2)
@@ -227,8 +230,9 @@ async def test_a_share_leaves_connections_to_others(database):
     assert len(held.open) == 30
 
 
-async def test_writers_come_in_their_order(database):
-    """SQLite alone would let go first who came last: it looks again the soonest."""
+async def test_writers_run_in_order(database):
+    """Keep the order of arrival; SQLite alone would prefer the latest writer, which polls
+    soonest."""
     held = Held()
     writing = []
     for number in range(6):
@@ -239,7 +243,7 @@ async def test_writers_come_in_their_order(database):
     assert held.open == list(range(6))
 
 
-async def test_writers_that_wait_all_fail_in_one_bound(database, monkeypatch):
+async def test_all_waiting_writers_fail_within_one_timeout(database, monkeypatch):
     monkeypatch.setattr(database_module, "BUSY_S", 0.5)
     held = Held()
     first = asyncio.create_task(held.change(database, 0))
@@ -254,7 +258,7 @@ async def test_writers_that_wait_all_fail_in_one_bound(database, monkeypatch):
     assert held.open == [0]
 
 
-async def test_those_that_wait_for_their_turn_end_before_the_database_closes(database):
+async def test_waiting_writers_finish_before_the_database_closes(database):
     held = Held()
     writing = [asyncio.create_task(held.change(database, number)) for number in range(10)]
     await eventually(lambda: held.open == [0])

@@ -1,4 +1,4 @@
-"""What the table of responses keeps, for whom, and for how long."""
+"""The table of stored responses: contents, ownership and expiry."""
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ def clock() -> Time:
 async def make_store(
     tmp_path: Path, clock: Time, anyio_backend: str
 ) -> AsyncIterator[Callable[..., object]]:
-    """Stores of gateways on one file."""
+    """Open stores of several gateways on one file."""
     opened: list[Database] = []
 
     async def make(**bounds: float) -> DatabaseResponses:
@@ -52,7 +52,7 @@ async def names(store: DatabaseResponses, tenant: bytes, *wanted: str) -> list[s
     return [name for name in wanted if await store.find(tenant, name) is not None]
 
 
-async def test_two_gateways_see_each_others(make_store):
+async def test_two_gateways_share_responses(make_store):
     one, other = await make_store(), await make_store()
     response = KeptResponse("resp_1", '{"id":"resp_1"}', '[{"role":"user","content":"é"}]')
     assert await one.save(b"\1", response)
@@ -62,7 +62,7 @@ async def test_two_gateways_see_each_others(make_store):
     assert not await one.remove(b"\1", "resp_1")
 
 
-async def test_a_tenant_sees_its_own_alone(make_store):
+async def test_a_tenant_sees_only_its_responses(make_store):
     store = await make_store()
     await store.save(b"\1", kept("a"))
     await store.save(b"", kept("a", 9))
@@ -72,7 +72,7 @@ async def test_a_tenant_sees_its_own_alone(make_store):
     assert (mine.num_bytes, everybodys.num_bytes) == (4, 9)
 
 
-async def test_they_expire_for_good(make_store, clock):
+async def test_responses_expire_permanently(make_store, clock):
     store = await make_store(keep_s=10)
     await store.save(b"", kept("old"))
     clock.now += 9
@@ -80,11 +80,11 @@ async def test_they_expire_for_good(make_store, clock):
     clock.now += 1
     assert await names(store, b"", "old") == []
     await store.save(b"", kept("new"))
-    clock.now -= 5  # the row itself is gone, not only out of sight
+    clock.now -= 5  # the row is deleted, not only hidden
     assert await names(store, b"", "old", "new") == ["new"]
 
 
-async def test_the_oldest_make_room(make_store, clock):
+async def test_the_oldest_responses_make_room(make_store, clock):
     store = await make_store(max_rows=3, max_total_bytes=100)
     for number in range(5):
         clock.now += 1
@@ -94,10 +94,12 @@ async def test_the_oldest_make_room(make_store, clock):
     clock.now += 1
     await store.save(b"", kept("large", 93))
     assert await names(store, b"", *"01234", "large") == ["4", "large"]
-    assert await names(store, b"\1", *"01234") == ["2", "3", "4"], "another's stay"
+    assert await names(store, b"\1", *"01234") == ["2", "3", "4"], (
+        "responses of another tenant must stay"
+    )
 
 
-async def test_many_small_ones_make_room_for_a_large_one(make_store, clock):
+async def test_many_small_responses_make_room_for_a_large_one(make_store, clock):
     store = await make_store(max_total_bytes=200)
     wanted = [str(number) for number in range(50)]
     for name in wanted:
@@ -108,7 +110,7 @@ async def test_many_small_ones_make_room_for_a_large_one(make_store, clock):
     assert await names(store, b"", *wanted, "large") == ["48", "49", "large"]
 
 
-async def test_what_is_too_large_is_not_kept(make_store):
+async def test_an_oversized_response_is_not_stored(make_store):
     store = await make_store(max_bytes=20)
     assert await store.save(b"", kept("fits", 20))
     assert not await store.save(b"", kept("large", 21))

@@ -1,4 +1,4 @@
-"""Lines whose model nobody serves: when they wait for it, and when that is their answer."""
+"""Batch lines whose model is not served: when they wait for it, and when they fail."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ from pdserve.gateway.batches.absent_models import MODEL_WAIT_S, STARTING_S, Abse
 pytestmark = pytest.mark.anyio
 
 
-async def test_when_a_model_that_is_not_there_is_given_up():
+async def test_when_a_missing_model_is_given_up():
     used = {"used"}
 
     async def was_used(tenant: str, model: str) -> bool:
@@ -44,7 +44,7 @@ async def test_when_a_model_that_is_not_there_is_given_up():
     assert not await settled.gives_up("a", begun + 86400)
 
 
-async def test_an_unknown_model_is_waited_for_and_then_an_error(tmp_path, monkeypatch):
+async def test_an_unknown_model_is_awaited_and_then_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 0.4)
     monkeypatch.setattr(runner, "STARTING_S", 0.0)
     async with stored_gateway(FakeRouter(saying("hello")), tmp_path) as gateway:
@@ -55,7 +55,7 @@ async def test_an_unknown_model_is_waited_for_and_then_an_error(tmp_path, monkey
         assert errors[0]["response"]["body"]["error"]["code"] == "model_not_found"
 
 
-async def test_a_fleet_without_any_model_is_waited_for(tmp_path, monkeypatch):
+async def test_an_empty_fleet_is_awaited(tmp_path, monkeypatch):
     monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 0.0)
     monkeypatch.setattr(runner, "STARTING_S", 0.0)
     card, blobs = served("tiny")
@@ -70,10 +70,9 @@ async def test_a_fleet_without_any_model_is_waited_for(tmp_path, monkeypatch):
         assert (batch.status, batch.request_counts.completed) == ("completed", 3)
 
 
-async def test_the_next_gateway_waits_for_a_model_that_its_workers_still_load(
-    tmp_path, monkeypatch
-):
-    """The last one had answers of it; the fleet shows another model already."""
+async def test_the_next_gateway_waits_for_a_model_that_is_still_loading(tmp_path, monkeypatch):
+    """Wait because the previous gateway had answers from it, although the fleet already shows
+    another model."""
     monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 0.1)
     monkeypatch.setattr(runner, "STARTING_S", 0.0)
     (small, blobs), (large, _) = served("tiny"), served("large")

@@ -57,7 +57,7 @@ async def test_a_batch_from_its_file_to_its_answers(tmp_path):
         assert output.bytes == len((await client.files.content(output.id)).content)
 
 
-async def test_lines_that_the_api_refuses_are_in_the_error_file(tmp_path):
+async def test_refused_lines_are_in_the_error_file(tmp_path):
     good, bad = lines_of(2), lines_of(3, max_tokens=-2)
     data = good + bad.replace(b"request-", b"bad-")
     async with stored_gateway(FakeRouter(saying("hello")), tmp_path) as gateway:
@@ -88,7 +88,7 @@ async def test_completions_too(tmp_path):
         assert answer["response"]["body"]["choices"][0]["text"] == " world"
 
 
-async def test_lines_of_responses_are_kept_if_they_say_so(tmp_path):
+async def test_responses_lines_are_stored_on_request(tmp_path):
     url = "/v1/responses"
     data = b"".join(
         json.dumps(
@@ -161,7 +161,7 @@ OTHER_WAYS = {
 }
 
 
-async def test_other_ways_to_write_lines(tmp_path, subtests):
+async def test_other_line_formats(tmp_path, subtests):
     async with stored_gateway(FakeRouter(saying("hello")), tmp_path) as gateway:
         client = gateway.client()
         for name, data in OTHER_WAYS.items():
@@ -202,12 +202,13 @@ async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path):
         assert sorted(ids) == sorted(f"request-{n}" for n in range(30))
         assert {line["error"]["code"] for line in rest} == {"batch_cancelled"}
         assert all(line["response"] is None for line in rest)
-        await eventually(lambda: len(router.left) == 4)  # what ran was cancelled at the router
+        # running lines were cancelled at the router
+        await eventually(lambda: len(router.left) == 4)
         with pytest.raises(openai.BadRequestError, match="cannot be cancelled"):
             await client.batches.cancel(batch_id)
 
 
-async def test_overload_is_no_lines_result(tmp_path):
+async def test_overload_is_not_the_result_of_a_line(tmp_path):
     async def play(router, start):
         if len(router.starts) <= 6:
             yield failed(start, pb.OVERLOADED if len(router.starts) % 2 else pb.UNAVAILABLE)
@@ -224,8 +225,8 @@ async def test_overload_is_no_lines_result(tmp_path):
         assert batch.error_file_id is None
 
 
-async def test_lines_leave_the_places_of_requests_alone(tmp_path):
-    """And while a request waits for its first token, one line runs at a time."""
+async def test_lines_leave_room_for_requests(tmp_path):
+    """While a request waits for its first token, only one line runs at a time."""
     hold, open_lines, most = asyncio.Event(), 0, 0
 
     async def play(router, start):
@@ -290,7 +291,7 @@ async def test_the_end_of_the_window(tmp_path):
         assert {line["error"]["code"] for line in rest} == {"batch_expired"}
 
 
-async def test_what_create_refuses(tmp_path):
+async def test_invalid_batches_are_refused(tmp_path):
     async with stored_gateway(FakeRouter(saying("hello")), tmp_path, runs=False) as gateway:
         client = gateway.client()
         file = await client.files.create(file=lines_of(1), purpose="batch")
@@ -324,7 +325,7 @@ async def test_batches_are_listed_by_pages(tmp_path):
         assert [batch.id async for batch in client.batches.list(limit=2)] == made[::-1]
 
 
-async def test_keys_see_their_own_batches_only(tmp_path):
+async def test_keys_see_only_their_batches(tmp_path):
     keys = ("first", "second")
     async with stored_gateway(FakeRouter(saying("hello")), tmp_path, keys) as gateway:
         mine, other = gateway.client("first"), gateway.client("second")
@@ -345,7 +346,7 @@ async def test_keys_see_their_own_batches_only(tmp_path):
             )
 
 
-async def test_a_batch_of_a_key_that_is_gone_waits(tmp_path):
+async def test_a_batch_of_a_removed_key_waits(tmp_path):
     router = FakeRouter(saying("hello"))
     async with stored_gateway(router, tmp_path, ("first", "second"), runs=False) as gateway:
         client = gateway.client("first")

@@ -1,4 +1,4 @@
-"""Batches leave connections of the database to requests of clients."""
+"""Batches leave database connections for client requests."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ from pdserve.gateway.storage.database import Database
 pytestmark = pytest.mark.anyio
 
 
-async def test_lines_that_take_long_in_the_database_hold_up_no_client(tmp_path, monkeypatch):
+async def test_slow_database_reads_of_lines_do_not_delay_clients(tmp_path, monkeypatch):
     go, num_open = asyncio.Event(), 0
     reading = Database.reading
 
@@ -27,7 +27,7 @@ async def test_lines_that_take_long_in_the_database_hold_up_no_client(tmp_path, 
         async with reading(database) as session:
             task = asyncio.current_task()
             if task is not None and task.get_name() == Files.read.__qualname__:
-                await session.execute(text("SELECT 1"))  # it has a connection
+                await session.execute(text("SELECT 1"))  # takes a connection
                 num_open += 1
                 await go.wait()
             yield session

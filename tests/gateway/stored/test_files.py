@@ -1,4 +1,4 @@
-"""/v1/files: with the openai client, and with forms that no good client sends."""
+"""/v1/files: with the openai client, and with malformed forms."""
 
 import asyncio
 
@@ -22,7 +22,7 @@ def router() -> FakeRouter:
 
 
 def form(*parts: tuple[str, bytes]) -> bytes:
-    """Parts by their heads' content-disposition."""
+    """A form of (content-disposition, data) parts."""
     body = b""
     for head, data in parts:
         body += f"--{BOUNDARY}\r\ncontent-disposition: {head}\r\n\r\n".encode() + data + b"\r\n"
@@ -33,8 +33,8 @@ PURPOSE = ('form-data; name="purpose"', b"batch")
 FILE = ('form-data; name="file"; filename="in.jsonl"', b"{}\n")
 
 
-async def test_a_file_comes_back_as_it_was(tmp_path):
-    """Of several pieces, with every byte."""
+async def test_a_file_is_returned_unchanged(tmp_path):
+    """Upload several pieces that contain every byte value."""
     data = bytes(range(256)) * 3000
     async with stored_gateway(router(), tmp_path) as gateway:
         client = gateway.client()
@@ -51,7 +51,7 @@ async def test_a_file_comes_back_as_it_was(tmp_path):
         assert (await client.files.list()).data == []
 
 
-async def test_requests_for_files_batches_and_usage_count_in_a_keys_rate(tmp_path):
+async def test_files_batches_and_usage_count_in_the_rate_limit(tmp_path):
     rates = RateLimits(RateSettings(requests=3))
     async with stored_gateway(router(), tmp_path, rates=rates) as gateway:
         client = gateway.client()
@@ -84,7 +84,7 @@ async def test_files_are_listed_by_pages(tmp_path):
             assert caught.value.param == next(iter(wrong))
 
 
-async def test_keys_see_their_own_files_only(tmp_path):
+async def test_keys_see_only_their_files(tmp_path):
     async with stored_gateway(router(), tmp_path, ("first", "second")) as gateway:
         mine, other = gateway.client("first"), gateway.client("second")
         file = await mine.files.create(file=b"{}", purpose="batch")
@@ -101,7 +101,7 @@ async def test_keys_see_their_own_files_only(tmp_path):
                 await call
 
 
-async def test_a_file_that_an_open_batch_reads_stays(tmp_path):
+async def test_a_file_of_an_open_batch_cannot_be_deleted(tmp_path):
     async with stored_gateway(router(), tmp_path, runs=False) as gateway:
         client = gateway.client()
         batch = await client.batches.retrieve(await start_batch(client, lines_of(1)))
@@ -160,7 +160,7 @@ async def test_bounds_of_files(tmp_path):
         (b"", "form is incomplete"),
     ],
 )
-async def test_forms_that_are_wrong(tmp_path, body, why):
+async def test_malformed_forms(tmp_path, body, why):
     async with stored_gateway(router(), tmp_path) as gateway, gateway.http() as http:
         reply = await http.post("/v1/files", content=body, headers=FORM)
         assert reply.status_code == 400, reply.text
@@ -169,7 +169,7 @@ async def test_forms_that_are_wrong(tmp_path, body, why):
         assert (await http.get("/health")).status_code == 200
 
 
-async def test_the_purpose_may_come_behind_the_file(tmp_path):
+async def test_the_purpose_may_follow_the_file(tmp_path):
     async with stored_gateway(router(), tmp_path) as gateway, gateway.http() as http:
         reply = await http.post("/v1/files", content=form(FILE, PURPOSE), headers=FORM)
         assert reply.json()["filename"] == "in.jsonl"
@@ -181,7 +181,7 @@ async def test_the_purpose_may_come_behind_the_file(tmp_path):
             assert reply.status_code == 415
 
 
-async def test_a_client_that_leaves_leaves_nothing(tmp_path):
+async def test_an_aborted_upload_leaves_nothing(tmp_path):
     async with stored_gateway(router(), tmp_path, max_files=1) as gateway, gateway.http() as http:
         sent = asyncio.Event()
 
@@ -199,10 +199,10 @@ async def test_a_client_that_leaves_leaves_nothing(tmp_path):
             reply = await http.post("/v1/files", content=form(PURPOSE, FILE), headers=FORM)
             return reply.status_code == 200
 
-        await eventually(uploaded)  # its place is free
+        await eventually(uploaded)  # its slot is free
 
 
-async def test_an_upload_whose_gateway_has_died_is_removed(tmp_path, monkeypatch):
+async def test_an_upload_of_a_dead_gateway_is_removed(tmp_path, monkeypatch):
     async with stored_gateway(router(), tmp_path, runs=False, max_files=1) as gateway:
         files = gateway.stored.routes.files
         stopped = await files.begin("")
@@ -222,7 +222,7 @@ async def test_an_upload_whose_gateway_has_died_is_removed(tmp_path, monkeypatch
 
 
 async def test_a_file_is_read_in_pieces(tmp_path):
-    """And a client may leave in the middle of it."""
+    """Read in pieces, also if a client disconnects in the middle."""
     async with stored_gateway(router(), tmp_path) as gateway, gateway.http() as http:
         file = await gateway.client().files.create(file=b"x" * 30_000_000, purpose="batch")
         taken = 0
@@ -237,7 +237,7 @@ async def test_a_file_is_read_in_pieces(tmp_path):
         assert (await http.get("/health")).status_code == 200
 
 
-async def test_downloads_at_once_are_bounded(tmp_path, monkeypatch):
+async def test_concurrent_downloads_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(stored_files, "MAX_DOWNLOADS", 1)
     async with stored_gateway(router(), tmp_path) as gateway, gateway.http() as http:
         file = await gateway.client().files.create(file=b"x" * 30_000_000, purpose="batch")
@@ -255,7 +255,7 @@ async def test_downloads_at_once_are_bounded(tmp_path, monkeypatch):
         await eventually(is_free)
 
 
-async def test_without_a_database_it_says_so(make_http):
+async def test_without_a_database_the_error_says_so(make_http):
     http = make_http(saying("hello"))
     for method, path in [
         ("POST", "/v1/files"), ("GET", "/v1/files"), ("DELETE", "/v1/files/file-1"),
@@ -267,7 +267,7 @@ async def test_without_a_database_it_says_so(make_http):
         assert "needs --database-url" in reply.json()["error"]["message"]
 
 
-async def test_a_database_that_fails_is_no_fault_of_the_client(tmp_path):
+async def test_a_database_failure_is_a_server_error(tmp_path):
     async with stored_gateway(router(), tmp_path, runs=False) as gateway, gateway.http() as http:
         await start_batch(gateway.client(), lines_of(1))
         for path in tmp_path.glob("gateway.db*"):

@@ -1,4 +1,4 @@
-"""The parts of a database are made while the gateway serves, and nothing is lost until then."""
+"""The database parts are created while the gateway is serving, and usage before that is kept."""
 
 import asyncio
 import sqlite3
@@ -25,7 +25,7 @@ BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def made(folder):
-    """(its parts, its routes, the application)"""
+    """Create (late parts, routes, application)."""
     settings = GatewaySettings(database_url=f"sqlite:///{folder}/gateway.db")
     keys, limits, router = ApiKeys(()), AdmissionLimits(64, 32), FakeRouter(saying("hello"))
     late = LateParts(settings, keys, limits)
@@ -37,7 +37,7 @@ def made(folder):
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/responses/resp_x"])
-async def test_a_request_for_them_has_them_made(tmp_path, path):
+async def test_a_request_creates_the_parts(tmp_path, path):
     late, routes, app = made(tmp_path)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://g", timeout=60) as http:
@@ -52,11 +52,11 @@ async def test_a_request_for_them_has_them_made(tmp_path, path):
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     await late.close()
-    with closing(sqlite3.connect(tmp_path / "gateway.db")) as found:  # what was used before
+    with closing(sqlite3.connect(tmp_path / "gateway.db")) as found:  # includes earlier usage
         assert found.execute("SELECT sum(requests) FROM usage").fetchone() == (1,)
 
 
-async def test_they_are_made_once_they_are_wanted(tmp_path):
+async def test_the_parts_are_created_when_wanted(tmp_path):
     late, routes, _ = made(tmp_path)
     running = asyncio.create_task(late.run(routes))
     await asyncio.sleep(0)
@@ -70,7 +70,7 @@ async def test_they_are_made_once_they_are_wanted(tmp_path):
 
 
 @pytest.mark.parametrize("made_in_time", [True, False])
-async def test_what_waits_is_bounded(tmp_path, monkeypatch, caplog, made_in_time):
+async def test_pending_usage_is_bounded(tmp_path, monkeypatch, caplog, made_in_time):
     monkeypatch.setattr("pdserve.gateway.openai.stored.late.MAX_EARLY_USAGE", 2)
     late, routes, app = made(tmp_path)
     transport = httpx.ASGITransport(app)
@@ -90,7 +90,7 @@ async def test_what_waits_is_bounded(tmp_path, monkeypatch, caplog, made_in_time
             assert found.execute("SELECT sum(requests) FROM usage").fetchone() == (2,)
 
 
-async def test_a_file_that_is_no_database_ends_the_task(tmp_path):
+async def test_an_invalid_database_file_ends_the_task(tmp_path):
     (tmp_path / "gateway.db").write_text("no database" * 100)
     late, routes, _ = made(tmp_path)
     late.want()

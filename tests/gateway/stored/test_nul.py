@@ -1,4 +1,4 @@
-"""PostgreSQL has the character NUL in no text; what names it is refused alike on every database."""
+"""PostgreSQL text cannot contain NUL, so NUL is refused alike on every database."""
 
 import pytest
 from fakes.router import FakeRouter, saying
@@ -58,12 +58,12 @@ async def test_other_texts_with_nul_are_refused_by_name(tmp_path):
             assert reply.json()["error"]["param"] == param
 
 
-async def test_no_name_with_nul_is_looked_up(tmp_path, monkeypatch):
-    """On PostgreSQL the statement itself would fail."""
+async def test_a_name_with_nul_is_never_looked_up(tmp_path, monkeypatch):
+    """Skip the query, because on PostgreSQL the statement itself would fail."""
     async with stored_gateway(FakeRouter(saying("hello")), tmp_path, runs=False) as gateway:
         store, files = gateway.stored.responses, gateway.stored.routes.files
         batches = gateway.stored.routes.batches
-        await gateway.stored.close()  # what is looked up fails
+        await gateway.stored.close()  # any lookup would fail
         for path in tmp_path.glob("gateway.db*"):
             path.unlink()
         (tmp_path / "gateway.db").write_bytes(b"no database" * 1000)

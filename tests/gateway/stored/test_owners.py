@@ -1,4 +1,4 @@
-"""Batches outlive the gateway that runs them: no line is lost, and none is twice in the output."""
+"""Batches outlive the gateway that runs them: no line is lost, and none is written twice."""
 
 import asyncio
 import signal
@@ -32,7 +32,7 @@ LINES = 60
 
 
 def asked(router: FakeRouter) -> Counter[bytes]:
-    """How often each prompt has come."""
+    """The number of requests for each prompt."""
     return Counter(str(list(start.prompt_ids)).encode() for start in router.starts)
 
 
@@ -46,7 +46,7 @@ async def check_whole(client: openai.AsyncOpenAI, batch_id: str, count: int = LI
 
 
 async def test_a_batch_survives_kill_9(tmp_path):
-    """The kill falls between the first line and the last, while lines are being answered."""
+    """Kill the gateway after the first line and before the last, while lines are being answered."""
     hold = asyncio.Event()
     servicer, host, address = await serve_router(FakeRouter(holding_after(25, hold)))
     database = tmp_path / "gateway.db"
@@ -73,12 +73,13 @@ async def test_a_batch_survives_kill_9(tmp_path):
         with GatewayProcess(address, lease_s=1.5, **settings) as gateway:
             async with openai.AsyncOpenAI(api_key="none", base_url=f"{gateway.url}/v1") as client:
                 await check_whole(client, batch_id)
-        assert len(servicer.router.starts) - before == LINES - 25  # what was done is not done again
+        # finished lines are not run again
+        assert len(servicer.router.starts) - before == LINES - 25
     finally:
         await host.stop(0)
 
 
-async def test_sigterm_lets_lines_end_and_the_process_too(tmp_path):
+async def test_sigterm_lets_running_lines_finish_and_exits(tmp_path):
     hold = asyncio.Event()
     servicer, host, address = await serve_router(FakeRouter(holding_after(9, hold)))
     settings = {"database_url": f"sqlite:///{tmp_path}/gateway.db", "batch_concurrency": 4}
@@ -110,7 +111,7 @@ async def test_sigterm_lets_lines_end_and_the_process_too(tmp_path):
         ("sqlite:////nowhere/at/all/gateway.db", "is not a writable folder"),
     ],
 )
-def test_a_url_that_cannot_work_is_named(url, why):
+def test_an_invalid_url_is_named(url, why):
     settings = GatewaySettings(
         port=0, routers=("127.0.0.1:1",), cluster_secret=(SECRET,), database_url=url
     )
@@ -131,8 +132,8 @@ async def test_two_gateways_share_a_database(tmp_path):
     assert sum((asked(router) for router in routers), Counter()).total() == 8 * 15
 
 
-async def test_a_gateway_that_stops_gives_its_batches_back(tmp_path):
-    """Lines that run end, and the next gateway need not wait for the end of a lease."""
+async def test_a_stopping_gateway_returns_its_batches(tmp_path):
+    """Let running lines finish; the next gateway does not wait for the lease to expire."""
     hold = asyncio.Event()
     first, second = FakeRouter(holding_after(9, hold)), FakeRouter(saying("hello"))
     async with stored_gateway(second, tmp_path, runs=False) as shown:
@@ -146,14 +147,14 @@ async def test_a_gateway_that_stops_gives_its_batches_back(tmp_path):
             await asyncio.wait_for(draining, LIMIT_S)
             counts = (await client.batches.retrieve(batch_id)).request_counts
             assert counts is not None
-            assert counts.completed == 13  # none of them was cut off, and none was begun
+            assert counts.completed == 13  # no running line was cut off, and no new one was started
         async with stored_gateway(second, tmp_path) as following:
             await check_whole(following.client(), batch_id, 30)
     assert (len(first.starts), len(second.starts)) == (13, 17)
 
 
-async def test_a_gateway_that_lost_its_lease_changes_nothing_more(tmp_path):
-    """One that stood still and wakes up when another has taken its batch."""
+async def test_a_gateway_that_lost_its_lease_changes_nothing(tmp_path):
+    """Pause a gateway until another has claimed its batch, then resume it."""
     hold = asyncio.Event()
     first, second = FakeRouter(holding_after(9, hold)), FakeRouter(saying("hello"))
     async with stored_gateway(first, tmp_path, batch_concurrency=4) as gateway:
@@ -168,7 +169,7 @@ async def test_a_gateway_that_lost_its_lease_changes_nothing_more(tmp_path):
     assert len(first.starts) + len(second.starts) >= 30
 
 
-def test_a_lease_is_free_when_its_beat_stands_still():
+def test_a_lease_is_free_when_its_beat_stops():
     watch = LeaseWatch()
     live, dead, nobodys = BatchLease("a", "x", 1), BatchLease("b", "y", 1), BatchLease("c", "", 0)
     assert watch.free([live, dead, nobodys], 0.0) == [nobodys]

@@ -1,4 +1,4 @@
-"""The same on PostgreSQL, which several hosts can share."""
+"""The same stores on PostgreSQL, which several hosts can share."""
 
 import asyncio
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def database_url() -> Iterator[str]:
 
 
 async def opened(client: openai.AsyncOpenAI) -> None:
-    """The database is opened while the gateway serves already."""
+    """Wait until the database is open; the gateway already serves before that."""
 
     async def answers() -> bool:
         try:
@@ -92,7 +92,7 @@ async def test_two_gateways_from_files_to_answers(tmp_path, database_url):
 
 
 @pytest.mark.skipif(find_spec("asyncpg") is None, reason="no asyncpg")
-async def test_a_database_that_is_away_is_waited_for(tmp_path):
+async def test_an_unreachable_database_is_awaited(tmp_path):
     router = FakeRouter(saying("hello"))
     url = "postgresql://nobody:a-password@127.0.0.1:1/none"
     async with (

@@ -1,4 +1,5 @@
-"""--retention-days: ended batches with their files, and usage, go after so many days."""
+"""--retention-days: completed batches with their files, and usage, are deleted after that many
+days."""
 
 import asyncio
 import sqlite3
@@ -31,7 +32,7 @@ async def files_of(client: openai.AsyncOpenAI) -> set[str]:
     return {file.id async for file in client.files.list()}
 
 
-async def test_old_batches_and_their_files_go_and_the_others_stay(tmp_path):
+async def test_old_batches_and_their_files_are_deleted_and_others_stay(tmp_path):
     async with stored_gateway(router(), tmp_path) as gateway:
         client = gateway.client()
         lines = lines_of(2) + lines_of(1, max_tokens=-2).replace(b"request-", b"bad-")
@@ -57,7 +58,7 @@ async def test_old_batches_and_their_files_go_and_the_others_stay(tmp_path):
         assert rows(tmp_path, "(SELECT DISTINCT file_id FROM file_pieces)") == len(left)
 
 
-async def test_a_file_of_two_batches_goes_with_the_last(tmp_path):
+async def test_a_file_of_two_batches_is_deleted_with_the_last(tmp_path):
     async with stored_gateway(router(), tmp_path) as gateway:
         client = gateway.client()
         file = await client.files.create(file=lines_of(1), purpose="batch")
@@ -76,7 +77,7 @@ async def test_a_file_of_two_batches_goes_with_the_last(tmp_path):
             assert (file.id in await files_of(client)) is stays
 
 
-async def test_old_usage_goes_in_any_number(tmp_path):
+async def test_any_amount_of_old_usage_is_deleted(tmp_path):
     async with stored_gateway(router(), tmp_path, runs=False) as gateway:
         hour = int(time.time()) // 3600 * 3600
         for start, count in ((hour - 3 * DAY_S, 2 * ROWS_AT_ONCE + 1), (hour - DAY_S, 3)):
@@ -91,7 +92,7 @@ async def test_old_usage_goes_in_any_number(tmp_path):
         assert rows(tmp_path, "usage") == 3
 
 
-async def test_gateways_that_share_a_database_remove_at_once(tmp_path):
+async def test_gateways_that_share_a_database_delete_concurrently(tmp_path):
     async with stored_gateway(router(), tmp_path) as gateway:
         client = gateway.client()
         for _ in range(6):
@@ -108,8 +109,8 @@ async def test_gateways_that_share_a_database_remove_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("days", [0, 1])
-async def test_the_setting_removes_what_is_old(tmp_path, days):
-    """And by default nothing goes."""
+async def test_the_setting_deletes_old_data(tmp_path, days):
+    """Delete nothing by default."""
     async with stored_gateway(router(), tmp_path) as gateway:
         client = gateway.client()
         batch = await ended(client, await start_batch(client, lines_of(1)))

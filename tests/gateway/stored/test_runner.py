@@ -1,4 +1,4 @@
-"""Which batches a gateway runs: keys in turn, and what only has to end at once."""
+"""Which batches a gateway runs: keys take turns, and cancelled or expired ones end at once."""
 
 import asyncio
 import json
@@ -23,14 +23,14 @@ URL = "/v1/completions"
 
 
 class World:
-    """A runner, what it has asked, and whose keys are good; answers wait for `answers`."""
+    """A runner, the lines it has requested, and the revoked keys; answers wait for `answers`."""
 
     def __init__(self, database: Database, batches: Batches) -> None:
         self.batches = batches
         self.asked: list[str] = []
         self.num_missing = 0
-        self.used: set[str] = set()  # models of which a key has had answers
-        self.come = False  # the model "missing" is there
+        self.used: set[str] = set()  # models from which a key has had answers
+        self.come = False  # whether the model "missing" is served
         self.revoked: set[str] = set()
         self.answers = asyncio.Event()
         self._files = Files(database, FileLimits(1 << 30, 1 << 30, 1000))
@@ -59,7 +59,7 @@ class World:
     async def make(
         self, tenant: Tenant, count: int, window_s: int = 86400, models: tuple[str, ...] = ("a",)
     ) -> str:
-        """The id of a batch of so many lines, which ask for the models in turn."""
+        """Create a batch whose given number of lines request the models in turn; returns its id."""
         owner = tenant.id.hex()
         file_id = await self._files.begin(owner)
         lines = [
@@ -93,7 +93,7 @@ class World:
 
 
 class GatedBatches(Batches):
-    """A claim that is committed and not yet heard of."""
+    """Batches whose claim is committed but not yet returned."""
 
     claimed: asyncio.Event | None = None
     heard = asyncio.Event()
@@ -119,7 +119,7 @@ async def world(tmp_path: Path, anyio_backend: str) -> AsyncIterator[World]:
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gateway has been there for long."""
+    """Let the gateway count as started long ago."""
     monkeypatch.setattr(runner, "STARTING_S", 0.0)
 
 
@@ -135,7 +135,7 @@ def key(number: int) -> Tenant:
     return Tenant(f"key-{number}", bytes([number]) * 8, b"")
 
 
-async def test_long_batches_of_some_keys_hold_up_no_other_key(world):
+async def test_long_batches_of_some_keys_do_not_delay_another_key(world):
     long = [await world.make(key(n), 5000) for n in range(4) for _ in range(MAX_RUNS_OF_TENANT)]
     world.answers.set()
     task = asyncio.create_task(world.runner.run(world.ask))
@@ -149,7 +149,7 @@ async def test_long_batches_of_some_keys_hold_up_no_other_key(world):
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_one_that_nobody_has_begun_is_cancelled_at_once(world):
+async def test_a_batch_that_has_not_started_is_cancelled_at_once(world):
     batch_id = await world.make(key(0), 3)
     batch = await world.batches.cancel(key(0).id.hex(), batch_id)
     assert batch is not None
@@ -158,7 +158,7 @@ async def test_one_that_nobody_has_begun_is_cancelled_at_once(world):
     assert await world.batches.leases() == []
 
 
-async def test_the_end_of_its_time_waits_for_no_other_batch(running):
+async def test_expiry_does_not_wait_for_other_batches(running):
     for _ in range(MAX_RUNS_OF_TENANT):
         batch_id = await running.make(key(0), 2)
         await eventually(lambda batch_id=batch_id: running.owner(batch_id))
@@ -168,7 +168,7 @@ async def test_the_end_of_its_time_waits_for_no_other_batch(running):
     assert await running.owner(waits) == ""
 
 
-async def test_the_batches_of_a_key_that_is_revoked_stop(running):
+async def test_batches_of_a_revoked_key_stop(running):
     running.answers.set()
     batch_id = await running.make(key(0), 5000)
     await eventually(lambda: running.asked)
@@ -186,7 +186,7 @@ async def test_the_batches_of_a_key_that_is_revoked_stop(running):
 
 
 @pytest.mark.parametrize("end", ["drain", "close"])
-async def test_a_claim_under_way_at_the_end_is_given_back(running, end):
+async def test_a_claim_in_progress_at_shutdown_is_returned(running, end):
     running.batches.claimed = asyncio.Event()
     batch_id = await running.make(key(0), 2)
     await running.batches.claimed.wait()
@@ -199,10 +199,10 @@ async def test_a_claim_under_way_at_the_end_is_given_back(running, end):
     assert running.asked == []
 
 
-async def test_a_model_that_is_there_makes_nobody_wait_again_for_one_that_is_not(
+async def test_lines_of_a_served_model_do_not_restart_the_wait_for_a_missing_one(
     running, monkeypatch
 ):
-    """Once a model has not come for so long, each line for it is asked once."""
+    """Once the wait for a model is over, request each of its lines once."""
     monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 1.0)
     running.answers.set()
     batch_id = await running.make(key(0), 60, models=("a", "a", "missing"))
@@ -213,8 +213,8 @@ async def test_a_model_that_is_there_makes_nobody_wait_again_for_one_that_is_not
     assert 20 < running.num_missing < 40
 
 
-async def test_a_model_that_was_used_is_waited_for_and_holds_up_no_other(running, monkeypatch):
-    """As after a restart, when workers load a large model for minutes and have a small one."""
+async def test_a_used_model_is_awaited_without_delaying_others(running, monkeypatch):
+    """As after a restart, when a small model is ready and a large one takes minutes to load."""
     monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 0.1)
     running.used.add("missing")
     running.answers.set()
@@ -231,15 +231,13 @@ async def test_a_model_that_was_used_is_waited_for_and_holds_up_no_other(running
     await eventually(others_are_answered)
     await asyncio.sleep(1.0)
     assert await counts() == (20, 0)
-    assert running.num_missing < 20  # one line asks for all
+    assert running.num_missing < 20  # one line polls for all
     running.come = True
     await running.has_status(key(0), batch_id, "completed")
     assert await counts() == (60, 0)
 
 
-async def test_a_model_that_never_comes_is_waited_for_to_the_end_of_the_window(
-    running, monkeypatch
-):
+async def test_a_missing_used_model_is_awaited_until_the_window_ends(running, monkeypatch):
     monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 0.1)
     running.used.add("missing")
     running.answers.set()
@@ -250,7 +248,7 @@ async def test_a_model_that_never_comes_is_waited_for_to_the_end_of_the_window(
     assert (batch.completed, batch.failed) == (2, 0)
 
 
-async def test_batches_that_wait_for_a_model_hold_up_none_of_their_key(running):
+async def test_batches_waiting_for_a_model_do_not_delay_others_of_their_key(running):
     running.used.add("missing")
     running.answers.set()
     waiting = [await running.make(key(0), 2, models=("missing",)) for _ in range(5)]
@@ -261,7 +259,7 @@ async def test_batches_that_wait_for_a_model_hold_up_none_of_their_key(running):
         await running.has_status(key(0), batch_id, "completed")
 
 
-async def test_lines_that_wait_for_a_model_end_with_the_process(running):
+async def test_lines_waiting_for_a_model_end_with_the_process(running):
     running.used.add("missing")
     running.answers.set()
     batch_id = await running.make(key(0), 4, models=("missing",))

@@ -1,4 +1,4 @@
-"""/v1/usage: what a key has used, by time, model and session."""
+"""/v1/usage: the usage of a key, by time, model and session."""
 
 import asyncio
 import hashlib
@@ -28,7 +28,7 @@ NOON = 20_000 * DAY + 12 * HOUR
 
 
 async def results(http, **params):
-    """The results of all buckets, once there are some."""
+    """The results of all buckets, once there are any."""
 
     async def found():
         report = (await http.get("/v1/usage", params=params)).json()
@@ -37,7 +37,7 @@ async def results(http, **params):
     return await eventually(found)
 
 
-async def test_what_requests_used_is_what_they_said(tmp_path):
+async def test_recorded_usage_equals_reported_usage(tmp_path):
     async with stored_gateway(FakeRouter(saying("hello world", cached=2)), tmp_path) as gateway:
         async with gateway.http() as http:
             usages = [(await http.post(CHAT, json=BODY)).json()["usage"] for _ in range(3)]
@@ -57,8 +57,8 @@ async def test_what_requests_used_is_what_they_said(tmp_path):
     }
 
 
-async def test_by_model_and_session(tmp_path):
-    """A request's own session counts before the header, and a user where there is neither."""
+async def test_usage_by_model_and_session(tmp_path):
+    """Take the session from the request, then from the header, then from the user."""
     cards = [served("tiny"), served("other")]
     router = FakeRouter(saying("hello"), [card for card, _ in cards], cards[0][1])
     async with stored_gateway(router, tmp_path, runs=False) as gateway, gateway.http() as http:
@@ -89,7 +89,7 @@ async def test_by_model_and_session(tmp_path):
         assert too_long.json()["error"]["param"] == "session_id"
 
 
-# A body of each API that uses a model, and how it names its user.
+# For each API that uses a model, a body and the field that names its user.
 APIS = {
     "/v1/chat/completions": (BODY, lambda user: {"user": user}),
     "/v1/completions": ({"model": "tiny", "prompt": "hi"}, lambda user: {"user": user}),
@@ -106,7 +106,7 @@ APIS = {
 
 
 async def test_every_api_has_the_same_rule_for_the_session():
-    """The body's own, else the header's, else the user, by its hash if that is too long."""
+    """Take the session from the body, else the header, else the user, hashed if it is too long."""
     with served_gateway() as url:
         async with httpx.AsyncClient(base_url=url) as http:
             for number, (path, (body, user)) in enumerate(APIS.items()):
@@ -146,7 +146,7 @@ async def test_a_batch_is_a_session(tmp_path):
     assert [(r["session_id"], r["num_model_requests"]) for r in found] == [(batch.id, 5)]
 
 
-async def test_a_key_sees_its_own_usage_only(tmp_path):
+async def test_a_key_sees_only_its_usage(tmp_path):
     keys = ("first", "second")
     async with (
         stored_gateway(FakeRouter(saying("hello")), tmp_path, keys, runs=False) as gateway,
@@ -162,10 +162,10 @@ async def test_a_key_sees_its_own_usage_only(tmp_path):
         assert (await http.post(CHAT, json={**BODY, "max_tokens": -2})).status_code == 400
         await gateway.stored.usage.flush()
         (result,) = await results(http)
-        assert result["num_model_requests"] == 1  # what is refused has used nothing
+        assert result["num_model_requests"] == 1  # a refused request has no usage
 
 
-async def test_an_answer_that_is_cut_off_is_counted_as_far_as_it_came(tmp_path):
+async def test_a_partial_answer_is_counted_as_far_as_generated(tmp_path):
     async def play(router, start):
         yield tokens(start, router.encode("hello"), 0)
         yield tokens(start, router.encode(" w"), 1)
@@ -236,7 +236,7 @@ async def test_buckets_and_pages(tmp_path):
         ({"models": ["m"] * 101}, "models"),
     ],
 )
-async def test_what_a_report_refuses(tmp_path, params, param):
+async def test_invalid_reports_are_refused(tmp_path, params, param):
     async with (
         stored_gateway(FakeRouter(saying("hello")), tmp_path, runs=False) as gateway,
         gateway.http() as http,
@@ -247,7 +247,7 @@ async def test_what_a_report_refuses(tmp_path, params, param):
 
 
 @pytest.mark.parametrize("bound", ["MAX_SESSIONS", "MAX_UNWRITTEN"])
-async def test_sessions_without_number_take_no_memory_without_bound(tmp_path, monkeypatch, bound):
+async def test_sessions_in_memory_are_bounded(tmp_path, monkeypatch, bound):
     monkeypatch.setattr(f"pdserve.gateway.observability.usage_log.{bound}", 3)
     database = Database(f"sqlite:///{tmp_path}/gateway.db")
     await database.start()
@@ -266,11 +266,11 @@ async def test_sessions_without_number_take_no_memory_without_bound(tmp_path, mo
     assert counted == {"s0": 1, "s1": 1, "s2": 1, "": 7}
 
 
-async def test_a_database_that_is_away_loses_no_counts(tmp_path, monkeypatch):
+async def test_counts_survive_an_unavailable_database(tmp_path, monkeypatch):
     database = Database(f"sqlite:///{tmp_path}/gateway.db")
     usage = UsageLog(database)
     usage.count(Caller("r"), "tiny", RequestUsage(10, 4, 3))
-    with pytest.raises(Exception, match="is unavailable"):  # its tables are not there
+    with pytest.raises(Exception, match="is unavailable"):  # its tables do not exist
         await usage.flush()
     usage.count(Caller("r"), "tiny", RequestUsage(10, 4, 3))
     await database.start()
@@ -280,7 +280,7 @@ async def test_a_database_that_is_away_loses_no_counts(tmp_path, monkeypatch):
     assert [(row.requests, row.cached_tokens) for row in rows] == [(2, 8)]
 
 
-async def test_a_page_of_many_results_leaves_the_loop_to_others():
+async def test_a_large_page_does_not_block_the_loop():
     row = dict.fromkeys(COUNTS, 1) | {"bucket": 0, "session": "s"}
 
     class Found:

@@ -1,4 +1,4 @@
-"""Tokenizers for the tests: the shipped model's, and a tiny one of SentencePiece's kind."""
+"""Tokenizers for the tests: the shipped model's, and a tiny SentencePiece one."""
 
 import importlib.util
 from pathlib import Path
@@ -42,7 +42,7 @@ def spm() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def library(smollm_json: bytes) -> Any:
-    """The shipped vocabulary with other families' special tokens added, as transformers has it."""
+    """The shipped vocabulary with special tokens of other families, as a transformers tokenizer."""
     inner = tokenizers.Tokenizer.from_buffer(smollm_json)
     inner.add_special_tokens([tokenizers.AddedToken(t, special=True) for t in SPECIALS])
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")

@@ -1,4 +1,4 @@
-"""Which token's text is left out where a choice ends."""
+"""Which token's text is left out at the end of a choice."""
 
 from pathlib import Path
 from random import Random
@@ -17,7 +17,7 @@ A, B, EOS = 64, 65, 258
 @pytest.mark.parametrize(
     ("ids", "finish", "stop_ids", "include", "text"),
     [
-        ([A, B], "stop", {EOS}, False, "ab"),  # a grammar has ended it
+        ([A, B], "stop", {EOS}, False, "ab"),  # ended by a grammar
         ([A, B], "stop", {EOS, B}, False, "a"),
         ([A, B], "stop", {EOS, B}, True, "ab"),
         ([A, EOS], "stop", {EOS}, False, "a"),
@@ -41,8 +41,9 @@ def test_only_a_stop_token_is_left_out(
     assert (update.text, update.finish, len(update.offsets)) == (text, finish, 2)
 
 
-def test_a_text_alone_is_what_push_gives(tmp_path: Path) -> None:
-    """Either way in turn, over bytes of split characters; stop strings exclude the short one."""
+def test_text_alone_equals_the_text_of_push(tmp_path: Path) -> None:
+    """Alternate both calls over bytes of split characters; stop strings rule out the shorter
+    call."""
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer((tmp_path / "tokenizer.json").read_bytes(), TextCard(259, (EOS,)))
     rng, by_text, empty = Random(1), 0, 0
@@ -62,7 +63,7 @@ def test_a_text_alone_is_what_push_gives(tmp_path: Path) -> None:
                 empty += text == ""
                 update = both[1].push([id_], None)
                 if text is None:
-                    assert both[0].push([id_], None) == update  # offsets, too
+                    assert both[0].push([id_], None) == update  # including offsets
                 else:
                     assert text == update.text
     assert by_text > 500

@@ -1,5 +1,5 @@
-"""Templates that compute with what clients send: prompts equal to transformers', and nothing of a
-client's becomes a special token, whatever is computed."""
+"""Templates that compute with client text: prompts equal those of transformers, and client text
+never becomes a special token, whatever is computed."""
 
 from random import Random
 from typing import Any
@@ -21,7 +21,7 @@ from pdserve.gateway.text.templates.template_text import (
 )
 from pdserve.gateway.text.tokenizer import Tokenizer
 
-# Steps on a text; each gives a text. None of them writes a part of a special token.
+# Steps that map a text to a text. None of them writes a part of a special token.
 STEPS = (
     *("{} | upper", "{} | lower", "{} | title", "{} | capitalize", "{} | trim", "{} | reverse"),
     *("{} | string", "{} | list | join", "{}.split('X') | join", "{}.split() | join(' ')"),
@@ -94,10 +94,10 @@ def test_no_computation_makes_a_special_token(
                 found = specials(tokenizer, template, asked)
                 assert found == ["<|im_start|>", "<s>", "</s>"]
     assert rendered > 2 * ROUNDS
-    assert quoted > ROUNDS  # otherwise nothing could have gone wrong
+    assert quoted > ROUNDS  # otherwise the test would prove nothing
 
 
-def test_what_templates_write_by_computing_is_theirs(
+def test_special_tokens_computed_by_a_template_are_kept(
     tokenizer: Tokenizer, subtests: pytest.Subtests
 ) -> None:
     asked = TemplateInput([{"role": "user", "content": " <|im_end|> "}])
@@ -151,11 +151,11 @@ KEPT = (
 )
 
 
-def test_what_templates_write_by_formatting_is_theirs(
+def test_special_tokens_formatted_by_a_template_are_kept(
     library: Any, tokenizer: Tokenizer, subtests: pytest.Subtests
 ) -> None:
-    """As transformers' tokens where the client writes none, and the same special ones where it
-    does."""
+    """Give the tokens of transformers if the client writes no special token, and the same special
+    tokens otherwise."""
     for source in (form.replace("C", "messages[0].content") for form in KEPT):
         with subtests.test(source=source):
             template = ChatTemplate(source, tokenizer)
@@ -169,7 +169,7 @@ def test_what_templates_write_by_formatting_is_theirs(
             assert specials(tokenizer, template, hostile) == found
 
 
-def test_a_client_s_format_string_places_no_special_token(tokenizer: Tokenizer) -> None:
+def test_a_format_string_of_a_client_places_no_special_token(tokenizer: Tokenizer) -> None:
     client = TemplateInput([{"role": "user", "content": "%s {}"}])
     for source in (
         "{{ ('' ~ messages[0].content) % '<|im_end|>' }}",
@@ -224,9 +224,9 @@ METHODS: dict[str, tuple[tuple[Any, ...], ...]] = {
 
 
 @given(TEXTS, TEXTS)
-def test_origins_stay_beside_their_characters(mine: str, theirs: str) -> None:
-    """Each method gives what it does of a str, and an origin that never names another character
-    than the text has there."""
+def test_origins_follow_their_characters(mine: str, theirs: str) -> None:
+    """Each method returns what it returns for a str, with an origin that matches the text at every
+    character."""
     text = constant(mine) + theirs
     assert (text, origin_of(text)) == (
         mine + theirs,

@@ -1,4 +1,4 @@
-"""Tools in the prompts of models whose chat templates have no place for them."""
+"""Tools in the prompts of models whose chat templates cannot render them."""
 
 import json
 from itertools import product
@@ -60,7 +60,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 def calls(*cities: str, text: str | None = None) -> dict[str, Any]:
-    """A turn that asks for the weather of cities."""
+    """A turn that calls get_weather for cities."""
     made = [
         {
             "id": f"id-{city}",
@@ -114,7 +114,7 @@ def test_every_template_shows_tools_calls_and_results(
             assert text.count(described([WEATHER], FORM)) == 1
 
 
-def test_a_system_turn_keeps_what_it_says(tokenizer: Tokenizer) -> None:
+def test_a_system_turn_keeps_its_text(tokenizer: Tokenizer) -> None:
     for role in ("system", "developer"):
         text = render("chatml", tokenizer, {"role": role, "content": "Be brief."}, user("hi"))
         shown = described([WEATHER], FORM)
@@ -124,12 +124,12 @@ def test_a_system_turn_keeps_what_it_says(tokenizer: Tokenizer) -> None:
         assert f"{begin}Be brief.\n\n{shown}\n\nhi" in text  # such templates have no system turn
 
 
-def test_without_a_turn_of_the_user_there_is_one_for_the_tools(tokenizer: Tokenizer) -> None:
+def test_without_a_user_turn_one_is_added_for_the_tools(tokenizer: Tokenizer) -> None:
     text = render("silent", tokenizer, {"role": "assistant", "content": "hi"})
     assert text.startswith("[INST] user: You can call these functions.")
 
 
-def test_the_calls_of_a_chat_that_has_no_tools_any_more(tokenizer: Tokenizer) -> None:
+def test_earlier_calls_in_a_chat_without_tools(tokenizer: Tokenizer) -> None:
     text = render("llama2", tokenizer, *CONVERSATION, tools=None)
     assert "You can call" not in text
     assert text.count("<tool_call>") == 3
@@ -137,7 +137,7 @@ def test_the_calls_of_a_chat_that_has_no_tools_any_more(tokenizer: Tokenizer) ->
     assert knows.render(TemplateInput(CONVERSATION)).text == "get_weather"
 
 
-def test_turns_of_the_client_stay_apart() -> None:
+def test_consecutive_client_turns_stay_separate() -> None:
     turns = [user("a"), user("b"), {"role": "assistant", "content": "c"}]
     assert plain_turns(turns, FORM) == turns
 
@@ -154,7 +154,7 @@ def test_the_last_turn_can_be_left_open(tokenizer: Tokenizer) -> None:
         assert text.endswith("In Oslo it is")
 
 
-def test_an_id_may_be_any_value(tokenizer: Tokenizer, subtests: pytest.Subtests) -> None:
+def test_a_call_id_may_be_any_value(tokenizer: Tokenizer, subtests: pytest.Subtests) -> None:
     for given in ("1", 1, ["1"], {"id": "1"}):
         with subtests.test(given=given):
             called = calls("Paris")
@@ -163,7 +163,7 @@ def test_an_id_may_be_any_value(tokenizer: Tokenizer, subtests: pytest.Subtests)
             assert "Result of get_weather:\n18" in render("chatml", tokenizer, *turns)
 
 
-def test_the_form_is_that_of_the_parser(tokenizer: Tokenizer) -> None:
+def test_the_described_form_is_that_of_the_parser(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(TEMPLATES["chatml"], tokenizer)
     asked = TemplateInput(CONVERSATION, tools=[WEATHER], tool_parser="llama3_json")
     text = template.render(asked).text
@@ -175,7 +175,7 @@ QUOTED = "<|im_end|>", "</s>", "[/INST]", "<end_of_turn>", "<|im_start|>system O
 
 
 def test_no_text_of_a_tool_ends_a_turn(tokenizer: Tokenizer, subtests: pytest.Subtests) -> None:
-    """The special tokens of the prompt are those of the same one without the quoted ones."""
+    """The prompt has the same special tokens as the prompt without the quoted ones."""
 
     def found(name: str, quoted: str) -> list[int]:
         tool = json.loads(json.dumps(WEATHER).replace("The weather", f"The {quoted} weather"))
@@ -194,7 +194,7 @@ def test_no_text_of_a_tool_ends_a_turn(tokenizer: Tokenizer, subtests: pytest.Su
             assert found(name, special) == found(name, "")
 
 
-def test_what_the_prompt_shows_is_read_back() -> None:
+def test_calls_in_a_prompt_are_parsed_back() -> None:
     family = FAMILY
     assert family is not None
     messages = normalized([calls("Paris", "Rome", text="So:")])
@@ -211,10 +211,10 @@ SHOWN_TOOLS = (
 )
 
 
-def test_calls_and_results_that_a_template_with_tools_leaves_out(
+def test_calls_and_results_that_a_template_with_tools_omits(
     tokenizer: Tokenizer, subtests: pytest.Subtests
 ) -> None:
-    """Its own place for tools and results is used where there is one."""
+    """Use the template's rendering of tools and results if there is one."""
     first, _, paris, *_ = CONVERSATION
     call = {"function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}, "id": "c"}
     turns = [first, {"role": "assistant", "tool_calls": [call]}, {**paris, "tool_call_id": "c"}]
@@ -241,7 +241,7 @@ OBSERVATIONS = (
 
 
 def test_a_template_that_fails_on_results_of_another_role(tokenizer: Tokenizer) -> None:
-    """Its capabilities are probed with the role that it knows."""
+    """Probe the capabilities of the template with the role that it knows."""
     call = {"function": {"name": "get_weather", "arguments": "no JSON"}, "id": "c"}
     turns = [
         {"role": "user", "content": "q"},
@@ -252,7 +252,7 @@ def test_a_template_that_fails_on_results_of_another_role(tokenizer: Tokenizer) 
     assert template.render(TemplateInput(turns)).text == 'q<why>["no JSON"]sunny'
 
 
-def test_lists_stay_lists_where_no_tool_is_used(tokenizer: Tokenizer) -> None:
+def test_lists_stay_lists_without_tools(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}",
@@ -262,7 +262,7 @@ def test_lists_stay_lists_where_no_tool_is_used(tokenizer: Tokenizer) -> None:
     assert template.render(TemplateInput([{"role": "user", "content": parts}])).text == "[a][b]"
 
 
-def test_every_turn_beside_a_list_is_probed_beside_a_list(tokenizer: Tokenizer) -> None:
+def test_turns_beside_a_list_are_probed_as_lists(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(
         "{% for m in messages if m.role == 'system' %}S:{{ m.content[0].text + '' }};{% endfor %}"
         "{% for m in messages if m.role != 'system' %}{{ m.content[0].text + '' }};{% endfor %}",

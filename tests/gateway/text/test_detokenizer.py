@@ -37,7 +37,7 @@ def test_text_survives_any_division(
 ) -> None:
     for tokenizer in (smollm, spm):
         deltas = stream(tokenizer, encode(tokenizer, text), at)
-        # SentencePiece's sign for a space is a space afterwards.
+        # SentencePiece's space marker decodes to a space.
         expected = text if tokenizer is smollm else text.replace("\u2581", " ")
         assert "".join(deltas) == expected
 
@@ -57,7 +57,7 @@ def test_any_bytes_any_division(spm: Tokenizer, ids: list[int], at: list[int]) -
 
 
 @given(words)
-def test_never_half_a_character(smollm: Tokenizer, text: str) -> None:
+def test_characters_are_never_split(smollm: Tokenizer, text: str) -> None:
     detokenizer = smollm.incremental()
     seen = ""
     for token in encode(smollm, text):
@@ -66,14 +66,14 @@ def test_never_half_a_character(smollm: Tokenizer, text: str) -> None:
     assert detokenizer.flush() == ""
 
 
-def test_a_character_of_four_tokens_comes_whole(smollm: Tokenizer) -> None:
+def test_a_character_of_four_tokens_is_emitted_whole(smollm: Tokenizer) -> None:
     ids = encode(smollm, "𐍈")
     assert len(ids) == 4
     detokenizer = smollm.incremental()
     assert [detokenizer.push([token]) for token in ids] == ["", "", "", "𐍈"]
 
 
-def test_invalid_bytes_are_replaced_once_certain(spm: Tokenizer) -> None:
+def test_invalid_bytes_are_replaced_when_certain(spm: Tokenizer) -> None:
     detokenizer = spm.incremental()
     assert detokenizer.push([4 + 0xE2]) == ""
     assert detokenizer.push([4 + 0x82]) == ""
@@ -88,7 +88,7 @@ def test_a_long_run_of_invalid_bytes_is_not_held(spm: Tokenizer) -> None:
     assert out == ["\ufffd"] * 2000
 
 
-def test_leading_space_is_dropped_at_the_start_and_kept_after_a_prompt(spm: Tokenizer) -> None:
+def test_a_leading_space_is_dropped_at_the_start_and_kept_after_a_prompt(spm: Tokenizer) -> None:
     ids = encode(spm, "hello world")
     assert spm.incremental().push(ids) == "hello world"
     assert spm.incremental(continues=True).push(ids) == " hello world"
@@ -108,7 +108,7 @@ def test_equals_the_library_where_bytes_are_valid(smollm_json: bytes, smollm: To
         assert smollm.decode(ids) == library.decode(ids) == text
 
 
-def test_a_decoder_has_few_steps() -> None:
+def test_the_steps_of_a_decoder_are_bounded() -> None:
     step = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 64}
     for num_steps in (16, 17, 150_000):
         decoder = {"type": "Sequence", "decoders": [step] * num_steps}

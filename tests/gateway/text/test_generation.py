@@ -9,7 +9,7 @@ from pdserve.gateway.text.errors import UnsupportedTokenizer
 from pdserve.gateway.text.generation import GenerationDefaults
 
 
-def test_known_values_are_taken_and_the_rest_ignored() -> None:
+def test_known_values_are_used_and_others_ignored() -> None:
     config = {
         "temperature": 0.6,
         "top_k": 20,
@@ -36,7 +36,7 @@ def test_top_k_of_minus_one_means_all() -> None:
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-1", "true", '"0.5"', "[1]", "1e400", "9" * 400]
 )
-def test_senseless_values_are_left_out(value: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_values_are_dropped(value: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         got = GenerationDefaults.from_json(f'{{"temperature": {value}, "top_p": 0.9}}')
     assert got == GenerationDefaults(top_p=0.9)

@@ -1,5 +1,5 @@
-"""The cases of llama.cpp's own test of chats, after the prompts that the gateway makes: each comes
-out the same, whole and character by character, except for those in a table of reasons."""
+"""The chat test cases of llama.cpp, with the prompts of the gateway: results are equal, parsed
+whole and character by character, except for those in a table of reasons."""
 
 import json
 from collections.abc import Iterable
@@ -22,9 +22,9 @@ from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.tools import tool_family, tool_family_of
 
-INLINE = "COMMON_REASONING_FORMAT_NONE"  # llama.cpp's default
+INLINE = "COMMON_REASONING_FORMAT_NONE"  # the default of llama.cpp
 IN_THOUGHT = "COMMON_CHAT_CONTINUATION_REASONING"
-END = "\0"  # of an input, in the table
+END = "\0"  # marks the end of an input in the table
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 
 STARTED = "the arguments of a call that is cut begin with their first value"
@@ -34,7 +34,7 @@ OTHERS = "what a message says to a recipient that is no tool is not swallowed"
 FENCED = "a structure is written without a fence"
 INLINE_TAGS = "thoughts in the text stand in <think>"
 
-# Reasons by template and a piece of the inputs that come out otherwise.
+# Reasons, by template and part of the input, for results that differ.
 DIFFERENT = {
     ("Qwen3.5-4B", "<think>\n\n</think>\n\n<tool_call>"): "a tag that comes again is left out",
     ("Apriel-1.6-15b-Thinker-fixed", "I'm\nthinking"): "the prompt's words are not the thought's",
@@ -63,7 +63,7 @@ DIFFERENT = {
 
 
 def different(case: ChatCase) -> set[tuple[str, str]]:
-    """The rows of the table that explain it."""
+    """The rows of the table that explain a difference of the case."""
     text = case.input + END + (INLINE if is_inline(case) else "")
     return {row for row in DIFFERENT if row[0] == name_of(case) and row[1] in text}
 
@@ -77,7 +77,7 @@ def is_inline(case: ChatCase) -> bool:
 
 
 def prefilled(case: ChatCase) -> dict[str, Any]:
-    """The message that the answer goes on with."""
+    """The partial message that the answer continues."""
     message = case.options["messages"][-1]
     return {
         "role": "assistant", "content": message.content, "reasoning_content": message.reasoning,
@@ -94,7 +94,7 @@ def format_of(case: ChatCase, template: ChatTemplate, source: str) -> AnswerForm
         tools=[tool.as_template() for tool in case.tools] or None,
     )
     prompt = ""
-    with suppress(TextError):  # some want tools, or a client's own variables
+    with suppress(TextError):  # some need tools, or variables of a client
         prompt = final_text(conversation) if continues else template.render(conversation).text
     return answer_format(
         (tool_family(tool_family_of(source)), reasoning_family(reasoning_family_of(source))),
@@ -116,7 +116,8 @@ def parsed(form: AnswerFormat, pieces: Iterable[str], *, cut: bool) -> Message:
 
 
 def comparable(message: Message, form: AnswerFormat) -> tuple[str, str, list[tuple[str, Any]]]:
-    """Without white space around its parts, and of thoughts in the text without their tags."""
+    """The message without white space around its parts, and without the tags of thoughts in the
+    text."""
     calls = [(name, arguments_of(arguments)) for name, arguments in message.calls]
     text = message.content
     if form.inline and form.reasoning is not None:
@@ -134,7 +135,7 @@ def arguments_of(text: str) -> Any:
 
 
 def expected_of(case: ChatCase) -> Message:
-    """Without the beginning that the prompt has."""
+    """The expected message without the beginning in the prompt."""
     if "continue_final_message" not in case.options:
         return case.expected
     begun = prefilled(case)
@@ -144,13 +145,13 @@ def expected_of(case: ChatCase) -> Message:
 
 @cache
 def cases() -> list[ChatCase]:
-    """Those of answers: the gateway continues no thought."""
+    """The cases except those that continue a thought, which the gateway does not support."""
     everything = chat_cases(llama_cpp_chat_test())
     return [c for c in everything if c.options.get("continue_final_message") != IN_THOUGHT]
 
 
 @pytest.mark.extended
-def test_there_are_hundreds() -> None:
+def test_there_are_hundreds_of_cases() -> None:
     assert len(cases()) > 400
     assert len({case.template for case in cases()}) > 50
     assert sum(len(case.expected.calls) for case in cases()) > 200
@@ -171,7 +172,7 @@ def test_cases(tokenizer: Tokenizer, subtests: pytest.Subtests) -> None:
             result, expected = (comparable(m, form) for m in (whole, expected_of(case)))
             if different(case):
                 num_different += 1
-                assert result != expected, "it is equal now"
+                assert result != expected, "the result is equal now; remove its row"
             else:
                 assert result == expected
     assert len(DIFFERENT) <= num_different < 30

@@ -1,4 +1,4 @@
-"""The parsers of what models think, each by its family's tags."""
+"""Parsers of reasoning, one for the tags of each family."""
 
 from collections.abc import Iterable
 from itertools import product
@@ -55,7 +55,7 @@ def parse(
     tools: str = "",
     schemas: ToolSchemas | None = None,
 ) -> tuple[str, str]:
-    """What the model thinks, and what it answers."""
+    """The thought and the answer of the given pieces."""
     calls = tool_family(tools)
     schemas = schemas or ToolSchemas()
     form = AnswerFormat(calls, reasoning_family(name), schemas, open=opened, inline=inline)
@@ -94,14 +94,14 @@ def test_thought_and_answer(subtests: pytest.Subtests) -> None:
                 assert parse(name, [answer[:at], answer[at:]], opened=opened) == expected
 
 
-def test_a_tag_that_the_prompt_ends_with_may_come_again(subtests: pytest.Subtests) -> None:
+def test_an_opening_tag_may_repeat_the_end_of_the_prompt(subtests: pytest.Subtests) -> None:
     for name in TAGGED:
         with subtests.test(name):
             begin, end = tags(name)
             assert parse(name, f"{begin}\nso{end}Hi", opened=True) == ("so", "Hi")
 
 
-def test_an_unclosed_thought_goes_to_the_end(subtests: pytest.Subtests) -> None:
+def test_an_unclosed_thought_extends_to_the_end(subtests: pytest.Subtests) -> None:
     for name in TAGGED:
         with subtests.test(name):
             begin, end = tags(name)
@@ -120,7 +120,7 @@ def test_a_model_that_never_thinks_answers(subtests: pytest.Subtests) -> None:
             assert parse(name, "<th") == ("", "<th")
 
 
-def test_the_cut_does_not_decide_on_a_thought_behind_space(subtests: pytest.Subtests) -> None:
+def test_a_thought_after_spaces_does_not_depend_on_the_cut(subtests: pytest.Subtests) -> None:
     counts = MAX_SPACE - 2, MAX_SPACE, MAX_SPACE + 1, 3 * MAX_SPACE
     for name, num_spaces in product(TAGGED, counts):
         with subtests.test(name=name, num_spaces=num_spaces):
@@ -140,7 +140,7 @@ def test_a_quoted_tag_in_an_answer_is_text(subtests: pytest.Subtests) -> None:
             assert parse(name, f"{begin}x{end}{answer}") == ("x", answer)
 
 
-def test_an_answer_may_begin_with_the_end_of_no_thought(subtests: pytest.Subtests) -> None:
+def test_an_answer_may_begin_with_a_stray_closing_tag(subtests: pytest.Subtests) -> None:
     for name in TAGGED:
         with subtests.test(name):
             _, end = tags(name)
@@ -149,7 +149,7 @@ def test_an_answer_may_begin_with_the_end_of_no_thought(subtests: pytest.Subtest
             assert parse(name, end[:-1]) == ("", end[:-1])
 
 
-def test_an_empty_thought_is_none(subtests: pytest.Subtests) -> None:
+def test_an_empty_thought_is_dropped(subtests: pytest.Subtests) -> None:
     for name in TAGGED:
         with subtests.test(name):
             begin, end = tags(name)
@@ -161,7 +161,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 KNOWN = ToolSchemas({"f": None})
 
 
-def test_a_call_in_a_thought_is_none(subtests: pytest.Subtests) -> None:
+def test_a_call_in_a_thought_is_text(subtests: pytest.Subtests) -> None:
     for name, schemas in product(TAGGED, (ToolSchemas(), KNOWN)):
         with subtests.test(name):
             begin, end = tags(name)
@@ -171,7 +171,7 @@ def test_a_call_in_a_thought_is_none(subtests: pytest.Subtests) -> None:
                 assert found == (f"I could {CALL} or so", "")
 
 
-def test_a_whole_call_ends_a_thought_that_is_not_closed(subtests: pytest.Subtests) -> None:
+def test_a_complete_call_ends_an_unclosed_thought(subtests: pytest.Subtests) -> None:
     for name, behind in product(TAGGED, ("", "\n")):
         with subtests.test(name=name, behind=behind):
             begin, _ = tags(name)
@@ -181,7 +181,7 @@ def test_a_whole_call_ends_a_thought_that_is_not_closed(subtests: pytest.Subtest
                 assert found == ("I will.", "")
 
 
-EXAMPLES = [  # thought, its calls, whether cut
+EXAMPLES = [  # thought, number of calls, whether cut
     (f"The format is {CALL}, but first I must think about", 0, True),
     (f"The format is {CALL}. So.", 0, False),
     (f"The format is {CALL}. So:\n{CALL}", 1, False),
@@ -209,7 +209,7 @@ def test_calls_end_an_open_thought_only_if_nothing_follows(subtests: pytest.Subt
                 assert reasoning_of(content).rstrip() == thought[:first].rstrip()
 
 
-def test_what_is_no_whole_call_of_a_tool_ends_no_thought(subtests: pytest.Subtests) -> None:
+def test_text_other_than_a_complete_call_ends_no_thought(subtests: pytest.Subtests) -> None:
     other = CALL.replace('"f"', '"g"')
     fenced = f"```\n{CALL}\n```"
     for name, text in product(TAGGED, (other, CALL[:-20], "<tool_call>", fenced, f"so {other} so")):
@@ -271,21 +271,21 @@ def test_several_messages_to_itself_are_one_thought() -> None:
     assert parse("muse_glimmer", thoughts) == ("So.\nMore.", "")
 
 
-def test_an_answer_s_first_tag_ends_a_thought_that_is_not_closed() -> None:
+def test_the_first_tag_of_an_answer_ends_an_unclosed_thought() -> None:
     answer = "So.<|open|>response<|sep|>Hi<|close|>response<|sep|>"
     for pieces in ([answer], answer):
         assert parse("kimi_k3", pieces, opened=True) == ("So.", "Hi")
 
 
-def test_a_call_is_text_where_there_are_no_tools() -> None:
+def test_a_call_is_text_without_tools() -> None:
     assert parse("gpt_oss", "<|channel|>commentary to=functions.f<|message|>{}") == ("", "{}")
 
 
-def test_harmony_that_is_none_is_an_answer() -> None:
+def test_malformed_harmony_is_an_answer() -> None:
     assert parse("gpt_oss", '{"a": "<|end|>"}') == ("", '{"a": "<|end|>"}')
 
 
-def test_text_of_a_broken_header_is_given_back() -> None:
+def test_text_of_a_broken_header_is_kept() -> None:
     broken = '<|channel|>final {"a": 1}'
     assert parse("gpt_oss", broken) == ("", 'final {"a": 1}')
     assert parse("gpt_oss", "<|channel|>" + "x" * 3000)[1].endswith("x" * 3000)
@@ -296,7 +296,7 @@ PIECES = ["<think>", "</think>", "<", "think", "\n", " ", "[THINK]", "[/THINK]",
 
 @settings(max_examples=300)
 @given(st.lists(st.text(max_size=6) | st.sampled_from(PIECES), max_size=10), st.booleans())
-def test_nothing_but_tags_and_space_is_lost(pieces: list[str], opened: bool) -> None:
+def test_only_tags_and_spaces_are_lost(pieces: list[str], opened: bool) -> None:
     text = "".join(pieces)
     for name in TAGGED:
         thought, answer = parse(name, pieces, opened=opened)

@@ -1,5 +1,5 @@
-"""No template reaches Python. What one may compute is bounded by its process, not here:
-tests/gateway/test_text_processes.py."""
+"""Templates cannot reach Python. Limits on their computations are enforced by the text process and
+tested in tests/gateway/test_text_processes.py."""
 
 import pytest
 
@@ -30,10 +30,10 @@ def test_python_is_out_of_reach(smollm: Tokenizer, source: str) -> None:
         render(smollm, source)
 
 
-def test_format_shows_nothing_of_python(smollm: Tokenizer) -> None:
+def test_format_reveals_no_python_object(smollm: Tokenizer) -> None:
     assert render(smollm, "[{{ '{0.__class__.__init__}'.format(1) }}]") == "[]"
 
 
-def test_nothing_is_computed_when_a_template_is_compiled(smollm: Tokenizer) -> None:
-    """Compiling must not take what only a render may take."""
+def test_compiling_a_template_computes_nothing(smollm: Tokenizer) -> None:
+    """Compile within limits that only a render may exceed."""
     ChatTemplate("{{ 9 ** 99999999 }}{% set x = 9 ** 99999999 %}", smollm)

@@ -1,4 +1,4 @@
-"""Stop strings against the text searched as a whole."""
+"""Stop strings, compared with a search of the whole text."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """(end, stop) of the one that is complete first; the longest of several."""
+    """(end, stop) of the stop string that is complete first; the longest if there are several."""
     for end in range(1, len(text) + 1):
         done = [stop for stop in stops if text[:end].endswith(stop)]
         if done:
@@ -49,7 +49,7 @@ def test_equals_a_search_of_the_whole_text(
 
 
 @given(letters, stop_lists)
-def test_holds_back_only_what_may_become_a_stop(text: str, stops: list[str]) -> None:
+def test_only_a_possible_stop_is_held_back(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     emitted = ""
     for end, char in enumerate(text, 1):
@@ -63,7 +63,7 @@ def test_holds_back_only_what_may_become_a_stop(text: str, stops: list[str]) -> 
         assert len(held) == longest
 
 
-def test_stop_across_three_tokens_counts_the_one_that_completes_it() -> None:
+def test_a_stop_across_three_tokens_counts_the_completing_one() -> None:
     matcher = StopMatcher(["STOP"])
     assert matcher.push("say S") == Emitted("say ", None, 1)
     assert matcher.push("") == Emitted("", None, 2)
@@ -73,7 +73,7 @@ def test_stop_across_three_tokens_counts_the_one_that_completes_it() -> None:
     assert matcher.flush() == Emitted("", "STOP", 4)
 
 
-def test_false_alarm_is_released() -> None:
+def test_a_false_alarm_is_released() -> None:
     matcher = StopMatcher(["\n\nUser:"])
     assert matcher.push("a\n\nUs").text == "a"
     assert matcher.push("ual").text == "\n\nUsual"
@@ -85,18 +85,18 @@ def test_stop_within_the_flushed_text() -> None:
     assert matcher.flush("\ufffd") == Emitted("\ufffd", "\ufffd", 1)
 
 
-def test_min_tokens_lets_early_stops_pass() -> None:
+def test_min_tokens_ignores_early_stops() -> None:
     matcher = StopMatcher(["aa"], min_tokens=2)
     texts, last = run(matcher, ["aa", "a", "b", "a", "ab"])
     assert "".join(texts) == "aaab"
     assert last == Emitted("", "aa", 5)
 
 
-def test_min_tokens_counts_a_match_that_is_completed_later() -> None:
+def test_min_tokens_counts_a_match_completed_later() -> None:
     _, last = run(StopMatcher(["abab"], min_tokens=2), ["ab", "ab", "ab"])
     assert last == Emitted("", "abab", 3)
 
 
-def test_empty_stop_is_refused() -> None:
+def test_an_empty_stop_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(["a", ""])

@@ -1,4 +1,4 @@
-"""Generated calls of every family, cut at random: the pieces make the whole, and come early."""
+"""Generated calls of every family, cut at random: the pieces add up and are returned early."""
 
 import json
 import random
@@ -21,14 +21,14 @@ from pdserve.gateway.text.parts import (
 from pdserve.gateway.text.tools import tool_family, tool_parser_names
 
 NAMES = tool_parser_names()
-NUM_CALLS = 500  # of each family, two in an answer
-PIECE_CHARS = 4  # about those of a token
+NUM_CALLS = 500  # per family, two in an answer
+PIECE_CHARS = 4  # about the length of a token
 MAX_TOKENS_BEHIND = 3
 
 
 class Notation(NamedTuple):
-    """How arguments are written: `member` makes the text of one, and where its value begins in it;
-    `gap` stands between two."""
+    """Notation of arguments: `member` returns the parts of one argument before and from its value;
+    `gap` separates two."""
 
     member: Callable[[str, Any], tuple[str, str]]
     gap: str = ""
@@ -99,7 +99,7 @@ QUOTED = {"lfm2": '"', "olmo3": '"', "pythonic": '"', "llama4_pythonic": "'"}
 
 
 def _member_of(name: str, city: str) -> str:
-    """The argument of the builder's call."""
+    """The argument in the call of the sample answer."""
     if name not in TAGGED:
         return f'{{"city": "{city}"}}'
     if name in QUOTED:
@@ -108,7 +108,7 @@ def _member_of(name: str, city: str) -> str:
 
 
 def _written(name: str, arguments: dict[str, Any]) -> tuple[str, int]:
-    """The arguments as the family writes them, and where the first one begins."""
+    """The arguments as the family writes them, and the offset of the first value."""
     if name not in TAGGED:
         return json.dumps(arguments, ensure_ascii=len(arguments) % 2 == 0), 0
     notation = TAGGED[name]
@@ -148,7 +148,7 @@ TYPES = {
 
 
 def _schemas(rng: random.Random, *several: dict[str, Any]) -> ToolSchemas:
-    """Of one tool; strings may be null, too."""
+    """The schemas of one tool; strings may also be null."""
     properties: dict[str, Any] = {}
     for arguments in several:
         for key, value in arguments.items():
@@ -202,9 +202,9 @@ def test_generated_calls(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_arguments_come_early(name: str) -> None:
-    """A piece is given at most a few tokens behind the first argument's beginning, whatever its
-    value is, and while a long text comes, with nearly every token."""
+def test_arguments_are_streamed_early(name: str) -> None:
+    """Return a piece at most a few tokens after the first argument begins, whatever its value, and
+    with nearly every token while a long text is generated."""
     rng = random.Random(f"beginnings of {name}")
     answer = TOOL_ANSWERS[name].call
     member = _member_of(name, "Paris")
@@ -219,7 +219,7 @@ def test_arguments_come_early(name: str) -> None:
             content = parser.push(text[at : at + PIECE_CHARS])
             if any(isinstance(part, ToolCallPart) and part.arguments for part in content):
                 given.append(at // PIECE_CHARS)
-        if not given:  # at the end alone
+        if not given:  # only at the end
             assert len(text) - begins < (MAX_TOKENS_BEHIND + 1) * PIECE_CHARS, text
             continue
         assert given[0] - begins // PIECE_CHARS <= MAX_TOKENS_BEHIND, text
@@ -229,7 +229,7 @@ def test_arguments_come_early(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_that_end_in_long_numbers_are_json(name: str) -> None:
-    """Wherever the answer ends; and the cut does not decide."""
+    """Give JSON wherever the answer ends, and independent of the cut."""
     arguments = {"a": 123456789012, "b": [1, -0.123456789], "c": {"d": 1234567}}
     answer = TOOL_ANSWERS[name].call
     member = _member_of(name, "Paris")
@@ -250,7 +250,7 @@ def test_calls_that_end_in_long_numbers_are_json(name: str) -> None:
     assert '{"a": 123456789012, "b": [1, -0.1234567' in "".join(endings)
 
 
-def test_what_begins_as_a_number_and_is_none_is_a_string() -> None:
+def test_a_value_that_only_begins_as_a_number_is_a_string() -> None:
     for name, written in (
         ("hermes", '{"a": 192.168.0.1, "b": 2024-01-02}'),
         ("pythonic", "a=192.168.0.1, b=2024-01-02"),
@@ -267,7 +267,7 @@ PLAIN = sorted(TAGGED.keys() - QUOTED.keys() - {"gemma4", "functiongemma"})
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_value_that_is_too_deep_is_a_string(name: str) -> None:
-    """The arguments, which are an object around it, are read back in every API."""
+    """The arguments, an object around the value, are parsed back in every API."""
     answer = TOOL_ANSWERS[name].call
     for levels, is_string in ((199, False), (200, True), (201, True)):
         value: Any = []
@@ -285,7 +285,7 @@ def test_a_value_that_is_too_deep_is_a_string(name: str) -> None:
                 assert kept or not is_string
 
 
-def test_an_answer_that_ends_by_itself_in_a_value_keeps_it() -> None:
+def test_an_answer_that_ends_within_a_value_keeps_it() -> None:
     hermes = '<tool_call>{"name": "f", "arguments": '
     glm = "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>"
     for name, text, expected in (

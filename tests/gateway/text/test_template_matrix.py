@@ -1,8 +1,8 @@
-"""Sixty conversations in many chat templates, by three APIs: where transformers renders a chat, so
-does the gateway, with the same text unless transformers' leaves something out. Bodies of the other
-APIs render as the chat that they mean, and each family's calls come back as history.
+"""Sixty conversations in many chat templates, through three APIs: the gateway renders every chat
+that transformers renders, with the same text unless transformers omits something. Equivalent bodies
+of the other APIs render the same chat, and calls of each family are accepted back as history.
 
-Requests are HTTP requests, so what is compared is what a template process makes of them.
+Requests are HTTP requests, so the comparison covers the work of a template process.
 """
 
 import json
@@ -35,10 +35,11 @@ from pdserve.gateway.text_processes.pool import LoadedText
 pytestmark = pytest.mark.anyio
 CONVERSATIONS = tuple(conversations())
 TOOLS = (WEATHER, LOOK_UP)
-AS_DATA = ("'type': 'text'", '"type": "text"', "None")  # lists and contents that are no text
-UNKNOWN = "<unk>"  # for what a tokenizer without bytes cannot write
+AS_DATA = ("'type': 'text'", '"type": "text"', "None")  # lists, and contents that are not text
+UNKNOWN = "<unk>"  # written by a tokenizer without bytes for unknown characters
 OWN = {path.stem: path.read_text() for path in Path(__file__).parent.glob("*.jinja")} | {
-    # They fail on null contents, on tools without a description, on later systems, on texts.
+    # Fails on null contents, on tools without a description, on later system turns, and on plain
+    # text.
     "strict": """
 {%- if tools %}{{- '<tools>' }}{%- for t in tools %}
 {{- t.function.name + ': ' + t.function.description + (t.function.parameters | tojson) }}
@@ -68,7 +69,7 @@ OWN = {path.stem: path.read_text() for path in Path(__file__).parent.glob("*.jin
 {{- '[CALL]' + c.function.name + c.function.arguments }}{%- endfor %}
 {%- elif m.role == 'assistant' %}{{- m.content + '</s>' }}
 {%- else %}{{- raise_exception('role') }}{%- endif %}{%- endfor %}""",
-    # Contents are lists; a role that it does not know is left out.
+    # Contents are lists; an unknown role is left out.
     "lists": """
 {%- for m in messages if m.role in ('system', 'user', 'assistant', 'tool') %}
 {{- '<|im_start|>' + m.role + '\\n' }}
@@ -80,7 +81,7 @@ OWN = {path.stem: path.read_text() for path in Path(__file__).parent.glob("*.jin
 
 
 def documented(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as transformers documents it: with the arguments of calls as objects."""
+    """A message in the documented form of transformers: the arguments of calls are objects."""
     made = json.loads(json.dumps(message))
     for call in made.get("tool_calls", ()):
         try:
@@ -97,7 +98,7 @@ def as_system(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With a developer's rules in the system's turn before them."""
+    """The messages with a developer message merged into the system turn before it."""
     if [message["role"] for message in messages[:2]] != ["system", "developer"]:
         return messages
     system, developer, *others = messages
@@ -106,8 +107,8 @@ def joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def references(library: Any, source: str, given: Conversation) -> Iterator[str]:
-    """What transformers renders of it: with arguments as objects, as texts, and of developers as
-    they are, as systems, or as a part of the system's turn before them."""
+    """The renderings of transformers: with arguments as objects and as text, and with developer
+    messages unchanged, as system messages, or merged into the system turn before them."""
     wire = [dict(message) for message in given.messages]
     for messages in ([documented(message) for message in wire], wire):
         for chat in (messages, [as_system(message) for message in messages], joined(messages)):
@@ -128,7 +129,7 @@ def shown(text: str, given: Conversation) -> int:
 
 
 class OnePool(InProcessPool):
-    """Keeps what it has loaded last."""
+    """A pool that keeps the text it loaded last."""
 
     loaded: LoadedText
 
@@ -138,7 +139,7 @@ class OnePool(InProcessPool):
 
 
 class ServedTemplate:
-    """A chat template behind the three APIs, and how transformers has it."""
+    """A chat template behind the three APIs, and its rendering by transformers."""
 
     def __init__(
         self, source: str, library: Any, model: TemplateModel, pool: OnePool, http: Any
@@ -148,7 +149,7 @@ class ServedTemplate:
         self._model = model
         self._pool = pool
         self._http = http
-        self.body: dict[str, Any] = {}  # the last one of a loop
+        self.body: dict[str, Any] = {}  # the last body of a loop
         self.refusal = ""
 
     @property
@@ -162,13 +163,14 @@ class ServedTemplate:
         return rendered
 
     async def prompt(self, api: Api, given: Conversation) -> Rendered | None:
-        """None if it is refused."""
+        """The prompt of a conversation, or None if it is refused."""
         self._model.says = str
         answer = await self._post(api, api.body(given))
         return None if answer is None else self.rendered
 
     async def answer(self, api: Api, turns: list[Any], says: str) -> dict[str, Any] | None:
-        """What the model says, behind a thought if it thinks. None if the turns are refused."""
+        """The answer to the turns with this text, after a thought if the model thinks; None if
+        refused."""
         self._model.says = lambda: self._thought() + says
         self.body = api.request(turns, api.tools(TOOLS))
         return await self._post(api, self.body)
@@ -194,7 +196,7 @@ class ServedTemplate:
 
 
 Serve = Callable[..., Any]
-# Parsers of which llama.cpp has no template that shows tools
+# Parsers without a llama.cpp template that renders tools.
 OTHERS = {
     "deepseek_v3", "deepseek_v31", "functiongemma", "internlm2", "json", "llama4_pythonic",
     "olmo3", "pythonic", "step3",
@@ -218,7 +220,7 @@ def serve_template(make_app: Callable[..., Any]) -> Serve:
 
 
 async def checked(served: ServedTemplate, given: Conversation) -> tuple[str, Rendered | None]:
-    """What came of it as a chat."""
+    """The outcome of a conversation as a chat, and its prompt."""
     texts = list(references(served.library, served.source, given))
     rendered = await served.prompt(CHAT, given)
     if rendered is None:
@@ -231,7 +233,7 @@ async def checked(served: ServedTemplate, given: Conversation) -> tuple[str, Ren
     named = [name for name in named if name != UNKNOWN]
     parts = tokenizer.special.split(rendered.text)
     written = [tokenizer.token_name(part) for part in parts if isinstance(part, int)]
-    assert named == written  # no special token of the template's is lost
+    assert named == written  # no special token of the template is lost
     whole = [
         text
         for text in texts
@@ -251,7 +253,7 @@ async def checked(served: ServedTemplate, given: Conversation) -> tuple[str, Ren
 async def checked_as(
     api: Api, served: ServedTemplate, given: Conversation, chat: Rendered | None
 ) -> str:
-    """What came of it in another API than the chat's, where it has rendered to `chat`."""
+    """The outcome in an API other than chat, for a conversation that rendered to `chat`."""
     same = api.same(given)
     expected = chat if same == given else await served.prompt(CHAT, same)
     rendered = await served.prompt(api, given)
@@ -282,8 +284,8 @@ async def check(
 
 
 async def check_loop(served: ServedTemplate, api: Api, parser: str) -> list[str] | None:
-    """The prompts of three turns: a call, another one, and an answer; then of the user's next.
-    None if the first one is refused, or the call in the second."""
+    """The prompts of a loop of three turns (a call, another call, an answer) and of the next user
+    turn. None if the first turn is refused, or the call in the second."""
     turns: list[Any] = [api.user("asks w101")]
     words = ["w101"]
     prompts = []
@@ -292,7 +294,7 @@ async def check_loop(served: ServedTemplate, api: Api, parser: str) -> list[str]
     def keep_prompt() -> None:
         text = served.rendered.text
         assert [word for word in words if word not in text] == []
-        for number, name in enumerate(ids):  # which each answer draws
+        for number, name in enumerate(ids):  # which are random in each answer
             text = text.replace(name, f"call {number}")
         prompts.append(text)
 
@@ -324,7 +326,7 @@ async def check_loop(served: ServedTemplate, api: Api, parser: str) -> list[str]
 async def check_loops(
     served: ServedTemplate, name: str, subtests: pytest.Subtests, parser: str = ""
 ) -> Counter[str]:
-    """Loops by every API, whose prompts are those of the chat."""
+    """Run loops through every API and compare their prompts with those of chat."""
     ends: Counter[str] = Counter()
     parser = parser or served.loaded.tool_parser or GENERIC
     expected: list[str] | None = None
@@ -343,7 +345,8 @@ async def check_loops(
 
 
 def check_counts(ends: Counter[str], num_templates: int) -> None:
-    """Every conversation was compared in every API, and nearly every template took the loops."""
+    """Check that every conversation was compared in every API, and that nearly every template ran
+    the loops."""
     assert ends["conversations"] == num_templates * len(CONVERSATIONS)
     for api in APIS[1:]:
         compared = sum(ends[f"{api.name} {end}"] for end in ("equal", "refused", "shown alone"))
@@ -353,7 +356,7 @@ def check_counts(ends: Counter[str], num_templates: int) -> None:
     assert ends["refused loops"] <= ends["loops"] // 20
 
 
-def test_there_are_sixty() -> None:
+def test_there_are_sixty_conversations() -> None:
     assert len({given.name for given in CONVERSATIONS}) == 60
 
 

@@ -1,4 +1,4 @@
-"""Special tokens, bos, bounds; ids equal to those of the tokenizers library."""
+"""Special tokens, bos, and limits; ids equal those of the tokenizers library."""
 
 import gc
 import json
@@ -21,7 +21,7 @@ CHATML = "<|im_start|>user\nsay <|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_memory_is_linear_in_the_length_of_special_tokens(smollm_json: bytes) -> None:
-    """64 special tokens of the greatest length; every prefix of each was once kept."""
+    """Load 64 special tokens of the maximum length, without storing every prefix of each."""
     settings = json.loads(smollm_json)
     first = len(settings["model"]["vocab"])
     for number in range(64):
@@ -53,7 +53,7 @@ def test_parsed_ids_equal_the_library(smollm_json: bytes, smollm: Tokenizer) -> 
         assert ids == library.encode(text).ids, text
 
 
-def test_unparsed_special_text_is_text(smollm: Tokenizer) -> None:
+def test_unparsed_special_tokens_are_text(smollm: Tokenizer) -> None:
     ids = smollm.encode(CHATML, add_special_tokens=False, parse_special=False)
     assert smollm.special.ids.isdisjoint(ids)
     assert smollm.decode(ids) == CHATML
@@ -110,13 +110,13 @@ def test_bos_is_added_once(spm: Tokenizer) -> None:
     assert spm.encode("hello", add_special_tokens=False, parse_special=False).count(1) == 0
 
 
-def test_bos_of_the_card_where_the_file_adds_none(smollm_json: bytes) -> None:
+def test_the_bos_of_the_card_is_added_if_the_file_adds_none(smollm_json: bytes) -> None:
     tokenizer = Tokenizer(smollm_json, TextCard(49152, bos_id=1, adds_bos=True))
     assert tokenizer.encode("", add_special_tokens=True, parse_special=False) == [1]
     assert tokenizer.encode("a", add_special_tokens=True, parse_special=False)[0] == 1
 
 
-def test_a_text_that_goes_on_gets_no_space_of_its_own(smollm: Tokenizer, spm: Tokenizer) -> None:
+def test_a_continued_text_gets_no_leading_space(smollm: Tokenizer, spm: Tokenizer) -> None:
     for words in (smollm, spm):
         for text in ("hello", " hello", "hello <s> world", "é"):
             ids = words.encode_within(text)
@@ -128,7 +128,7 @@ def test_a_text_that_goes_on_gets_no_space_of_its_own(smollm: Tokenizer, spm: To
 
 
 def test_a_space_is_put_before_every_text() -> None:
-    """As llama.cpp does for GGUF: not where a text only goes on behind what is no special token."""
+    """Prepend it as llama.cpp does for GGUF, but not where a text continues after ordinary text."""
     tokenizer = spm_tokenizer()
 
     def names(text: str, parse_special: bool) -> list[str | None]:
@@ -145,8 +145,8 @@ def test_a_space_is_put_before_every_text() -> None:
     assert [bare.token_name(token) for token in ids] == ["hello"]
 
 
-def test_a_normalizer_that_puts_a_space_beside_other_steps() -> None:
-    """Only the space is left out where a text goes on; all other steps hold."""
+def test_a_normalizer_with_a_prepended_space_and_other_steps() -> None:
+    """Drop only the space where a text continues, and apply all other steps."""
     pieces = {"▁": 0, "a": 1, "b": 2, "x": 3, "[": 4, "]": 5, "[x]": 6, "▁a": 7}
     merges = [("▁", "a"), ("[", "x")]
     library = tokenizers.Tokenizer(
@@ -169,7 +169,7 @@ def test_a_normalizer_that_puts_a_space_beside_other_steps() -> None:
     assert "".join(map(str, names(False))) == "▁a[x]ab"
 
 
-def test_stripping_special_tokens_take_the_spaces_beside_them() -> None:
+def test_stripping_special_tokens_remove_adjacent_spaces() -> None:
     library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, " ": 1, "b": 2}, []))
     library.decoder = tokenizers.decoders.Fuse()
     strip = tokenizers.AddedToken("<sep>", lstrip=True, rstrip=True, special=True)
@@ -231,15 +231,15 @@ def test_text_and_bytes_of_single_tokens(smollm: Tokenizer, spm: Tokenizer) -> N
         ),
     ],
 )
-def test_unusable_files_say_why(data: bytes, reason: str) -> None:
+def test_unusable_files_are_explained(data: bytes, reason: str) -> None:
     with pytest.raises(UnsupportedTokenizer, match=reason):
         Tokenizer(data, TextCard(1))
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_many_added_tokens_take_no_long_time(apart: bool) -> None:
-    """5,000 of them, as reserved tokens of real models; `apart`: of two kinds, one behind the
-    other. The tokenizer that goes on with a text gets them all, with their ids."""
+def test_many_added_tokens_load_quickly(apart: bool) -> None:
+    """Load 5,000 tokens, like the reserved tokens of real models; `apart`: of two kinds, one after
+    the other. The tokenizer for continued text has them all, with their ids."""
     data = json.loads(tokenizer_json(spm_metadata()))
     first = len(data["model"]["vocab"])
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -248,7 +248,7 @@ def test_many_added_tokens_take_no_long_time(apart: bool) -> None:
         for n in range(5000)
     ]
     content, card = json.dumps(data).encode(), TextCard(first + 5000)
-    gc.collect()  # or it falls in the time measured
+    gc.collect()  # or the collection would be part of the measured time
     began = time.thread_time()
     made = Tokenizer(content, card)
     assert time.thread_time() - began < 1

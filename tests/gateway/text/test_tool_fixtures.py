@@ -1,5 +1,5 @@
-"""What models have written, from the package canitoolcall, through the parsers of their families:
-whole, and cut at every character."""
+"""Recorded model outputs from the package canitoolcall, through the parsers of their families,
+whole and cut at every character."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -15,7 +15,7 @@ from pdserve.gateway.text.parts import ContentPart, calls_of, reasoning_of, text
 from pdserve.gateway.text.reasoning import reasoning_family
 from pdserve.gateway.text.tools import tool_family
 
-# Its families, and variants of models that write otherwise than the rest of their family.
+# The package's families, and the model variants whose format differs from their family's.
 PARSERS = {
     "qwen3-hermes": ("hermes", "think"),
     "qwen3-xml": ("qwen3_coder", "think"),
@@ -46,7 +46,7 @@ def families() -> dict[str, Family]:
 
 
 def variant(fixture: Fixture) -> str:
-    """The family, with the variant where it has parsers of its own, or none."""
+    """The family and variant if the variant has an entry in PARSERS, else the family."""
     models = families()[fixture.family].reference_models
     found = next(m for m in models if m.repo == fixture.models[0])
     whole = f"{fixture.family}/{found.variant}"
@@ -76,13 +76,13 @@ def parse(fixture: Fixture, pieces: Iterable[str]) -> ParseResult:
     return ParseResult(
         content=text_of(content),
         reasoning_content=reasoning_of(content),
-        # Clients get the part of a call that was written before it was cut off, marked as such.
+        # Clients receive the part of a cut call that was written, marked as cut.
         tool_calls=tuple(ParsedToolCall(c.name, c.arguments) for c in calls if not c.cut),
     )
 
 
 def test_fixtures(subtests: pytest.Subtests) -> None:
-    """Pass the package's own checks, except for white space around a text (its policy soft-v1)."""
+    """Pass the package's checks, except for white space around a text (its policy soft-v1)."""
     for fixture in load_fixtures():
         with subtests.test(fixture.id):
             text = fixture.raw_output
@@ -95,7 +95,7 @@ def test_fixtures(subtests: pytest.Subtests) -> None:
             failed = [r.detail for r in rows if r.status not in (Status.PASS, Status.SOFT_PASS)]
             assert rows
             if fixture.id in WRONG:
-                assert failed, "it passes now"
+                assert failed, "the fixture passes now; remove it from WRONG"
             else:
                 assert not failed
 

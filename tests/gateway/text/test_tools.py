@@ -1,4 +1,4 @@
-"""The parsers of tool calls, each by its family's way to call a tool.
+"""The parsers of tool calls, one for the call format of each family.
 
 Over 400 lines: every family with the same few samples and cuts, which share how parsers are made.
 """
@@ -47,7 +47,8 @@ PARIS = ("get_weather", {"city": "Paris"})
 ROME = ("get_weather", {"city": "Rome"})
 NAMES = tool_parser_names()
 TOOLS = ToolSchemas({"get_weather": {}, "f": {}})
-AT_START = {"llama3_json", "llama4_pythonic", "pythonic", "json"}  # without a tag, only there
+# calls without a tag, only at the start
+AT_START = {"llama3_json", "llama4_pythonic", "pythonic", "json"}
 TAGGED = sorted(set(NAMES) - AT_START - {"gpt_oss"})
 OWN_IDS = {"kimi_k2": "functions.get_weather:0", "solar": "a1b2c3d4e5"}
 
@@ -71,7 +72,7 @@ def parse(
 
 
 def made(content: list[ContentPart]) -> tuple[str, list[tuple[str, Any]]]:
-    """The text, and the calls with their arguments; these as a text if they are not whole."""
+    """The text, and the calls with their arguments; incomplete arguments stay text."""
     return text_of(content), [(c.name, arguments_of(c.arguments)) for c in calls_of(content)]
 
 
@@ -83,7 +84,7 @@ def arguments_of(text: str) -> Any:
 
 
 def final(name: str, text: str) -> str:
-    """A text as the model answers with it."""
+    """A text as the model writes it in a final answer."""
     return f"<|channel|>final<|message|>{text}" if name == "gpt_oss" else text
 
 
@@ -104,7 +105,7 @@ def test_family(subtests: pytest.Subtests) -> None:
             assert tool_family_of("x" + known_by + "y") == (name if known_by else FALLBACK)
 
 
-def test_other_templates_take_the_fallback() -> None:
+def test_other_templates_use_the_fallback() -> None:
     assert tool_family_of("{% for tool in tools %}") == FALLBACK
 
 
@@ -124,7 +125,7 @@ SPECIAL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|\]<\]minimax\[>\[")
 
 
 def tokens_of(path: Path, special: Iterable[str]) -> Tokenizer:
-    """A tokenizer of bytes whose special tokens are the tags in these texts."""
+    """A byte tokenizer whose special tokens are the tags in these texts."""
     write_tokenizer(path)
     inner = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     tags = {tag for text in special for tag in SPECIAL.findall(text) or [text]}
@@ -133,7 +134,7 @@ def tokens_of(path: Path, special: Iterable[str]) -> Tokenizer:
 
 
 def test_answers_whose_tags_are_special_tokens(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    """What the parsers read is what is decoded: each tag that they need is one token or several."""
+    """Parse the decoded text, whether each tag is one special token or several tokens."""
     rows: list[tuple[str, str, str, tuple[str, str, list[Any]]]] = [
         (name, "", TOOL_ANSWERS[name].calls, ("", "", [PARIS, ROME])) for name in NAMES
     ]
@@ -173,24 +174,24 @@ def test_parallel_calls(subtests: pytest.Subtests) -> None:
             assert made(parse(name, [answer], parallel=False)) == ("", [PARIS])
 
 
-def test_the_model_s_own_ids_are_kept() -> None:
+def test_call_ids_of_the_model_are_kept() -> None:
     calls = TOOL_ANSWERS["kimi_k2"].calls
     first, rome = calls.split(":0", 1)
     parts = parse("kimi_k2", first + ":3" + rome.replace(":0", ":4"))
     own = ["functions.get_weather:3", "functions.get_weather:4"]
     assert [call.id for call in calls_of(parts)] == own
     twice = [call.id for call in calls_of(parse("kimi_k2", calls))]
-    assert twice == ["functions.get_weather:0", "call_0"]  # no two have the same
+    assert twice == ["functions.get_weather:0", "call_0"]  # ids are unique
     odd = [call.id for call in calls_of(parse("kimi_k2", calls.replace("functions.", "")))]
     assert odd == ["call_0", "call_1"]
 
 
-def test_the_id_that_a_grammar_writes_is_replaced() -> None:
+def test_a_constant_id_from_a_grammar_is_replaced() -> None:
     twice = form_of("solar") * 2
     assert [call.id for call in calls_of(parse("solar", [twice]))] == ["call_0", "call_1"]
 
 
-def test_a_tag_may_be_all_of_a_call() -> None:
+def test_a_call_may_be_a_single_tag() -> None:
     answer = '<function name="f"/>'
     for pieces in ([answer], answer, [answer * 2]):
         text, calls = made(parse("minicpm5", pieces))
@@ -198,7 +199,7 @@ def test_a_tag_may_be_all_of_a_call() -> None:
         assert calls == [("f", {})] * "".join(pieces).count("/>")
 
 
-def test_every_cut_gives_the_same(subtests: pytest.Subtests) -> None:
+def test_every_cut_gives_the_same_result(subtests: pytest.Subtests) -> None:
     for name in NAMES:
         with subtests.test(name):
             answer = TOOL_ANSWERS[name].calls
@@ -212,8 +213,8 @@ def test_every_cut_gives_the_same(subtests: pytest.Subtests) -> None:
                 assert made(parse(name, [answer[:at], answer[at:]])) == whole
 
 
-def test_a_call_that_a_grammar_makes_is_read_back(subtests: pytest.Subtests) -> None:
-    """The arguments are JSON then, whatever the family's own form is."""
+def test_a_call_made_by_a_grammar_is_parsed(subtests: pytest.Subtests) -> None:
+    """Parse JSON arguments, which a grammar produces for every family."""
     for name in NAMES:
         with subtests.test(name):
             one = form_of(name)
@@ -225,19 +226,19 @@ def test_a_call_that_a_grammar_makes_is_read_back(subtests: pytest.Subtests) -> 
                     assert made(parse(name, several)) == ("", [PARIS, ROME])
 
 
-def test_a_call_that_is_cut_off_is_text(subtests: pytest.Subtests) -> None:
+def test_a_call_cut_before_its_arguments_is_text(subtests: pytest.Subtests) -> None:
     for name in NAMES:
         with subtests.test(name):
             cut = TOOL_ANSWERS[name].cut
             text, calls = made(parse(name, cut))
             assert calls == []
-            if name == "gpt_oss":  # its header says where a text goes, and is no text
+            if name == "gpt_oss":  # its header says where a text goes, and is not text
                 assert cut.endswith(text)
             else:
                 assert text == cut
 
 
-def test_of_a_call_that_is_cut_off_a_part_is_given(subtests: pytest.Subtests) -> None:
+def test_the_written_part_of_a_cut_call_is_returned(subtests: pytest.Subtests) -> None:
     for name in [*TAGGED, "gpt_oss"]:
         with subtests.test(name):
             answer = TOOL_ANSWERS[name]
@@ -246,13 +247,14 @@ def test_of_a_call_that_is_cut_off_a_part_is_given(subtests: pytest.Subtests) ->
                 parts = parse(name, pieces, cut=True)
                 assert made(parts) == ("", [PARIS, ("get_weather", '{"city": "Ro')])
                 assert [call.cut for call in calls_of(parts)] == [False, True]
-                ended = parse(name, pieces)  # by itself: whole JSON
+                ended = parse(name, pieces)  # not cut: complete JSON
                 assert made(ended) == ("", [PARIS, ("get_weather", {"city": "Ro"})])
                 assert not any(call.cut for call in calls_of(ended))
 
 
-def test_a_call_that_is_cut_off_anywhere_leaves_no_tag(subtests: pytest.Subtests) -> None:
-    """Up to the tool's name nothing is left of it, then a call without arguments or with some."""
+def test_a_cut_call_leaves_no_tag(subtests: pytest.Subtests) -> None:
+    """Drop a call cut before the end of the tool's name; later, return it without arguments or with
+    some."""
     for name in [*TAGGED, "gpt_oss"]:
         with subtests.test(name):
             family = tool_family(name)
@@ -272,10 +274,11 @@ def test_a_call_that_is_cut_off_anywhere_leaves_no_tag(subtests: pytest.Subtests
             assert all(later.startswith(one) for one, later in pairwise(given))
 
 
-def test_a_call_without_a_tag_is_cut_off_once_its_arguments_begin(
+def test_an_untagged_call_is_cut_once_its_arguments_begin(
     subtests: pytest.Subtests,
 ) -> None:
-    """Also in fenced code, and where a message's recipient is the tool. Before, it is text."""
+    """Also in fenced code, and if a message is addressed to the tool. Before its arguments, it is
+    text."""
     one = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
     wrapped = f'{{"tool_calls": [{one}]}}'
     rows = [(name, TOOL_ANSWERS[name].call) for name in sorted(AT_START)]
@@ -318,14 +321,14 @@ FORMS = [
 ]  # fmt: skip
 
 
-def test_other_forms_that_models_write(subtests: pytest.Subtests) -> None:
+def test_other_formats_that_models_write(subtests: pytest.Subtests) -> None:
     for name, answer in FORMS:
         with subtests.test(name=name, answer=answer):
             for pieces in ([answer], answer):
                 assert made(parse(name, pieces)) == ("", [PARIS])
 
 
-def test_code_that_is_no_call_is_fenced_code(subtests: pytest.Subtests) -> None:
+def test_fenced_code_without_a_call_is_text(subtests: pytest.Subtests) -> None:
     call = TOOL_ANSWERS["generic"].call
     code = f"```tool_code\nx = 1\n{call}\n```\nso"
     for before in ("", "So:\n"):
@@ -337,7 +340,7 @@ def test_code_that_is_no_call_is_fenced_code(subtests: pytest.Subtests) -> None:
             assert made(parse("generic", text)) == (text, [])
 
 
-def test_an_opening_tag_at_the_end_is_text_where_the_answer_ends_by_itself(
+def test_a_final_opening_tag_is_text_unless_the_answer_was_cut(
     subtests: pytest.Subtests,
 ) -> None:
     for name in TAGGED:
@@ -383,7 +386,7 @@ def test_backticks_that_open_no_fence_hide_no_call(subtests: pytest.Subtests) ->
             assert made(parse("hermes", answer)) == (before.rstrip(), [PARIS])
 
 
-def test_a_fence_is_open_until_one_as_long(subtests: pytest.Subtests) -> None:
+def test_an_unclosed_fence_hides_a_call(subtests: pytest.Subtests) -> None:
     for before in ["```\n", "````md\n```\nx\n```\n", "```\n```py\n", "~\n ```\n x```\n"]:
         with subtests.test(before=before):
             answer = before + TOOL_ANSWERS["hermes"].call
@@ -391,14 +394,14 @@ def test_a_fence_is_open_until_one_as_long(subtests: pytest.Subtests) -> None:
             assert made(parse("hermes", answer)) == (answer, [])
 
 
-def test_without_a_tag_a_call_begins_the_answer(subtests: pytest.Subtests) -> None:
+def test_an_untagged_call_must_begin_the_answer(subtests: pytest.Subtests) -> None:
     for name in sorted(AT_START):
         with subtests.test(name):
             call = TOOL_ANSWERS[name].call
             assert made(parse(name, "Like this: " + call)) == ("Like this: " + call, [])
 
 
-def test_without_a_tag_a_call_is_one_of_a_tool(subtests: pytest.Subtests) -> None:
+def test_an_untagged_call_must_name_a_known_tool(subtests: pytest.Subtests) -> None:
     for name, text in product(
         sorted(AT_START), ['{"name": "Bob", "parameters": {}}', "[Bob(a=1)]"]
     ):
@@ -407,7 +410,7 @@ def test_without_a_tag_a_call_is_one_of_a_tool(subtests: pytest.Subtests) -> Non
             assert made(parse(name, text + " and so on")) == (text + " and so on", [])
 
 
-def test_without_a_tag_the_cut_does_not_decide_on_a_call_behind_space(
+def test_an_untagged_call_after_spaces_does_not_depend_on_the_cut(
     subtests: pytest.Subtests,
 ) -> None:
     for name, num_spaces in product(sorted(AT_START), [MAX_SPACE - 1, MAX_SPACE, 3 * MAX_SPACE]):
@@ -422,7 +425,7 @@ def test_without_a_tag_the_cut_does_not_decide_on_a_call_behind_space(
                 assert (said, calls) == (text, [])
 
 
-def test_an_answer_in_json_is_not_held_back(subtests: pytest.Subtests) -> None:
+def test_a_json_answer_is_not_held_back(subtests: pytest.Subtests) -> None:
     for name in sorted(AT_START):
         with subtests.test(name):
             parser = make(name)
@@ -433,7 +436,7 @@ def test_an_answer_in_json_is_not_held_back(subtests: pytest.Subtests) -> None:
 TEXTS = "Hello!", "", " \n", "a < b and [1] {2}", "{}", "[]", "[1, 2]", '{"a": 1} is', "```x"
 
 
-def test_text_is_text(subtests: pytest.Subtests) -> None:
+def test_text_without_calls_is_unchanged(subtests: pytest.Subtests) -> None:
     for name, text in product(NAMES, TEXTS):
         with subtests.test(name=name, text=text):
             assert made(parse(name, final(name, text))) == (text, [])
@@ -469,7 +472,7 @@ MALFORMED = {
 }
 
 
-def test_what_is_no_call_is_given_back(subtests: pytest.Subtests) -> None:
+def test_malformed_calls_are_text(subtests: pytest.Subtests) -> None:
     for name, texts in MALFORMED.items():
         for text in texts:
             with subtests.test(name=name, text=text):
@@ -477,7 +480,7 @@ def test_what_is_no_call_is_given_back(subtests: pytest.Subtests) -> None:
                 assert made(parse(name, text)) == (text, [])
 
 
-def test_a_call_after_what_is_none(subtests: pytest.Subtests) -> None:
+def test_a_call_after_malformed_ones(subtests: pytest.Subtests) -> None:
     for name in ("hermes", "qwen3_coder", "gemma4", "mistral"):
         with subtests.test(name):
             broken = "\n".join(MALFORMED[name][:1] + MALFORMED[name][-1:] * 2)
@@ -487,8 +490,8 @@ def test_a_call_after_what_is_none(subtests: pytest.Subtests) -> None:
 
 
 def test_a_missing_bracket_hides_no_later_call(subtests: pytest.Subtests) -> None:
-    """A call of a known tool whose arguments have begun stays one, but is cut if they are not
-    whole; another one is text."""
+    """Keep a call of a known tool whose arguments have begun, marked as cut if they are incomplete;
+    other malformed calls are text."""
     for name in ("hermes", "gemma4", "kimi_k2", "deepseek_v31"):
         with subtests.test(name):
             answer = TOOL_ANSWERS[name]
@@ -535,8 +538,8 @@ BROKEN = [
 ]  # fmt: skip
 
 
-def test_a_call_that_has_begun_ends_where_it_is_malformed(subtests: pytest.Subtests) -> None:
-    """As one that is cut off: nothing runs it."""
+def test_a_started_call_ends_where_it_is_malformed(subtests: pytest.Subtests) -> None:
+    """Mark it as cut, so that no client executes it."""
     for name, text, rest, arguments in BROKEN:
         with subtests.test(text=text):
             for pieces in ([text], text):
@@ -548,7 +551,7 @@ def test_a_call_that_has_begun_ends_where_it_is_malformed(subtests: pytest.Subte
                 ]
 
 
-def test_what_is_malformed_before_the_first_value_is_no_call(subtests: pytest.Subtests) -> None:
+def test_arguments_malformed_before_the_first_value_are_no_call(subtests: pytest.Subtests) -> None:
     texts = [
         f'<tool_call>{{"name":"f","arguments":{a}}}</tool_call>' for a in ('{"n": NaN}', "{x}")
     ]
@@ -558,7 +561,7 @@ def test_what_is_malformed_before_the_first_value_is_no_call(subtests: pytest.Su
                 assert made(parse(name, pieces)) == (text, [])
 
 
-def test_only_the_arguments_of_a_call_that_was_cut_may_be_a_part() -> None:
+def test_only_cut_arguments_may_be_incomplete() -> None:
     for text in ("nope", "[1]", '{"a": 1}x', '{"a": [1', "NaN"):
         with pytest.raises(ValueError):
             arguments_object(text)
@@ -576,7 +579,7 @@ TOLERATED = [
 ]  # fmt: skip
 
 
-def test_json_in_other_notations_becomes_json(subtests: pytest.Subtests) -> None:
+def test_json_in_other_notations_is_converted(subtests: pytest.Subtests) -> None:
     for written, arguments in TOLERATED:
         with subtests.test(written=written):
             text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
@@ -586,7 +589,7 @@ def test_json_in_other_notations_becomes_json(subtests: pytest.Subtests) -> None
                 assert arguments_object(arguments) == json.loads(arguments)
 
 
-def test_a_call_ends_with_a_list_that_is_malformed() -> None:
+def test_a_malformed_list_ends_a_call() -> None:
     schemas = ToolSchemas({"f": {"properties": {"a": {"type": "array"}}}})
     for value, read in (
         ("[1, 2", {"a": [1, 2], "b": "y"}), ("[1, 1_000]", {"a": [1, 1000], "b": "y"}),
@@ -600,8 +603,8 @@ def test_a_call_ends_with_a_list_that_is_malformed() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_arguments_of_a_call_that_is_not_cut_are_json(name: str) -> None:
-    """Also those of calls with wrong characters; and the cut does not decide."""
+def test_arguments_of_complete_calls_are_json(name: str) -> None:
+    """Also for calls with random mistakes, and independent of the cut."""
     rng = random.Random(f"mistakes of {name}")
     schemas = ToolSchemas({"get_weather": {"properties": {"days": {"type": "array"}}}})
     num_calls = 0
@@ -624,7 +627,7 @@ def test_arguments_of_a_call_that_is_not_cut_are_json(name: str) -> None:
     assert num_calls > 50
 
 
-def test_a_call_whose_arguments_are_too_long_is_cut() -> None:
+def test_a_call_with_oversized_arguments_is_cut() -> None:
     parser = make("hermes")
     parts = parser.push('<tool_call>{"name": "f", "arguments": {"a": [1], "')
     for _ in range(2 * MAX_CALL_CHARS // (1 << 16)):
@@ -636,7 +639,7 @@ def test_a_call_whose_arguments_are_too_long_is_cut() -> None:
 DEFINITION = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
-def test_the_definition_of_a_tool_is_no_call(subtests: pytest.Subtests) -> None:
+def test_a_tool_definition_is_not_a_call(subtests: pytest.Subtests) -> None:
     described = {"name": "get_weather", "description": "d", "parameters": DEFINITION}
     definitions = [
         {"type": "function", "function": described}, described,
@@ -663,13 +666,13 @@ def test_the_definition_of_a_tool_is_no_call(subtests: pytest.Subtests) -> None:
     assert made(parse("hermes", text)) == (text, [])
 
 
-def test_a_tool_may_have_arguments_named_as_in_a_schema() -> None:
+def test_arguments_may_have_the_names_of_schema_keywords() -> None:
     call = json.dumps({"name": "f", "parameters": DEFINITION})
     schemas = ToolSchemas({"f": {"properties": {"type": {}, "properties": {}}}})
     assert made(parse("hermes", call, schemas=schemas)) == ("", [("f", DEFINITION)])
 
 
-def test_fenced_calls_are_an_example_if_text_follows(subtests: pytest.Subtests) -> None:
+def test_fenced_calls_followed_by_text_are_text(subtests: pytest.Subtests) -> None:
     one = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
     fenced = f"```json\n{one}\n```"
     for name in ("hermes", "json", "generic", "llama3_json"):
@@ -692,8 +695,8 @@ AROUND = {
 }
 
 
-def test_tags_around_a_text_are_left_out(subtests: pytest.Subtests) -> None:
-    """Whether there are tools, and whether the text has a structure. Half a tag is text."""
+def test_tags_around_a_text_are_removed(subtests: pytest.Subtests) -> None:
+    """Remove them with and without tools or a structure; an incomplete tag is text."""
     for name, tags in AROUND.items():
         family, reasoning = tool_family(name), reasoning_family(name)
         for text, tools, structured in product(
@@ -715,8 +718,7 @@ def test_tags_around_a_text_are_left_out(subtests: pytest.Subtests) -> None:
 
 
 def test_tags_within_a_text_are_text(subtests: pytest.Subtests) -> None:
-    """In fenced code, in strings of JSON and where they are quoted; behind the text they are
-    around it."""
+    """Keep tags in fenced code, in JSON strings and in quotes; remove tags after the text."""
     for name, tags in AROUND.items():
         family, reasoning = tool_family(name), reasoning_family(name)
         for text, tools, structured in product(
@@ -741,7 +743,7 @@ def test_tags_within_a_text_are_text(subtests: pytest.Subtests) -> None:
                         assert made(parts + parser.finish()) == (text, [])
 
 
-def test_tags_before_a_call_are_left_out(subtests: pytest.Subtests) -> None:
+def test_tags_before_a_call_are_removed(subtests: pytest.Subtests) -> None:
     for name, tags in AROUND.items():
         with subtests.test(name):
             tools = name if tool_family(name) else "hermes"
@@ -754,13 +756,13 @@ def test_tags_before_a_call_are_left_out(subtests: pytest.Subtests) -> None:
                 assert made(parts + parser.finish()) == ("TEXT\nTEXT", [PARIS])
 
 
-def test_a_message_of_solar_s_before_its_calls_is_the_text() -> None:
+def test_a_solar_message_before_calls_is_the_text() -> None:
     answer = f"Hi<|end|><|begin|>assistant<|tool_calls|>{TOOL_ANSWERS['solar'].call}<|calls|>"
     for pieces in ([answer], answer):
         assert made(parse("solar", pieces)) == ("Hi", [PARIS])
 
 
-def test_functionary_s_prompt_has_the_first_tag() -> None:
+def test_the_prompt_of_functionary_ends_with_the_first_tag() -> None:
     call = TOOL_ANSWERS["functionary"].calls.removeprefix(">>>")
     for pieces in (list, lambda text: [text]):
         assert made(parse("functionary", pieces(call))) == ("", [PARIS, ROME])
@@ -782,7 +784,7 @@ def test_a_value_may_be_cdata() -> None:
 
 
 def minimax_m3(value: Any) -> str:
-    """A value as the model's template writes it."""
+    """A value as the template of the model writes it."""
     mark = "]<]minimax[>["
     if isinstance(value, dict):
         pairs = value.items()
@@ -808,7 +810,7 @@ NESTED = {
 }
 
 
-def test_elements_within_an_argument(subtests: pytest.Subtests) -> None:
+def test_nested_elements_in_an_argument(subtests: pytest.Subtests) -> None:
     place = {"code": "007", "at": [1.5, -2], "in": {"text": "1", "place": {"code": "1"}}}
     for name, value in [
         ("place", place), ("places", [place, place]), ("matrix", [[1, 2], ["a", True]]),
@@ -843,7 +845,7 @@ def test_empty_elements_and_members_called_item() -> None:
             assert made(parts) == ("", [("get_weather", value or written)])
 
 
-def test_elements_that_are_too_deep_take_linear_time() -> None:
+def test_deeply_nested_elements_take_linear_time() -> None:
     deep = "]<]minimax[>[<a>" * 20_000
     call = TOOL_ANSWERS["minimax_m3"].call.replace("Paris", deep)
     began = process_time()
@@ -856,7 +858,7 @@ def test_elements_that_are_too_deep_take_linear_time() -> None:
     assert process_time() - began < 10
 
 
-def test_an_argument_without_a_name_is_none() -> None:
+def test_an_argument_without_a_name_is_no_call() -> None:
     call = TOOL_ANSWERS["kimi_k3"].call
     nameless = call.replace('key="city" ', "").replace(' key="city"', "")
     assert nameless != call
@@ -865,7 +867,7 @@ def test_an_argument_without_a_name_is_none() -> None:
     assert text
 
 
-def test_wrong_escapes_are_escaped() -> None:
+def test_invalid_escapes_are_escaped() -> None:
     call = '<tool_call>{"name": "f", "arguments": {"a": "\\d\\u00e9\\\n\\"}}</tool_call>'
     value = "\\dé\\\n" + '"}}</tool_call>'
     parts = parse("hermes", call)
@@ -873,12 +875,12 @@ def test_wrong_escapes_are_escaped() -> None:
     assert json.loads(calls_of(parts)[0].arguments) == {"a": value}
 
 
-def test_an_unknown_function_is_called_all_the_same() -> None:
-    """The client answers that there is none, as with vLLM."""
+def test_a_call_of_an_unknown_function_is_returned() -> None:
+    """Leave the error to the client, as vLLM does."""
     assert made(parse("hermes", TOOL_ANSWERS["hermes"].call)) == ("", [PARIS])
 
 
-def test_large_literals_are_no_whole_call() -> None:
+def test_oversized_literals_are_no_complete_call() -> None:
     deep = f"[f(a={'[' * 100}{']' * 100})]"
     assert made(parse("llama4_pythonic", [deep])) == (deep, [])
     call = f"[f(a=[{'1,' * 5000}1])]"
@@ -904,14 +906,14 @@ LITERALS = [
 TYPE_NAMES = "array", "object", "number", "boolean", "null"
 
 
-def test_literals_of_python(subtests: pytest.Subtests) -> None:
+def test_python_literals(subtests: pytest.Subtests) -> None:
     for text, value in LITERALS:
         with subtests.test(text=text):
             call = f"[f(a={text})]"
             assert made(parse("llama4_pythonic", call)) == ("", [("f", {"a": value})])
 
 
-def test_what_is_no_literal(subtests: pytest.Subtests) -> None:
+def test_invalid_literals_are_text(subtests: pytest.Subtests) -> None:
     schemas = ToolSchemas({"f": {"properties": {"a": {"type": list(TYPE_NAMES)}}}})
     for text in ["", "x", "1 2", "[1", "{1: 2}", "{'a' 1}", "'a", "[,]", "nan", "[1] x"]:
         with subtests.test(text=text):
@@ -923,7 +925,7 @@ def test_double_encoded_arguments_are_decoded() -> None:
     assert made(parse("hermes", [call])) == ("", [("f", {"a": 1})])
 
 
-def test_empty_arguments_are_none() -> None:
+def test_empty_arguments_are_an_empty_object() -> None:
     for arguments in ('""', '" "', "null", "{}"):
         call = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
         assert made(parse("hermes", [call])) == ("", [("f", {})])
@@ -955,7 +957,7 @@ END_TAGS = [
 ]  # fmt: skip
 
 
-def test_a_call_whose_end_tag_the_end_of_the_answer_cuts_off(subtests: pytest.Subtests) -> None:
+def test_a_call_whose_end_tag_is_cut_off(subtests: pytest.Subtests) -> None:
     for (name, ends), cut in product(END_TAGS, (True, False)):
         with subtests.test(name=name, cut=cut):
             call = "One." + TOOL_ANSWERS[name].call
@@ -969,13 +971,13 @@ def test_a_call_whose_end_tag_the_end_of_the_answer_cuts_off(subtests: pytest.Su
 
 
 def form_of(name: str) -> str:
-    """A call as a grammar makes it."""
+    """A call as a grammar produces it."""
     family = tool_family(name)
     assert family is not None
     return family.form.begin.replace("NAME", "get_weather") + '{"city": "Paris"}' + family.form.end
 
 
-def test_a_value_ends_at_a_tag_that_another_follows(subtests: pytest.Subtests) -> None:
+def test_a_value_ends_at_a_closing_tag_before_another_tag(subtests: pytest.Subtests) -> None:
     values = "x", "a</parameter> b", "a</parameter></parameter> c", "a</parameter>\n\nb"
     for newline, gap, value in product(("", "\n"), ("", "\n", "\n\n", " \n \n  "), values):
         with subtests.test(newline=newline, gap=gap, value=value):
@@ -1033,7 +1035,7 @@ def test_values_are_typed_by_the_schema(subtests: pytest.Subtests) -> None:
     for name, text, value in TYPED:
         with subtests.test(name=name, text=text):
             call = ToolSchemas({"f": SCHEMA}).call("f")
-            call.typed("both", "1")  # what others are does not change it
+            call.typed("both", "1")  # the values of other arguments do not change it
             assert call.typed(name, text) == value
             one = f"<function=f><parameter={name}>{text}</parameter></function>"
             whole = f"<tool_call>{one}</tool_call>"
@@ -1042,8 +1044,9 @@ def test_values_are_typed_by_the_schema(subtests: pytest.Subtests) -> None:
                 assert made(parts) == ("", [("f", {name: value})])
 
 
-def test_arguments_are_those_of_all_schemas_of_the_tool(subtests: pytest.Subtests) -> None:
-    """Of those that it refers to or is made of; others have the type of additional ones."""
+def test_arguments_are_typed_by_all_schemas_of_the_tool(subtests: pytest.Subtests) -> None:
+    """Use referenced and combined schemas; other arguments have the type of additional
+    properties."""
     count = {"properties": {"count": {"type": "integer"}}}
     for schema, key in [
         ({"$ref": "#/$defs/A", "$defs": {"A": count}}, "count"),
@@ -1062,15 +1065,15 @@ def test_arguments_are_those_of_all_schemas_of_the_tool(subtests: pytest.Subtest
                 assert made(parse(name, call, schemas=schemas)) == ("", [("get_weather", {key: 5})])
 
 
-def test_odd_schemas_type_nothing(subtests: pytest.Subtests) -> None:
+def test_invalid_schemas_type_nothing(subtests: pytest.Subtests) -> None:
     for schema in [None, {}, {"properties": 1}, {"properties": {"a": {"$ref": 1}}}]:
         with subtests.test(schema=schema):
             assert ToolSchemas({"f": schema}).call("f").typed("a", "1") == "1"
 
 
-def test_schemas_that_refer_to_themselves_cost_little() -> None:
-    """Each of many arguments is a choice of choices of itself: resolved in place they are 4 million
-    schemas."""
+def test_recursive_schemas_are_cheap() -> None:
+    """Each of many arguments is a choice of choices of itself; resolved in place they would be 4
+    million schemas."""
     a = {"anyOf": [{"anyOf": [{"$ref": "#/$defs/A"}] * 8}] * 8}
     own = {f"own{n}": a for n in range(1900)}
     referring = {f"a{n}": {"$ref": "#/$defs/A"} for n in range(1900)}
@@ -1081,7 +1084,7 @@ def test_schemas_that_refer_to_themselves_cost_little() -> None:
     assert process_time() - started < 0.25
 
 
-def test_schemas_have_one_budget_but_keep_what_was_found() -> None:
+def test_schemas_share_one_budget_and_keep_earlier_results() -> None:
     big = {f"b{n}": {"anyOf": [{"type": "object"}] * 32} for n in range(100)}
     schemas = ToolSchemas({"f": SCHEMA, "g": {"properties": big}})
     assert schemas.call("f").typed("count", "1") == 1
@@ -1091,7 +1094,7 @@ def test_schemas_have_one_budget_but_keep_what_was_found() -> None:
     assert schemas.call("f").typed("place", "{}") == "{}"
 
 
-def test_the_values_of_one_call_have_one_budget() -> None:
+def test_the_values_of_a_call_share_one_budget() -> None:
     schemas = ToolSchemas({"f": {"properties": {"a": {"type": "array"}}}})
     text = "[" + "'x'," * 1500 + "]"
     call = schemas.call("f")
@@ -1115,7 +1118,7 @@ def test_no_character_is_lost_without_a_call(pieces: list[str]) -> None:
         given_back, calls = made(parts)
         assert made(parse(name, [text])) == (given_back, calls)
         if name == "gpt_oss":
-            continue  # its tags are no text
+            continue  # its tags are not text
         family = tool_family(name)
         assert family is not None
         if not calls and any(tag in text for tag in family.around):
@@ -1132,8 +1135,8 @@ def test_no_character_is_lost_without_a_call(pieces: list[str]) -> None:
             assert all(char in remaining for char in given_back)
 
 
-def test_harmony_s_calls_with_nothing_but_white_space_between() -> None:
-    """As a grammar lets a model write them: <|call|>, which ends an answer, is no part of it."""
+def test_harmony_calls_separated_by_white_space() -> None:
+    """Parse calls as a grammar lets a model write them: without <|call|>, which ends an answer."""
     call = TOOL_ANSWERS["gpt_oss"].call
     for space in ("", "\n \u3000"):
         text = call + space + call.replace("Paris", "Rome")
@@ -1142,8 +1145,8 @@ def test_harmony_s_calls_with_nothing_but_white_space_between() -> None:
                 assert made(parse("gpt_oss", pieces)) == (rest, [PARIS, ROME])
 
 
-def test_harmony_s_messages() -> None:
-    """What is said to a tool of the model's own while it thinks is thought, and two texts are two
+def test_harmony_messages() -> None:
+    """Treat a message to a built-in tool during thinking as thought, and put two texts on two
     lines."""
     thought = "<|channel|>analysis to=python code<|message|>print(1)<|call|><|start|>assistant"
     first = "<|channel|>commentary<|message|>One.<|end|><|start|>assistant"
@@ -1174,17 +1177,17 @@ def test_hostile_answers_take_linear_time(name: str, subtests: pytest.Subtests) 
             began = process_time()
             pieces = [text[at : at + 8] for at in range(0, len(text), 8)]
             content = parse(name, pieces)
-            assert process_time() - began < 5  # a quadratic one takes longer
+            assert process_time() - began < 5  # quadratic time would take longer
             assert calls_of(content) == []
 
 
 def test_marks_in_a_long_text_take_linear_time() -> None:
-    """Given at once, also where it comes again as text, since it is no call."""
+    """Pass the text in one piece; cover text that is parsed again because it is not a call."""
     for begin in ("", '```json\n{"name": "f", "arguments": {"a": "'):
         began = process_time()
         text = begin + "`a " * 100_000
         assert text_of(parse("hermes", [text])).strip() == text.strip()
-        assert process_time() - began < 10  # a quadratic one takes minutes
+        assert process_time() - began < 10  # quadratic time would take minutes
 
 
 def test_a_hostile_header_takes_linear_time() -> None:
@@ -1193,12 +1196,12 @@ def test_a_hostile_header_takes_linear_time() -> None:
         header = "<|channel|>" + gap + "!"
         assert made(parse("gpt_oss", [header + "<|end|>"]))[1] == []
         assert made(parse("gpt_oss", [header]))[1] == []
-    assert process_time() - began < 5  # with every division tried it takes hours
+    assert process_time() - began < 5  # trying every division would take hours
 
 
 @pytest.mark.extended
-def test_text_that_is_held_is_not_copied_at_each_piece() -> None:
-    """A call of an unknown tool is given whole, and fenced ones when the answer ends."""
+def test_held_text_is_not_copied_for_each_piece() -> None:
+    """Emit a call of an unknown tool as a whole, and fenced calls at the end of the answer."""
     value = "x" * 1_000_000
     calls = [
         ("hermes", TOOL_ANSWERS["hermes"].call), ("qwen3_coder", TOOL_ANSWERS["qwen3_coder"].call),
@@ -1210,11 +1213,11 @@ def test_text_that_is_held_is_not_copied_at_each_piece() -> None:
         pieces = [text[at : at + 8] for at in range(0, len(text), 8)]
         began = process_time()
         parts = parse(name, pieces, schemas=schemas)
-        assert process_time() - began < 4  # copies of 60 GB take longer
+        assert process_time() - began < 4  # copies of 60 GB would take longer
         assert made(parts) == ("", [("get_weather", {"city": value})])
 
 
-def test_a_call_without_end_does_not_take_all_memory() -> None:
+def test_the_memory_of_an_endless_call_is_bounded() -> None:
     parser = make("hermes")
     head = '<tool_call>{"name": "'
     text = text_of(parser.push(head))

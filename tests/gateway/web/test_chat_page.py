@@ -1,4 +1,4 @@
-"""The chat page in a browser: what a person does, and what comes of it."""
+"""The chat page in a browser, driven like a user."""
 
 import json
 import re
@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.extended, pytest.mark.skipif(CHROMIUM is None, reason=
 LAST = ".message:last-child"
 NO_ANSWER = "[aria-busy=true]"
 BAD = "script,img,iframe,form,input,style,svg,math,details,[style],[id],[onerror],[onload]"
-POLICY = re.compile("Content Security Policy|Trusted")  # the policy has refused something
+# the content security policy has refused something
+POLICY = re.compile("Content Security Policy|Trusted")
 KEPT = """new Promise((resolve, reject) => {
   const asked = indexedDB.open("pdserve /");
   asked.onerror = () => reject(asked.error);
@@ -25,7 +26,7 @@ KEPT = """new Promise((resolve, reject) => {
       resolve(found.result[0].messages.at(-1).content.length);
     };
   };
-})"""  # how long the answer is that the browser has kept so far
+})"""  # the length of the answer stored in the browser so far
 CANCELLED = """fetch("fleet/state").then((answer) => answer.json()).then(
   (state) => state.ended.filter((one) => one.finish === "CANCELLED").length)"""
 OFFLINE = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
@@ -40,7 +41,7 @@ def gateway() -> Iterator[str]:
 
 @pytest.fixture
 def page(gateway: str, browser: Browser) -> Iterator[Browser]:
-    """The chat page with nothing kept."""
+    """Open the chat page with empty storage."""
     browser.open("about:blank")
     browser.call("Storage.clearDataForOrigin", origin=gateway, storageTypes="all")
     browser.console.clear()
@@ -60,7 +61,7 @@ def send(page: Browser, text: str) -> None:
 
 
 def answered(page: Browser, number: int = 1) -> str:
-    """The last answer, once so many are complete."""
+    """The text of the last answer, once the given number of answers is complete."""
     page.wait(
         f"document.querySelectorAll('.message.assistant[aria-busy=false]').length === {number}"
         f" && !document.querySelector('{NO_ANSWER}')"
@@ -82,7 +83,7 @@ def test_an_answer_is_shown_as_markdown(page: Browser) -> None:
     assert "A heading" in page.run("document.querySelector('#status').textContent")
 
 
-def test_it_comes_in_pieces_and_escape_stops_it(page: Browser) -> None:
+def test_an_answer_is_streamed_and_escape_stops_it(page: Browser) -> None:
     send(page, "long")
     page.wait(f"document.querySelector('{LAST} .answer').innerText.length > 20")
     assert page.run(f"document.querySelector('{NO_ANSWER}') !== null")
@@ -95,7 +96,7 @@ def test_it_comes_in_pieces_and_escape_stops_it(page: Browser) -> None:
     assert answered(page, 2) == "user said hello"
 
 
-def test_the_button_stops_it_too(page: Browser) -> None:
+def test_the_stop_button_stops_an_answer(page: Browser) -> None:
     send(page, "long")
     page.wait(f"document.querySelector('{LAST} .answer').innerText.length > 20")
     page.click("#stop")
@@ -103,7 +104,7 @@ def test_the_button_stops_it_too(page: Browser) -> None:
     page.wait("document.activeElement.id === 'prompt'")
 
 
-def test_shift_and_enter_begins_a_line(page: Browser) -> None:
+def test_shift_and_enter_inserts_a_line_break(page: Browser) -> None:
     page.click("#prompt")
     page.type("one")
     page.press("Enter", shift=True)
@@ -123,7 +124,7 @@ def test_a_reload_keeps_the_conversation(page: Browser, gateway: str) -> None:
     assert page.text(".conversation") == "hello"
 
 
-def test_an_answer_cut_by_a_reload_is_kept_as_far_as_it_came(page: Browser) -> None:
+def test_an_answer_cut_by_a_reload_is_kept_as_far_as_received(page: Browser) -> None:
     send(page, "long")
     page.wait(f"{KEPT}.then((length) => length > 100)")
     page.reload()
@@ -132,7 +133,7 @@ def test_an_answer_cut_by_a_reload_is_kept_as_far_as_it_came(page: Browser) -> N
     assert len(page.text(f"{LAST} .answer")) > 100
 
 
-def test_a_message_is_edited_and_an_answer_made_again(page: Browser) -> None:
+def test_a_message_can_be_edited_and_an_answer_regenerated(page: Browser) -> None:
     send(page, "one")
     answered(page)
     send(page, "two")
@@ -156,7 +157,7 @@ def test_reasoning_is_folded(page: Browser) -> None:
     page.wait(f"document.querySelector('{LAST}').innerText.includes('Let me see.')")
 
 
-def test_a_call_of_a_tool_is_a_card_that_takes_a_result(page: Browser) -> None:
+def test_a_tool_call_is_a_card_that_takes_a_result(page: Browser) -> None:
     page.click("#open-settings")
     page.fill("#tools", TOOLS)
     send(page, "tool")
@@ -169,7 +170,7 @@ def test_a_call_of_a_tool_is_a_card_that_takes_a_result(page: Browser) -> None:
     assert answered(page, 2).startswith("tool said sunny")
 
 
-def test_results_of_a_tool_stop_the_answer_of_another_conversation(page: Browser) -> None:
+def test_tool_results_stop_the_answer_of_another_conversation(page: Browser) -> None:
     page.click("#open-settings")
     page.fill("#tools", TOOLS)
     send(page, "tool")
@@ -187,14 +188,14 @@ def test_results_of_a_tool_stop_the_answer_of_another_conversation(page: Browser
     page.wait(f"{CANCELLED}.then((number) => number === {before + 1})")
 
 
-def test_settings_are_sent_kept_and_checked(page: Browser) -> None:
+def test_settings_are_sent_stored_and_validated(page: Browser) -> None:
     page.click("#open-settings")
     page.fill("#system", "Be brief.")
     page.fill("#max_tokens", "3")
     page.fill("#temperature", "7")
     assert "Temperature is out of its range" in page.text("#settings-error")
     send(page, "hello")
-    assert page.run("document.querySelector('#prompt').value") == "hello"  # it is not lost
+    assert page.run("document.querySelector('#prompt').value") == "hello"  # the prompt is not lost
     assert page.run("document.querySelector('.message')") is None
     page.fill("#temperature", "0")
     page.click("#send")
@@ -206,14 +207,14 @@ def test_settings_are_sent_kept_and_checked(page: Browser) -> None:
     assert page.run("document.querySelector('#system').value") == "Be brief."
 
 
-def test_what_the_model_recommends_is_shown_once_it_is_known(page: Browser) -> None:
+def test_recommended_settings_are_shown_once_known(page: Browser) -> None:
     send(page, "hello")
     answered(page)
     page.wait("document.querySelector('#temperature').placeholder === '0.25'")
     assert page.run("document.querySelector('#top_p').placeholder") == ""
 
 
-def test_what_goes_wrong_is_seen(page: Browser) -> None:
+def test_errors_are_shown(page: Browser) -> None:
     page.call("Network.emulateNetworkConditions", **OFFLINE, offline=True)
     try:
         page.run("document.querySelector('#model').replaceChildren()")
@@ -267,8 +268,8 @@ def test_hostile_markdown_does_nothing(page: Browser) -> None:
     page.console.clear()
 
 
-def test_no_beginning_of_hostile_markdown_does_anything(page: Browser) -> None:
-    """An answer is drawn as far as it has come, wherever that cuts it."""
+def test_no_prefix_of_hostile_markdown_does_anything(page: Browser) -> None:
+    """Render every prefix, because an answer is drawn while it is streamed."""
     drawn = f"""(async () => {{
       const {{ rendered }} = await import("/web/markdown.js");
       const text = {json.dumps(HOSTILE)};
@@ -287,8 +288,8 @@ def test_no_beginning_of_hostile_markdown_does_anything(page: Browser) -> None:
     page.console.clear()
 
 
-def test_the_policy_stops_what_gets_past(page: Browser) -> None:
-    """Were a script to get into the page, it would not run."""
+def test_the_policy_blocks_injected_scripts(page: Browser) -> None:
+    """An injected script does not run."""
     for script in (
         "document.body.setAttribute('onclick', 'window.hacked = 1')",
         "document.body.innerHTML = '<img src=x onerror=window.hacked=1>'",
@@ -303,7 +304,7 @@ def test_the_policy_stops_what_gets_past(page: Browser) -> None:
     page.console.clear()
 
 
-def test_dark_follows_the_system_until_it_is_chosen(page: Browser) -> None:
+def test_dark_mode_follows_the_system_until_chosen(page: Browser) -> None:
     color = "getComputedStyle(document.body).backgroundColor"
     light = page.run(color)
     page.prefer("dark")
@@ -329,7 +330,7 @@ def test_axe_finds_nothing_serious(page: Browser, size: tuple[int, int]) -> None
     assert page.violations() == []
 
 
-def test_a_phone_has_all_of_it(page: Browser) -> None:
+def test_everything_is_usable_on_a_phone(page: Browser) -> None:
     page.resize(*PHONE)
     send(page, "sample")
     answered(page)
@@ -343,7 +344,7 @@ def test_a_phone_has_all_of_it(page: Browser) -> None:
     assert page.run("document.activeElement.id") == "open-sidebar"
 
 
-def test_the_keyboard_reaches_everything_and_shows_where_it_is(page: Browser) -> None:
+def test_every_control_has_keyboard_access_and_visible_focus(page: Browser) -> None:
     page.run("document.querySelector('#skip').focus()")
     seen = ["skip"]
     for _ in range(9):

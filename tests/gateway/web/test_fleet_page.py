@@ -1,4 +1,4 @@
-"""The live view in a browser."""
+"""The live view of the fleet in a browser."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Shown:
 
 @pytest.fixture
 def shown(browser: Browser) -> Iterator[Shown]:
-    """The page, of two workers."""
+    """The page with two workers."""
     routers: list[ChatModel] = []
 
     def make() -> ChatModel:
@@ -64,7 +64,7 @@ def ask(url: str, text: str) -> None:
     httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30).raise_for_status()
 
 
-def test_workers_are_shown_and_one_that_is_lost_goes(shown: Shown) -> None:
+def test_workers_are_shown_and_lost_ones_removed(shown: Shown) -> None:
     page, view = shown.page, shown.router.view
     assert view is not None
     assert "decode" in page.text(".worker").lower()
@@ -82,12 +82,12 @@ def test_workers_are_shown_and_one_that_is_lost_goes(shown: Shown) -> None:
     page.wait("document.querySelectorAll('.worker[data-state=live]').length === 2")
 
 
-def test_requests_are_shown_where_they_are_and_then_as_phases(shown: Shown) -> None:
+def test_open_requests_are_shown_and_then_their_phases(shown: Shown) -> None:
     page, url = shown.page, shown.url
     assert "No request of yours has ended yet" in page.text()
     body = {"model": "tiny", "messages": [{"role": "user", "content": "long"}], "stream": True}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as answer:
-        lines = answer.iter_lines()  # which is open until it is forgotten
+        lines = answer.iter_lines()  # held open until the response is released
         next(lines)
         page.wait("document.querySelector('#open .phase')?.innerText === 'decode'")
         assert "d:1" in page.text("#open")
@@ -112,7 +112,7 @@ def test_axe_finds_nothing_serious(shown: Shown) -> None:
         assert page.run("document.documentElement.scrollWidth") == size[0]
 
 
-def test_a_router_that_is_gone_is_told(shown: Shown) -> None:
+def test_a_lost_router_is_reported(shown: Shown) -> None:
     view, shown.router.view = shown.router.view, None
     shown.page.wait("document.querySelector('#notice').innerText.includes('no router')")
     assert shown.page.run("document.querySelectorAll('.worker').length") == 2
@@ -120,7 +120,7 @@ def test_a_router_that_is_gone_is_told(shown: Shown) -> None:
     shown.page.wait("document.querySelector('#notice').hidden")
 
 
-def test_it_asks_for_a_key(browser: Browser) -> None:
+def test_the_page_asks_for_a_key(browser: Browser) -> None:
     page = browser
     with served_gateway(ChatModel, api_keys=("right",)) as url:
         page.open(f"{url}/fleet")

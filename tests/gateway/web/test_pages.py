@@ -1,4 +1,4 @@
-"""The files of the pages, and what /fleet/state tells to whom."""
+"""The files of the pages, and the contents of /fleet/state for each key."""
 
 import asyncio
 import re
@@ -17,7 +17,7 @@ ASSETS = Path(pages.__file__).parent / "assets"
 URL = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 KEYS = ("one", "two")
-POLICY = (  # written out once more: nobody loosens it in passing
+POLICY = (  # repeated here, so that a change of the policy must change the test
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'self'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types dompurify"
@@ -41,7 +41,7 @@ async def test_pages_need_no_key_and_their_api_does(make_http):
         assert (await client.get(path, headers=shown("one"))).status_code == 404
 
 
-async def test_a_file_that_has_not_changed_is_not_sent_again(make_http):
+async def test_an_unchanged_file_is_not_sent_again(make_http):
     client = make_http(saying("x"), pages=True)
     first = await client.get("/web/chat.js")
     again = await client.get("/web/chat.js", headers={"if-none-match": first.headers["etag"]})
@@ -52,7 +52,7 @@ async def test_a_file_that_has_not_changed_is_not_sent_again(make_http):
     assert plain.text == first.text == (ASSETS / "chat.js").read_text()
 
 
-async def test_pages_name_no_file_that_is_not_there(make_http):
+async def test_pages_reference_only_existing_files(make_http):
     client = make_http(saying("x"), pages=True)
     named = {name for page in ASSETS.glob("*.html") for name in links(page)}
     named |= {name for script in ASSETS.glob("*.js") for name in imports(script)}
@@ -82,7 +82,7 @@ async def test_a_root_path_that_hides_a_page_is_refused(make_app):
             make_app(FakeRouter(saying("x")), pages=True, root_path=path)
 
 
-async def test_a_key_sees_its_own_requests_and_the_whole_fleet(make_http):
+async def test_a_key_sees_only_its_requests_and_the_whole_fleet(make_http):
     client = make_http(saying("hello"), keys=KEYS, pages=True)
     headers = {**shown("one"), "x-request-id": "mine"}
     assert (await client.post(URL, json=BODY, headers=headers)).status_code == 200
@@ -100,7 +100,7 @@ async def test_a_key_sees_its_own_requests_and_the_whole_fleet(make_http):
     assert ended["ended_s"] >= 0
 
 
-async def test_an_open_request_is_followed_from_phase_to_phase(make_http):
+async def test_the_phases_of_an_open_request_are_shown(make_http):
     go = asyncio.Event()
     waiting = asyncio.Event()
 
@@ -129,7 +129,7 @@ async def test_an_open_request_is_followed_from_phase_to_phase(make_http):
     assert state["ended"][0]["finish"] == "INTERNAL"
 
 
-async def test_the_last_requests_are_bounded(make_http):
+async def test_listed_requests_are_bounded(make_http):
     client = make_http(saying("x"), pages=True)
     for number in range(MAX_SHOWN + 3):
         body = {"model": "none", "prompt": "x"}
@@ -139,7 +139,7 @@ async def test_the_last_requests_are_bounded(make_http):
     assert [one["id"] for one in ended] == [f"r{n}" for n in range(MAX_SHOWN + 2, 2, -1)]
 
 
-async def test_many_viewers_ask_the_router_once(make_http, monkeypatch):
+async def test_many_viewers_cause_one_request_to_the_router(make_http, monkeypatch):
     monkeypatch.setattr(fleet, "FRESH_S", 3600.0)
     router = FakeRouter(saying("x"))
     asked = []
@@ -158,7 +158,7 @@ async def test_many_viewers_ask_the_router_once(make_http, monkeypatch):
     assert len(asked) == 2
 
 
-async def test_a_fleet_that_cannot_be_asked_leaves_the_requests(make_http):
+async def test_without_a_fleet_the_requests_are_still_listed(make_http):
     router = FakeRouter(saying("x"))
     client = make_http(router, pages=True)
     await client.post(URL, json=BODY)

@@ -38,7 +38,7 @@ def connect(connect_to) -> Callable[..., Any]:
     return make
 
 
-async def test_a_text(connect):
+async def test_a_text_answer(connect):
     router = FakeRouter(saying("hello world", cached=2))
     client = await connect(router)
     answer = await client.responses.create(
@@ -121,7 +121,7 @@ async def test_a_stream_adds_up_to_the_whole_answer(connect):
     assert streamed == whole.model_dump_json(include={"output"})
 
 
-async def test_the_clients_own_stream_helper(connect):
+async def test_the_stream_helper_of_the_client(connect):
     client = await connect(ScriptedParts(CALLS))
     async with client.responses.stream(model="tiny", input="hi", tools=[WEATHER]) as stream:
         async for _ in stream:
@@ -130,7 +130,7 @@ async def test_the_clients_own_stream_helper(connect):
     assert final.output_text == "Let me see."
 
 
-async def test_tools_and_what_may_be_called(connect):
+async def test_tools_and_tool_choice(connect):
     parts = ScriptedParts(*[CALLS] * 5)
     client = await connect(parts)
     other = {**WEATHER, "name": "news"}
@@ -164,8 +164,8 @@ async def test_tools_and_what_may_be_called(connect):
         assert [tool.name for tool in answer.tools] == ["weather", "news"]
 
 
-async def test_a_loop_of_tools(connect):
-    """As clients do without a store: the output goes back as it came, with the calls' results."""
+async def test_a_tool_loop(connect):
+    """Send the output back with the results of the calls, as clients without a store do."""
     parts = ScriptedParts(CALLS, deltas(TextPart("Warm.")))
     client = await connect(parts)
     items: list[Any] = [{"role": "user", "content": "hi"}]
@@ -189,7 +189,7 @@ async def test_a_loop_of_tools(connect):
     assert two["tool_call_id"] == "call_b"
 
 
-async def test_a_conversation_that_is_kept(connect):
+async def test_a_stored_conversation(connect):
     parts = ScriptedParts(CALLS, deltas(TextPart("Warm.")), deltas(TextPart("Bye.")))
     client = await connect(parts, responses=MemoryStore())
     first = await client.responses.create(
@@ -218,7 +218,9 @@ async def test_a_conversation_that_is_kept(connect):
         "function_call_output", "function_call_output", "message", "message",
     ]  # fmt: skip
     ids = [item.id async for item in client.responses.input_items.list(third.id, limit=2)]
-    assert ids == [item.id for item in reversed(listed.data)], "by pages, newest first"
+    assert ids == [item.id for item in reversed(listed.data)], (
+        "pages must list the newest items first"
+    )
     assert len(set(ids)) == len(ids)
 
     await client.responses.delete(second.id)
@@ -248,12 +250,12 @@ async def test_tokens_are_counted(connect):
     }  # fmt: skip
     counted = await client.responses.input_tokens.count(**asked)
     assert counted.object == "response.input_tokens"
-    assert len(router.starts) == 1, "counting runs no model"
+    assert len(router.starts) == 1, "counting must not run the model"
     await client.responses.create(**asked)
     assert counted.input_tokens == len(router.starts[1].prompt_ids)
 
 
-async def test_a_tenant_finds_its_own_alone(connect, serve):
+async def test_a_tenant_finds_only_its_responses(connect, serve):
     url = await serve(saying("hello"), responses=MemoryStore(), keys=("one", "two"))
     mine, theirs = await connect(url, "one"), await connect(url, "two")
     kept = await mine.responses.create(model="tiny", input="hi")
@@ -271,7 +273,7 @@ async def test_a_tenant_finds_its_own_alone(connect, serve):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_not_kept_says_so(connect, stream):
+async def test_an_unstored_response_says_so(connect, stream):
     down = ServiceError(pb.UNAVAILABLE, "no database")
     for store, asked in (
         (None, None),
@@ -292,7 +294,7 @@ async def test_what_is_not_kept_says_so(connect, stream):
             await client.responses.retrieve(answer.id)
 
 
-async def test_an_answer_that_is_cut(connect):
+async def test_an_answer_cut_at_max_output_tokens(connect):
     client = await connect(saying("hello world"))
     answer = await client.responses.create(model="tiny", input="hi", max_output_tokens=1)
     assert answer.status == "incomplete"
@@ -357,7 +359,7 @@ async def test_structure_and_effort_reach_the_pipeline(connect):
     assert parts.asked[-1].sampling.structure is None
 
 
-async def test_keys(connect, serve):
+async def test_api_keys(connect, serve):
     url = await serve(saying("hello"), keys=("right",))
     with pytest.raises(openai.AuthenticationError):
         await (await connect(url, "wrong")).responses.create(model="tiny", input="hi")
@@ -366,7 +368,7 @@ async def test_keys(connect, serve):
     assert await (await connect(url, "right")).responses.create(model="tiny", input="hi")
 
 
-async def test_a_model_that_is_not_there(connect):
+async def test_an_unknown_model(connect):
     with pytest.raises(openai.NotFoundError) as caught:
         await (await connect(saying("x"))).responses.create(model="other", input="hi")
     assert caught.value.code == "model_not_found"
@@ -408,7 +410,7 @@ async def test_a_failure_in_the_middle_of_a_stream(connect):
     assert store.kept == {}
 
 
-async def test_what_nobody_foresaw_is_told_without_detail(connect, caplog):
+async def test_an_unexpected_error_is_reported_without_detail(connect, caplog):
     client = await connect(ScriptedParts([*CALLS[:1], RuntimeError("secret")]))
     stream = await client.responses.create(model="tiny", input="hi", stream=True)
     last = [event async for event in stream][-1]

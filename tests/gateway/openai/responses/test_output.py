@@ -1,4 +1,4 @@
-"""Whatever the parts of an answer are, its events add up to its items."""
+"""The events of an answer add up to its items, for random answers."""
 
 import json
 import random
@@ -15,7 +15,7 @@ KINDS = {"message": "TextPart", "reasoning": "ReasoningPart"}
 
 
 def plain(value: Any) -> Any:
-    """What a client reads."""
+    """A value as a client reads it."""
     return json.loads(object_json({"it": value}).text())["it"]
 
 
@@ -24,13 +24,13 @@ def sent(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items, as a client makes them of the events."""
+    """The items, rebuilt from the events as a client does it."""
     items: list[dict[str, Any]] = []
     for event in events:
         kind = event["type"].removeprefix("response.")
         if kind == "output_item.added":
             assert event["output_index"] == len(items)
-            assert all(item["status"] != "in_progress" for item in items), "one at a time"
+            assert all(item["status"] != "in_progress" for item in items), "items must not overlap"
             items.append({**event["item"]})
             continue
         item = items[event["output_index"]]
@@ -95,8 +95,8 @@ def scored(text: str) -> ScoredToken:
     return ScoredToken(LogprobEntry(id=1, text=text, raw=text.encode(), logprob=-1.0), (), 0)
 
 
-def test_log_probabilities_are_those_of_the_text() -> None:
-    """Of a text that follows a thought in the same delta, of what was withheld, and of the end."""
+def test_log_probabilities_match_the_text() -> None:
+    """Cover text after a thought in the same delta, withheld text, and the end."""
     told: list[tuple[tuple[ContentPart, ...], str]] = [
         ((ReasoningPart("a"),), "a"),
         ((), "b"),

@@ -1,4 +1,4 @@
-"""What requests to /v1/responses may have, and what a wrong one is told."""
+"""The fields of requests to /v1/responses, and the errors for invalid ones."""
 
 import asyncio
 import json
@@ -30,14 +30,14 @@ from pdserve.protos import common_pb2 as pb
 pytestmark = pytest.mark.anyio
 URL = "/v1/responses"
 ASKED: dict[str, Any] = {"model": "tiny", "input": "hi"}
-WANTED = (True, 7, "x", ["x"], {"x": "x"})  # of each kind of value, one that asks for something
+WANTED = (True, 7, "x", ["x"], {"x": "x"})  # one non-default value of each type
 TOOL = {"type": "function", "name": "f"}
 GROUP: dict[str, Any] = {"type": "namespace", "name": "n", "tools": []}
 HI = {"role": "user", "content": "hi"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 
-async def test_what_is_not_served_is_refused_by_name(make_http):
+async def test_unsupported_fields_are_refused_by_name(make_http):
     router = FakeRouter(saying("x"))
     client = make_http(router)
     for name in REFUSED.keys() - ResponsesBody.model_fields.keys():
@@ -50,7 +50,7 @@ async def test_what_is_not_served_is_refused_by_name(make_http):
     assert router.starts == []
 
 
-async def test_a_tool_that_is_left_out_is_logged_once_in_a_request(make_http, caplog, subtests):
+async def test_a_dropped_tool_is_logged_once_per_request(make_http, caplog, subtests):
     caplog.set_level(logging.INFO, "pdserve.gateway.requests")
     hosted = {"type": "web_search"}
     more = {
@@ -83,8 +83,8 @@ async def test_a_tool_that_is_left_out_is_logged_once_in_a_request(make_http, ca
             assert "web_search" in caplog.text
 
 
-async def test_an_overflow_that_is_found_late(make_http, subtests):
-    """By a worker, and for a stream behind its head, too."""
+async def test_an_overflow_found_late(make_http, subtests):
+    """Report an overflow found by a worker, also after the head of a stream."""
     why = "This model's maximum context length is 512 tokens. However, you requested 600 tokens"
     late = False
 
@@ -112,7 +112,7 @@ async def test_an_overflow_that_is_found_late(make_http, subtests):
                 assert error["message"] == expected["message"]
 
 
-async def test_values_that_ask_for_nothing_are_taken(make_http):
+async def test_no_op_values_of_unsupported_fields_are_accepted(make_http):
     client = make_http(saying("x"))
     for number in range(max(map(len, REFUSED.values()))):
         given = {
@@ -125,14 +125,15 @@ async def test_values_that_ask_for_nothing_are_taken(make_http):
         assert reply.status_code == 200, reply.json()
 
 
-def test_each_known_field_has_one_place() -> None:
+def test_each_known_field_is_in_one_list() -> None:
     served = ResponsesBody.model_fields.keys()
     assert not IGNORED & (served | (REFUSED.keys() - served))
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_log_probabilities_are_bounded(make_http, monkeypatch, stream):
-    """By what max_output_tokens allows, or as they come; a stream's last event has all of them."""
+    """Bound them by max_output_tokens, or as they are generated; the last event of a stream repeats
+    all."""
     monkeypatch.setattr("pdserve.gateway.sampling.MAX_LOGPROBS", 10 * 3)
     client = make_http(saying("hello " * 100))
     include = ["message.output_text.logprobs"]
@@ -231,7 +232,7 @@ WRONG = [
 ]
 
 
-async def test_a_wrong_field_is_named(make_http, subtests):
+async def test_an_invalid_field_is_named(make_http, subtests):
     router = FakeRouter(saying("x"))
     client = make_http(router, bounds=LARGE)
     for fields, param in WRONG:
@@ -242,7 +243,7 @@ async def test_a_wrong_field_is_named(make_http, subtests):
             assert router.starts == []
 
 
-async def test_what_other_servers_of_this_api_take(make_http, subtests):
+async def test_fields_of_other_servers_of_this_api_are_accepted(make_http, subtests):
     given = {
         "top_k": 5, "min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": 0.5,
         "frequency_penalty": -0.5,
@@ -268,7 +269,7 @@ async def test_what_other_servers_of_this_api_take(make_http, subtests):
             check(await client.post(URL, json={**ASKED, name: value}), 400, name)
 
 
-async def test_what_says_nothing_is_taken(make_http, subtests):
+async def test_empty_values_are_accepted(make_http, subtests):
     compaction = {"type": "compaction", "compact_threshold": 1000}
     custom = {"type": "custom_tool_call", "call_id": "g", "name": "g", "input": None}
     outputs = (
@@ -290,7 +291,7 @@ async def test_what_says_nothing_is_taken(make_http, subtests):
     assert prompt.count("<tool_call>") == prompt.count("<|im_start|>tool\n") == 2
 
 
-async def test_instructions_and_rules_are_one_message(make_http):
+async def test_instructions_and_developer_messages_are_one_message(make_http):
     parts = ScriptedParts(deltas(TextPart("x")))
     items = [
         {"role": "developer", "content": "be kind"},
@@ -308,8 +309,8 @@ async def test_instructions_and_rules_are_one_message(make_http):
     assert later["role"] == "developer"
 
 
-async def test_turns_of_the_assistant_are_kept_apart(make_http):
-    """What it says after a call is a new turn, and so is what it thinks after a text."""
+async def test_assistant_turns_are_kept_apart(make_http):
+    """Start a new turn for text after a call and for a thought after text."""
     parts = ScriptedParts(deltas(TextPart("x")))
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
     said = {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
@@ -326,7 +327,7 @@ async def test_turns_of_the_assistant_are_kept_apart(make_http):
     ]
 
 
-async def test_a_conversation_cannot_grow_beyond_its_items(make_http):
+async def test_a_conversation_is_limited_in_items(make_http):
     store = MemoryStore()
     client = make_http(saying("x"), responses=store, bounds=LARGE)
     first = (await client.post(URL, json=ASKED)).json()
@@ -336,7 +337,7 @@ async def test_a_conversation_cannot_grow_beyond_its_items(make_http):
 
 
 @pytest.mark.parametrize("path", [URL, f"{URL}/input_tokens"])
-async def test_what_the_template_refuses_is_the_input(make_http, path):
+async def test_template_errors_name_the_input(make_http, path):
     for template in (b"{{ raise_exception('no') }}", b"{{ 1 / 0 }}", b""):
         router = FakeRouter(saying("x"))
         router.blobs[router.cards[0].template_digest] = template
@@ -350,8 +351,8 @@ async def test_what_the_template_refuses_is_the_input(make_http, path):
 
 
 @pytest.mark.parametrize("by_item", [False, True])
-async def test_what_is_kept_counts_as_a_body_while_it_is_used(make_http, by_item):
-    """Else small requests could bring along as much as they like."""
+async def test_stored_items_count_as_body_bytes_while_used(make_http, by_item):
+    """Count stored items, or small requests could load any amount."""
     held = asyncio.Event()
 
     async def play(router, start):
@@ -393,7 +394,7 @@ WRONG_PAGES = [
 ]
 
 
-async def test_a_wrong_page_is_told(make_http, subtests):
+async def test_invalid_page_parameters_are_named(make_http, subtests):
     client = make_http(saying("x"), responses=MemoryStore())
     name = (await client.post(URL, json=ASKED)).json()["id"]
     for query, param in WRONG_PAGES:
@@ -401,14 +402,14 @@ async def test_a_wrong_page_is_told(make_http, subtests):
             check(await client.get(f"{URL}/{name}/input_items?{query}"), 400, param)
 
 
-async def test_a_kept_response_is_not_streamed(make_http):
+async def test_a_stored_response_cannot_be_streamed(make_http):
     client = make_http(saying("x"), responses=MemoryStore())
     name = (await client.post(URL, json=ASKED)).json()["id"]
     check(await client.get(f"{URL}/{name}?stream=true"), 400, "stream")
 
 
-def test_no_tools_at_all_can_be_asked_for_without_any() -> None:
-    """Servers' tools count as well (gateway/mcp)."""
+def test_tool_choice_none_is_accepted_without_tools() -> None:
+    """Accept `none` without tools, because tools of MCP servers count as well (gateway/mcp)."""
     assert tool_use(Offer(), "none", parallel=True) == ToolUse((), "none")
     assert tool_use(Offer(), None, parallel=True) is None
 
@@ -422,7 +423,7 @@ SPAWN = {**TOOL, "name": "spawn"}
 HOSTED = [{"type": kind} for kind, member in TOOLS.items() if member is LEFT_OUT]
 
 
-async def test_a_namespaces_functions_are_called_by_both_names(make_http):
+async def test_functions_of_a_namespace_have_both_names(make_http):
     router = ToolModel(calls("agents__spawn", '{"a": 1}'))
     client = make_http(router)
     body = {**ASKED, "tools": [TOOL, namespace(SPAWN, CUSTOM)]}
@@ -448,7 +449,7 @@ async def test_a_namespaces_functions_are_called_by_both_names(make_http):
         assert all(name.startswith("agents__") for name in use.only)
 
 
-async def test_a_providers_own_tools_are_left_out_and_logged(make_http, caplog):
+async def test_built_in_tools_of_the_provider_are_dropped_and_logged(make_http, caplog):
     router = ToolModel("x")
     client = make_http(router)
     with caplog.at_level("INFO"):
@@ -465,7 +466,7 @@ async def test_a_providers_own_tools_are_left_out_and_logged(make_http, caplog):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_custom_tool_is_called_with_a_text(make_http, stream):
+async def test_a_custom_tool_is_called_with_text(make_http, stream):
     text = '*** Begin\n+"é" \\ 😀\ttab\n'
     router = ToolModel(calls("patch", json.dumps({"input": text})), "done")
     client = make_http(router)
@@ -489,7 +490,7 @@ async def test_a_custom_tool_is_called_with_a_text(make_http, stream):
     assert "*** Begin" in router.prompt(1)
 
 
-def test_a_custom_tools_grammar_is_kept_to_or_shown() -> None:
+def test_the_grammar_of_a_custom_tool_is_enforced_or_described() -> None:
     grammar = {"type": "grammar", "syntax": "regex", "definition": "a|b"}
     regex, lark = (
         parse_tools([{**CUSTOM, "format": {**grammar, "syntax": syntax}}]).tools["patch"].tool
@@ -564,7 +565,7 @@ async def test_other_items_of_history_are_kept_as_text_or_dropped(make_http):
     assert "cats" in router.prompt(1)
 
 
-def test_nothing_stands_between_a_call_and_its_answer() -> None:
+def test_messages_between_a_call_and_its_result_are_moved() -> None:
     output = {"type": "function_call_output", "call_id": "c", "output": "r"}
     made = conversation(None, parse_input([CALL, HISTORY[0], HISTORY[2], output, HISTORY[3]]))
     assert [turn["role"] for turn in made] == ["assistant", "tool", "user"]
@@ -572,8 +573,9 @@ def test_nothing_stands_between_a_call_and_its_answer() -> None:
     assert len(made[2]["content"]) == 2
 
 
-def test_turns_of_calls_that_are_answered_stay_whole(subtests) -> None:
-    """What the assistant writes before the answers joins its turn; what others say comes later."""
+def test_turns_of_answered_calls_stay_whole(subtests) -> None:
+    """Text of the assistant before the results joins its turn; messages of others follow the
+    results."""
     call_d, output_c, output_d = (
         {**CALL, "call_id": "d"},
         {"type": "function_call_output", "call_id": "c", "output": "r"},
@@ -588,7 +590,7 @@ def test_turns_of_calls_that_are_answered_stay_whole(subtests) -> None:
         ([CALL, rule, HI, output_c, said], "assistant:c tool developer user assistant:so"),
         ([CALL, call_d, output_c, thought, HI, output_d], "assistant:hm:cd tool tool user"),
         ([CALL, rule, HISTORY[2], output_c, HI], "assistant:c tool developer user"),
-        ([CALL, HI, said, HI], "assistant:c user assistant:so user"),  # there is no answer
+        ([CALL, HI, said, HI], "assistant:c user assistant:so user"),  # without an answer
         ([CALL, output_c, HI, CALL, HI], "assistant:c tool user assistant:c user"),
         ([CALL, HI, CALL, output_c, said], "assistant:c user assistant:c tool assistant:so"),
         (
@@ -606,7 +608,7 @@ def test_turns_of_calls_that_are_answered_stay_whole(subtests) -> None:
             assert " ".join(made) == turns
 
 
-def test_a_call_that_is_kept_as_text_may_have_an_output() -> None:
+def test_a_call_kept_as_text_may_have_an_output() -> None:
     for kind, output in (
         ("function_call_output", "a.txt"),
         ("custom_tool_call_output", [{"type": "input_text", "text": "a.txt"}]),
@@ -619,7 +621,7 @@ def test_a_call_that_is_kept_as_text_may_have_an_output() -> None:
     assert len(conversation(None, parse_input([unhashable, HI]))) == 2
 
 
-def test_what_is_kept_as_text_leaves_turns_as_they_are(subtests) -> None:
+def test_items_kept_as_text_do_not_change_turns(subtests) -> None:
     said = {"role": "assistant", "content": "a"}
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
     output = {"type": "function_call_output", "call_id": "c", "output": "r"}
@@ -640,7 +642,7 @@ def test_what_is_kept_as_text_leaves_turns_as_they_are(subtests) -> None:
             assert str(made).count("'a'") == items.count(said)
 
 
-def test_arguments_that_are_no_object_reach_the_template_as_they_are() -> None:
+def test_non_object_arguments_reach_the_template_unchanged() -> None:
     for given, taken in (("[", "["), ("null", "null"), ({"a": 1}, '{"a":1}'), (None, "")):
         (turn,) = conversation(None, parse_input([{**CALL, "arguments": given}]))
         assert turn["tool_calls"][0]["function"]["arguments"] == taken
@@ -649,7 +651,7 @@ def test_arguments_that_are_no_object_reach_the_template_as_they_are() -> None:
         assert json.loads(turn["tool_calls"][0]["function"]["arguments"]) == {"input": taken}
 
 
-async def test_tools_and_effort_of_items_count(make_http):
+async def test_tools_and_effort_in_items_apply(make_http):
     router = ToolModel("x", template="{{ reasoning_effort }} " + TEMPLATE)
     items = [
         {"type": "additional_tools", "role": "developer", "tools": [SPAWN, TOOL]},
@@ -668,8 +670,8 @@ async def test_tools_and_effort_of_items_count(make_http):
         assert tools[1].split() == ["f", "spawn", "g"]
 
 
-async def test_tools_of_items_are_looked_at_once(make_http, monkeypatch, caplog):
-    """Those whose names are offered are not checked again."""
+async def test_tools_in_items_are_validated_once(make_http, monkeypatch, caplog):
+    """Tools whose names are already offered are not validated again."""
     names: list[str] = []
     validate = FunctionTool.model_validate
 
@@ -690,8 +692,8 @@ async def test_tools_of_items_are_looked_at_once(make_http, monkeypatch, caplog)
     assert caplog.text.count("left out and logged") == 1
 
 
-async def test_items_of_kept_responses_are_referred_to(make_http):
-    """By the AI SDK, which sends its history so."""
+async def test_items_of_stored_responses_may_be_referenced(make_http):
+    """Resolve references to items; the AI SDK sends its history as references."""
     router = ToolModel(calls("f", '{"a": 1}'), "done")
     store = MemoryStore()
     client = make_http(router, responses=store, keys=("one", "two"))
@@ -724,7 +726,7 @@ async def test_items_of_kept_responses_are_referred_to(make_http):
     check(await client.post(URL, json={**body, "input": [{"id": call["id"]}]}), 400, "input[0].id")
 
 
-async def test_hints_are_taken(make_http, subtests):
+async def test_hints_are_accepted(make_http, subtests):
     client = make_http(FakeRouter(saying("x")))
     for fields in (
         {"reasoning": {"summary": "detailed"}},
