@@ -462,7 +462,7 @@ async def test_unknown_routes_and_methods(make_http):
         assert error["message"] == f"{method} {url} is not offered by this server"
     for url in ("/v1/files", "/v1/files/id", "/v1/batches", "/v1/usage"):
         error = check(await client.post(url, json={}), 400)
-        assert "needs --database-url" in error["message"]
+        assert "require --database-url" in error["message"]
     for url in (CHAT, f"{CHAT}/"):
         reply = await client.get(url)
         check(reply, 405, code="method_not_allowed")

@@ -53,13 +53,13 @@ def test_a_held_port_is_not_held_twice():
 def test_only_sockets_are_replaced(tmp_path):
     file = tmp_path / "api"
     file.write_text("a letter")
-    with pytest.raises(OSError, match="no socket"), unix_listener(str(file)):
+    with pytest.raises(OSError, match="not a socket"), unix_listener(str(file)):
         pass
     assert file.read_text() == "a letter"
     file.unlink()
     (tmp_path / "far").write_text("away")
     file.symlink_to(tmp_path / "far")
-    with pytest.raises(OSError, match="no socket"), unix_listener(str(file)):
+    with pytest.raises(OSError, match="not a socket"), unix_listener(str(file)):
         pass
     with (
         pytest.raises(OSError, match="cannot listen on"),

@@ -129,7 +129,7 @@ async def test_bounds_of_files(tmp_path):
     keys = ("first", "second")
     async with stored_gateway(router(), tmp_path, keys, **bounds) as gateway:
         client = gateway.client("first")
-        with pytest.raises(openai.APIStatusError, match="at most 300000 bytes") as caught:
+        with pytest.raises(openai.APIStatusError, match="larger than 300000 bytes") as caught:
             await client.files.create(file=b"x" * 300_001, purpose="batch")
         assert caught.value.status_code == 413
         kept = await client.files.create(file=b"x" * 300_000, purpose="batch")
@@ -264,7 +264,7 @@ async def test_without_a_database_the_error_says_so(make_http):
     ]:  # fmt: skip
         reply = await http.request(method, path)
         assert reply.status_code == 400
-        assert "needs --database-url" in reply.json()["error"]["message"]
+        assert "require --database-url" in reply.json()["error"]["message"]
 
 
 async def test_a_database_failure_is_a_server_error(tmp_path):

@@ -146,7 +146,7 @@ async def test_log_probabilities_are_bounded(make_http, monkeypatch, stream):
     assert "request fewer tokens" in error["message"]
     later = await client.post(URL, json=scored)
     assert later.status_code == (200 if stream else 400)
-    assert "at most 30 in one answer" in later.text
+    assert "exceed 30 in one answer" in later.text
 
 
 WRONG = [
