@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import ssl
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -13,9 +14,11 @@ from contextlib import contextmanager
 from signal import SIGINT, SIGTERM
 from typing import Any
 
+import certifi
 import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
 
@@ -40,6 +43,26 @@ settings.load_profile("same")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the C++ builds first where xdist keeps the order of files: they take longest."""
     items.sort(key=lambda item: item.path.stem != "test_native_targets")
+
+
+# Files whose tests share the `system` and `fleet` of tests/system/conftest.py.
+SHARE_SYSTEMS = {
+    f"tests/system/{name}.py"
+    for name in ("test_clients", "test_observability", "test_ports", "test_roles")
+}
+
+
+class FileScheduling(LoadFileScheduling):
+    """Run each file in one process, and the files that share systems in the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "shared systems" if file in SHARE_SYSTEMS else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
+    return FileScheduling(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -120,6 +143,22 @@ def _loops_of_services_stay_open() -> Iterator[None]:
         yield
     for runner in runners:
         runner.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _clients_share_certificates() -> Iterator[None]:
+    """Let HTTP clients share one context of the public authorities, which takes 15 ms to read."""
+    create = ssl.create_default_context
+    public = certifi.where()
+    shared = create(cafile=public)
+
+    def context(*args: Any, **kwargs: Any) -> ssl.SSLContext:
+        is_public = not args and kwargs == {"cafile": public}
+        return shared if is_public else create(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", context)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
