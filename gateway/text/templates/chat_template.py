@@ -21,6 +21,7 @@ import jinja2
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import EFFORTS, TemplateInput, normalized
 from pdserve.gateway.text.parsing.family import CallForm
+from pdserve.gateway.text.templates.alternatives import Conversation, alternatives
 from pdserve.gateway.text.templates.capabilities import (
     RESULT_ROLES,
     Capabilities,
@@ -40,8 +41,6 @@ from pdserve.gateway.text.templates.template_text import (
     origin_of,
 )
 from pdserve.gateway.text.templates.turns import (
-    Conversation,
-    alternatives,
     shaped,
     text_of,
     with_calls_apart,
