@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
+import grpc
 from systems.cluster_secret import ACCESS
 from systems.eventually import eventually
 
@@ -129,7 +130,7 @@ class FakeWorker(ABC):
                 yield batch
         finally:
             reader.cancel()
-            with suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError, grpc.aio.BaseError):  # the latter: by `kill`
                 await reader
 
     async def _read(self, commands: Any) -> None:
