@@ -102,9 +102,9 @@ def test_a_restarted_process_has_no_turn_until_it_is_ready(tmp_path: Path) -> No
         for counts in (dead, other):
             counts.set_ready()
         other.add(1)
-        assert not other.is_fewest()
+        assert other.fewer()
         parent.task(0)
-        assert other.is_fewest()
+        assert not other.fewer()
 
 
 async def test_a_few_connections_are_spread(gateway: GatewayWorkers) -> None:

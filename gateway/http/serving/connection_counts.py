@@ -6,6 +6,7 @@ are spread. The counts are in memory shared through a file; each process writes 
 
 import mmap
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 UNREADY = 1 << 20  # more than a process can hold: the others go first
@@ -37,6 +38,11 @@ class ConnectionCounts:
         """Add `num` connections; `num` may be negative."""
         self._all[self._index] += num
 
-    def is_fewest(self) -> bool:
-        """Return whether no other process has fewer."""
-        return self._all[self._index] <= min(self._all)
+    def fewer(self) -> dict[int, int]:
+        """Return the counts of the processes that have fewer connections, by their index."""
+        own = self._all[self._index]
+        return {index: count for index, count in enumerate(self._all) if count < own}
+
+    def have_changed(self, counts: Mapping[int, int]) -> bool:
+        """Return whether a process has another count than in `counts`, so that it is alive."""
+        return any(self._all[index] != count for index, count in counts.items())

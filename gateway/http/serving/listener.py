@@ -12,8 +12,8 @@ import logging
 import math
 import resource
 import socket
-from collections.abc import Awaitable, Callable
-from functools import lru_cache
+from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache, partial
 
 from pdserve.gateway.http.serving.connection_counts import ConnectionCounts
 from pdserve.services.host.tenants.fairness import FairShare
@@ -67,15 +67,18 @@ class HttpListener:
 
     def _accept(self) -> None:
         for _ in range(BATCH):
-            if self._counts is not None and not self._counts.is_fewest():
-                self._pause_for(YIELD_S, self._accept_late)
+            if self._counts is not None and (fewer := self._counts.fewer()):
+                self._pause_for(YIELD_S, partial(self._accept_late, self._counts, fewer))
                 return
             if not self._accept_one():
                 return
 
-    def _accept_late(self) -> None:
-        """Accept connections that no process with fewer has accepted meanwhile."""
+    def _accept_late(self, counts: ConnectionCounts, fewer: Mapping[int, int]) -> None:
+        """Accept the connections that wait, unless processes with fewer connections have accepted
+        some since the pause began; `fewer` are their counts at that time."""
         self._resume()
+        if counts.fewer() and counts.have_changed(fewer):
+            return
         for _ in range(BATCH):
             if not self._accept_one():
                 return

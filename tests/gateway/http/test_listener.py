@@ -200,7 +200,7 @@ async def test_the_process_with_fewer_connections_accepts_the_next(
     assert await connect(6) == [7, 7]
     for client in open_:
         client.close()
-    await eventually(lambda: one.counts.is_fewest() and other.counts.is_fewest())
+    await eventually(lambda: not one.counts.fewer() and not other.counts.fewer())
     one.num = other.num = 0
     open_.clear()
     one.hang()
