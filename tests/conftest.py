@@ -18,7 +18,6 @@ import certifi
 import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadFileScheduling
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
 
@@ -43,26 +42,6 @@ settings.load_profile("same")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the C++ builds first where xdist keeps the order of files: they take longest."""
     items.sort(key=lambda item: item.path.stem != "test_native_targets")
-
-
-# Files whose tests share the `system` and `fleet` of tests/system/conftest.py.
-SHARE_SYSTEMS = {
-    f"tests/system/{name}.py"
-    for name in ("test_clients", "test_observability", "test_ports", "test_roles")
-}
-
-
-class FileScheduling(LoadFileScheduling):
-    """Run each file in one process, and the files that share systems in the same one."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return "shared systems" if file in SHARE_SYSTEMS else file
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
-    return FileScheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

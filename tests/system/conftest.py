@@ -22,7 +22,7 @@ def rings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert_conform(folder)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def system() -> Iterator[WholeSystem]:
     """A system shared by tests of access rights. Its folder is outside pytest's, which other users
     cannot enter."""
@@ -34,10 +34,10 @@ def system() -> Iterator[WholeSystem]:
         assert_conform(system.rings)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A fleet with the shipped model and an API key, shared by tests that only send requests and
-    kill no process."""
+    """A fleet with the shipped model and an API key, shared by a module's tests. They only send
+    requests and kill no process."""
     folder = tmp_path_factory.mktemp("rings")
     options = ("--kv-tokens", "16384", "--api-key", KEY, "--open-metrics", "--trace-dir")
     with Fleet("--prefill", "1", "--decode", "1", *options, str(folder)) as fleet:
@@ -45,7 +45,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     assert_conform(folder)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def api(fleet: Fleet) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key=KEY, max_retries=0) as client:
         yield client
