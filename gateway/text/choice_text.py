@@ -42,13 +42,14 @@ class ChoiceText:
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
+        self._has_stops = stops.active
         self._hidden_ids = frozenset(() if include_stop else stop_ids)
         self._offset = offset
 
     def push_text(self, id_: int) -> str | None:
         """Return the text of one token that does not end the choice; may be empty. Returns None and
         does not consume the token if the choice has stop strings."""
-        if self._stops.active:
+        if self._has_stops:
             return None
         text = self._detokenizer.push((id_,))
         self._offset += len(text)
@@ -60,7 +61,7 @@ class ChoiceText:
         `finish`: how the engine ended the choice with the last token: "stop" (eos token, stop
         token or end of a grammar), "length", or None if the choice continues.
         """
-        if finish is None and len(ids) == 1 and not self._stops.active:  # the common case
+        if finish is None and len(ids) == 1 and not self._has_stops:  # the common case
             text, offset = self._detokenizer.push(ids), self._offset
             self._offset += len(text)
             return TextUpdate(text, (offset,), None)

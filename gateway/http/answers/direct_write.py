@@ -1,7 +1,6 @@
 """A shortcut past the tasks of a streamed answer, for an event that can be sent at once."""
 
 from collections.abc import Callable
-from time import monotonic
 
 
 class DirectWrite:
@@ -9,7 +8,7 @@ class DirectWrite:
 
     def __init__(self) -> None:
         self._write: Callable[[bytes], bool] | None = None
-        self.last_write = 0.0  # a reading of time.monotonic
+        self.has_written = False  # since the stream last looked
 
     def open(self, write: Callable[[bytes], bool] | None) -> None:
         """Set `write`, which sends a piece of the body at once, or only returns False."""
@@ -25,5 +24,5 @@ class DirectWrite:
         """
         if self._write is None or not self._write(event):
             return False
-        self.last_write = monotonic()
+        self.has_written = True
         return True
