@@ -62,7 +62,6 @@ class PromptRun:
             )
             for c in range(width)
         ]
-        self._has_tokens = False  # of any choice
         self._num_open = width  # choices that have not ended
         self._to_echo = set(range(width)) if completion.echo else set()
         # The prompt's tokens as every choice echoes them, once described.
@@ -196,9 +195,7 @@ class PromptRun:
         return delta
 
     def _count(self, choice: int, num_ids: int) -> None:
-        if not self._has_tokens:
-            self._has_tokens = True
-            self._completion.admitted.first_token()
+        self._completion.admitted.first_token()
         self._completion.meter.tokens(choice, num_ids)
 
     async def _scored_prompt(self) -> tuple[ScoredToken, ...]:

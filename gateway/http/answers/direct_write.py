@@ -1,6 +1,7 @@
 """A shortcut past the tasks of a streamed answer, for an event that can be sent at once."""
 
 from collections.abc import Callable
+from time import monotonic
 
 
 class DirectWrite:
@@ -8,7 +9,7 @@ class DirectWrite:
 
     def __init__(self) -> None:
         self._write: Callable[[bytes], bool] | None = None
-        self.has_written = False  # since the stream last looked
+        self.last_write = 0.0  # a reading of time.monotonic
 
     def open(self, write: Callable[[bytes], bool] | None) -> None:
         """Set `write`, which sends a piece of the body at once, or only returns False."""
@@ -24,5 +25,5 @@ class DirectWrite:
         """
         if self._write is None or not self._write(event):
             return False
-        self.has_written = True
+        self.last_write = monotonic()
         return True

@@ -36,7 +36,6 @@ NO_ROOM = "the memory for unread answers is full"
 EVENTS = "text/event-stream; charset=utf-8"
 HEAD_S = 0.25
 SILENCE_S = 10.0  # after which a stream sends a ping
-CHECK_SHARE = 0.2  # of SILENCE_S between two looks at direct writes
 STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -243,18 +242,16 @@ class EventStream(Response):
             if waited_s < HEAD_S:
                 return HEAD_S - waited_s
             await self._begin(send)
-            return CHECK_SHARE * SILENCE_S
-        if self._direct.has_written:
-            self._direct.has_written = False
-            self._last_event = monotonic()
-        silent_s = monotonic() - self._last_event
+            return SILENCE_S
+        last = max(self._last_event, self._direct.last_write)
+        silent_s = monotonic() - last
         if silent_s < SILENCE_S:
-            return min(SILENCE_S - silent_s, CHECK_SHARE * SILENCE_S)
+            return SILENCE_S - silent_s
         keeps_up = scope.get("extensions", {}).get(KEEPS_UP, lambda: True)
         if self._ping is not None and not self._num_writing and keeps_up():
             self._last_event = monotonic()
             await self._write(send, self._ping())
-        return CHECK_SHARE * SILENCE_S
+        return SILENCE_S
 
     async def _begin(self, send: Send) -> None:
         """Send the head, or wait for the task that sends it."""
