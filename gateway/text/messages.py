@@ -69,7 +69,7 @@ class CallArguments(NamedTuple):
 def normalized(
     messages: Sequence[Mapping[str, Any]], field: str = "messages"
 ) -> list[dict[str, Any]]:
-    """Normalize messages to the form that the folder templates adapts to a chat template.
+    """Normalize messages to the form that text/templates adapts to a chat template.
 
     In the result, roles are known, contents are strings or lists of text parts, arguments of calls
     are CallArguments and reasoning is in `reasoning_content`. Other fields are kept; null fields

@@ -39,10 +39,11 @@ class ConnectionCounts:
         self._all[self._index] += num
 
     def fewer(self) -> dict[int, int]:
-        """Return the counts of the processes that have fewer connections, by their index."""
+        """Return the counts of the processes with fewer connections than this one, by index."""
         own = self._all[self._index]
         return {index: count for index, count in enumerate(self._all) if count < own}
 
     def have_changed(self, counts: Mapping[int, int]) -> bool:
-        """Return whether a process has another count than in `counts`, so that it is alive."""
+        """Return whether any of these processes has another count now, which shows that it is
+        alive. `counts`: earlier counts by index."""
         return any(self._all[index] != count for index, count in counts.items())

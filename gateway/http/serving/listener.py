@@ -74,8 +74,11 @@ class HttpListener:
                 return
 
     def _accept_late(self, counts: ConnectionCounts, fewer: Mapping[int, int]) -> None:
-        """Accept the connections that wait, unless processes with fewer connections have accepted
-        some since the pause began; `fewer` are their counts at that time."""
+        """Accept the waiting connections after a pause for processes with fewer connections.
+
+        Accept none while such a process is alive. `fewer`: the counts of these processes when the
+        pause began.
+        """
         self._resume()
         if counts.fewer() and counts.have_changed(fewer):
             return

@@ -4,7 +4,7 @@ import asyncio
 import os
 import resource
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -175,6 +175,37 @@ class Accepting:
     def stop(self) -> None:
         self._taking.close()
         self._sock.close()
+
+
+@pytest.mark.anyio
+async def test_a_connection_waits_while_the_process_with_fewer_is_alive(
+    port: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
+) -> None:
+    pauses: list[Callable[[], None]] = []  # the test ends them
+    pause_for = HttpListener._pause_for
+
+    def pause(taking: HttpListener, seconds: float, callback: Callable[[], None]) -> None:
+        pause_for(taking, 3600.0, callback)
+        pauses.append(callback)
+
+    monkeypatch.setattr(HttpListener, "_pause_for", pause)
+    alive = ConnectionCounts(tmp_path / "connections", 0, 2)
+    fuller = Accepting(port, tmp_path, 1)
+    for counts in (alive, fuller.counts):
+        counts.set_ready()
+    fuller.counts.add(5)
+    with socket.socket() as client:
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, port.getsockname())
+        await eventually(lambda: pauses)
+        alive.add(1)
+        pauses.pop()()
+        assert fuller.num == 0
+        await eventually(lambda: pauses)
+        pauses.pop()()  # the other process has accepted nothing since
+        assert await said(client) == GREETING
+    assert fuller.num == 1
+    fuller.stop()
 
 
 @pytest.mark.anyio

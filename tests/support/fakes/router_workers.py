@@ -130,7 +130,7 @@ class FakeWorker(ABC):
                 yield batch
         finally:
             reader.cancel()
-            with suppress(asyncio.CancelledError, grpc.aio.BaseError):  # the latter: by `kill`
+            with suppress(asyncio.CancelledError, grpc.aio.BaseError):  # `kill` stops the server
                 await reader
 
     async def _read(self, commands: Any) -> None:
