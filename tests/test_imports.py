@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("gateway", "services", "engine", "kernels")
 SAMPLING_BOUNDS = "pdserve.engine.api.sampling_bounds"  # imports nothing: the one table of them
+OPTION = "pdserve.engine.api.option"  # imports nothing
 GRAMMAR_TOKENIZER = "pdserve.engine.api.grammar_tokenizer"  # imports only llguidance
 ROUTER_MAY = (
     SAMPLING_BOUNDS,
@@ -37,7 +38,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "kernels": (("pdserve.kernels",), ("grpc", "fastapi")),
     "engine": (("pdserve.kernels", "pdserve.engine"), ("grpc", "fastapi", "google.protobuf")),
     "services/host": (
-        ("pdserve.protos", "pdserve.services.host", SAMPLING_BOUNDS),
+        ("pdserve.protos", "pdserve.services.host", SAMPLING_BOUNDS, OPTION),
         ("torch", "fastapi"),
     ),
     "services/worker": (

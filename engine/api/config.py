@@ -1,12 +1,8 @@
 """Options of an engine; flags and environment variables derive from the field metadata."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-
-def option(default: Any, help: str, **extra: Any) -> Any:
-    """Define a dataclass field that is also a command-line option; `extra`: choices, min, max."""
-    return field(default=default, metadata={"help": help, **extra})
+from pdserve.engine.api.option import option
 
 
 @dataclass(frozen=True, slots=True)

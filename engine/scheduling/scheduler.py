@@ -8,9 +8,8 @@ passes a long one, none starves, and of two equal ones the older comes first.
 
 While several tenants are active, each has a share of a step, in decode rows and in prompt tokens,
 so that no first token waits long for a step that another tenant fills. A chunk larger than the
-share runs if it is the first of its step; a tenant that got no chunk for this reason gets one in
-the next step. A tenant with more decode rows than its share gets none in a step with the first
-prompt of another tenant, at most in every second step.
+share runs if it is the first of its step. fairness.py has what a step owes those that it passed
+over.
 
 When blocks run out, parked requests are evicted, the longest parked first; then the youngest
 request, or one of the same tenant with a higher priority value, is preempted: it loses its blocks,
@@ -23,6 +22,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from pdserve.engine.api.request import Event, Evicted, PrefillComputed, Scheduled
+from pdserve.engine.scheduling.fairness import Fairness
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Plan, Row
@@ -37,20 +37,15 @@ class Scheduler:
         self._jobs = jobs
         self._limits = limits
         self._turns = Turns()
-        self._blocked: RequestState | None = None  # the next job to admit, if it lacks blocks
-        self._refused: RequestState | None = None  # job refused a reservation since the last step
-        # By tenant with more decode rows than its share: the rank of the first job left out.
-        self._next_ranks: dict[bytes, tuple[int, int]] = {}
-        self._yielded = False  # whether the last step left out rows for another's prompt
-        self._skipped_chunk = False  # whether the last step kept out a tenant's chunk for its size
+        self._fairness = Fairness()
 
     def must_wait(self, reserving: RequestState) -> bool:
         """Whether a queued job that lacks blocks precedes the job that requests a reservation."""
-        return self._blocked is not None and self._blocked.precedes(reserving)
+        return self._fairness.must_wait(reserving)
 
     def hold_up(self, refused: RequestState) -> None:
         """Record a refused reservation: in the next step no job that it precedes gets blocks."""
-        self._refused = refused
+        self._fairness.refuse(refused)
 
     def evict(self, events: list[Event]) -> bool:
         """End one parked request for its blocks; return False if none has any."""
@@ -70,7 +65,8 @@ class Scheduler:
         share = limits.shared_step_tokens if shared else limits.step_tokens
         self._add_decode_rows(plan, in_step, share)
         chunks = self._chunks(now_s, plan, in_step, share)
-        if not plan.rows and not chunks and self._yielded:  # the other's prompt cannot run yet
+        if not plan.rows and not chunks and self._fairness.gave_way:
+            # The prompt that rows gave way to cannot run yet.
             self._add_decode_rows(plan, in_step, share)
         plan.rows += [row for row in chunks if row.num_tokens == 1]
         plan.num_decode_rows = len(plan.rows)
@@ -78,29 +74,20 @@ class Scheduler:
         return plan if plan.rows or plan.events else None
 
     def _add_decode_rows(self, plan: Plan, in_step: set[int], share: int) -> None:
-        """Add the decode rows. If a tenant has more rows than its share, those left out now come
-        first next time. All its rows are left out of a step with the first prompt of another
-        tenant, but not twice in a row."""
+        """Add the decode rows, of each tenant up to its share."""
         tenants: dict[bytes, list[RequestState]] = {}
         for job in self._jobs.running:
             tenants.setdefault(job.request.tenant, []).append(job)
         has_new_tenant = any(job.request.tenant not in tenants for job in self._waiting())
-        yields = has_new_tenant and self._jobs.num_free_slots > 0 and not self._yielded
-        self._yielded = False
-        first_ranks, self._next_ranks = self._next_ranks, {}
-        for tenant, jobs in tenants.items():
-            jobs.sort(key=lambda job: job.rank)
-            if yields and tenant in first_ranks:
-                self._next_ranks[tenant] = first_ranks[tenant]
-                self._yielded = True
-                continue
-            next_rank = first_ranks.get(tenant, jobs[0].rank)
-            first = bisect_left(jobs, next_rank, key=lambda job: job.rank)
+        prompt_waits = has_new_tenant and self._jobs.num_free_slots > 0
+        for tenant, rank in self._fairness.begin_rows(tenants, prompt_waits).items():
+            jobs = sorted(tenants[tenant], key=lambda job: job.rank)
+            first = bisect_left(jobs, rank, key=lambda job: job.rank)
             free_rows = share
             for job in jobs[first:] + jobs[:first]:
                 rows = self._decode_rows(job)
                 if len(rows) > free_rows and free_rows < share:
-                    self._next_ranks[tenant] = job.rank
+                    self._fairness.leave_out(tenant, job.rank)
                     break
                 if rows and self._grow(job, rows, plan, in_step):
                     plan.rows += rows
@@ -131,7 +118,8 @@ class Scheduler:
         A job that cannot be admitted holds up the jobs behind it. If it lacks blocks, jobs that
         already have blocks still pass, because they will free the blocks that it waits for.
         """
-        is_catching_up, self._skipped_chunk = self._skipped_chunk, False
+        fairness = self._fairness
+        is_catching_up = fairness.begin_chunks()
         used: Counter[bytes] = Counter()
         in_prefill = [
             (job, sequence)
@@ -145,11 +133,11 @@ class Scheduler:
         blocked: RequestState | None = None
         for job, sequence in self._queue(now_s, in_prefill):
             if budget <= 0:
-                if blocked is None and self._blocked in self._jobs.waiting.values():
-                    blocked = self._blocked  # the budget ended before it was reached
+                if blocked is None and fairness.short in self._jobs.waiting.values():
+                    blocked = fairness.short  # the budget ended before it was reached
                 break
             if sequence is None:
-                if lacks_slots or (not job.sequences and (blocked or self._held_up(job))):
+                if lacks_slots or (not job.sequences and (blocked or fairness.held_up(job))):
                     continue
                 if min(job.num_left, self._limits.chunk_size) > budget:
                     continue
@@ -169,7 +157,8 @@ class Scheduler:
                 continue
             is_first = not used[tenant] if is_catching_up else not used
             if used[tenant] + row.num_tokens > share and not is_first:
-                self._skipped_chunk |= not used[tenant]
+                if not used[tenant]:
+                    fairness.keep_out()
                 continue
             if row.num_tokens <= budget and self._grow(job, [row], plan, in_step):
                 chunks.append(row)
@@ -177,17 +166,13 @@ class Scheduler:
                 budget -= row.num_tokens
                 used[tenant] += row.num_tokens
                 self._turns.computed(tenant, row.num_tokens)
-        self._blocked = blocked
-        self._refused = None
+        fairness.end_chunks(blocked)
         return chunks
 
     def _waiting(self) -> list[RequestState]:
         """Return queued jobs whose grammar is ready. Others keep their place in the queue, and
         leave slots and blocks to the ready ones."""
         return [job for job in self._jobs.waiting.values() if job.is_ready]
-
-    def _held_up(self, job: RequestState) -> bool:
-        return self._refused is not None and self._refused.precedes(job)
 
     def _queue(
         self, now_s: float, in_prefill: list[tuple[RequestState, Sequence]]

@@ -1,42 +1,15 @@
 """Options of all processes. A dataclass field is an option; flags, environment and YAML derive from
 it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+
+from pdserve.engine.api.option import option as option
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 GRACE_S = 1.0  # time for calls to end by themselves, after the drain
 STOP_S = 5.0  # time for gRPC to stop, after that
 ECHO_S = 0.3  # a terminal, a parent and the system may each signal the same stop
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    choices: Sequence[str] | None = None,
-    min: float | None = None,
-    max: float | None = None,
-    secret: bool = False,
-    flag: str | None = None,
-) -> Any:
-    """A dataclass field that is also a command-line option.
-
-    `secret` values are masked wherever settings are shown; `flag` overrides the flag's name. The
-    field's metadata omits absent properties.
-    """
-    metadata: dict[str, Any] = {"help": help}
-    properties = {
-        "choices": choices,
-        "min": min,
-        "max": max,
-        "flag": flag,
-        "secret": secret or None,
-    }
-    metadata.update({name: value for name, value in properties.items() if value is not None})
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)

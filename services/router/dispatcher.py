@@ -31,6 +31,7 @@ from pdserve.services.router.requests.migrations import Migrations
 from pdserve.services.router.requests.placer import Placer
 from pdserve.services.router.requests.recently_finished import RecentlyFinished
 from pdserve.services.router.requests.request import FAILURES, RoutedRequest
+from pdserve.services.router.requests.transition import Transition
 
 BUSY_S = 0.1  # a busy worker takes no work for this long, or until its next load
 YOUNG_S = 5.0  # workers may still be joining a router of this age
@@ -137,7 +138,7 @@ class Dispatcher:
         request = RoutedRequest(self, progress, client, self._num_submitted, now, span)
         self._requests[key] = request
         if predecessor is not None and inherited_attempt is not None:
-            request.succeed(predecessor, inherited_attempt)
+            request.succeed(predecessor, inherited_attempt, now)
             self._by_attempt[inherited_attempt.id] = request
             return
         error = self._refusal(request, now)
@@ -236,8 +237,24 @@ class Dispatcher:
         self.placer.opened(attempt, action, now)
         self.num_retries += num_attempts > 1 and not action.migrates
 
-    def answered(self, attempt: Assignment) -> None:
-        self.placer.answered(attempt)
+    def stepped(self, request: RoutedRequest, transition: Transition, now: float) -> None:
+        """Move the counters that follow from a step: the only place that says which."""
+        for boot, change in transition.unanswered.items():
+            self.placer.count_unanswered(boot, change)
+        if transition.resumed:
+            self.num_adopted += 1
+            if request.progress.begun:
+                self.placer.budget.runs(request)
+        if (taken := request.assignment_of(transition.taken)) is not None:
+            self.placer.taken(request, taken)
+        if (attempt := request.assignment_of(transition.follows_no_more)) is not None:
+            self.placer.follows_no_more(attempt, now)
+        if transition.migration_begun:
+            self.migrations.begun(request)
+        elif (moved := request.assignment_of(transition.moved)) is not None:
+            self.migrations.done(request, len(moved.ids))
+        elif transition.migration_over:
+            self.migrations.stayed(request, transition.failed_step)
 
     def closed(self, request: RoutedRequest, attempt: Assignment, lost: str) -> None:
         if not attempt.adopted:
@@ -245,29 +262,12 @@ class Dispatcher:
         self._by_attempt.pop(attempt.id, None)
         self.placer.closed(request, attempt)
 
-    def taken(self, request: RoutedRequest, attempt: Assignment) -> None:
-        self.placer.taken(request, attempt)
-
-    def adopted(self, request: RoutedRequest) -> None:
-        self.num_adopted += 1
-        if request.progress.begun:
-            self.placer.budget.runs(request)
-
     def count_prefill(self, remote: bool) -> None:
         self.prefills["remote" if remote else "local"] += 1
 
     def waited(self, request: RoutedRequest, seconds: float) -> None:
         observations = self.queue_waits.setdefault(request.model, Observations(QUEUE_WAITS_S))
         observations.observe(seconds)
-
-    def migration_begun(self, request: RoutedRequest) -> None:
-        self.migrations.begun(request)
-
-    def migration_done(self, request: RoutedRequest, num_tokens: int) -> None:
-        self.migrations.done(request, num_tokens)
-
-    def migration_failed(self, request: RoutedRequest, step: str) -> None:
-        self.migrations.stayed(request, step)
 
     def ended(
         self, request: RoutedRequest, now: float, error: ServiceError | None, served: bool

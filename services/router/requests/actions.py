@@ -37,13 +37,6 @@ class OpenAttempt:
 
 
 @dataclass(frozen=True, slots=True)
-class CountAnswer:
-    """Stop counting the attempt's Admit as unanswered."""
-
-    attempt: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class CloseAttempt:
     """Ignore messages about the attempt from now on. `lost`: why it was dropped, or empty."""
 
@@ -127,30 +120,15 @@ class SparePrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class CountPrefill:
-    """Count the prefill worker's work, although decode was expected to wait for another prompt."""
-
-    attempt: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class AnnouncePlacement:
-    """Send the client the placement of the request. `changed`: it differs from the last one."""
-
-    attempt: bytes
-    changed: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class CountResume:
-    """Count that the attempt goes on where another session left it."""
+    """Send the client the new placement of the request."""
 
     attempt: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class CountIdentity:
-    """Note that a decode worker took the attempt: its KV identity may differ from before."""
+class GoOn:
+    """Go on with the attempt where another session left it: take its ticket, tell the client."""
 
     attempt: bytes
 
@@ -186,27 +164,6 @@ class LogLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class CountMigrationBegun:
-    """Count a migration that has begun."""
-
-
-@dataclass(frozen=True, slots=True)
-class CountMigrationDone:
-    """Count a completed migration: `attempt` goes on at the target, and `source` has ended."""
-
-    attempt: bytes
-    source: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class CountMigrationFailed:
-    """Count a migration that failed; the request stays at the source. `step`: how far it got; empty
-    if the request itself left the source."""
-
-    step: str
-
-
-@dataclass(frozen=True, slots=True)
 class HandOver:
     """Hand the attempt over to the successor, with the answer that decode still owes."""
 
@@ -221,7 +178,6 @@ class LeaveToSuccessor:
 RoutingAction = (
     Place
     | OpenAttempt
-    | CountAnswer
     | CloseAttempt
     | SendAdmit
     | SendResume
@@ -233,17 +189,12 @@ RoutingAction = (
     | CancelAtPrefill
     | RepeatAborts
     | SparePrefill
-    | CountPrefill
     | AnnouncePlacement
-    | CountResume
-    | CountIdentity
+    | GoOn
     | PassOn
     | SendFinished
     | SendFailed
     | LogLoss
-    | CountMigrationBegun
-    | CountMigrationDone
-    | CountMigrationFailed
     | HandOver
     | LeaveToSuccessor
 )

@@ -10,6 +10,7 @@ from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.requests.actions import OpenAttempt
 from pdserve.services.router.requests.events import Reachability
+from pdserve.services.router.requests.transition import Transition
 
 Command = wire.DecodeCommand | wire.PrefillCommand
 RequestT = TypeVar("RequestT", contravariant=True)
@@ -72,8 +73,8 @@ class Effects(Protocol[RequestT]):
     ) -> None:
         """Route messages of this attempt to the request."""
 
-    def answered(self, attempt: Assignment) -> None:
-        """Note that decode has answered the Admit."""
+    def stepped(self, request: RequestT, transition: Transition, now: float) -> None:
+        """Count what a step of its machine changed, before the actions are carried out."""
 
     def closed(self, request: RequestT, attempt: Assignment, lost: str) -> None:
         """Stop routing messages of this attempt to the request. `lost`: why it was dropped."""
@@ -81,24 +82,8 @@ class Effects(Protocol[RequestT]):
     def waited(self, request: RequestT, seconds: float) -> None:
         """Record the time from its arrival to the attempt that gave its first token."""
 
-    def taken(self, request: RequestT, attempt: Assignment) -> None:
-        """Note that a decode worker has taken the attempt."""
-
-    def adopted(self, request: RequestT) -> None:
-        """Note that the request goes on where another session left it."""
-
     def count_prefill(self, remote: bool) -> None:
         """Count a prompt that was computed at a prefill worker (`remote`) or at decode."""
-
-    def migration_begun(self, request: RequestT) -> None:
-        """Note that the request is moving to another decode worker."""
-
-    def migration_done(self, request: RequestT, num_tokens: int) -> None:
-        """Note that the request has moved, with the KV of `num_tokens` tokens."""
-
-    def migration_failed(self, request: RequestT, step: str) -> None:
-        """Note that the request has not moved. `step`: how far it got; empty if it left the
-        source."""
 
     def ended(
         self, request: RequestT, now: float, error: ServiceError | None, served: bool

@@ -147,12 +147,9 @@ class _Step:
         prompt."""
         if self.state.stage is not Stage.ADMITTING:
             return
-        self.act(do.CountIdentity(attempt.id))
         self.set(refused=frozenset())
         self.set_attempt(follows=event.follows)
         if attempt.prefill and event.ticket:
-            if attempt.follows:
-                self.act(do.CountPrefill(attempt.id))
             self.set(stage=Stage.PREFILLING)
             self.set_attempt(ticket=True)
             self.start_prefill(attempt.prefill)
@@ -215,13 +212,8 @@ class _Step:
         attempt = self.state.attempt
         self.set(stage=Stage.QUEUED, attempt=None)
         if attempt is not None:
-            self.closed(attempt, lost)
+            self.act(do.CloseAttempt(attempt.id, lost))
             self.drop_migration("the attempt at the source ended")
-
-    def closed(self, attempt: Attempt, lost: str) -> None:
-        if not attempt.answered:
-            self.act(do.CountAnswer(attempt.id))
-        self.act(do.CloseAttempt(attempt.id, lost))
 
     def prefill_lost(self, reason: str, at_fault: bool = True) -> None:
         """Handle a failure of the prefill side; no effect once the KV is known to be complete."""
@@ -353,12 +345,8 @@ class _Step:
         """Go on with the attempt in this session; decode sends what the client lacks."""
         if self.state.stage is not Stage.RESUMING or event.epoch != self.state.session_epoch:
             return
-        self.act(
-            do.CountIdentity(attempt.id),
-            do.CountResume(attempt.id),
-            do.AnnouncePlacement(attempt.id, changed=False),
-            do.RepeatAborts(attempt.id),
-        )
+        self.set(num_resumed=self.state.num_resumed + 1)
+        self.act(do.GoOn(attempt.id), do.RepeatAborts(attempt.id))
         self.set_attempt(follows=event.follows)
         if not event.ticket:
             self.set(stage=Stage.RUNNING)
@@ -392,9 +380,8 @@ class _Step:
             | on.AttemptUnknown
             | on.ResumeAccepted
         )
-        if isinstance(event, answers) and not attempt.answered:
+        if isinstance(event, answers):
             self.set_attempt(answered=True)
-            self.act(do.CountAnswer(attempt.id))
         match event:
             case _ if isinstance(event, OUTPUT):
                 if self.state.takes_output(attempt.id):
@@ -470,7 +457,7 @@ class _Step:
         source = self.state.attempt
         if source is not None and self.state.may_migrate(self.now):
             self.set(migration=Migration(target, self.now))
-            self.act(do.CountMigrationBegun(), do.SendHold(source.id))
+            self.act(do.SendHold(source.id))
 
     def take_for_migration(self, event: on.OfDecode) -> bool:
         """Apply a message of decode to the migration. Returns whether it concerned nothing else."""
@@ -512,11 +499,9 @@ class _Step:
         assert source is not None
         assert attempt is not None
         self.set(migration=None, num_failed_migrations=0)
-        self.act(do.CountMigrationDone(attempt.id, source.id))
         if not source.decode_over:
             self.act(do.CancelAtDecode(source.id))
-        self.closed(source, "moved")
-        self.act(do.CountIdentity(attempt.id))
+        self.act(do.CloseAttempt(source.id, "moved"))
         stage = Stage.SEEKING if migration.target_lost else Stage.RUNNING
         self.set(attempt=attempt, stage=stage, seek_start=self.now)
         self.place_at(attempt)
@@ -528,21 +513,20 @@ class _Step:
             num_failed_migrations=self.state.num_failed_migrations + 1,
             stays_until=self.now + AGAIN_S,
         )
-        self.drop_migration(result.reason, result.migration.step.value)
+        self.drop_migration(result.reason)
         if not result.source_knows and self.state.attempt is not None:
             self.act(do.SendStay(self.state.attempt.id))
 
-    def drop_migration(self, reason: str, step: str = "") -> None:
+    def drop_migration(self, reason: str) -> None:
         """Forget the migration and end its attempt at the target."""
         migration = self.state.migration
         if migration is None:
             return
         self.set(migration=None)
-        self.act(do.CountMigrationFailed(step))
         if migration.attempt is not None:
             if not migration.attempt.decode_over:
                 self.act(do.CancelAtDecode(migration.attempt.id))
-            self.closed(migration.attempt, reason)
+            self.act(do.CloseAttempt(migration.attempt.id, reason))
 
     def sender_tick(self) -> None:
         """Retry if the migration's source died and the target may have received nothing from it."""

@@ -83,20 +83,16 @@ def of_target(migration: Migration, source: Attempt, event: on.OfDecode) -> Migr
     """Apply a message of the target about its attempt; its first output moves the request there."""
     attempt = migration.attempt
     assert attempt is not None
-    count_answer: tuple[do.RoutingAction, ...] = ()
     if not attempt.answered:
-        count_answer = (do.CountAnswer(attempt.id),)
         attempt = replace(attempt, answered=True)
         migration = replace(migration, attempt=attempt)
     refusal = ""
     match event:
         case on.AdmitAccepted() if event.ticket and migration.step is MigrationStep.ADMITTING:
             migration = replace(migration, step=MigrationStep.SENDING)
-            send = do.SendMove(source.id, attempt.id)
-            return MigrationResult(migration, actions=(*count_answer, send))
+            return MigrationResult(migration, actions=(do.SendMove(source.id, attempt.id),))
         case on.AdmitAccepted() if not event.ticket:
-            text = "target: no ticket for the KV"
-            return replace(_stays(migration, text), actions=count_answer)
+            return _stays(migration, "target: no ticket for the KV")
         case on.AdmitRefused():
             refusal = "busy"
         case on.AttemptFailed():
@@ -106,11 +102,11 @@ def of_target(migration: Migration, source: Attempt, event: on.OfDecode) -> Migr
         case on.KvLost():
             refusal = "hand-off lost"
         case _ if isinstance(event, OUTPUT):
-            return replace(_moves(migration), actions=count_answer)
+            return _moves(migration)
     if refusal:
         migration = replace(migration, attempt=replace(attempt, decode_over=True))
-        return replace(_stays(migration, f"target: {refusal}"), actions=count_answer)
-    return MigrationResult(migration, actions=count_answer)
+        return _stays(migration, f"target: {refusal}")
+    return MigrationResult(migration)
 
 
 def _held(

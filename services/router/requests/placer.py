@@ -338,17 +338,21 @@ class Placer:
 
     def opened(self, attempt: Assignment, action: do.OpenAttempt, now: float) -> None:
         """Count the work of a new attempt until its workers report it."""
-        self.admitting[attempt.decode.boot] += 1
         tokens = 0 if action.follows or action.migrates else len(attempt.ids)
         attempt.decode.commanded(attempt.id, tokens if attempt.prefill is None else 0, now)
         if attempt.prefill is not None:
             attempt.prefill.commanded(attempt.id, tokens, now)
 
-    def answered(self, attempt: Assignment) -> None:
-        """Note that decode has answered the Admit."""
-        self.admitting[attempt.decode.boot] -= 1
-        if not self.admitting[attempt.decode.boot]:
-            del self.admitting[attempt.decode.boot]
+    def count_unanswered(self, decode: bytes, change: int) -> None:
+        """Change the number of Admits that a decode worker has yet to answer."""
+        self.admitting[decode] += change
+        if not self.admitting[decode]:
+            del self.admitting[decode]
+
+    def follows_no_more(self, attempt: Assignment, now: float) -> None:
+        """Count the prompt of an attempt that was expected to wait for another prompt."""
+        if attempt.prefill is not None:
+            attempt.prefill.commanded(attempt.id, len(attempt.ids), now)
 
     def closed(self, request: RoutedRequest, attempt: Assignment) -> None:
         """Drop the counts of an attempt that is over for the router."""

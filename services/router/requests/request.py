@@ -27,6 +27,7 @@ from pdserve.services.router.requests.actions import FailureReason
 from pdserve.services.router.requests.effects import Assignment, Client, Effects
 from pdserve.services.router.requests.first_token import Beginning, FirstToken
 from pdserve.services.router.requests.state import Attempt, MigrationStep, Routing
+from pdserve.services.router.requests.transition import Transition
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +144,7 @@ class RoutedRequest:
 
     def step(self, event: on.RoutingEvent, now: float, message: Any = None) -> None:
         """Step the machine and carry out its actions. `message`: what came with the event."""
-        self.state, actions = machine.step(self.state, event, now)
-        for action in actions:
+        for action in self._stepped(event, now):
             self._carry_out(action, message, now)
         passes_on = self.state.only_passes_on
         self._rows_of = self.assignment if passes_on else None
@@ -191,10 +191,10 @@ class RoutedRequest:
         decode = self._effects.reach(self.state.placed_decode, now)
         self.step(on.TimePassed(decode, self._effects.reach(prefill, now)), now)
 
-    def succeed(self, predecessor: "RoutedRequest", attempt: Attempt) -> None:
+    def succeed(self, predecessor: "RoutedRequest", attempt: Attempt, now: float) -> None:
         """Wait for decode's answer to the Admit of an earlier issue of the request."""
         self._assignments[attempt.id] = predecessor._assignments.pop(attempt.id)
-        self.state = machine.taken_over(self.state, attempt)
+        self._enter(machine.taken_over(self.state, attempt), now)
 
     def reissue(self, progress: RequestProgress, now: float) -> Attempt | None:
         """End without an event because the request was issued again. Returns the attempt that the
@@ -202,7 +202,7 @@ class RoutedRequest:
         start, attempt = progress.start, self.state.attempt
         start.crash_count = max(start.crash_count, self.state.crash_count)
         same_progress = progress.choices == self.progress.choices
-        self.state, actions = machine.step(self.state, on.Reissued(same_progress), now)
+        actions = self._stepped(on.Reissued(same_progress), now)
         self._rows_of, self._quiet_until = None, 0.0
         self.span.event("issued again", now)
         self.span.end()
@@ -340,7 +340,30 @@ class RoutedRequest:
         target = os.urandom(16) if complete else b""
         self.step(on.SourceHeld(message.attempt, complete, target), now)
 
-    # --- actions of the machine
+    # --- steps of the machine and their actions
+
+    def _stepped(self, event: on.RoutingEvent, now: float) -> tuple[do.RoutingAction, ...]:
+        """Step the machine. Returns the actions to carry out."""
+        state, actions = machine.step(self.state, event, now)
+        self._enter(state, now)
+        return actions
+
+    def _enter(self, state: Routing, now: float) -> None:
+        """Take the next state, and note what it changes."""
+        before, self.state = self.state, state
+        if state is before:
+            return
+        transition = Transition(before, state)
+        self._effects.stepped(self, transition, now)
+        if transition.migration_begun:
+            self.span.event("migration begun", now)
+        elif transition.moved:
+            assert before.attempt is not None  # at the source
+            self.beginning.moved(self._so_far, state.num_attempts, before.attempt.id)
+            num_tokens = len(self._assignments[transition.moved].ids)
+            self.span.event("migration done", now, tokens=num_tokens)
+        elif transition.migration_over:
+            self.span.event("migration failed", now, step=transition.failed_step)
 
     def _carry_out(self, action: do.RoutingAction, message: Any, now: float) -> None:
         """Carry out one action. `message`: what came with the event."""
@@ -349,8 +372,6 @@ class RoutedRequest:
                 self._effects.place(self, now)
             case do.OpenAttempt():
                 self._open(action, now)
-            case do.CountAnswer():
-                self._effects.answered(self._assignments[action.attempt])
             case do.CloseAttempt():
                 assignment = self._assignments.pop(action.attempt)
                 self._effects.closed(self, assignment, action.lost)
@@ -388,16 +409,10 @@ class RoutedRequest:
                 if assignment.prefill is not None:
                     assignment.prefill.forget_command(assignment.id)
                 assignment.prefill = None
-            case do.CountPrefill():
-                assignment = self._assignments[action.attempt]
-                if assignment.prefill is not None:
-                    assignment.prefill.commanded(assignment.id, len(assignment.ids), now)
             case do.AnnouncePlacement():
-                self._announce(self._assignments[action.attempt], action.changed, now)
-            case do.CountResume():
-                self._adopt(message)
-            case do.CountIdentity():
-                self._effects.taken(self, self._assignments[action.attempt])
+                self._announce(self._assignments[action.attempt], now)
+            case do.GoOn():
+                self._go_on(self._assignments[action.attempt], message)
             case do.PassOn():
                 self._pass_on(self._assignments[action.attempt], message, now)
             case do.SendFinished():
@@ -407,18 +422,6 @@ class RoutedRequest:
             case do.LogLoss():
                 log.info("attempt lost: %s", action.reason, extra={"request": self.id})
                 self.span.event("attempt lost", now, reason=action.reason)
-            case do.CountMigrationBegun():
-                self.span.event("migration begun", now)
-                self._effects.migration_begun(self)
-            case do.CountMigrationDone():
-                so_far, num_attempts = self._so_far, self.state.num_attempts
-                self.beginning.moved(so_far, num_attempts, action.source)
-                num_tokens = len(self._assignments[action.attempt].ids)
-                self.span.event("migration done", now, tokens=num_tokens)
-                self._effects.migration_done(self, num_tokens)
-            case do.CountMigrationFailed():
-                self.span.event("migration failed", now, step=action.step)
-                self._effects.migration_failed(self, action.step)
 
     def _to_decode(self, attempt: bytes, command: wire.DecodeCommand) -> None:
         self._effects.send(self._assignments[attempt].decode, command)
@@ -472,38 +475,39 @@ class RoutedRequest:
         for command in messages.start_prefill(start, assignment.ids):
             self._effects.send(worker, command)
 
-    def _announce(self, assignment: Assignment, changed: bool, now: float) -> None:
-        prefill = _address(assignment.prefill, "")
-        if changed:
-            decode = assignment.decode
-            workers = {"decode": decode.hello.address, "prefill": prefill or "none"}
-            self.span.event("attempt", now, attempt=assignment.id.hex(), **workers)
-            self.placement = pb.Placement(
-                attempt=assignment.id,
-                decode_boot=decode.boot,
-                decode_address=decode.hello.address,
-                identity=pb.KvIdentity(**(self.origin or decode.identity).parts()),
-            )
+    def _announce(self, assignment: Assignment, now: float) -> None:
+        decode = assignment.decode
+        workers = {
+            "decode": decode.hello.address,
+            "prefill": _address(assignment.prefill, "none"),
+        }
+        self.span.event("attempt", now, attempt=assignment.id.hex(), **workers)
+        self.placement = pb.Placement(
+            attempt=assignment.id,
+            decode_boot=decode.boot,
+            decode_address=decode.hello.address,
+            identity=pb.KvIdentity(**(self.origin or decode.identity).parts()),
+        )
+        self._send_placed(assignment)
+
+    def _send_placed(self, assignment: Assignment) -> None:
         placed = Placed(
             request=self.id,
             epoch=self.state.epoch,
             placement=self.placement,
-            prefill_address=prefill,
+            prefill_address=_address(assignment.prefill, ""),
             crash_count=self.state.crash_count,
             join_routers=assignment.decode.hello.join_routers,
         )
         self._effects.emit(self, RequestEvent(placed=placed))
 
-    def _adopt(self, message: wire.Resumed) -> None:
-        self._effects.adopted(self)
-        assignment = self._assignments[message.attempt]
-        if not assignment.adopted:
-            return
-        if message.HasField("ticket"):
+    def _go_on(self, assignment: Assignment, message: wire.Resumed) -> None:
+        if assignment.adopted and message.HasField("ticket"):
             assignment.ids = self.progress.prefix_ids()[:-1]
             self._ticket(message)
-        else:
+        elif assignment.adopted:
             self._counted = True  # by the previous router
+        self._send_placed(assignment)
 
     def _pass_on(self, assignment: Assignment, fresh: Any, now: float) -> None:
         if fresh is None:

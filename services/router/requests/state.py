@@ -109,6 +109,7 @@ class Routing:
     migration: Migration | None = None
     num_attempts: int = 0
     num_sessions: int = 0  # session losses that its attempts survived
+    num_resumed: int = 0  # times that an attempt went on where another session left it
     seek_start: float = 0.0  # when the search for its worker began
     refused: frozenset[bytes] = frozenset()  # decode workers that had no room in this round
     failed_prefills: frozenset[bytes] = frozenset()
@@ -121,6 +122,13 @@ class Routing:
     def session_epoch(self) -> int:
         """Its epoch at decode, which rises with each issue and with each session in between."""
         return self.epoch * MAX_SESSIONS + self.num_sessions
+
+    @property
+    def unanswered(self) -> list[bytes]:
+        """The decode workers that have yet to answer an Admit of its attempts."""
+        migrating = None if self.migration is None else self.migration.attempt
+        attempts = (self.attempt, migrating)
+        return [a.decode for a in attempts if a is not None and not a.answered]
 
     @property
     def may_ask_more(self) -> bool:

@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 import pytest
+from fakes.memory_tracer import CLIENT, MemoryTracer
 from fakes.router_workers import FakeDecode
 from systems.dispatcher_world import World
 from systems.eventually import eventually
@@ -14,6 +15,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
+from pdserve.services.host.tracing import NO_TRACER, Tracer
 from pdserve.services.router.placement.rebalance import (
     MIN_REMAINING,
     MIN_WINDOWS,
@@ -37,8 +39,8 @@ class Drained:
     def __init__(self, make_cluster: Any, expected: Any, wait_for: Any) -> None:
         self.make_cluster, self.expected, self.wait_for = make_cluster, expected, wait_for
 
-    async def begin(self, **start: Any) -> None:
-        self.cluster = await self.make_cluster()
+    async def begin(self, tracer: Tracer = NO_TRACER, **start: Any) -> None:
+        self.cluster = await self.make_cluster(tracer)
         self.leaving = await self.cluster.decode()
         self.leaving.hold_at = 5
         self.leaving.cached_tokens = 7
@@ -230,6 +232,19 @@ async def test_a_cancel_ends_both_sides(drained: Drained) -> None:
     await drained.target.until(lambda: drained.target.cancelled == [(admit.attempt, ())])
     await drained.leaving.until(lambda: drained.leaving.cancelled == [(source, ())])
     assert not drained.migrations.num_under_way
+
+
+async def test_a_cancelled_migration_is_in_the_span_of_its_request(drained: Drained) -> None:
+    tracer = MemoryTracer()
+    await drained.begin(tracer, trace_parent=CLIENT)
+    drained.drain()
+    await drained.leaving.until(lambda: bool(drained.leaving.of("hold")))
+    await drained.gateway.cancel("r")
+    await drained.gateway.end("r")
+    begun, failed = (e for e in tracer.spans()["route"].events if "migration" in e.name)
+    assert (begun.name, failed.name) == ("migration begun", "migration failed")
+    assert failed.attributes["step"] == "", "the request left the source"
+    assert drained.migrations.failed.total() == 0
 
 
 async def test_several_unfinished_choices_stay(drained: Drained) -> None:
