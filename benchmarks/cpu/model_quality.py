@@ -1,11 +1,11 @@
-"""Line 3: native kernels keep the model's quality: agreement with float32, and perplexity per type.
+"""The quality of the native kernels: agreement with float32, and perplexity per stored type.
 
 Teacher-forced over benchmarks/text/prose.txt in windows of 512 positions. Float32 is pdserve's
-reference backend on the same file's dequantized weights (line 2 of accept-main compares it with
-transformers). The share of positions with float32's best id is at least llama.cpp's on the same
-file less one point, for SmolLM2 and Gemma 3; llama.cpp's scores are read through its C API
-(contend_llama.cpp). Perplexity is within 1 % of float32's for every stored type: SmolLM2
-requantised by llama-quantize (weights.TYPES; the figures name the types of each file), and bf16.
+reference backend on the same file's dequantized weights. Agreement is the share of positions with
+float32's best id, of pdserve and of llama.cpp on the same file, for SmolLM2 and Gemma 3;
+llama.cpp's scores are read through its C API (contend_llama.cpp). Perplexity is compared with
+float32's for every stored type: SmolLM2 requantized by llama-quantize (weights.TYPES; the figures
+name the types of each file), and bf16. Prints one JSON object; needs tests/support in PYTHONPATH.
 """
 
 import json
@@ -21,8 +21,6 @@ from quality import joined, mismatches, perplexity, windows
 from weights import TYPES, bf16_folder, gemma_gguf, shipped_gguf, typed_gguf
 
 WINDOW = 513
-POINT, WITHIN = 0.01, 0.01
-LEAST_POSITIONS = 1280
 REFERENCE = ("kernels=reference", "weights=float32", "kv_dtype=float32")
 
 
@@ -68,9 +66,6 @@ def agreement(name: str, path: Path) -> dict[str, Any]:
     shares = {who: 1 - len(found) / positions for who, found in wrong.items()}
     off = perplexity(ours["nll"]) / perplexity(exact["nll"]) - 1
     return {
-        "ok": positions >= LEAST_POSITIONS
-        and shares["native"] >= shares["llama.cpp"] - POINT
-        and abs(off) <= WITHIN,
         "positions": positions,
         "agreement": {who: round(share, 4) for who, share in shares.items()},
         "perplexity": {"float32": perplexity(exact["nll"]), "native": perplexity(ours["nll"]),
@@ -91,8 +86,7 @@ def path_quality(path: Path) -> dict[str, Any]:
     )
     off = ours / exact - 1
     types = stored_types(path) if path.is_file() else {"BF16": -1}
-    return {"ok": abs(off) <= WITHIN, "float32": exact, "native": ours, "off": round(off, 5),
-            "types": types}  # fmt: skip
+    return {"float32": exact, "native": ours, "off": round(off, 5), "types": types}
 
 
 def main() -> None:
@@ -101,8 +95,7 @@ def main() -> None:
     agreed = {name: agreement(name, path) for name, path in models.items()}
     files = {kind: typed_gguf(kind) for kind in TYPES} | {"BF16 safetensors": bf16_folder()}
     paths = {kind: path_quality(path) for kind, path in files.items()}
-    ok = all(found["ok"] for found in (*agreed.values(), *paths.values()))
-    print(json.dumps({"ok": ok, "agreement": agreed, "perplexity": paths}))
+    print(json.dumps({"agreement": agreed, "perplexity": paths}))
 
 
 if __name__ == "__main__":
