@@ -26,7 +26,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-kernels test-all test-compose test-clients lint type accept-main bench-cpu bench-quality accept-handoff accept-structure accept-security accept-models bench-grammars bench-front accept-front accept-gpu accept-kernels accept-scale accept-k8s bench-interference modelcheck simulate chaos fuzz mutation bench-formats bench-transfer docs lock pin clean
+.PHONY: setup run demo test test-kernels test-all test-compose test-clients lint type accept-main bench-cpu bench-quality accept-handoff accept-structure accept-security bench-answers bench-grammars bench-front accept-front accept-gpu accept-kernels accept-scale accept-k8s bench-interference modelcheck simulate chaos fuzz mutation bench-formats bench-transfer docs lock pin clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -47,7 +47,7 @@ help:
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
 	@echo "make accept-structure  the acceptance lines of starts, simulation and tests under load; hours"
 	@echo "make accept-security  the acceptance lines of tenants, listeners and the wire; some need root"
-	@echo "make accept-models  the acceptance lines of architectures, formats and dtypes"
+	@echo "make bench-answers  how many greedy answers equal llama.cpp's on real files"
 	@echo "make bench-grammars  the speed of a batch that a grammar constrains, relative to a free one"
 	@echo "make accept-k8s   the acceptance lines of Kubernetes: manifests, scaling, discovery, picker, releases, alerts, images"
 	@echo "make bench-front  what gateway, router and decode cost beside the kernels"
@@ -163,8 +163,8 @@ accept-structure: setup
 accept-security: setup
 	$(BIN)/python benchmarks/accept.py security $(ARGS)
 
-accept-models: setup
-	$(BIN)/python benchmarks/accept.py models $(ARGS)
+bench-answers: setup
+	$(BENCH)/models/llama_answers.py $(ARGS)
 
 bench-front: setup
 	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/front/line1_costs.py $(ARGS)

@@ -1,9 +1,8 @@
-"""Line 8: the cost of a dtype of keys and values: KL and agreement of the best token with float32
-keys and values, over TOKENS tokens of prose, on real files and on a model with large biases. The
-default costs at most MOST_KL nats and agrees at LEAST_SAME of the positions."""
+"""The cost of a dtype of keys and values: KL and agreement of the best token with float32 keys and
+values, over TOKENS tokens of prose, on real files and on a model with large biases. Needs
+benchmarks/cpu and tests/support in PYTHONPATH."""
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ from tokenizers import Tokenizer
 
 from pdserve.engine.load import open_checkpoint
 
-sys.path.append(str(Path(__file__).parents[1] / "cpu"))
-
 from weights import gemma_gguf, shipped_gguf
 
 PROSE = Path(__file__).parents[1] / "text/prose.txt"
-TOKENS, MOST_KL, LEAST_SAME = 512, 0.001, 0.99
+TOKENS = 512
 DTYPES = ("auto", "float16", "bf16", "int8")
 
 
@@ -27,11 +24,7 @@ def measure(model: Path, ids: list[int]) -> dict[str, Any]:
     found: dict[str, KvQuality] = {
         name: kv_quality(exact, logits_of(model, name, ids)) for name in DTYPES
     }
-    default = found["auto"]
     return {
-        "ok": default.kl <= MOST_KL
-        and default.same_top >= LEAST_SAME
-        and default == found["float16"],
         "tokens": len(ids),
         **{
             name: {"kl": float(f"{quality.kl:.2g}"), "same_top": round(quality.same_top, 4)}
@@ -56,7 +49,7 @@ def main() -> None:
         parts["k bias of 200"] = measure(biased, list(PROSE.read_bytes()[:TOKENS]))
         for model in (shipped_gguf(), gemma_gguf()):
             parts[model.stem] = measure(model, prose_ids(model))
-    print(json.dumps({"ok": all(part["ok"] for part in parts.values()), **parts}))
+    print(json.dumps(parts))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Line 6: the cost and quality of in-situ quantization. The peak memory of a process that loads a
-model with --isq, at most PEAK times the larger of stored file and result, for every type; and the
-perplexity by llama.cpp of the file that `pdserve quantize` writes, at most WORSE times that of
-llama-quantize's file of that type, and of its file whose matrices have the same formats as
-pdserve's."""
+"""The cost and quality of in-situ quantization, for every type.
+
+The peak memory of a process that loads a model with --isq, relative to the stored file; and the
+perplexity by llama.cpp of the file that `pdserve quantize` writes, relative to that of
+llama-quantize's file of that type, and to its file whose matrices have the same formats as
+pdserve's. Needs benchmarks/cpu and tests/support in PYTHONPATH.
+"""
 
 import json
 import re
@@ -15,15 +17,12 @@ from typing import Any
 
 import gguf
 
-sys.path.append(str(Path(__file__).parents[1] / "cpu"))
-
 from peers import LLAMA_BIN, install_llama
 from weights import gemma_gguf, shipped_gguf
 
 from pdserve.engine.checkpoints.gguf.writer import MIXES, quantize_gguf
 from pdserve.engine.weights.mix import TYPES
 
-PEAK, WORSE = 1.3, 1.005
 LEAST_BYTES = 500_000_000
 CHUNKS, CONTEXT = 24, 512  # of the language reference included in Python
 LLAMA = {  # about 600 MB in bfloat16; every type divides its rows
@@ -144,7 +143,6 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "ok": peak <= PEAK and max(ratios) <= WORSE and len(ratios) == 4 * len(TYPES),
                 "peak": peak,
                 "worst_ratio": max(ratios),
                 "memory": memory,

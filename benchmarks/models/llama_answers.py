@@ -1,13 +1,12 @@
-"""Line 7: on real files the first NEW greedy tokens equal llama.cpp's, on LEAST of PROMPTS prompts
-each. Where one differs, both tokens must be nearly as good: their logits in float32 are less than
-NEAR apart, and the line lists them.
+"""The number of prompts whose first NEW greedy tokens equal llama.cpp's, on real files.
 
-For comparison, it gives the number of equal answers when llama.cpp runs with another setting that
-should not change any: without flash attention, and with prompts computed token by token.
+Where an answer differs, the figures have the difference of the two tokens' logits in float32. For
+comparison, they have the number of equal answers when llama.cpp runs with another setting that
+should not change any: without flash attention, and with prompts computed token by token. Needs
+benchmarks/cpu and tests/support in PYTHONPATH.
 """
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,14 +22,12 @@ from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.load import open_checkpoint
 
-sys.path.append(str(Path(__file__).parents[1] / "cpu"))
-
 from peers import PEERS, install_llama
 from servers import LlamaServer
 from weights import gemma_gguf, shipped_gguf
 
 PROSE = Path(__file__).parents[1] / "text/prose.txt"
-PROMPTS, NEW, LEAST, NEAR = 20, 32, 18, 0.3
+PROMPTS, NEW = 20, 32
 
 
 def prompts(model: Path) -> Iterator[list[int]]:
@@ -99,11 +96,8 @@ def measure(model: Path, folder: Path) -> dict[str, Any]:
     ]
     settings = {"no flash attention": ("-fa", "off"), "ubatch of 1": ("-ub", "1")}
     others = {name: theirs(model, asked, folder, words) for name, words in settings.items()}
-    near = all(one["gap"] < NEAR and one["from_best"] < NEAR for one in differ)
-    equal = PROMPTS - len(differ)
     return {
-        "ok": equal >= LEAST and near,
-        "equal": equal,
+        "equal": PROMPTS - len(differ),
         "of": PROMPTS,
         "llama_equal_to_itself": {name: count(other, found) for name, found in others.items()},
         "ours_equal_to_those": {name: count(mine, found) for name, found in others.items()},
@@ -121,7 +115,7 @@ def main() -> None:
     install_llama()
     with tempfile.TemporaryDirectory() as folder:
         parts = {m.stem: measure(m, Path(folder)) for m in (shipped_gguf(), gemma_gguf())}
-    print(json.dumps({"ok": all(part["ok"] for part in parts.values()), **parts}))
+    print(json.dumps(parts))
 
 
 if __name__ == "__main__":
