@@ -9,10 +9,9 @@ from typing import Any
 
 from oracles.kv_quality import KvQuality, kv_quality, logits_of, write_biased
 from tokenizers import Tokenizer
+from weights import gemma_gguf, shipped_gguf
 
 from pdserve.engine.load import open_checkpoint
-
-from weights import gemma_gguf, shipped_gguf
 
 PROSE = Path(__file__).parents[1] / "text/prose.txt"
 TOKENS = 512

@@ -16,15 +16,14 @@ import httpx
 import torch
 from builders.engine_kit import ask, run, tokens
 from builders.paged_runner import PagedRunner, load_decoder
+from peers import PEERS, install_llama
+from servers import LlamaServer
 from tokenizers import Tokenizer
+from weights import gemma_gguf, shipped_gguf
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.load import open_checkpoint
-
-from peers import PEERS, install_llama
-from servers import LlamaServer
-from weights import gemma_gguf, shipped_gguf
 
 PROSE = Path(__file__).parents[1] / "text/prose.txt"
 PROMPTS, NEW = 20, 32

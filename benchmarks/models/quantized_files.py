@@ -16,7 +16,6 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import gguf
-
 from peers import LLAMA_BIN, install_llama
 from weights import gemma_gguf, shipped_gguf
 
