@@ -1,21 +1,17 @@
-"""Line 1: the cost of everything between the kernels and a client: processor time per token, added
+"""The cost of everything between the kernels and a client: processor time per token, added
 latency, the effect of one long prompt on the streams of others, and the speed of one stream.
 
 A router, a gateway and a decode worker whose model computes nothing (fast_decode.py); a step takes
 as long as a model would for that batch. The latency of a token is the time from the end of its step
-to its arrival at the client; clients are in this process. The bounds are issue 18's. Words: names
-of parts, all parts by default; `--any-load` as in cpu/bench.py.
+to its arrival at the client; clients are in this process. Words: names of parts, all parts by
+default; `--any-load` as in cpu/bench.py. Prints one JSON object.
 """
 
 import argparse
 import asyncio
 import json
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 
 import machine
 import uvloop
@@ -27,13 +23,12 @@ from front.fast_system import FastSystem
 
 from pdserve.services.host.auth.roles import Role
 
-MOST_US = {Role.GATEWAY: 30.0, Role.ROUTER: 10.0, Role.DECODE: 25.0}  # per token, at 128 streams
 STEP_S = {1: 0.002, 32: 0.01, 128: 0.02}  # by streams
 NUM_TOKENS = {1: 2000, 32: 500, 128: 400}
 MANY, FEW_TOKENS = 128, 40
 ROUNDS = 5
-P50_MS, P99_MS, AT_ONCE = 2.0, 10.0, 64
-LONG_PROMPT, MOVES_MS = 128 << 10, 10.0
+AT_ONCE = 64
+LONG_PROMPT = 128 << 10
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -78,7 +73,6 @@ def costs() -> dict[str, Any]:
         for count, used in found.items()
     }
     return {
-        "ok": all(us_a_token[MANY][role] <= most for role, most in MOST_US.items()),
         "us_a_token": us_a_token,
         "us_a_request": {role: round(us) for role, us in a_request.items()},
         "us_a_token_alone": {role: round(us, 1) for role, us in a_token.items()},
@@ -107,8 +101,7 @@ def latency() -> dict[str, Any]:
         answers = uvloop.run(streams(system.http, MODEL, AT_ONCE, 500))
         added = latencies_ms(system, answers)
     p50, p99 = statistics.median(added), percentile(added, 0.99)
-    ok = p50 <= P50_MS and p99 <= P99_MS
-    return {"ok": ok, "p50_ms": round(p50, 2), "p99_ms": round(p99, 2), "streams": AT_ONCE}
+    return {"p50_ms": round(p50, 2), "p99_ms": round(p99, 2), "streams": AT_ONCE}
 
 
 def long_prompt() -> dict[str, Any]:
@@ -120,8 +113,9 @@ def long_prompt() -> dict[str, Any]:
     without = percentile(_gaps_ms(calm), 0.99)
     beside = percentile(_gaps_ms(shaken), 0.99)
     within = any(asked_at < t < done_at for answer in shaken for t in answer.arrived)
-    ok = within and beside - without <= MOVES_MS
-    return {"ok": ok, "p99_ms": round(without, 2), "beside_ms": round(beside, 2), "within": within}
+    if not within:
+        raise RuntimeError("no token of another stream arrived while the prompt was prepared")
+    return {"p99_ms": round(without, 2), "beside_ms": round(beside, 2)}
 
 
 async def _beside_a_long_prompt(system: FastSystem) -> tuple[list[Stream], float, float]:
@@ -154,8 +148,7 @@ def main() -> None:
     args = parser.parse_args()
     load = machine.quiet(machine.two_cores(), args.any_load)
     found = {name: PARTS[name]() for name in args.parts or PARTS}
-    ok = found.keys() == PARTS.keys() and all(part["ok"] for part in found.values())
-    print(json.dumps({"ok": ok, "load_by_others": round(load, 3), **found}))
+    print(json.dumps({"load_by_others": round(load, 3), **found}))
 
 
 if __name__ == "__main__":
