@@ -1,5 +1,5 @@
-"""The rounds of line 3: each runs one system of real processes, injects a fault, and reads its
-rings."""
+"""The rounds of `make chaos`: each runs one system of real processes, injects a fault, and reads
+its rings."""
 
 import tempfile
 import threading

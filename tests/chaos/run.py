@@ -1,4 +1,4 @@
-"""Line 3: real processes are killed, stopped and cut off under 16 streams; no stream loses a token.
+"""Kill, stop and cut off real processes under 16 streams; no stream may lose a token.
 
 `make chaos`. 200 prefill workers die between the first and the last frame of a hand-off, 100 decode
 workers in mid-stream, the only router 20 times, each in rounds of one system; a round's rings are
@@ -13,7 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-# (kind of chaos_rounds.ROUNDS, required hits, maximum hits per round)
+from systems.sources import DIRTY, commit, source_tree
+
+from chaos.rounds import run_round
+
+# (kind of rounds.ROUNDS, required hits, maximum hits per round)
 WANTED = (
     ("stopped", 1, 1),
     ("twice", 2, 2),
@@ -58,8 +62,6 @@ def run(kind: str, count: int, number: int, store: Path) -> dict[str, Any]:
     path = store / f"{kind}-{count}-{number}.json"
     if path.exists():
         return dict(json.loads(path.read_text()))
-    from chaos_rounds import run_round
-
     found = run_round(kind, count)
     wrong = bad(found)
     (path.with_suffix(".failed") if wrong else path).write_text(json.dumps(found))
@@ -75,10 +77,8 @@ def main() -> int:
     parser.add_argument("kinds", nargs="*", help="of rounds; all when none is given")
     parser.add_argument("--share", type=float, default=1.0, help="of the hits; 0.1: a tenth")
     args = parser.parse_args()
-    from accept import commit, source_tree
-
     began = time.monotonic()
-    dirty = commit().endswith("-dirty")
+    dirty = commit().endswith(DIRTY)
     store = STORE / (f"dirty-{time.time_ns()}" if dirty else source_tree())
     store.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Any] = {"ok": True, "share": args.share}

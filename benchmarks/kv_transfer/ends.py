@@ -1,4 +1,4 @@
-"""The two processes of a transfer (transfer_end.py), driven from a third; and two networks."""
+"""The two processes of a transfer (end.py), driven from a third; and two networks."""
 
 import json
 import os
@@ -20,7 +20,7 @@ class End:
         core = cores[-1 if role == "prefill" else 0]
         inside = ["ip", "netns", "exec", where["namespace"]] if "namespace" in where else []
         command = [
-            *inside, "taskset", "-c", str(core), sys.executable, "-m", "handoff.transfer_end",
+            *inside, "taskset", "-c", str(core), sys.executable, "-m", "kv_transfer.end",
             role, transport, folder, where.get("bind", "127.0.0.1"), *where.get("words", ()),
         ]  # fmt: skip
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

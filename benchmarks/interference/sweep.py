@@ -1,8 +1,8 @@
-"""Line 8: separation pays off. One prefill and one decode worker, a core each, against two mixed
+"""Prefill/decode interference: one prefill and one decode worker, a core each, against two mixed
 ones.
 
-`python benchmarks/handoff/line8_interference.py [--seconds N] [--seed N] [--chunks N ...] [--rates
-LONG SHORT]`: calibrates, runs every configuration on the same arrivals, and prints one JSON object.
+`python benchmarks/interference/sweep.py [--seconds N] [--seed N] [--chunks N ...] [--rates LONG
+SHORT]`: calibrates, runs every configuration on the same arrivals, and prints one JSON object.
 The rate of short requests is right if the separated pair has eight of them in flight in its run,
 within a quarter; otherwise, in a whole sweep, it is corrected and that run is repeated. Results for
 the same source tree and options are reused (build/interference). A whole run takes about 75 minutes
@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accept import ROOT, commit, source_tree
 from cpu.machine import load, pin
 from cpu.machine import name as name_of_machine
 from interference.arrivals import LEAST_LONG, SHORT, Schedule, schedule
 from interference.calibrate import calibrate
 from interference.configurations import CHUNKS, read_answers, run, write
-from interference.figures import SEPARATED, gaps, verdict
+from interference.figures import SEPARATED, comparison, gaps
 from interference.plot import svg
 from interference.sharing import Sharing
+from systems.sources import DIRTY, ROOT, commit, source_tree
 
 SECONDS = 300.0
 CALIBRATION_S = 60.0  # of each closed loop
@@ -132,7 +132,7 @@ def measure(wanted: Wanted, given: Sequence[float] | None) -> dict[str, Any]:
         "seconds": round(wanted.plan(*both).seconds, 1),
         "seed": wanted.seed,
         "rates": rates,
-        "verdict": verdict(runs) if names else {"ok": False, **runs[SEPARATED]},
+        "comparison": comparison(runs) if names else runs[SEPARATED],
         "runs": runs,
     }
     if wanted.whole and not given and set(wanted.chunks) == set(CHUNKS):
@@ -143,10 +143,10 @@ def measure(wanted: Wanted, given: Sequence[float] | None) -> dict[str, Any]:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "interference.json").write_text(json.dumps(report, indent=1) + "\n")
         (RESULTS / "interference.svg").write_text(svg(report, between))
-    return {**report["verdict"], "rates": rates, "seconds": report["seconds"]}
+    return {**report["comparison"], "rates": rates, "seconds": report["seconds"]}
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--seed", type=int, default=8)
@@ -157,13 +157,12 @@ def main() -> int:
     revision = commit()
     say(f"load by others: {load(cores):.0%} of the cores {cores}")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    clean = not revision.endswith("-dirty")
-    tree = source_tree() + ("" if clean else "-dirty")
+    clean = not revision.endswith(DIRTY)
+    tree = source_tree() + ("" if clean else DIRTY)
     folder = ROOT / "build/interference" / f"{tree}-{args.seconds:g}-{args.seed}"
     found = measure(Wanted(args.seconds, args.seed, args.chunks, folder, clean), args.rates)
     print(json.dumps(found))
-    return 0 if found["ok"] else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,6 @@
-"""One end of line 5's transfers: a process with a pool, and the real Sender or Receiver over it.
+"""One end of a transfer: a process with a pool, and the real Sender or Receiver over it.
 
-    python -m handoff.transfer_end prefill|decode TRANSPORT FOLDER BIND [untagged|sealed]
+    python -m kv_transfer.end prefill|decode TRANSPORT FOLDER BIND [untagged|sealed]
 
 Nothing is computed: an engine of a few lines reports whole prompts as computed. A command is one
 JSON object per line on stdin, its answer one on stdout:
@@ -256,7 +256,11 @@ class Prefill:
         )
         self.thread.post(
             lambda _: self.sender.start_sending(
-                ticket, asked["address"], PromptToSend(tuple(range(NUM_TOKENS))), float("inf")
+                ticket,
+                asked["address"],
+                PromptToSend(tuple(range(NUM_TOKENS))),
+                float("inf"),
+                IDENTITY.digest,
             )
         ).result(PATIENCE_S)
         outgoing = self.sender.attempt(ticket.attempt)

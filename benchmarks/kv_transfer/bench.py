@@ -1,17 +1,16 @@
-"""Line 5: the cost of a hand-off of 2,000 tokens, relative to the machine's limits in the same run.
+"""The cost of a hand-off of 2,000 tokens, relative to the machine's limits in the same run.
 
 exposed: real processes, shipped model, tcp on loopback: the part of the time to the first token
-between the end of the last chunk and decode having everything verified. copies: transfer_end.py,
+between the end of the last chunk and decode having everything verified. copies: end.py,
 the real Sender and Receiver on a core each, 46 MB; interleaved with a bare socket's copy between
 the same two pools (one stream, the same buffers) and one memcpy into decode's pool; medians, and
 every byte is compared. Without tags: the payload's tag is neither computed nor compared on either
 side, the copies are the same; only the benchmark can do that. Sealed payloads are printed next to
-the others, without a bound. networks: the same between two network namespaces with a rate limit,
-and through the tests' proxy with a delay, compared with a bare socket there; without namespaces it
-is skipped, and the line does not hold. cuda_ipc is skipped here: `make accept-gpu` measures it on a
-machine with a GPU.
+the others. networks: the same between two network namespaces with a rate limit (left out where none
+can be made), and through the tests' proxy with a delay, compared with a bare socket there. `make
+bench-gpu` measures cuda_ipc.
 
-Arguments: `quick` (fewer rounds), or names of parts; the line holds only with all parts of it.
+Arguments: `quick` (fewer rounds), or names of parts.
 """
 
 import json
@@ -22,16 +21,14 @@ import time
 from typing import Any
 
 import grpc
-from accept import exit_code, judged
-from handoff.transfer_end import NUM_BYTES, NUM_TOKENS
-from handoff.transfer_ends import ADDRESSES, NAMESPACES, Ends, networks, no_networks
+from kv_transfer.end import NUM_BYTES, NUM_TOKENS
+from kv_transfer.ends import ADDRESSES, NAMESPACES, Ends, networks, no_networks
 from systems.cluster_secret import BEARER
 from systems.fault_proxy import FaultProxy
 from systems.fleet import Fleet
 
 from pdserve.protos import common_pb2, router_pb2, router_pb2_grpc
 
-EXPOSED_MOST, TCP_LEAST, SHM_LEAST, UNTAGGED_LEAST = 0.05, 0.70, 0.45, 0.70
 ROUNDS, PROMPTS, FEW = 15, 9, 5
 RATES = {"1gbit": 125e6, "10gbit": 1250e6}  # bytes per second
 DELAYS_S = (0.001, 0.010)
@@ -75,10 +72,8 @@ def exposed(quick: bool) -> dict[str, Any]:
             ttfts.append(ttft)
             waits.append(phases.transfer_s)
         assert fleet.prefills("remote") == len(shares) + 1
-    share = statistics.median(shares)
     return {
-        "ok": share <= EXPOSED_MOST,
-        "share_of_ttft": round(share, 4),
+        "share_of_ttft": round(statistics.median(shares), 4),
         "ttft_s": round(statistics.median(ttfts), 4),
         "exposed_ms": [round(1e3 * wait, 2) for wait in sorted(waits)],
     }
@@ -110,13 +105,10 @@ def copies(quick: bool) -> dict[str, Any]:
         "shm_of_memcpy": median["shm"] / median["memcpy"],
         "shm_untagged_of_memcpy": median["shm_untagged"] / median["memcpy"],
     }
-    least = dict(zip(shares, (TCP_LEAST, SHM_LEAST, UNTAGGED_LEAST), strict=True))
     return {
-        "ok": all(shares[name] >= least[name] for name in shares),
         "bytes": NUM_BYTES,
         **{name: round(share, 3) for name, share in shares.items()},
         "tcp_sealed_of_bare": round(median["tcp_sealed"] / median["bare"], 3),
-        "least": least,
         "gb_s": {name: gb_s(found) for name, found in rates.items()},
         "rounds": {name: [round(r / 1e9, 2) for r in found] for name, found in rates.items()},
     }
@@ -133,13 +125,11 @@ def in_turn(pair: Ends, rounds: int) -> dict[str, float]:
 
 
 def shaped(quick: bool) -> dict[str, Any]:
-    """Figures without a separate limit."""
-    found: dict[str, Any] = {"ok": True}
+    found: dict[str, Any] = {}
     rounds = 2 if quick else FEW
     with tempfile.TemporaryDirectory() as folder:
         if reason := no_networks():
-            found["skipped"] = f"network namespaces: {reason}"
-            say(f"SKIPPED: {found['skipped']}")
+            say(f"no network namespaces: {reason}")
         for rate, bytes_s in RATES.items() if not reason else ():
             with networks(rate):
                 one, other = (
@@ -171,23 +161,15 @@ def shaped(quick: bool) -> dict[str, Any]:
 PARTS = {"exposed": exposed, "copies": copies, "networks": shaped}
 
 
-CUDA_IPC = {"skipped": "needs a GPU: see make accept-gpu"}
-
-
-def main() -> int:
+def main() -> None:
     quick = "quick" in sys.argv[1:]
     wanted = [name for name in PARTS if name in sys.argv[1:]] or list(PARTS)
-    figures: dict[str, Any] = {"ok": False, "cuda_ipc": CUDA_IPC}
+    figures: dict[str, Any] = {}
     for name in wanted:
         figures[name] = PARTS[name](quick)
         say(f"{name}: {figures[name]}")
-    for name in set(PARTS) - set(wanted):
-        figures[name] = {"skipped": "not asked for"}
-    figures["ok"] = all(figures[name]["ok"] for name in wanted)
-    figures = judged(figures)
     print(json.dumps(figures))
-    return exit_code([figures["verdict"]])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -66,7 +66,7 @@ def svg(report: Mapping[str, Any], gaps: Mapping[str, Sequence[float]]) -> str:
     runs = report["runs"]
     table = TOP + HEIGHT + 50
     height = table + ROW * (len(runs) + 1) + 10
-    found, rates = report["verdict"], report["rates"]
+    found, rates = report["comparison"], report["rates"]
     title = (
         f"Gaps between tokens: one prefill and one decode worker against two mixed ones; "
         f"p99 {found['p99_itl_ratio']:g} times lower than {found['best_mixed']}"

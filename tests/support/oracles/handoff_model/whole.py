@@ -1,6 +1,6 @@
-"""Line 1: the model check over its whole space, and eleven seeded bugs that it finds.
+"""The model check over its whole space, and eleven seeded bugs that it finds: `make modelcheck`.
 
-Also `make modelcheck`. As many parallel runs as there are cores; a quarter of an hour of one core.
+As many parallel runs as there are cores; a quarter of an hour of one core.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The cost of one record of a hand-off: `python -m benchmarks.handoff.trace_cost`.
+"""The cost of one record of a hand-off: `python benchmarks/kv_transfer/record_cost.py`.
 
 Nanoseconds of this thread's processor time for a record and a step, without a ring and with one,
 the fastest of several stretches, since other programs can only add.
