@@ -1,4 +1,4 @@
-"""`make accept-gpu` on the fake device, in its short form (--smallest): CI has no GPU, and all
+"""`make bench-gpu` on the fake device, in its short form (--smallest): CI has no GPU, and all
 sizes would take a minute."""
 
 import json
