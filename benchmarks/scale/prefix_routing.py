@@ -1,14 +1,10 @@
-"""Line 8: the share of prompt tokens found in prefix caches, by policy.
+"""The share of prompt tokens found in prefix caches, by policy.
 
 A trace of conversations is replayed in virtual time by a simulated fleet: round robin, least load,
 the real routers (1 and 3 of them) and an oracle. Two fleets: workers that do both, and separate
 prefill. The definitions are in docs/scale.md.
 
-    python benchmarks/scale/line8_prefix_routing.py [--trace FILE] [--seeds 1 2 3] [--markdown]
-
-Holds if on each seed, in both fleets and for each number of routers, the hit rate is at least
-OF_ORACLE of the oracle's and OF_ROUND_ROBIN times round robin's, at a load of at most MOST_LOAD,
-and neither the mean nor the p99 of the time to the first token exceeds least load's.
+    python benchmarks/scale/prefix_routing.py [--trace FILE] [--seeds 1 2 3] [--markdown]
 """
 
 import argparse
@@ -25,7 +21,7 @@ from prefix_policies import least_load, oracle, round_robin
 from prefix_routers import RealRouters
 from prefix_trace import BLOCK_TOKENS, TraceRequest, generate, leading, read, statistics
 
-OF_ORACLE, OF_ROUND_ROBIN, MOST_LOAD = 0.95, 1.5, 1.3
+MOST_LOAD = 1.3  # of the oracle that counts
 FLEETS = {"mixed": FleetShape(decodes=16), "separate": FleetShape(decodes=4, prefills=12)}
 ORACLES = (1, 2, 4, 8, 16)  # work ratios
 ROUTERS = (1, 3)
@@ -78,12 +74,12 @@ def pooled(trace: Sequence[TraceRequest], num_blocks: int) -> float:
     return round(found / sum(request.num_tokens for request in trace), 3)
 
 
-def judged(found: dict[str, Figures]) -> dict[str, Any]:
-    """The rows of the real routers with the bounds."""
+def relative(found: dict[str, Figures]) -> dict[str, Figures]:
+    """The figures of the real routers relative to those of the other policies."""
     best, least = found["oracle"]["hit_rate"], found["round robin"]["hit_rate"]
     by_load = found["least load"]
     rows = {name: figures for name, figures in found.items() if "router" in name}
-    ratios = {
+    return {
         name: {
             "of_oracle": round(figures["hit_rate"] / best, 3),
             "of_round_robin": round(figures["hit_rate"] / least, 2),
@@ -93,14 +89,6 @@ def judged(found: dict[str, Figures]) -> dict[str, Any]:
         }
         for name, figures in rows.items()
     }
-    ok = all(
-        row["of_oracle"] >= OF_ORACLE
-        and row["of_round_robin"] >= OF_ROUND_ROBIN
-        and row["load"] <= MOST_LOAD
-        and max(row["ttft_mean_of_least_load"], row["ttft_p99_of_least_load"]) <= 1
-        for row in ratios.values()
-    )
-    return {"ok": ok, **ratios}
 
 
 def markdown(results: dict[str, Any]) -> Iterator[str]:
@@ -129,15 +117,15 @@ def measure(trace: Sequence[TraceRequest], seed: int) -> dict[str, Any]:
         found = policies(shape, trace, seed)
         workers = shape.prefills or shape.decodes
         result[name] = {
-            "judged": judged(found),
+            "relative": relative(found),
             "pooled": pooled(trace, workers * shape.speed.blocks),
             "policies": found,
         }
-        print(f"{seed} {name}: {json.dumps(result[name]['judged'])}", file=sys.stderr, flush=True)
+        print(f"{seed} {name}: {json.dumps(result[name]['relative'])}", file=sys.stderr, flush=True)
     return result
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path, help="a file in Mooncake's form instead of seeds")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -149,10 +137,8 @@ def main() -> int:
         results = {f"seed {seed}": measure(generate(seed), seed) for seed in args.seeds}
     if args.markdown:
         print("\n".join(markdown(results)))
-    ok = all(result[fleet]["judged"]["ok"] for result in results.values() for fleet in FLEETS)
-    print(json.dumps({"ok": ok, **results}))
-    return 0 if ok else 1
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,4 +1,4 @@
-"""Line 7: the cost of one of ten routers at its share of 100 workers and 20,000 streams of 10
+"""The cost of one of ten routers at its share of 100 workers and 20,000 streams of 10
 tokens per second, and its growth with workers, streams and gateways.
 
 Two cores do not carry the whole system, so one router is real, among fakes that speak the whole
@@ -6,9 +6,9 @@ protocol: all 100 workers, which report on the streams of all ten routers, and a
 streams, from ten gateways. Its cost is the processor time of its process, and each shape is
 measured in several tries, minutes apart. The lines along workers and streams end at the share,
 beyond which two cores do not carry the fakes. A point whose streams do not reach their token rate,
-twice in a row, does not hold. `whole` is a smaller system with real gateways, over HTTP. Arguments:
-names of parts, all by default. Writes scale.json and scale.svg next to the other results if all
-parts were run. Needs benchmarks and tests/support in PYTHONPATH.
+twice in a row, is no point of a line. `whole` is a smaller system with real gateways, over HTTP.
+Arguments: names of parts, all by default. Writes scale.json and scale.svg next to the other results
+if all parts were run. Needs benchmarks, benchmarks/cpu and tests/support in PYTHONPATH.
 """
 
 import argparse
@@ -21,8 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "cpu"))
-
 import machine
 from scale import one_router, whole
 from scale.curves import svg
@@ -33,8 +31,6 @@ RESULTS = Path(__file__).parents[1] / "results"
 WINDOW_S = 12.0
 IDLE_WINDOW_S = 20.0
 CARRIED = 0.97  # of the tokens that the streams demand
-MOST_CORE, MOST_MIB, MOST_P99_MS = 0.70, 1024.0, 2.0
-MOST_INDEX_BYTES, MOST_PLACING_MS, MOST_IDLE_CORE = 40.0, 0.5, 0.03
 SHARE = Shape()
 IDLE = replace(SHARE, streams=0)
 IDLE_WORKERS, WORKERS = (25, 50, 100, 200), (25, 50, 75, 100)
@@ -85,17 +81,10 @@ def _measure(shape: Shape) -> dict[str, Any]:
 
 
 def share() -> dict[str, Any]:
-    """Check the router at its whole share: processor time in the lowest of all tries, everything
-    else in each of them."""
+    """The router at its whole share."""
     tries = [point(SHARE, number) for number in range(TRIES)]
-    found = lowest(tries)
-    if not all(one["exact"] and one["carried"] >= CARRIED for one in tries):
-        return found | {"ok": False}
-    ok = found["core"] < MOST_CORE and found["placing_cpu_ms"]["mean"] <= MOST_PLACING_MS
-    for one in tries:
-        ok = ok and one["rss_mib"] < MOST_MIB and one["placing_ms"]["p99"] < MOST_P99_MS
-    placing = [one["placing_cpu_ms"]["mean"] for one in tries]
-    return found | {"placing_cpu_tries_ms": placing, "ok": ok}
+    placing = [one.get("placing_cpu_ms", {}).get("mean") for one in tries]
+    return lowest(tries) | {"placing_cpu_tries_ms": placing}
 
 
 def lowest(tries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -106,11 +95,8 @@ def lowest(tries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def idle() -> dict[str, Any]:
-    """100 workers without work; each try must be exact."""
-    tries = [point(IDLE, number) for number in range(TRIES)]
-    found = lowest(tries)
-    exact = all(one["exact"] for one in tries)
-    return found | {"ok": exact and found["core"] <= MOST_IDLE_CORE}
+    """100 workers without work."""
+    return lowest([point(IDLE, number) for number in range(TRIES)])
 
 
 def index() -> dict[str, Any]:
@@ -118,11 +104,10 @@ def index() -> dict[str, Any]:
     its growth when they join with none."""
     points = [point(shape) for shape in (IDLE, replace(IDLE, hashes=0))]
     if not all(found["exact"] for found in points):
-        return {"ok": False, "points": points}
+        return {"points": points}
     grown = [found["joined_mib"] for found in points]
     num_bytes = (grown[0] - grown[1]) * (1 << 20) / (IDLE.workers * IDLE.hashes)
     return {
-        "ok": num_bytes <= MOST_INDEX_BYTES,
         "bytes_a_hash": round(num_bytes, 1),
         "mib_a_worker_without": round(grown[1] / IDLE.workers, 3),
     }
@@ -147,7 +132,6 @@ def along(line: dict[int, Shape]) -> dict[str, Any]:
     kept = [(p["x"], p["core"]) for p in points if p["carried"]]
     fitted = fit(kept) if len(kept) >= FEWEST else None
     return {
-        "ok": fitted is not None and fitted.straight and len(kept) == len(points),
         "points": points,
         "line": None if fitted is None else {k: round(v, 6) for k, v in asdict(fitted).items()},
     }
@@ -183,10 +167,9 @@ def main() -> None:
         measure_all()
     found = {name: PARTS[name]() for name in args.parts or PARTS}
     report = {
-        "ok": complete and all(part["ok"] for part in found.values()),
         "machine": f"{machine.name()}, {len(cores)} cores",
         "load_by_others": round(load, 3),
-        "measured_anew": not_carried,
+        "measured_again": not_carried,
         **found,
     }
     if complete:
