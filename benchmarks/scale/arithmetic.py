@@ -1,8 +1,8 @@
 """The load of each router in a system of any size: connections, messages, bytes, cores, memory.
 
-`python benchmarks/scale/arithmetic.py` prints the tables of docs/scale.md, from the last costs
-that share.py measured (benchmarks/results/scale.json). A router costs `fixed + per_worker * workers
-that join it + per_stream * its streams`; in a full mesh all workers join it, and `keep / routers` of
+`python benchmarks/scale/arithmetic.py` prints the tables of docs/scale.md, from the last costs that
+share.py measured (benchmarks/results/scale.json). A router costs `fixed + per_worker * workers that
+join it + per_stream * its streams`; in a full mesh all workers join it, and `keep / routers` of
 them if each worker joins only the `keep` routers that come first for it by rendezvous hash (Thaler
 and Ravishankar, 1998).
 """

@@ -1,12 +1,11 @@
 """An idle system gets four times its capacity for ten minutes: the scalers of k8s/, simulated.
 
-`prefill` is long prompts with short answers, `decode` short prompts with long answers. `broken` has
-the requirements; other start times of pods are measured without a verdict. `make test` runs it
-shorter, with fewer requests.
+`prefill` is long prompts with short answers, `decode` short prompts with long answers. With
+2, 3 and 6 routers, and with other start times of pods. tests/k8s/test_scaling.py runs it shorter,
+with fewer requests.
 """
 
 import json
-import sys
 import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,12 +21,10 @@ from scripted_pods import Machine
 COMPONENT = Path(__file__).parents[2] / "k8s/components/autoscaling"
 TIMES, IDLE = 4, 0.02  # of the capacity, under load and otherwise
 IDLE_S, LOADED_S, AFTER_S = 120.0, 600.0, 1500.0
-MOST_BACKLOG_S = 30.0
 REVERSAL_S = 600.0
 START_S = (10.0, 60.0, 120.0)
 LEAST_ROUTERS = 2  # as in k8s/base/control/autoscalers.yaml
 SEEDS = {1: LEAST_ROUTERS, 2: 3, 3: 6}  # seeds, with the number of routers
-MOST_UNSERVED = 0.005  # share of the requests that were refused or waited too long
 
 
 @dataclass(frozen=True)
@@ -137,38 +134,15 @@ def most_reversals(history: list[tuple[float, str, int]]) -> int:
     return worst
 
 
-def broken(load: Load, found: dict[str, Any]) -> list[str]:
-    """The violated requirements of the line."""
-    mine, other = f"pdserve-{load.role}", "pdserve-decode"
-    other = other if load.role == "prefill" else "pdserve-prefill"
-    unserved = found["ends"].get("late", 0) + found["ends"].get("refused", 0)
-    rules = {
-        "scales": found["most"][mine] >= TIMES * found["least"][mine],
-        "alone": found["most"][other] == found["least"][other],
-        "keeps the backlog": found["backlog_s"] < MOST_BACKLOG_S,
-        "keeps the wait": found["wait_s"][0.99] < MOST_BACKLOG_S,
-        "comes back": found["last"] == found["least"],
-        "serves nearly all": unserved <= MOST_UNSERVED * found["asked"],
-        "no stream breaks": not found["ends"].get("broken") and not found["cut"],
-        "one reversal": found["reversals"] <= 1,
-    }
-    return [name for name, holds in rules.items() if not holds]
-
-
-def main() -> int:
-    lines: dict[str, Any] = {}
-    ok = True
+def main() -> None:
+    found: dict[str, Any] = {}
     for name, load in LOADS.items():
         for seed, num_routers in SEEDS.items():
-            found = run(load, Machine(), seed, num_routers=num_routers)
-            wrong = broken(load, found)
-            ok &= not wrong
-            lines[f"{name} {seed}"] = {**found, "broken": wrong}
+            found[f"{name} {seed}"] = run(load, Machine(), seed, num_routers=num_routers)
         for start_s in START_S:
-            lines[f"{name}, pods start in {start_s:g} s"] = run(load, Machine(start_s=start_s), 1)
-    print(json.dumps({"ok": ok, **lines}))
-    return 0 if ok else 1
+            found[f"{name}, pods start in {start_s:g} s"] = run(load, Machine(start_s=start_s), 1)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

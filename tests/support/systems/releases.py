@@ -1,7 +1,7 @@
 """The last release, checked out of git and built next to this tree.
 
-releases.json names the commit of each release and the version of its protocol; a git tag with the
-release's name has priority.
+tests/releases.json names the commit of each release and the version of its protocol; a git tag with
+the release's name has priority.
 """
 
 import json
@@ -14,8 +14,8 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-NAMED = Path(__file__).parent / "releases.json"
+ROOT = Path(__file__).parents[3]
+NAMED = ROOT / "tests/releases.json"
 BUILT = "built"
 
 
@@ -91,7 +91,3 @@ def _run(*words: str) -> str:
     environment = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"}
     done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment)
     return done.stdout
-
-
-if __name__ == "__main__":
-    print(python_of(last_release()))

