@@ -1,10 +1,9 @@
-"""Line 6: while a key floods a route, another key's time to first token stays within TIMES of its
-value alone.
+"""The time to first token of one key while another one floods a route, relative to its value alone.
 
 For each route of REST and gRPC that a client can call (floods.py): ROUNDS of a calm part and a
 flooded one alternately, each for VICTIMS, requests with a short prompt and with a typical one, all
 of new text. The ratio is of the p99 of times to first token of their requests, the figure the
-median of the rounds. A flood must have a minimum number of answers per second in each round.
+median of the rounds.
 
 The flood's process runs at `nice -n 19`: a real client runs on another machine and takes none of
 the server's processor; on two cores it would. Arguments: names of floods, all by default;
@@ -26,14 +25,10 @@ from random import Random
 from typing import Any
 
 import httpx
+import machine
 from floods import FLOODS, LONG, MODEL
 from systems.fleet import Fleet
 
-sys.path.append(str(Path(__file__).parents[1] / "cpu"))
-
-import machine
-
-TIMES = 2.0
 ROUNDS, BEGINS_S = 5, 1.0
 ASKS = {"short": 100, "typical": 20}  # in each part; of 20, p99 is nearly the longest
 numbers = count()  # of the victims' prompts
@@ -117,11 +112,7 @@ def measure(fleet: Fleet, name: str) -> dict[str, Any]:
         }
         for kind in VICTIMS
     }
-    flood = FLOODS[name]
     return {
-        "ok": all(victim["ratio"] <= TIMES for victim in victims.values())
-        and min(paces) >= flood.least_per_s
-        and not answers.keys() - flood.expected,
         **victims,
         "flood_answers": dict(answers),
         "flood_answers_per_s": round(statistics.median(paces), 1),
@@ -140,8 +131,7 @@ def main() -> None:
         for name in args.floods or FLOODS:
             found[name] = measure(fleet, name)
             print(name, found[name], file=sys.stderr, flush=True)
-    ok = found.keys() == FLOODS.keys() and all(part["ok"] for part in found.values())
-    print(json.dumps({"ok": ok, "load_by_others": round(load, 3), "routes": found}))
+    print(json.dumps({"load_by_others": round(load, 3), "routes": found}))
 
 
 if __name__ == "__main__":
