@@ -27,7 +27,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
 .PHONY: setup run demo test test-kernels test-all test-compose test-clients lint type modelcheck simulate chaos fuzz mutation docs lock pin clean
-.PHONY: bench-cpu bench-quality bench-grammars bench-answers bench-kv-dtypes bench-quantized bench-formats bench-front bench-guidellm bench-interference bench-transfer bench-gpu bench-router bench-prefix-routing bench-flood bench-scaling bench-picker
+.PHONY: bench-cpu bench-quality bench-grammars bench-answers bench-kv-dtypes bench-quantized bench-transformers bench-formats bench-front bench-guidellm bench-interference bench-transfer bench-gpu bench-router bench-prefix-routing bench-flood bench-scaling bench-picker
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -48,6 +48,7 @@ help:
 	@echo "make bench-answers  how many greedy answers equal llama.cpp's on real files"
 	@echo "make bench-kv-dtypes  what a dtype of keys and values costs in quality"
 	@echo "make bench-quantized  memory and perplexity of quantized files, beside llama-quantize's"
+	@echo "make bench-transformers  the reference backend beside transformers.generate"
 	@echo "make bench-formats  memory, speed and packing time of each weight format"
 	@echo "make bench-front  what gateway, router and decode cost beside the kernels"
 	@echo "make bench-guidellm  the figures of pdserve bench beside guidellm's"
@@ -163,6 +164,9 @@ bench-kv-dtypes: setup
 
 bench-quantized: setup
 	$(BENCH)/models/quantized_files.py $(ARGS)
+
+bench-transformers: setup
+	$(BENCH)/models/transformers_throughput.py $(ARGS)
 
 bench-formats: setup
 	$(BIN)/python -m benchmarks.kernels.formats $(ARGS)
