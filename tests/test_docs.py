@@ -77,7 +77,7 @@ OTHER_FLAGS = {
 }
 SCRIPT_FLAGS = {
     flag
-    for folder in ("tests/simulation", "benchmarks", "tools")
+    for folder in ("tests/chaos", "tests/simulation", "benchmarks", "tools")
     for path in (ROOT / folder).rglob("*.py")
     for flag in re.findall(r'add_argument\(\s*"(--[a-z-]+)"', path.read_text())
 }

@@ -16,7 +16,7 @@ from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
 
 HERE = Path(__file__).parent
 LAST = json.loads((HERE / "released_fields.json").read_text())
-RELEASES = json.loads((HERE.parent / "benchmarks/k8s/releases.json").read_text())
+RELEASES = json.loads((HERE / "releases.json").read_text())
 RESERVED = "reserved"
 
 

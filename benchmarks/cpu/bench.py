@@ -20,7 +20,7 @@ from contender import Contender, command
 from machine import quiet
 from peers import PEERS, ROOT, say
 from plot import svg
-from ratios import digits, judged, medians
+from ratios import compared, digits, medians
 from roofline import Limits, as_bf16, gguf_cost, measured
 from servers import serve_rows
 from startup import start_rows
@@ -28,8 +28,9 @@ from table import (
     BF16,
     GEMMA,
     ROWS,
-    SERVER_BOUNDS,
+    SERVER_ROWS,
     SHIPPED,
+    START_ROWS,
     VLLM,
     Row,
     Work,
@@ -41,7 +42,6 @@ from weights import gemma_gguf, shipped_gguf
 
 RESULTS = ROOT / "benchmarks/results"
 PAIRS = 5
-START_ROWS = ("idle_rss_vllm", "ready_llamacpp")
 Speeds = dict[tuple[str, Work], list[float]]
 
 
@@ -97,7 +97,7 @@ def measure(rows: tuple[Row, ...], extra: set[str], pairs: int, any_load: bool) 
         most = rooflines(rows, cast, limits)
         for row in rows:
             ours, theirs = (speeds[name, row.work] for name in (row.ours, row.theirs))
-            line = judged(row.bound, ours, theirs)
+            line = compared(ours, theirs)
             ceiling = most[row.ours, row.work]
             line |= {"work": row.work.name, "contender": row.ours, "peer": row.theirs}
             line |= {
@@ -110,7 +110,7 @@ def measure(rows: tuple[Row, ...], extra: set[str], pairs: int, any_load: bool) 
         numerics = {
             name: c.ready["numerics_id"] for name, c in cast.items() if "numerics_id" in c.ready
         }
-    if extra & set(SERVER_BOUNDS):
+    if extra & set(SERVER_ROWS):
         loads.append(quiet(cores, any_load))
         table |= serve_rows(pairs, logs)
     loads.append(quiet(cores, any_load))
@@ -129,17 +129,14 @@ def measure(rows: tuple[Row, ...], extra: set[str], pairs: int, any_load: bool) 
 
 def shown(rows: dict[str, dict[str, Any]]) -> str:
     """The table as text."""
-    head = (
-        f"{'row':28} {'ratio (min..max)':>24} {'minimum':>8} {'aim':>5} {'ours':>9} {'theirs':>9}"
-    )
+    head = f"{'row':28} {'ratio (min..max)':>24} {'ours':>9} {'theirs':>9}"
     lines = [f"{head} {'roofline':>9} {'share':>6}"]
     for name, row in rows.items():
         ratio = row["ratio"]
         spread = f"{ratio['median']:.2f} ({ratio['min']:.2f}..{ratio['max']:.2f})"
-        verdict = "" if row["ok"] else "  MISSED"
         lines.append(
-            f"{name:28} {spread:>24} {row['minimum']:>8} {row['aim']:>5} {row['ours']:>9} "
-            f"{row['theirs']:>9} {row.get('roofline', ''):>9} {row.get('share', ''):>6}{verdict}"
+            f"{name:28} {spread:>24} {row['ours']:>9} {row['theirs']:>9} "
+            f"{row.get('roofline', ''):>9} {row.get('share', ''):>6}"
         )
     return "\n".join(lines)
 
@@ -162,7 +159,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.pairs < 1:
         parser.error("--pairs must be at least 1")
-    every = {*SERVER_BOUNDS, *START_ROWS}
+    every = {*SERVER_ROWS, *START_ROWS}
     rows = tuple(r for r in ROWS if r.quick or not args.quick)
     extra = set() if args.quick else every
     if args.rows is not None:

@@ -1,4 +1,4 @@
-"""Ratios of interleaved runs and the bounds of the table: pure functions of seconds."""
+"""Ratios of interleaved runs: pure functions of their figures."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,24 +16,6 @@ class Spread:
     def as_json(self) -> dict[str, float]:
         return {"min": digits(self.least), "median": digits(self.median),
                 "max": digits(self.greatest)}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """The bound of a ratio: a lower one, or an upper one where less is better."""
-
-    minimum: float
-    aim: float
-
-    @property
-    def less_is_better(self) -> bool:
-        return self.aim < self.minimum
-
-    def held_by(self, ratio: float) -> bool:
-        return ratio <= self.minimum if self.less_is_better else ratio >= self.minimum
-
-    def aim_reached_by(self, ratio: float) -> bool:
-        return ratio <= self.aim if self.less_is_better else ratio >= self.aim
 
 
 def digits(value: float) -> float:
@@ -61,18 +43,16 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
-def judged(bound: Bound, ours: Sequence[float], theirs: Sequence[float]) -> dict[str, object]:
-    """One row of the table: the bound, the ratio's spread and the medians of both sides."""
-    found = spread(ratios(ours, theirs))
+def compared(
+    ours: Sequence[float], theirs: Sequence[float], less_is_better: bool = False
+) -> dict[str, object]:
+    """One row of the table: the ratio's spread and the medians of both sides."""
     return {
-        "minimum": bound.minimum,
-        "aim": bound.aim,
-        "ratio": found.as_json(),
+        "less_is_better": less_is_better,
+        "ratio": spread(ratios(ours, theirs)).as_json(),
         "ours": digits(statistics.median(ours)),
         "theirs": digits(statistics.median(theirs)),
         "pairs": len(ours),
-        "ok": bound.held_by(found.median),
-        "aim_reached": bound.aim_reached_by(found.median),
     }
 
 

@@ -19,9 +19,8 @@ from client import Wave, closed_loop
 from machine import CORES
 from peers import LLAMA_BIN, ROOT, say
 from prompts import reference_tokenizer
-from ratios import judged
+from ratios import compared
 from systems.fleet import Fleet
-from table import SERVER_BOUNDS
 from weights import q4_0_gguf, shipped_gguf
 
 WORKERS, REQUESTS, PROMPT, NEW = 32, 96, 128, 64
@@ -144,9 +143,8 @@ def serve_rows(pairs: int, logs: Path) -> dict[str, dict[str, object]]:
                 if number:  # the first round warms up
                     speeds[name].append(done.tokens_per_s)
                     firsts[name].append(done.first_p50_s)
-    bounds = SERVER_BOUNDS
     return {
-        name: judged(bounds[name], figures[ours], figures[theirs])
+        name: compared(figures[ours], figures[theirs], less_is_better=figures is firsts)
         for name, figures, ours, theirs in (
             ("server_32_llamacpp", speeds, MIXED, LLAMA),
             ("server_32_q4_0", speeds, MIXED, LLAMA_Q4_0),

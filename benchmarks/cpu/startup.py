@@ -11,10 +11,10 @@ from client import closed_loop
 from contender import Contender
 from machine import CORES
 from peers import say
-from ratios import judged
+from ratios import compared
 from servers import VOCAB, LlamaServer, free_port, model_name
 from systems.fleet import Fleet
-from table import IDLE_RSS_BOUND, READY_BOUND, X1
+from table import X1
 from token_ids import prompt_ids
 from weights import shipped_gguf
 
@@ -99,6 +99,6 @@ def start_rows(pairs: int, logs: Path, vllm: Contender) -> dict[str, dict[str, o
             ours_s.append(worker.ready_s)
             theirs_s.append(server.ready_s)
     return {
-        "idle_rss_vllm": judged(IDLE_RSS_BOUND, [ours_mib], [theirs_mib]),
-        "ready_llamacpp": judged(READY_BOUND, ours_s, theirs_s),
+        "idle_rss_vllm": compared([ours_mib], [theirs_mib], less_is_better=True),
+        "ready_llamacpp": compared(ours_s, theirs_s, less_is_better=True),
     }

@@ -1,8 +1,6 @@
-"""The rows of the table: the works, the contenders, and the bounds of the ratios."""
+"""The rows of the table: the works and the contenders."""
 
 from dataclasses import dataclass
-
-from ratios import Bound
 
 SHIPPED, BF16, GEMMA = "pdserve", "pdserve bf16", "pdserve gemma"
 LLAMA, LLAMA_Q4_0, LLAMA_GEMMA = "llama.cpp", "llama.cpp q4_0", "llama.cpp gemma"
@@ -35,7 +33,6 @@ class Row:
     work: Work
     ours: str
     theirs: str
-    bound: Bound
     quick: bool = False
 
 
@@ -46,30 +43,24 @@ P512 = Work("prefill", 1, 512, 1)
 P2048 = Work("prefill", 1, 2048, 1)
 
 ROWS = (
-    Row("decode_x1_llamacpp", X1, SHIPPED, LLAMA, Bound(1.8, 2.5), quick=True),
-    Row("decode_x8_vllm", X8, SHIPPED, VLLM, Bound(1.5, 2.5)),
-    Row("decode_x8_llamacpp", X8, SHIPPED, LLAMA, Bound(3, 5)),
-    Row("decode_x32_vllm", X32, SHIPPED, VLLM, Bound(1.75, 2.5), quick=True),
-    Row("decode_x32_llamacpp", X32, SHIPPED, LLAMA, Bound(5, 8), quick=True),
-    Row("prefill_512_vllm", P512, SHIPPED, VLLM, Bound(1.1, 1.3), quick=True),
-    Row("prefill_512_q4_0", P512, SHIPPED, LLAMA_Q4_0, Bound(2.2, 2.7), quick=True),
-    Row("prefill_2048_vllm", P2048, SHIPPED, VLLM, Bound(1.0, 1.2)),
-    Row("prefill_2048_q4_0", P2048, SHIPPED, LLAMA_Q4_0, Bound(2.5, 3)),
-    Row("bf16_x1_vllm", X1, BF16, VLLM, Bound(1.5, 2)),
-    Row("bf16_x32_vllm", X32, BF16, VLLM, Bound(1.1, 1.5)),
-    Row("gemma_x1_llamacpp", X1, GEMMA, LLAMA_GEMMA, Bound(1.5, 2.5)),
-    Row("gemma_prefill_512_llamacpp", P512, GEMMA, LLAMA_GEMMA, Bound(1.5, 2.5)),
+    Row("decode_x1_llamacpp", X1, SHIPPED, LLAMA, quick=True),
+    Row("decode_x8_vllm", X8, SHIPPED, VLLM),
+    Row("decode_x8_llamacpp", X8, SHIPPED, LLAMA),
+    Row("decode_x32_vllm", X32, SHIPPED, VLLM, quick=True),
+    Row("decode_x32_llamacpp", X32, SHIPPED, LLAMA, quick=True),
+    Row("prefill_512_vllm", P512, SHIPPED, VLLM, quick=True),
+    Row("prefill_512_q4_0", P512, SHIPPED, LLAMA_Q4_0, quick=True),
+    Row("prefill_2048_vllm", P2048, SHIPPED, VLLM),
+    Row("prefill_2048_q4_0", P2048, SHIPPED, LLAMA_Q4_0),
+    Row("bf16_x1_vllm", X1, BF16, VLLM),
+    Row("bf16_x32_vllm", X32, BF16, VLLM),
+    Row("gemma_x1_llamacpp", X1, GEMMA, LLAMA_GEMMA),
+    Row("gemma_prefill_512_llamacpp", P512, GEMMA, LLAMA_GEMMA),
 )
 
 # Other rows are measured by other modules: servers, resident set, start.
-SERVER_BOUNDS = {
-    "server_32_llamacpp": Bound(4, 6),
-    "server_32_q4_0": Bound(1.6, 2.5),
-    "split_32_llamacpp": Bound(3, 5),
-    "server_ttft_llamacpp": Bound(0.25, 0.1),
-}
-IDLE_RSS_BOUND = Bound(0.11, 0.1)
-READY_BOUND = Bound(4, 3)
+SERVER_ROWS = ("server_32_llamacpp", "server_32_q4_0", "split_32_llamacpp", "server_ttft_llamacpp")
+START_ROWS = ("idle_rss_vllm", "ready_llamacpp")
 
 
 def contenders(rows: tuple[Row, ...]) -> list[str]:

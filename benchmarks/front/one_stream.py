@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import machine
-from ratios import Bound, judged
+from ratios import compared
 from systems.fleet import Fleet
 
 from pdserve.engine.api.config import EngineConfig
@@ -15,7 +15,6 @@ from pdserve.engine.api.request import NewTokens, Request, SamplingParams
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 
-LEAST = Bound(0.85, 0.9)
 PROMPT_LEN, TOKENS, PAIRS = 32, 256, 9
 MODEL = "SmolLM2-135M-Instruct"
 PROMPT = list(range(1000, 1000 + PROMPT_LEN))
@@ -79,4 +78,4 @@ def measure() -> dict[str, Any]:
                 else:
                     theirs.append(in_process(engine))
     engine.close()
-    return judged(LEAST, ours, theirs)
+    return compared(ours, theirs)

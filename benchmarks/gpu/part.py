@@ -1,4 +1,4 @@
-"""The context of a part of `make accept-gpu`: its device, its time, and its figures, which are
+"""The context of a part of `make bench-gpu`: its device, its time, and its figures, which are
 written whenever one is added, so that a killed part has reported its results so far."""
 
 import argparse

@@ -1,5 +1,5 @@
 """Prove the GPU part in one call, on a machine with a GPU and without network, in at most 590
-seconds: `make accept-gpu ARGS=prepare` on a machine with network, `make accept-gpu` there.
+seconds: `make bench-gpu ARGS=prepare` on a machine with network, `make bench-gpu` there.
 
 Each part is a separate process (parts/), so that a fault in one does not affect another, and is
 killed when its time is over. The JSON is written after each part: every part has a status (passed,
@@ -69,7 +69,7 @@ class Run:
         self._started_s = started_s
         self._lock = threading.Lock()
         self.result: dict[str, Any] = {
-            "name": "accept-gpu",
+            "name": "bench-gpu",
             "fake": self.fake,
             "commit": commit(),
             "limit_s": options.seconds,
@@ -206,7 +206,7 @@ def main() -> int:
     parser.add_argument("--fake", action="store_true", help="a CPU, tiny sizes")
     parser.add_argument("--smallest", action="store_true", help="the fewest sizes of each part")
     parser.add_argument("--seconds", type=float, default=LIMIT_S, help="for all of it")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/accept-gpu.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/bench-gpu.json")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".whl", help="where they are")
     options = parser.parse_args()
     if options.word == "prepare":

@@ -28,7 +28,7 @@ from pdserve.engine.models.rope import RopeConfig
 from pdserve.engine.weights.format import BLOCKS, VALUES, RawTensor
 from pdserve.kernels.cpu import CpuKernels
 
-EXPERTS, TOP_K, SIZE, HIDDEN, LAYERS, LEAST = 64, 8, 768, 1024, 8, 0.8
+EXPERTS, TOP_K, SIZE, HIDDEN, LAYERS = 64, 8, 768, 1024, 8
 BLOCK_SIZE, CONTEXT, PAIRS, STEPS = 32, 64, 15, 10
 DENSE = ModelConfig(
     architecture="bench", vocab_size=1024, hidden_size=HIDDEN, ffn_size=TOP_K * SIZE, num_heads=8,
@@ -104,7 +104,7 @@ def measure(kernels: CpuKernels) -> dict[str, object]:
             "mixture_ms": round(1e3 * statistics.median(b for _, b in pairs), 3),
             "ratio": round(statistics.median(a / b for a, b in pairs), 3),
         }
-    return {"ok": found["x1"]["ratio"] >= LEAST, "isa": kernels.numerics, **found}
+    return {"isa": kernels.numerics, **found}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The load of each router in a system of any size: connections, messages, bytes, cores, memory.
 
-`python benchmarks/scale/arithmetic.py` prints the tables of docs/scale.md, from the costs that line
-7 measured last (benchmarks/results/scale.json). A router costs `fixed + per_worker * workers that
+`python benchmarks/scale/arithmetic.py` prints the tables of docs/scale.md, from the last costs that
+share.py measured (benchmarks/results/scale.json). A router costs `fixed + per_worker * workers that
 join it + per_stream * its streams`; in a full mesh all workers join it, and `keep / routers` of
 them if each worker joins only the `keep` routers that come first for it by rendezvous hash (Thaler
 and Ravishankar, 1998).
@@ -202,7 +202,7 @@ def sharding(workers: int = 1_000, routers: int = 50) -> list[str]:
 
 
 def costs_of(report: dict[str, Any]) -> Costs:
-    """The costs from a complete report of line 7 (scale.json)."""
+    """The costs from a complete report of share.py (scale.json)."""
     along_workers, along_streams = report["workers"]["line"], report["streams"]["line"]
     idle, share, index = report["idle"], report["share"], report["index"]
     per_worker = along_workers["slope"]

@@ -4,7 +4,4 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path += [
-    str(ROOT / f"benchmarks{part}")
-    for part in ("/cpu", "/handoff", "/structure", "/api", "/gpu", "/scale", "/k8s", "")
-]
+sys.path += [str(ROOT / f"benchmarks{part}") for part in ("/cpu", "/gpu", "/scale", "/k8s", "")]

@@ -1,4 +1,4 @@
-"""Line 8's harness: arrivals, the open-loop client, figures, verdict, calibration and plot."""
+"""The interference benchmark: arrivals, the open-loop client, figures, calibration and plot."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from interference.arrivals import LONG, SHAPES, SHORT, prompt_ids, schedule
 from interference.calibrate import finished_in
 from interference.client import Answer, Asked, closed_loop, open_loop, read_stream, request_bytes
-from interference.figures import Spread, best_mixed, gaps, percentile, summary, ttft, verdict
+from interference.figures import Spread, best_mixed, comparison, gaps, percentile, summary, ttft
 from interference.plot import svg
 from interference.sharing import Sharing
 
@@ -216,16 +216,11 @@ def test_the_rival_is_the_best_with_a_fair_time_to_first_token() -> None:
     assert best_mixed(runs)[0] == "mixed-128"
 
 
-@pytest.mark.parametrize(
-    ("p99", "tokens", "ok"), [(20, 950, True), (20, 949, False), (20.1, 1_000, False)]
-)
-def test_the_verdict_requires_latency_and_throughput(p99: float, tokens: int, ok: bool) -> None:
-    runs = {"separated": figures(p99, 1, 1, tokens), "mixed-64": figures(60, 1, 1)}
-    found = verdict(runs)
-    assert found["ok"] is ok
-    assert found["best_mixed"] == "mixed-64"
-    runs["separated"]["failed"] = 1
-    assert not verdict(runs)["ok"]
+def test_the_comparison_has_the_ratios_to_the_best_rival() -> None:
+    runs = {"separated": figures(20, 1, 1, 950), "mixed-64": figures(60, 1, 1, 1_000)}
+    found = comparison(runs)
+    assert (found["best_mixed"], found["p99_itl_ratio"]) == ("mixed-64", 3.0)
+    assert found["tokens_ratio"] == 0.95
 
 
 def poisson_times(rate: float) -> list[float]:
@@ -280,7 +275,7 @@ def test_the_plot_has_a_curve_and_a_row_for_each_run() -> None:
         "machine": "A < B",
         "seconds": 300.0,
         "rates": {"long_rate": 0.05, "short_rate": 2.0},
-        "verdict": verdict(runs),
+        "comparison": comparison(runs),
         "runs": runs,
     }
     text = svg(report, {name: [0.001 * n for n in range(1, 100)] for name in runs})

@@ -1,5 +1,5 @@
-"""Make the scalers' simulation importable: it is an acceptance line, and its modules import each
-other by bare names."""
+"""Make the scalers' simulation importable: it is a benchmark, and its modules import each other by
+bare names."""
 
 import sys
 from pathlib import Path

@@ -1,59 +1,79 @@
-"""The scalers of k8s/ in the simulation of `make accept-k8s`, shortened; and parts of that
+"""The scalers of k8s/ in the simulation of `make bench-scaling`, shortened; and parts of that
 simulation."""
 
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-import line2_scaling as line
 import pytest
+import scaling
 from autoscaler import Autoscaler
 from prometheus_client.core import GaugeMetricFamily
 from scaled_cluster import ScaledCluster
 from scraped import Scraped
 from scripted_pods import Machine
 
-BRIEF = {"prefill": (Machine(), 150.0), "decode": (Machine(kv_tokens=8192), line.LOADED_S)}
+BRIEF = {"prefill": (Machine(), 150.0), "decode": (Machine(kv_tokens=8192), scaling.LOADED_S)}
+MOST_BACKLOG_S = 30.0
+MOST_UNSERVED = 0.005  # share of the requests that were refused or waited too long
+
+
+def broken(load: scaling.Load, found: dict[str, Any]) -> list[str]:
+    """Return the requirements that a run violates."""
+    mine, other = f"pdserve-{load.role}", "pdserve-decode"
+    other = other if load.role == "prefill" else "pdserve-prefill"
+    unserved = found["ends"].get("late", 0) + found["ends"].get("refused", 0)
+    rules = {
+        "scales": found["most"][mine] >= scaling.TIMES * found["least"][mine],
+        "alone": found["most"][other] == found["least"][other],
+        "keeps the backlog": found["backlog_s"] < MOST_BACKLOG_S,
+        "keeps the wait": found["wait_s"][0.99] < MOST_BACKLOG_S,
+        "comes back": found["last"] == found["least"],
+        "serves nearly all": unserved <= MOST_UNSERVED * found["asked"],
+        "no stream breaks": not found["ends"].get("broken") and not found["cut"],
+        "one reversal": found["reversals"] <= 1,
+    }
+    return [name for name, holds in rules.items() if not holds]
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_scalers_follow_a_load_of_four_times_the_capacity(role: str) -> None:
     machine, loaded_s = BRIEF[role]
-    found = line.run(line.LOADS[role], machine, 1, loaded_s)
-    assert line.broken(line.LOADS[role], found) == [], found
+    found = scaling.run(scaling.LOADS[role], machine, 1, loaded_s)
+    assert broken(scaling.LOADS[role], found) == [], found
     assert found["ends"]["ok"] > 500
 
 
 @pytest.mark.extended
-def test_the_verdict_fails_a_flapping_scaler_and_an_idle_one() -> None:
-    changed = deepcopy(line.scaled_objects())
+def test_a_flapping_scaler_and_an_idle_one_are_found() -> None:
+    changed = deepcopy(scaling.scaled_objects())
     for scaled in changed:
         behavior = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
         behavior["scaleDown"]["stabilizationWindowSeconds"] = 0
         del scaled["spec"]["triggers"][1]
     machine = replace(Machine(), prompt_tokens_s=1280.0)
-    found = line.run(line.LOADS["prefill"], machine, 1, 300.0, changed)
-    assert {"one reversal", "keeps the backlog"} <= set(line.broken(line.LOADS["prefill"], found))
+    found = scaling.run(scaling.LOADS["prefill"], machine, 1, 300.0, changed)
+    assert {"one reversal", "keeps the backlog"} <= set(broken(scaling.LOADS["prefill"], found))
 
 
 @pytest.mark.extended
-def test_the_verdict_fails_when_requests_are_not_served() -> None:
+def test_requests_that_are_not_served_are_found() -> None:
     """Pods start too late for the waiting requests, so the routers' queues time out."""
-    load, none = line.LOADS["decode"], {"pdserve-prefill": 0, "pdserve-decode": 0}
+    load, none = scaling.LOADS["decode"], {"pdserve-prefill": 0, "pdserve-decode": 0}
     machine = Machine(kv_tokens=4096, start_s=120.0, waiting=none)
-    found = line.run(load, machine, 1, 120.0)
-    assert found["ends"]["late"] > line.MOST_UNSERVED * found["asked"]
-    assert "serves nearly all" in line.broken(load, found)
+    found = scaling.run(load, machine, 1, 120.0)
+    assert found["ends"]["late"] > MOST_UNSERVED * found["asked"]
+    assert "serves nearly all" in broken(load, found)
     for refused, holds in ((2, True), (3, False)):
         ends = {"ok": 990, "late": 3, "refused": refused}
-        judged = line.broken(load, found | {"asked": 1000, "ends": ends})
+        judged = broken(load, found | {"asked": 1000, "ends": ends})
         assert ("serves nearly all" not in judged) is holds
 
 
 def trigger(role: str, name: str) -> str:
     """Return the query of a trigger in the component."""
-    (scaled,) = [s for s in line.scaled_objects() if s["metadata"]["name"] == f"pdserve-{role}"]
+    (scaled,) = [s for s in scaling.scaled_objects() if s["metadata"]["name"] == f"pdserve-{role}"]
     (query,) = [t["metadata"]["query"] for t in scaled["spec"]["triggers"] if t["name"] == name]
     return str(query)
 
@@ -62,7 +82,7 @@ def test_the_backlog_covers_all_routers() -> None:
     """Each router knows the workers' queues and only the requests that wait in that router."""
     none = {"pdserve-prefill": 0, "pdserve-decode": 0}
     machine = Machine(prompt_tokens_s=64.0, kv_tokens=1024, waiting=none)
-    cluster = ScaledCluster([Autoscaler(s) for s in line.scaled_objects()], machine, 1, 3)
+    cluster = ScaledCluster([Autoscaler(s) for s in scaling.scaled_objects()], machine, 1, 3)
     try:
         for _ in range(40):
             cluster.ask(640, 16)
@@ -203,4 +223,4 @@ def test_reversals(subtests: pytest.Subtests) -> None:
     ):
         with subtests.test(counts=counts, turns=turns):
             history = [(60.0 * n, "x", count) for n, count in enumerate(counts)]
-            assert line.most_reversals(history) == turns
+            assert scaling.most_reversals(history) == turns

@@ -29,7 +29,7 @@ MORE = 40  # tries for a cell that the first round missed
 @pytest.mark.timeout(300)
 def test_faults_in_a_sample_of_cells_lose_leak_or_change_nothing() -> None:
     """The sample is every eighth cell, plus all cells of kinds without one, and so covers all kinds
-    of faults and all phases. `make simulate` and the acceptance lines hit the other cells."""
+    of faults and all phases. `make simulate` hits the other cells."""
     known = cells()[1::8]
     left_out = {*KINDS} - {kind for kind, _ in known}
     known += [cell for cell in cells() if cell[0] in left_out]

@@ -1,5 +1,4 @@
-"""A sample of the chaos runs (benchmarks/handoff/line3_chaos.py): killed processes and broken
-networks."""
+"""A sample of the chaos runs (tests/chaos): killed processes and broken networks."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The openai and anthropic clients and both gRPC services against a real system with an API key:
 local and remote prompts, tools, schemas and responses. The shipped model's chat template does not
-support tools. More tests are in benchmarks/api."""
+support tools. More tests are in tests/clients."""
 
 import json
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""Two hundred concurrent requests to a system that holds a few: each is answered or refused.
-
-The longer version is line 6 of `make accept-security`.
-"""
+"""Two hundred concurrent requests to a system that holds a few: each is answered or refused."""
 
 import asyncio
 import time

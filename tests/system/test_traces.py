@@ -1,5 +1,4 @@
-"""One trace over HTTP, gRPC and a KV transfer. A longer version is
-benchmarks/front/line3_traces.py."""
+"""One trace over HTTP, gRPC and a KV transfer."""
 
 import os
 import re

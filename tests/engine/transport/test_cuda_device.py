@@ -1,7 +1,7 @@
 """The parts of the CUDA shell that can be tested without a GPU: when it opens, and that CuPy has
 every function it calls.
 
-`make accept-gpu` tests it on a GPU.
+`make bench-gpu` tests it on a GPU.
 """
 
 import re

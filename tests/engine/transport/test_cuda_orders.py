@@ -14,19 +14,21 @@ from pdserve.engine.transport.cuda_ipc import device_cupy
 from pdserve.engine.transport.device import TAIL_BYTES, Slot
 from pdserve.kernels.copy_hash import KEY_BYTES
 
-ORDERS = 12
 
-
-def test_no_order_copies_wrong_bytes_or_leaves_a_copy_unfinished() -> None:
+@pytest.mark.parametrize(
+    "orders",
+    [12, pytest.param(2_000, marks=[pytest.mark.extended, pytest.mark.timeout(1800)])],
+)
+def test_no_order_copies_wrong_bytes_or_leaves_a_copy_unfinished(orders: int) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(ORDERS):
+    for seed in range(orders):
         handoff = Handoff(seed)
         handoff.run()
         seen += handoff.seen
-    assert seen["frames"] == seen["taken"] + seen["lost"] + seen["given up"] > 8 * ORDERS
-    assert min(seen[name] for name in ("windows", "left", "lent again", "probes")) > ORDERS / 4
+    assert seen["frames"] == seen["taken"] + seen["lost"] + seen["given up"] > 8 * orders
+    assert min(seen[name] for name in ("windows", "left", "lent again", "probes")) > orders / 4
     assert seen["lost"]
-    assert seen["given up"] > ORDERS / 10
+    assert seen["given up"] > orders / 10
 
 
 @pytest.mark.parametrize("fault", FAULTS)

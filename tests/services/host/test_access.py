@@ -285,8 +285,7 @@ def test_a_server_takes_new_files_only_if_they_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gRPC frees what it had for the old files, and a connection on another thread may be about to
-    use it: reloading for each connection crashed a router that 100 workers joined at once. The
-    storm of connections itself is in benchmarks/security/connections.py.
+    use it: reloading for each connection crashed a router that 100 workers joined at once.
     """
     authority = make_authority()
     write(tmp_path, "router", issue(authority, Role.ROUTER))

@@ -442,7 +442,6 @@ def test_close_does_not_wait_for_a_watch(api: FakeKubernetes, find: Find) -> Non
 def test_changes_with_broken_watches_reach_the_final_state(
     api: FakeKubernetes, find: Find, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The short form of benchmarks/k8s/line3_discovery.py."""
     monkeypatch.setattr(kubernetes, "WATCH_S", 1)
     monkeypatch.setattr(kubernetes, "SILENT_S", 0.2)
     monkeypatch.setattr(kubernetes, "SOON_S", 0.2)
