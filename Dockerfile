@@ -32,8 +32,11 @@ COPY protos protos
 COPY .src .src
 COPY kernels kernels
 COPY engine engine
+COPY text text
 COPY gateway gateway
 COPY services services
+COPY cli cli
+COPY llm llm
 COPY docker/revision.sh /tmp/
 ARG COMMIT=
 RUN sh /tmp/revision.sh "$COMMIT" > /tmp/commit.txt && mv /tmp/commit.txt .src/pdserve/

@@ -16,30 +16,26 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.engine.api.errors import InvalidRequest, QueueFull
-from pdserve.engine.api.request import Event, Request, Step, prefix_ids
+from pdserve.engine.api.request import Event, InvalidRequest, QueueFull, Request, Step, prefix_ids
 from pdserve.engine.constraints.grammars.backend import GrammarBackend
 from pdserve.engine.constraints.grammars.compiled import GrammarError
 from pdserve.engine.constraints.manager import ConstraintManager, has_constraints
-from pdserve.engine.execution.ahead import plan_ahead
 from pdserve.engine.execution.batch import UnreadTokens
-from pdserve.engine.execution.pooler import with_states
-from pdserve.engine.execution.runner import DeviceLost, DeviceModel, Model, ModelRunner
-from pdserve.engine.execution.sampler import Sampler
+from pdserve.engine.execution.runner import DeviceLost, DeviceModel, Model, ModelRunner, with_states
+from pdserve.engine.execution.sampler import Sampler, plan_ahead
 from pdserve.engine.kv.block_hash import cache_seed
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import UNKNOWN, KvIdentity
 from pdserve.engine.scheduling.accounting import discrepancy
 from pdserve.engine.scheduling.block_tables import BlockTables
-from pdserve.engine.scheduling.job_table import JobTable
+from pdserve.engine.scheduling.job_table import JobTable, Reservation
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Plan
 from pdserve.engine.scheduling.request_state import RequestState
-from pdserve.engine.scheduling.reservation import Reservation
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.stats import EngineStats, StepMeter
 from pdserve.engine.scheduling.step_progress import StepProgress, is_in_batch
-from pdserve.kernels.streams import Picks, SamplingOps
+from pdserve.kernels.sampling_ops import Picks, SamplingOps
 
 log = logging.getLogger(__name__)
 

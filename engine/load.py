@@ -1,4 +1,6 @@
-"""Loads a model by the engine's options: the decoder with its weights, and the model card."""
+"""Loads a model by the engine's options: its device and task, the decoder with its weights, and the
+model card.
+"""
 
 import logging
 import os
@@ -10,30 +12,135 @@ from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.architectures import find_spec, known_specs
 from pdserve.engine.backends import Backend, ModelDecoder, choose
 from pdserve.engine.checkpoints.cache import DigestCache, TextCache
-from pdserve.engine.checkpoints.card import CardData
-from pdserve.engine.checkpoints.digest import quantized_digest
+from pdserve.engine.checkpoints.card import CardData, with_recommended
+from pdserve.engine.checkpoints.digest import quantization_label, quantized_digest
 from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
-from pdserve.engine.checkpoints.label import quantization_label
-from pdserve.engine.checkpoints.recommended import with_recommended
 from pdserve.engine.checkpoints.resolve import Resolved, resolve
-from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, TextFiles
+from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, StoredPooling, TextFiles
+from pdserve.engine.checkpoints.text import load_tokenizer
 from pdserve.engine.checkpoints.weight_loader import WeightLoader, check_names
-from pdserve.engine.devices import resolve_device
-from pdserve.engine.isq import isq_formats
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.identity import configuration_digest
 from pdserve.engine.models.layer import HEAD, HEAD_BIAS, tensor_shapes
 from pdserve.engine.models.rope import BY_CONTEXT
 from pdserve.engine.models.spec import under_model
-from pdserve.engine.task import ModelTask, find_task, score_ids
+from pdserve.engine.quantize_on_load import isq_formats
 from pdserve.engine.weights.mix import find_type
 
 log = logging.getLogger(__name__)
-
+YES, NO = "yes", "no"  # answers of a reranker (Qwen3-Reranker)
+CAUSAL = {"is_causal": False, "use_bidirectional_attention": True}  # fields of non-causal models
 MAX_THREADS = 16
 Progress = Callable[[str, float], None]
+
+
+def resolve_device(device: str) -> str:
+    """Return "cpu" or "cuda" for a --device value. Raises ValueError if the value requires a GPU
+    and none is usable."""
+    if device == "cpu":
+        return device
+    problem = _gpu_problem()
+    if not problem:
+        return "cuda"
+    if device != "auto":
+        raise ValueError(f"--device {device}: {problem}")
+    log.info("--device auto selects the CPU: %s", problem)
+    return "cpu"
+
+
+def _gpu_problem() -> str:
+    """Return why no GPU can compute; empty if one can."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return "torch is not installed: pip install 'pdserve[torch]'"
+    except (ImportError, OSError) as err:  # a library that torch needs is missing
+        return f"torch cannot be imported: {err}"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU; run nvidia-smi to check whether the driver finds one"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTask:
+    """Task of a model; without pooling and scores it generates text."""
+
+    pooling: StoredPooling | None = None  # set for an embedding model
+    scores: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Pooling kind of the embeddings; empty if the model makes none."""
+        return self.pooling.kind if self.pooling else ""
+
+    def of(self, model: ModelConfig) -> ModelConfig:
+        """Return the model config for this task.
+
+        An embedding model needs no head: a head tied to the embedding table costs nothing, and a
+        stored head is not loaded. The context is at most the maximum length in the pooling files.
+        """
+        if self.pooling is None:
+            return model
+        max_len = min(model.context_len, self.pooling.max_len or model.context_len)
+        return replace(model, tied_head=True, head_bias=False, context_len=max_len)
+
+
+def find_task(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> ModelTask:
+    """Return the task; `has_head` says whether the model can compute logits.
+
+    Raises ValueError for options that contradict each other, and CheckpointError for a model that
+    cannot do the task.
+    """
+    for field, value in CAUSAL.items():
+        if checkpoint.hf_config.get(field) is value:
+            raise CheckpointError(
+                f"config field {field}={value} is not supported: attention must be causal"
+            )
+    task = config.task
+    if config.pooling != "auto":
+        if task not in ("auto", "embed"):
+            raise ValueError(f"--pooling {config.pooling} contradicts --task {task}")
+        task = "embed"
+    if task in ("generate", "score"):
+        if not has_head:
+            raise CheckpointError(f"--task {task}: the model has no output head and can only embed")
+        return ModelTask(scores=task == "score")
+    stored = _stored_pooling(config, checkpoint)
+    if task == "auto" and stored is None and has_head:
+        return ModelTask()
+    # Like vLLM, normalize the vectors of a model whose files do not say.
+    stored = stored or StoredPooling("last", normalizes=True)
+    if config.pooling != "auto":
+        stored = replace(stored, kind=config.pooling)
+    return ModelTask(stored)
+
+
+def _stored_pooling(config: EngineConfig, checkpoint: Checkpoint) -> StoredPooling | None:
+    try:
+        return checkpoint.pooling()
+    except CheckpointError as error:
+        if config.pooling == "auto":
+            raise
+        log.warning(
+            "--pooling replaces the model's pooling settings, which cannot be used: %s", error
+        )
+        return None
+
+
+def score_ids(tokenizer_json: bytes) -> tuple[int, int]:
+    """Return the ids of the tokens `yes` and `no`. Raises CheckpointError if the vocabulary lacks
+    one."""
+    tokenizer = load_tokenizer(tokenizer_json)
+    yes, no = tokenizer.token_to_id(YES), tokenizer.token_to_id(NO)
+    if yes is None or no is None:
+        raise CheckpointError(
+            f"--task score: the vocabulary must have the tokens {YES!r} and {NO!r}"
+        )
+    return yes, no
 
 
 @dataclass(frozen=True, slots=True)

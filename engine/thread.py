@@ -1,5 +1,9 @@
 """The engine's thread: the only one that uses the Engine between start() and close().
 
+Every turn of the thread moves the counter. During a step the counter also moves by itself once a
+second, for a multiple of the time that the step should take. A chunk that takes a minute on a slow
+machine therefore counts as alive; a step that hangs counts as dead after that time.
+
 Each turn runs the posted calls, then the polls, then an engine step. Only close() ends the thread:
 errors are logged, and the requests concerned fail. After the device is lost, the thread runs no
 steps.
@@ -18,12 +22,28 @@ from typing import Any
 from pdserve.engine.api.request import Step
 from pdserve.engine.engine import Engine, Pending
 from pdserve.engine.execution.runner import DeviceLost
-from pdserve.engine.liveness import LivenessCounter
 from pdserve.engine.scheduling.plan import Plan
 
+MOVES_S = 1.0  # a live thread with work moves the counter at least this often
+SLACK = 10.0  # times the expected time of a step: other load or long contexts may stretch it
 log = logging.getLogger(__name__)
-
 IDLE_TURN_S = 1.0  # so that an engine that waits for blocks still takes turns and looks alive
+
+
+class LivenessCounter:
+    """Monotonic counter: the engine's thread calls `beat`, any thread calls `read`."""
+
+    def __init__(self) -> None:
+        self._last = (0, 0.0, 0.0)  # count, time of the beat, seconds it moves by itself
+
+    def beat(self, now: float, expected_s: float = 0.0) -> None:
+        """Record the start of a turn, or of a step that should take `expected_s` seconds."""
+        self._last = (self.read(now) + 1, now, SLACK * expected_s)
+
+    def read(self, now: float) -> int:
+        """Return the counter's value."""
+        count, since, moving_s = self._last
+        return count + int(max(0.0, min(now - since, moving_s)) / MOVES_S)
 
 
 class EngineThread:

@@ -10,17 +10,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pdserve.gateway.router_client.upstream import Upstream
-from pdserve.gateway.text.errors import UnsupportedTokenizer
-from pdserve.gateway.text.tools import FALLBACK
-from pdserve.gateway.text.vocabulary import TextCard
-from pdserve.gateway.text_processes.pool import LoadedText, TextPool
 from pdserve.protos.common_pb2 import (
     INVALID_ARGUMENT,
     MODEL_NOT_FOUND,
     UNAVAILABLE,
     ModelCard,
 )
-from pdserve.services.host.errors import ServiceError, quoted
+from pdserve.services.common.errors import ServiceError, quoted
+from pdserve.text.errors import UnsupportedTokenizer
+from pdserve.text.processes.pool import LoadedText, TextPool
+from pdserve.text.tokenizer.vocabulary import TextCard
+from pdserve.text.tool_parsers import FALLBACK
 
 log = logging.getLogger(__name__)
 Key = tuple[str, str, str]  # digests of tokenizer, template and generation defaults

@@ -10,12 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pdserve.gateway.requests.sampling import RequestedSampling
-from pdserve.gateway.text.choice_text import ChoiceText, TextUpdate
-from pdserve.gateway.text.parsing.family import ContentParser
-from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
-from pdserve.gateway.text.stop import StopMatcher
-from pdserve.gateway.text.vocabulary import Vocabulary
 from pdserve.protos.common_pb2 import (
     ABORTED,
     INTERNAL,
@@ -25,7 +19,12 @@ from pdserve.protos.common_pb2 import (
     TokenLogprob,
     Tokens,
 )
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
+from pdserve.text.parsing.family import ContentParser
+from pdserve.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
+from pdserve.text.request import RequestedSampling
+from pdserve.text.tokenizer.choice_text import ChoiceText, StopMatcher, TextUpdate
+from pdserve.text.tokenizer.vocabulary import Vocabulary
 
 AT_ONCE = 8  # prompt tokens described before other tasks run
 LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot write

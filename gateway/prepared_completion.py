@@ -4,13 +4,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdserve.gateway.admission import AdmittedRequest
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.choice import Delta
-from pdserve.gateway.content.answer_format import AnswerFormat
-from pdserve.gateway.limits import AdmittedRequest
-from pdserve.gateway.observability.meter import Meter
-from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.metrics.request_metrics import Meter
 from pdserve.protos.common_pb2 import SamplingParams
+from pdserve.text.answer_format import AnswerFormat
+from pdserve.text.request import RequestedSampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,16 +20,16 @@ from pdserve.engine.api.sampling_bounds import (
     THINKING_BUDGET,
     Range,
 )
-from pdserve.gateway.requests.sampling import RequestedSampling
-from pdserve.gateway.text.errors import TextError
-from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.protos.common_pb2 import (
     CONTEXT_LENGTH_EXCEEDED,
     INVALID_ARGUMENT,
     ModelCard,
     SamplingParams,
 )
-from pdserve.services.host.errors import MAX_QUOTED, ServiceError, context_exceeded, cut
+from pdserve.services.common.errors import MAX_QUOTED, ServiceError, context_exceeded, cut
+from pdserve.text.errors import TextError
+from pdserve.text.generation_config import GenerationDefaults
+from pdserve.text.request import RequestedSampling
 
 MAX_SHOWN = 10**18  # largest of a client's numbers that errors show
 MAX_LOGPROBS = 1 << 20  # in an answer held until it is complete: some 70 MB

@@ -9,9 +9,24 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Protocol
 
+from pdserve.gateway.admission import AdmissionLimits, AdmittedRequest
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import Catalog, ServedModel
 from pdserve.gateway.completion import Completions
-from pdserve.gateway.content.answer_format import (
+from pdserve.gateway.metrics.gateway_processes import Siblings
+from pdserve.gateway.metrics.metrics import GatewayMetrics
+from pdserve.gateway.metrics.request_log import RequestLog
+from pdserve.gateway.metrics.request_metrics import CountUsage, Meter, uncounted
+from pdserve.gateway.model_texts import ModelTexts, check_ids, check_room, kept_ids
+from pdserve.gateway.pooling import PoolingRuns, PreparedInputs
+from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, Rounds
+from pdserve.gateway.router_client.upstream import Upstream
+from pdserve.gateway.sampling import check, client_errors, refuse, resolve
+from pdserve.protos.common_pb2 import SamplingParams
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.tenants.rate_limits import RateLimits
+from pdserve.services.common.tracing import NO_TRACER, Tracer
+from pdserve.text.answer_format import (
     AnswerFormat,
     Families,
     ParserChoice,
@@ -20,26 +35,10 @@ from pdserve.gateway.content.answer_format import (
     shaped,
     thinking_bound,
 )
-from pdserve.gateway.content.model_texts import ModelTexts, check_ids, check_room, kept_ids
-from pdserve.gateway.limits import AdmissionLimits, AdmittedRequest
-from pdserve.gateway.observability.meter import CountUsage, Meter, uncounted
-from pdserve.gateway.observability.metrics import GatewayMetrics
-from pdserve.gateway.observability.request_log import RequestLog
-from pdserve.gateway.observability.siblings import Siblings
-from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
-from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, Rounds
-from pdserve.gateway.requests.caller import Caller
-from pdserve.gateway.requests.completions import ChatCompletionRequest, TextCompletionRequest
-from pdserve.gateway.requests.sampling import RequestedSampling
-from pdserve.gateway.router_client.upstream import Upstream
-from pdserve.gateway.sampling import check, client_errors, refuse, resolve
-from pdserve.gateway.text.messages import final_text
-from pdserve.gateway.text_processes.constraints import bind, prepared
-from pdserve.gateway.text_processes.pool import LoadedText, TextPool
-from pdserve.protos.common_pb2 import SamplingParams
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.rate_limits import RateLimits
-from pdserve.services.host.tracing import NO_TRACER, Tracer
+from pdserve.text.messages import final_text
+from pdserve.text.processes.constraints import bind, prepared
+from pdserve.text.processes.pool import LoadedText, TextPool
+from pdserve.text.request import ChatCompletionRequest, RequestedSampling, TextCompletionRequest
 
 MAX_TOTAL_CHOICES = 512
 

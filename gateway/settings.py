@@ -1,14 +1,44 @@
-"""Options of the gateway, each defined once, here."""
+"""Options of the gateway, and what its parent passes to one of several gateway processes."""
 
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 
-from pdserve.gateway.http.answers.held_answers import MAX_HELD_BYTES
-from pdserve.gateway.text.reasoning import reasoning_parser_names
-from pdserve.gateway.text.tools import tool_parser_names
-from pdserve.services.host.discovery.target import check_targets
-from pdserve.services.host.options import KeySettings, PublicSettings, option
+from pdserve.gateway.http.held_responses import MAX_HELD_BYTES
+from pdserve.services.common.discovery.target import check_targets
+from pdserve.services.common.options import KeySettings, PublicSettings, option
+from pdserve.text.reasoning import reasoning_parser_names
+from pdserve.text.tool_parsers import tool_parser_names
 
 NO_DATABASE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayWorker:
+    """The process `index` of `num`. The parent owns the folder, and keeps the sockets open so that
+    connections wait there while a process restarts."""
+
+    index: int
+    num: int
+    listener: socket.socket
+    unix: socket.socket | None
+    folder: str
+    """Private to the processes: their own sockets, metrics and counts."""
+    trace_key: bytes
+    """Chooses the share of traces that all of them record."""
+
+    @property
+    def metrics_folder(self) -> Path:
+        return Path(self.folder) / "metrics"
+
+    @property
+    def counts_file(self) -> Path:
+        return Path(self.folder) / "connections"
+
+
+def worker_name(index: int) -> str:
+    """Return the name of the process in logs and ps."""
+    return f"gateway {index}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from pdserve.kernels.streams import SamplingOps
+from pdserve.kernels.sampling_ops import SamplingOps
 
 
 class Ops(SamplingOps, Protocol):

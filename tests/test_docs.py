@@ -21,13 +21,13 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 from systems.served_gateway import served_gateway
 
+from pdserve.cli.chat.command import COMMANDS as CHAT_COMMANDS
+from pdserve.cli.commands import COMMANDS
+from pdserve.cli.options.aliases import ALIASES
+from pdserve.cli.options.options import Option
+from pdserve.cli.options.sources import CONFIG_ENV
 from pdserve.engine.architectures import find_spec
 from pdserve.gateway.http.app import create_app
-from pdserve.services.cli.chat.repl import COMMANDS as CHAT_COMMANDS
-from pdserve.services.cli.commands import COMMANDS
-from pdserve.services.options.aliases import ALIASES
-from pdserve.services.options.options import Option
-from pdserve.services.options.sources import CONFIG_ENV
 
 ROOT = Path(__file__).parents[1]
 DOCS = [
@@ -45,7 +45,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 FOLDERS = [p for p in ROOT.iterdir() if p.is_dir() and p.name[0] != "." and p.name != "build"]
 NOT_OURS = {"tokenizer.json", "config.json", "utils.py"}  # of models, and the unwanted one
 # These name metrics, too: metrics that a check looks for must exist.
-READERS = ("services/cli", "benchmarks", "tests/support", "tests/system", "tools/docs")
+READERS = ("cli", "benchmarks", "tests/support", "tests/system", "tools/docs")
 
 OPTIONS: dict[str, Option] = {
     flag: option
@@ -256,7 +256,11 @@ def test_metrics_are_documented() -> None:
     page = set(re.findall(r"^\| `([\w:]+)` \|", TEXTS["docs/metrics.md"], re.MULTILINE))
     assert page == metrics_page.names()
     made = re.compile(r'"((?:vllm:|pdserve_)[a-z_]+)"')
-    sources = [path for folder in ("gateway", "services") for path in (ROOT / folder).rglob("*.py")]
+    sources = [
+        path
+        for folder in ("text", "gateway", "services", "cli", "llm")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     named = {name for path in sources for name in made.findall(path.read_text())}
     assert len(named) > 50
     assert {SAMPLE.sub("", name) for name in named} <= page

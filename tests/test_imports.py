@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("gateway", "services", "engine", "kernels")
+PRODUCT = ("text", "gateway", "services", "cli", "llm", "engine", "kernels")
 SAMPLING_BOUNDS = "pdserve.engine.api.sampling_bounds"  # imports nothing: the one table of them
 OPTION = "pdserve.engine.api.option"  # imports nothing
 GRAMMAR_TOKENIZER = "pdserve.engine.api.grammar_tokenizer"  # imports only llguidance
@@ -24,36 +24,36 @@ ROUTER_MAY = (
     "pdserve.engine.kv.identity",
     "pdserve.engine.kv.spec",
 )
-LLM_MAY = (  # of the gateway: modules that make prompts and read answers; none of them imports gRPC
-    "pdserve.gateway.content.answer_format",
-    "pdserve.gateway.content.constraints",
-    "pdserve.gateway.grammars",
-    "pdserve.gateway.requests",
-    "pdserve.gateway.text",
-    "pdserve.gateway.text_processes.structure_cache",
+TEXT = ("pdserve.text", SAMPLING_BOUNDS)
+SHELL = ("pdserve.protos", "pdserve.services.common", "pdserve.text", "pdserve.gateway")
+PROCESSES = (  # of services: what tokenizer workers share with other processes
+    "pdserve.services.common.errors",
+    "pdserve.services.common.logs",
+    "pdserve.services.common.process",
+    "pdserve.services.common.tenants.fairness",
 )
 
 # place -> (product modules it may import, modules it must not)
 RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "kernels": (("pdserve.kernels",), ("grpc", "fastapi")),
     "engine": (("pdserve.kernels", "pdserve.engine"), ("grpc", "fastapi", "google.protobuf")),
-    "services/host": (
-        ("pdserve.protos", "pdserve.services.host", SAMPLING_BOUNDS, OPTION),
+    "services/common": (
+        ("pdserve.protos", "pdserve.services.common", SAMPLING_BOUNDS, OPTION),
         ("torch", "fastapi"),
     ),
     "services/worker": (
-        ("pdserve.engine", "pdserve.protos", "pdserve.services.host", "pdserve.services.worker"),
+        ("pdserve.engine", "pdserve.protos", "pdserve.services.common", "pdserve.services.worker"),
         ("torch", "fastapi"),
     ),
     "services/router": (
-        ("pdserve.protos", "pdserve.services.host", "pdserve.services.router", *ROUTER_MAY),
+        ("pdserve.protos", "pdserve.services.common", "pdserve.services.router", *ROUTER_MAY),
         ("torch", "fastapi"),
     ),
     "services/prefill": (
         (
             "pdserve.engine",
             "pdserve.protos",
-            "pdserve.services.host",
+            "pdserve.services.common",
             "pdserve.services.worker",
             "pdserve.services.prefill",
         ),
@@ -63,67 +63,71 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             "pdserve.engine",
             "pdserve.protos",
-            "pdserve.services.host",
+            "pdserve.services.common",
             "pdserve.services.worker",
             "pdserve.services.decode",
         ),
         ("fastapi",),
     ),
+    "text": (TEXT, ("torch", "fastapi", "starlette", "uvicorn", "grpc")),
+    "text/processes": (
+        ("pdserve.protos.common_pb2", *PROCESSES, *TEXT),
+        ("torch", "fastapi", "starlette", "uvicorn"),
+    ),
+    "text/structured_output": ((GRAMMAR_TOKENIZER, *TEXT), ("torch", "fastapi", "grpc")),
     "gateway": (
         (
             "pdserve.protos",
-            "pdserve.services.host",
+            "pdserve.services.common",
+            "pdserve.text",
             "pdserve.gateway",
             SAMPLING_BOUNDS,
-            GRAMMAR_TOKENIZER,
         ),
         ("torch",),
     ),
-    "gateway/http": (  # the shell of every dialect, so it knows none
-        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway"),
+    "gateway/http": (  # the shell of every API, so it knows none
+        SHELL,
         ("torch", "pdserve.gateway.openai", "pdserve.gateway.anthropic"),
     ),
     "gateway/web": (  # pages, which call the APIs as any client does
-        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway"),
+        SHELL,
         ("torch", "grpc", "pdserve.gateway.openai", "pdserve.gateway.anthropic"),
     ),
-    "gateway/openai": (  # dialects know nothing of each other
-        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway", SAMPLING_BOUNDS),
+    "gateway/openai": (  # APIs know nothing of each other
+        (*SHELL, SAMPLING_BOUNDS),
         ("torch", "pdserve.gateway.anthropic"),
     ),
     "gateway/anthropic": (
-        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway", SAMPLING_BOUNDS),
+        (*SHELL, SAMPLING_BOUNDS),
         ("torch", "pdserve.gateway.openai"),
-    ),
-    "gateway/text": (
-        ("pdserve.gateway.text", SAMPLING_BOUNDS),
-        ("torch", "fastapi", "starlette", "uvicorn", "grpc"),
     ),
     "services/picker": (
         (
             "pdserve.gateway",
+            "pdserve.text",
             "pdserve.protos",
-            "pdserve.services.host",
+            "pdserve.services.common",
             "pdserve.services.picker",
         ),
         ("torch",),
     ),
-    "services/options": (("pdserve",), ("torch", "grpc", "fastapi")),
-    "services/cli": (("pdserve",), ()),
-    "services/local": (("pdserve",), ("torch", "grpc", "fastapi")),
-    "services/llm": (
+    "cli/options": (("pdserve",), ("torch", "grpc", "fastapi")),
+    "cli": (("pdserve",), ()),
+    "cli/up": (("pdserve",), ("torch", "grpc", "fastapi")),
+    "llm": (
         (
             "pdserve.engine",
-            *LLM_MAY,
-            "pdserve.services.llm",
-            "pdserve.services.local.progress",
-            "pdserve.services.options",
+            *TEXT,
+            GRAMMAR_TOKENIZER,
+            "pdserve.llm",
+            "pdserve.cli.progress",
+            "pdserve.cli.options",
         ),
         ("grpc", "fastapi", "google.protobuf"),
     ),
 }
 IMPURE_IMPORTS = {"torch", "grpc", "socket", "asyncio", "threading", "time", "os", "subprocess"}
-COMPOSING = ("cli", "local", "llm")  # of services: they build on everything else
+COMPOSING = ("cli", "llm")  # they build on everything else
 
 
 @cache
@@ -180,12 +184,12 @@ def test_each_place_imports_only_what_it_may(subtests: pytest.Subtests) -> None:
             assert bad == []
 
 
-def test_only_the_package_imports_the_composing_services() -> None:
-    composing = tuple(f"pdserve.services.{name}" for name in COMPOSING)
+def test_only_the_package_imports_the_composing_folders() -> None:
+    composing = tuple(f"pdserve.{name}" for name in COMPOSING)
     bad = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in sources("protos", *PRODUCT)
-        if path.relative_to(ROOT).parts[:2] not in {("services", name) for name in COMPOSING}
+        if path.relative_to(ROOT).parts[0] not in COMPOSING
         for name in absolute_imports(path)
         if under(name, composing)
     ]
@@ -278,7 +282,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_no_sibling_folders_import_each_other() -> None:
-    """Checks each of the product's four folders; between these, RULES decides."""
+    """Checks each of the product's folders; between these, RULES decides."""
     uses: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     known = modules(*PRODUCT)
     inside = {n: f"{n}.__init__" if p.name == "__init__.py" else n for n, p in known.items()}

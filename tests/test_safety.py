@@ -11,15 +11,15 @@ from pathlib import Path
 
 from google.protobuf.descriptor import Descriptor
 
-from pdserve.gateway.anthropic.schema import MessagesBody
-from pdserve.gateway.openai.bodies import schema
-from pdserve.gateway.openai.responses.schema import ResponsesBody
+from pdserve.cli.commands import COMMANDS
+from pdserve.cli.options.options import Option
+from pdserve.gateway.anthropic.request_models import MessagesBody
+from pdserve.gateway.openai.request_models import schema
+from pdserve.gateway.openai.responses.request_model import ResponsesBody
 from pdserve.protos import fleet_pb2, router_pb2, text_pb2
-from pdserve.services.cli.commands import COMMANDS
-from pdserve.services.options.options import Option
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("gateway", "services", "engine", "kernels", ".src", "tools")
+FOLDERS = ("text", "gateway", "services", "cli", "llm", "engine", "kernels", ".src", "tools")
 
 # Each runs the code in its input, or makes any object of it.
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -94,7 +94,7 @@ CLIENTS = ("urllib.request", "http.client", "httpx", "httpx2", "requests", "aioh
            "huggingface_hub")  # fmt: skip
 MAY_FETCH = {  # from MCP servers that an operator names, and from the API server of a pod
     "gateway/mcp/connection.py",
-    "services/host/discovery/api_server.py",
+    "services/common/discovery/api_server.py",
 }
 
 
@@ -183,7 +183,7 @@ def test_the_program_names_no_address_of_all_interfaces() -> None:
     wildcards = re.compile(r"(0\.0\.0\.0|\[?::\]?)(:\d+)?|:\d+")
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
-        for path in sources("gateway", "services", "engine", "kernels", ".src")
+        for path in sources(*FOLDERS[:-1])
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
@@ -195,7 +195,7 @@ def test_the_program_names_no_address_of_all_interfaces() -> None:
 def test_every_option_is_read() -> None:
     read = {
         node.attr
-        for path in sources("gateway", "services", "engine")
+        for path in sources(*FOLDERS[:6])
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }

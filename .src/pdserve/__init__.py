@@ -6,20 +6,20 @@ The names are imported when they are first used: this module imports nothing.
 TYPE_CHECKING = False  # as typing has it, which takes a while to import
 if TYPE_CHECKING:
     from pdserve.engine.api.config import EngineConfig as EngineConfig
-    from pdserve.engine.api.errors import ContextLengthExceeded as ContextLengthExceeded
-    from pdserve.engine.api.errors import InvalidRequest as InvalidRequest
+    from pdserve.engine.api.request import ContextLengthExceeded as ContextLengthExceeded
+    from pdserve.engine.api.request import InvalidRequest as InvalidRequest
     from pdserve.engine.checkpoints.source import CheckpointError as CheckpointError
-    from pdserve.services.llm.async_engine import AsyncEngine as Engine
-    from pdserve.services.llm.llm import LLM as LLM
-    from pdserve.services.llm.outputs import CompletionOutput as CompletionOutput
-    from pdserve.services.llm.outputs import GenerationError as GenerationError
-    from pdserve.services.llm.outputs import Logprob as Logprob
-    from pdserve.services.llm.outputs import Message as Message
-    from pdserve.services.llm.outputs import OutputDelta as OutputDelta
-    from pdserve.services.llm.outputs import RequestOutput as RequestOutput
-    from pdserve.services.llm.outputs import ToolCall as ToolCall
-    from pdserve.services.llm.sampling import SamplingParams as SamplingParams
-    from pdserve.services.llm.sampling import StructuredOutputsParams as StructuredOutputsParams
+    from pdserve.llm.async_engine import AsyncEngine as Engine
+    from pdserve.llm.llm import LLM as LLM
+    from pdserve.llm.outputs import CompletionOutput as CompletionOutput
+    from pdserve.llm.outputs import GenerationError as GenerationError
+    from pdserve.llm.outputs import Logprob as Logprob
+    from pdserve.llm.outputs import Message as Message
+    from pdserve.llm.outputs import OutputDelta as OutputDelta
+    from pdserve.llm.outputs import RequestOutput as RequestOutput
+    from pdserve.llm.outputs import ToolCall as ToolCall
+    from pdserve.llm.sampling import SamplingParams as SamplingParams
+    from pdserve.llm.sampling import StructuredOutputsParams as StructuredOutputsParams
 
 _MODULES = {  # where each name is; Engine is AsyncEngine there
     "CheckpointError": "engine.checkpoints.source",

@@ -18,7 +18,7 @@ from table import X1
 from token_ids import prompt_ids
 from weights import shipped_gguf
 
-from pdserve.services.cli.health import probe_grpc
+from pdserve.cli.health import probe_grpc
 
 SETTLE_S = 2.0
 
@@ -36,7 +36,7 @@ class DecodeWorker:
         address = f"127.0.0.1:{free_port()}"
         started = time.monotonic()
         self._log = log.open("wb")
-        command = [sys.executable, "-P", "-m", "pdserve.services.cli.main", "decode"]
+        command = [sys.executable, "-P", "-m", "pdserve.cli.main", "decode"]
         self._process = subprocess.Popen(
             [
                 *command,

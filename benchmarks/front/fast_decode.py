@@ -17,6 +17,7 @@ import numpy as np
 from builders.byte_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, write_tokenizer
 from front.clock import MARKS, StepClock
 
+from pdserve.cli.main import main as pdserve
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.engine import Engine
@@ -25,9 +26,7 @@ from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.kv.spec import KvSpec, LayerGroup, pool_sizes
 from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.kernels.cpu import CpuKernels
-from pdserve.kernels.cpu_sampling import CpuSampling
-from pdserve.services.cli.main import main as pdserve
+from pdserve.kernels.cpu import CpuKernels, CpuSampling
 from pdserve.services.worker import role
 
 CONTEXT_LEN = 200_000

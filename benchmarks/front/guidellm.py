@@ -25,9 +25,9 @@ from front.fast_system import FastSystem
 from prometheus_client.parser import text_string_to_metric_families
 from systems.eventually import wait_until
 
-from pdserve.services.cli.async_client import AsyncApi
-from pdserve.services.cli.bench.prompts import make_prompts
-from pdserve.services.options.settings import ClientSettings
+from pdserve.cli.async_client import AsyncApi
+from pdserve.cli.bench.command import make_prompts
+from pdserve.cli.options.settings import ClientSettings
 
 ROOT = Path(__file__).parents[2]
 GUIDELLM = "guidellm==0.8.1"
@@ -37,7 +37,7 @@ INPUT, OUTPUT = 128, 48
 REQUESTS = 60
 LOADS = {"one": {"concurrency": 1}, "closed": {"concurrency": 2}, "open": {"rate": 2.0}}
 ROUNDS = 2
-PDSERVE = (sys.executable, "-P", "-m", "pdserve.services.cli.main")
+PDSERVE = (sys.executable, "-P", "-m", "pdserve.cli.main")
 LIMIT_S = 1200.0
 OTHERS = 1_000_000  # beyond the seeds of the prompts of `pdserve bench`
 DONE = ("stop", "length")

@@ -16,7 +16,7 @@ from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.kv.spec import KvSpec, LayerGroup, pool_sizes
 from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.kernels.streams import StreamSettings
+from pdserve.kernels.sampling_ops import StreamSettings
 
 VOCAB = 256
 SPEC = KvSpec(64, (LayerGroup((0,), "full", 0, 1, 1, "float32", 0, 1),))

@@ -20,7 +20,7 @@ from scripted_pods import BLOCK, CARD, MODEL, Client, Machine, Pod, Prompt
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL, WorkerHello
-from pdserve.services.host.rpc.request_progress import RequestProgress
+from pdserve.services.common.rpc.request_progress import RequestProgress
 from pdserve.services.router import core
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.fleet.worker_sessions import WorkerSessions

@@ -23,7 +23,7 @@ from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.kernels._native import Context
-from pdserve.kernels.cpu_sampling import CpuSampling
+from pdserve.kernels.cpu import CpuSampling
 
 VOCAB, BLOCK_SIZE, PROMPT, STRETCH = 49152, 16, 128, 60
 PARTS = ("schedule", "launch", "collect")

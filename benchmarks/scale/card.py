@@ -11,7 +11,7 @@ from scale.shared_prompts import IDENTITY
 from pdserve.engine.kv.codec import encode_spec
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.host.rpc.blobs import BlobCache, blob_digest
+from pdserve.services.common.rpc.blobs import BlobCache, blob_digest
 
 GetBlob = Callable[[str], Awaitable[bytes | None]]
 

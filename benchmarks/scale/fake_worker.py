@@ -28,12 +28,12 @@ from pdserve.protos.worker_pb2_grpc import (
     add_DecodeServicer_to_server,
     add_PrefillServicer_to_server,
 )
-from pdserve.services.host.auth.access import Access
-from pdserve.services.host.rpc.blobs import BlobService
-from pdserve.services.host.rpc.fragments import IdsCollector
-from pdserve.services.host.rpc.outbox import Outbox, TokensOutbox
-from pdserve.services.host.rpc.token_rows import NumberedChoice
-from pdserve.services.host.server import GrpcHost
+from pdserve.services.common.auth.access import Access
+from pdserve.services.common.rpc.blobs import BlobService
+from pdserve.services.common.rpc.fragments import IdsCollector
+from pdserve.services.common.rpc.outbox import Outbox, TokensOutbox
+from pdserve.services.common.rpc.token_rows import NumberedChoice
+from pdserve.services.common.server import GrpcHost
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.process import IDLE_LOAD_S, LOAD_S
 

@@ -21,7 +21,7 @@ from pdserve.engine.kv.codec import encode_spec
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
-from pdserve.services.host.rpc.request_progress import RequestProgress
+from pdserve.services.common.rpc.request_progress import RequestProgress
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules

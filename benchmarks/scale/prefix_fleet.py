@@ -13,7 +13,7 @@ from typing import Protocol
 from prefix_trace import BLOCK_TOKENS, TraceRequest, at, leading
 from prefix_worker import Job, SimulatedWorker, Speed, VirtualClock
 
-from pdserve.services.decode.single_flight.promised_prefixes import PromisedPrefixes
+from pdserve.services.decode.single_flight import PromisedPrefixes
 
 DELAY_S = 0.001  # of a message
 HANDOFF_S = 0.010  # from the end of a prompt at prefill to its KV at decode

@@ -24,8 +24,8 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.host.rpc.request_progress import RequestProgress
-from pdserve.services.host.rpc.token_rows import NumberedChoice
+from pdserve.services.common.rpc.request_progress import RequestProgress
+from pdserve.services.common.rpc.token_rows import NumberedChoice
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules

@@ -15,12 +15,12 @@ from systems.eventually import wait_until
 
 from pdserve.protos.router_pb2 import FleetView, GetFleetRequest
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.auth.roles import Role
-from pdserve.services.host.auth.tls import TlsAccess
+from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.auth.tls import TlsAccess
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PDSERVE = (sys.executable, "-P", "-m", "pdserve.services.cli.main")
+PDSERVE = (sys.executable, "-P", "-m", "pdserve.cli.main")
 END_S = 30.0
 GIVES_WAY = 19  # fakes represent other machines: they must not keep the router from its core
 

@@ -14,14 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pdserve.services.host.process import use_grpc_poller
+from pdserve.services.common.process import use_grpc_poller
 
 use_grpc_poller()  # as `pdserve router` does, before gRPC is imported
 
-from pdserve.services.cli.main import main as pdserve  # noqa: E402
-from pdserve.services.host.rpc.request_progress import RequestProgress  # noqa: E402
+from pdserve.cli.main import main as pdserve  # noqa: E402
+from pdserve.services.common.rpc.request_progress import RequestProgress  # noqa: E402
 from pdserve.services.router.core import RouterCore  # noqa: E402
-from pdserve.services.router.requests.effects import Client  # noqa: E402
+from pdserve.services.router.request.effects import Client  # noqa: E402
 
 LOOK_S = 0.0973  # between two checks of the loop's delay; more would load an idle router
 

@@ -1,0 +1,1 @@
+"""What callers of the engine use: requests, events, options and bounds."""

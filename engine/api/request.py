@@ -1,4 +1,4 @@
-"""Requests and events of the engine: plain data, no torch, no I/O.
+"""Requests, events and errors of the engine: plain data, no torch, no I/O.
 
 A request carries its whole state: a first start is a resume whose choices are empty.
 """
@@ -7,6 +7,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
+
+
+class EngineError(Exception):
+    """A request that the engine rejects. The message is fit for a client."""
+
+    def __init__(self, message: str, param: str = "") -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequest(EngineError):
+    """A field is invalid, or this engine can never run the request."""
+
+
+class ContextLengthExceeded(EngineError):
+    """The prompt and its completion can never fit."""
+
+
+class QueueFull(EngineError):
+    """The bounded queue is full; the caller may retry later."""
 
 
 class FinishReason(Enum):

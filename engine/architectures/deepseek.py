@@ -5,10 +5,15 @@ the first dense layers (arXiv:2405.04434, arXiv:2412.19437).
 from collections.abc import Collection
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.config import one_number, rope_scaling
-from pdserve.engine.checkpoints.gguf.experts import GROUPED, SCORES, expert_config
+from pdserve.engine.checkpoints.gguf.config import (
+    GROUPED,
+    SCORES,
+    expert_config,
+    one_number,
+    rope_scaling,
+)
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.checkpoints.views import View
+from pdserve.engine.checkpoints.tensor_remap import View
 from pdserve.engine.models.config import LayerConfig, ModelConfig, UnsupportedModel
 from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
 from pdserve.engine.models.hf_config.experts import (

@@ -3,7 +3,7 @@ half of each head, gate and up in one tensor.
 """
 
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.checkpoints.views import RopeRows, View, fused
+from pdserve.engine.checkpoints.tensor_remap import RopeRows, View, fused
 from pdserve.engine.models.config import ModelConfig, NormPlacement
 from pdserve.engine.models.hf_config.fields import HfConfig
 from pdserve.engine.models.hf_config.standard import standard

@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.experts import GROUPED, expert_config
+from pdserve.engine.checkpoints.gguf.config import GROUPED, expert_config
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.experts import MixtureOfExperts, stored_experts

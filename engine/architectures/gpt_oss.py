@@ -4,10 +4,9 @@ other layer (arXiv:2508.10925).
 
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.config import rope_scaling
-from pdserve.engine.checkpoints.gguf.experts import expert_config
+from pdserve.engine.checkpoints.gguf.config import expert_config, rope_scaling
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.checkpoints.views import Nth, View, first_of, renamed
+from pdserve.engine.checkpoints.tensor_remap import Nth, View, first_of, renamed
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.experts import MixtureOfExperts
 from pdserve.engine.models.hf_config.experts import num_experts, routing, with_experts

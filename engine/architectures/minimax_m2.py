@@ -4,7 +4,7 @@ each head.
 
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.experts import expert_config
+from pdserve.engine.checkpoints.gguf.config import expert_config
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.experts import MixtureOfExperts, stored_experts

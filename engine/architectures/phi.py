@@ -1,7 +1,7 @@
 """Phi 1 to 2: layer norms with biases, attention and a plain feed-forward in parallel."""
 
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.checkpoints.views import View, fused, renamed
+from pdserve.engine.checkpoints.tensor_remap import View, fused, renamed
 from pdserve.engine.models.config import ModelConfig, NormPlacement, UnsupportedModel
 from pdserve.engine.models.hf_config.fields import HfConfig, positive
 from pdserve.engine.models.hf_config.standard import standard

@@ -5,7 +5,7 @@ another (arXiv:2404.14219).
 from typing import Any
 
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.checkpoints.views import View, fused
+from pdserve.engine.checkpoints.tensor_remap import View, fused
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.hf_config.fields import HfConfig
 from pdserve.engine.models.hf_config.standard import (

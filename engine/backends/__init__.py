@@ -16,7 +16,7 @@ from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.weights.format import RawTensor
-from pdserve.kernels.streams import SamplingOps
+from pdserve.kernels.sampling_ops import SamplingOps
 
 EXTRAS = {"torch": "torch", "triton": "torch,cuda"}  # module -> the extras that install it
 PREFERRED = {"cpu": "native", "cuda": "cuda"}  # by device, the choice of --kernels auto

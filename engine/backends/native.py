@@ -13,8 +13,7 @@ from pdserve.engine.models.kv_error import int8_warning
 from pdserve.engine.models.native import NativeDecoder
 from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.unpack import unpack
-from pdserve.kernels.cpu import KV_BLOCK, CpuKernels
-from pdserve.kernels.cpu_sampling import CpuSampling
+from pdserve.kernels.cpu import KV_BLOCK, CpuKernels, CpuSampling
 
 log = logging.getLogger(__name__)
 

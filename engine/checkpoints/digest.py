@@ -1,4 +1,4 @@
-"""The digest of a model's weights.
+"""The digest of a model's weights, and the short name of their dominant format.
 
 The digest is the root of a Merkle tree (RFC 6962: leaves prefixed 0, nodes 1) over the tensors
 sorted by name. A leaf hashes name, format, shape and the SHA-256 of the stored bytes in Hugging
@@ -7,12 +7,29 @@ Face's row order, so the digest identifies the weights and not the files that ho
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from pdserve.engine.checkpoints.source import Layout
 from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights.plain import PLAIN
 from pdserve.engine.weights.quantize import VERSION as QUANTIZER
+
+LABELS = {"F32": "float32", "F16": "float16", "BF16": "bf16", "F64": "float64"}
+
+
+def quantization_label(layouts: Iterable[Layout]) -> str:
+    """Return the format of most matrix weights, by number of values, e.g. "Q4_1", "bf16"."""
+    assert LABELS.keys() == PLAIN.keys()
+    values: Counter[str] = Counter()
+    for stored in layouts:
+        if len(stored.shape) > 1:
+            values[stored.format] += math.prod(stored.shape)
+    dominant = values.most_common(1)[0][0]
+    return LABELS.get(dominant, dominant)
 
 
 def leaf(name: str, raw: RawTensor) -> bytes:

@@ -2,8 +2,7 @@
 
 from collections.abc import Collection, Iterator
 
-from pdserve.engine.api.errors import InvalidRequest
-from pdserve.engine.api.request import SamplingParams
+from pdserve.engine.api.request import InvalidRequest, SamplingParams
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_GRAMMAR_BYTES, MAX_SEQUENCE_IDS
 
 

@@ -6,21 +6,59 @@ another worker rebuilds them and gets the same tokens.
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from pdserve.engine.api.errors import InvalidRequest, QueueFull
-from pdserve.engine.api.request import Request, SamplingParams
-from pdserve.engine.constraints.allowed_ids import AllowedIds
-from pdserve.engine.constraints.bad_words import BadWords
-from pdserve.engine.constraints.bitmask import Bitmask
-from pdserve.engine.constraints.choice import ChoiceConstraints, Constraint
+from pdserve.engine.api.request import InvalidRequest, QueueFull, Request, SamplingParams
 from pdserve.engine.constraints.grammars.backend import Compilation, GrammarBackend
 from pdserve.engine.constraints.grammars.compiled import CompiledGrammar, GrammarError
-from pdserve.engine.constraints.grammars.mask_threads import MaskThreads
 from pdserve.engine.constraints.grammars.matcher import GrammarMatcher, StepBudget
-from pdserve.engine.constraints.thinking import ThinkingLimit
+from pdserve.engine.constraints.grammars.threads import MaskThreads
+from pdserve.engine.constraints.masks import AllowedIds, BadWords, Bitmask, ThinkingLimit
 
 COMPILE_S = 15.0  # maximum wait of a request for its grammar
 MASK_WAIT_S = 0.01  # maximum wait of a step for all masks
+
+
+class Constraint(Protocol):
+    """Rule for which tokens may come next, as a function of the ids accepted so far."""
+
+    @property
+    def param(self) -> str:
+        """The request field of the constraint."""
+
+    def accept_token(self, token: int) -> None:
+        """Record a generated token."""
+
+    def bitmask(self) -> Bitmask | None:
+        """Return the tokens that may come next; None: all. Callers must not change the array."""
+
+
+class ChoiceConstraints:
+    """The constraints of one choice; each of them must allow a token."""
+
+    def __init__(self, plain: Sequence[Constraint], grammar: GrammarMatcher | None) -> None:
+        self._all: Sequence[Constraint] = plain if grammar is None else (*plain, grammar)
+        self.grammar = grammar
+
+    @property
+    def param(self) -> str:
+        """Field to name when no token is allowed: the grammar, or else the last constraint."""
+        return self._all[-1].param
+
+    def accept_token(self, token: int) -> None:
+        for constraint in self._all:
+            constraint.accept_token(token)
+
+    def bitmask(self) -> Bitmask | None:
+        """Return the tokens that may come next; None: all. The grammar's mask must be ready."""
+        bitmasks = [constraint.bitmask() for constraint in self._all]
+        masks = [bitmask for bitmask in bitmasks if bitmask is not None]
+        if not masks:
+            return None
+        bitmask, *others = masks
+        for other in others:
+            bitmask = bitmask & other
+        return bitmask
 
 
 def has_constraints(params: SamplingParams) -> bool:

@@ -1,4 +1,4 @@
-"""Turns a plan into the flat batch and runs the model on it.
+"""Turns a plan into the flat batch, runs the model on it, and pools hidden states.
 
 Block tables are arrays with one row per slot of the batch; a step updates only what has changed.
 """
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pdserve.engine.execution.batch import Batch, GroupTable, Ints, UnreadTokens
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import blocks_for
-from pdserve.engine.scheduling.plan import Plan, Row
+from pdserve.engine.scheduling.plan import Outcome, Plan, Row
 from pdserve.engine.scheduling.request_state import Sequence
 
 
@@ -139,3 +139,21 @@ def _slots(blocks: Seq[int], start: int, end: int, size: int) -> list[int]:
         slots += range(first, first + count)
         start += count
     return slots
+
+
+def with_states(
+    rows: Seq[Row], outcomes: list[Outcome], hidden: Any, model: Model
+) -> list[Outcome]:
+    """Return the outcomes, those of pooled rows with the states of their outputs.
+
+    `hidden`: [outputs, hidden], the outputs of row after row; None without outputs.
+    """
+    if hidden is None or not any(row.sequence.job.pooled for row in rows):
+        return outcomes
+    pooled, output = list(outcomes), 0
+    for i, row in enumerate(rows):
+        end = output + row.end - row.first_output
+        if row.sequence.job.pooled is not None and end > output:
+            pooled[i] = outcomes[i]._replace(states=model.states(hidden[output:end]))
+        output = end
+    return pooled

@@ -1,0 +1,1 @@
+"""Transfers the KV of a request from one worker to another, verified block by block."""

@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from pdserve.engine.api.errors import EngineError
+from pdserve.engine.api.request import EngineError
 from pdserve.engine.handoff.incoming import IncomingHandoff, ReceivingEngine
 from pdserve.engine.handoff.open_blocks import WritableKv
 from pdserve.engine.scheduling.turns import by_priority

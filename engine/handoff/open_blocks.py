@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.protocol.layout import Bitmap, Piece
-from pdserve.engine.kv.pages import Pages
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv.spec import KvSpec, Pages
 from pdserve.engine.transport.base import DeviceSource
 from pdserve.engine.transport.device import Copy, DeviceError
 

@@ -20,8 +20,7 @@ from pdserve.engine.handoff.protocol.keys import Domain, Ticket, TicketKeys
 from pdserve.engine.handoff.protocol.layout import Piece
 from pdserve.engine.handoff.protocol.machine import Handoff
 from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
-from pdserve.engine.kv.pages import Pages
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv.spec import KvSpec, Pages
 from pdserve.engine.transport.base import DeviceSink, Frame
 from pdserve.engine.transport.device import Copy, DeviceError
 

@@ -27,7 +27,6 @@ from pdserve.engine.handoff.incoming import (
 )
 from pdserve.engine.handoff.open_blocks import BlocksReleased, WritableKv
 from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.compatibility import HandoffCompatibility
 from pdserve.engine.handoff.protocol.frames import ID_BYTES, FrameError, FrameHeader
 from pdserve.engine.handoff.protocol.keys import (
     SECRET_BYTES,
@@ -46,6 +45,7 @@ from pdserve.engine.handoff.protocol.machine import (
     Reserved,
     Side,
 )
+from pdserve.engine.handoff.protocol.messages import HandoffCompatibility
 from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
 from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
 from pdserve.engine.kv.block_pool import num_blocks

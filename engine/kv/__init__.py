@@ -1,0 +1,1 @@
+"""The KV pool: its geometry, blocks, prefix cache and identity."""

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from pdserve.engine.kv.block_pool import BlockCopy
-from pdserve.engine.kv.pages import Pages
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.kv.spec import KvSpec, LayerGroup, Pages
 from pdserve.kernels._native import copy_past_caches
 
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}

@@ -1,4 +1,5 @@
-"""Geometry of cached keys and values, as a list of layer groups. Pure, without torch.
+"""Geometry of cached keys and values, as a list of layer groups, and the location of blocks in
+memory. Pure, without torch.
 
 One block of one layer, on the wire and in the pool: [2, kv_heads, block_size, head_dim], keys
 first; a group may store its keys as [head_dim, block_size]. A latent group has only keys, a part of
@@ -7,7 +8,7 @@ which is the value: [1, kv_heads, block_size, head_dim].
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pdserve.engine.kv.identity import SIDES
 
@@ -104,3 +105,19 @@ def spec_difference(local: KvSpec, remote: KvSpec, sides: tuple[str, str] = SIDE
             if x != y:
                 return f"{name} of group {i}: {x} {local_side}, {y} {remote_side}"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Whole blocks of consecutive layers of a group; on the wire [layers, blocks, block bytes]."""
+
+    base: int  # address of block 0 of the group's first layer
+    layer_bytes: int  # from one layer to the next
+    block_bytes: int
+    layers: range  # within the group
+    blocks: tuple[int, ...]
+    ready: Any = None  # device event before any read or write of the blocks; None: at once
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.layers) * len(self.blocks) * self.block_bytes

@@ -1,0 +1,1 @@
+"""Models as lists of parts, and the decoders that compute them."""

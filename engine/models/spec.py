@@ -11,7 +11,7 @@ from typing import Any
 
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.checkpoints.source import Checkpoint
-from pdserve.engine.checkpoints.views import View, ViewedCheckpoint
+from pdserve.engine.checkpoints.tensor_remap import View, ViewedCheckpoint
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import EMBEDDING
 

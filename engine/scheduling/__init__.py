@@ -1,0 +1,1 @@
+"""Decides what each step computes, and who owns which KV blocks."""

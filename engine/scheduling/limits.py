@@ -2,8 +2,13 @@
 
 from dataclasses import dataclass
 
-from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest
-from pdserve.engine.api.request import FinishReason, Request, SamplingParams
+from pdserve.engine.api.request import (
+    ContextLengthExceeded,
+    FinishReason,
+    InvalidRequest,
+    Request,
+    SamplingParams,
+)
 from pdserve.engine.api.sampling_bounds import BOUNDS
 from pdserve.engine.constraints.check import check_constraints
 from pdserve.engine.kv.spec import blocks_for

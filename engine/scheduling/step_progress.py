@@ -19,8 +19,7 @@ from pdserve.engine.api.request import (
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Pick, Plan, Row
-from pdserve.engine.scheduling.pooling import PooledState
-from pdserve.engine.scheduling.request_state import RequestState, Sequence
+from pdserve.engine.scheduling.request_state import PooledState, RequestState, Sequence
 
 
 def is_in_batch(row: Row) -> bool:

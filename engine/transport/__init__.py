@@ -1,0 +1,1 @@
+"""How KV travels between processes: TCP, shared memory, CUDA IPC."""

@@ -1,4 +1,7 @@
-"""Block formats whose values are 8-bit integers times a scale for each group of a block.
+"""Block formats whose values are 8-bit integers times a scale for each group of a block, and
+formats that the gguf package unpacks.
+
+The package is imported at its first use: it is slow to import, and most models do not need it.
 
 Kernels read neither codebooks nor packed ternary levels, so they get the integers.
 """
@@ -13,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.engine.weights.bits import Bytes
-from pdserve.engine.weights.by_gguf import gguf_expand
 from pdserve.engine.weights.format import (
     BLOCKS,
     CHUNK_VALUES,
@@ -23,6 +25,23 @@ from pdserve.engine.weights.format import (
     row_runs,
 )
 from pdserve.engine.weights.formats.grouped import CODES, INT8, SCALES
+
+
+def gguf_expand(name: str) -> Callable[[Bytes], Floats]:
+    """Return a function that unpacks blocks of a GGUF type: [blocks, bytes] to [blocks, values]."""
+
+    def expand(blocks: Bytes) -> Floats:
+        import gguf
+
+        values: Floats = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+        return values
+
+    return expand
+
+
+def gguf_format(name: str, block_values: int, block_bytes: int) -> BlockFormat:
+    """Return the format of a GGUF type."""
+    return BlockFormat(name, block_values, block_bytes, gguf_expand(name))
 
 
 @dataclass(frozen=True)

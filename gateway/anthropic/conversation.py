@@ -1,27 +1,160 @@
-"""Converts messages of Anthropic's API to those that chat templates expect; pure."""
+"""Converts messages of Anthropic's API to those that chat templates expect: the members of its
+unions, and the signatures of thinking blocks.
 
+A signature proves nothing: a client may write any reasoning. The signature of hidden reasoning
+contains its text, so that the next turn's prompt includes it.
+"""
+
+import binascii
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from itertools import chain, groupby
 from typing import Any
 
 from pydantic_core import to_json
 
-from pdserve.gateway.anthropic.members import (
-    ASSISTANT_BLOCKS,
-    RESULT_BLOCKS,
-    SOURCE_BLOCKS,
-    SOURCES,
-    SYSTEM_BLOCKS,
-    USER_BLOCKS,
+from pdserve.gateway.http.members import (
+    DROPPED,
+    HINT,
+    LEFT_OUT,
+    REFUSED,
+    SERVED,
+    Fate,
+    Member,
+    Table,
+    kept,
+    note,
 )
-from pdserve.gateway.anthropic.signature import hidden_thought
-from pdserve.gateway.requests.members import DROPPED, REFUSED, Fate, Member, Table, note
 from pdserve.gateway.sampling import refuse
-from pdserve.services.host.errors import quoted
+from pdserve.services.common.errors import quoted
 
+ROLES: Table = {"user": SERVED, "assistant": SERVED, "system": SERVED}
+# Results of a provider's own tools, and related blocks.
+_HISTORY: dict[str, Member] = {
+    "server_tool_use": kept("name", "input"),
+    "mcp_tool_use": kept("server_name", "name", "input"),
+    **dict.fromkeys(
+        (
+            "web_search_tool_result", "web_fetch_tool_result", "advisor_tool_result",
+            "code_execution_tool_result", "bash_code_execution_tool_result",
+            "text_editor_code_execution_tool_result", "tool_search_tool_result",
+            "mcp_tool_result",
+        ),
+        kept("content"),
+    ),
+    "compaction": kept("content"),
+    "redacted_thinking": DROPPED,
+    "fallback": DROPPED,
+    "mcp_tool_listing": DROPPED,
+    "tool_addition": DROPPED,  # every tool of the request is offered from the start
+    "tool_removal": REFUSED,
+    "image": REFUSED,
+    "container_upload": REFUSED,
+}  # fmt: skip
+_TEXTS: dict[str, Member] = {
+    "text": SERVED,
+    "search_result": kept("title", "source", "content", of_client=True),
+    "document": kept("title", "context", "source", of_client=True),
+}
+# Of documents. The text of a source that is served is kept.
+SOURCES: Table = {
+    "text": SERVED,
+    "content": SERVED,
+    **dict.fromkeys(("base64", "url", "file"), REFUSED),
+}
+SOURCE_BLOCKS: Table = {"text": SERVED, "image": REFUSED}
+USER_BLOCKS: Table = {
+    **_TEXTS,
+    "tool_result": SERVED,
+    "thinking": DROPPED,
+    "tool_use": REFUSED,
+    **_HISTORY,
+}
+# A block in no row is history, and dropped.
+ASSISTANT_BLOCKS: Table = {
+    **_TEXTS,
+    "thinking": SERVED,
+    "tool_use": SERVED,
+    "tool_result": REFUSED,
+    **_HISTORY,
+}
+SYSTEM_BLOCKS: Table = {
+    "text": SERVED,
+    "tool_addition": DROPPED,
+    "tool_removal": REFUSED,
+}
+RESULT_BLOCKS: Table = {
+    **_TEXTS,
+    "tool_reference": kept("tool_name"),
+    "browser_state": kept("tabs", "state_changes"),
+    "image": REFUSED,
+}
+# A tool in no row is the provider's, and left out.
+TOOLS: Table = {
+    "custom": SERVED,
+    "function": REFUSED,  # OpenAI's form
+    **dict.fromkeys(
+        (
+            "advisor_20260301", "bash_20241022", "bash_20250124", "browser_toolset_20260801",
+            "code_execution_20250522", "code_execution_20250825", "code_execution_20260120",
+            "code_execution_20260521", "computer_20241022", "computer_20250124",
+            "computer_20251124", "computer_toolset_20260801", "mcp_toolset", "memory_20250818",
+            "text_editor_20241022", "text_editor_20250124", "text_editor_20250429",
+            "text_editor_20250728", "tool_search_tool_bm25", "tool_search_tool_bm25_20251119",
+            "tool_search_tool_regex", "tool_search_tool_regex_20251119", "web_fetch_20250910",
+            "web_fetch_20260209", "web_fetch_20260309", "web_fetch_20260318",
+            "web_search_20250305", "web_search_20260209", "web_search_20260318",
+        ),
+        LEFT_OUT,
+    ),
+}  # fmt: skip
+TOOL_CHOICES: Table = {"auto": SERVED, "any": SERVED, "tool": SERVED, "none": SERVED}
+THINKING: Table = {
+    "enabled": SERVED,
+    "auto": SERVED,  # another name of "adaptive"
+    "adaptive": SERVED,
+    "disabled": SERVED,
+    "between_tools": HINT,
+}
+# Of context_management. Prompts are never shortened.
+EDITS: Table = dict.fromkeys(
+    ("clear_tool_uses_20250919", "clear_thinking_20251015", "compact_20260112"), HINT
+)
+UNIONS: dict[str, Table] = {
+    "roles": ROLES,
+    "blocks of the user": USER_BLOCKS,
+    "blocks of the assistant": ASSISTANT_BLOCKS,
+    "blocks of a system message": SYSTEM_BLOCKS,
+    "blocks of a tool's result": RESULT_BLOCKS,
+    "sources of a document": SOURCES,
+    "blocks of a document's content": SOURCE_BLOCKS,
+    "tools": TOOLS,
+    "tool choices": TOOL_CHOICES,
+    "thinking": THINKING,
+    "edits of the context": EDITS,
+}
+_HIDDEN = b"thought:"
 Block = Mapping[str, Any]
 Part = dict[str, str]
 _BILLING = "x-anthropic-billing-header:"  # a line of Claude Code that differs in each request
+
+
+def signature_of(thought: str, *, hidden: bool) -> str:
+    """Return the signature as text; `hidden`: the block is sent without its reasoning."""
+    data = thought.encode(errors="replace")
+    return b64encode(_HIDDEN + data if hidden else sha256(data).digest()).decode()
+
+
+def hidden_thought(signature: object) -> str:
+    """Return the reasoning in a signature of this server; empty if it has none."""
+    if not isinstance(signature, str):
+        return ""
+    try:
+        data = b64decode(signature, validate=True)
+        return data.removeprefix(_HIDDEN).decode() if data.startswith(_HIDDEN) else ""
+    except (binascii.Error, ValueError):
+        return ""
 
 
 def conversation(

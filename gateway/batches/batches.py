@@ -22,8 +22,8 @@ from pdserve.gateway.batches.tables import MAX_ID, BatchLine, FilePiece, StoredB
 from pdserve.gateway.storage.database import Database, in_own_task
 from pdserve.gateway.storage.text import may_be_id
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.keys import Tenant
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.tenants.keys import Tenant
 
 MAX_OPEN = 100  # open batches of a tenant
 SALT_BYTES = 16

@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from pdserve.gateway.batches.standstill import Standstill
+from pdserve.gateway.batches.leases import Standstill
 from pdserve.gateway.batches.tables import (
     MAX_ID,
     PIECE_BYTES,
@@ -34,7 +34,7 @@ from pdserve.gateway.batches.tables import (
 from pdserve.gateway.storage.database import Database, in_own_task
 from pdserve.gateway.storage.text import may_be_id
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
 
 PAGE_BYTES = PIECE_BYTES  # approximate size of the pieces that are read at once
 MAX_PAGE = 256  # pieces

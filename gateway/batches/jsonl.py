@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json, to_json
 
 from pdserve.gateway.http.body import num_values
-from pdserve.services.host.errors import ServiceError, cut
+from pdserve.services.common.errors import ServiceError, cut
 
 MAX_LINES = 50_000  # OpenAI's bound
 MAX_CUSTOM_ID = 512  # characters

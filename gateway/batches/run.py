@@ -1,5 +1,11 @@
 """Runs one batch to its end, continuing where an earlier run stopped.
 
+Routers do not know the models that workers still load, and a fleet serves its small models first,
+so an absent model may still appear. A line waits for it
+- to the end of the window, if the key had responses from it in the last day;
+- for STARTING_S after the gateway began, when workers may have been started with it;
+- for MODEL_WAIT_S in any case.
+
 The state is in the database: an interrupted run loses only responses that were not committed, and
 those lines run again.
 """
@@ -8,20 +14,26 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from pdserve.gateway.batches import jsonl
-from pdserve.gateway.batches.absent_models import MAX_NAME, AbsentModels
 from pdserve.gateway.batches.batches import OwnedBatch
 from pdserve.gateway.batches.files import Files
 from pdserve.gateway.batches.jsonl import LineChecker, LineError, LineRequest, LineSplitter, Span
-from pdserve.gateway.batches.slots import LineSlots
 from pdserve.gateway.batches.tables import StoredBatch
-from pdserve.services.host.tenants.keys import Tenant
+from pdserve.services.common.tenants.fair_semaphore import FairSemaphore
+from pdserve.services.common.tenants.keys import Tenant
 
+PAUSE_S = 0.05  # between two checks for waiting requests
+MODEL_WAIT_S = 30.0
+STARTING_S = 900.0
+MAX_MODELS = 1000  # per batch that are waited for; more names than a fleet has are typing errors
+MAX_NAME = 512  # characters of a name that are compared
+WasUsed = Callable[[str, str], Awaitable[bool]]
+"""Whether a tenant (its id in hexadecimal) has had answers of a model in the last day."""
 MAX_ERRORS = 100  # reported errors of an input file
 LINES_AT_ONCE = 500  # lines written in one transaction
 PAGE = 64  # lines read by one query
@@ -33,6 +45,63 @@ REASONS = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "The batch was cancelled before this request was executed.",
 }
+
+
+class LineSlots:
+    """At most `most` lines at once; tenants take turns. While `num_waiting()` client requests have
+    no first token, a line starts only if no other one runs, so that batches progress without
+    delaying clients."""
+
+    def __init__(self, max_running: int, num_waiting: Callable[[], int]) -> None:
+        self.max_running = max_running
+        self._num_waiting = num_waiting
+        self._turns = FairSemaphore(max_running)
+        self.running = 0
+
+    @asynccontextmanager
+    async def turn(self, owner: bytes) -> AsyncIterator[None]:
+        """Run one line in the block."""
+        async with self._turns.turn(owner):
+            while self.running and self._num_waiting():  # noqa: ASYNC110  (no request tells)
+                await asyncio.sleep(PAUSE_S)
+            self.running += 1
+            try:
+                yield
+            finally:
+                self.running -= 1
+
+
+class AbsentModels:
+    """The models that lines of one batch wanted and that were absent."""
+
+    def __init__(self, tenant: str, was_used: WasUsed, starting_until: float) -> None:
+        """`starting_until` is in seconds on the clock of `gives_up`."""
+        self._tenant = tenant
+        self._was_used = was_used
+        self._starting_until = starting_until
+        self._since: dict[str, float] = {}
+        self._given_up: set[str] = set()
+
+    def found(self, model: str) -> None:
+        """Record that the model was there."""
+        self._since.pop(model, None)
+        self._given_up.discard(model)
+
+    async def gives_up(self, model: str, now: float) -> bool:
+        """Whether a line that did not find the model takes that as its result. Raises ServiceError
+        if the database cannot be used."""
+        if model in self._given_up:
+            return True
+        if len(self._since) < MAX_MODELS:
+            self._since.setdefault(model, now)
+        since = self._since.get(model)
+        if since is not None:
+            if now < max(since + MODEL_WAIT_S, self._starting_until):
+                return False
+            if await self._was_used(self._tenant, model):
+                return False
+            self._given_up.add(model)
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import time
 
-from pdserve.gateway.batches.absent_models import STARTING_S, AbsentModels, WasUsed
 from pdserve.gateway.batches.batches import Batches, LeaseLost, OpenBatch, OwnedBatch
 from pdserve.gateway.batches.files import Files
 from pdserve.gateway.batches.jsonl import ENVELOPE_BYTES
 from pdserve.gateway.batches.leases import BEAT_S, LeaseWatch
-from pdserve.gateway.batches.run import Ask, BatchRun
-from pdserve.gateway.batches.slots import LineSlots
+from pdserve.gateway.batches.run import STARTING_S, AbsentModels, Ask, BatchRun, LineSlots, WasUsed
 from pdserve.gateway.storage.database import Database, in_own_task
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
 
 log = logging.getLogger("pdserve.gateway.batches")
 

@@ -1,0 +1,1 @@
+"""The HTTP shell that carries every API: server, bounds, errors, streams, documentation."""

@@ -13,21 +13,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdserve.gateway.http.dialect import (
-    REQUEST_ID,
-    Dialect,
-    HttpError,
-    dialect_of,
-    error_response,
-)
-from pdserve.gateway.http.docs.pages import FOLDER, add_docs
+from pdserve.gateway.http.api import REQUEST_ID, Dialect, HttpError, dialect_of, error_response
+from pdserve.gateway.http.docs import FOLDER, add_docs
 from pdserve.gateway.http.guard import Guard, caller_of
-from pdserve.gateway.http.operations import add_operations
-from pdserve.gateway.http.traces import add_traces
-from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.http.operations import add_operations, add_traces
+from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.service import Service
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.keys import ApiKeys
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.tenants.keys import ApiKeys
 
 _ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 

@@ -13,13 +13,13 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.api import HttpLimits
 from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.requests.caller import Caller
 from pdserve.protos.common_pb2 import CANCELLED, INVALID_ARGUMENT, OVERLOADED
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
-from pdserve.services.host.tenants.fairness import FairShare
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.tenants.fair_semaphore import FairSemaphore
+from pdserve.services.common.tenants.fairness import FairShare
 
 MAX_VALUES = 1 << 19  # in one body; parsing that many takes about 0.1 s
 SMALL_BYTES = 1 << 13  # of a body that is parsed at once: within 2 ms, whatever its content

@@ -1,5 +1,9 @@
 """The ASGI layer before every route: request ids in and out, API keys, Host and Origin, turns.
 
+A browser sends requests for any page it shows. On a server that only this machine reaches, and that
+needs no key, such a request must not pass as its user's: the names under which a browser knows the
+server (Host) and the page (Origin) must be this machine's.
+
 One request enters in each pass of the event loop, and keys take turns: otherwise all that a flood
 has sent would be computed before another key's requests go on. Open paths take turns separately.
 
@@ -8,33 +12,66 @@ this machine reaches, without keys, answers no page of another origin.
 """
 
 import asyncio
+import ipaddress
 import re
 import time
 import uuid
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import lru_cache
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdserve.gateway.http.dialect import (
-    REQUEST_ID,
-    Dialect,
-    HttpError,
-    dialect_of,
-    error_response,
-)
-from pdserve.gateway.http.origin import foreign
-from pdserve.gateway.requests.caller import Caller
-from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
-from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
-from pdserve.services.host.tracing import TraceContext
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.api import REQUEST_ID, Dialect, HttpError, dialect_of, error_response
+from pdserve.services.common.tenants.fair_semaphore import FairSemaphore
+from pdserve.services.common.tenants.keys import EVERYBODY, ApiKeys, Tenant
+from pdserve.services.common.tracing import TraceContext
 
+MAX_NAME = 253  # characters of a host name
 API_KEY = "x-api-key"  # used without an Authorization header
 SESSION_ID = "x-session-id"
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address always means this machine."""
+    return len(host) <= MAX_NAME and _is_loopback(host)
+
+
+@lru_cache(256)
+def _is_loopback(host: str) -> bool:
+    name = host.strip("[]").rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def foreign(headers: Headers, allowed_origins: Collection[str]) -> str:
+    """Return why a request to a loopback server is not from this machine; empty if it is."""
+    if not is_loopback(_host_of(f"//{headers.get('host', '')}")):
+        return "this server accepts only requests to localhost; set an API key to allow others"
+    origin = headers.get("origin")
+    if origin is None or "*" in allowed_origins or origin in allowed_origins:
+        return ""
+    if is_loopback(_host_of(origin)):
+        return ""
+    return "web pages of other origins cannot call this server; allow them with --allow-origin"
+
+
+def _host_of(url: str) -> str:
+    """Return the host of a URL; empty if there is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
 
 
 class Guard:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
-from pdserve.gateway.requests.caller import Caller
-from pdserve.services.host.tenants.keys import Tenant
+from pdserve.gateway.caller import Caller
+from pdserve.services.common.tenants.keys import Tenant
 
 
 class InnerReply(NamedTuple):

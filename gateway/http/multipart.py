@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from pdserve.protos.common_pb2 import CANCELLED, INVALID_ARGUMENT
-from pdserve.services.host.errors import ServiceError, quoted
+from pdserve.services.common.errors import ServiceError, quoted
 
 PACE = 64 << 10  # bytes in a second
 MAX_FIELDS = 16

@@ -18,10 +18,10 @@ from pydantic import (
     model_validator,
 )
 
-from pdserve.gateway.requests.members import REFUSED, SERVED, Fate, Table, note
-from pdserve.gateway.requests.tool_use import Tool
+from pdserve.gateway.http.members import REFUSED, SERVED, Fate, Table, note
 from pdserve.gateway.sampling import refuse
-from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut, quoted
+from pdserve.services.common.errors import MAX_QUOTED, ServiceError, cut, quoted
+from pdserve.text.request import Tool
 
 log = logging.getLogger("pdserve.gateway.http")
 

@@ -10,8 +10,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx2
-from pydantic_core import to_json
-
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
@@ -25,6 +23,8 @@ from mcp.types import (
     TextContent,
     TextResourceContents,
 )
+from pydantic_core import to_json
+
 from pdserve.gateway.mcp.config import McpServer, ToolServerError
 from pdserve.gateway.mcp.offer import ServerTool, ToolResult
 

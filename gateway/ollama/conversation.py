@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from pdserve.gateway.http.validation import StrictModel
-from pdserve.gateway.openai.bodies.schema import MAX_TOOL_CALLS
+from pdserve.gateway.openai.request_models.schema import MAX_TOOL_CALLS
 
 
 def _no_images(value: Any) -> None:

@@ -5,14 +5,13 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from pdserve.gateway.http.answers.json_text import JsonPieces, object_json
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.json_text import JsonPieces, object_json
 from pdserve.gateway.ollama.models import served_name
 from pdserve.gateway.ollama.reply import times
-from pdserve.gateway.ollama.schema import OllamaEmbedBody, OllamaEmbeddingsBody
+from pdserve.gateway.ollama.request_models import OllamaEmbedBody, OllamaEmbeddingsBody
 from pdserve.gateway.openai.embeddings import EmbeddingReply
-from pdserve.gateway.pooling.runs import PreparedInputs
-from pdserve.gateway.pooling.vectors import shaped
-from pdserve.gateway.requests.caller import Caller
+from pdserve.gateway.pooling import PreparedInputs, shaped
 from pdserve.gateway.service import Service
 
 

@@ -1,30 +1,31 @@
-"""/v1/chat/completions: a conversation in, a whole answer or chunks out."""
+"""/v1/chat/completions: a conversation in, a whole answer or chunks out; and its batch form, as in
+vLLM.
+"""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, ScoredToken, only_text
-from pdserve.gateway.http.answers.direct_write import DirectWrite
-from pdserve.gateway.http.answers.json_text import JsonPieces, array_json, object_json
-from pdserve.gateway.openai import logprobs
-from pdserve.gateway.openai.bodies.schema import ChatBody
+from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
+from pdserve.gateway.http.responses import DirectWrite
+from pdserve.gateway.openai import parts
 from pdserve.gateway.openai.custom_input import CustomInput
-from pdserve.gateway.openai.text_chunk import TextChunk
-from pdserve.gateway.openai.usage import StreamUsage, usage_object
+from pdserve.gateway.openai.parts import StreamUsage, TextChunk, usage_object
+from pdserve.gateway.openai.request_models.schema import ChatBatchBody, ChatBody
 from pdserve.gateway.prepared_completion import Usage
-from pdserve.gateway.requests.caller import Caller
-from pdserve.gateway.requests.completions import ChatCompletionRequest
+from pdserve.gateway.sampling import check_logprobs
 from pdserve.gateway.service import Service
-from pdserve.gateway.text.parts import (
-    ContentPart,
-    ToolCallPart,
-    calls_of,
-    reasoning_of,
-    text_of,
-)
+from pdserve.text.parts import ContentPart, ToolCallPart, calls_of, reasoning_of, text_of
+from pdserve.text.request import ChatCompletionRequest
+
+# Open conversations of a batch; with log-probabilities, which take memory, only one is open.
+AT_ONCE = 16
 
 
 class ChatReply:
@@ -62,9 +63,9 @@ class ChatReply:
         """Return the fields of the whole answer, its choices and its usage. Raises ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
             if (num_top := self._body.prompt_logprobs) is not None:
-                logprobs.check_prompt_logprobs(completion.prompts, 1, num_top, "prompt_logprobs")
+                parts.check_prompt_logprobs(completion.prompts, 1, num_top, "prompt_logprobs")
             answers, usage = await self._service.completions.collect(
-                completion, partial(logprobs.ChatLogprobsText, self._as_ids)
+                completion, partial(parts.ChatLogprobsText, self._as_ids)
             )
             choices: list[dict[str, Any]] = [
                 {
@@ -82,7 +83,7 @@ class ChatReply:
                 for choice, answer in zip(choices, answers, strict=True):
                     choice["token_ids"] = answer.ids
             if num_top is not None:
-                head["prompt_logprobs"] = await logprobs.prompt_json(
+                head["prompt_logprobs"] = await parts.prompt_json(
                     completion.model.text.vocabulary,
                     completion.prompts[0].ids,
                     answers[0].prompt_scores,
@@ -223,7 +224,7 @@ class ChatReply:
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return logprobs.of_chat(tokens, self._as_ids)
+        return parts.of_chat(tokens, self._as_ids)
 
 
 def _choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
@@ -240,3 +241,36 @@ def _call(part: ToolCallPart) -> dict[str, Any]:
 
 def _custom_call(part: ToolCallPart, text: str) -> dict[str, Any]:
     return {"id": part.id, "type": "custom", "custom": {"name": part.name, "input": text}}
+
+
+async def chat_batch(service: Service, body: ChatBatchBody, caller: Caller) -> JsonPieces:
+    """Return the JSON text of the answer. Each conversation is a request; the first error ends all.
+    Raises ServiceError."""
+    choices: dict[int, dict[str, Any]] = {}
+    heads: list[dict[str, Any]] = []
+    total = Usage(0, 0, 0)
+    numbers = iter(range(len(body.messages)))
+
+    async def worker() -> None:
+        nonlocal total
+        for number in numbers:
+            chat_caller = replace(caller, request_id=f"{caller.request_id}-{number}")
+            reply = ChatReply(service, body.chat(number), chat_caller)
+            head, (choice,), usage = await reply.collected()
+            ids = head.pop("prompt_token_ids", None)
+            extra = {} if ids is None else {"prompt_token_ids": ids}
+            choices[number] = {**choice, "index": number, **extra}
+            heads.append(head)
+            total += usage
+            check_logprobs(body.sampling(), total.completion_tokens, "fewer conversations, or ")
+
+    num_workers = 1 if body.logprobs else min(AT_ONCE, len(body.messages))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(num_workers):
+                group.create_task(worker())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    texts = array_json(object_json(choices[number]) for number in range(len(choices)))
+    head = {**heads[0], "id": f"chatcmpl-{caller.request_id}"}
+    return object_json({**head, "choices": texts, "usage": usage_object(total)})

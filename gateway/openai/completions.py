@@ -6,17 +6,16 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from pdserve.gateway.http.answers.direct_write import DirectWrite
-from pdserve.gateway.http.answers.json_text import AT_ONCE, JsonPieces, array_json, object_json
-from pdserve.gateway.openai import logprobs
-from pdserve.gateway.openai.bodies.schema import CompletionBody
-from pdserve.gateway.openai.text_chunk import TextChunk
-from pdserve.gateway.openai.usage import StreamUsage, usage_object
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.json_text import AT_ONCE, JsonPieces, array_json, object_json
+from pdserve.gateway.http.responses import DirectWrite
+from pdserve.gateway.openai import parts
+from pdserve.gateway.openai.parts import StreamUsage, TextChunk, usage_object
+from pdserve.gateway.openai.request_models.schema import CompletionBody
 from pdserve.gateway.prepared_completion import PreparedCompletion, Usage
-from pdserve.gateway.requests.caller import Caller
-from pdserve.gateway.requests.completions import TextCompletionRequest
 from pdserve.gateway.service import Service
-from pdserve.gateway.text.parts import ContentPart, TextPart, text_of
+from pdserve.text.parts import ContentPart, TextPart, text_of
+from pdserve.text.request import TextCompletionRequest
 
 
 class CompletionReply:
@@ -49,7 +48,7 @@ class CompletionReply:
         async with self._service.prepare(self._request, self._caller) as completion:
             self._check(completion)
             answers, usage = await self._service.completions.collect(
-                completion, partial(logprobs.CompletionLogprobsText, self._as_ids)
+                completion, partial(parts.CompletionLogprobsText, self._as_ids)
             )
             prompt_logprobs: dict[int, JsonPieces] = {}  # log-probabilities, by prompt
             choices = []
@@ -65,7 +64,7 @@ class CompletionReply:
                     choice |= {"prompt_token_ids": list(prompt.ids), "token_ids": answer.ids}
                 if (num_top := self._body.prompt_logprobs) is not None:
                     if number not in prompt_logprobs:
-                        prompt_logprobs[number] = await logprobs.prompt_json(
+                        prompt_logprobs[number] = await parts.prompt_json(
                             completion.model.text.vocabulary,
                             prompt.ids,
                             answer.prompt_scores,
@@ -105,11 +104,11 @@ class CompletionReply:
                             choice["stop_reason"] = item.stop_reason
                         is_long = len(item.tokens) > AT_ONCE and scored
                         if is_long:
-                            logprobs_text = logprobs.CompletionLogprobsText(self._as_ids)
+                            logprobs_text = parts.CompletionLogprobsText(self._as_ids)
                             await logprobs_text.add(item.tokens)
                             choice["logprobs"] = logprobs_text.pieces()
                         elif scored:
-                            choice["logprobs"] = logprobs.of_completion(item.tokens, self._as_ids)
+                            choice["logprobs"] = parts.of_completion(item.tokens, self._as_ids)
                         if self._body.return_token_ids:
                             choice["token_ids"] = list(item.ids)
                             if item.choice not in started_choices:
@@ -155,4 +154,4 @@ class CompletionReply:
             ("logprobs", self._body.logprobs if self._body.echo else None),
         ):
             if num_top is not None:
-                logprobs.check_prompt_logprobs(completion.prompts, n, num_top, param)
+                parts.check_prompt_logprobs(completion.prompts, n, num_top, param)

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError, from_json, to_json
 
 from pdserve.gateway.http.validation import StrictModel
-from pdserve.gateway.requests.tool_use import Tool
+from pdserve.text.request import Tool
 
 INPUT = "input"
 _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')

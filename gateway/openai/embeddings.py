@@ -9,17 +9,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import to_json
 
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.content.model_texts import check_ids, check_room, kept_ids
-from pdserve.gateway.http.answers.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.http.fields import OF_ALL
+from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.http.validation import ModelName
-from pdserve.gateway.openai.bodies import described
-from pdserve.gateway.openai.bodies.body import OwnedBody
-from pdserve.gateway.openai.bodies.schema import texts_or_ids
-from pdserve.gateway.pooling.runs import PreparedInputs
-from pdserve.gateway.pooling.vectors import base64_of, shaped
-from pdserve.gateway.requests.caller import Caller
+from pdserve.gateway.model_texts import check_ids, check_room, kept_ids
+from pdserve.gateway.openai.request_models import base
+from pdserve.gateway.openai.request_models.base import OwnedBody
+from pdserve.gateway.openai.request_models.schema import texts_or_ids
+from pdserve.gateway.pooling import PreparedInputs, base64_of, shaped
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service, not_supported
 
@@ -37,9 +36,7 @@ class EmbeddingBody(OwnedBody):
 
     checked = OF_ALL
     model: ModelName = ""
-    input: Annotated[
-        Any, AfterValidator(_inputs), WithJsonSchema(described.texts_or_ids(MAX_INPUTS))
-    ]
+    input: Annotated[Any, AfterValidator(_inputs), WithJsonSchema(base.texts_or_ids(MAX_INPUTS))]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
     add_special_tokens: bool | None = None

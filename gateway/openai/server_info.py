@@ -1,5 +1,5 @@
-"""Routes with which clients of llama.cpp and vLLM query a server: /props, /slots, /load,
-/tokenizer_info, and /apply-template.
+"""Routes with which clients of llama.cpp and vLLM query a server: /tokenize, /detokenize, /props,
+/slots, /load, /tokenizer_info and /apply-template.
 
 A client sees the models, the number of open requests, and details of only its own requests.
 """
@@ -12,27 +12,68 @@ from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 from starlette.responses import JSONResponse
 
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.http.answers.replies import Reply
+from pdserve.gateway.http.api import ErrorShape
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import ErrorShape
-from pdserve.gateway.http.docs.document import described
+from pdserve.gateway.http.docs import described
 from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.observability.request_log import MAX_SHOWN
-from pdserve.gateway.openai.answers import (
+from pdserve.gateway.http.responses import Reply
+from pdserve.gateway.metrics.request_log import MAX_SHOWN
+from pdserve.gateway.openai.models import llama_sampling
+from pdserve.gateway.openai.request_models.base import parse
+from pdserve.gateway.openai.request_models.schema import (
+    DetokenizeBody,
+    TemplateBody,
+    TokenizeBody,
+    TokenizeChatBody,
+)
+from pdserve.gateway.openai.response_models import (
     AppliedTemplate,
     ServerLoad,
     ServerProps,
     Slots,
     TokenizerInfo,
 )
-from pdserve.gateway.openai.bodies.body import parse
-from pdserve.gateway.openai.bodies.schema import TemplateBody
-from pdserve.gateway.openai.models import llama_sampling
-from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import UNAVAILABLE
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
+
+
+async def tokenize(
+    service: Service, body: TokenizeBody | TokenizeChatBody, caller: Caller
+) -> dict[str, Any]:
+    """Return the ids of a prompt, or of messages after the template. Raises ServiceError."""
+    owner = caller.tenant.id
+    with service.limits.admit(owner):
+        await service.count(caller)
+        model = await service.catalog.get(body.model)
+        if isinstance(body, TokenizeChatBody):
+            ids = await service.prompt_ids(body.chat_request(), model, caller)
+        else:
+            ids = await service.texts.text_ids(
+                model, body.prompt, "prompt", owner, add_special_tokens=body.add_special_tokens
+            )
+        pieces = (
+            await service.texts.token_pieces(model, ids, owner) if body.return_token_strs else None
+        )
+        return {
+            "count": len(ids),
+            "max_model_len": model.card.context_len,
+            "tokens": ids,
+            "token_strs": pieces,
+        }
+
+
+async def detokenize(service: Service, body: DetokenizeBody, caller: Caller) -> dict[str, Any]:
+    """Return the text of ids. Raises ServiceError."""
+    owner = caller.tenant.id
+    with service.limits.admit(owner):
+        await service.count(caller)
+        model = await service.catalog.get(body.model)
+        skip = body.skip_special_tokens
+        prompt = await service.texts.decode(model, body.tokens, "tokens", owner, skip_special=skip)
+        return {"prompt": prompt}
 
 
 class ModelQuery(BaseModel):

@@ -1,0 +1,1 @@
+"""Rerank and score routes, with Cohere's and vLLM's fields."""

@@ -1,0 +1,1 @@
+"""The gateway's client of the router: sessions, and requests that survive a lost one."""

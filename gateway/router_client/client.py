@@ -39,11 +39,11 @@ from pdserve.protos.router_pb2 import (
     PickRequest,
     RequestEvent,
 )
-from pdserve.services.host.auth.access import Access
-from pdserve.services.host.discovery.discovery import Discovery
-from pdserve.services.host.errors import ServiceError, quoted
-from pdserve.services.host.rpc.fragments import send_ids
-from pdserve.services.host.rpc.token_rows import NumberedChoice, TokenRow
+from pdserve.services.common.auth.access import Access
+from pdserve.services.common.discovery.discovery import Discovery
+from pdserve.services.common.errors import ServiceError, quoted
+from pdserve.services.common.rpc.fragments import send_ids
+from pdserve.services.common.rpc.token_rows import NumberedChoice, TokenRow
 
 log = logging.getLogger(__name__)
 

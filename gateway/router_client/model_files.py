@@ -24,9 +24,9 @@ from pdserve.protos.router_pb2 import (
     WorkerView,
 )
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.rpc.blobs import BLOB_CACHE_BYTES, BlobCache, read_blob
-from pdserve.services.host.rpc.channel import may_be_closed
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.rpc.blobs import BLOB_CACHE_BYTES, BlobCache, read_blob
+from pdserve.services.common.rpc.channel import may_be_closed
 
 CALL_S = 10.0  # timeout of a unary call
 LIST_S = 2.0  # timeout of one router's models or fleet view

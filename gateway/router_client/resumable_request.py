@@ -17,9 +17,9 @@ from pdserve.protos.common_pb2 import (
     Tokens,
 )
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.host.discovery.rendezvous import rendezvous_order
-from pdserve.services.host.rpc.request_progress import LostTokens, RequestProgress, remaining_ms
-from pdserve.services.host.rpc.token_rows import NumberedChoice
+from pdserve.services.common.discovery.rendezvous import rendezvous_order
+from pdserve.services.common.rpc.request_progress import LostTokens, RequestProgress, remaining_ms
+from pdserve.services.common.rpc.token_rows import NumberedChoice
 
 
 class ResumableRequest:

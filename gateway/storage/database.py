@@ -31,7 +31,7 @@ from sqlalchemy.orm import DeclarativeBase
 
 from pdserve.gateway.storage.url import DRIVERS, check_folder
 from pdserve.protos.common_pb2 import UNAVAILABLE
-from pdserve.services.host.errors import MAX_QUOTED, ServiceError
+from pdserve.services.common.errors import MAX_QUOTED, ServiceError
 
 log = logging.getLogger("pdserve.gateway.database")
 

@@ -4,7 +4,7 @@ PostgreSQL rejects texts with a NUL character, SQLite does not; these checks ref
 """
 
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
 
 _NUL = "\0"
 

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
-from pdserve.gateway.http.docs.document import AnswerModel, described
+from pdserve.gateway.http.docs import AnswerModel, described
 from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.observability.meter import MeteredRequest
-from pdserve.gateway.observability.request_log import MAX_SHOWN
+from pdserve.gateway.metrics.request_log import MAX_SHOWN
+from pdserve.gateway.metrics.request_metrics import MeteredRequest
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.service import Service
 from pdserve.protos.fleet_pb2 import Role
 from pdserve.protos.router_pb2 import FleetView, WorkerView
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
 
 FRESH_S = 0.5  # maximum age of the fleet's view, so that many viewers cost no more than one
 

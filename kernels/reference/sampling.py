@@ -1,19 +1,223 @@
-"""Samples the next token of every stream of a step.
+"""Samples the next token of every stream of a step, on torch: edits of the logits, filters, noise,
+log-probabilities.
+
+A counter hash in 64-bit integers gives 32 random bits; u = (bits + 1/2) / 2**32 and
+g = -log(-log(u)) are computed with additions, multiplications and divisions of IEEE doubles, each
+rounded separately (no fused multiply-add, no library logarithm), in the order used here. A backend
+that follows this order gets the same floats. The hash chains the finalizer of SplitMix64 (Steele,
+Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+
+The edits are a pure function of the settings and the generated ids; the state kept here only avoids
+recomputation.
+
+Each filter is a lower bound on the scaled logits, so equal logits are kept or removed together.
 
 token = argmax(edited logits / T + gumbel(seed, choice, position, token id)), greedy = argmax. The
 token depends only on the logits and the stream, not on the rest of the batch. Ties go to the lowest
 id. A row without a finite best score (NaN logits) fails alone.
 """
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.kernels.reference.candidates import candidates
-from pdserve.kernels.reference.logit_edits import LogitEdits, disallowed
-from pdserve.kernels.reference.noise import gumbel_argmax, gumbel_at
-from pdserve.kernels.streams import GREEDY_BELOW, Mask, StreamSettings
+from pdserve.kernels.sampling_ops import GREEDY_BELOW, Mask, StreamSettings, TokenScores
+
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
+LN2 = 0.6931471805599453
+SQRT2 = 1.4142135623730951
+# log((1 + s) / (1 - s)) = 2 s (1 + z/3 + z^2/5 + ...), z = s^2 <= 0.0295: 11 terms reach 2^-53.
+SERIES = tuple(1.0 / (2 * i + 1) for i in range(11))
+FIRST_SORT = 256  # top_p rarely needs more tokens; sorting the whole vocabulary is slow
+
+
+def gumbel_noise(seeds: Tensor, choices: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """Return Gumbel noise, float32 [B, vocab], for int64 seeds, choices and positions [B]."""
+    ids = torch.arange(vocab, device=seeds.device)
+    return gumbel_at(seeds, choices, positions, ids.expand(len(seeds), vocab))
+
+
+def gumbel_at(seeds: Tensor, choices: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the noise of some token ids only: int64 [B, n] -> float32 [B, n]."""
+    u = _uniform(seeds, choices, positions, token_ids)
+    return (-_log(-_log(u))).to(torch.float32)
+
+
+def gumbel_argmax(scores: Tensor, seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
+    """Return the argmax over the vocabulary of scores + gumbel_noise; ties go to the lowest id.
+
+    scores float32 [B, vocab], finite or -inf with a finite maximum -> int64 [B]. The exact noise is
+    computed only for tokens that may win according to the library's logarithm, whose error is far
+    below the margin.
+    """
+    winners = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
+    ids = torch.arange(scores.shape[1], device=scores.device)[None]
+    for row in range(len(scores)):  # the temporaries of one row fit into the CPU cache
+        row_slice = slice(row, row + 1)
+        noise = _uniform(seeds[row_slice], choices[row_slice], positions[row_slice], ids)
+        noise.log_().neg_().log_().neg_()
+        approximate = noise.add_(scores[row_slice])
+        best = approximate.max()
+        margin = 1e-3 + 1e-5 * scores[row_slice].max().abs()
+        contenders = (approximate[0] >= best - margin).nonzero()[:, 0]
+        exact = scores[row, contenders] + gumbel_at(
+            seeds[row_slice], choices[row_slice], positions[row_slice], contenders[None]
+        ).squeeze(0)
+        winners[row] = contenders[exact.argmax()]
+    return winners
+
+
+def _uniform(seeds: Tensor, choices: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Return float64 in (0, 1), each exactly (bits + 1/2) / 2**32."""
+    key = _mix(seeds + GOLDEN)
+    key = _mix((key ^ choices) + GOLDEN)
+    key = _mix((key ^ positions) + GOLDEN)
+    bits = _shift(_mix(key[:, None] + (token_ids + 1) * GOLDEN), 32)
+    return bits.to(torch.float64).add_(0.5).mul_(2.0**-32)
+
+
+def _shift(x: Tensor, count: int) -> Tensor:
+    """Shift int64 right as if unsigned."""
+    return (x >> count).bitwise_and_((1 << (64 - count)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Apply SplitMix64's finalizer; products wrap modulo 2**64."""
+    x = _shift(x, 30).bitwise_xor_(x).mul_(MULTIPLIER_1)
+    x = _shift(x, 27).bitwise_xor_(x).mul_(MULTIPLIER_2)
+    return _shift(x, 31).bitwise_xor_(x)
+
+
+def _log(x: Tensor) -> Tensor:
+    """Return the natural logarithm of positive normal doubles, to a few units in the last place."""
+    bits = x.view(torch.int64)
+    exponent = (bits >> 52) - 1023
+    mantissa = ((bits & ((1 << 52) - 1)) | (1023 << 52)).view(torch.float64)  # [1, 2)
+    high = mantissa > SQRT2
+    mantissa = torch.where(high, mantissa * 0.5, mantissa)
+    k = (exponent + high.to(torch.int64)).to(torch.float64)
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    z = s * s
+    p = torch.full_like(z, SERIES[-1])
+    for coefficient in SERIES[-2::-1]:
+        p = p * z
+        p = p + coefficient
+    return k * LN2 + (2.0 * s) * p
+
+
+class LogitEdits:
+    """The edits of one stream, updated with its generated ids at each use."""
+
+    def __init__(self, settings: StreamSettings, vocab: int, device: torch.device) -> None:
+        self._settings = settings
+        self._num_counted = 0  # generated ids
+        self._bias = (
+            (_ids(settings.logit_bias, device), torch.tensor(list(settings.logit_bias.values())))
+            if settings.logit_bias
+            else None
+        )
+        self._masked = _ids(settings.masked_ids, device) if settings.masked_ids else None
+        self._counts = self._seen = None
+        self._windowed = bool(settings.penalty_window) and settings.penalizes
+        if self._windowed or settings.presence_penalty or settings.frequency_penalty:
+            self._counts = torch.zeros(vocab, device=device)
+        if self._counts is not None and self._windowed:
+            _add(self._counts, settings.penalized_prompt, 1)
+        if settings.repetition_penalty != 1:
+            self._seen = torch.zeros(vocab, dtype=torch.bool, device=device)
+            self._seen[_ids(settings.penalized_prompt, device)] = True
+        self._always = any(x is not None for x in (self._bias, self._counts, self._seen))
+
+    def active(self, num_generated: int) -> bool:
+        """Return whether the logits of the next token are edited at all."""
+        return self._always or self._masks(num_generated)
+
+    def apply(self, scores: Tensor, generated: list[int]) -> None:
+        """Edit one row of float32 logits [vocab] in place."""
+        settings = self._settings
+        self._count(generated)
+        if self._bias is not None:
+            ids, values = self._bias
+            scores[ids] += values.to(scores.device)
+        if self._seen is not None:
+            penalty = settings.repetition_penalty
+            penalized = torch.where(scores > 0, scores / penalty, scores * penalty)
+            torch.where(self._seen, penalized, scores, out=scores)
+        if self._counts is not None:
+            scores -= settings.presence_penalty * (self._counts > 0)
+            scores -= settings.frequency_penalty * self._counts
+        if self._masked is not None and self._masks(len(generated)):
+            scores[self._masked] = float("-inf")
+
+    def _masks(self, num_generated: int) -> bool:
+        return self._masked is not None and num_generated < self._settings.min_tokens
+
+    def _count(self, generated: list[int]) -> None:
+        added, removed = self._settings.penalty_changes(generated, self._num_counted)
+        self._num_counted = len(generated)
+        if not added:
+            return
+        if self._counts is not None:
+            _add(self._counts, added, 1)
+            _add(self._counts, removed, -1)
+        if self._seen is not None:
+            self._seen[_ids(added, self._seen.device)] = True
+        if self._seen is not None and self._counts is not None and removed:
+            ids = _ids(removed, self._seen.device)
+            self._seen[ids] = self._counts[ids] > 0
+
+
+def _add(counts: Tensor, ids: Sequence[int], times: int) -> None:
+    """Add `times` to the counts for each occurrence of an id."""
+    index = _ids(ids, counts.device)
+    counts.index_add_(0, index, torch.full((len(ids),), float(times), device=counts.device))
+
+
+def disallowed(mask: Mask, scores: Tensor) -> Tensor:
+    """Return the tokens of one row of scores that a mask excludes, bool [vocab]."""
+    bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little", count=len(scores))
+    return torch.from_numpy(bits == 0).to(scores.device)
+
+
+def _ids(ids: object, device: torch.device) -> Tensor:
+    return torch.tensor(list(ids), dtype=torch.int64, device=device)  # type: ignore[call-overload]
+
+
+def candidates(scaled: Tensor, settings: StreamSettings) -> Tensor:
+    """Return the ids that the filters keep of logits / T [vocab]: int64 [n], ascending.
+
+    In this order: the k best; of those, the best whose probabilities sum to top_p; of those, the
+    ones with at least min_p times the best probability. The best token always stays.
+    """
+    vocab = len(scaled)
+    peak = scaled.max()
+    floor, remaining = torch.full_like(peak, -math.inf), scaled
+    if 0 < settings.top_k < vocab:
+        floor = scaled.topk(settings.top_k).values[-1]
+        remaining = scaled[scaled >= floor]
+    if settings.top_p < 1:
+        floor = torch.maximum(floor, _nucleus_floor(remaining, settings.top_p))
+    if settings.min_p > 0:
+        floor = torch.maximum(floor, peak + math.log(settings.min_p))
+    return (scaled >= torch.minimum(floor, peak)).nonzero()[:, 0]
+
+
+def _nucleus_floor(scaled: Tensor, top_p: float) -> Tensor:
+    """Return the logit of the last token of the nucleus (Holtzman et al., arXiv:1904.09751)."""
+    total = scaled.double().logsumexp(0)
+    count = min(len(scaled), FIRST_SORT)
+    while True:
+        best = scaled.topk(count).values
+        mass = (best.double() - total).exp().cumsum(0)
+        num_inside = int((mass < top_p).sum())
+        if num_inside < count or count == len(scaled):
+            return best[min(num_inside, count - 1)]
+        count = len(scaled)
 
 
 class ReferenceStream:
@@ -97,3 +301,37 @@ def _keys(
         torch.tensor([streams[i].settings.choice for i in indices], device=device),
         torch.tensor([len(generated[i]) for i in indices], device=device),
     )
+
+
+@torch.inference_mode()
+def logprobs(
+    logits: Tensor, tokens: Sequence[int], count: int, also: Sequence[int] = ()
+) -> list[TokenScores]:
+    """Return the log-probability of tokens[r] under row r of raw logits [rows, vocab], with those
+    of the `count` best tokens of the row and then of the ids in `also`."""
+    token_ids = torch.tensor(tokens, device=logits.device)
+    total = logits.logsumexp(dim=-1)
+    token_logprobs = (logits.gather(1, token_ids[:, None])[:, 0] - total).tolist()
+    best = _best(logits, total, count) if count else [()] * len(token_logprobs)
+    if also:
+        extra_logprobs = (
+            logits[:, torch.tensor(also, device=logits.device)] - total[:, None]
+        ).tolist()
+        best = [
+            (*pairs, *zip(also, row, strict=True))
+            for pairs, row in zip(best, extra_logprobs, strict=True)
+        ]
+    return list(zip(token_logprobs, best, strict=True))
+
+
+def _best(rows: Tensor, total: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """Return the best tokens of each row, best first; ties go to the lowest id."""
+    floors = rows.topk(min(count, rows.shape[1])).values[:, -1]
+    best = []
+    for row, floor, log_sum in zip(rows, floors, total.tolist(), strict=True):
+        ids = (row >= floor).nonzero()[:, 0]
+        pairs = sorted(
+            zip(row[ids].tolist(), ids.tolist(), strict=True), key=lambda p: (-p[0], p[1])
+        )
+        best.append(tuple((i, value - log_sum) for value, i in pairs[:count]))
+    return best

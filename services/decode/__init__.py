@@ -1,0 +1,1 @@
+"""The decode worker: receives KV, generates tokens, migrates requests."""

@@ -16,7 +16,7 @@ from pdserve.engine.api.request import (
 )
 from pdserve.engine.api.sampling_bounds import MAX_CHOICES
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
 
 _FINISH = {
     FinishReason.STOP: pb.STOP,

@@ -14,8 +14,8 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
-from pdserve.engine.api.errors import EngineError, QueueFull
 from pdserve.engine.api.request import (
+    EngineError,
     Event,
     Evicted,
     Finished,
@@ -23,6 +23,7 @@ from pdserve.engine.api.request import (
     Pooled,
     PrefillComputed,
     PromptScored,
+    QueueFull,
     RequestFailed,
     Scheduled,
     Step,
@@ -31,6 +32,9 @@ from pdserve.engine.api.request import (
 from pdserve.engine.handoff.incoming import Received
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.rpc.outbox import TokensOutbox
+from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.decode.attempt import DecodeOutbox, DecodeSession, ServedAttempt
 from pdserve.services.decode.convert import (
     to_embedding,
@@ -41,11 +45,8 @@ from pdserve.services.decode.lease_machine import Lease, LeasePhase
 from pdserve.services.decode.leases import Leases
 from pdserve.services.decode.migration.source import MigrationSource
 from pdserve.services.decode.runtime import AdmissionReply, DecodeRuntime
-from pdserve.services.decode.single_flight.followers import SharingPolicy
+from pdserve.services.decode.single_flight import SharingPolicy
 from pdserve.services.decode.transcript import Transcript
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.rpc.outbox import TokensOutbox
-from pdserve.services.host.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.worker.core import WorkerCore, service_error, when_done
 
 log = logging.getLogger(__name__)

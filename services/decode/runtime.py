@@ -20,12 +20,12 @@ from pdserve.engine.handoff.recorder.event_log import EventLog
 from pdserve.engine.handoff.sender import Sender
 from pdserve.engine.scheduling.stats import EngineStats
 from pdserve.protos import fleet_pb2
+from pdserve.services.common.rpc.channel import advertised
 from pdserve.services.decode.leases import LeaseFigures
 from pdserve.services.decode.migration.outgoing import OutgoingMigrations
-from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.decode.single_flight.followers import SharingPolicy, SingleFlight
-from pdserve.services.host.rpc.channel import advertised
+from pdserve.services.decode.single_flight import SharingPolicy, SingleFlight
 from pdserve.services.worker.runtime import WorkerRuntime, load_of
+from pdserve.services.worker.settings import DecodeSettings
 
 REFUSED = {  # receiver's counter: the metric's reason
     "corrupt_frames": "payload",  # its tag does not match; requested again

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from pdserve.gateway.router_client.routing import choose
-from pdserve.services.host.discovery.discovery import Discovery
+from pdserve.services.common.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,6 @@
-"""One HTTP request and its response, as a proxy reports them to a picker.
+"""One HTTP request and its response, as a proxy reports them to a picker, and the messages for it.
+
+Names are those of the Gateway API Inference Extension's endpoint picker protocol.
 
 The answer to the request's headers names the endpoint. For a proxy that streams the body in both
 directions, that answer waits until the picker has read the body. A proxy that buffers the body is
@@ -6,21 +8,117 @@ answered at once, and the answer to the body names the endpoint. For any other p
 alone decide. Bodies pass through unchanged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+from google.protobuf.struct_pb2 import Struct
 from pydantic_core import to_json
 
-from pdserve.gateway.http.dialect import HttpError
+from pdserve.gateway.http.api import HttpError
 from pdserve.protos import ext_proc_pb2 as pb
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.fairness import FairShare
-from pdserve.services.host.tenants.keys import EVERYBODY
-from pdserve.services.picker import messages
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.tenants.fairness import FairShare
+from pdserve.services.common.tenants.keys import EVERYBODY
 from pdserve.services.picker.picker import EndpointChoice, EndpointPicker, ProxiedRequest
 
+DESTINATION = "x-gateway-destination-endpoint"  # a header, and a key in LB
+LB = "envoy.lb"
+SERVED = "x-gateway-destination-endpoint-served"  # a key in LB, of responses
+HINT = "envoy.lb.subset_hint"
+SUBSET = "x-gateway-destination-endpoint-subset"  # a key in HINT
+# Of the conformance tests: the endpoints that a client selects, what the echo server returns as a
+# header of its response, and the header that names the endpoint that served.
+TEST_SELECTION = "test-epp-endpoint-selection"
+TEST_ECHO = "x-echo-set-header"
+TEST_SERVED = "x-conformance-test-served-endpoint"
+CHUNK_BYTES = 62_000  # of a streamed body; some proxies accept at most 64 KiB
+OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 # (path, error) -> the error, and its JSON object
 ErrorWriter = Callable[[str, ServiceError], tuple[HttpError, dict[str, object]]]
 Responses = list[pb.ProcessingResponse]
+
+
+def headers_of(headers: pb.HttpHeaders) -> dict[str, str]:
+    """Return headers by lower-case name; the first of several with one name."""
+    values: dict[str, str] = {}
+    for header in headers.headers.headers:
+        value = header.raw_value.decode("latin-1") if header.raw_value else header.value
+        values.setdefault(header.key.lower(), value)
+    return values
+
+
+def hint_of(request: pb.ProcessingRequest) -> list[str] | None:
+    """Return the only endpoints that the proxy allows; None if it allows all. The proxy writes a
+    list or a comma-separated text."""
+    value = _metadata(request, HINT).get(SUBSET)
+    if value is None:
+        return None
+    texts = [value] if isinstance(value, str) else list(value)
+    return [address for text in texts if isinstance(text, str) for address in addresses_of(text)]
+
+
+def served_of(request: pb.ProcessingRequest) -> str:
+    """Return the endpoint that answered; empty if the proxy does not report it."""
+    served = _metadata(request, LB).get(SERVED, "")
+    return served if isinstance(served, str) else ""
+
+
+def addresses_of(text: str) -> list[str]:
+    """Return the addresses of a comma-separated text."""
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _metadata(request: pb.ProcessingRequest, namespace: str) -> Mapping[str, Any]:
+    metadata = request.metadata_context.filter_metadata
+    return dict(metadata[namespace]) if namespace in metadata else {}
+
+
+def destination(
+    endpoints: str, extra_headers: Mapping[str, str]
+) -> tuple[pb.CommonResponse, Struct]:
+    """Return the decision as request headers, with the extra ones, and as dynamic metadata."""
+    metadata = Struct()
+    metadata.update({LB: {DESTINATION: endpoints}})
+    common = pb.CommonResponse(
+        header_mutation=mutation({DESTINATION: endpoints, **extra_headers}), clear_route_cache=True
+    )
+    return common, metadata
+
+
+def mutation(headers: Mapping[str, str]) -> pb.HeaderMutation:
+    """Return a mutation that sets or replaces headers."""
+    options = [
+        pb.HeaderValueOption(
+            header=pb.HeaderValue(key=key, raw_value=value.encode()), append_action=OVERWRITE
+        )
+        for key, value in headers.items()
+    ]
+    return pb.HeaderMutation(set_headers=options)
+
+
+def chunks(parts: Sequence[bytes], end_of_stream: bool) -> Iterator[pb.CommonResponse]:
+    """Yield a body unchanged, in pieces that every proxy accepts; the last may end the stream."""
+    body = b"".join(parts)
+    starts = range(0, len(body), CHUNK_BYTES) or (0,)
+    for start in starts:
+        end = start + CHUNK_BYTES
+        piece = pb.StreamedBodyResponse(
+            body=body[start:end], end_of_stream=end_of_stream and end >= len(body)
+        )
+        yield pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=piece))
+
+
+def refusal(status: int, headers: Mapping[str, str], body: bytes) -> pb.ProcessingResponse:
+    """Return the answer that the client gets instead of an endpoint's."""
+    all_headers = {"content-type": "application/json", **headers}
+    return pb.ProcessingResponse(
+        immediate_response=pb.ImmediateResponse(
+            status=pb.HttpStatus(code=status),
+            headers=mutation(all_headers),
+            body=body,
+            details="endpoint_picker",
+        )
+    )
 
 
 class HeldBodies:
@@ -67,7 +165,7 @@ class Exchange:
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
         if self._hint is None:
-            self._hint = messages.hint_of(message)
+            self._hint = hint_of(message)
         if message.observability_mode or self._refused:
             return []
         match message.WhichOneof("request"):
@@ -88,7 +186,7 @@ class Exchange:
     # --- the request
 
     async def _request_headers(self, headers: pb.HttpHeaders) -> Responses:
-        self._headers = messages.headers_of(headers)
+        self._headers = headers_of(headers)
         waits = self._request_mode in (pb.FULL_DUPLEX_STREAMED, pb.BUFFERED)
         if headers.end_of_stream or not waits or not self._picker.wants_body(self._headers):
             return [await self._decision(b"")]
@@ -128,7 +226,7 @@ class Exchange:
             return []
         return [
             pb.ProcessingResponse(request_body=pb.BodyResponse(response=piece))
-            for piece in messages.chunks(parts, end_of_stream)
+            for piece in chunks(parts, end_of_stream)
         ]
 
     def _hold(self, amount: int) -> bool:
@@ -150,21 +248,21 @@ class Exchange:
     async def _decision(self, body: bytes, *, with_body: bool = False) -> pb.ProcessingResponse:
         """Return the answer with the decision: to the headers, or, `with_body`, to the body."""
         hint, extra_headers = self._hint, {}
-        if self._conformance and messages.TEST_SELECTION in self._headers:
-            hint = messages.addresses_of(self._headers[messages.TEST_SELECTION])
+        if self._conformance and TEST_SELECTION in self._headers:
+            hint = addresses_of(self._headers[TEST_SELECTION])
         request = ProxiedRequest(self._headers, body, hint)
         try:
             self._choice = await self._picker.pick(request)
         except ServiceError as error:
             self._refused = True
             http_error, error_object = self._write_error(request.path, error)
-            return messages.refusal(http_error.status, http_error.headers, to_json(error_object))
+            return refusal(http_error.status, http_error.headers, to_json(error_object))
         finally:
             self._give_back()
         endpoints = self._choice.text
         if self._conformance:
-            extra_headers = {messages.TEST_ECHO: f"{messages.TEST_SERVED}:{endpoints}"}
-        common, metadata = messages.destination(endpoints, extra_headers)
+            extra_headers = {TEST_ECHO: f"{TEST_SERVED}:{endpoints}"}
+        common, metadata = destination(endpoints, extra_headers)
         if with_body:
             body_response = pb.BodyResponse(response=common)
             return pb.ProcessingResponse(request_body=body_response, dynamic_metadata=metadata)
@@ -174,15 +272,13 @@ class Exchange:
     # --- the response
 
     def _response_headers(self, message: pb.ProcessingRequest) -> Responses:
-        served = messages.served_of(message)
+        served = served_of(message)
         if self._choice is not None and served:
             self._picker.served(self._choice, served)
         head = pb.HeadersResponse()
         if self._conformance:
-            headers = {
-                messages.TEST_SERVED: served or "fail: the proxy did not report the endpoint"
-            }
-            head.response.header_mutation.CopyFrom(messages.mutation(headers))
+            headers = {TEST_SERVED: served or "fail: the proxy did not report the endpoint"}
+            head.response.header_mutation.CopyFrom(mutation(headers))
         return [pb.ProcessingResponse(response_headers=head)]
 
     def _response_body(self, part: pb.HttpBody) -> Responses:
@@ -190,5 +286,5 @@ class Exchange:
             return [pb.ProcessingResponse(response_body=pb.BodyResponse())]
         return [
             pb.ProcessingResponse(response_body=pb.BodyResponse(response=piece))
-            for piece in messages.chunks([part.body], part.end_of_stream)
+            for piece in chunks([part.body], part.end_of_stream)
         ]

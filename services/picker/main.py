@@ -1,45 +1,78 @@
-"""The endpoint picker's process: builds its parts, serves, drains."""
+"""The endpoint picker's process: its gRPC service, and how its parts are built, serve and drain."""
 
 import asyncio
 import logging
 import secrets
 import time
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
 
-from pdserve.gateway.content.answer_format import ParserChoice
-from pdserve.gateway.http.dialect import HttpLimits
-from pdserve.gateway.limits import AdmissionLimits
+import grpc.aio
+
+from pdserve.gateway.admission import AdmissionLimits
+from pdserve.gateway.http.api import HttpLimits
 from pdserve.gateway.main import make_text_limits
-from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.metrics.metrics import GatewayMetrics
 from pdserve.gateway.router_client.client import RouterClient
-from pdserve.gateway.text_processes.pool import TextPool
-from pdserve.protos.ext_proc_pb2_grpc import add_ExternalProcessorServicer_to_server
-from pdserve.services.host import lifecycle
-from pdserve.services.host.auth.access import make_access, make_tls
-from pdserve.services.host.lifecycle import Report, run_until_signal, silent
-from pdserve.services.host.logs import configure_logging
-from pdserve.services.host.process import freeze_heap
-from pdserve.services.host.server import GrpcHost
-from pdserve.services.host.tenants.keys import make_keys
-from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
-from pdserve.services.host.tracing import NO_TRACER, Tracer, tracing
+from pdserve.protos import ext_proc_pb2 as pb
+from pdserve.protos.ext_proc_pb2_grpc import (
+    ExternalProcessorServicer,
+    add_ExternalProcessorServicer_to_server,
+)
+from pdserve.services.common import lifecycle
+from pdserve.services.common.auth.access import make_access, make_tls
+from pdserve.services.common.lifecycle import Report, run_until_signal, silent
+from pdserve.services.common.logs import configure_logging
+from pdserve.services.common.process import freeze_heap
+from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.tenants.keys import make_keys
+from pdserve.services.common.tenants.rate_limits import RateLimits, RateSettings
+from pdserve.services.common.tracing import NO_TRACER, Tracer, tracing
 from pdserve.services.picker.endpoints import Endpoints
 from pdserve.services.picker.exchange import Exchange, HeldBodies
 from pdserve.services.picker.metrics import PickerMetrics
 from pdserve.services.picker.picker import EndpointPicker
 from pdserve.services.picker.prompts import PromptReader, PromptService
-from pdserve.services.picker.service import METHOD, SERVICE, PickerServicer
 from pdserve.services.picker.settings import PickerSettings
+from pdserve.text.answer_format import ParserChoice
+from pdserve.text.processes.pool import TextPool
 
 if TYPE_CHECKING:
-    from pdserve.services.host.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics.process_metrics import MetricsPort
 
 log = logging.getLogger("pdserve.picker")
-
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+METHOD = f"/{SERVICE}/Process"
+Context = grpc.aio.ServicerContext[Any, Any]
 NAMES = ("readiness", SERVICE)  # of health checks in the protocol
 LIVE = "liveness"
 LOOK_S = 1.0  # between two looks for models, whose tokenizers are loaded ahead
 LAME_DUCK_S = 2.0  # for proxies to notice a stop before new connections are refused
+
+
+class PickerServicer(ExternalProcessorServicer):
+    """Serves ext_proc; `exchange` makes an Exchange."""
+
+    def __init__(self, exchange: Callable[[], Exchange], metrics: PickerMetrics) -> None:
+        self._exchange = exchange
+        self._metrics = metrics
+
+    async def Process(
+        self, request_iterator: AsyncIterator[pb.ProcessingRequest], context: Context
+    ) -> AsyncIterator[pb.ProcessingResponse]:
+        """Serve one HTTP request until its proxy's stream ends. An exception here ends the stream
+        with an error, and the Gateway's failure mode decides what happens to the request."""
+        exchange = self._exchange()
+        try:
+            async for message in request_iterator:
+                for response in await exchange.take(message):
+                    yield response
+        except Exception:
+            self._metrics.failed()
+            log.exception("a proxy's stream failed")
+            raise
+        finally:
+            exchange.close()
 
 
 class PickerProcess:
@@ -174,7 +207,7 @@ async def serve(settings: PickerSettings, report: Report, tracer: Tracer = NO_TR
 def _serve_metrics(picker: PickerProcess, settings: PickerSettings) -> "MetricsPort | None":
     if not settings.metrics_port:
         return None
-    from pdserve.services.host.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics.process_metrics import MetricsPort
 
     return MetricsPort(settings, settings.bind, settings.tls_cert, picker.metrics)
 

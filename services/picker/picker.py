@@ -12,9 +12,9 @@ from typing import Protocol
 from pdserve.gateway.http.guard import API_KEY, SESSION_ID
 from pdserve.protos.common_pb2 import OVERLOADED, UNAVAILABLE, ErrorCode
 from pdserve.protos.router_pb2 import PickReply, PickRequest
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
-from pdserve.services.host.tracing import NO_TRACER, TraceContext, Tracer
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.tenants.keys import EVERYBODY, ApiKeys, Tenant
+from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.picker.endpoints import AVOID_S, Endpoint, Endpoints, spread
 from pdserve.services.picker.metrics import PickerMetrics
 from pdserve.services.picker.prompts import RequestPrompt

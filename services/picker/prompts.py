@@ -6,24 +6,24 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from pdserve.gateway.anthropic.dialect import AnthropicDialect
+from pdserve.gateway.anthropic.api import AnthropicDialect
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
+from pdserve.gateway.http.api import Dialect, HttpError, HttpLimits, dialect_of
 from pdserve.gateway.http.app import create_routes
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import Dialect, HttpError, HttpLimits, dialect_of
 from pdserve.gateway.http.inner import post
-from pdserve.gateway.observability.readiness import Readiness
-from pdserve.gateway.ollama.dialect import OllamaDialect
-from pdserve.gateway.openai.dialect import OpenAiDialect
-from pdserve.gateway.pooling.runs import PreparedInputs
+from pdserve.gateway.ollama.api import OllamaDialect
+from pdserve.gateway.openai.api import OpenAiDialect
+from pdserve.gateway.pooling import PreparedInputs
 from pdserve.gateway.prepared_completion import PreparedCompletion
-from pdserve.gateway.requests.caller import Caller
-from pdserve.gateway.requests.completions import ChatCompletionRequest, TextCompletionRequest
-from pdserve.gateway.rerank.dialect import RerankDialect
+from pdserve.gateway.readiness import Readiness
+from pdserve.gateway.rerank.api import RerankDialect
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import CANCELLED
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.keys import Tenant
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.tenants.keys import Tenant
+from pdserve.text.request import ChatCompletionRequest, TextCompletionRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from pdserve.gateway.settings import PromptSettings
-from pdserve.services.host.discovery.target import check_targets
-from pdserve.services.host.options import ProbedSettings, option
+from pdserve.services.common.discovery.target import check_targets
+from pdserve.services.common.options import ProbedSettings, option
 
 
 @dataclass(frozen=True)

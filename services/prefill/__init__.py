@@ -1,0 +1,1 @@
+"""The prefill worker: computes the KV of prompts and sends it."""

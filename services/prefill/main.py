@@ -1,19 +1,67 @@
-"""The prefill process: builds its parts, serves, drains."""
+"""The prefill process: its gRPC service, and how its parts are built, serve and drain."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
 
 import grpc.aio
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.engine import Engine
-from pdserve.protos.worker_pb2_grpc import add_PrefillServicer_to_server
-from pdserve.services.host.lifecycle import Report, silent
-from pdserve.services.host.tracing import NO_TRACER, Tracer
-from pdserve.services.prefill.core import PrefillCore
-from pdserve.services.prefill.runtime import PrefillRuntime
-from pdserve.services.prefill.servicer import PrefillService
-from pdserve.services.prefill.settings import PrefillSettings
+from pdserve.protos.worker_pb2 import PrefillCommand, PrefillMessage, PrefillStart
+from pdserve.protos.worker_pb2_grpc import PrefillServicer, add_PrefillServicer_to_server
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.lifecycle import Report, silent
+from pdserve.services.common.rpc.fragments import IdsCollector
+from pdserve.services.common.tracing import NO_TRACER, Tracer
+from pdserve.services.prefill.core import PrefillCore, PrefillRuntime, PrefillSession
 from pdserve.services.worker.process import run_worker
 from pdserve.services.worker.role import WorkerRole
+from pdserve.services.worker.settings import PrefillSettings
+
+log = logging.getLogger(__name__)
+
+
+class PrefillService(PrefillServicer):
+    """One multiplexed session for each router."""
+
+    def __init__(self, core: PrefillCore) -> None:
+        self._core = core
+
+    async def Session(
+        self, request_iterator: AsyncIterator[PrefillCommand], context: Any
+    ) -> AsyncIterator[PrefillMessage]:
+        batches = self._core.serve(partial(self._read, request_iterator), context)
+        async with aclosing(batches):
+            async for events in batches:
+                yield PrefillMessage(events=events)
+
+    async def _read(self, commands: AsyncIterator[PrefillCommand], session: PrefillSession) -> None:
+        ids = IdsCollector()
+        async for command in commands:
+            match command.WhichOneof("command"):
+                case "ids_part":
+                    ids.collect(command.ids_part)
+                case "start":
+                    self._start(session, command.start, ids)
+                case "cancel":
+                    self._core.cancel(session, command.cancel.attempt)
+                case "hello":
+                    self._core.greet(session, command.hello)
+                    log.debug("router %s opened a session", command.hello.router_boot.hex())
+                case _:
+                    log.warning("ignored an empty or unknown command")
+
+    def _start(self, session: PrefillSession, start: PrefillStart, ids: IdsCollector) -> None:
+        try:
+            prompt_ids = ids.take(start.attempt.hex(), start.ids)
+        except ServiceError as error:
+            self._core.refuse(session, start.attempt, error)
+        else:
+            self._core.start(session, start, prompt_ids)
 
 
 class PrefillRole(WorkerRole[PrefillSettings, PrefillCore, PrefillRuntime]):

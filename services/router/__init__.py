@@ -1,0 +1,1 @@
+"""The router: chooses workers for requests, and fails over to others."""

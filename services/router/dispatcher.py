@@ -1,10 +1,14 @@
 """Owns all requests of the router: takes them from clients and routes workers' events to them.
 
+A broken session loses the messages in flight, perhaps even `Placed`. Decode keeps the last events
+of an ended attempt for a while (KEPT of services/decode/lease_machine.py): a request that is issued
+again needs only its placement to receive them, and nothing is computed twice.
+
 Synchronous; time is an argument, and the shell around it owns the sockets. Invariant: one request
 per (client, request id). A message that names an unknown or ended attempt is counted and ignored.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from random import Random
 
@@ -13,30 +17,57 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.host.errors import ServiceError, quoted
-from pdserve.services.host.metrics.observations import Observations
-from pdserve.services.host.rpc.request_progress import RequestProgress
-from pdserve.services.host.rpc.token_rows import TokenRow
-from pdserve.services.host.tracing import NO_TRACER, TraceContext, Tracer
-from pdserve.services.router.fleet.fleet import Fleet, Worker
-from pdserve.services.router.fleet.served_models import ServedModels
+from pdserve.services.common.errors import ServiceError, quoted
+from pdserve.services.common.metrics.observations import Observations
+from pdserve.services.common.rpc.request_progress import RequestProgress
+from pdserve.services.common.rpc.token_rows import TokenRow
+from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
+from pdserve.services.router.fleet.fleet import Fleet, ServedModels, Worker
 from pdserve.services.router.placement.policy import Rules
-from pdserve.services.router.requests import actions as do
-from pdserve.services.router.requests import events as on
-from pdserve.services.router.requests.actions import FailureReason
-from pdserve.services.router.requests.effects import Assignment, Client, Command
-from pdserve.services.router.requests.events import Reachability
-from pdserve.services.router.requests.machine import MAX_CRASHES
-from pdserve.services.router.requests.migrations import Migrations
-from pdserve.services.router.requests.placer import Placer
-from pdserve.services.router.requests.recently_finished import RecentlyFinished
-from pdserve.services.router.requests.request import FAILURES, RoutedRequest
-from pdserve.services.router.requests.transition import Transition
+from pdserve.services.router.request import actions as do
+from pdserve.services.router.request import events as on
+from pdserve.services.router.request.actions import FailureReason
+from pdserve.services.router.request.effects import Assignment, Client, Command
+from pdserve.services.router.request.events import Reachability
+from pdserve.services.router.request.machine import MAX_CRASHES
+from pdserve.services.router.request.migrations import Migrations
+from pdserve.services.router.request.placer import Placer
+from pdserve.services.router.request.request import FAILURES, RoutedRequest
+from pdserve.services.router.request.transition import Transition
 
+KEEP_S = 5.0  # as long as decode keeps them
+Key = tuple[bytes, str]  # client, request
 BUSY_S = 0.1  # a busy worker takes no work for this long, or until its next load
 YOUNG_S = 5.0  # workers may still be joining a router of this age
 # Bounds of the histogram of waits in the queue.
 QUEUE_WAITS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+
+
+class RecentlyFinished:
+    """Placements of ended requests, for KEEP_S seconds."""
+
+    def __init__(self) -> None:
+        # Oldest first: epoch, placement, time of the end.
+        self._ended: OrderedDict[Key, tuple[int, pb.Placement, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def add(self, key: Key, epoch: int, placement: pb.Placement, now: float) -> None:
+        """Remember where a request ended."""
+        self._ended[key] = (epoch, placement, now)
+        self._ended.move_to_end(key)
+
+    def restore(self, key: Key, start: pb.Start) -> None:
+        """Add the placement to a Start that was issued again without it."""
+        ended = self._ended.get(key)
+        if ended is not None and ended[0] < start.epoch and not start.HasField("placement"):
+            start.placement.CopyFrom(ended[1])
+
+    def tick(self, now: float) -> None:
+        """Forget placements older than KEEP_S."""
+        while self._ended and now - next(iter(self._ended.values()))[2] >= KEEP_S:
+            self._ended.popitem(last=False)
 
 
 class Dispatcher:

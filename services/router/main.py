@@ -11,25 +11,24 @@ from pdserve.engine.kv.identity import Mixing
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2_grpc import add_FleetServicer_to_server
 from pdserve.protos.router_pb2_grpc import add_RouterServicer_to_server
-from pdserve.services.host import lifecycle
-from pdserve.services.host.auth.access import make_access, make_tls
-from pdserve.services.host.lifecycle import Report, run_until_signal, silent
-from pdserve.services.host.logs import configure_logging
-from pdserve.services.host.process import freeze_heap
-from pdserve.services.host.rpc.blobs import BlobService
-from pdserve.services.host.server import GrpcHost
-from pdserve.services.host.tenants.keys import make_keys
-from pdserve.services.host.tenants.rate_limits import make_rate_limits
-from pdserve.services.host.tracing import NO_TRACER, Tracer, tracing
+from pdserve.services.common import lifecycle
+from pdserve.services.common.auth.access import make_access, make_tls
+from pdserve.services.common.lifecycle import Report, run_until_signal, silent
+from pdserve.services.common.logs import configure_logging
+from pdserve.services.common.process import freeze_heap
+from pdserve.services.common.rpc.blobs import BlobService
+from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.tenants.keys import make_keys
+from pdserve.services.common.tenants.rate_limits import make_rate_limits
+from pdserve.services.common.tracing import NO_TRACER, Tracer, tracing
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.fleet.blobs import FleetBlobs
-from pdserve.services.router.join_service import JoinService
 from pdserve.services.router.placement.policy import Rules
-from pdserve.services.router.service import OPEN_METHODS, RouterService
+from pdserve.services.router.servicer import OPEN_METHODS, JoinService, RouterService
 from pdserve.services.router.settings import RouterSettings
 
 if TYPE_CHECKING:
-    from pdserve.services.host.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics.process_metrics import MetricsPort
 
 SERVICES = ("pdserve.v1.Router", "pdserve.v1.Fleet", "pdserve.v1.Blobs")
 
@@ -133,7 +132,7 @@ async def serve(
 def _serve_metrics(router: RouterProcess, settings: RouterSettings) -> "MetricsPort | None":
     if not settings.metrics_port:
         return None
-    from pdserve.services.host.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics.process_metrics import MetricsPort
     from pdserve.services.router.metrics import RouterMetrics
 
     collector = RouterMetrics(router.core)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pdserve.services.host.options import BackendSettings, PublicSettings, option
+from pdserve.services.common.options import BackendSettings, PublicSettings, option
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pdserve.engine.kv.codec import encode_spec
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.host.rpc.blobs import blob_digest
+from pdserve.services.common.rpc.blobs import blob_digest
 
 
 def model_card(

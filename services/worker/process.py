@@ -16,24 +16,24 @@ from pdserve.engine.execution.runner import DeviceLost
 from pdserve.engine.thread import EngineThread
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
-from pdserve.services.host import lifecycle
-from pdserve.services.host.auth.access import make_access
-from pdserve.services.host.discovery.discovery import Discovery
-from pdserve.services.host.lifecycle import Report, run_until_signal
-from pdserve.services.host.logs import configure_logging
-from pdserve.services.host.process import freeze_heap
-from pdserve.services.host.rpc.blobs import BlobCache, BlobService
-from pdserve.services.host.rpc.channel import advertised
-from pdserve.services.host.server import GrpcHost
-from pdserve.services.host.stall_detector import StallDetector
-from pdserve.services.host.tracing import Tracer, tracing
+from pdserve.services.common import lifecycle
+from pdserve.services.common.auth.access import make_access
+from pdserve.services.common.discovery.discovery import Discovery
+from pdserve.services.common.lifecycle import Report, run_until_signal
+from pdserve.services.common.logs import configure_logging
+from pdserve.services.common.process import freeze_heap
+from pdserve.services.common.rpc.blobs import BlobCache, BlobService
+from pdserve.services.common.rpc.channel import advertised
+from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.stall_detector import StallDetector
+from pdserve.services.common.tracing import Tracer, tracing
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.role import WorkerRole
 from pdserve.services.worker.runtime import WorkerRuntime
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S, WorkerSettings
 
 if TYPE_CHECKING:
-    from pdserve.services.host.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics.process_metrics import MetricsPort
     from pdserve.services.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ class WorkerProcess:
         )
         if self._settings.metrics_port:
             # Imported here, because few processes have a metrics port and the imports take 50 ms.
-            from pdserve.services.host.metrics.process_metrics import MetricsPort
+            from pdserve.services.common.metrics.process_metrics import MetricsPort
             from pdserve.services.worker.metrics import WorkerMetrics
 
             self._metrics = WorkerMetrics(hello)

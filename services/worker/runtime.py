@@ -32,7 +32,7 @@ from pdserve.engine.transport.base import KvTransport, TransportOptions
 from pdserve.engine.transport.cuda_ipc.device_cupy import opener
 from pdserve.engine.transport.registry import make_transports
 from pdserve.protos import fleet_pb2 as pb
-from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
+from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION
 from pdserve.services.worker.card import model_card
 from pdserve.services.worker.settings import WorkerSettings
 

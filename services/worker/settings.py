@@ -1,11 +1,11 @@
-"""Options that prefill and decode workers share; each adds its own in a subclass."""
+"""Options of prefill and decode workers."""
 
 from dataclasses import dataclass
 
-from pdserve.services.host.discovery.target import check_targets
-from pdserve.services.host.options import BackendSettings, option
+from pdserve.services.common.discovery.target import check_targets
+from pdserve.services.common.options import BackendSettings, option
 
-# Time limits of a worker's stop, beyond those of every service (services/host/options.py).
+# Time limits of a worker's stop, beyond those of every service (services/common/options.py).
 LEAVE_S = 2.0  # for the streams to the routers to end
 CLOSE_S = 10.0  # for the engine's thread to end, and the hand-offs
 
@@ -56,3 +56,18 @@ class WorkerSettings(BackendSettings):
 
     def __post_init__(self) -> None:
         check_targets("--routers", self.routers)
+
+
+@dataclass(frozen=True)
+class PrefillSettings(WorkerSettings):
+    """Where a prefill worker listens, which routers it joins, and how its KV moves."""
+
+
+@dataclass(frozen=True)
+class DecodeSettings(WorkerSettings):
+    """Where a decode worker listens, which routers it joins, and how KV reaches it."""
+
+    data_bind: str = option("127.0.0.1:0", "host:port on which the worker receives KV hand-offs")
+    data_advertise: str = option(
+        "", "host:port at which prefill workers reach --data-bind; empty: the bound address"
+    )

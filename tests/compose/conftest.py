@@ -7,7 +7,7 @@ from builders.changed_weights import write_changed
 from systems.compose_project import KEY, MODEL, Project
 from systems.docker_engine import DockerEngine, docker_engine, missing
 
-from pdserve.services.cli.http_client import ApiClient
+from pdserve.cli.http_client import ApiClient
 
 
 @pytest.fixture(scope="session")

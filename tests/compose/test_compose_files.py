@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pdserve.services.cli.commands import COMMANDS, known_names
-from pdserve.services.host.options import GRACE_S, STOP_S
-from pdserve.services.options.options import ENV_PREFIX
+from pdserve.cli.commands import COMMANDS, known_names
+from pdserve.cli.options.options import ENV_PREFIX
+from pdserve.services.common.options import GRACE_S, STOP_S
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from systems.compose_project import MODEL, ROLES, Project
 from systems.docker_engine import DockerEngine
 from systems.eventually import wait_until
 
-from pdserve.services.cli.http_client import ApiClient, ApiError
+from pdserve.cli.http_client import ApiClient, ApiError
 
 NUM_STREAMS = 12
 RUNNING = r"^vllm:num_requests_running{.*} (\S+)"

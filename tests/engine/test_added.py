@@ -23,7 +23,7 @@ from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.load import load_model
 from pdserve.engine.models.config import UnsupportedModel
-from pdserve.engine.models.layers.norm import TorchNorm
+from pdserve.engine.models.layers.linear import TorchNorm
 from pdserve.engine.models.layers.torch_part import computes, make_part
 from pdserve.engine.models.parts import Norm, Part, TensorSpec
 

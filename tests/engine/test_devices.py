@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pdserve.engine.devices import resolve_device
+from pdserve.engine.load import resolve_device
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_worker_exits_with_one_sentence() -> None:
-    command = [sys.executable, "-m", "pdserve.services.cli.main", "decode", "--device", "cuda"]
+    command = [sys.executable, "-m", "pdserve.cli.main", "decode", "--device", "cuda"]
     done = subprocess.run(
         [*command, "--routers", "127.0.0.1:9"],
         capture_output=True,

@@ -5,12 +5,14 @@ import pytest
 from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 from fakes.decoder import fake_spec, reference
 
-from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from pdserve.engine.api.request import (
     ChoiceState,
+    ContextLengthExceeded,
     Finished,
     FinishReason,
+    InvalidRequest,
     NewTokens,
+    QueueFull,
 )
 
 

@@ -19,9 +19,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pdserve.engine.api.errors import ContextLengthExceeded
 from pdserve.engine.api.request import (
     ChoiceState,
+    ContextLengthExceeded,
     Evicted,
     Finished,
     NewTokens,
@@ -31,7 +31,7 @@ from pdserve.engine.api.request import (
     Step,
     prefix_ids,
 )
-from pdserve.engine.scheduling.reservation import Reservation
+from pdserve.engine.scheduling.job_table import Reservation
 
 TICK_S = 0.01  # between two readings of the clock, so that runs are reproducible
 

@@ -19,9 +19,9 @@ from pdserve.engine.checkpoints.gguf.mapping import tensor_role
 from pdserve.engine.checkpoints.gguf.writer import quantize_gguf
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.checkpoints.weight_loader import WeightLoader
-from pdserve.engine.isq import isq_formats
 from pdserve.engine.load import load_model, open_checkpoint
 from pdserve.engine.models.layer import tensor_shapes
+from pdserve.engine.quantize_on_load import isq_formats
 from pdserve.engine.weights.format import BLOCKS
 from pdserve.engine.weights.mix import TYPES, MatrixRole
 

@@ -6,9 +6,9 @@ from random import Random
 import pytest
 from builders.engine_kit import ask, fake_engine
 
-from pdserve.engine.liveness import SLACK, LivenessCounter
 from pdserve.engine.scheduling.stats import GROWTH, StepMeter
-from pdserve.services.host.stall_detector import FROZEN_S, MIN_LOOKS, StallDetector
+from pdserve.engine.thread import SLACK, LivenessCounter
+from pdserve.services.common.stall_detector import FROZEN_S, MIN_LOOKS, StallDetector
 
 
 def verdicts(liveness: LivenessCounter, start: float, end: float, every_s: float) -> list[float]:

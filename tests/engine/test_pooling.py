@@ -16,12 +16,13 @@ from builders.tiny_models import write_tiny
 from fakes.decoder import VOCAB, FakeDecoder, fake_spec
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.engine.api.request import (
     ChoiceState,
+    ContextLengthExceeded,
     Event,
     Finished,
     Grammar,
+    InvalidRequest,
     NewTokens,
     Pooled,
     PrefillComputed,

@@ -16,29 +16,29 @@ from starlette.types import ASGIApp
 from systems.cluster_secret import ACCESS
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.anthropic.dialect import AnthropicDialect
-from pdserve.gateway.content.answer_format import ParserChoice
-from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
+from pdserve.gateway.admission import AdmissionLimits
+from pdserve.gateway.anthropic.api import AnthropicDialect
+from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
+from pdserve.gateway.http.api import HttpLimits
 from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.http.serving.server import HttpServer
 from pdserve.gateway.http.serving.sockets import listen
-from pdserve.gateway.limits import AdmissionLimits
-from pdserve.gateway.observability.readiness import Readiness
-from pdserve.gateway.ollama.dialect import OllamaDialect
-from pdserve.gateway.openai.dialect import OpenAiDialect
-from pdserve.gateway.rerank.dialect import RerankDialect
+from pdserve.gateway.ollama.api import OllamaDialect
+from pdserve.gateway.openai.api import OpenAiDialect
+from pdserve.gateway.readiness import Readiness
+from pdserve.gateway.rerank.api import RerankDialect
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.gateway.storage.response_store import ResponseStore
 from pdserve.gateway.web.fleet import add_fleet
 from pdserve.gateway.web.pages import add_pages
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
-from pdserve.services.host.rpc.backpressure import Backpressure
-from pdserve.services.host.server import GrpcHost
-from pdserve.services.host.tenants.keys import ApiKeys
-from pdserve.services.host.tenants.rate_limits import RateLimits
+from pdserve.services.common.rpc.backpressure import Backpressure
+from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.tenants.keys import ApiKeys
+from pdserve.services.common.tenants.rate_limits import RateLimits
+from pdserve.text.answer_format import ParserChoice
 
 BOUNDS = HttpLimits(
     max_body_bytes=1 << 16,

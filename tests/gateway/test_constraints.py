@@ -11,13 +11,11 @@ from oracles.http_errors import CHAT, HI, check
 from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.engine.api.sampling_bounds import MAX_SEQUENCE_IDS
-from pdserve.gateway.requests.caller import Caller
-from pdserve.gateway.requests.completions import TextCompletionRequest
-from pdserve.gateway.requests.sampling import RequestedSampling
-from pdserve.gateway.requests.structure import Structure
+from pdserve.gateway.caller import Caller
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
+from pdserve.text.request import RequestedSampling, Structure, TextCompletionRequest
 
 pytestmark = pytest.mark.anyio
 WORD = Structure("regex", "[a-z]+", "regex")

@@ -16,12 +16,12 @@ from systems.eventually import LIMIT_S, eventually
 from systems.text_pools import LIMITS, Pool, workers
 from tokenizers import Tokenizer
 
-from pdserve.gateway.requests.structure import Structure
-from pdserve.gateway.text.errors import TextError
-from pdserve.gateway.text.messages import TemplateInput
-from pdserve.gateway.text.vocabulary import TextCard
-from pdserve.gateway.text_processes.pool import LoadedText
-from pdserve.gateway.text_processes.structure_cache import ENTRY_BYTES, StructureCache
+from pdserve.text.errors import TextError
+from pdserve.text.messages import TemplateInput
+from pdserve.text.processes.pool import LoadedText
+from pdserve.text.request import Structure
+from pdserve.text.structured_output.cache import ENTRY_BYTES, StructureCache
+from pdserve.text.tokenizer.vocabulary import TextCard
 
 pytestmark = pytest.mark.anyio
 SLOW = HOSTILE["GBNF"]  # up to the time limit
@@ -182,7 +182,7 @@ def test_a_cached_error_expires() -> None:
 async def test_a_grammar_whose_child_was_killed_is_compiled_later(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.gateway.text_processes.pool.DEATH_S", 0.0)
+    monkeypatch.setattr("pdserve.text.processes.pool.DEATH_S", 0.0)
     text = await loaded(pool)
     await text.processes.grammar(b"", WORD)
     (child,) = workers()

@@ -9,12 +9,12 @@ from fakes.router import FakeRouter, finished, placed, saying, tokens
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.grpc_text import TEXT_METHODS
+from pdserve.gateway.grpc_api import TEXT_METHODS
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest, CompleteRequest, TextOptions
 from pdserve.protos.text_pb2_grpc import TextStub
-from pdserve.services.host.rpc.backpressure import Backpressure
-from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
+from pdserve.services.common.rpc.backpressure import Backpressure
+from pdserve.services.common.tenants.rate_limits import RateLimits, RateSettings
 
 pytestmark = pytest.mark.anyio
 HI = [ChatMessage(role="user", content="hi")]

@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from pdserve.gateway.observability.histogram import MemoryHistogram
+from pdserve.gateway.metrics.metrics import MemoryHistogram
 
 BOUNDS = (0.001, 0.5, 2)
 VALUES = [(0.0005, 1), (0.001, 3), (0.3, 2), (2.0, 1), (99.0, 4)]

@@ -22,9 +22,9 @@ from systems.chaos.cluster import lasting_port
 from systems.cluster_secret import SECRET
 from systems.eventually import LIMIT_S, eventually
 
+from pdserve.cli.http_client import ApiClient
 from pdserve.gateway.main import make_text_limits, run
 from pdserve.gateway.settings import GatewaySettings
-from pdserve.services.cli.http_client import ApiClient
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
@@ -144,7 +144,7 @@ async def test_json_logs(anyio_backend):
     words = ("gateway", "--port", str(port), "--routers", address, "--log-format", "json")
     gateway = Gateway(
         await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "pdserve.services.cli.main", *words),
+            *(sys.executable, "-m", "pdserve.cli.main", *words),
             env={**os.environ, "PDSERVE_CLUSTER_SECRET": SECRET},
             stderr=asyncio.subprocess.PIPE,
         )
@@ -224,8 +224,8 @@ def test_text_limits_are_set_by_the_options():
 @pytest.mark.parametrize(
     "broken",
     [
-        "pdserve.services.host.discovery.discovery.resolve",
-        "pdserve.gateway.observability.readiness.Readiness.models",
+        "pdserve.services.common.discovery.discovery.resolve",
+        "pdserve.gateway.readiness.Readiness.models",
     ],
 )
 def test_the_gateway_exits_when_a_task_fails(broken, monkeypatch, capsys):

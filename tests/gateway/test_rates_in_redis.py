@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from systems.eventually import wait_until
 
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.tenants.rate_limits import RateLimits, RateSettings
 
 pytestmark = pytest.mark.anyio
 OWNER = b"one key"

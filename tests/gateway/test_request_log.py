@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.observability import request_log
-from pdserve.gateway.observability.request_log import RequestLog
+from pdserve.gateway.metrics import request_log
+from pdserve.gateway.metrics.request_log import RequestLog
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from systems.eventually import LIMIT_S, eventually
 from systems.text_pools import Pool, workers
 
 from pdserve.gateway.catalog import Catalog
-from pdserve.gateway.router_client.merge import merge
+from pdserve.gateway.router_client.upstream import merge
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
@@ -190,11 +190,11 @@ async def test_ready_waits_for_the_tokenizer(make_http, monkeypatch):
 
     router.blob = late
     client = make_http(router)
-    monkeypatch.setattr("pdserve.gateway.observability.readiness.LOAD_S", 0.01)
+    monkeypatch.setattr("pdserve.gateway.readiness.LOAD_S", 0.01)
     early = await client.get("/ready")
     assert early.status_code == 503
     assert "no model's tokenizer is loaded yet" in early.text
-    monkeypatch.setattr("pdserve.gateway.observability.readiness.LOAD_S", LIMIT_S)
+    monkeypatch.setattr("pdserve.gateway.readiness.LOAD_S", LIMIT_S)
     arrives.set()
     assert (await client.get("/ready")).json()["models"] == ["tiny"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.observability import siblings
-from pdserve.gateway.observability.siblings import Siblings
+from pdserve.gateway.metrics import gateway_processes
+from pdserve.gateway.metrics.gateway_processes import Siblings
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +41,7 @@ async def test_live_processes_answer(tmp_path: Path, anyio_backend: str) -> None
 async def test_a_partial_answer_is_ignored_and_a_late_one_is_not_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
 ) -> None:
-    monkeypatch.setattr(siblings, "ANSWER_S", 0.1)
+    monkeypatch.setattr(gateway_processes, "ANSWER_S", 0.1)
     asking = Siblings(tmp_path, 0, 3)
 
     async def dies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

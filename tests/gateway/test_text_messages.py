@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.requests.structure import Structure
-from pdserve.gateway.text.errors import TextError
-from pdserve.gateway.text_processes.host import MessageStream
-from pdserve.gateway.text_processes.pool import TextProcesses
-from pdserve.gateway.text_processes.protocol import MAX_BYTES, MAX_HEAD_BYTES, TextMessage, pack
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
+from pdserve.text.errors import TextError
+from pdserve.text.processes.messages import MAX_BYTES, MAX_HEAD_BYTES, TextMessage, pack
+from pdserve.text.processes.parent import MessageStream
+from pdserve.text.processes.pool import TextProcesses
+from pdserve.text.request import Structure
 
 pytestmark = pytest.mark.anyio
 
@@ -70,7 +70,7 @@ async def text_processes(host: ScriptedHost) -> AsyncIterator[TextProcesses]:
 
 @pytest.fixture(autouse=True)
 def _no_news_of_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.gateway.text_processes.host.ENDED_S", 0.01)
+    monkeypatch.setattr("pdserve.text.processes.parent.ENDED_S", 0.01)
 
 
 @pytest.fixture

@@ -23,13 +23,13 @@ from systems.eventually import LIMIT_S, eventually
 from systems.text_pools import LIMITS, Pool, text_processes, workers
 
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
-from pdserve.gateway.text.errors import TextError, TooLong, UnsupportedTokenizer
-from pdserve.gateway.text.messages import TemplateInput
-from pdserve.gateway.text.templates.chat_template import ChatTemplate
-from pdserve.gateway.text.vocabulary import TextCard
-from pdserve.gateway.text_processes.pool import LoadedText
-from pdserve.gateway.text_processes.protocol import FORK, MessageReader, TextMessage, pack
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
+from pdserve.text.errors import TextError, TooLong, UnsupportedTokenizer
+from pdserve.text.messages import TemplateInput
+from pdserve.text.processes.messages import FORK, MessageReader, TextMessage, pack
+from pdserve.text.processes.pool import LoadedText
+from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.tokenizer.vocabulary import TextCard
 
 pytestmark = pytest.mark.anyio
 
@@ -89,7 +89,7 @@ def test_the_process_exits_quietly_when_the_gateway_is_gone() -> None:
     with theirs:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "pdserve.gateway.text_processes.process"),
+                *(sys.executable, "-m", "pdserve.text.processes.worker"),
                 *(str(theirs.fileno()), json.dumps(asdict(LIMITS)), "text"),
             ],
             pass_fds=[theirs.fileno()],
@@ -306,7 +306,7 @@ async def test_a_late_worker_is_abandoned(
     make_pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Suspend the worker, so that even the kernel's timer does not end it."""
-    monkeypatch.setattr("pdserve.gateway.text_processes.pool.SLACK_S", 0.0)
+    monkeypatch.setattr("pdserve.text.processes.pool.SLACK_S", 0.0)
     text = await loaded(make_pool(1, late_s=0.5))
     await eventually(lambda: in_time(text))
     (worker,) = workers()

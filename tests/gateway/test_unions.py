@@ -26,12 +26,12 @@ from openai.types.responses import (
     response_input_item_param,
 )
 
-from pdserve.gateway.anthropic import members as messages
-from pdserve.gateway.anthropic.schema import MessageTurn
-from pdserve.gateway.openai.bodies import members as chat
-from pdserve.gateway.openai.responses import members as responses
-from pdserve.gateway.requests.members import Table
-from pdserve.gateway.text.messages import EFFORTS
+from pdserve.gateway.anthropic import conversation as messages
+from pdserve.gateway.anthropic.request_models import MessageTurn
+from pdserve.gateway.http.members import Table
+from pdserve.gateway.openai.request_models import members as chat
+from pdserve.gateway.openai.responses import tools as responses
+from pdserve.text.messages import EFFORTS
 
 _WRAPPERS = (typing.Annotated, typing_extensions.Required, typing_extensions.NotRequired)
 

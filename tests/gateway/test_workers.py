@@ -17,16 +17,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from systems.eventually import eventually
 from systems.gateway_workers import GatewayWorkers
 
+from pdserve.cli.up.gateway_workers import GatewayWorkers as Parent
 from pdserve.gateway.http.body import MAX_VALUES, VALUE_BYTES
-from pdserve.gateway.http.serving.connection_counts import ConnectionCounts
+from pdserve.gateway.http.serving.listener import ConnectionCounts
 from pdserve.gateway.main import divided
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest
 from pdserve.protos.text_pb2_grpc import TextStub
-from pdserve.services.host.auth.certificates import issue, make_authority
-from pdserve.services.host.auth.roles import Role
-from pdserve.services.local.gateway_workers import GatewayWorkers as Parent
+from pdserve.services.common.auth.certificates import issue, make_authority
+from pdserve.services.common.auth.roles import Role
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"

@@ -5,8 +5,8 @@ import kubernetes_validate
 import pytest
 from builders.manifests import Manifest, of_kind, rendered, selects
 
-from pdserve.services.host.discovery.api_server import SERVICE_ACCOUNT
-from pdserve.services.host.discovery.target import parse_kubernetes
+from pdserve.services.common.discovery.api_server import SERVICE_ACCOUNT
+from pdserve.services.common.discovery.target import parse_kubernetes
 
 NAME = "pdserve-discovery"
 

@@ -4,7 +4,7 @@ program."""
 import pytest
 from builders.manifests import Manifest, rendered, selects, workloads
 
-from pdserve.services.cli.commands import COMMANDS
+from pdserve.cli.commands import COMMANDS
 from pdserve.services.picker.main import LIVE, NAMES
 
 

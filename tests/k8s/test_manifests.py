@@ -12,10 +12,10 @@ import pytest
 from builders.manifests import Manifest, Workload, of_kind, rendered, selects, workloads
 from oracles.manifest_rules.labels import WORKERS
 
+from pdserve.cli.commands import COMMANDS, known_names
+from pdserve.cli.options.options import ENV_PREFIX, Option
 from pdserve.engine.handoff.recorder.ring import MAX_DEAD_RINGS
-from pdserve.services.cli.commands import COMMANDS, known_names
-from pdserve.services.host.auth.roles import Role
-from pdserve.services.options.options import ENV_PREFIX, Option
+from pdserve.services.common.auth.roles import Role
 
 ROOT = Path(__file__).parents[2]
 ROLES = ("gateway", "router", "prefill", "decode")

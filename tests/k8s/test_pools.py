@@ -25,7 +25,7 @@ from oracles.manifest_rules import ALWAYS
 
 from pdserve.engine.checkpoints.resolve import served_name, shipped_model
 from pdserve.gateway.settings import GatewaySettings
-from pdserve.services.host.options import GRACE_S, STOP_S
+from pdserve.services.common.options import GRACE_S, STOP_S
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
 
 POOLS = ("first", "b")

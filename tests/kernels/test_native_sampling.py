@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.kernels import _native, reference
-from pdserve.kernels.cpu_sampling import CpuSampling
-from pdserve.kernels.reference.candidates import candidates
-from pdserve.kernels.reference.noise import gumbel_at
-from pdserve.kernels.streams import StreamSettings
+from pdserve.kernels.cpu import CpuSampling
+from pdserve.kernels.reference.sampling import candidates, gumbel_at
+from pdserve.kernels.sampling_ops import StreamSettings
 
 CONTEXTS = {isa: _native.Context(2, isa=isa, spin_us=0) for isa in _native.isas()}
 ISAS = sorted(CONTEXTS)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.kernels.reference.noise import gumbel_argmax, gumbel_at, gumbel_noise
+from pdserve.kernels.reference.sampling import gumbel_argmax, gumbel_at, gumbel_noise
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

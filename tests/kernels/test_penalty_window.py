@@ -10,8 +10,8 @@ import torch
 from builders.sampling_kit import sample, some_logits
 
 from pdserve.kernels import _native, reference
-from pdserve.kernels.cpu_sampling import CpuSampling
-from pdserve.kernels.streams import StreamSettings
+from pdserve.kernels.cpu import CpuSampling
+from pdserve.kernels.sampling_ops import StreamSettings
 
 VOCAB = 12
 KINDS: list[dict[str, float]] = [

@@ -11,7 +11,7 @@ from fakes.kubernetes import FakeKubernetes
 from systems.discovered import MAX_TOKENS, DiscoveredSystem
 from systems.eventually import eventually
 
-from pdserve.services.host.discovery import api_server, kubernetes
+from pdserve.services.common.discovery import api_server, kubernetes
 
 pytestmark = pytest.mark.anyio
 CHANGES = 12

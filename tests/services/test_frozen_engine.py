@@ -23,8 +23,8 @@ from systems.worker_kit import expected, prompt
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host import stall_detector
-from pdserve.services.host.stall_detector import MIN_LOOKS, StallDetector
+from pdserve.services.common import stall_detector
+from pdserve.services.common.stall_detector import MIN_LOOKS, StallDetector
 from pdserve.services.router.fleet.fleet import State, Worker
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings

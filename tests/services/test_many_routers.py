@@ -15,7 +15,7 @@ from systems.eventually import eventually
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.host.discovery import discovery
+from pdserve.services.common.discovery import discovery
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
 

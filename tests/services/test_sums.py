@@ -21,13 +21,12 @@ from systems.worker_kit import CARD, start_worker
 from pdserve.engine.api.config import EngineConfig
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.services.decode.main import DecodeRole
-from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.prefill.main import PrefillRole
-from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
 from pdserve.services.worker.metrics import WorkerMetrics
 from pdserve.services.worker.process import WorkerProcess
+from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 
 pytestmark = pytest.mark.anyio
 OBSERVABILITY = Path(__file__).parents[2] / "k8s/observability"

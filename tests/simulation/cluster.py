@@ -20,14 +20,13 @@ from pdserve.engine.kv.spec import pool_sizes
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
+from pdserve.services.common.lifecycle import silent
 from pdserve.services.decode.main import DecodeRole
-from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.host.lifecycle import silent
 from pdserve.services.prefill.main import PrefillRole
-from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.router import main as router_module
 from pdserve.services.router.settings import RouterSettings
 from pdserve.services.worker import process as worker_module
+from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 from simulation.clock import Process, World
 from simulation.model import CONTEXT, EOS, VOCAB, Model, Sampling, spec
 from simulation.network import Network

@@ -15,7 +15,7 @@ import numpy as np
 from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
-from pdserve.kernels.streams import Mask, StreamSettings, TokenScores
+from pdserve.kernels.sampling_ops import Mask, StreamSettings, TokenScores
 
 VOCAB = 64
 EOS = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 from simulation.clock import Process, State, World
 
-KEEPALIVE_S = (5.0, 15.0)  # services/host/rpc/channel.py: a ping each 10 s, answered within 5 s
+KEEPALIVE_S = (5.0, 15.0)  # services/common/rpc/channel.py: a ping each 10 s, answered within 5 s
 POLL_S = 0.05  # between attempts to reach a silent peer
 END = object()
 

@@ -26,7 +26,7 @@ from pdserve.engine.handoff.protocol.frames import (
 )
 from pdserve.protos import fleet_pb2, router_pb2
 from pdserve.protos import worker_pb2 as wire
-from pdserve.services.host.rpc.token_rows import RowReader
+from pdserve.services.common.rpc.token_rows import RowReader
 from simulation.clock import Process
 from simulation.network import Message
 

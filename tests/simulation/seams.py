@@ -20,8 +20,8 @@ from pdserve.engine.handoff.protocol.machine import PROGRESS_S
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.sender import Sender
 from pdserve.engine.thread import IDLE_TURN_S, EngineThread
-from pdserve.services.host.auth.roles import Role
-from pdserve.services.host.tracing import Tracer
+from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.tracing import Tracer
 from pdserve.services.router.main import RouterProcess
 from simulation.clock import Process, World, here
 from simulation.data_plane import DialThread, SimLink, SimTransport
@@ -287,7 +287,7 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
         "pdserve.services.worker.membership._Lease": LoopLease,
         "pdserve.services.worker.process.Membership": LoopMembership,
         # On a second signal, end the simulated process instead of this one.
-        "pdserve.services.host.lifecycle.os": SimpleNamespace(_exit=lambda code: here().kill()),
+        "pdserve.services.common.lifecycle.os": SimpleNamespace(_exit=lambda code: here().kill()),
         "pdserve.services.worker.process.GrpcHost": LoopHost,
         "pdserve.services.worker.process.threading": SimpleNamespace(Thread=LoadingThread),
         "pdserve.services.worker.role.build_engine": build,
@@ -298,7 +298,7 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
         "pdserve.services.router.main.GrpcHost": LoopHost,
         "pdserve.services.router.main.make_access": lambda settings: LoopAccess(network),
         "pdserve.services.worker.process.make_access": lambda settings: LoopAccess(network),
-        "pdserve.services.host.discovery.discovery.resolve": lambda name: [name],
+        "pdserve.services.common.discovery.discovery.resolve": lambda name: [name],
     }
     with ExitStack() as stack:
         for name, value in replaced.items():

@@ -15,8 +15,8 @@ from pdserve.engine.handoff.protocol.layout import Bitmap
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.protos import worker_pb2 as wire
+from pdserve.services.common.rpc.request_progress import RequestProgress
 from pdserve.services.decode.core import DecodeCore
-from pdserve.services.host.rpc.request_progress import RequestProgress
 from simulation.model import Model, spec
 from simulation.run import make, simulate
 from simulation.scenario import Scenario

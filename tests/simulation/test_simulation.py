@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.services.host import lifecycle
-from pdserve.services.host.stall_detector import FROZEN_S
+from pdserve.services.common import lifecycle
+from pdserve.services.common.stall_detector import FROZEN_S
 from simulation.clock import Process
 from simulation.faults import KINDS, cells
 from simulation.phases import PHASES

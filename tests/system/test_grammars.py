@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
 
 PATTERN = "[a-f]{3}(-[0-9]{4}){190}!"
 LONG = [i * 7 % 250 for i in range(400)]  # long enough for remote prefill

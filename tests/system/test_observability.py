@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from systems.fleet import Fleet
 from systems.whole import KEY, KEY_SHOWN, MARK, MODEL, WholeSystem
 
-from pdserve.services.cli.main import main
-from pdserve.services.host.auth.roles import Role
+from pdserve.cli.main import main
+from pdserve.services.common.auth.roles import Role
 
 ID = "x-request-id"
 DOCS = sorted((K8S.parent / "docs").rglob("*.md"))
@@ -131,6 +131,6 @@ def in_shell(line: str, system: WholeSystem, key: str) -> "subprocess.CompletedP
         told["traces/ID"] = "traces/" + httpx.post(url, json=body, headers=KEY_SHOWN).headers[ID]
     for word, value in told.items():
         line = line.replace(word, value)
-    line = re.sub("^pdserve", f"{sys.executable} -m pdserve.services.cli.main", line)
+    line = re.sub("^pdserve", f"{sys.executable} -m pdserve.cli.main", line)
     words = ["bash", "-o", "pipefail", "-c", line]
     return subprocess.run(words, capture_output=True, text=True, timeout=60)

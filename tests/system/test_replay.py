@@ -21,7 +21,7 @@ REMOTE = ("--remote-prefill", "always", "--trace-mb", "1")
 
 
 def replay(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pdserve.services.cli.main", "replay", *words]
+    command = [sys.executable, "-m", "pdserve.cli.main", "replay", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 

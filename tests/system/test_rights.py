@@ -14,13 +14,13 @@ from oracles.rights_tables import METHODS, REFUSED, ROUTES, status
 from systems.fleet import Fleet
 from systems.listening import listening
 
-from pdserve.gateway.grpc_text import TEXT_METHODS
+from pdserve.gateway.grpc_api import TEXT_METHODS
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, text_pb2, worker_pb2
 from pdserve.protos.text_pb2_grpc import TextStub
-from pdserve.services.host.auth.roles import EVERY_ROLE, RIGHTS, Role
-from pdserve.services.host.server import HEALTH_CHECK
-from pdserve.services.picker.service import SERVICE as PICKER
-from pdserve.services.router.service import OPEN_METHODS
+from pdserve.services.common.auth.roles import EVERY_ROLE, RIGHTS, Role
+from pdserve.services.common.server import HEALTH_CHECK
+from pdserve.services.picker.main import SERVICE as PICKER
+from pdserve.services.router.servicer import OPEN_METHODS
 
 KEY = {"authorization": "Bearer KEY"}
 OTHERS = {"POST", "PUT", "DELETE", "PATCH"}
@@ -40,14 +40,14 @@ def fleet() -> Iterator[Fleet]:
 
 
 def test_the_table_lists_the_routes_of_the_application() -> None:
-    from pdserve.gateway.anthropic.dialect import AnthropicDialect
+    from pdserve.gateway.anthropic.api import AnthropicDialect
     from pdserve.gateway.http.app import create_routes
-    from pdserve.gateway.http.docs.pages import add_docs
-    from pdserve.gateway.observability.siblings import Siblings
-    from pdserve.gateway.ollama.dialect import OllamaDialect
-    from pdserve.gateway.openai.dialect import OpenAiDialect
-    from pdserve.gateway.openai.stored.routes import StoredRoutes
-    from pdserve.gateway.rerank.dialect import RerankDialect
+    from pdserve.gateway.http.docs import add_docs
+    from pdserve.gateway.metrics.gateway_processes import Siblings
+    from pdserve.gateway.ollama.api import OllamaDialect
+    from pdserve.gateway.openai.api import OpenAiDialect
+    from pdserve.gateway.openai.stored.parts import StoredRoutes
+    from pdserve.gateway.rerank.api import RerankDialect
     from pdserve.gateway.web.fleet import add_fleet
     from pdserve.gateway.web.pages import add_pages
 

@@ -15,7 +15,7 @@ from systems.eventually import LIMIT_S, wait_until
 from systems.replaceable import Replaceable, ReplaceableSystem
 from systems.streams import Stream
 
-from pdserve.services.host.options import ECHO_S
+from pdserve.services.common.options import ECHO_S
 
 pytestmark = pytest.mark.extended
 

@@ -12,22 +12,24 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pdserve.gateway.anthropic import fields as anthropic
-from pdserve.gateway.anthropic import members as anthropic_members
-from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
+from pdserve.gateway.anthropic import conversation as anthropic_members
+from pdserve.gateway.anthropic import request_models as anthropic
+from pdserve.gateway.anthropic.request_models import CountBody, MessagesBody
 from pdserve.gateway.http import fields
+from pdserve.gateway.http.members import Fate, Member, Table
 from pdserve.gateway.http.validation import NOTHING
-from pdserve.gateway.ollama import fields as ollama
-from pdserve.gateway.ollama.schema import (
+from pdserve.gateway.ollama import request_models as ollama
+from pdserve.gateway.ollama.request_models import (
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaEmbeddingsBody,
     OllamaGenerateBody,
     OllamaShowBody,
 )
-from pdserve.gateway.openai.bodies import members as chat_members
-from pdserve.gateway.openai.bodies.body import Body
-from pdserve.gateway.openai.bodies.schema import (
+from pdserve.gateway.openai.embeddings import EmbeddingBody
+from pdserve.gateway.openai.request_models import members as chat_members
+from pdserve.gateway.openai.request_models.base import Body
+from pdserve.gateway.openai.request_models.schema import (
     ChatBatchBody,
     ChatBody,
     CompletionBody,
@@ -36,14 +38,12 @@ from pdserve.gateway.openai.bodies.schema import (
     TokenizeBody,
     TokenizeChatBody,
 )
-from pdserve.gateway.openai.embeddings import EmbeddingBody
-from pdserve.gateway.openai.responses import fields as responses
-from pdserve.gateway.openai.responses import members as responses_members
-from pdserve.gateway.openai.responses.schema import InputTokensBody, ResponsesBody
-from pdserve.gateway.openai.stored.answers import FileUpload
+from pdserve.gateway.openai.responses import request_model as responses
+from pdserve.gateway.openai.responses import tools as responses_members
+from pdserve.gateway.openai.responses.request_model import InputTokensBody, ResponsesBody
 from pdserve.gateway.openai.stored.batches import BatchBody
-from pdserve.gateway.requests.members import Fate, Member, Table
-from pdserve.gateway.rerank.schema import RerankBody, ScoreBody
+from pdserve.gateway.openai.stored.response_models import FileUpload
+from pdserve.gateway.rerank.request_models import RerankBody, ScoreBody
 
 HEAD = """\
 # Fields of the API

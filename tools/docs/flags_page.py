@@ -5,8 +5,8 @@
 
 from collections.abc import Iterator
 
-from pdserve.services.cli.commands import COMMANDS
-from pdserve.services.options.options import Option
+from pdserve.cli.commands import COMMANDS
+from pdserve.cli.options.options import Option
 
 HEAD = """\
 # Flags

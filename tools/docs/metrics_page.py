@@ -14,12 +14,12 @@ from prometheus_client.core import Metric
 
 from pdserve.engine.kv.codec import encode_spec
 from pdserve.engine.kv.spec import KvSpec
-from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.metrics.metrics import GatewayMetrics
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2, router_pb2
-from pdserve.services.host.auth.certificates import make_authority
-from pdserve.services.host.metrics.observations import Observations
-from pdserve.services.host.metrics.process_metrics import ProcessFacts, lag_histogram
+from pdserve.services.common.auth.certificates import make_authority
+from pdserve.services.common.metrics.observations import Observations
+from pdserve.services.common.metrics.process_metrics import ProcessFacts, lag_histogram
 from pdserve.services.picker.metrics import PickerMetrics
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.dispatcher import QUEUE_WAITS_S

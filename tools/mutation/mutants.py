@@ -10,16 +10,16 @@ from pathlib import Path
 
 from mutation.edits import Edit, apply, cpp_edits, python_edits
 
-PRODUCT = ("gateway", "services", "engine", "kernels")
+PRODUCT = ("text", "gateway", "services", "cli", "llm", "engine", "kernels")
 CPP = {".cpp", ".h", ".inl"}
 # Parts in which a fault is most expensive: their lines have twice the weight.
 AREAS = {
     "scheduler": ("engine/scheduling/",),
     "router": ("services/router/",),
     "hand-off": ("engine/handoff/", "engine/transport/"),
-    "tenants": ("services/host/tenants/",),
-    "auth": ("services/host/auth/",),
-    "parsers": ("gateway/text/parsing/", "gateway/text/tools/", "gateway/text/reasoning/"),
+    "tenants": ("services/common/tenants/",),
+    "auth": ("services/common/auth/",),
+    "parsers": ("text/parsing/", "text/tool_parsers/", "text/reasoning/"),
 }
 AREA_WEIGHT = 2.0
 

@@ -20,9 +20,9 @@ from part import HELD, MeasuredPart, run
 from torch import Tensor
 
 from pdserve.engine.models.cuda.experts import LaunchedExperts
-from pdserve.engine.models.cuda.run import Run
+from pdserve.engine.models.cuda.step import Run
 from pdserve.engine.models.cuda.weights import DeviceWeights
-from pdserve.engine.models.layers.routing import choose_experts
+from pdserve.engine.models.layers.experts import choose_experts
 from pdserve.engine.models.parts import Expert, ExpertRouting, Experts, Linear, TensorSpec
 from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.unpack import unpack
@@ -34,7 +34,7 @@ from pdserve.kernels.cuda.layer.norm import add, add_norm, norm
 from pdserve.kernels.cuda.linear.packing import pack
 from pdserve.kernels.cuda.linear.product import linear
 from pdserve.kernels.cuda.sampling.step import CudaSampling
-from pdserve.kernels.streams import StreamSettings
+from pdserve.kernels.sampling_ops import StreamSettings
 
 ROUNDED = 2.0**-8  # a result of bfloat16
 SUMMED = 1e-4  # a result of float32, of products of bfloat16

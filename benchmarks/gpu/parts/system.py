@@ -37,7 +37,7 @@ def measure(part: MeasuredPart) -> None:
         remote = fleet.prefills("remote")
     part.note(requests=count, remote=remote, transport=transport, bytes=int(moved))
     part.check(f"all prompts over {transport}", remote == count and moved > 0)
-    command = [sys.executable, "-m", "pdserve.services.cli.main", "replay", "--check", str(rings)]
+    command = [sys.executable, "-m", "pdserve.cli.main", "replay", "--check", str(rings)]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=60)
     part.note(replay=(checked.stdout + checked.stderr)[-500:])
     part.check("replay --check", not checked.returncode)

@@ -1,18 +1,35 @@
 """The stored tensors of a GGUF model, in one file or split over several."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 
 from pdserve.engine.checkpoints.gguf.reader import GgufReader, TensorInfo
-from pdserve.engine.checkpoints.gguf.shards import shard_names
 from pdserve.engine.checkpoints.mapped import MappedFile
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.weights.format import BLOCKS, VALUES, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.plain import PLAIN
 
+SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+MAX_SHARDS = 1000
 Place = tuple[MappedFile, TensorInfo]
+
+
+def shard_names(name: str) -> list[str]:
+    """Return all file names of the model that `name` belongs to, in order.
+
+    Raises CheckpointError if the part numbers are invalid.
+    """
+    shard = SHARD.search(name)
+    if shard is None:
+        return [name]
+    count = int(shard.group(2))
+    if not 1 <= int(shard.group(1)) <= count <= MAX_SHARDS:
+        raise CheckpointError(f"{name}: invalid part number")
+    stem = name[: shard.start()]
+    return [f"{stem}-{n:05}-of-{count:05}.gguf" for n in range(1, count + 1)]
 
 
 def read_shards(path: Path) -> list[GgufReader]:

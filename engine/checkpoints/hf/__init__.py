@@ -1,0 +1,1 @@
+"""Reads Hugging Face model directories."""

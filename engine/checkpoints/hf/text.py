@@ -5,10 +5,15 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pdserve.engine.checkpoints.chat_template import one_template, with_token_names
 from pdserve.engine.checkpoints.hf.json_file import read_bytes, read_json_if_exists
 from pdserve.engine.checkpoints.source import CheckpointError, TextFiles
-from pdserve.engine.checkpoints.text_card import checked_ids, load_tokenizer, puts_before_prompt
+from pdserve.engine.checkpoints.text import (
+    checked_ids,
+    load_tokenizer,
+    one_template,
+    puts_before_prompt,
+    with_token_names,
+)
 
 
 def directory_text_files(path: Path, config: dict[str, Any]) -> TextFiles:

@@ -18,7 +18,7 @@ from pdserve.engine.constraints.grammars.compiled import (
     GrammarError,
 )
 from pdserve.engine.constraints.grammars.sandbox import CompileSandbox
-from pdserve.engine.constraints.grammars.thread_pool import FairThreadPool
+from pdserve.engine.constraints.grammars.threads import FairThreadPool
 
 log = logging.getLogger(__name__)
 

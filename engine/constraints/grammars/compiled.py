@@ -9,7 +9,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
 from pdserve.engine.api.sampling_bounds import GRAMMAR_LIMITS
-from pdserve.engine.constraints.bitmask import Bitmask
+from pdserve.engine.constraints.masks import Bitmask
 
 
 class GrammarError(Exception):

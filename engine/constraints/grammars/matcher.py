@@ -11,15 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from pdserve.engine.api.request import Grammar
-from pdserve.engine.constraints.bitmask import Bitmask
 from pdserve.engine.constraints.grammars.compiled import (
     CompiledGrammar,
     GrammarError,
     fill_bitmask,
     raise_error,
 )
-from pdserve.engine.constraints.grammars.mask_threads import MaskThreads
-from pdserve.engine.constraints.sequence_search import SequenceSearch
+from pdserve.engine.constraints.grammars.threads import MaskThreads
+from pdserve.engine.constraints.masks import Bitmask, SequenceSearch
 
 log = logging.getLogger(__name__)
 

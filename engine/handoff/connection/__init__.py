@@ -1,0 +1,1 @@
+"""The data connections between prefill and decode workers."""

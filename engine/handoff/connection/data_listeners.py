@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pdserve.engine.handoff.connection.dial import listen_all
 from pdserve.engine.handoff.connection.link import DataLink, DataLinkHandler
 from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.compatibility import HandoffCompatibility
+from pdserve.engine.handoff.protocol.messages import HandoffCompatibility
 from pdserve.engine.transport.base import KvTransport, Listener, Wire
 
 MAX_UNPROVEN = 64

@@ -99,7 +99,7 @@ class PeerProgress:
     """The peer's engine thread reported its liveness counter.
 
     The counter moves with every turn of that thread, and within a step for as long as the step may
-    take (engine/liveness.py).
+    take (engine/thread.py).
     """
 
     at: float

@@ -1,4 +1,5 @@
-"""The bounded control messages of a data connection; those about an attempt carry a tag.
+"""The bounded control messages of a data connection; those about an attempt carry a tag. Before the
+first Claim, decode compares what both sides must agree on.
 
 Prefill sends Hello, and decode answers Welcome or Refused. Per attempt, prefill sends Claim and
 decode answers Granted or Gone; until the attempt ends, Computed, Ack, Nack, Progress, Complete and
@@ -21,13 +22,15 @@ from pdserve.engine.handoff.protocol.frames import (
     Prefix,
 )
 from pdserve.engine.handoff.protocol.keys import Domain, TagKey
-from pdserve.engine.kv.codec import decode_identity, encode_identity
-from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv.codec import decode_identity, decode_spec, encode_identity
+from pdserve.engine.kv.identity import KvIdentity, Mixing, refusal
+from pdserve.engine.kv.spec import KvSpec, spec_difference
 
 MAX_SEQUENCES = 512  # of one Ack
 MAX_GROUPS = 255  # layer groups; Granted has one block for each
 MAX_REASON_BYTES = 240
 PROOF_BYTES = 16
+SIDES = ("at decode", "at prefill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,3 +293,33 @@ _CODECS: dict[int, _Codec] = {
     Complete.TYPE: _fixed(Complete, ""),
     Abort.TYPE: _text(Abort),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffCompatibility:
+    """What one process requires of its peers."""
+
+    identity: KvIdentity
+    spec: KvSpec
+    mixing: Mixing
+    encrypted: bool
+
+    def refusal(self, hello: Hello) -> str:
+        """Return what differs and is not admitted; empty if the peer is compatible. Raises
+        FrameError."""
+        if hello.encrypted != self.encrypted:
+            local, remote = ("on" if x else "off" for x in (self.encrypted, hello.encrypted))
+            return f"KV encryption {local} at decode, {remote} at prefill (--encrypt-kv)"
+        difference = refusal(self.identity, hello.identity, self.mixing, SIDES)
+        if difference:
+            return difference.text
+        try:
+            peer_spec = decode_spec(hello.spec)
+        except ValueError as err:
+            raise FrameError(str(err)) from None
+        return spec_difference(self.spec, peer_spec, SIDES)
+
+    def other_identity(self, hello: Hello) -> bytes:
+        """Return the digest of the peer's KV identity; empty if it equals the local one."""
+        digest = hello.identity.digest
+        return digest if digest != self.identity.digest else b""

@@ -1,0 +1,1 @@
+"""Records the steps of every KV transfer, and checks recordings against the protocol."""

@@ -14,9 +14,8 @@ from pdserve.engine.kv.spec import LayerGroup
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.cuda.fuse import fused_parts
 from pdserve.engine.models.cuda.graphs import DecodeGraphs, Recorder
-from pdserve.engine.models.cuda.inputs import StepInputs, upload
 from pdserve.engine.models.cuda.launches import LaunchedHeads, LaunchedNorm, LaunchSetup, launch_of
-from pdserve.engine.models.cuda.run import Run
+from pdserve.engine.models.cuda.step import Run, StepInputs, upload
 from pdserve.engine.models.cuda.weights import DeviceWeights
 from pdserve.engine.models.decoder import LayerKv
 from pdserve.engine.models.layer import EMBEDDING, final_norm, head

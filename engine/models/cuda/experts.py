@@ -1,18 +1,113 @@
-"""A mixture of experts: all on the device, in a number of launches that no token changes."""
+"""A mixture of experts: its stacked weights, and its launches, whose number no token changes."""
 
-from dataclasses import asdict
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
 
+import torch
 from torch import Tensor
 
-from pdserve.engine.models.cuda.run import Run
-from pdserve.engine.models.cuda.stacks import ExpertMatrices
+from pdserve.engine.models.cuda.step import Run
 from pdserve.engine.models.cuda.weights import DeviceWeights
-from pdserve.engine.models.parts import Expert, Experts, Gating
+from pdserve.engine.models.parts import Expert, Experts, Gating, Linear
 from pdserve.kernels.cuda.experts.combine import combine
-from pdserve.kernels.cuda.experts.grouped import tile_tokens
-from pdserve.kernels.cuda.experts.grouping import group
+from pdserve.kernels.cuda.experts.grouped import MatrixStack, grouped_product, tile_tokens
+from pdserve.kernels.cuda.experts.grouping import Groups, group
 from pdserve.kernels.cuda.experts.routing import choose
 from pdserve.kernels.cuda.layer.activation import gated
+from pdserve.kernels.cuda.linear.packing import DeviceMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertProduct:
+    """A product with a matrix of each expert, or with several side by side: [pairs, N] to [pairs,
+    rows]."""
+
+    stacks: tuple[tuple[int, MatrixStack], ...]  # (first output row, stack)
+    rows: int
+    bias: Tensor | None  # float32 [experts, rows]
+
+    def __call__(self, x: Tensor, groups: Groups, *, by_pair: bool) -> Tensor:
+        """Return the product; x is [pairs, N] in the order of the groups if `by_pair`, else
+        [tokens, N]."""
+        out = torch.empty((len(groups.pairs), self.rows), dtype=x.dtype, device=x.device)
+        for begin, stack in self.stacks:
+            end = begin + stack.first.rows
+            bias = None if self.bias is None else self.bias[:, begin:end]
+            grouped_product(x, stack, groups, bias, out[:, begin:end], by_pair=by_pair)
+        return out
+
+
+class ExpertMatrices:
+    """Collects the matrices of one expert after the other. Each matrix is copied to its place, so
+    only one expert is held twice at a time. If experts' formats differ, each format is a stack."""
+
+    def __init__(self, weights: DeviceWeights, experts: int) -> None:
+        self._weights = weights
+        self._experts = experts
+        self._stacks: dict[tuple[int, Hashable], _Stack] = {}
+        self._rows = 0
+        self._biases: list[Tensor] = []
+
+    def add(self, expert: int, linear: Linear) -> None:
+        """Add an expert's matrices; columns in a different order are stored as plain numbers."""
+        weights = self._weights
+        raws = [weights.stored(spec.name) for spec in linear.weights]
+        begin = 0
+        for matrix in weights.matrices(raws, None):
+            kind = (begin, _kind(matrix))
+            if kind not in self._stacks:
+                self._stacks[kind] = _Stack(matrix, self._experts)
+            self._stacks[kind].add(expert, matrix)
+            begin += matrix.rows
+        self._rows = begin
+        if linear.biases:
+            self._biases.append(torch.cat([weights.vector(spec) for spec in linear.biases]))
+
+    def product(self) -> ExpertProduct:
+        stacks = tuple((begin, stack.build()) for (begin, _), stack in self._stacks.items())
+        return ExpertProduct(
+            stacks, self._rows, torch.stack(self._biases) if self._biases else None
+        )
+
+
+class _Stack:
+    """Space for a matrix of each expert."""
+
+    def __init__(self, first: DeviceMatrix, experts: int) -> None:
+        self._first = first
+        self._tensors = [
+            None if tensor is None else tensor.new_empty((experts, *tensor.shape))
+            for tensor in _tensors(first)
+        ]
+        self._experts: list[int] = []
+        self._num_experts = experts
+
+    def add(self, expert: int, matrix: DeviceMatrix) -> None:
+        for space, tensor in zip(self._tensors, _tensors(matrix), strict=True):
+            if space is not None and tensor is not None:
+                space[len(self._experts)].copy_(tensor)
+        self._experts.append(expert)
+
+    def build(self) -> MatrixStack:
+        count, tensors = len(self._experts), tuple(self._tensors)
+        if count < self._num_experts:  # the others are in another stack: free their space
+            tensors = tuple(None if space is None else space[:count].clone() for space in tensors)
+        numbers = torch.full((self._num_experts,), -1, dtype=torch.int32)
+        numbers[self._experts] = torch.arange(count, dtype=torch.int32)
+        values, scales, zeros = (None if t is None else t[0] for t in tensors)
+        assert values is not None
+        first = replace(self._first, values=values, scales=scales, zeros=zeros)
+        return MatrixStack(first, tensors, numbers.to(values.device))
+
+
+def _tensors(matrix: DeviceMatrix) -> Sequence[Tensor | None]:
+    return matrix.values, matrix.scales, matrix.zeros
+
+
+def _kind(matrix: DeviceMatrix) -> Hashable:
+    """Return what matrices of one stack have in common."""
+    tensors = tuple(None if t is None else (t.shape, t.dtype) for t in _tensors(matrix))
+    return matrix.rows, matrix.cols, matrix.dtype, matrix.layout, matrix.group_blocks, tensors
 
 
 class SharedExpert:

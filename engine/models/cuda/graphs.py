@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pdserve.engine.execution.batch import Batch, GroupTable, Ints, UnreadTokens
 from pdserve.engine.kv.spec import KvSpec
-from pdserve.engine.models.cuda.inputs import InputBuffer, StepInputs
+from pdserve.engine.models.cuda.step import InputBuffer, StepInputs
 
 KEYS_FACTOR = 4  # ratio of the keys of successive graphs
 FIRST_KEYS = 512

@@ -8,7 +8,7 @@ from torch import Tensor
 from pdserve.engine.models.config import UnsupportedModel
 from pdserve.engine.models.cuda.experts import LaunchedExperts
 from pdserve.engine.models.cuda.fuse import AddNorm, Attend, PrepareHeads, SplitLinear
-from pdserve.engine.models.cuda.run import Launch, Run
+from pdserve.engine.models.cuda.step import Launch, Run
 from pdserve.engine.models.cuda.weights import DeviceWeights
 from pdserve.engine.models.parts import (
     Activate,

@@ -1,0 +1,1 @@
+"""Reads config.json."""

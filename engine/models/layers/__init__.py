@@ -1,0 +1,1 @@
+"""The parts of a model on torch: one class for each kind of part."""

@@ -1,12 +1,11 @@
-"""Linear layers: over one or several weights that share their input, or with a weight for each
-head."""
+"""Linear layers, norms, and the operations between the products of a feed-forward."""
 
 import torch
 from torch import Tensor
 
 from pdserve.engine.models.layers.stored import expand, hold, stack
 from pdserve.engine.models.layers.torch_part import LayerStep, Setup, computes
-from pdserve.engine.models.parts import HeadLinear, Linear
+from pdserve.engine.models.parts import Activate, Gate, HeadLinear, LayerNorm, Linear, Norm, Scale
 
 
 @computes(Linear)
@@ -55,3 +54,66 @@ class TorchHeadLinear:
         products = [self._setup.ops.linear(inputs[:, n], matrix) for n, matrix in enumerate(weight)]
         head_outputs = torch.cat((kept, torch.stack(products, 1)), 2).flatten(1)
         return torch.cat((head_outputs, x[:, size:]), 1)
+
+
+@computes(Norm)
+class TorchNorm:
+    """x [..., hidden] to the same shape, in x's dtype."""
+
+    def __init__(self, part: Norm, setup: Setup) -> None:
+        self._ops = setup.ops
+        self._eps = part.eps
+        self._weight = setup.vector(part.weight, part.offset)
+
+    def __call__(self, x: Tensor, step: LayerStep | None = None) -> Tensor:
+        return self._ops.rms_norm(x, self._weight, self._eps)
+
+
+@computes(LayerNorm)
+class TorchLayerNorm:
+    """x [..., hidden] to the same shape, in x's dtype."""
+
+    def __init__(self, part: LayerNorm, setup: Setup) -> None:
+        self._ops = setup.ops
+        self._eps = part.eps
+        self._weight = setup.vector(part.weight)
+        self._bias = setup.vector(part.bias) if part.bias else None
+
+    def __call__(self, x: Tensor, step: LayerStep | None = None) -> Tensor:
+        return self._ops.layer_norm(x, self._weight, self._bias, self._eps)
+
+
+@computes(Gate)
+class TorchGate:
+    """x [T, 2 N] to activation(x[:, :N]) * x[:, N:]."""
+
+    def __init__(self, part: Gate, setup: Setup) -> None:
+        self._ops = setup.ops
+        self._activation = part.activation
+
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        gate, up = x.chunk(2, dim=1)
+        return self._ops.gated(gate, up, self._activation)
+
+
+@computes(Activate)
+class TorchActivate:
+    """x [T, N] to activation(x)."""
+
+    def __init__(self, part: Activate, setup: Setup) -> None:
+        self._ops = setup.ops
+        self._activation = part.activation
+
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        return self._ops.activated(x, self._activation)
+
+
+@computes(Scale)
+class TorchScale:
+    """x [T, N] times the factor, rounded to x's dtype."""
+
+    def __init__(self, part: Scale, setup: Setup) -> None:
+        self._factor = part.factor
+
+    def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
+        return x * self._factor

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.pages import Pages
+from pdserve.engine.kv.spec import Pages
 from pdserve.engine.transport.device import Device, DeviceError, Slot
 from pdserve.kernels.copy_hash import TILE_BYTES, UNIT_BYTES, expand_key
 from pdserve.kernels.cuda.copy_hash import INTACT, SHARE_BYTES, SHARES_AT, CopyHash

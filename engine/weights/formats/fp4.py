@@ -3,8 +3,8 @@
 import numpy as np
 
 from pdserve.engine.weights.bits import Bytes
-from pdserve.engine.weights.by_gguf import gguf_expand, gguf_format
 from pdserve.engine.weights.format import BLOCKS, BlockFormat, Floats, RawTensor
+from pdserve.engine.weights.levels import gguf_expand, gguf_format
 
 CODES, EXPONENTS = "codes", "exponents"
 

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.engine.weights.bits import Bytes, half
-from pdserve.engine.weights.by_gguf import gguf_format
 from pdserve.engine.weights.format import Floats
 from pdserve.engine.weights.formats.grouped import nibbles
-from pdserve.engine.weights.levels import level_format, words
+from pdserve.engine.weights.levels import gguf_format, level_format, words
 
 EIGHTH = np.float32(0.125)
 

@@ -1,0 +1,1 @@
+"""The HTTP server: uvicorn with further bounds, its listener and its sockets."""

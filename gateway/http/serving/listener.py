@@ -1,5 +1,8 @@
 """The listener of the HTTP port: it accepts connections until it is closed, despite any error.
 
+The process with the fewest connections accepts the next one, so that even a few long connections
+are spread. The counts are in memory shared through a file; each process writes only its own.
+
 One address may have half of all connections, others have shares of the rest (FairShare); excess
 connections are closed at once. An IPv6 network of 64 bits counts as one address, since it has one
 owner. Of several processes that accept from the socket, the one with the fewest connections goes
@@ -10,22 +13,61 @@ import asyncio
 import ipaddress
 import logging
 import math
+import mmap
+import os
 import resource
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache, partial
+from pathlib import Path
 
-from pdserve.gateway.http.serving.connection_counts import ConnectionCounts
-from pdserve.services.host.tenants.fairness import FairShare
+from pdserve.services.common.tenants.fairness import FairShare
 
+UNREADY = 1 << 20  # more than a process can hold: the others go first
+_ITEM_BYTES = 4
 log = logging.getLogger(__name__)
-
 MAX_CONNECTIONS = 4096
 OTHER_FILES = 1256  # other open files: sessions, text processes, 1,000 gRPC connections
 PAUSE_S = 1.0  # while no connection can be accepted
 YIELD_S = 0.005  # for a process with fewer connections to accept one; it does at once unless busy
 BATCH = 64  # connections in one pass of the loop
 FULL_LOG_S = 10.0  # between log lines about missing room
+
+
+class ConnectionCounts:
+    """The counts as process `index` of `num` uses them; it is unready at first. Raises OSError."""
+
+    def __init__(self, path: Path, index: int, num: int) -> None:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.truncate(file, num * _ITEM_BYTES)  # keeps what the others have written
+            self._all = memoryview(mmap.mmap(file, num * _ITEM_BYTES)).cast("i")
+        finally:
+            os.close(file)
+        self._index = index
+        self._all[index] = UNREADY
+
+    def set_ready(self) -> None:
+        """Let the process accept connections from now on."""
+        self._all[self._index] -= UNREADY
+
+    def set_unready(self) -> None:
+        """Let the process accept no more, although it still holds some."""
+        self._all[self._index] += UNREADY
+
+    def add(self, num: int) -> None:
+        """Add `num` connections; `num` may be negative."""
+        self._all[self._index] += num
+
+    def fewer(self) -> dict[int, int]:
+        """Return the counts of the processes with fewer connections than this one, by index."""
+        own = self._all[self._index]
+        return {index: count for index, count in enumerate(self._all) if count < own}
+
+    def have_changed(self, counts: Mapping[int, int]) -> bool:
+        """Return whether any of these processes has another count now, which shows that it is
+        alive. `counts`: earlier counts by index."""
+        return any(self._all[index] != count for index, count in counts.items())
 
 
 class HttpListener:

@@ -1,4 +1,9 @@
-"""uvicorn's HTTP protocol with further bounds: size and time of a request's head.
+"""uvicorn's HTTP protocol with further bounds (size and time of a request's head) and batched
+writes.
+
+For a write the system wakes the client's process, which takes longer than the write itself. A
+process that several clients share is still awake at the next write. All that one answer writes in a
+turn is one segment.
 
 It also ends clients that do not read their answer, has the ASGI extension that drops a response,
 and answers clients that end their sending side.
@@ -11,6 +16,7 @@ import re
 import socket
 import sys
 import termios
+from collections.abc import Iterable
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -19,13 +25,12 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from pdserve.gateway.http.answers.held_answers import HeldAnswers
-from pdserve.gateway.http.answers.replies import DROP, HELD, KEEPS_UP, WRITE
-from pdserve.gateway.http.dialect import Dialect, HttpError, error_response
-from pdserve.gateway.http.serving.batched_writes import BatchedWrites
+from pdserve.gateway.http.api import Dialect, HttpError, error_response
+from pdserve.gateway.http.held_responses import HeldAnswers
+from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP, WRITE
 
 log = logging.getLogger("pdserve.gateway.http")
-
+MAX_TOGETHER = 16  # connections; with more, the first would wait for the others
 MAX_HEAD_BYTES = 32 << 10
 MAX_HEADERS = 100
 MAX_LAG_BYTES = 1 << 14  # unsent bytes of a client that keeps up; writers wait from 64 KiB on
@@ -36,6 +41,42 @@ LOOK_S = 0.1  # between checks whether a client that has ended its sending side 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSED = 7  # TCP_CLOSE of Linux, in the first byte of tcp_info
 _BYTES_ACKED = 120  # its offset in tcp_info
+
+
+class BatchedWrites:
+    """The pending writes of all connections of an event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Transport, list[bytes]] = {}
+
+    def write(self, transport: asyncio.Transport, pieces: Iterable[bytes]) -> None:
+        """Write pieces at the turn's end, at `flush`, or when MAX_TOGETHER connections have
+        some."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._flush_all)
+        self._waiting.setdefault(transport, []).extend(pieces)
+        if len(self._waiting) == MAX_TOGETHER:
+            self._flush_all()
+
+    def flush(self, transport: asyncio.Transport) -> None:
+        """Write the pending bytes of a connection; discard them if it is closing."""
+        pieces = self._waiting.pop(transport, None)
+        if pieces and not transport.is_closing():
+            transport.write(b"".join(pieces))
+
+    def num_waiting(self, transport: asyncio.Transport) -> int:
+        """Return the pending bytes of a connection."""
+        pieces = self._waiting.get(transport)
+        return sum(map(len, pieces)) if pieces else 0
+
+    def _flush_all(self) -> None:
+        while self._waiting:
+            transport = next(iter(self._waiting))
+            try:
+                self.flush(transport)
+            except Exception:  # only this connection fails
+                log.exception("cannot write to a connection")
+                transport.abort()
 
 
 class BoundedProtocol(HttpToolsProtocol):

@@ -11,13 +11,11 @@ from typing import Any
 
 import uvicorn
 
-from pdserve.gateway.http.answers.held_answers import MAX_HELD_BYTES, HeldAnswers
-from pdserve.gateway.http.dialect import Dialect
-from pdserve.gateway.http.serving.batched_writes import BatchedWrites
-from pdserve.gateway.http.serving.connection_counts import ConnectionCounts
-from pdserve.gateway.http.serving.listener import HttpListener, max_connections
-from pdserve.gateway.http.serving.protocol import BoundedProtocol
-from pdserve.services.host.files import LOOK_AGAIN_S, stamp
+from pdserve.gateway.http.api import Dialect
+from pdserve.gateway.http.held_responses import MAX_HELD_BYTES, HeldAnswers
+from pdserve.gateway.http.serving.listener import ConnectionCounts, HttpListener, max_connections
+from pdserve.gateway.http.serving.protocol import BatchedWrites, BoundedProtocol
+from pdserve.services.common.process import LOOK_AGAIN_S, stamp
 
 log = logging.getLogger(__name__)
 

@@ -6,14 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from pdserve.gateway.http.members import DROPPED, REFUSED, SERVED, Fate, kept, note
 from pdserve.gateway.http.thinking import Effort
 from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, TextOrObjects, parsed
 from pdserve.gateway.openai.custom_input import custom_arguments, written
-from pdserve.gateway.openai.responses.members import ITEMS, PARTS, ROLES, UNKNOWN_ITEM
-from pdserve.gateway.openai.responses.tools import joined_name
-from pdserve.gateway.requests.members import DROPPED, REFUSED, SERVED, Fate, kept, note
+from pdserve.gateway.openai.responses.tools import ITEMS, PARTS, ROLES, UNKNOWN_ITEM, joined_name
 from pdserve.gateway.sampling import refuse
-from pdserve.services.host.errors import quoted
+from pdserve.services.common.errors import quoted
 
 MAX_ITEMS = 4096  # of one conversation
 Item = dict[str, Any]

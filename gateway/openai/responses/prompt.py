@@ -7,8 +7,10 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.api import CodedError
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import CodedError
+from pdserve.gateway.http.members import SERVED, Fate, note
 from pdserve.gateway.openai.responses.items import (
     MAX_ITEMS,
     REFERENCE,
@@ -17,19 +19,15 @@ from pdserve.gateway.openai.responses.items import (
     last_effort,
     parse_input,
 )
-from pdserve.gateway.openai.responses.members import ITEMS
-from pdserve.gateway.openai.responses.schema import InputTokensBody
-from pdserve.gateway.openai.responses.tools import parse_tools, tool_use
-from pdserve.gateway.requests.caller import Caller
-from pdserve.gateway.requests.completions import ChatCompletionRequest
-from pdserve.gateway.requests.members import SERVED, Fate, note
-from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.openai.responses.request_model import InputTokensBody
+from pdserve.gateway.openai.responses.tools import ITEMS, parse_tools, tool_use
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import ResponseStore
-from pdserve.gateway.text.messages import TemplateInput
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
-from pdserve.services.host.errors import quoted
+from pdserve.services.common.errors import quoted
+from pdserve.text.messages import TemplateInput
+from pdserve.text.request import ChatCompletionRequest, RequestedSampling
 
 # The ids of a response's items contain the response's own id; input items have "in" before their
 # number.

@@ -8,12 +8,20 @@ from fastapi import FastAPI, Request, Response
 from pydantic_core import from_json, to_json
 from starlette.responses import JSONResponse
 
-from pdserve.gateway.http.answers.replies import EventStream, Reply
+from pdserve.gateway.http.api import ErrorShape, HttpError, HttpLimits, error_response
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import ErrorShape, HttpError, HttpLimits, error_response
-from pdserve.gateway.http.docs.document import described
+from pdserve.gateway.http.docs import described
 from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.openai.responses.answers import (
+from pdserve.gateway.http.responses import EventStream, Reply
+from pdserve.gateway.openai.responses.prompt import count_input_tokens
+from pdserve.gateway.openai.responses.reply import ResponseReply
+from pdserve.gateway.openai.responses.request_model import (
+    InputTokensBody,
+    ResponsesBody,
+    parse_input_tokens,
+    parse_responses,
+)
+from pdserve.gateway.openai.responses.response_models import (
     InputItemList,
     InputItemsQuery,
     InputTokens,
@@ -21,18 +29,10 @@ from pdserve.gateway.openai.responses.answers import (
     ResponseEvent,
     ResponseObject,
 )
-from pdserve.gateway.openai.responses.prompt import count_input_tokens
-from pdserve.gateway.openai.responses.reply import ResponseReply
-from pdserve.gateway.openai.responses.schema import (
-    InputTokensBody,
-    ResponsesBody,
-    parse_input_tokens,
-    parse_responses,
-)
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import KeptResponse, ResponseStore
-from pdserve.services.host.errors import quoted
+from pdserve.services.common.errors import quoted
 
 PAGE = 20  # items, unless the client sets a limit
 MAX_PAGE = 100

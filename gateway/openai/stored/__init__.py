@@ -1,0 +1,1 @@
+"""The routes of files, batches and usage, which need a database."""

@@ -11,13 +11,13 @@ from starlette.routing import Route
 
 from pdserve.gateway.batches.batches import Batches
 from pdserve.gateway.batches.tables import StoredBatch
+from pdserve.gateway.http.api import Dialect
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import Dialect
-from pdserve.gateway.http.docs.document import described
+from pdserve.gateway.http.docs import described
 from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.openai.bodies.body import Body, parse
-from pdserve.gateway.openai.stored.answers import BatchesQuery, BatchList, BatchObject
+from pdserve.gateway.openai.request_models.base import Body, parse
 from pdserve.gateway.openai.stored.lists import list_reply, not_found, page_of
+from pdserve.gateway.openai.stored.response_models import BatchesQuery, BatchList, BatchObject
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.storage.text import check_text
 

@@ -9,23 +9,23 @@ from starlette.responses import JSONResponse
 
 from pdserve.gateway.batches.files import Files
 from pdserve.gateway.batches.tables import PIECE_BYTES, StoredFile
-from pdserve.gateway.http.answers.replies import PieceStream
-from pdserve.gateway.http.dialect import Dialect, HttpLimits
-from pdserve.gateway.http.docs.document import described
+from pdserve.gateway.http.api import Dialect, HttpLimits
+from pdserve.gateway.http.docs import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.multipart import FILE, FileForm
-from pdserve.gateway.openai.stored.answers import (
+from pdserve.gateway.http.responses import PieceStream
+from pdserve.gateway.openai.stored.lists import list_reply, not_found, page_of
+from pdserve.gateway.openai.stored.response_models import (
     FileDeleted,
     FileList,
     FileObject,
     FilesQuery,
     FileUpload,
 )
-from pdserve.gateway.openai.stored.lists import list_reply, not_found, page_of
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.storage.text import check_text
-from pdserve.services.host.errors import ServiceError, quoted
-from pdserve.services.host.tenants.fairness import FairShare
+from pdserve.services.common.errors import ServiceError, quoted
+from pdserve.services.common.tenants.fairness import FairShare
 
 PURPOSE = "batch"
 MAX_UPLOADS = 64  # at once, over all keys

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pdserve.gateway.admission import AdmissionLimits
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.api import Dialect, HttpLimits
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import Dialect, HttpLimits
-from pdserve.gateway.http.docs.pages import DOCUMENT
-from pdserve.gateway.limits import AdmissionLimits
-from pdserve.gateway.observability.meter import RequestUsage
-from pdserve.gateway.openai.dialect import STORED
-from pdserve.gateway.requests.caller import Caller
+from pdserve.gateway.http.docs import DOCUMENT
+from pdserve.gateway.metrics.request_metrics import RequestUsage
+from pdserve.gateway.openai.api import STORED
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.gateway.storage.response_store import KeptResponse
 from pdserve.gateway.storage.url import check_url
-from pdserve.services.host.tenants.keys import ApiKeys
+from pdserve.services.common.tenants.keys import ApiKeys
 
 if TYPE_CHECKING:
     from pdserve.gateway.openai.stored.parts import StoredParts

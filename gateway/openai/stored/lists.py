@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdserve.gateway.batches.files import Page, Stored
-from pdserve.gateway.http.dialect import Dialect, HttpError, error_response
+from pdserve.gateway.http.api import Dialect, HttpError, error_response
 from pdserve.gateway.sampling import refuse
-from pdserve.services.host.errors import quoted
+from pdserve.services.common.errors import quoted
 
 ORDERS = ("asc", "desc")
 

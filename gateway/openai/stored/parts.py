@@ -1,32 +1,93 @@
-"""The parts that only a gateway with a database has, their tasks and their shutdown."""
+"""The parts that only a gateway with a database has: their routes, their tasks, retention and
+shutdown.
+"""
 
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
+from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.types import ASGIApp
 
+from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.batches.batches import Batches
 from pdserve.gateway.batches.files import FileLimits, Files
-from pdserve.gateway.batches.run import Answer
+from pdserve.gateway.batches.run import Answer, LineSlots
 from pdserve.gateway.batches.runner import BatchRunner
-from pdserve.gateway.batches.slots import LineSlots
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.api import Dialect, HttpLimits
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.inner import post
-from pdserve.gateway.limits import AdmissionLimits
-from pdserve.gateway.observability.usage_log import UsageLog
-from pdserve.gateway.openai.stored.retention import Retention
-from pdserve.gateway.openai.stored.routes import StoredRoutes
+from pdserve.gateway.metrics.usage_log import UsageLog
+from pdserve.gateway.openai.stored.batches import add_batch_routes
+from pdserve.gateway.openai.stored.files import add_file_routes
+from pdserve.gateway.openai.stored.usage_report import add_usage_routes
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.gateway.storage.database import Database
 from pdserve.gateway.storage.responses import DatabaseResponses
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.keys import ApiKeys, Tenant
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.tenants.keys import ApiKeys, Tenant
 
 log = logging.getLogger("pdserve.gateway.database")
-
+EVERY_S = 3600.0
+DAY_S = 86400
 OPEN_AGAIN_S = 2.0  # before another try to open a database
 FLUSH_S = 2.0  # to write the last counts
 LINE_TRANSACTIONS = 4  # of batches at once: the others are for client requests
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRoutes:
+    """The data of the routes; `wake` is called when a batch is created or cancelled."""
+
+    files: Files
+    batches: Batches
+    usage: UsageLog
+    wake: Callable[[], None]
+
+    def add_routes(
+        self,
+        app: FastAPI,
+        dialect: Dialect,
+        limits: HttpLimits,
+        bodies: BodyReader,
+        count: Callable[[Caller], Awaitable[None]],
+    ) -> None:
+        """`count` is called for each request, and raises ServiceError beyond a key's rate."""
+
+        async def counted(request: Request) -> None:
+            await count(caller_of(request))
+
+        routes = APIRouter(dependencies=[Depends(counted)])
+        add_file_routes(routes, dialect, self.files, limits)
+        add_batch_routes(routes, dialect, self.batches, bodies, self.wake)
+        add_usage_routes(routes, dialect, self.usage)
+        app.router.routes.extend(routes.routes)  # an included router is hidden from the document
+
+
+class Retention:
+    """Retention task; every gateway of a database may run one, and each row is removed once."""
+
+    def __init__(self, batches: Batches, usage: UsageLog, days: int) -> None:
+        """`days` 0: keep everything."""
+        self._batches = batches
+        self._usage = usage
+        self._days = days
+
+    async def run(self) -> None:
+        """Remove old data once an hour, until cancelled."""
+        while self._days:
+            try:
+                await self._batches.remove_ended(self._days * DAY_S)
+                await self._usage.forget(self._days * DAY_S)
+            except ServiceError as error:
+                log.warning(
+                    "cannot delete old batches and usage, retrying in an hour: %s", error.message
+                )
+            await asyncio.sleep(EVERY_S)
 
 
 class StoredParts:

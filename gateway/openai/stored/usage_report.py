@@ -10,14 +10,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import QueryParams
 
-from pdserve.gateway.http.answers.json_text import JsonPieces, array_json, list_json, object_json
-from pdserve.gateway.http.answers.replies import Reply
-from pdserve.gateway.http.dialect import ErrorShape
-from pdserve.gateway.http.docs.document import described
+from pdserve.gateway.http.api import ErrorShape
+from pdserve.gateway.http.docs import described
 from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.observability.usage_log import UsageLog, UsageQuery
-from pdserve.gateway.openai.stored.answers import UsagePage, UsageReportQuery
+from pdserve.gateway.http.json_text import JsonPieces, array_json, list_json, object_json
+from pdserve.gateway.http.responses import Reply
+from pdserve.gateway.metrics.usage_log import UsageLog, UsageQuery
 from pdserve.gateway.openai.stored.lists import whole_number
+from pdserve.gateway.openai.stored.response_models import UsagePage, UsageReportQuery
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.storage.text import check_text
 

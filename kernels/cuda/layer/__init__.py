@@ -1,0 +1,1 @@
+"""Operations between the products of a layer: norms, rope, activations."""

@@ -1,4 +1,4 @@
-"""Edits of logits before the pick: those of kernels/reference/logit_edits.py, in one launch.
+"""Edits of logits before the pick: those of kernels/reference/sampling.py, in one launch.
 
 A stream with edits owns a tensor of marks, int32 [vocab]: how often an id was generated, whether it
 was seen (in prompt or output), whether it is hidden until min_tokens; and a float32 bias, if set.
@@ -28,7 +28,7 @@ from pdserve.kernels.cuda.sampling.records import (
     ROW,
     field,
 )
-from pdserve.kernels.streams import StreamSettings
+from pdserve.kernels.sampling_ops import StreamSettings
 
 TILE = 2048
 SEEN = tl.constexpr(-(1 << 31))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.streams import TokenScores
+from pdserve.kernels.sampling_ops import TokenScores
 
 TILE = 2048
 

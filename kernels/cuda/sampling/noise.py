@@ -1,4 +1,4 @@
-"""The Gumbel noise of kernels/reference/noise.py on the device: the same bits, and a cheap bound.
+"""Gumbel noise on the device: the bits of kernels/reference/sampling.py, and a cheap bound.
 
 Kernels that call `noise_of` must be launched with enable_fp_fusion=False, so that each addition and
 multiplication is rounded separately. A division of doubles is div.rn.f64, which uses fused

@@ -1,4 +1,4 @@
-"""Sampling of a whole step on the device: `stream`, `sample` and `logprobs` of kernels/streams.py.
+"""Sampling of a step on the device: `stream`, `sample` and `logprobs` of kernels/sampling_ops.py.
 
 A step is one upload (a record per pick, ids and masks), two to five launches for any number of
 picks, and one copy back. A pick depends only on its logits and stream.
@@ -17,7 +17,7 @@ from pdserve.kernels.cuda.sampling.logit_edits import edit, new_bias, new_marks
 from pdserve.kernels.cuda.sampling.logprobs import logprobs
 from pdserve.kernels.cuda.sampling.picks import bound_filtered, choose, survey
 from pdserve.kernels.cuda.sampling.records import RECORD
-from pdserve.kernels.streams import GREEDY_BELOW, Mask, StreamSettings, TokenScores
+from pdserve.kernels.sampling_ops import GREEDY_BELOW, Mask, StreamSettings, TokenScores
 
 
 class CudaTokenStream:
@@ -194,7 +194,7 @@ class CudaSampling:
     def logprobs(
         self, logits: Tensor, tokens: list[int], count: int, also: Sequence[int] = ()
     ) -> list[TokenScores]:
-        """Compute the values of kernels/reference/logprobs.py, with sums in doubles."""
+        """Compute the values of kernels/reference/sampling.py, with sums in doubles."""
         with torch.cuda.stream(self._stream):
             return logprobs(logits, tokens, count, also)
 

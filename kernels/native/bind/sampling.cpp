@@ -27,7 +27,7 @@ int64_t to_int(nb::handle object) {
 }
 
 // The sampling state of one choice: its parameters and the counts of its ids. The order of the
-// edits and their rounding are those of kernels/reference/logit_edits.py.
+// edits and their rounding are those of kernels/reference/sampling.py.
 class Stream {
  public:
   int64_t vocab = 0;
@@ -382,7 +382,7 @@ void bind_sampling(nb::module_& m) {
            nb::arg("logit_bias") = std::unordered_map<int64_t, double>{},
            nb::arg("masked_ids") = std::vector<int64_t>{}, nb::arg("min_tokens") = 0,
            nb::arg("prompt_ids") = std::vector<int64_t>{},
-           "See kernels/streams.py for the parameters. ValueError for ids outside the vocabulary.");
+           "See kernels/sampling_ops.py for the parameters. ValueError for ids outside the vocabulary.");
   nb::class_<NativeSampler>(m, "NativeSampler", "Picks tokens on the threads of a context.")
       .def(nb::init<Context&>(), nb::arg("context"), nb::keep_alive<1, 2>())
       .def("sample", &NativeSampler::sample, nb::arg("logits").noconvert(), nb::arg("rows"),

@@ -69,7 +69,7 @@ struct Kernels {
   // Copies the scores of the tokens whose bit is set (bit id % 32 of word id / 32); writes -inf for
   // the others.
   void (*apply_bitmask)(const float* scores, const uint32_t* mask, int64_t count, float* out);
-  // Computes the Gumbel noise of some ids, defined in kernels/reference/noise.py.
+  // Computes the Gumbel noise of some ids, defined in kernels/reference/sampling.py.
   void (*gumbel_at)(const NoiseKey& key, const int64_t* ids, int64_t count, float* out);
   // Returns the lowest scores / temperature that the filter keeps, at most the best. Scores as
   // above.

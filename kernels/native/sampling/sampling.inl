@@ -16,7 +16,7 @@ PDS_INLINE double bits_double(uint64_t bits) {
   return x;
 }
 
-// --- noise: the operations of kernels/reference/noise.py, in the same order
+// --- noise: the operations of kernels/reference/sampling.py, in the same order
 
 static constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
 

@@ -1,0 +1,1 @@
+"""Migration of running requests to other decode workers."""

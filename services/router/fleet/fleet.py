@@ -1,4 +1,4 @@
-"""The router's soft view of its workers; pure, time is an argument.
+"""The router's soft view of its workers, and the models that they serve; pure, time is an argument.
 
     (hello) -> LIVE <-> SUSPECT -> dead (forgotten)
     LIVE -> SUSPECT      its join stream ended, or 1 s of silence on it
@@ -30,17 +30,50 @@ from typing import TypeVar
 from pdserve.engine.kv.codec import decode_spec
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.protos import fleet_pb2 as pb
-from pdserve.services.host.stall_detector import StallDetector
+from pdserve.services.common.stall_detector import StallDetector
 from pdserve.services.router.fleet.prefix_index import CAPACITY, PrefixIndex, WorkerPrefixes
-from pdserve.services.router.fleet.worker_facts import WorkerFacts
-from pdserve.services.router.fleet.worker_kind import WorkerKind
+from pdserve.services.router.fleet.worker import WorkerFacts, WorkerKind
 
+RETIRED_S = 900.0  # as long as an alert reports the model as not served
 SILENCE_S = 1.0
 SUSPECT_S = 0.5
 ISOLATED_S = 15.0  # then they are dead after all, as when a rack loses power
 MIN_ISOLATED = 4  # workers; of fewer, half may really be gone
 UNREPORTED_S = 1.0  # after this a command that no load names counts as reported
 T = TypeVar("T")
+
+
+class ServedModels:
+    """The known model names. A name is known from the hello of its first decode worker. It is
+    forgotten `RETIRED_S` after the last one left for good, and kept if the last one is expected
+    back. Pure: time is an argument."""
+
+    def __init__(self) -> None:
+        self._retired: dict[str, float | None] = {}  # time of retirement by name; None: served
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._retired
+
+    def __bool__(self) -> bool:
+        return bool(self._retired)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._retired)
+
+    def joined(self, name: str) -> None:
+        """Note the hello of a decode worker of the model."""
+        self._retired[name] = None
+
+    def left(self, name: str, expected_back: bool, now: float) -> None:
+        """Note that the last decode worker of the model is gone."""
+        self._retired[name] = None if expected_back else now
+
+    def tick(self, now: float) -> None:
+        """Forget names retired for RETIRED_S."""
+        for name, since in list(self._retired.items()):
+            if since is not None and now - since >= RETIRED_S:
+                del self._retired[name]
 
 
 @lru_cache(maxsize=1024)

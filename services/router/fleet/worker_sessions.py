@@ -18,11 +18,11 @@ import grpc.aio
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
-from pdserve.services.host.auth.access import Access
-from pdserve.services.host.auth.roles import Role
-from pdserve.services.host.rpc.outbox import Outbox
-from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION, is_refusal
-from pdserve.services.host.rpc.token_rows import RowReader, TokenRow
+from pdserve.services.common.auth.access import Access
+from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.rpc.outbox import Outbox
+from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION, is_refusal
+from pdserve.services.common.rpc.token_rows import RowReader, TokenRow
 from pdserve.services.router.fleet.fleet import Worker
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""The placement policy, and the facts that it decides by."""

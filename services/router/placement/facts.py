@@ -8,10 +8,9 @@ from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from pdserve.engine.kv.identity import Mixing
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.fleet.prefix_index import PrefixIndex
-from pdserve.services.router.fleet.worker_facts import WorkerFacts
-from pdserve.services.router.fleet.worker_kind import WorkerKind, mismatch
+from pdserve.services.router.fleet.worker import WorkerFacts, WorkerKind, mismatch
 from pdserve.services.router.placement.policy import PromptFacts, pick_decode
-from pdserve.services.router.placement.promised_chains import PromisedChains
+from pdserve.services.router.placement.promises import PromisedChains
 
 
 class _KnownBlocks(NamedTuple):

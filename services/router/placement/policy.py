@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from random import Random
 
 from pdserve.engine.kv.identity import NO_MIXING, Difference, Mixing
-from pdserve.services.router.fleet.worker_facts import WorkerFacts
-from pdserve.services.router.fleet.worker_kind import mismatch
+from pdserve.services.router.fleet.worker import WorkerFacts, mismatch
 
 # A running row delays a new request about as much as this many prompt tokens.
 ROW_TOKENS = 64

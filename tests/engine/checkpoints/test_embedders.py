@@ -16,7 +16,7 @@ from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import Pooled, Request
 from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints.card import CardData
-from pdserve.engine.checkpoints.hub import HubModel, download
+from pdserve.engine.checkpoints.resolve import HubModel, download
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.load import load_model, open_checkpoint
 

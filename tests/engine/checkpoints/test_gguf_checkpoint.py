@@ -14,9 +14,8 @@ from builders.write_gguf import write_gguf
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
-from pdserve.engine.checkpoints.gguf.ends import end_ids
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
-from pdserve.engine.checkpoints.gguf.text import gguf_text_files
+from pdserve.engine.checkpoints.gguf.text import end_ids, gguf_text_files
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.load import find_mapping, load_model, open_checkpoint
 from pdserve.engine.models.config import ModelConfig

@@ -16,9 +16,8 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from pdserve.engine.checkpoints.gguf.pre_tokenizers import PRE_TOKENIZERS
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
-from pdserve.engine.checkpoints.gguf.tokenizer import adds_bos, tokenizer_json
+from pdserve.engine.checkpoints.gguf.tokenizer import PRE_TOKENIZERS, adds_bos, tokenizer_json
 from pdserve.engine.checkpoints.source import CheckpointError
 
 KEY = "tokenizer.ggml."

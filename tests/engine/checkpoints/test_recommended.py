@@ -5,9 +5,9 @@ import json
 import pytest
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.recommended import RECOMMENDED, SAMPLING, with_recommended
+from pdserve.engine.checkpoints.card import RECOMMENDED, SAMPLING, with_recommended
 from pdserve.engine.load import load_model
-from pdserve.gateway.text.generation import GenerationDefaults
+from pdserve.text.generation_config import GenerationDefaults
 
 
 def test_a_model_name_selects_its_row(subtests: pytest.Subtests) -> None:

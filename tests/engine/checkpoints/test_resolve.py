@@ -7,10 +7,9 @@ from builders.tiny_models import shipped_model, write_tiny
 from builders.write_gguf import write_gguf
 from fakes import hub as fake_hub
 
-from pdserve.engine.checkpoints import hub as hub_module
+from pdserve.engine.checkpoints import resolve as hub_module
 from pdserve.engine.checkpoints import resolve as resolve_module
-from pdserve.engine.checkpoints.hub import HubModel, download
-from pdserve.engine.checkpoints.resolve import resolve, served_name
+from pdserve.engine.checkpoints.resolve import HubModel, download, resolve, served_name
 from pdserve.engine.checkpoints.source import CheckpointError
 
 REPO = "some-org/Tiny.Llama_1"

@@ -58,7 +58,7 @@ def test_a_worker_prints_the_message_and_exits(name: str, good: Path, tmp_path: 
     shutil.copytree(good, tmp_path / "copy")
     path = WRONG_FILES[name].make(tmp_path / "copy")
     done = subprocess.run(
-        [sys.executable, "-m", "pdserve.services.cli.main", "decode", "--model", str(path),
+        [sys.executable, "-m", "pdserve.cli.main", "decode", "--model", str(path),
          "--routers", "127.0.0.1:9"],
         capture_output=True,
         text=True,

@@ -4,8 +4,13 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.api.errors import InvalidRequest
-from pdserve.engine.api.request import Grammar, Request, SamplingParams, ThinkingBudget
+from pdserve.engine.api.request import (
+    Grammar,
+    InvalidRequest,
+    Request,
+    SamplingParams,
+    ThinkingBudget,
+)
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_GRAMMAR_BYTES, MAX_SEQUENCE_IDS
 from pdserve.engine.scheduling.limits import EngineLimits
 

@@ -14,12 +14,12 @@ from builders.grammar_kit import Maker, Runner, of_regex
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from pdserve.engine.api.errors import InvalidRequest
 from pdserve.engine.api.request import (
     ChoiceState,
     Finished,
     FinishReason,
     Grammar,
+    InvalidRequest,
     NewTokens,
     RequestFailed,
     ThinkingBudget,

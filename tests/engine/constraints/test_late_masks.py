@@ -16,8 +16,8 @@ from systems.eventually import wait_until
 from pdserve.engine.api.request import ChoiceState, Grammar, NewTokens, RequestFailed
 from pdserve.engine.constraints.grammars import matcher
 from pdserve.engine.constraints.grammars.backend import GrammarBackend
-from pdserve.engine.constraints.grammars.mask_threads import NUM_THREADS, MaskThreads
 from pdserve.engine.constraints.grammars.matcher import GrammarMatcher, StepBudget
+from pdserve.engine.constraints.grammars.threads import NUM_THREADS, MaskThreads
 
 PATTERN = of_regex("[A-D]{6}")
 LETTERS = of_regex("[a-z]*")

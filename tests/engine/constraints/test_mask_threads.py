@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.constraints.grammars.mask_threads import (
-    NUM_SLOW_THREADS,
-    NUM_THREADS,
-    MaskThreads,
-)
+from pdserve.engine.constraints.grammars.threads import NUM_SLOW_THREADS, NUM_THREADS, MaskThreads
 
 LIMIT_S = 30.0
 

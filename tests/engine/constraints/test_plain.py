@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 
 from pdserve.engine.api.request import Request, SamplingParams, ThinkingBudget
-from pdserve.engine.constraints.allowed_ids import AllowedIds
-from pdserve.engine.constraints.bad_words import BadWords
-from pdserve.engine.constraints.bitmask import Bitmask, all_but, bitmask_of
-from pdserve.engine.constraints.choice import ChoiceConstraints, Constraint
-from pdserve.engine.constraints.manager import ConstraintManager
-from pdserve.engine.constraints.sequence_search import SequenceSearch
-from pdserve.engine.constraints.thinking import ThinkingLimit
+from pdserve.engine.constraints.manager import ChoiceConstraints, Constraint, ConstraintManager
+from pdserve.engine.constraints.masks import (
+    AllowedIds,
+    BadWords,
+    Bitmask,
+    SequenceSearch,
+    ThinkingLimit,
+    all_but,
+    bitmask_of,
+)
 
 VOCAB = 37  # not a multiple of 32
 ALL = set(range(VOCAB))

@@ -14,11 +14,11 @@ from builders.grammar_kit import Runner, of_regex
 from fakes.late_device import AheadEngine
 from systems.eventually import wait_until
 
-from pdserve.engine.api.errors import QueueFull
 from pdserve.engine.api.request import (
     Event,
     Finished,
     Grammar,
+    QueueFull,
     RequestFailed,
     Scheduled,
 )

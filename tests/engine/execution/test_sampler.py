@@ -15,9 +15,8 @@ from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Row
 from pdserve.engine.scheduling.request_state import RequestState, Sequence
 from pdserve.kernels import reference
-from pdserve.kernels.reference.candidates import candidates
-from pdserve.kernels.reference.noise import gumbel_noise
-from pdserve.kernels.streams import StreamSettings
+from pdserve.kernels.reference.sampling import candidates, gumbel_noise
+from pdserve.kernels.sampling_ops import StreamSettings
 
 VOCAB = 50
 OPS = reference

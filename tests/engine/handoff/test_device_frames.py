@@ -21,8 +21,7 @@ from pdserve.engine.handoff.open_blocks import OpenBlocks
 from pdserve.engine.handoff.protocol import layout
 from pdserve.engine.handoff.protocol.frames import FrameHeader
 from pdserve.engine.handoff.protocol.layout import Bitmap, Piece, cut
-from pdserve.engine.kv.pages import Pages
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.kv.spec import KvSpec, LayerGroup, Pages
 from pdserve.engine.transport.base import SLOTS
 from pdserve.engine.transport.device import DeviceError
 

@@ -14,7 +14,7 @@ from oracles.handoff_model.check import Result, explore
 from oracles.handoff_model.config import IN_TEST, Config
 from oracles.handoff_model.rules import Rules
 
-from pdserve.services.router.requests import machine
+from pdserve.services.router.request import machine
 
 MOVES_OF = (router, decode, prefill, faults)
 # Runs with two requests take seconds each.

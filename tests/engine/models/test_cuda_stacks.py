@@ -11,7 +11,7 @@ from builders.linear_cases import BF16, F16, F32, parts_of
 from fakes import triton_interpreter  # noqa: F401  (before kernels run)
 from torch import Tensor
 
-from pdserve.engine.models.cuda.stacks import ExpertMatrices, ExpertProduct
+from pdserve.engine.models.cuda.experts import ExpertMatrices, ExpertProduct
 from pdserve.engine.models.cuda.weights import DeviceWeights
 from pdserve.engine.models.parts import Linear, TensorSpec
 from pdserve.engine.weights.format import RawTensor

@@ -139,7 +139,7 @@ STARCODER2 = '''
 """StarCoder 2: layer norms, a plain feed-forward and biases everywhere, a window on all layers."""
 
 from pdserve.engine.architectures import register
-from pdserve.engine.checkpoints.views import View, renamed
+from pdserve.engine.checkpoints.tensor_remap import View, renamed
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.hf_config.fields import HfConfig, positive
 from pdserve.engine.models.hf_config.standard import (

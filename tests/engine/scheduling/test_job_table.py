@@ -8,9 +8,9 @@ from pathlib import Path
 from builders.job_kit import VOCAB, check_table, make_job, make_jobs, prompt_of
 
 from pdserve.engine.api.request import FinishReason
+from pdserve.engine.scheduling.job_table import Reservation
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.request_state import RequestState, Sequence
-from pdserve.engine.scheduling.reservation import Reservation
 
 RUNS = 1500
 SLOTS = 4

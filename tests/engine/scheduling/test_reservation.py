@@ -7,17 +7,18 @@ import pytest
 from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 from fakes.decoder import fake_spec, reference
 
-from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.engine.api.request import (
     ChoiceState,
+    ContextLengthExceeded,
     Finished,
     FinishReason,
+    InvalidRequest,
     Request,
     Scheduled,
     prefix_ids,
 )
 from pdserve.engine.engine import Engine
-from pdserve.engine.scheduling.reservation import Reservation
+from pdserve.engine.scheduling.job_table import Reservation
 
 WINDOWS = (0, 6)  # layers with full attention; and those combined with window layers
 

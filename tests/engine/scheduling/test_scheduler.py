@@ -15,13 +15,13 @@ from itertools import pairwise
 from builders.engine_kit import ask, fake_engine
 from builders.job_kit import VOCAB, check_table, make_job, make_jobs, prompt_of
 
-from pdserve.engine.api.errors import QueueFull
 from pdserve.engine.api.request import (
     Event,
     Evicted,
     Finished,
     NewTokens,
     PrefillComputed,
+    QueueFull,
     Scheduled,
 )
 from pdserve.engine.scheduling.limits import EngineLimits

@@ -12,11 +12,11 @@ from typing import Any
 
 from builders.tool_answers import TOOL_ANSWERS
 
-from pdserve.gateway.content.answer_format import AnswerFormat
-from pdserve.gateway.text.parsing.arguments import ToolSchemas
-from pdserve.gateway.text.parts import ContentPart, calls_of, reasoning_of, text_of
-from pdserve.gateway.text.reasoning import reasoning_family, reasoning_parser_names
-from pdserve.gateway.text.tools import tool_family, tool_parser_names
+from pdserve.text.answer_format import AnswerFormat
+from pdserve.text.parsing.arguments import ToolSchemas
+from pdserve.text.parts import ContentPart, calls_of, reasoning_of, text_of
+from pdserve.text.reasoning import reasoning_family, reasoning_parser_names
+from pdserve.text.tool_parsers import tool_family, tool_parser_names
 
 MAX_PIECES = 16
 ODD = (

@@ -16,12 +16,12 @@ from systems.cluster_secret import ACCESS
 
 from fuzz.messages import fill
 from fuzz.mutate import mutate
-from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
+from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
-from pdserve.services.host.rpc.backpressure import Backpressure
-from pdserve.services.host.server import GrpcHost
-from pdserve.services.host.tenants.keys import ApiKeys
+from pdserve.services.common.rpc.backpressure import Backpressure
+from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.tenants.keys import ApiKeys
 
 REQUESTS: dict[str, type[Message]] = {"Chat": ChatRequest, "Complete": CompleteRequest}
 BACKPRESSURE = Backpressure(1 << 16, 5.0)

@@ -12,9 +12,9 @@ from fakes.router import tokenizer_json
 
 from fuzz.mutate import STRINGS, change
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json as sentence_piece
-from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
-from pdserve.gateway.text.tokenizer import Tokenizer
-from pdserve.gateway.text.vocabulary import TextCard
+from pdserve.text.errors import TextError, UnsupportedTokenizer
+from pdserve.text.tokenizer.tokenizer import Tokenizer
+from pdserve.text.tokenizer.vocabulary import TextCard
 
 TEXT = "hello <|im_start|>wörld \u2581 🙂 \x00"
 

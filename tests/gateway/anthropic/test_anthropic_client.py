@@ -11,8 +11,8 @@ from fakes.router import FakeRouter, failed, placed, saying, tokens
 from fakes.scripted_parts import CACHED, CALLS, ScriptedParts, deltas
 from systems.eventually import eventually
 
-from pdserve.gateway.text.parts import TextPart, ToolCallPart
 from pdserve.protos import common_pb2 as pb
+from pdserve.text.parts import TextPart, ToolCallPart
 
 pytestmark = pytest.mark.anyio
 HI: list[Any] = [{"role": "user", "content": "hi"}]

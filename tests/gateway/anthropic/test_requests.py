@@ -10,13 +10,19 @@ from fakes.scripted_parts import deltas
 from fakes.tool_model import THINKING, ToolModel
 from oracles.http_errors import JSON, LARGE, nested
 
-from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, LEFT_OUT, REFUSED
-from pdserve.gateway.anthropic.members import EDITS
-from pdserve.gateway.anthropic.output import MessageContent
-from pdserve.gateway.anthropic.schema import MessagesBody, parse_messages
-from pdserve.gateway.limits import AdmissionLimits
-from pdserve.gateway.requests.tool_use import ToolUse
-from pdserve.gateway.text.parts import ReasoningPart, TextPart
+from pdserve.gateway.admission import AdmissionLimits
+from pdserve.gateway.anthropic.conversation import EDITS
+from pdserve.gateway.anthropic.reply import MessageContent
+from pdserve.gateway.anthropic.request_models import (
+    IGNORED,
+    INSTEAD,
+    LEFT_OUT,
+    REFUSED,
+    MessagesBody,
+    parse_messages,
+)
+from pdserve.text.parts import ReasoningPart, TextPart
+from pdserve.text.request import ToolUse
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/messages"

@@ -13,24 +13,28 @@ from fakes.router import FakeRouter, saying, served
 from fakes.scripted_service import scripted_service
 from oracles.grammar_walks import Walk, compiler
 
-from pdserve.gateway.content.answer_format import (
+from pdserve.gateway.caller import Caller
+from pdserve.services.common.errors import ServiceError
+from pdserve.text.answer_format import (
     AnswerFormat,
     ParserChoice,
     answer_format,
     shaped,
     tool_structure,
 )
-from pdserve.gateway.requests.caller import Caller
-from pdserve.gateway.requests.completions import ChatCompletionRequest
-from pdserve.gateway.requests.sampling import RequestedSampling
-from pdserve.gateway.requests.structure import Structure, oversize
-from pdserve.gateway.requests.tool_use import Tool, ToolUse
-from pdserve.gateway.text.errors import TextError
-from pdserve.gateway.text.messages import TemplateInput
-from pdserve.gateway.text.parts import calls_of, text_of
-from pdserve.gateway.text.reasoning import reasoning_family
-from pdserve.gateway.text.tools import tool_family, tool_parser_names
-from pdserve.services.host.errors import ServiceError
+from pdserve.text.errors import TextError
+from pdserve.text.messages import TemplateInput
+from pdserve.text.parts import calls_of, text_of
+from pdserve.text.reasoning import reasoning_family
+from pdserve.text.request import (
+    ChatCompletionRequest,
+    RequestedSampling,
+    Structure,
+    Tool,
+    ToolUse,
+    oversize,
+)
+from pdserve.text.tool_parsers import tool_family, tool_parser_names
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER, CLOCK = Tool("get_weather", "", SCHEMA), Tool("get_time")

@@ -12,9 +12,9 @@ from llguidance import LLMatcher
 from oracles.grammar_walks import Walk, compiler, tokenizer
 
 from pdserve.engine.api.sampling_bounds import MAX_GRAMMAR_BYTES
-from pdserve.gateway.grammars.schemas import FORMATS
-from pdserve.gateway.requests.structure import Structure
-from pdserve.gateway.text.errors import TextError
+from pdserve.text.errors import TextError
+from pdserve.text.request import Structure
+from pdserve.text.structured_output.schemas import FORMATS
 
 ONE = {
     "type": "object",

@@ -16,10 +16,9 @@ from oracles.sse import events
 from pydantic import BaseModel
 from systems.served_gateway import served_gateway
 
-from pdserve.gateway.http.docs.document import described, document
-from pdserve.gateway.http.docs.pages import PAGE, START
-from pdserve.gateway.openai.dialect import OpenAiDialect
-from pdserve.services.host.errors import HTTP_STATUS
+from pdserve.gateway.http.docs import PAGE, START, described, document
+from pdserve.gateway.openai.api import OpenAiDialect
+from pdserve.services.common.errors import HTTP_STATUS
 
 pytestmark = pytest.mark.anyio
 

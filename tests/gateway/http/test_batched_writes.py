@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pdserve.gateway.http.serving.batched_writes import BatchedWrites
+from pdserve.gateway.http.serving.protocol import BatchedWrites
 
 pytestmark = pytest.mark.anyio
 

@@ -12,8 +12,8 @@ from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.http.serving import server
 from pdserve.gateway.http.serving.sockets import listen
-from pdserve.services.host.auth.certificates import Identity, issue, make_authority
-from pdserve.services.host.auth.roles import Role
+from pdserve.services.common.auth.certificates import Identity, issue, make_authority
+from pdserve.services.common.auth.roles import Role
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,7 @@ from oracles.http_errors import CHAT, HI, JSON, LARGE, PLAIN, check
 from systems.text_pools import Pool
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.host.errors import context_exceeded
+from pdserve.services.common.errors import context_exceeded
 
 pytestmark = pytest.mark.anyio
 

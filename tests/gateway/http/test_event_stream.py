@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.http.answers import replies
-from pdserve.gateway.http.answers.held_answers import HeldAnswers
-from pdserve.gateway.http.answers.replies import DROP, HELD, KEEPS_UP, EventStream
-from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.http import responses
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.http.held_responses import HeldAnswers
+from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP, EventStream
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
 LIMITS = HttpLimits(1 << 20, 1 << 20, 10.0, 100, 0.2)
@@ -128,8 +128,8 @@ async def test_a_lagging_client_that_recovers_gets_everything():
 @pytest.mark.parametrize("fails", [False, True])
 async def test_the_head_is_sent_once_and_first(monkeypatch: pytest.MonkeyPatch, fails: bool):
     """Also while the other task is still sending it, and before an error."""
-    monkeypatch.setattr(replies, "HEAD_S", 0.0)
-    monkeypatch.setattr(replies, "SILENCE_S", 0.01)
+    monkeypatch.setattr(responses, "HEAD_S", 0.0)
+    monkeypatch.setattr(responses, "SILENCE_S", 0.01)
     sent: list[tuple[str, int]] = []
 
     class SlowHead(Client):

@@ -9,14 +9,14 @@ import pytest
 from starlette.types import Receive, Scope, Send
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.http.answers.held_answers import HeldAnswer, HeldAnswers
-from pdserve.gateway.http.answers.json_text import JsonPieces
-from pdserve.gateway.http.answers.replies import HELD, EventStream, Reply
-from pdserve.gateway.http.dialect import HttpLimits, json_event
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.api import HttpLimits, json_event
+from pdserve.gateway.http.held_responses import HeldAnswer, HeldAnswers
+from pdserve.gateway.http.json_text import JsonPieces
+from pdserve.gateway.http.responses import HELD, EventStream, Reply
 from pdserve.gateway.http.serving.server import HttpServer
 from pdserve.gateway.main import listen
-from pdserve.gateway.requests.caller import Caller
-from pdserve.services.host.tenants.keys import Tenant
+from pdserve.services.common.tenants.keys import Tenant
 
 pytestmark = pytest.mark.anyio
 SMALL = 1 << 14  # socket buffer size

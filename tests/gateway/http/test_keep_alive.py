@@ -14,8 +14,8 @@ from fakes.agent_model import LONG_TEXT, NAME, AgentModel
 from fakes.router import FakeRouter, failed, placed, saying
 from oracles.http_errors import CHAT, HI, PLAIN
 
-from pdserve.gateway.http.answers import replies
-from pdserve.gateway.http.answers.replies import HEAD_S
+from pdserve.gateway.http import responses
+from pdserve.gateway.http.responses import HEAD_S
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -37,7 +37,7 @@ SILENCE_S = 0.2
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time between pings."""
-    monkeypatch.setattr(replies, "SILENCE_S", SILENCE_S)
+    monkeypatch.setattr(responses, "SILENCE_S", SILENCE_S)
 
 
 class Model:

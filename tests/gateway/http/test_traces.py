@@ -8,8 +8,8 @@ from fakes.memory_tracer import CLIENT, MemoryTracer, own_id, parent_of, trace_o
 from fakes.router import FakeRouter, failed, finished, placed, saying, tokens
 from systems.eventually import eventually
 
-from pdserve.gateway.observability import request_log
-from pdserve.gateway.observability.timeline import timeline
+from pdserve.gateway.metrics import request_log
+from pdserve.gateway.metrics.request_metrics import timeline
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio

@@ -12,8 +12,8 @@ from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.http.serving.server import HttpServer
 from pdserve.gateway.main import listen
-from pdserve.services.host.auth.certificates import issue, make_authority
-from pdserve.services.host.auth.roles import Role
+from pdserve.services.common.auth.certificates import issue, make_authority
+from pdserve.services.common.auth.roles import Role
 
 pytestmark = pytest.mark.anyio
 SMALL = 1 << 14  # socket buffer size

@@ -22,37 +22,35 @@ from starlette.types import ASGIApp
 from systems.cluster_secret import ACCESS
 from systems.eventually import eventually
 
-from pdserve.gateway.anthropic.dialect import AnthropicDialect
-from pdserve.gateway.content.answer_format import ParserChoice
-from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
-from pdserve.gateway.http.answers.direct_write import DirectWrite
-from pdserve.gateway.http.answers.json_text import JsonPieces
+from pdserve.gateway.anthropic.api import AnthropicDialect
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, TextServicer
+from pdserve.gateway.http.api import Dialect, HttpLimits
 from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import Dialect, HttpLimits
 from pdserve.gateway.http.inner import post
+from pdserve.gateway.http.json_text import JsonPieces
+from pdserve.gateway.http.responses import DirectWrite
 from pdserve.gateway.mcp.config import McpServer
-from pdserve.gateway.mcp.loop import MAX_CALLS, McpTools
 from pdserve.gateway.mcp.offer import ServerTool, ToolResult, offered_tools
 from pdserve.gateway.mcp.servers import McpServers
-from pdserve.gateway.observability.metrics import GatewayMetrics
-from pdserve.gateway.observability.readiness import Readiness
-from pdserve.gateway.openai.bodies.schema import ChatBody
+from pdserve.gateway.mcp.tool_loop import MAX_CALLS, McpTools
+from pdserve.gateway.metrics.metrics import GatewayMetrics
+from pdserve.gateway.openai.api import OpenAiDialect
 from pdserve.gateway.openai.chat import ChatReply
-from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.openai.request_models.schema import ChatBody
 from pdserve.gateway.prepared_completion import PreparedCompletion
-from pdserve.gateway.requests.caller import Caller
-from pdserve.gateway.requests.completions import ChatCompletionRequest
-from pdserve.gateway.requests.sampling import RequestedSampling
-from pdserve.gateway.requests.structure import Structure
+from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.service import Service
-from pdserve.gateway.text.messages import TemplateInput
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest
 from pdserve.protos.text_pb2_grpc import TextStub, add_TextServicer_to_server
-from pdserve.services.host.rpc.backpressure import Backpressure
-from pdserve.services.host.server import GrpcHost
-from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys
-from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
+from pdserve.services.common.rpc.backpressure import Backpressure
+from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.tenants.keys import EVERYBODY, ApiKeys
+from pdserve.services.common.tenants.rate_limits import RateLimits, RateSettings
+from pdserve.text.answer_format import ParserChoice
+from pdserve.text.messages import TemplateInput
+from pdserve.text.request import ChatCompletionRequest, RequestedSampling, Structure
 
 pytestmark = pytest.mark.anyio
 

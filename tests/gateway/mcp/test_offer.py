@@ -3,7 +3,7 @@
 import re
 
 from pdserve.gateway.mcp.offer import OfferedTool, ServerTool, offered_tools, with_offered
-from pdserve.gateway.requests.tool_use import Tool, ToolUse
+from pdserve.text.request import Tool, ToolUse
 
 
 def listed(*names: str, server: str = "s") -> tuple[OfferedTool, ...]:

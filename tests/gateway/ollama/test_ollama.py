@@ -15,10 +15,10 @@ from fakes.tool_model import THINKING, ToolModel, calls
 from oracles.http_errors import LARGE
 from systems.served_gateway import every_kind
 
-from pdserve.gateway.content.model_texts import kept_ids
+from pdserve.gateway.model_texts import kept_ids
 from pdserve.gateway.ollama.conversation import OllamaMessage, conversation
-from pdserve.gateway.text.parts import TextPart, ToolCallPart
 from pdserve.protos import common_pb2 as pb
+from pdserve.text.parts import TextPart, ToolCallPart
 
 pytestmark = pytest.mark.anyio
 HI: list[Any] = [{"role": "user", "content": "hi"}]

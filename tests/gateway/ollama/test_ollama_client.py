@@ -11,12 +11,10 @@ from fakes.scripted_parts import ScriptedParts, deltas
 from ollama import _types
 from systems.served_gateway import every_kind
 
-from pdserve.gateway.ollama.fields import (
+from pdserve.gateway.ollama.request_models import (
     IGNORED,
     IGNORED_OPTIONS,
     REFUSED,
-)
-from pdserve.gateway.ollama.schema import (
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaEmbeddingsBody,
@@ -25,7 +23,7 @@ from pdserve.gateway.ollama.schema import (
     OllamaOptions,
     OllamaShowBody,
 )
-from pdserve.gateway.text.parts import ReasoningPart, TextPart, ToolCallPart
+from pdserve.text.parts import ReasoningPart, TextPart, ToolCallPart
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]

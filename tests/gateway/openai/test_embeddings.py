@@ -16,7 +16,7 @@ from fakes.router import FakeRouter, failed, placed, saying, served
 from systems.eventually import eventually
 
 from pdserve.gateway.openai.embeddings import MAX_INPUTS
-from pdserve.gateway.pooling.runs import AT_ONCE
+from pdserve.gateway.pooling import AT_ONCE
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -219,8 +219,8 @@ async def test_concurrent_inputs_are_bounded_and_answers_are_in_order(make_http)
 
 
 async def test_a_disconnect_cancels_all_inputs(make_service):
+    from pdserve.gateway.caller import Caller
     from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
-    from pdserve.gateway.requests.caller import Caller
 
     slow = Slow()
     service = make_service(slow.router)

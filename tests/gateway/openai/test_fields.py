@@ -9,7 +9,7 @@ from oracles.http_errors import CHAT, HI, PLAIN, check
 from oracles.sse import events
 
 from pdserve.gateway.http.fields import IGNORED, OTHER_NAMES, REFUSED
-from pdserve.gateway.openai.bodies.schema import ChatBody, CompletionBody
+from pdserve.gateway.openai.request_models.schema import ChatBody, CompletionBody
 
 pytestmark = pytest.mark.anyio
 BODIES = {

@@ -14,7 +14,7 @@ from pdserve.engine.api.sampling_bounds import (
     MAX_STRUCTURE_DEPTH,
     MAX_STRUCTURE_VALUES,
 )
-from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.http.api import HttpLimits
 
 pytestmark = pytest.mark.anyio
 BODIES: dict[str, dict[str, Any]] = {

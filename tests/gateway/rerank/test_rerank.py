@@ -10,10 +10,10 @@ from fakes.memory_tracer import MemoryTracer
 from fakes.pooled_answers import embedder, reranker, vector_of
 from fakes.router import FakeRouter, saying
 
-from pdserve.gateway.content.model_texts import ModelTexts
-from pdserve.gateway.rerank import prompt
-from pdserve.gateway.rerank.prompt import AFTER, BEFORE, INSTRUCTION, JudgingIds
-from pdserve.gateway.rerank.schema import MAX_TEXTS
+from pdserve.gateway.model_texts import ModelTexts
+from pdserve.gateway.rerank import scores
+from pdserve.gateway.rerank.request_models import MAX_TEXTS
+from pdserve.gateway.rerank.scores import AFTER, BEFORE, INSTRUCTION, JudgingIds
 
 pytestmark = pytest.mark.anyio
 DOCUMENTS = ["hello world", "w", "hello"]
@@ -197,7 +197,7 @@ async def test_prompts_share_their_query():
 async def test_the_prompts_of_a_call_share_a_token_limit(make_http, monkeypatch):
     router = reranker(by_length)
     one = len(judged(router, "what", "w"))
-    monkeypatch.setattr(prompt, "MAX_CALL_TOKENS", 2 * one)
+    monkeypatch.setattr(scores, "MAX_CALL_TOKENS", 2 * one)
     http = make_http(router)
     await ask(http, "/rerank", {**RERANK, "documents": ["w"] * 2})
     answer = await http.post("/rerank", json={**RERANK, "documents": ["w"] * 3})

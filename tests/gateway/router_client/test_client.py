@@ -12,9 +12,9 @@ from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import PickRequest
-from pdserve.services.host.auth.secret import SecretAccess
-from pdserve.services.host.discovery import discovery
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.auth.access import SecretAccess
+from pdserve.services.common.discovery import discovery
+from pdserve.services.common.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
 

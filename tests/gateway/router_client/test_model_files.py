@@ -10,7 +10,7 @@ from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
 

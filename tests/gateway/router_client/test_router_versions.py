@@ -12,7 +12,7 @@ from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client import session as session_module
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.router_client.session import RouterConnection
-from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
+from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.anyio
 ANSWER = list(range(100, 106))

@@ -17,7 +17,7 @@ from pdserve.gateway.router_client.model_files import merged
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos.router_pb2 import FleetView, WorkerView
-from pdserve.services.host.discovery.rendezvous import rendezvous_order
+from pdserve.services.common.discovery.rendezvous import rendezvous_order
 
 pytestmark = pytest.mark.anyio
 ELSEWHERE = pb.Failed(failure=pb.Failure(code=pb.UNAVAILABLE, message="no worker"), elsewhere=True)

@@ -13,8 +13,8 @@ from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.router_client.session import RouterConnection
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.host.discovery import discovery
-from pdserve.services.host.rpc.token_rows import NumberedChoice
+from pdserve.services.common.discovery import discovery
+from pdserve.services.common.rpc.token_rows import NumberedChoice
 
 pytestmark = pytest.mark.anyio
 

@@ -9,7 +9,7 @@ from pdserve.gateway.storage.database import Database
 from pdserve.gateway.storage.response_store import KeptResponse
 from pdserve.gateway.storage.responses import DatabaseResponses, ResponseBounds
 from pdserve.protos.common_pb2 import UNAVAILABLE
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
 

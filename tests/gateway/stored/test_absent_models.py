@@ -14,8 +14,8 @@ from systems.stored_gateway import (
     stored_gateway,
 )
 
-from pdserve.gateway.batches import absent_models, runner
-from pdserve.gateway.batches.absent_models import MODEL_WAIT_S, STARTING_S, AbsentModels
+from pdserve.gateway.batches import run, runner
+from pdserve.gateway.batches.run import MODEL_WAIT_S, STARTING_S, AbsentModels
 
 pytestmark = pytest.mark.anyio
 
@@ -45,7 +45,7 @@ async def test_when_a_missing_model_is_given_up():
 
 
 async def test_an_unknown_model_is_awaited_and_then_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 0.4)
+    monkeypatch.setattr(run, "MODEL_WAIT_S", 0.4)
     monkeypatch.setattr(runner, "STARTING_S", 0.0)
     async with stored_gateway(FakeRouter(saying("hello")), tmp_path) as gateway:
         client = gateway.client()
@@ -56,7 +56,7 @@ async def test_an_unknown_model_is_awaited_and_then_an_error(tmp_path, monkeypat
 
 
 async def test_an_empty_fleet_is_awaited(tmp_path, monkeypatch):
-    monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 0.0)
+    monkeypatch.setattr(run, "MODEL_WAIT_S", 0.0)
     monkeypatch.setattr(runner, "STARTING_S", 0.0)
     card, blobs = served("tiny")
     router = FakeRouter(saying("hello"), [], blobs)
@@ -73,7 +73,7 @@ async def test_an_empty_fleet_is_awaited(tmp_path, monkeypatch):
 async def test_the_next_gateway_waits_for_a_model_that_is_still_loading(tmp_path, monkeypatch):
     """Wait because the previous gateway had answers from it, although the fleet already shows
     another model."""
-    monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 0.1)
+    monkeypatch.setattr(run, "MODEL_WAIT_S", 0.1)
     monkeypatch.setattr(runner, "STARTING_S", 0.0)
     (small, blobs), (large, _) = served("tiny"), served("large")
     before = FakeRouter(holding_after(5, asyncio.Event()), [small, large], blobs)

@@ -20,7 +20,7 @@ from systems.stored_gateway import (
     stored_gateway,
 )
 
-from pdserve.gateway.observability.usage_log import HOUR_S
+from pdserve.gateway.metrics.usage_log import HOUR_S
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,7 @@ from fakes.router import FakeRouter, saying
 from systems.eventually import LIMIT_S, eventually
 from systems.stored_gateway import CHAT, change, ended, lines_of, start_batch, stored_gateway
 
-from pdserve.gateway.observability.usage_log import ROWS_AT_ONCE
+from pdserve.gateway.metrics.usage_log import ROWS_AT_ONCE
 
 pytestmark = pytest.mark.anyio
 DAY_S = 86400

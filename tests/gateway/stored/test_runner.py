@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.batches import absent_models, runner
+from pdserve.gateway.batches import run, runner
 from pdserve.gateway.batches.batches import Batches
 from pdserve.gateway.batches.files import FileLimits, Files
 from pdserve.gateway.batches.leases import BatchLease
-from pdserve.gateway.batches.run import Answer
+from pdserve.gateway.batches.run import Answer, LineSlots
 from pdserve.gateway.batches.runner import MAX_RUNS_OF_TENANT, BatchRunner
-from pdserve.gateway.batches.slots import LineSlots
 from pdserve.gateway.storage.database import Database
-from pdserve.services.host.tenants.keys import Tenant
+from pdserve.services.common.tenants.keys import Tenant
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
@@ -203,7 +202,7 @@ async def test_lines_of_a_served_model_do_not_restart_the_wait_for_a_missing_one
     running, monkeypatch
 ):
     """Once the wait for a model is over, request each of its lines once."""
-    monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 1.0)
+    monkeypatch.setattr(run, "MODEL_WAIT_S", 1.0)
     running.answers.set()
     batch_id = await running.make(key(0), 60, models=("a", "a", "missing"))
     await running.has_status(key(0), batch_id, "completed")
@@ -215,7 +214,7 @@ async def test_lines_of_a_served_model_do_not_restart_the_wait_for_a_missing_one
 
 async def test_a_used_model_is_awaited_without_delaying_others(running, monkeypatch):
     """As after a restart, when a small model is ready and a large one takes minutes to load."""
-    monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 0.1)
+    monkeypatch.setattr(run, "MODEL_WAIT_S", 0.1)
     running.used.add("missing")
     running.answers.set()
     batch_id = await running.make(key(0), 60, models=("missing", "a", "missing"))
@@ -238,7 +237,7 @@ async def test_a_used_model_is_awaited_without_delaying_others(running, monkeypa
 
 
 async def test_a_missing_used_model_is_awaited_until_the_window_ends(running, monkeypatch):
-    monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 0.1)
+    monkeypatch.setattr(run, "MODEL_WAIT_S", 0.1)
     running.used.add("missing")
     running.answers.set()
     batch_id = await running.make(key(0), 4, window_s=2, models=("missing", "a"))

@@ -13,13 +13,13 @@ from systems.eventually import eventually
 from systems.served_gateway import served_gateway
 from systems.stored_gateway import CHAT, ended, lines_of, start_batch, stored_gateway
 
-from pdserve.gateway.http.answers.json_text import AT_ONCE
-from pdserve.gateway.observability.meter import RequestUsage
-from pdserve.gateway.observability.usage_log import COUNTS, UsageLog, UsageQuery, UsageRow
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.json_text import AT_ONCE
+from pdserve.gateway.metrics.request_metrics import RequestUsage
+from pdserve.gateway.metrics.usage_log import COUNTS, UsageLog, UsageQuery, UsageRow
 from pdserve.gateway.openai.stored.usage_report import usage_page
-from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.storage.database import Database
-from pdserve.services.host.tenants.keys import Tenant
+from pdserve.services.common.tenants.keys import Tenant
 
 pytestmark = pytest.mark.anyio
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -248,7 +248,7 @@ async def test_invalid_reports_are_refused(tmp_path, params, param):
 
 @pytest.mark.parametrize("bound", ["MAX_SESSIONS", "MAX_UNWRITTEN"])
 async def test_sessions_in_memory_are_bounded(tmp_path, monkeypatch, bound):
-    monkeypatch.setattr(f"pdserve.gateway.observability.usage_log.{bound}", 3)
+    monkeypatch.setattr(f"pdserve.gateway.metrics.usage_log.{bound}", 3)
     database = Database(f"sqlite:///{tmp_path}/gateway.db")
     await database.start()
     usage = UsageLog(database)

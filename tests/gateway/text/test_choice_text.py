@@ -6,10 +6,9 @@ from random import Random
 import pytest
 from builders.byte_tokenizer import write_tokenizer
 
-from pdserve.gateway.text.choice_text import ChoiceText
-from pdserve.gateway.text.stop import StopMatcher
-from pdserve.gateway.text.tokenizer import Tokenizer
-from pdserve.gateway.text.vocabulary import TextCard
+from pdserve.text.tokenizer.choice_text import ChoiceText, StopMatcher
+from pdserve.text.tokenizer.tokenizer import Tokenizer
+from pdserve.text.tokenizer.vocabulary import TextCard
 
 A, B, EOS = 64, 65, 258
 

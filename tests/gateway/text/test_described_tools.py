@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.text.messages import TemplateInput, normalized
-from pdserve.gateway.text.parsing.stream import CallStream
-from pdserve.gateway.text.parts import calls_of, text_of
-from pdserve.gateway.text.templates.chat_template import ChatTemplate
-from pdserve.gateway.text.templates.described_tools import described, plain_turns
-from pdserve.gateway.text.tokenizer import Tokenizer
-from pdserve.gateway.text.tools import GENERIC, tool_family
+from pdserve.text.messages import TemplateInput, normalized
+from pdserve.text.parsing.stream import CallStream
+from pdserve.text.parts import calls_of, text_of
+from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.templates.described_tools import described, plain_turns
+from pdserve.text.tokenizer.tokenizer import Tokenizer
+from pdserve.text.tool_parsers import GENERIC, tool_family
 
 FILES = Path(__file__).parent
 TEMPLATES = {

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from pdserve.gateway.text.errors import UnsupportedTokenizer
-from pdserve.gateway.text.generation import GenerationDefaults
+from pdserve.text.errors import UnsupportedTokenizer
+from pdserve.text.generation_config import GenerationDefaults
 
 
 def test_known_values_are_used_and_others_ignored() -> None:

@@ -12,15 +12,15 @@ import pytest
 from oracles.llama_cpp_chat import ChatCase, Message, chat_cases
 from oracles.llama_cpp_templates import llama_cpp_chat_test, llama_cpp_templates
 
-from pdserve.gateway.content.answer_format import AnswerFormat, answer_format
-from pdserve.gateway.requests.tool_use import ToolUse
-from pdserve.gateway.text.errors import TextError
-from pdserve.gateway.text.messages import TemplateInput, final_text
-from pdserve.gateway.text.parts import calls_of, reasoning_of, text_of
-from pdserve.gateway.text.reasoning import reasoning_family, reasoning_family_of
-from pdserve.gateway.text.templates.chat_template import ChatTemplate
-from pdserve.gateway.text.tokenizer import Tokenizer
-from pdserve.gateway.text.tools import tool_family, tool_family_of
+from pdserve.text.answer_format import AnswerFormat, answer_format
+from pdserve.text.errors import TextError
+from pdserve.text.messages import TemplateInput, final_text
+from pdserve.text.parts import calls_of, reasoning_of, text_of
+from pdserve.text.reasoning import reasoning_family, reasoning_family_of
+from pdserve.text.request import ToolUse
+from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.tokenizer.tokenizer import Tokenizer
+from pdserve.text.tool_parsers import tool_family, tool_family_of
 
 INLINE = "COMMON_REASONING_FORMAT_NONE"  # the default of llama.cpp
 IN_THOUGHT = "COMMON_CHAT_CONTINUATION_REASONING"

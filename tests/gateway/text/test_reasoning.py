@@ -7,16 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.gateway.content.answer_format import AnswerFormat
-from pdserve.gateway.text.parsing.arguments import ToolSchemas
-from pdserve.gateway.text.parsing.thought import MAX_SPACE
-from pdserve.gateway.text.parts import ContentPart, calls_of, reasoning_of, text_of
-from pdserve.gateway.text.reasoning import (
-    reasoning_family,
-    reasoning_family_of,
-    reasoning_parser_names,
-)
-from pdserve.gateway.text.tools import tool_family
+from pdserve.text.answer_format import AnswerFormat
+from pdserve.text.parsing.arguments import ToolSchemas
+from pdserve.text.parsing.thought import MAX_SPACE
+from pdserve.text.parts import ContentPart, calls_of, reasoning_of, text_of
+from pdserve.text.reasoning import reasoning_family, reasoning_family_of, reasoning_parser_names
+from pdserve.text.tool_parsers import tool_family
 
 NAMES = reasoning_parser_names()
 MESSAGES = {"gpt_oss", "muse_glimmer", "solar"}  # a thought is a message before the answer's

@@ -3,10 +3,10 @@ tested in tests/gateway/test_text_processes.py."""
 
 import pytest
 
-from pdserve.gateway.text.errors import TextError
-from pdserve.gateway.text.messages import TemplateInput
-from pdserve.gateway.text.templates.chat_template import ChatTemplate
-from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.text.errors import TextError
+from pdserve.text.messages import TemplateInput
+from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.tokenizer.tokenizer import Tokenizer
 
 ESCAPES = {
     "class": "{{ ''.__class__.__mro__ }}",

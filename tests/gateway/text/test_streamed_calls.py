@@ -8,17 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 from builders.tool_answers import TOOL_ANSWERS
 
-from pdserve.gateway.content.answer_format import AnswerFormat
-from pdserve.gateway.text.parsing.arguments import ToolSchemas
-from pdserve.gateway.text.parsing.family import ContentParser
-from pdserve.gateway.text.parts import (
-    ContentPart,
-    ToolCallPart,
-    arguments_object,
-    calls_of,
-    text_of,
-)
-from pdserve.gateway.text.tools import tool_family, tool_parser_names
+from pdserve.text.answer_format import AnswerFormat
+from pdserve.text.parsing.arguments import ToolSchemas
+from pdserve.text.parsing.family import ContentParser
+from pdserve.text.parts import ContentPart, ToolCallPart, arguments_object, calls_of, text_of
+from pdserve.text.tool_parsers import tool_family, tool_parser_names
 
 NAMES = tool_parser_names()
 NUM_CALLS = 500  # per family, two in an answer

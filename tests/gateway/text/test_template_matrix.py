@@ -25,12 +25,12 @@ from fakes.tool_model import TEMPLATE
 from oracles.llama_cpp_templates import llama_cpp_templates
 from transformers import PreTrainedTokenizerFast
 
-from pdserve.gateway.content.answer_format import ParserChoice
-from pdserve.gateway.text.reasoning import reasoning_family
-from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
-from pdserve.gateway.text.tools import GENERIC, tool_parser_names
-from pdserve.gateway.text.vocabulary import TextCard
-from pdserve.gateway.text_processes.pool import LoadedText
+from pdserve.text.answer_format import ParserChoice
+from pdserve.text.processes.pool import LoadedText
+from pdserve.text.reasoning import reasoning_family
+from pdserve.text.tokenizer.tokenizer import Rendered, Tokenizer
+from pdserve.text.tokenizer.vocabulary import TextCard
+from pdserve.text.tool_parsers import GENERIC, tool_parser_names
 
 pytestmark = pytest.mark.anyio
 CONVERSATIONS = tuple(conversations())

@@ -9,11 +9,11 @@ from canitoolcall.checks import run_checks
 from canitoolcall.fixtures import Family, Fixture, load_families, load_fixtures
 from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Status
 
-from pdserve.gateway.content.answer_format import AnswerFormat
-from pdserve.gateway.text.parsing.arguments import ToolSchemas
-from pdserve.gateway.text.parts import ContentPart, calls_of, reasoning_of, text_of
-from pdserve.gateway.text.reasoning import reasoning_family
-from pdserve.gateway.text.tools import tool_family
+from pdserve.text.answer_format import AnswerFormat
+from pdserve.text.parsing.arguments import ToolSchemas
+from pdserve.text.parts import ContentPart, calls_of, reasoning_of, text_of
+from pdserve.text.reasoning import reasoning_family
+from pdserve.text.tool_parsers import tool_family
 
 # The package's families, and the model variants whose format differs from their family's.
 PARSERS = {

@@ -19,13 +19,13 @@ from builders.tool_answers import TOOL_ANSWERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.gateway.content.answer_format import AnswerFormat
-from pdserve.gateway.text.parsing.arguments import ToolSchemas
-from pdserve.gateway.text.parsing.family import ContentParser
-from pdserve.gateway.text.parsing.reader import Malformed
-from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, MAX_SPACE, CallStream
-from pdserve.gateway.text.parsing.values import MAX_VALUES, json_value
-from pdserve.gateway.text.parts import (
+from pdserve.text.answer_format import AnswerFormat
+from pdserve.text.parsing.arguments import ToolSchemas
+from pdserve.text.parsing.family import ContentParser
+from pdserve.text.parsing.reader import Malformed
+from pdserve.text.parsing.stream import MAX_CALL_CHARS, MAX_SPACE, CallStream
+from pdserve.text.parsing.values import MAX_VALUES, json_value
+from pdserve.text.parts import (
     ContentPart,
     ToolCallPart,
     arguments_object,
@@ -33,15 +33,10 @@ from pdserve.gateway.text.parts import (
     reasoning_of,
     text_of,
 )
-from pdserve.gateway.text.reasoning import reasoning_family, reasoning_parser_names
-from pdserve.gateway.text.tokenizer import Tokenizer
-from pdserve.gateway.text.tools import (
-    FALLBACK,
-    tool_family,
-    tool_family_of,
-    tool_parser_names,
-)
-from pdserve.gateway.text.vocabulary import TextCard
+from pdserve.text.reasoning import reasoning_family, reasoning_parser_names
+from pdserve.text.tokenizer.tokenizer import Tokenizer
+from pdserve.text.tokenizer.vocabulary import TextCard
+from pdserve.text.tool_parsers import FALLBACK, tool_family, tool_family_of, tool_parser_names
 
 PARIS = ("get_weather", {"city": "Paris"})
 ROME = ("get_weather", {"city": "Rome"})

@@ -14,7 +14,7 @@ from systems.watched import router_page
 
 from pdserve.engine.kv.identity import NO_MIXING
 from pdserve.protos.fleet_pb2 import DECODE
-from pdserve.services.router.fleet.served_models import RETIRED_S
+from pdserve.services.router.fleet.fleet import RETIRED_S
 
 pytestmark = pytest.mark.anyio
 

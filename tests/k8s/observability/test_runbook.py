@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from alerts_page import rules
 
-from pdserve.services.cli.commands import COMMANDS
+from pdserve.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs/runbook.md").read_text()

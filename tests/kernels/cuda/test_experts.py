@@ -10,7 +10,7 @@ from builders.linear_cases import BF16, F32, KINDS, error, made, tokens_for
 from fakes import triton_interpreter  # noqa: F401
 from torch import Tensor
 
-from pdserve.engine.models.layers.routing import choose_experts
+from pdserve.engine.models.layers.experts import choose_experts
 from pdserve.engine.models.parts import ExpertRouting
 from pdserve.kernels.cuda.experts.combine import combine
 from pdserve.kernels.cuda.experts.grouped import MatrixStack, grouped_product, tile_tokens

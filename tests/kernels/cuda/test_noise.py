@@ -24,7 +24,7 @@ from pdserve.kernels.cuda.sampling.noise import (
     noise_of,
 )
 from pdserve.kernels.cuda.sampling.records import RECORD
-from pdserve.kernels.reference.noise import SERIES, _log, gumbel_at
+from pdserve.kernels.reference.sampling import SERIES, _log, gumbel_at
 
 pytestmark = pytest.mark.kernels
 

@@ -17,8 +17,8 @@ from pdserve.kernels import reference
 from pdserve.kernels.cuda.sampling import candidates, logit_edits, picks
 from pdserve.kernels.cuda.sampling.records import RECORD
 from pdserve.kernels.cuda.sampling.step import CudaSampling
-from pdserve.kernels.reference.candidates import candidates as reference_candidates
-from pdserve.kernels.streams import StreamSettings
+from pdserve.kernels.reference.sampling import candidates as reference_candidates
+from pdserve.kernels.sampling_ops import StreamSettings
 
 pytestmark = pytest.mark.kernels
 

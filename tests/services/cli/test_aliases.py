@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdserve.services.cli.commands import COMMANDS
-from pdserve.services.cli.main import main, parse_command
-from pdserve.services.options.aliases import ALIASES, BARE, SAME, translate
-from pdserve.services.options.options import OptionError
+from pdserve.cli.commands import COMMANDS
+from pdserve.cli.main import main, parse_command
+from pdserve.cli.options.aliases import ALIASES, BARE, SAME, translate
+from pdserve.cli.options.options import OptionError
 
 FLAGS = {
     name: {option.flag for section in COMMANDS[name].sections() for option in section.options}

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from pdserve.services.cli.async_client import AsyncApi
-from pdserve.services.cli.http_client import ApiError
-from pdserve.services.options.settings import ClientSettings
+from pdserve.cli.async_client import AsyncApi
+from pdserve.cli.http_client import ApiError
+from pdserve.cli.options.settings import ClientSettings
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -8,9 +8,9 @@ import pytest
 from fakes.api_server import ApiServer, api_server
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pdserve.services.cli.commands import STOPPED
-from pdserve.services.cli.http_client import ApiClient, ApiError
-from pdserve.services.cli.main import main
+from pdserve.cli.commands import STOPPED
+from pdserve.cli.http_client import ApiClient, ApiError
+from pdserve.cli.main import main
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.services.local.cores import Share, allot, machine_cores
-from pdserve.services.options.options import OptionError
+from pdserve.cli.options.options import OptionError
+from pdserve.cli.up.cores import Share, allot, machine_cores
 
 
 def test_two_workers_on_two_cores() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.services.cli import demo
-from pdserve.services.cli.http_client import ApiClient
+from pdserve.cli import demo
+from pdserve.cli.http_client import ApiClient
 
 
 class Gateway(ThreadingHTTPServer):

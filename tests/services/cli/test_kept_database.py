@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.services.local import kept_database as module
-from pdserve.services.local.kept_database import kept_database
+from pdserve.cli.up import folders as module
+from pdserve.cli.up.folders import kept_database
 
 
 def test_one_system_at_a_time_keeps_the_database(tmp_path: Path) -> None:

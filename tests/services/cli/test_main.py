@@ -10,11 +10,11 @@ from pkgutil import resolve_name
 
 import pytest
 
-from pdserve.services.cli.commands import COMMANDS, UP_OWNS, known_names
-from pdserve.services.cli.main import main
-from pdserve.services.cli.roles import guarded
-from pdserve.services.host.process import GRPC_POLLER
-from pdserve.services.options.options import options_of
+from pdserve.cli.commands import COMMANDS, UP_OWNS, known_names
+from pdserve.cli.main import main
+from pdserve.cli.options.options import options_of
+from pdserve.cli.roles import guarded
+from pdserve.services.common.process import GRPC_POLLER
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,7 +28,7 @@ def run(*words: str, block: tuple[str, ...] = (), timeout_s: float = 100) -> tup
         f"        if name.split('.')[0] in {block!r}:\n"
         "            raise ModuleNotFoundError(f'{name} is not installed', name=name)\n"
         "sys.meta_path.insert(0, Block())\n"
-        "from pdserve.services.cli.main import main\n"
+        "from pdserve.cli.main import main\n"
         f"code = main({list(words)!r})\n"
         "print(sorted(m for m in ('torch', 'grpc', 'fastapi', 'numpy') if m in sys.modules))\n"
         "sys.exit(code)\n"
@@ -48,7 +48,7 @@ def test_a_router_configures_grpc_polling_before_the_import() -> None:
         "            os.write(1, os.environ.get('GRPC_EXPERIMENTS', 'nothing').encode())\n"
         "            os._exit(0)\n"
         "sys.meta_path.insert(0, Look())\n"
-        "from pdserve.services.cli.main import main\n"
+        "from pdserve.cli.main import main\n"
         "main(['router', '--cluster-secret', 's' * 32])\n"
     )
     for given, expected in ((None, GRPC_POLLER), ("-x", "-x")):

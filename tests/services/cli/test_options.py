@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.services.options.options import OptionError, options_of
-from pdserve.services.options.parser import Section, parse
-from pdserve.services.options.show import MASK, render
-from pdserve.services.options.sources import Settings, resolve
+from pdserve.cli.options.options import OptionError, options_of
+from pdserve.cli.options.parser import Section, parse
+from pdserve.cli.options.sources import MASK, Settings, render, resolve
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:

@@ -4,11 +4,11 @@ import sys
 
 from systems.terminal import in_terminal
 
-from pdserve.services.local.progress import Lines
+from pdserve.cli.progress import Lines
 
 PROGRAM = """
 import subprocess, sys
-from pdserve.services.local.progress import progress_below_log
+from pdserve.cli.progress import progress_below_log
 child = "import sys; [sys.stderr.write(f'line {n} of the [child]' + chr(10)) for n in range(20)]"
 with progress_below_log() as view:
     view.update("loading", 0.1)

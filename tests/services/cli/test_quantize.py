@@ -6,7 +6,7 @@ import pytest
 from builders.tiny_models import write_tiny
 from builders.write_gguf import write_gguf
 
-from pdserve.services.cli.main import main
+from pdserve.cli.main import main
 
 
 @pytest.fixture

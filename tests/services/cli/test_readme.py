@@ -39,7 +39,7 @@ def ports() -> Iterator[dict[str, str]]:
     words += ["--router-port", free["50050"], "--api-key", "KEY", "--prefill", "0"]
     words += ["--kv-tokens", "4096", "--chunk-size", "128", "--log-level", "warning"]
     up = subprocess.Popen(
-        [sys.executable, "-m", "pdserve.services.cli.main", "up", *words],
+        [sys.executable, "-m", "pdserve.cli.main", "up", *words],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -9,6 +9,7 @@ from oracles.rings import Played, play
 from simulation.run import simulate
 from simulation.scenario import Scenario
 
+from pdserve.cli.main import main
 from pdserve.engine.handoff.protocol.machine import (
     Claimed,
     ClaimGranted,
@@ -21,7 +22,6 @@ from pdserve.engine.handoff.protocol.machine import (
 )
 from pdserve.engine.handoff.recorder.event_log import MAX_ARGUMENT, EventLog, RecordKind
 from pdserve.engine.handoff.recorder.ring import Ring, open_ring
-from pdserve.services.cli.main import main
 
 FIRST, SECOND = bytes(range(16)), bytes(range(100, 116))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.services.local.run_folder import PREFIX, run_dir
+from pdserve.cli.up.folders import PREFIX, run_dir
 
 
 def test_the_folder_is_private_and_removed(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_the_folder_is_private_and_removed(tmp_path: Path) -> None:
 def test_the_folder_of_a_killed_owner_is_swept_and_a_living_one_kept(tmp_path: Path) -> None:
     code = (
         "import os, pathlib, signal\n"
-        "from pdserve.services.local.run_folder import run_dir\n"
+        "from pdserve.cli.up.folders import run_dir\n"
         f"with run_dir(pathlib.Path({str(tmp_path)!r})):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )

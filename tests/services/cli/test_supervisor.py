@@ -15,10 +15,10 @@ import pytest
 from fakes import service as fake_service
 from systems.eventually import LIMIT_S
 
-from pdserve.services.local.child import Task
-from pdserve.services.local.cores import Share
-from pdserve.services.local.fork_server import ForkServer
-from pdserve.services.local.supervisor import Child, OnEvent, StartError, Supervisor, restart_delay
+from pdserve.cli.up.child import Task
+from pdserve.cli.up.cores import Share
+from pdserve.cli.up.fork_server import ForkServer
+from pdserve.cli.up.supervisor import Child, OnEvent, StartError, Supervisor, restart_delay
 
 SUPPORT = str(Path(__file__).parents[2] / "support")
 Events = list[tuple[str, str, dict[str, Any]]]
@@ -173,12 +173,12 @@ def test_a_second_signal_kills_at_once(
 ) -> None:
     child = start(supervisor, "stubborn")
     assert all_ready(supervisor)
-    monkeypatch.setattr("pdserve.services.local.supervisor.ECHO_S", LIMIT_S)
+    monkeypatch.setattr("pdserve.cli.up.supervisor.ECHO_S", LIMIT_S)
     os.kill(os.getpid(), signal.SIGTERM)
     assert supervisor.run_until(lambda: False, 5.0)
     os.kill(os.getpid(), signal.SIGINT)  # an echo of the first
     assert supervisor.signals == [signal.SIGTERM]
-    monkeypatch.setattr("pdserve.services.local.supervisor.ECHO_S", 0.1)
+    monkeypatch.setattr("pdserve.cli.up.supervisor.ECHO_S", 0.1)
     again = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     again.start()
     assert not supervisor.stop([[child]], 10 * LIMIT_S)
@@ -298,7 +298,7 @@ def test_a_fork_server_that_hangs_is_killed(
     server = psutil.Process(child.figures["imported_by"])
     server.suspend()
     with monkeypatch.context() as patch:
-        patch.setattr("pdserve.services.local.fork_server.ANSWER_S", 0.1)
+        patch.setattr("pdserve.cli.up.fork_server.ANSWER_S", 0.1)
         spawned = start(forking, "good")
     assert "does not respond" in caplog.text
     assert not server.is_running()
@@ -319,7 +319,7 @@ def test_a_start_that_the_system_refuses(
     def refuse(*args: object) -> None:
         raise BlockingIOError("no more processes")
 
-    monkeypatch.setattr("pdserve.services.local.supervisor.restart_delay", lambda deaths: 0.1)
+    monkeypatch.setattr("pdserve.cli.up.supervisor.restart_delay", lambda deaths: 0.1)
     preload = ["fakes.service"] if forked else []
     with Supervisor(noting(events), preload) as supervisor:
         child, other = (start(supervisor, "good") for _ in range(2))
@@ -340,7 +340,7 @@ def test_a_start_that_the_system_refuses(
 def test_preloaded_modules_start_no_thread_and_import_no_torch() -> None:
     code = (
         "import importlib, os, sys\n"
-        "from pdserve.services.local.up import PRELOAD\n"
+        "from pdserve.cli.up.command import PRELOAD\n"
         "for name in PRELOAD: importlib.import_module(name)\n"
         "assert len(PRELOAD) == 3\n"
         "assert 'numpy' in sys.modules\n"
@@ -357,8 +357,8 @@ def test_no_orphan_when_the_parent_is_killed(preload: tuple[str, ...]) -> None:
     """The whole tree ends although the parent could do nothing."""
     code = (
         "import os\n"
-        "from pdserve.services.local.child import Task\n"
-        "from pdserve.services.local.supervisor import Supervisor\n"
+        "from pdserve.cli.up.child import Task\n"
+        "from pdserve.cli.up.supervisor import Supervisor\n"
         "if __name__ == '__main__':\n"
         f"    with Supervisor(lambda *_: None, {preload}) as s:\n"
         "        c = s.start('x', lambda: Task('fakes.service:stubborn', ()))\n"

@@ -16,19 +16,17 @@ from systems.chaos.cluster import lasting_port
 from systems.cluster_secret import SECRET
 from systems.eventually import LIMIT_S
 
+from pdserve.cli.commands import COMMANDS
+from pdserve.cli.main import parse_command
+from pdserve.cli.options.options import OptionError
+from pdserve.cli.up.command import System
+from pdserve.cli.up.folders import PREFIX, data_dir, run_dir
+from pdserve.cli.up.supervisor import Child, StartError, Supervisor
 from pdserve.gateway.settings import GatewaySettings
-from pdserve.services.cli.commands import COMMANDS
-from pdserve.services.cli.main import parse_command
-from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.host.auth.certificates import role_in
-from pdserve.services.host.options import ECHO_S
-from pdserve.services.local.data_folder import data_dir
-from pdserve.services.local.run_folder import PREFIX, run_dir
-from pdserve.services.local.supervisor import Child, StartError, Supervisor
-from pdserve.services.local.up import System
-from pdserve.services.options.options import OptionError
-from pdserve.services.prefill.settings import PrefillSettings
+from pdserve.services.common.auth.certificates import role_in
+from pdserve.services.common.options import ECHO_S
 from pdserve.services.router.settings import RouterSettings
+from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 
 FAKES = {
     "router": "fakes.service:router",
@@ -269,7 +267,7 @@ def test_traces_of_every_process_go_to_one_collector(monkeypatch: pytest.MonkeyP
     for kind in (GatewaySettings, RouterSettings, PrefillSettings, DecodeSettings):
         assert settings.build(kind).otlp_traces_endpoint == "http://c:4318"
     System(settings, FAKES)
-    monkeypatch.setattr("pdserve.services.host.trace_endpoint.is_installed", lambda: False)
+    monkeypatch.setattr("pdserve.services.common.tracing.is_installed", lambda: False)
     with pytest.raises(OptionError, match="--otlp-traces-endpoint needs OpenTelemetry: pip"):
         System(settings, FAKES)
     words[-1] = "c:4318"
@@ -330,8 +328,8 @@ def process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         code = (
             "if __name__ == '__main__':\n"  # its children import it, too
             "    import sys\n"
-            "    from pdserve.services.local import up\n"
-            "    from pdserve.services.cli.main import main\n"
+            "    from pdserve.cli.up import up\n"
+            "    from pdserve.cli.main import main\n"
             f"    up.ENTRIES.update({ {**FAKES, **entries}!r})\n"
             f"    sys.exit(main(['up', '--port', '0', '--drain-s', '{drain_s}', *{words}]))\n"
         )

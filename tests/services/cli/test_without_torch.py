@@ -23,7 +23,7 @@ print(sorted({"torch", "grpc", "fastapi"} & {name.split(".")[0] for name in sys.
 BLOCKED = """
 import sys
 sys.modules["torch"] = None
-from pdserve.services.cli.main import main
+from pdserve.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -396,7 +396,7 @@ def test_a_frozen_engine_is_not_serving(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("pdserve.services.host.stall_detector.FROZEN_S", 0.4)
+    monkeypatch.setattr("pdserve.services.common.stall_detector.FROZEN_S", 0.4)
     monkeypatch.setattr("pdserve.services.worker.process.LOOK_S", 0.02)
     monkeypatch.setattr("pdserve.services.worker.process.IDLE_LOAD_S", 0.1)
     gate = Gate()

@@ -14,8 +14,8 @@ from systems.worker_kit import Pair, SessionClient, expected, prompt
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub
-from pdserve.services.decode.single_flight.promised_prefixes import PromisedPrefixes
-from pdserve.services.host.tracing import NO_TRACER, Tracer
+from pdserve.services.common.tracing import NO_TRACER, Tracer
+from pdserve.services.decode.single_flight import PromisedPrefixes
 
 IDS = prompt(200)
 BLOCK, CHUNK = 4, 16

@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
-from pdserve.services.decode.single_flight.promised_prefixes import (
-    EndedWaits,
-    PromisedPrefixes,
-    SharedBlocks,
-)
+from pdserve.services.decode.single_flight import EndedWaits, PromisedPrefixes, SharedBlocks
 
 BLOCK = 4
 

@@ -35,20 +35,19 @@ from pdserve.protos.worker_pb2_grpc import (
     add_DecodeServicer_to_server,
     add_PrefillServicer_to_server,
 )
-from pdserve.services.host.auth import tls
-from pdserve.services.host.auth.access import make_access, make_tls
-from pdserve.services.host.auth.certificates import (
+from pdserve.services.common.auth import tls
+from pdserve.services.common.auth.access import SecretAccess, make_access, make_tls
+from pdserve.services.common.auth.certificates import (
     Identity,
     in_settings,
     issue,
     make_authority,
     role_in,
 )
-from pdserve.services.host.auth.roles import RIGHTS, Role
-from pdserve.services.host.auth.secret import SecretAccess
-from pdserve.services.host.auth.tls import REPLACING_S, TlsAccess, TlsFiles
-from pdserve.services.host.options import HostSettings
-from pdserve.services.host.server import HEALTH_CHECK, GrpcHost
+from pdserve.services.common.auth.roles import RIGHTS, Role
+from pdserve.services.common.auth.tls import REPLACING_S, TlsAccess, TlsFiles
+from pdserve.services.common.options import HostSettings
+from pdserve.services.common.server import HEALTH_CHECK, GrpcHost
 
 pytestmark = pytest.mark.anyio
 AUTHORITY = make_authority()

@@ -10,8 +10,8 @@ from systems.fault_proxy import FaultProxy
 
 from pdserve.protos.router_pb2 import GetFleetRequest
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.rpc.channel import may_be_closed
-from pdserve.services.host.server import GrpcHost
+from pdserve.services.common.rpc.channel import may_be_closed
+from pdserve.services.common.server import GrpcHost
 
 pytestmark = pytest.mark.anyio
 SLOW_S = 0.15  # each way: TCP's handshake is done at once, HTTP/2's settings are late

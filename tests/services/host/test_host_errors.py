@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.host.errors import (
+from pdserve.services.common.errors import (
     CATALOGUE,
     FAILURE_KEY,
     HTTP_STATUS,

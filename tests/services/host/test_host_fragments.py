@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.rpc.fragments import IDS_PER_MESSAGE, IdsCollector, send_ids
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.rpc.fragments import IDS_PER_MESSAGE, IdsCollector, send_ids
 
 
 @given(st.lists(st.integers(0, 3 * IDS_PER_MESSAGE + 5), max_size=4), st.randoms())

@@ -5,7 +5,7 @@ import sys
 
 LOOK = """
 import gc
-from pdserve.services.host.process import NEW_OBJECTS, freeze_heap
+from pdserve.services.common.process import NEW_OBJECTS, freeze_heap
 before = gc.get_threshold()
 freeze_heap()
 assert gc.get_freeze_count() > 1000, gc.get_freeze_count()

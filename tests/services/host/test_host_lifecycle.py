@@ -10,12 +10,12 @@ import sys
 import pytest
 from systems.eventually import LIMIT_S
 
-from pdserve.services.host.lifecycle import run_until_signal
-from pdserve.services.host.options import ECHO_S
+from pdserve.services.common.lifecycle import run_until_signal
+from pdserve.services.common.options import ECHO_S
 
 PROGRAM = """
 import asyncio, functools, signal, sys
-from pdserve.services.host.lifecycle import run_until_signal
+from pdserve.services.common.lifecycle import run_until_signal
 
 async def main(mode):
     draining = asyncio.Event()

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pdserve.services.host.logs import configure_logging, logs_json
-from pdserve.services.host.options import option
+from pdserve.services.common.logs import configure_logging, logs_json
+from pdserve.services.common.options import option
 
 
 @pytest.fixture

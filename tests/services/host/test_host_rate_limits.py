@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 
 from pdserve.protos.common_pb2 import OVERLOADED
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.counts_file import OPEN_S, CountsFile
-from pdserve.services.host.tenants.rate_limits import STORAGE_S, RateLimits, RateSettings
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.tenants.rate_limits import (
+    OPEN_S,
+    STORAGE_S,
+    CountsFile,
+    RateLimits,
+    RateSettings,
+)
 
 pytestmark = pytest.mark.anyio
 

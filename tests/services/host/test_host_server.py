@@ -16,8 +16,8 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos.common_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2_grpc import FleetServicer, FleetStub, add_FleetServicer_to_server
 from pdserve.protos.text_pb2_grpc import TextServicer, add_TextServicer_to_server
-from pdserve.services.host.errors import ServiceError, abort
-from pdserve.services.host.server import GrpcHost
+from pdserve.services.common.errors import ServiceError, abort
+from pdserve.services.common.server import GrpcHost
 
 pytestmark = pytest.mark.anyio
 
@@ -194,7 +194,7 @@ async def test_a_stop_of_grpc_that_hangs_is_given_up(
         await asyncio.Event().wait()
 
     with monkeypatch.context() as patch:
-        patch.setattr("pdserve.services.host.server.STOP_S", 0.1)
+        patch.setattr("pdserve.services.common.server.STOP_S", 0.1)
         patch.setattr(host.server, "stop", hang)
         await host.stop(0)
     assert "gRPC has not stopped" in caplog.text

@@ -11,16 +11,16 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from systems.eventually import eventually
 
-from pdserve.services.host.auth.certificates import issue, make_authority
-from pdserve.services.host.auth.roles import Role
-from pdserve.services.host.metrics import process_metrics
-from pdserve.services.host.metrics.process_metrics import (
+from pdserve.services.common.auth.certificates import issue, make_authority
+from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.metrics import process_metrics
+from pdserve.services.common.metrics.process_metrics import (
     MetricsPort,
     ProcessFacts,
     lag_histogram,
     watch_loop,
 )
-from pdserve.services.host.options import BackendSettings
+from pdserve.services.common.options import BackendSettings
 
 DAY_S = 86400.0
 

@@ -5,9 +5,9 @@ import logging
 import pytest
 
 from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.rpc import protocol_version
-from pdserve.services.host.rpc.protocol_version import (
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.rpc import protocol_version
+from pdserve.services.common.rpc.protocol_version import (
     MAX_LOGGED_PEERS,
     VersionGate,
     host_of,

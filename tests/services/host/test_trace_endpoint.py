@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.services.host import trace_endpoint as module
-from pdserve.services.host.options import HostSettings
-from pdserve.services.host.trace_endpoint import endpoint, redacted_url
+from pdserve.services.common import tracing as module
+from pdserve.services.common.options import HostSettings
+from pdserve.services.common.tracing import endpoint, redacted_url
 
 BASE, TRACES = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"

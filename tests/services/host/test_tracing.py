@@ -15,9 +15,9 @@ from fakes.otlp_collector import OtlpCollector
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from systems.eventually import wait_until
 
-from pdserve.services.host import tracing as module
-from pdserve.services.host.options import HostSettings
-from pdserve.services.host.tracing import (
+from pdserve.services.common import tracing as module
+from pdserve.services.common.options import HostSettings
+from pdserve.services.common.tracing import (
     MAX_EVENTS,
     MAX_QUEUED,
     NOWHERE,

@@ -23,8 +23,8 @@ from pdserve import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from pdserve.services.llm import async_engine
-from pdserve.services.llm.model import InProcessModel
+from pdserve.llm import async_engine
+from pdserve.llm.model import InProcessModel
 
 pytestmark = pytest.mark.anyio
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -17,12 +17,12 @@ from systems.llm_kit import engine_threads, is_idle, model_of, slow, stats
 
 import pdserve
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest
+from pdserve.engine.api.request import ContextLengthExceeded, InvalidRequest
 from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.execution.runner import DeviceLost
-from pdserve.services.llm.llm import LLM
-from pdserve.services.llm.outputs import GenerationError
-from pdserve.services.llm.sampling import SamplingParams, StructuredOutputsParams
+from pdserve.llm.llm import LLM
+from pdserve.llm.outputs import GenerationError
+from pdserve.llm.sampling import SamplingParams, StructuredOutputsParams
 
 OPTIONS: dict[str, Any] = {"kv_tokens": 2048, "chunk_size": 64, "max_running": 8}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -9,9 +9,9 @@ from fakes.proxy_stream import CHAT, MODELS, body, head, metadata, subset, tell
 from fakes.scripted_picker import ScriptedPicker
 
 from pdserve.protos import ext_proc_pb2 as pb
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.keys import ApiKeys
-from pdserve.services.picker import messages
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.tenants.keys import ApiKeys
+from pdserve.services.picker import exchange as messages
 from pdserve.services.picker.endpoints import KEEP_S, MAX_MISSES, has_port
 from pdserve.services.picker.picker import NO_WORKER_S, ProxiedRequest
 

@@ -18,9 +18,9 @@ from systems.eventually import eventually
 
 from pdserve.protos import ext_proc_pb2 as pb
 from pdserve.protos.ext_proc_pb2_grpc import ExternalProcessorStub
-from pdserve.services.host.auth.certificates import issue, make_authority
-from pdserve.services.host.auth.roles import Role
-from pdserve.services.picker import messages
+from pdserve.services.common.auth.certificates import issue, make_authority
+from pdserve.services.common.auth.roles import Role
+from pdserve.services.picker import exchange
 from pdserve.services.picker.main import LIVE, NAMES, PickerProcess
 from pdserve.services.picker.settings import PickerSettings
 
@@ -65,7 +65,7 @@ async def endpoint_of(channel: grpc.aio.Channel, asked: dict[str, Any] = ASKED) 
     assert json.loads(passed.request_body.response.body_mutation.streamed_response.body) == asked
     await call.done_writing()
     assert await call.read() is grpc.aio.EOF
-    return set_headers(answer)[messages.DESTINATION]
+    return set_headers(answer)[exchange.DESTINATION]
 
 
 async def test_a_chat_goes_where_the_router_decides() -> None:

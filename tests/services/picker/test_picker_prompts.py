@@ -10,20 +10,20 @@ from fakes.in_process_text import InProcessPool
 from fakes.router import FakeRouter, saying, served
 from fakes.scripted_service import scripted_service
 
-from pdserve.gateway.anthropic.dialect import AnthropicDialect
+from pdserve.gateway.admission import AdmissionLimits
+from pdserve.gateway.anthropic.api import AnthropicDialect
+from pdserve.gateway.http.api import HttpLimits
 from pdserve.gateway.http.app import create_routes
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.http.inner import post
-from pdserve.gateway.limits import AdmissionLimits
-from pdserve.gateway.observability.metrics import GatewayMetrics
-from pdserve.gateway.observability.readiness import Readiness
-from pdserve.gateway.ollama.dialect import OllamaDialect
-from pdserve.gateway.openai.dialect import OpenAiDialect
-from pdserve.gateway.rerank.dialect import RerankDialect
+from pdserve.gateway.metrics.metrics import GatewayMetrics
+from pdserve.gateway.ollama.api import OllamaDialect
+from pdserve.gateway.openai.api import OpenAiDialect
+from pdserve.gateway.readiness import Readiness
+from pdserve.gateway.rerank.api import RerankDialect
 from pdserve.gateway.settings import GatewaySettings
-from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
-from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
+from pdserve.services.common.tenants.keys import EVERYBODY, ApiKeys, Tenant
+from pdserve.services.common.tenants.rate_limits import RateLimits, RateSettings
 from pdserve.services.picker.prompts import PromptReader, PromptService
 
 pytestmark = pytest.mark.anyio

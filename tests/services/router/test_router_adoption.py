@@ -6,8 +6,8 @@ import pytest
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.router import dispatcher
-from pdserve.services.router.requests import machine
-from pdserve.services.router.requests.state import MAX_SESSIONS
+from pdserve.services.router.request import machine
+from pdserve.services.router.request.state import MAX_SESSIONS
 
 pytestmark = pytest.mark.anyio
 

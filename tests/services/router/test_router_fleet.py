@@ -8,7 +8,7 @@ from pdserve.engine.kv.codec import encode_spec
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import ModelCard
-from pdserve.services.host.stall_detector import FROZEN_S
+from pdserve.services.common.stall_detector import FROZEN_S
 from pdserve.services.router.fleet.fleet import (
     ISOLATED_S,
     SILENCE_S,

@@ -16,12 +16,12 @@ import pytest
 from oracles.handoff_model.bugs import counts_no_try, hears_every_attempt, retries_without_a_cancel
 
 from pdserve.services import router
-from pdserve.services.router.requests import actions as do
-from pdserve.services.router.requests import events as on
-from pdserve.services.router.requests import machine
-from pdserve.services.router.requests.events import Reachability
-from pdserve.services.router.requests.machine import MAX_ATTEMPTS
-from pdserve.services.router.requests.state import Attempt, Migration, Routing, Stage
+from pdserve.services.router.request import actions as do
+from pdserve.services.router.request import events as on
+from pdserve.services.router.request import machine
+from pdserve.services.router.request.events import Reachability
+from pdserve.services.router.request.machine import MAX_ATTEMPTS
+from pdserve.services.router.request.state import Attempt, Migration, Routing, Stage
 
 DECODES, PREFILLS = (b"d0", b"d1", b"d2"), (b"p0", b"p1")
 ERROR = RuntimeError("no")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from systems.eventually import LIMIT_S
 
-from pdserve.services.host.tenants.keys import ApiKeys
+from pdserve.services.common.tenants.keys import ApiKeys
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.main import run
 from pdserve.services.router.settings import RouterSettings

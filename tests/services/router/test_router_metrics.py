@@ -12,8 +12,12 @@ from pdserve.protos.fleet_pb2 import DECODE, PREFILL, Load, Role, WorkerHello
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.fleet.fleet import State, Worker
 from pdserve.services.router.fleet.prefix_index import PrefixIndex
-from pdserve.services.router.metrics import RouterMetrics
-from pdserve.services.router.scaling import Backlog, decode_kv_used_ratio, prefill_backlog
+from pdserve.services.router.metrics import (
+    Backlog,
+    RouterMetrics,
+    decode_kv_used_ratio,
+    prefill_backlog,
+)
 
 pytestmark = pytest.mark.anyio
 SHORT = list(range(20))

@@ -15,7 +15,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
-from pdserve.services.host.tracing import NO_TRACER, Tracer
+from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.services.router.placement.rebalance import (
     MIN_REMAINING,
     MIN_WINDOWS,
@@ -26,8 +26,7 @@ from pdserve.services.router.placement.rebalance import (
     relief_order,
 )
 from pdserve.services.router.placement.recompute_budget import RecomputeBudget
-from pdserve.services.router.requests.first_token import Beginning, FirstToken
-from pdserve.services.router.requests.state import MAX_FAILED
+from pdserve.services.router.request.state import MAX_FAILED, Beginning, FirstToken
 
 pytestmark = pytest.mark.anyio
 SHORT = list(range(20))
@@ -144,7 +143,7 @@ async def test_a_failed_move_changes_nothing(drained: Drained, how: str) -> None
 async def test_a_source_that_does_not_answer_keeps_the_request(
     drained: Drained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.services.router.requests.migration_machine.MIGRATION_S", 0.2)
+    monkeypatch.setattr("pdserve.services.router.request.migration_machine.MIGRATION_S", 0.2)
     await drained.begin()
     drained.leaving.silent = True
     drained.drain()
@@ -196,7 +195,7 @@ async def test_a_source_that_dies_before_its_claim_is_not_waited_for(
     drained: Drained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing has reached the target, so it does not wait for anything."""
-    monkeypatch.setattr("pdserve.services.router.requests.machine.SENDER_S", 0.2)
+    monkeypatch.setattr("pdserve.services.router.request.machine.SENDER_S", 0.2)
     move = await drained.moving()
     await drained.leaving.kill()
     finished = await drained.gateway.end("r")

@@ -13,14 +13,19 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL, Load, PrefixEvents
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.rpc.request_progress import RequestProgress
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.rpc.request_progress import RequestProgress
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.fleet.prefix_index import PrefixIndex
 from pdserve.services.router.placement.facts import FactsOfWorkers
-from pdserve.services.router.placement.picks import MAX_PICKS, PICKED_S, PickedPrompts, prompt_key
-from pdserve.services.router.placement.promised_chains import PromisedChains
-from pdserve.services.router.requests.placer import PickQuery
+from pdserve.services.router.placement.promises import (
+    MAX_PICKS,
+    PICKED_S,
+    PickedPrompts,
+    PromisedChains,
+    prompt_key,
+)
+from pdserve.services.router.request.placer import PickQuery
 
 IDS = list(range(40))
 HOSTS = frozenset(f"10.0.0.{number}" for number in range(1, 5))

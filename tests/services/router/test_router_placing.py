@@ -9,8 +9,8 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, Load, PrefixEvents
 from pdserve.services.router.fleet.fleet import UNREPORTED_S, Worker
 from pdserve.services.router.placement.facts import FactsOfWorkers
-from pdserve.services.router.requests.machine import ANSWER_S
-from pdserve.services.router.requests.placer import MAX_ADMITTING, PickQuery
+from pdserve.services.router.request.machine import ANSWER_S
+from pdserve.services.router.request.placer import MAX_ADMITTING, PickQuery
 
 IDS = list(range(200))
 

@@ -7,8 +7,7 @@ from builders.worker_kinds import kind
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from pdserve.services.router.fleet.worker_facts import WorkerFacts
-from pdserve.services.router.fleet.worker_kind import mismatch
+from pdserve.services.router.fleet.worker import WorkerFacts, mismatch
 from pdserve.services.router.placement.policy import (
     AGAIN_RATIO,
     BUSIER_RATIO,

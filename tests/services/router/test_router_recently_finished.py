@@ -1,7 +1,7 @@
 """Placements of requests that have just ended."""
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.router.requests.recently_finished import KEEP_S, RecentlyFinished
+from pdserve.services.router.dispatcher import KEEP_S, RecentlyFinished
 
 KEY = (b"gateway", "r")
 PLACE = pb.Placement(attempt=b"a" * 16)

@@ -160,7 +160,7 @@ async def test_cancel_of_one_choice_goes_to_decode_by_attempt(make_cluster: Any)
 async def test_requests_of_a_lost_gateway_are_cancelled(
     make_cluster: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("pdserve.services.router.requests.machine.ORPHAN_S", 0.3)
+    monkeypatch.setattr("pdserve.services.router.request.machine.ORPHAN_S", 0.3)
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.hold_at = 3

@@ -24,8 +24,8 @@ from pdserve.protos.common_pb2_grpc import BlobsStub
 from pdserve.protos.fleet_pb2 import Heartbeat, Load, WorkerHello, WorkerReport
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.router import join_service
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.router import servicer
 from pdserve.services.router.fleet.fleet import Worker
 
 pytestmark = pytest.mark.anyio
@@ -228,7 +228,7 @@ async def test_some_heartbeats_are_echoed(
     within: str, make_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heartbeats come in separate reports, the only kind of older workers, or with loads."""
-    monkeypatch.setattr(join_service, "HEARTBEAT_ECHO_S", ECHO_S)
+    monkeypatch.setattr(servicer, "HEARTBEAT_ECHO_S", ECHO_S)
     cluster = await make_cluster()
     fleet = cluster.router.core.fleet
     count = 16
@@ -333,7 +333,7 @@ async def test_a_drained_router_sends_gateways_away_and_ends_its_own_calls(
 async def test_a_drained_router_begins_no_request_that_its_gateway_took_along(
     make_cluster: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("pdserve.services.router.requests.machine.ORPHAN_S", 1.0)
+    monkeypatch.setattr("pdserve.services.router.request.machine.ORPHAN_S", 1.0)
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.busy = 2  # it is retried after 0.1 s
@@ -360,10 +360,10 @@ def test_starts_without_torch() -> None:
 async def test_a_prompt_beyond_the_limits_is_refused_whole(
     make_cluster: Any, monkeypatch: Any
 ) -> None:
-    from pdserve.services.host.rpc.fragments import IdsCollector
-    from pdserve.services.router import service
+    from pdserve.services.common.rpc.fragments import IdsCollector
+    from pdserve.services.router import servicer
 
-    monkeypatch.setattr(service, "IdsCollector", lambda: IdsCollector(max_ids=50_000))
+    monkeypatch.setattr(servicer, "IdsCollector", lambda: IdsCollector(max_ids=50_000))
     cluster = await make_cluster()
     decode = await cluster.decode()
     gateway = await cluster.gateway()

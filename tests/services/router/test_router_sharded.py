@@ -11,7 +11,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.services.router.dispatcher import YOUNG_S
-from pdserve.services.router.requests.placer import WITHOUT_WORKER_S
+from pdserve.services.router.request.placer import WITHOUT_WORKER_S
 
 SHARDED = {"join_routers": 2}
 

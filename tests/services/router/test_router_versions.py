@@ -14,8 +14,8 @@ from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.fleet_pb2 import WorkerHello, WorkerReport
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.anyio
 PROMPT = list(range(20))

@@ -4,9 +4,9 @@ from itertools import pairwise
 from random import Random
 
 from pdserve.protos import fleet_pb2 as pb
-from pdserve.services.host.stall_detector import StallDetector
+from pdserve.services.common.stall_detector import StallDetector
 from pdserve.services.router.fleet.fleet import SILENCE_S
-from pdserve.services.router.join_service import HEARTBEAT_ECHO_S
+from pdserve.services.router.servicer import HEARTBEAT_ECHO_S
 from pdserve.services.worker.membership import SILENT_S
 from pdserve.services.worker.reports import (
     BEAT_S,

@@ -12,8 +12,7 @@ from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.weights.format import RawTensor
-from pdserve.kernels.cpu import CpuKernels
-from pdserve.kernels.cpu_sampling import CpuSampling
+from pdserve.kernels.cpu import CpuKernels, CpuSampling
 
 
 class CountingDecoder:

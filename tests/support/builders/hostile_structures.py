@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pdserve.gateway.requests.structure import Structure
+from pdserve.text.request import Structure
 
 
 def _doubled(times: int, keyword: str) -> dict[str, Any]:

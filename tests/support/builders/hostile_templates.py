@@ -14,10 +14,9 @@ from dataclasses import replace
 
 from fakes.router import tokenizer_json
 
-from pdserve.gateway.text.errors import UnsupportedTokenizer
-from pdserve.gateway.text.vocabulary import TextCard
-from pdserve.gateway.text_processes.process import TextModel, work
-from pdserve.gateway.text_processes.protocol import (
+from pdserve.services.common.process import die_with
+from pdserve.text.errors import UnsupportedTokenizer
+from pdserve.text.processes.messages import (
     SIZE_BYTES,
     TextLimits,
     TextMessage,
@@ -25,7 +24,8 @@ from pdserve.gateway.text_processes.protocol import (
     pack,
     size_of,
 )
-from pdserve.services.host.process import die_with
+from pdserve.text.processes.worker import TextModel, work
+from pdserve.text.tokenizer.vocabulary import TextCard
 
 DOUBLED = (
     "{% set n = namespace(a=[0], b=[0]) %}{% for i in range(60) %}"

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from pdserve.kernels.streams import StreamSettings
+from pdserve.kernels.sampling_ops import StreamSettings
 
 EDITS: list[dict[str, Any]] = [
     {"logit_bias": {3: 0.5, 40: -1e6, 0: 1e-3}},

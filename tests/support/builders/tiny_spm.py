@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
-from pdserve.gateway.text.tokenizer import Tokenizer
-from pdserve.gateway.text.vocabulary import TextCard
+from pdserve.text.tokenizer.tokenizer import Tokenizer
+from pdserve.text.tokenizer.vocabulary import TextCard
 
 
 def spm_metadata(**more: Any) -> dict[str, Any]:

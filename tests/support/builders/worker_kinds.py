@@ -4,7 +4,7 @@ from typing import Any
 
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.kv.spec import KvSpec
-from pdserve.services.router.fleet.worker_kind import WorkerKind
+from pdserve.services.router.fleet.worker import WorkerKind
 
 
 def kind(digest: bytes = b"a", **parts: Any) -> WorkerKind:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from systems.eventually import LIMIT_S
 
-from pdserve.engine.kv.pages import Pages
+from pdserve.engine.kv.spec import Pages
 from pdserve.engine.transport.device import HANDLE_BYTES, DeviceError, Slot
 from pdserve.kernels import _native
 from pdserve.kernels.copy_hash import TAG_BYTES, expand_key

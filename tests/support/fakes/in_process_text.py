@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdserve.gateway.requests.structure import Structure
-from pdserve.gateway.text.errors import UnsupportedTokenizer
-from pdserve.gateway.text.messages import TemplateInput
-from pdserve.gateway.text.tokenizer import Rendered
-from pdserve.gateway.text.vocabulary import TextCard
-from pdserve.gateway.text_processes.pool import LoadedText
-from pdserve.gateway.text_processes.process import TextModel
+from pdserve.text.errors import UnsupportedTokenizer
+from pdserve.text.messages import TemplateInput
+from pdserve.text.processes.pool import LoadedText
+from pdserve.text.processes.worker import TextModel
+from pdserve.text.request import Structure
+from pdserve.text.tokenizer.tokenizer import Rendered
+from pdserve.text.tokenizer.vocabulary import TextCard
 
 
 class InProcessText:

@@ -4,7 +4,7 @@ from typing import Any
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from pdserve.services.host.tracing import ExportingTracer
+from pdserve.services.common.tracing import ExportingTracer
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

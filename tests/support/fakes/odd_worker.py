@@ -21,10 +21,10 @@ from systems.worker_kit import CARD
 from fakes.decoder import FakeDecoder, fake_spec
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.scheduling.stats import StepMeter
+from pdserve.services.common import stall_detector
 from pdserve.services.decode import main as decode
-from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.host import stall_detector
 from pdserve.services.worker import process, role
+from pdserve.services.worker.settings import DecodeSettings
 
 FROZEN_S, LOOK_S, CLOSE_S = 2.5, 0.1, 2.0
 

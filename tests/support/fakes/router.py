@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from pdserve.gateway.router_client.upstream import TakeToken
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2, router_pb2
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"

@@ -8,8 +8,8 @@ from systems.cluster_secret import ACCESS
 from fakes.router import FakeRouter
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
-from pdserve.services.host.rpc.fragments import IdsCollector
-from pdserve.services.host.server import GrpcHost
+from pdserve.services.common.rpc.fragments import IdsCollector
+from pdserve.services.common.server import GrpcHost
 
 
 class RouterServicer(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):

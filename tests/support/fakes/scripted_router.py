@@ -8,9 +8,9 @@ from systems.eventually import eventually
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
-from pdserve.services.host.errors import ServiceError, abort
-from pdserve.services.host.rpc.fragments import IdsCollector
-from pdserve.services.host.server import GrpcHost
+from pdserve.services.common.errors import ServiceError, abort
+from pdserve.services.common.rpc.fragments import IdsCollector
+from pdserve.services.common.server import GrpcHost
 
 BLOB = b"x" * 500_000
 Event = router_pb2.RequestEvent

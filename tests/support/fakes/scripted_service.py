@@ -6,14 +6,14 @@ from typing import Any
 
 from fakes.in_process_text import InProcessPool
 from fakes.router import FakeRouter
-from pdserve.gateway.content.answer_format import ParserChoice
-from pdserve.gateway.limits import AdmissionLimits
-from pdserve.gateway.observability.meter import CountUsage, uncounted
-from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.admission import AdmissionLimits
+from pdserve.gateway.metrics.metrics import GatewayMetrics
+from pdserve.gateway.metrics.request_metrics import CountUsage, uncounted
 from pdserve.gateway.service import ServerTools, Service
 from pdserve.gateway.settings import GatewaySettings
-from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
-from pdserve.services.host.tracing import NO_TRACER, Tracer
+from pdserve.services.common.tenants.rate_limits import RateLimits, RateSettings
+from pdserve.services.common.tracing import NO_TRACER, Tracer
+from pdserve.text.answer_format import ParserChoice
 
 
 def scripted_service(

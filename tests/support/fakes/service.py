@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pdserve.services.host.lifecycle import Report
+from pdserve.services.common.lifecycle import Report
 
 IMPORTED_BY = os.getpid()  # in a forked child this is the fork server
 

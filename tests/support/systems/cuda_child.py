@@ -19,7 +19,7 @@ from fakes.device import FakeCopy, FakeDevice, FakeMemory, FakeSignal, array_at,
 
 from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader
-from pdserve.engine.kv.pages import Pages
+from pdserve.engine.kv.spec import Pages
 from pdserve.engine.transport.base import Frame, FrameJob, Target, TransportOptions, Wire
 from pdserve.engine.transport.cuda_ipc.transport import CudaIpcTransport
 from pdserve.engine.transport.device import Slot

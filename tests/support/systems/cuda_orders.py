@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from fakes.cuda import FakeCupy, FakeGpu, FakeRuntime
 
-from pdserve.engine.kv.pages import Pages
+from pdserve.engine.kv.spec import Pages
 from pdserve.engine.transport.cuda_ipc import device_cupy
 from pdserve.engine.transport.cuda_ipc.device_cupy import CudaDevice
 from pdserve.engine.transport.cuda_ipc.transport import make_window

@@ -19,7 +19,7 @@ from fakes.router_workers import card, token
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
-from pdserve.services.host.rpc.outbox import TokensOutbox
+from pdserve.services.common.rpc.outbox import TokensOutbox
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
 from systems.cluster_secret import ACCESS, SECRET

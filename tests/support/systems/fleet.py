@@ -52,7 +52,7 @@ class Fleet:
         self._log = self.log_path.open("wb")
         self.started = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pdserve.services.cli.main", "up", "--port", "0",
+            [sys.executable, "-P", "-m", "pdserve.cli.main", "up", "--port", "0",
              "--grpc-port", "0", *self.options],
             stdout=self._log,
             stderr=subprocess.STDOUT,

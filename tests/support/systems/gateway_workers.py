@@ -16,7 +16,7 @@ import psutil
 from systems.cluster_secret import SECRET
 from systems.eventually import LIMIT_S, eventually
 
-COMMAND = (sys.executable, "-P", "-m", "pdserve.services.cli.main", "gateway", "--workers", "2")
+COMMAND = (sys.executable, "-P", "-m", "pdserve.cli.main", "gateway", "--workers", "2")
 
 
 class GatewayWorkers:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pdserve import LLM, Engine
 from pdserve.engine.scheduling.stats import EngineStats
 from pdserve.engine.thread import EngineThread
-from pdserve.services.llm.model import InProcessModel
+from pdserve.llm.model import InProcessModel
 
 
 def model_of(owner: LLM | Engine) -> InProcessModel:

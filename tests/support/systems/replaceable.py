@@ -67,7 +67,7 @@ class ReplaceableSystem:
             process.popen.wait()
 
     def _start(self, role: str, address: str, *words: str, python: str) -> Replaceable:
-        command = [python, "-P", "-m", "pdserve.services.cli.main", role, *words]
+        command = [python, "-P", "-m", "pdserve.cli.main", role, *words]
         command += ["--cluster-secret", SECRET, "--drain-s", f"{DRAIN_S:g}"]
         log = self.folder / f"{role}-{len(self._started)}.log"
         with log.open("wb") as out:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pdserve.protos.common_pb2 import Tokens
-from pdserve.services.host.rpc.token_rows import RowReader
+from pdserve.services.common.rpc.token_rows import RowReader
 
 
 class SessionEvents:

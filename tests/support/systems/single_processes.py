@@ -11,12 +11,12 @@ import grpc
 
 from pdserve.protos import fleet_pb2, router_pb2
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.host.auth.roles import Role
-from pdserve.services.host.auth.tls import TlsAccess
+from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.auth.tls import TlsAccess
 from systems.chaos.cluster import lasting_port
 from systems.eventually import wait_until
 
-PDSERVE = (sys.executable, "-P", "-m", "pdserve.services.cli.main")
+PDSERVE = (sys.executable, "-P", "-m", "pdserve.cli.main")
 START_S = 110.0  # for a busy machine
 PICKER = "picker"  # it presents a gateway's certificate
 WORKERS = {Role.PREFILL: fleet_pb2.PREFILL, Role.DECODE: fleet_pb2.DECODE}

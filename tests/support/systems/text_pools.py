@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import psutil
 
-from pdserve.gateway.text.vocabulary import TextCard
-from pdserve.gateway.text_processes.pool import LoadedText, TextPool
-from pdserve.gateway.text_processes.protocol import TextLimits
+from pdserve.text.processes.messages import TextLimits
+from pdserve.text.processes.pool import LoadedText, TextPool
+from pdserve.text.tokenizer.vocabulary import TextCard
 from systems.eventually import LIMIT_S
 
 LIMITS = TextLimits(

@@ -17,17 +17,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
 from pdserve.engine.engine import Engine
+from pdserve.gateway.admission import AdmissionLimits
+from pdserve.gateway.http.api import HttpLimits
 from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import HttpLimits
-from pdserve.gateway.limits import AdmissionLimits
-from pdserve.gateway.observability.readiness import Readiness
-from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.openai.api import OpenAiDialect
+from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import Load, WorkerHello, WorkerReport
-from pdserve.services.host.metrics.process_metrics import ProcessFacts
-from pdserve.services.host.tenants.keys import ApiKeys
+from pdserve.services.common.metrics.process_metrics import ProcessFacts
+from pdserve.services.common.tenants.keys import ApiKeys
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.metrics import RouterMetrics

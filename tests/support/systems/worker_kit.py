@@ -19,14 +19,13 @@ from pdserve.engine.engine import Engine
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
+from pdserve.services.common.lifecycle import silent
+from pdserve.services.common.rpc.fragments import send_ids
+from pdserve.services.common.tracing import NO_TRACER
 from pdserve.services.decode.main import DecodeRole
-from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.host.lifecycle import silent
-from pdserve.services.host.rpc.fragments import send_ids
-from pdserve.services.host.tracing import NO_TRACER
 from pdserve.services.prefill.main import PrefillRole
-from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.worker.process import AnyRole, WorkerProcess
+from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 from systems.cluster_secret import SECRET, open_channel
 from systems.eventually import LIMIT_S, eventually
 from systems.rows import SessionEvents

@@ -15,9 +15,9 @@ from fakes.router import FakeRouter, failed, placed, saying, tokens
 from fakes.scripted_parts import CACHED, CALLS, MemoryStore, ScriptedParts, deltas
 from systems.eventually import eventually
 
-from pdserve.gateway.text.parts import TextPart
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.host.errors import ServiceError
+from pdserve.services.common.errors import ServiceError
+from pdserve.text.parts import TextPart
 
 pytestmark = pytest.mark.anyio
 WEATHER: Any = {

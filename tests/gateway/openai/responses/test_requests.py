@@ -14,18 +14,23 @@ from fakes.scripted_parts import MemoryStore, ScriptedParts, deltas
 from fakes.tool_model import TEMPLATE, ToolModel, calls
 from oracles.http_errors import LARGE, check, nested
 
-from pdserve.gateway.http.answers.replies import HEAD_S
-from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.http.api import HttpLimits
+from pdserve.gateway.http.members import LEFT_OUT, Fate
+from pdserve.gateway.http.responses import HEAD_S
 from pdserve.gateway.openai.custom_input import CustomInput
-from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.openai.responses.items import MAX_ITEMS, conversation, parse_input
-from pdserve.gateway.openai.responses.members import TOOL_CHOICES, TOOLS
-from pdserve.gateway.openai.responses.schema import ResponsesBody
-from pdserve.gateway.openai.responses.tools import FunctionTool, Offer, parse_tools, tool_use
-from pdserve.gateway.requests.members import LEFT_OUT, Fate
-from pdserve.gateway.requests.tool_use import ToolUse
-from pdserve.gateway.text.parts import TextPart
+from pdserve.gateway.openai.responses.request_model import IGNORED, INSTEAD, REFUSED, ResponsesBody
+from pdserve.gateway.openai.responses.tools import (
+    TOOL_CHOICES,
+    TOOLS,
+    FunctionTool,
+    Offer,
+    parse_tools,
+    tool_use,
+)
 from pdserve.protos import common_pb2 as pb
+from pdserve.text.parts import TextPart
+from pdserve.text.request import ToolUse
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/responses"

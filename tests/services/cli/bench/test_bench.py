@@ -14,12 +14,12 @@ import pytest
 from fakes.api_server import STALL, ApiServer, api_server, ends
 from systems.eventually import wait_until
 
-from pdserve.services.cli.async_client import AsyncApi
-from pdserve.services.cli.bench.load import open_loop
-from pdserve.services.cli.bench.prompts import make_prompts, prompt_of_length
-from pdserve.services.cli.http_client import ApiError
-from pdserve.services.cli.main import main
-from pdserve.services.options.settings import ClientSettings
+from pdserve.cli.async_client import AsyncApi
+from pdserve.cli.bench.command import make_prompts, prompt_of_length
+from pdserve.cli.bench.measure import open_loop
+from pdserve.cli.http_client import ApiError
+from pdserve.cli.main import main
+from pdserve.cli.options.settings import ClientSettings
 
 TEXTS = [json.dumps({"choices": [{"text": word}]}) for word in ("a", "b", "", "c")]
 
@@ -175,7 +175,7 @@ def test_invalid_options_are_named_in_the_error(
 
 def test_ctrl_c_shows_the_measurements_so_far(server: ApiServer) -> None:
     server.events = [*TEXTS, *ends(prompt_tokens=12, completion_tokens=3)]
-    command = [sys.executable, "-m", "pdserve.services.cli.main", "bench", "--url", server.url]
+    command = [sys.executable, "-m", "pdserve.cli.main", "bench", "--url", server.url]
     command += ["--requests", "100000", "--warmup", "0", "--input-tokens", "2", "--rate", "5"]
     server.models = [{"id": "tiny"}]
     server.reply = lambda body: (404, {})

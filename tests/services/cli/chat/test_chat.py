@@ -9,12 +9,12 @@ import pytest
 from fakes.api_server import CONTEXT_FULL, ApiServer, api_server, ends, says
 from systems.terminal import on_screen
 
-from pdserve.services.cli.chat.conversation import Conversation
-from pdserve.services.cli.chat.repl import COMMANDS, Repl
-from pdserve.services.cli.chat.view import MarkdownView, PlainView
-from pdserve.services.cli.http_client import ApiClient
-from pdserve.services.cli.main import main
-from pdserve.services.options.settings import ChatSettings
+from pdserve.cli.chat.command import COMMANDS, Repl
+from pdserve.cli.chat.conversation import Conversation
+from pdserve.cli.chat.view import MarkdownView, PlainView
+from pdserve.cli.http_client import ApiClient
+from pdserve.cli.main import main
+from pdserve.cli.options.settings import ChatSettings
 
 TINY = {"id": "tiny", "max_model_len": 100, "default_sampling_params": {"temperature": 0.2}}
 
@@ -270,8 +270,8 @@ def test_markdown_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block is on the screen once, in order, however the text arrives and however often it
     is redrawn.
     """
-    monkeypatch.setattr("pdserve.services.cli.chat.view.FRAME_S", 0.0)
-    monkeypatch.setattr("pdserve.services.cli.chat.view.PAUSE", 0)
+    monkeypatch.setattr("pdserve.cli.chat.view.FRAME_S", 0.0)
+    monkeypatch.setattr("pdserve.cli.chat.view.PAUSE", 0)
     shown = drawn([MARKDOWN[n : n + 3] for n in range(0, len(MARKDOWN), 3)])
     assert shown.rstrip() == drawn([MARKDOWN]).rstrip()
     rows = [row.strip() for row in shown.splitlines() if row.strip()]

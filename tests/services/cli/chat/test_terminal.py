@@ -13,19 +13,19 @@ from fakes.api_server import CONTEXT_FULL, STALL, ApiServer, api_server, ends, s
 from systems.eventually import wait_until
 from systems.terminal import Terminal, in_terminal
 
-from pdserve.services.cli.commands import STOPPED
+from pdserve.cli.commands import STOPPED
 
 MODEL = {"id": "tiny", "max_model_len": 100, "default_sampling_params": {"temperature": 0.2}}
 PROMPT = ">"  # keys typed before it are ignored
 WITH_THE_EXTRA = """
 import sys
-from pdserve.services.cli.main import main
+from pdserve.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 WITHOUT_THE_EXTRA = """
 import sys
 sys.modules.update(rich=None, prompt_toolkit=None)
-from pdserve.services.cli.main import main
+from pdserve.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 UP, ALT_ENTER, CTRL_C, CTRL_D = "\x1b[A", "\x1b\r", "\x03", "\x04"
@@ -41,7 +41,7 @@ def server() -> Iterator[ApiServer]:
 
 @contextmanager
 def pdserve(*words: str, data: Path | None = None) -> Iterator[Terminal]:
-    command = [sys.executable, "-m", "pdserve.services.cli.main", *words]
+    command = [sys.executable, "-m", "pdserve.cli.main", *words]
     env = {"XDG_DATA_HOME": str(data)} if data else {}
     with in_terminal(command, env) as terminal:
         yield terminal
@@ -155,7 +155,7 @@ def test_chat_works_without_a_history(server: ApiServer, tmp_path: Path, broken:
 
 def test_ctrl_c_ends_the_lines_of_a_pipe(server: ApiServer) -> None:
     server.events = [*says("and so on"), STALL]
-    command = [sys.executable, "-m", "pdserve.services.cli.main", "chat", "--url", server.url]
+    command = [sys.executable, "-m", "pdserve.cli.main", "chat", "--url", server.url]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdin is not None
@@ -173,7 +173,7 @@ def test_ctrl_c_ends_the_lines_of_a_pipe(server: ApiServer) -> None:
 
 def test_a_pipe_in_another_encoding(server: ApiServer) -> None:
     server.events = [*says("caf\u00e9 \ud800"), *ends()]
-    command = [sys.executable, "-m", "pdserve.services.cli.main", "chat", "--url", server.url]
+    command = [sys.executable, "-m", "pdserve.cli.main", "chat", "--url", server.url]
     env = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
     done = subprocess.run(command, input=b"a\xffb\n", capture_output=True, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"caf? ?\n", b"")

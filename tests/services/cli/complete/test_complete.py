@@ -15,8 +15,8 @@ import pytest
 from fakes.api_server import ApiServer, api_server
 from systems.eventually import wait_until
 
-from pdserve.services.cli.commands import STOPPED
-from pdserve.services.cli.main import main
+from pdserve.cli.commands import STOPPED
+from pdserve.cli.main import main
 
 PROMPT = {"prompt": "hi"}
 
@@ -30,7 +30,7 @@ def server() -> Iterator[ApiServer]:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.services.cli.complete.command.PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr("pdserve.cli.complete.command.PAUSES_S", (0.01, 0.01))
 
 
 def write(path: Path, *lines: Any) -> Path:
@@ -223,7 +223,7 @@ def test_a_run_stopped_by_ctrl_c_resumes(server: ApiServer, tmp_path: Path) -> N
     server.reply = reply
     source = write(tmp_path / "in.jsonl", *({"id": n, **PROMPT} for n in range(count)))
     out = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "pdserve.services.cli.main", "complete", str(source), str(out)]
+    command = [sys.executable, "-m", "pdserve.cli.main", "complete", str(source), str(out)]
     command += ["--url", server.url, "--concurrency", "4"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         wait_until(lambda: out.exists() and len(results(out)) == 15, "results")

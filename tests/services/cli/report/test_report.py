@@ -21,18 +21,18 @@ from fakes.endpoints import FakeEndpoints
 from fakes.kubernetes import FakeKubernetes
 from systems.cluster_secret import SECRET
 
+from pdserve.cli.commands import COMMANDS
+from pdserve.cli.main import main
+from pdserve.cli.options.options import Option
+from pdserve.cli.options.sources import Settings
+from pdserve.cli.report import command
+from pdserve.cli.report.command import Bundle, collect_parts
+from pdserve.cli.report.parts import Secrets
+from pdserve.cli.up.folders import CONFIG_FILE, run_dir
 from pdserve.protos import router_pb2
 from pdserve.protos.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
-from pdserve.services.cli.commands import COMMANDS
-from pdserve.services.cli.main import main
-from pdserve.services.cli.report import command
-from pdserve.services.cli.report.command import Bundle, collect_parts
-from pdserve.services.cli.report.secrets import Secrets
-from pdserve.services.host.auth.certificates import make_authority
-from pdserve.services.host.discovery import api_server
-from pdserve.services.local.run_folder import CONFIG_FILE, run_dir
-from pdserve.services.options.options import Option
-from pdserve.services.options.sources import Settings
+from pdserve.services.common.auth.certificates import make_authority
+from pdserve.services.common.discovery import api_server
 
 NOBODY = "http://127.0.0.1:1"
 VALUES = {  # of options that are validated when they are read

@@ -7,13 +7,13 @@ import pytest
 from fakes.api_server import ApiServer, api_server
 from systems.terminal import in_terminal
 
-from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.cli.main import main
+from pdserve.cli.top.command import screen
+from pdserve.cli.top.fleet import parse_snapshot, rates
+from pdserve.gateway.metrics.metrics import GatewayMetrics
 from pdserve.protos import common_pb2 as common
 from pdserve.protos import fleet_pb2 as fleet
 from pdserve.protos import router_pb2 as router
-from pdserve.services.cli.main import main
-from pdserve.services.cli.top.fleet import parse_snapshot, rates
-from pdserve.services.cli.top.screen import screen
 
 
 def view(moved: int = 0) -> router.FleetView:
@@ -115,7 +115,7 @@ def test_errors(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_screen_is_redrawn_until_q(server: ApiServer) -> None:
-    command = [sys.executable, "-m", "pdserve.services.cli.main", "top", "--url", server.url]
+    command = [sys.executable, "-m", "pdserve.cli.main", "top", "--url", server.url]
     with in_terminal([*command, "--interval-s", "0.1"]) as terminal:
         terminal.wait_for("2 workers")
         terminal.wait_for("output - tokens/s")

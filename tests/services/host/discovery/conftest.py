@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fakes.kubernetes import FakeKubernetes
 
-from pdserve.services.host.discovery import api_server, kubernetes
+from pdserve.services.common.discovery import api_server, kubernetes
 
 
 @pytest.fixture

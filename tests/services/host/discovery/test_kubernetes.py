@@ -18,11 +18,11 @@ from systems.cluster_secret import SECRET
 from systems.eventually import LIMIT_S, eventually, wait_until
 
 from pdserve.gateway.settings import GatewaySettings
-from pdserve.services.host.discovery import kubernetes
-from pdserve.services.host.discovery.api_server import ApiServerError
-from pdserve.services.host.discovery.discovery import Discovery, resolve
-from pdserve.services.host.discovery.endpoint_slices import EndpointSlices
-from pdserve.services.host.discovery.target import parse_kubernetes
+from pdserve.services.common.discovery import kubernetes
+from pdserve.services.common.discovery.api_server import ApiServerError
+from pdserve.services.common.discovery.discovery import Discovery, resolve
+from pdserve.services.common.discovery.endpoint_slices import EndpointSlices
+from pdserve.services.common.discovery.target import parse_kubernetes
 from pdserve.services.picker import endpoints
 from pdserve.services.picker.endpoints import Endpoints
 from pdserve.services.worker.settings import WorkerSettings
@@ -396,7 +396,7 @@ def test_outside_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_outside_a_pod_reports_it_at_once(
     role: str, option: str, words: tuple[str, ...]
 ) -> None:
-    command = [sys.executable, "-P", "-m", "pdserve.services.cli.main", role, option, TARGET]
+    command = [sys.executable, "-P", "-m", "pdserve.cli.main", role, option, TARGET]
     command += words
     env = {name: value for name, value in os.environ.items() if "KUBERNETES" not in name}
     env["PDSERVE_CLUSTER_SECRET"] = SECRET
@@ -417,7 +417,7 @@ def test_only_processes_with_discovery_import_it() -> None:
     """Other processes start without importing it."""
     code = (
         "import sys; from pdserve.services.worker.membership import Membership;"
-        "print([m for m in sys.modules if m.startswith('pdserve.services.host.discovery')])"
+        "print([m for m in sys.modules if m.startswith('pdserve.services.common.discovery')])"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert "discovery.discovery" in done.stdout, done.stderr

@@ -14,15 +14,15 @@ from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.request_state import Sequence as Tokens
 from pdserve.services.decode import lease_machine as lease
 from pdserve.services.decode.lease_machine import Lease
-from pdserve.services.router.requests import machine as request_machine
-from pdserve.services.router.requests.actions import (
+from pdserve.services.router.request import machine as request_machine
+from pdserve.services.router.request.actions import (
     CancelAtDecode,
     CancelAtPrefill,
     LogLoss,
     RoutingAction,
 )
-from pdserve.services.router.requests.events import AttemptBegun, OfDecode, OfPrefill, RoutingEvent
-from pdserve.services.router.requests.state import Routing
+from pdserve.services.router.request.events import AttemptBegun, OfDecode, OfPrefill, RoutingEvent
+from pdserve.services.router.request.state import Routing
 
 
 @dataclass(frozen=True)

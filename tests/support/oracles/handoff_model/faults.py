@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from oracles.handoff_model.memory import Values
 from oracles.handoff_model.router import Move, lose_decode, lose_prefill, tell
 from oracles.handoff_model.state import End, World
-from pdserve.services.router.requests.events import RequestCancelled
+from pdserve.services.router.request.events import RequestCancelled
 
 
 def moves(w: World) -> Iterator[Move]:

@@ -31,10 +31,10 @@ from pdserve.engine.handoff.protocol.machine import (
 )
 from pdserve.services.decode import lease_machine as lease
 from pdserve.services.decode.lease_machine import PARK_S, Lease
-from pdserve.services.router.requests import events as on
-from pdserve.services.router.requests.actions import RoutingAction
-from pdserve.services.router.requests.machine import MAX_ATTEMPTS, OVERDUE_S
-from pdserve.services.router.requests.state import Routing, Stage
+from pdserve.services.router.request import events as on
+from pdserve.services.router.request.actions import RoutingAction
+from pdserve.services.router.request.machine import MAX_ATTEMPTS, OVERDUE_S
+from pdserve.services.router.request.state import Routing, Stage
 
 DEADLINE = 100.0  # after every other time limit
 StateT = TypeVar("StateT")

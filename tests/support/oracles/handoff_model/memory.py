@@ -15,9 +15,8 @@ from pdserve.engine.api.request import Request, SamplingParams
 from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy, BlockPool
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
-from pdserve.engine.scheduling.job_table import JobTable
+from pdserve.engine.scheduling.job_table import JobTable, Reservation
 from pdserve.engine.scheduling.request_state import RequestState
-from pdserve.engine.scheduling.reservation import Reservation
 
 BLOCK_SIZE = 2
 SPEC = KvSpec(BLOCK_SIZE, (LayerGroup((0,), "full", 0, 1, 1, "float32", 0, 1),))

@@ -1,4 +1,4 @@
-"""The router: services/router/requests/machine.py itself, and the code that carries messages to
+"""The router: services/router/request/machine.py itself, and the code that carries messages to
 and from it.
 
 No rule of the router is here, only its surroundings: which event may reach it when, and where its
@@ -13,10 +13,10 @@ from oracles.handoff_model.machines import DECODE, FAILED, prefill_boot
 from oracles.handoff_model.rules import Violation
 from oracles.handoff_model.state import Attempt, Req, World
 from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
-from pdserve.services.router.requests import actions as do
-from pdserve.services.router.requests import events as on
-from pdserve.services.router.requests.events import Reachability
-from pdserve.services.router.requests.state import Stage
+from pdserve.services.router.request import actions as do
+from pdserve.services.router.request import events as on
+from pdserve.services.router.request.events import Reachability
+from pdserve.services.router.request.state import Stage
 
 Move = tuple[object, ...]  # a function of a World and its further arguments
 LOSSES = ("session lost", "died")  # reported to a request at a session's end

@@ -9,10 +9,10 @@ from pdserve.engine.handoff.protocol.machine import Handoff
 from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.services.decode import lease_machine as lease
 from pdserve.services.decode.lease_machine import Lease
-from pdserve.services.router.requests import machine as request_machine
-from pdserve.services.router.requests.actions import RoutingAction
-from pdserve.services.router.requests.events import RoutingEvent
-from pdserve.services.router.requests.state import Routing
+from pdserve.services.router.request import machine as request_machine
+from pdserve.services.router.request.actions import RoutingAction
+from pdserve.services.router.request.events import RoutingEvent
+from pdserve.services.router.request.state import Routing
 
 HandoffStep = Callable[[Handoff, machine.Event, float], tuple[Handoff, machine.Actions]]
 RequestStep = Callable[[Routing, RoutingEvent, float], tuple[Routing, tuple[RoutingAction, ...]]]

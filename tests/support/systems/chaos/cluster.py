@@ -20,15 +20,14 @@ from typing import Any
 import grpc
 import psutil
 
+from pdserve.cli.up.child import MAX_REPORT_BYTES, Task, child_main
+from pdserve.cli.up.command import ENTRIES
+from pdserve.cli.up.cores import Share
 from pdserve.engine.api.config import EngineConfig
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos import fleet_pb2, router_pb2, router_pb2_grpc
-from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.local.child import MAX_REPORT_BYTES, Task, child_main
-from pdserve.services.local.cores import Share
-from pdserve.services.local.up import ENTRIES
-from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.router.settings import RouterSettings
+from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 from systems.cluster_secret import BEARER, SECRET
 from systems.eventually import wait_until
 from systems.fault_proxy import FaultProxy

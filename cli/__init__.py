@@ -1,0 +1,1 @@
+"""The command `pdserve`: one folder or file for each subcommand."""

@@ -1,0 +1,1 @@
+"""`pdserve bench`: load for a running server, and its measurements."""

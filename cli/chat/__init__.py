@@ -1,0 +1,1 @@
+"""`pdserve chat`: a conversation in the terminal."""

@@ -1,0 +1,174 @@
+"""Displays a response: Markdown on a terminal if rich is installed, otherwise plain text."""
+
+import sys
+import time
+from typing import TYPE_CHECKING, TextIO
+
+from pdserve.cli.chat.conversation import AnswerView
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+    from rich.segment import Segment
+
+FRAME_S = 0.08  # between two frames of a response in progress
+PAUSE = 4  # times the last frame's duration: a long block must not slow its response down
+# A response must not control the terminal's cursor, title or colours.
+CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class PlainView:
+    """Writes the response as it arrives, and the model's reasoning only if `shows_reasoning`."""
+
+    def __init__(self, out: TextIO, shows_reasoning: bool) -> None:
+        self._out = out
+        self._shows_reasoning = shows_reasoning
+        self._removed_characters = CONTROLS if out.isatty() else {}
+        self._at_start = True
+
+    def think(self, text: str) -> None:
+        if self._shows_reasoning:
+            self.write(text)
+
+    def write(self, text: str) -> None:
+        self._at_start = False
+        print(text.translate(self._removed_characters), end="", file=self._out, flush=True)
+
+    def end(self, note: str = "") -> None:
+        if note and self._out.isatty():
+            self.write(note if self._at_start else f" {note}")
+        if not self._at_start:
+            print(file=self._out, flush=True)
+        if note and not self._out.isatty():  # not part of the response
+            print(note, file=sys.stderr, flush=True)
+
+
+class MarkdownView:
+    """Redraws the Markdown block in progress; prints a finished block permanently, so that a
+    response longer than the screen scrolls like any text."""
+
+    def __init__(self, out: TextIO, shows_reasoning: bool) -> None:
+        """Raises ImportError without rich."""
+        from markdown_it import MarkdownIt
+        from rich.console import Console
+
+        self._console = Console(file=out, highlight=False)
+        self._live: Live | None = None  # while a temporary frame is drawn
+        self._parse = MarkdownIt().enable("strikethrough").enable("table").parse
+        self._shows_reasoning = shows_reasoning
+        self._thought_at: float | None = None  # when the reasoning began
+        self._text = ""  # of blocks not yet printed
+        self._printed = False
+        self._drawn_at = 0.0
+        self._pause_s = FRAME_S  # until the next frame
+
+    def think(self, text: str) -> None:
+        if self._thought_at is None:
+            self._thought_at = time.monotonic()
+        if self._shows_reasoning:
+            visible_text = text.translate(CONTROLS)
+            self._console.print(visible_text, end="", style="dim", markup=False, soft_wrap=True)
+        else:
+            self._draw(self._dim(f"thinking ... {time.monotonic() - self._thought_at:.0f} s"))
+
+    def write(self, text: str) -> None:
+        if self._thought_at is not None:
+            self._fold()
+        self._text += text.translate(CONTROLS)
+        now = time.monotonic()
+        if now - self._drawn_at < self._pause_s:
+            return
+        self._print_finished()
+        self._draw(self._tail())
+        self._pause_s = max(FRAME_S, PAUSE * (self._drawn_at - now))
+
+    def end(self, note: str = "") -> None:
+        if self._thought_at is not None:
+            self._fold()
+        self._erase()
+        if self._text.strip():
+            self._print(self._text)
+        if note:
+            self._console.print(self._dim(note))
+        self._console.file.flush()
+
+    def _draw(self, picture: "RenderableType") -> None:
+        from rich.live import Live
+
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        self._live.update(picture, refresh=True)
+        self._drawn_at = time.monotonic()
+
+    def _erase(self) -> None:
+        """Erase the frame. Restarting the same Live would erase text printed in between."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _fold(self) -> None:
+        """Replace the reasoning with one line."""
+        assert self._thought_at is not None
+        seconds, self._thought_at = time.monotonic() - self._thought_at, None
+        self._erase()
+        if self._shows_reasoning:
+            self._console.print("\n")
+        else:
+            self._console.print(self._dim(f"thought for {seconds:.1f} s (/reasoning shows it)"))
+
+    def _print_finished(self) -> None:
+        """Print all top-level blocks but the last, since they are finished."""
+        starts = [
+            token.map[0]
+            for token in self._parse(self._text)
+            if token.level == 0 and token.nesting >= 0 and token.map
+        ]
+        if len(starts) < 2:
+            return
+        lines = self._text.splitlines(keepends=True)
+        self._erase()
+        self._print("".join(lines[: starts[-1]]))
+        self._text = "".join(lines[starts[-1] :])
+
+    def _print(self, text: str) -> None:
+        if self._printed:
+            self._console.print()
+        self._console.print(self._picture(self._rows(text)), end="")
+        self._printed = True
+
+    def _tail(self) -> "RenderableType":
+        """The last lines of the block, as many as fit on the screen."""
+        from rich.console import Group
+
+        picture = self._picture(self._rows(self._text)[-max(1, self._console.height - 3) :])
+        return Group("", picture) if self._printed else picture
+
+    def _rows(self, text: str) -> list[list["Segment"]]:
+        """The rendered lines, without leading empty ones, with which some blocks begin."""
+        from rich.markdown import Markdown
+
+        rows = self._console.render_lines(Markdown(text.rstrip()), pad=False)
+        while rows and not any(s.text.strip() or (s.style and s.style.bgcolor) for s in rows[0]):
+            del rows[0]
+        return rows
+
+    def _picture(self, rows: list[list["Segment"]]) -> "RenderableType":
+        from rich.segment import Segment, Segments
+
+        return Segments([part for row in rows for part in (*row, Segment.line())])
+
+    def _dim(self, text: str) -> "RenderableType":
+        from rich.text import Text
+
+        return Text(text, style="dim")
+
+
+def view_on(out: TextIO, shows_reasoning: bool) -> AnswerView:
+    """A MarkdownView if `out` is a terminal and rich is installed, otherwise a PlainView."""
+    if out.isatty():
+        try:
+            return MarkdownView(out, shows_reasoning)
+        except ImportError:
+            pass
+    return PlainView(out, shows_reasoning)

@@ -1,0 +1,210 @@
+"""The table of commands. Each command imports its dependencies only when it runs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
+
+from pdserve.cli.options.options import options_of
+from pdserve.cli.options.parser import Positional, Section
+from pdserve.cli.options.sources import Settings
+
+# (title, "module:Class", fields that are not options of this command)
+SectionSpec = tuple[str, str, tuple[str, ...]]
+
+STOPPED = 130  # the exit code of a command that Ctrl-C ended
+
+GATEWAY = "pdserve.gateway.settings:GatewaySettings"
+ROUTER = "pdserve.services.router.settings:RouterSettings"
+PREFILL = "pdserve.services.worker.settings:PrefillSettings"
+PICKER = "pdserve.services.picker.settings:PickerSettings"
+DECODE = "pdserve.services.worker.settings:DecodeSettings"
+ENGINE = "pdserve.engine.api.config:EngineConfig"
+CLI = "pdserve.cli.options.settings:"
+
+# `up` sets these itself: addresses, and the credentials of the processes that it starts.
+UP_OWNS = (
+    "bind",
+    "advertise",
+    "data_bind",
+    "data_advertise",
+    "routers",
+    "cluster_secret",
+    "trust_network",
+    "cluster_ca",
+    "cluster_cert",
+    "cluster_key",
+    "client_bind",
+    "probe_port",
+    "threads",
+    "shm_dir",
+    "metrics_port",
+    "host_engines",
+    "workers",  # --gateway-workers here
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command; `entry` is "module:function(Settings, positionals) -> exit code"."""
+
+    name: str
+    summary: str
+    entry: str
+    section_specs: tuple[SectionSpec, ...] = ()
+    positionals: tuple[Positional, ...] = ()
+
+    def sections(self) -> list[Section]:
+        return [
+            Section(title, cls, options_of(cls, skip))
+            for title, class_path, skip in self.section_specs
+            for cls in [resolve_name(class_path)]
+        ]
+
+    def run(self, settings: Settings, positionals: Mapping[str, Any]) -> int:
+        function: Callable[[Settings, Mapping[str, Any]], int] = resolve_name(self.entry)
+        return function(settings, positionals)
+
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command(
+            "up",
+            "start a complete system on this machine",
+            "pdserve.cli.up.command:run",
+            (
+                ("system", CLI + "UpSettings", ()),
+                ("HTTP and gRPC for clients", GATEWAY, UP_OWNS),
+                ("routing", ROUTER, UP_OWNS),
+                ("workers", PREFILL, UP_OWNS),
+                ("decode workers", DECODE, UP_OWNS),
+                ("model and engine", ENGINE, (*UP_OWNS, "model")),
+            ),
+        ),
+        Command(
+            "gateway",
+            "serve HTTP and gRPC to clients",
+            "pdserve.cli.roles:gateway",
+            (("gateway", GATEWAY, ()),),
+        ),
+        Command(
+            "router",
+            "choose workers for requests",
+            "pdserve.cli.roles:router",
+            (("router", ROUTER, ()),),
+        ),
+        Command(
+            "picker",
+            "choose endpoints for a Kubernetes Gateway (ext_proc)",
+            "pdserve.cli.roles:picker",
+            (("picker", PICKER, ()),),
+        ),
+        Command(
+            "prefill",
+            "compute the KV of prompts and send it",
+            "pdserve.cli.roles:prefill",
+            (("worker", PREFILL, ()), ("model and engine", ENGINE, ())),
+        ),
+        Command(
+            "decode",
+            "receive KV and generate tokens",
+            "pdserve.cli.roles:decode",
+            (("worker", DECODE, ()), ("model and engine", ENGINE, ())),
+        ),
+        Command(
+            "chat",
+            "talk to a server in the terminal",
+            "pdserve.cli.chat.command:run",
+            (("chat", CLI + "ChatSettings", ()),),
+        ),
+        Command(
+            "complete",
+            "run a JSONL file of requests; an interrupted run resumes",
+            "pdserve.cli.complete.command:run",
+            (("batch", CLI + "CompleteSettings", ()),),
+            (
+                Positional(
+                    "in",
+                    "file with one request per line: OpenAI batch lines, or objects with "
+                    '"prompt" or "messages"',
+                ),
+                Positional(
+                    "out",
+                    "file with one result per line; requests with a result are not sent again",
+                ),
+            ),
+        ),
+        Command(
+            "bench",
+            "send load to a running server and measure its performance",
+            "pdserve.cli.bench.command:run",
+            (("load", CLI + "BenchSettings", ()),),
+        ),
+        Command(
+            "top",
+            "watch the workers of a running server",
+            "pdserve.cli.top.command:run",
+            (("view", CLI + "TopSettings", ()),),
+        ),
+        Command(
+            "models",
+            "list the models of a running server",
+            "pdserve.cli.models:run",
+            (("server", CLI + "ClientSettings", ()),),
+        ),
+        Command(
+            "quantize",
+            "write a quantized copy of a GGUF model",
+            "pdserve.cli.quantize:run",
+            (("quantization", CLI + "QuantizeSettings", ()),),
+            (
+                Positional("model", "GGUF file, or a Hugging Face id as org/name:file.gguf"),
+                Positional("out", "output file"),
+            ),
+        ),
+        Command(
+            "health",
+            "probe host:port (gRPC) or a URL (HTTP); exit code 0 if it serves",
+            "pdserve.cli.health:run",
+            (("probe", CLI + "HealthSettings", ()),),
+            (Positional("address", "host:port of a gRPC server, or an http:// URL"),),
+        ),
+        Command(
+            "certs",
+            "create a cluster's authority and the certificates of its processes",
+            "pdserve.cli.certs:run",
+            (("certificates", CLI + "CertsSettings", ()),),
+            (Positional("folder", "output folder; an authority that it already has is reused"),),
+        ),
+        Command(
+            "key",
+            "create an API key and its line for --api-key-file",
+            "pdserve.cli.key:run",
+            positionals=(Positional("name", "name of the key's owner, for the log"),),
+        ),
+        Command(
+            "replay",
+            "print recorded hand-offs, check them, or convert them to a simulation",
+            "pdserve.cli.replay:run",
+            (("replay", CLI + "ReplaySettings", ()),),
+            (Positional("ring", "ring file, or a folder of them (--trace-dir)", repeated=True),),
+        ),
+        Command(
+            "report",
+            "write diagnostics of a broken system to one file, without secrets",
+            "pdserve.cli.report.command:run",
+            (("report", CLI + "ReportSettings", ()),),
+        ),
+        Command(
+            "demo",
+            "start a system, send a short and a long question over each transport, stop",
+            "pdserve.cli.demo:run",
+        ),
+    )
+}
+
+
+def known_names() -> set[str]:
+    """Option names of all commands."""
+    return {o.name for c in COMMANDS.values() for s in c.sections() for o in s.options}

@@ -1,0 +1,1 @@
+"""`pdserve complete`: a file of requests, answered line by line."""

@@ -1,0 +1,211 @@
+"""`pdserve complete IN OUT` runs a file of requests, several at once, and writes one result per
+line.
+
+An interrupted run continues where it stopped: lines with a result are not sent again. Only a
+decision of the server is a result; if the server is busy or unreachable, requests are retried, and
+then the run ends.
+"""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pdserve.cli.async_client import AsyncApi
+from pdserve.cli.commands import STOPPED
+from pdserve.cli.complete.results import (
+    BadLine,
+    InputLine,
+    ResultError,
+    ResultFile,
+    answer_line,
+    error_line,
+    line_id,
+    numbered,
+    parse_line,
+    request_of,
+)
+from pdserve.cli.http_client import ApiError, advice
+from pdserve.cli.options.settings import CompleteSettings
+from pdserve.cli.options.sources import Settings
+from pdserve.cli.progress import ProgressView, progress_on
+
+RETRIED_STATUSES = (408, 429, 502, 503, 504)  # the server is busy or unreachable: not a result
+PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before a line is retried
+
+
+class Stopped(Exception):
+    """Ctrl-C or SIGTERM stopped the run."""
+
+
+def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """Return 0 if every line succeeded, 1 if one has an error or the run could not continue."""
+    options = settings.build(CompleteSettings)
+    source, target = Path(positionals["in"]), Path(positionals["out"])
+    view = progress_on(sys.stderr)
+    try:
+        check_source(source, target)
+        with ResultFile(target) as results:
+            total = count(source, results.done, target)
+            try:
+                asyncio.run(FileRun(options, results, view, target.name, total).run(source))
+            finally:
+                view.close()
+                say(f"{target}: {len(results.done)} of {total} lines, {results.num_failed} failed")
+            return 1 if results.num_failed else 0
+    except Stopped:
+        say("stopped; run the same command again to resume")
+        return STOPPED
+    except ApiError as error:
+        say(f"pdserve complete: {error}{advice(error)}")
+        say("run the same command again to resume once the server responds")
+    except (OSError, ResultError, BadLine) as error:
+        say(f"pdserve complete: {error}")
+    finally:
+        view.close()
+    return 1
+
+
+def check_source(source: Path, target: Path) -> None:
+    """Check the files before anything is written: both must be regular files, since they are read
+    more than once. Raises BadLine or OSError."""
+    for path in (source, target):
+        if path.exists() and not path.is_file():
+            raise BadLine(f"{path} is not a regular file")
+    source.open("rb").close()
+    if target.exists() and target.samefile(source):
+        raise BadLine(f"{target} is also the input file")
+
+
+def count(source: Path, done: set[str], target: Path) -> int:
+    """The number of lines. Raises BadLine if two have the same id, or a result has no line."""
+    line_numbers: dict[str, int] = {}
+    for number, custom_id, _ in lines_of(source):
+        if custom_id in line_numbers:
+            raise BadLine(
+                f"{source}: lines {line_numbers[custom_id]} and {number} have the same id "
+                f"{custom_id!r}"
+            )
+        line_numbers[custom_id] = number
+    if unknown_id := next((result_id for result_id in done if result_id not in line_numbers), None):
+        raise BadLine(f"{target} has a result with id {unknown_id!r}, which {source} does not have")
+    return len(line_numbers)
+
+
+def lines_of(source: Path) -> Iterator[tuple[int, str, Mapping[str, Any] | BadLine]]:
+    """Yield (number, id, the line or its error)."""
+    with source.open("rb") as file:
+        for number, data in numbered(file):
+            try:
+                line = parse_line(data)
+                yield number, line_id(line, number), line
+            except BadLine as error:
+                yield number, f"line-{number}", error
+
+
+class FileRun:
+    """Sends the lines without a result, `concurrency` at once."""
+
+    def __init__(
+        self,
+        options: CompleteSettings,
+        results: ResultFile,
+        view: ProgressView,
+        name: str,
+        total: int,
+    ) -> None:
+        """Raises ApiError if the URL is malformed."""
+        self._api = AsyncApi(options, options.timeout_s)
+        self._options = options
+        self._results = results
+        self._view = view
+        self._name = name
+        self._total = total
+
+    async def run(self, source: Path) -> None:
+        """Run until all lines have a result. Raises ApiError, OSError or Stopped, after which no
+        line is sent."""
+        loop = asyncio.get_running_loop()
+        work = asyncio.ensure_future(self._work(source))
+        stopped = False
+
+        def stop() -> None:
+            nonlocal stopped
+            stopped = True
+            work.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+        try:
+            await work
+        except asyncio.CancelledError:
+            if stopped:
+                raise Stopped from None
+            raise
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._api.close()
+
+    async def _work(self, source: Path) -> None:
+        defaults = await self._defaults()
+        waiting = lines_of(source)  # shared: each worker takes the next line
+        self._show()
+
+        async def worker() -> None:
+            for _, custom_id, line in waiting:
+                if custom_id in self._results.done:
+                    continue
+                try:
+                    if isinstance(line, BadLine):
+                        raise line
+                    result = await self._send(request_of(line, custom_id, defaults))
+                except BadLine as error:
+                    result = error_line(custom_id, "invalid_line", str(error))
+                self._results.add(result)
+                self._show()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._options.concurrency):
+                group.create_task(worker())
+
+    async def _defaults(self) -> dict[str, Any]:
+        """Fields for bodies that lack them. Raises ApiError if the server lists no model."""
+        options = self._options
+        defaults: dict[str, Any] = {"model": options.model or await self._api.first_model()}
+        if options.max_tokens:
+            defaults["max_tokens"] = options.max_tokens
+        if options.temperature >= 0:
+            defaults["temperature"] = options.temperature
+        return defaults
+
+    async def _send(self, request: InputLine) -> dict[str, Any]:
+        """The result of a line. Raises ApiError if the server does not decide on it."""
+        for pause_s in (*PAUSES_S, None):
+            try:
+                response = await self._api.post(request.url, dict(request.body))
+                if response.status == 401:
+                    response.check()
+                if response.status not in RETRIED_STATUSES or pause_s is None:
+                    if response.status in RETRIED_STATUSES:
+                        response.check()
+                    with suppress(ApiError):
+                        return answer_line(request.custom_id, response.status, response.json)
+                    text = response.body.decode(errors="replace")
+                    return answer_line(request.custom_id, response.status, text)
+                pause_s = max(pause_s, response.retry_after_s)
+            except ApiError as error:
+                if error.status == 401 or pause_s is None:
+                    raise
+            await asyncio.sleep(pause_s)
+        raise AssertionError("the last try has returned or raised")
+
+    def _show(self) -> None:
+        self._view.update(self._name, len(self._results.done) / max(1, self._total))
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

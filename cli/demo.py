@@ -1,0 +1,182 @@
+"""`pdserve demo` sends a short and a long question over each transport, and verifies where each is
+computed.
+
+It starts its own system and uses the HTTP API like any client. For each prompt, the response's
+usage, the gateway's log and its metrics must agree on where it was computed.
+"""
+
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from pdserve.cli.http_client import ApiClient, ApiError
+from pdserve.cli.options.sources import Settings
+
+TRANSPORTS = ("tcp", "shm")
+START_S = 120.0
+SETTLE_S = 10.0  # time for a worker's last load report to reach the metrics
+SHORT = "Name the capital of France."
+LONG_TOKENS = 600
+SENTENCE = "The quick brown fox jumps over the lazy dog near the old river bank. "
+QUESTION = " Which animal jumps over the dog?"
+
+Metrics = Mapping[str, float]
+
+
+class DemoError(Exception):
+    """A response, the log or the metrics are not as expected."""
+
+
+def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """Return 0 if every response arrived and log and metrics agree."""
+    try:
+        for transport in TRANSPORTS:
+            with system(transport) as (client, log):
+                show(transport, client, log)
+    except (DemoError, ApiError) as error:
+        print(f"\ndemo failed: {error}", file=sys.stderr)
+        return 1
+    print("\ndemo passed: log and metrics agree, and all processes have stopped")
+    return 0
+
+
+@contextmanager
+def system(transport: str) -> Iterator[tuple[ApiClient, Path]]:
+    """Run `pdserve up` on a free port; yields a client and the log file."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "pdserve.cli.main", "up", "--port", str(port)]
+    command += ["--kv-transport", transport, "--remote-prefill", "auto", "--log-format", "text"]
+    with tempfile.TemporaryDirectory(prefix="pdserve-demo-") as folder:
+        log = Path(folder) / "log"
+        started = time.monotonic()
+        with (
+            log.open("wb") as out,
+            subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL) as up,
+        ):
+            try:
+                client = ApiClient(f"http://127.0.0.1:{port}")
+                wait_ready(up, log, started)
+                yield client, log
+            finally:
+                up.terminate()
+                code = up.wait(60)
+        if code:
+            raise DemoError(f"pdserve up ended with exit code {code}:\n{tail(log)}")
+
+
+def wait_ready(up: "subprocess.Popen[bytes]", log: Path, started: float) -> None:
+    """Wait until the system is ready. Raises DemoError if it ends, or takes longer than START_S."""
+    while "pdserve is ready" not in log.read_text(errors="replace"):
+        if up.poll() is not None:
+            raise DemoError(f"pdserve up exited before it was ready:\n{tail(log)}")
+        if time.monotonic() - started > START_S:
+            raise DemoError(f"not ready after {START_S:g} s:\n{tail(log)}")
+        time.sleep(0.1)
+
+
+def show(transport: str, client: ApiClient, log: Path) -> None:
+    """Ask both questions over one transport. Raises DemoError or ApiError if one fails."""
+    model = str(client.get_json("/v1/models")["data"][0]["id"])
+    print(f"\n{model}, KV over {transport}")
+    ask(client, log, model, "short", SHORT, "local")
+    ask(client, log, model, "long", long_question(client, model), transport)
+
+
+def long_question(client: ApiClient, model: str) -> str:
+    """A prompt of at least LONG_TOKENS tokens, as the server counts them."""
+    num_tokens = int(client.post_json("/tokenize", {"model": model, "prompt": SENTENCE})["count"])
+    return SENTENCE * -(-LONG_TOKENS // max(1, num_tokens - 1)) + QUESTION
+
+
+def ask(client: ApiClient, log: Path, model: str, name: str, question: str, expected: str) -> None:
+    """Ask one question; `expected` is "local" or the transport that the prompt's KV must take."""
+    metrics_before = metrics(client)
+    started = time.monotonic()
+    message = {"role": "user", "content": question}
+    answer = client.post_json(
+        "/v1/chat/completions",
+        {"model": model, "messages": [message], "max_tokens": 20, "temperature": 0},
+    )
+    seconds = time.monotonic() - started
+    usage = answer["usage"]
+    text = answer["choices"][0]["message"]["content"]
+    prefill_at = read_prefill_at(log, answer["id"])
+    print(
+        f"  {name}: {usage['prompt_tokens']} prompt tokens, prefilled {place(prefill_at)}, "
+        f"{seconds:.2f} s\n    {' '.join(text.split())!r}"
+    )
+    if not text.strip():
+        raise DemoError(f"the answer to the {name} question is empty")
+    if prefill_at != expected:
+        raise DemoError(
+            f"the log says that the {name} prompt was prefilled {prefill_at}, not {expected}"
+        )
+    check_metrics(client, metrics_before, name, expected)
+
+
+def place(prefill_at: str) -> str:
+    return "by the decode worker" if prefill_at == "local" else f"remotely over {prefill_at}"
+
+
+def read_prefill_at(log: Path, request: str) -> str:
+    """Where the prompt was computed, from the gateway's log line of this request. Raises DemoError
+    if there is no such line."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        for line in log.read_text(errors="replace").splitlines():
+            match = re.search(r"prefill_at=(\S+)", line)
+            if request in line and match:
+                return str(match.group(1))
+        if time.monotonic() > deadline:
+            raise DemoError(f"the log has no line for request {request}")
+        time.sleep(0.05)
+
+
+def check_metrics(client: ApiClient, metrics_before: Metrics, name: str, expected: str) -> None:
+    """Verify one more prompt at the expected place and none elsewhere, and KV bytes only if
+    remote."""
+    label = "local" if expected == "local" else "remote"
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        metrics_now = metrics(client)
+        deltas = {key: value - metrics_before.get(key, 0.0) for key, value in metrics_now.items()}
+        counts = {
+            kind: deltas.get(f'pdserve_prefill_requests_total{{where="{kind}"}}', 0.0)
+            for kind in ("local", "remote")
+        }
+        sent = sum(
+            value
+            for key, value in deltas.items()
+            if key.startswith("pdserve_transfer_bytes_total") and f'transport="{expected}"' in key
+        )
+        counts_match = counts == {"local": 0.0, "remote": 0.0} | {label: 1.0}
+        if counts_match and (sent > 0) == (label == "remote"):
+            print(f"    /metrics: {label} +1, {sent / 1e6:.1f} MB of KV sent and received")
+            return
+        if time.monotonic() > deadline:
+            raise DemoError(
+                f"unexpected /metrics after the {name} question: {counts} prefills, {sent:g} bytes"
+            )
+        time.sleep(0.1)
+
+
+def metrics(client: ApiClient) -> Metrics:
+    """Every sample by name and labels."""
+    samples: dict[str, float] = {}
+    for line in client.get("/metrics").decode().splitlines():
+        key, _, value = line.rpartition(" ")
+        if key and not line.startswith("#"):
+            samples[key] = float(value)
+    return samples
+
+
+def tail(log: Path, lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

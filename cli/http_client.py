@@ -1,0 +1,231 @@
+"""A small client of the REST API on the standard library, so that `chat` and `models` need no other
+package. It opens one connection per call and bounds responses."""
+
+import http.client
+import json
+import socket
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from pdserve.cli.options.settings import ClientSettings
+
+MAX_ANSWER_BYTES = 16 << 20
+MAX_LINE_BYTES = 1 << 20
+BROKEN = "broken"  # the code of a response that did not end
+
+
+class ApiError(Exception):
+    """The server cannot be reached, or returned an error. `status` is 0 without a response; `code`
+    is the API's name of the error."""
+
+    def __init__(self, message: str, status: int = 0, code: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+def advice(error: ApiError) -> str:
+    """Advice for the user, on a separate line; empty if there is none."""
+    if error.status == 0 and error.code != BROKEN:
+        text = "Start a server with `pdserve up` in another terminal, or set --url."
+    elif error.status == 401:
+        text = "Pass the server's key with --api-key (or PDSERVE_API_KEY)."
+    elif error.code == "context_length_exceeded":
+        text = "Type /reset to clear the conversation, then /retry to ask the question again."
+    else:
+        return ""
+    return f"\n{text}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where a server listens: a host and a port, or a Unix socket; paths are below `prefix`."""
+
+    host: str
+    port: int
+    is_secure: bool
+    prefix: str
+    unix_path: str
+
+
+def address_of(url: str) -> ServerAddress:
+    """Raises ApiError unless the URL is http(s)://host[:port] or unix:PATH."""
+    kind, _, path = url.partition(":")
+    unix_path = path.removeprefix("//") if kind == "unix" else ""
+    text = "http://localhost" if unix_path else url
+    try:
+        parts = urlsplit(text if "//" in text else "http://" + text)
+        host, port = parts.hostname or "", parts.port  # ValueError: the port is not a number
+        host.encode("idna")  # UnicodeError: not a host name
+    except ValueError:
+        host = ""
+    if not host or parts.scheme not in ("http", "https"):
+        raise ApiError(f"{url!r} is not the URL of a server; check --url", 400)
+    is_secure = parts.scheme == "https"
+    default = 443 if is_secure else 80
+    return ServerAddress(host, port or default, is_secure, parts.path.rstrip("/"), unix_path)
+
+
+def bearer(key: str) -> str:
+    """The Authorization header of a key. Raises ApiError if no header can carry it."""
+    if not (key.isascii() and key.isprintable()):
+        raise ApiError("the key has invalid characters; check --api-key", 400)
+    return f"Bearer {key}"
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class ApiClient:
+    """Calls one server; `timeout_s` applies to each wait on the network."""
+
+    def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
+        """Raises ApiError unless the URL is http(s)://host[:port] or unix:PATH."""
+        self.url = url.rstrip("/")
+        self._address = address_of(url)
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = bearer(api_key)
+
+    def get(self, path: str) -> bytes:
+        """The body of a 2xx response. Raises ApiError on any other."""
+        connection, response = self._send("GET", path, None)
+        try:
+            return self._body(response)
+        finally:
+            connection.close()
+
+    def get_json(self, path: str) -> Any:
+        """The parsed body of a 2xx response. Raises ApiError."""
+        return self._json(self.get(path))
+
+    def models(self) -> list[dict[str, Any]]:
+        """The entries of /v1/models. Raises ApiError."""
+        try:
+            return entries_of(self.get_json("/v1/models"))
+        except ValueError:
+            raise self._unexpected_response() from None
+
+    def post_json(self, path: str, body: dict[str, Any]) -> Any:
+        """The parsed body of a 2xx response to a JSON body. Raises ApiError."""
+        connection, response = self._send("POST", path, body)
+        try:
+            return self._json(self._body(response))
+        finally:
+            connection.close()
+
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The data of each server-sent event up to [DONE]. Raises ApiError.
+
+        Closing the iterator closes the connection, which cancels the request.
+        """
+        connection, response = self._send("POST", path, {**body, "stream": True})
+        try:
+            while line := response.readline(MAX_LINE_BYTES):
+                if not line.startswith(b"data:"):
+                    continue
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                event = self._json(data)
+                if not isinstance(event, dict):
+                    raise self._unexpected_response()
+                if error := event.get("error"):
+                    raise _error(error, response.status)
+                yield event
+            raise ApiError("the response ended early", code=BROKEN)
+        except (OSError, http.client.HTTPException) as error:
+            raise ApiError(f"the connection to {self.url} failed: {error}", code=BROKEN) from None
+        finally:
+            connection.close()
+
+    def _send(
+        self, method: str, path: str, body: dict[str, Any] | None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        connection = self._connection()
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            connection.request(method, self._address.prefix + path, data, self._headers)
+            response = connection.getresponse()
+            if response.status >= 300:
+                status_text = f"{response.status} {response.reason}"
+                raise error_of(self._body(response), response.status, status_text)
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise ApiError(f"no server responds at {self.url} ({error})") from None
+        except ApiError:
+            connection.close()
+            raise
+        return connection, response
+
+    def _connection(self) -> http.client.HTTPConnection:
+        address = self._address
+        if address.unix_path:
+            return _UnixConnection(address.unix_path, self._timeout_s)
+        kind = http.client.HTTPSConnection if address.is_secure else http.client.HTTPConnection
+        return kind(address.host, address.port, timeout=self._timeout_s)
+
+    def _body(self, response: http.client.HTTPResponse) -> bytes:
+        try:
+            body = response.read(MAX_ANSWER_BYTES + 1)
+        except (OSError, http.client.HTTPException) as error:
+            raise ApiError(f"the connection to {self.url} failed: {error}", code=BROKEN) from None
+        if len(body) > MAX_ANSWER_BYTES:
+            raise ApiError("the response is too large")
+        return body
+
+    def _json(self, data: bytes) -> Any:
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise ApiError(
+                f"{self.url} did not return JSON; check that it is a pdserve server"
+            ) from None
+
+    def _unexpected_response(self) -> ApiError:
+        return ApiError(
+            f"{self.url} does not respond like OpenAI's API; check that it is a pdserve server", 502
+        )
+
+
+def client_of(settings: ClientSettings, timeout_s: float = 600.0) -> ApiClient:
+    """A client of the server in the options. Raises ApiError if the URL is malformed."""
+    key = settings.api_key[0] if settings.api_key else ""
+    return ApiClient(settings.url, key, timeout_s)
+
+
+def error_of(body: bytes, status: int, default_message: str) -> ApiError:
+    """The error of a response that is not 2xx: its OpenAI error object, or `default_message`."""
+    try:
+        return _error(json.loads(body)["error"], status)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ApiError(default_message, status)
+
+
+def entries_of(models: Any) -> list[dict[str, Any]]:
+    """The entries of a /v1/models response. Raises ValueError if it is not a list of models."""
+    entries = models.get("data") if isinstance(models, dict) else None
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("id"), str) for entry in entries
+    ):
+        raise ValueError("not a list of models")
+    return entries
+
+
+def _error(error: Any, status: int) -> ApiError:
+    if isinstance(error, str):
+        return ApiError(error, status)
+    return ApiError(str(error.get("message", "")), status, str(error.get("code") or ""))

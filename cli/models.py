@@ -1,0 +1,43 @@
+"""`pdserve models` prints the models of a running server."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pdserve.cli.http_client import ApiError, advice, client_of
+from pdserve.cli.options.settings import ClientSettings
+from pdserve.cli.options.sources import Settings
+
+COLUMNS = {
+    "model": "id",
+    "architecture": "architecture",
+    "context": "max_model_len",
+    "weights": "quantization",
+    "KV identity": "kv_identity",
+    "numerics": "numerics_id",
+}
+SHORT = 12  # hex digits of an identity
+
+
+def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """Print a table; return 1 if the server does not respond."""
+    try:
+        api = client_of(settings.build(ClientSettings), timeout_s=10.0)
+        models = api.models()
+    except ApiError as error:
+        print(f"pdserve models: {error}{advice(error)}", file=sys.stderr)
+        return 1
+    print(table(models), end="")
+    return 0
+
+
+def table(models: Sequence[Mapping[str, Any]]) -> str:
+    """Aligned columns; a dash marks a value that the server does not report."""
+    rows = [list(COLUMNS)]
+    for model in models:
+        cells = {key: str(model.get(key) or "-") for key in COLUMNS.values()}
+        cells["kv_identity"] = cells["kv_identity"][:SHORT]
+        rows.append(list(cells.values()))
+    widths = [max(len(row[n]) for row in rows) for n in range(len(COLUMNS))]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows)
+    return "\n".join(lines) + "\n"

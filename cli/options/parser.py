@@ -1,0 +1,189 @@
+"""Command-line parsing and help, derived from options. argparse only splits words: values stay
+text, so that flags, environment and YAML share one set of checks."""
+
+import argparse
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from shutil import get_terminal_size
+from textwrap import wrap
+from typing import Any, NoReturn
+
+from pdserve.cli.options.aliases import aliases_of
+from pdserve.cli.options.options import Option, OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A titled part of a command's help: the options of one settings dataclass."""
+
+    title: str
+    cls: type
+    options: Sequence[Option]
+
+
+@dataclass(frozen=True, slots=True)
+class Positional:
+    """A positional argument."""
+
+    name: str
+    help: str
+    required: bool = True
+    repeated: bool = False  # one or more words; the value is a list
+
+
+MAX_WIDTH = 100  # columns of help
+
+
+class _Parser(argparse.ArgumentParser):
+    @property
+    def flags(self) -> Collection[str]:
+        return self._option_string_actions.keys()
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(message)
+
+
+class _Formatter(argparse.HelpFormatter):
+    """A help formatter as wide as the terminal, up to MAX_WIDTH; it never breaks a flag."""
+
+    def __init__(self, prog: str):
+        width = min(MAX_WIDTH, get_terminal_size().columns)
+        super().__init__(prog, max_help_position=30, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(text, width, break_on_hyphens=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A split command line: raw flag values by option name, positionals, and --config."""
+
+    flags: dict[str, str | list[str]]
+    positionals: dict[str, Any]  # a text, or a list of texts
+    config: str | None
+
+
+def parse(
+    prog: str,
+    description: str,
+    sections: Sequence[Section],
+    positionals: Sequence[Positional],
+    arguments: Sequence[str],
+) -> Words:
+    """Split a command line. Prints help and exits for --help. Raises OptionError."""
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        allow_abbrev=False,
+        formatter_class=_Formatter,
+        add_help=False,
+        usage=" ".join(
+            [
+                prog,
+                *(_usage(p) for p in positionals),
+                *(["[options]"] if sections else []),
+            ]
+        ),
+        epilog="Every option is also an environment variable (--kv-dtype: PDSERVE_KV_DTYPE, lists "
+        "separated by commas) and a key of the --config file (kv_dtype). "
+        "Flags override the environment, and the environment overrides the file."
+        if sections
+        else None,
+    )
+    for positional in positionals:
+        parser.add_argument(
+            positional.name,
+            help=positional.help,
+            nargs="+" if positional.repeated else None if positional.required else "?",
+        )
+    general = parser.add_argument_group("general")
+    general.add_argument("-h", "--help", action="help", help="show this help")
+    if sections:
+        general.add_argument("--config", metavar="FILE", help="YAML file of options")
+    seen: set[str] = set()
+    for section in sections:
+        group = parser.add_argument_group(section.title)
+        for option in section.options:
+            if option.name not in seen:
+                seen.add(option.name)
+                _add(group, option)
+    check_flags(prog, arguments, parser.flags)
+    values = vars(parser.parse_args(list(arguments)))
+    return Words(
+        flags={name: values[name] for name in seen if name in values},
+        positionals={p.name: values[p.name] for p in positionals if values[p.name] is not None},
+        config=values.get("config"),
+    )
+
+
+def check_flags(prog: str, arguments: Sequence[str], flags: Collection[str]) -> None:
+    """Raise OptionError for the first unknown word that looks like a flag; suggest a similar flag.
+
+    A flag's value that looks like a known flag passes; argparse reports the error.
+    """
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if argument == "--":
+            return
+        stripped = argument.lstrip("-")
+        is_flag = argument.startswith("-") and stripped[:1].isalpha() and " " not in name
+        if not is_flag or name in flags:
+            continue
+        candidates = [*flags, *aliases_of(flags)]
+        # Dashes must not count as similarity.
+        names = {flag.lstrip("-"): flag for flag in candidates}
+        matches = get_close_matches(name.lstrip("-"), names, n=1)
+        hint = f"; `{prog} --help` lists the options"
+        if matches:
+            hint = f" (did you mean {names[matches[0]]}?)"
+        raise OptionError(f"option {name} is unknown{hint}")
+
+
+def _usage(positional: Positional) -> str:
+    if positional.repeated:
+        return f"{positional.name} [{positional.name} ...]"
+    return positional.name if positional.required else f"[{positional.name}]"
+
+
+def _add(group: Any, option: Option) -> None:
+    common: dict[str, Any] = {
+        "dest": option.name,
+        "default": argparse.SUPPRESS,
+        "help": _help(option).replace("%", "%%"),
+    }
+    if option.kind is bool and not option.repeated:
+        group.add_argument(option.flag, action="store_const", const="true", **common)
+        common["help"] = argparse.SUPPRESS
+        negative = "--no-" + option.flag.removeprefix("--")
+        group.add_argument(negative, action="store_const", const="false", **common)
+        return
+    action = "append" if option.repeated else "store"
+    group.add_argument(option.flag, action=action, metavar=_metavar(option), **common)
+
+
+_METAVARS = {str: "TEXT", int: "N", float: "X", bool: "true|false"}
+MAX_METAVAR = 70  # characters; longer lists of choices go into the help text, which is wrapped
+
+
+def _metavar(option: Option) -> str:
+    choices = "{" + ",".join(option.choices) + "}"
+    return choices if option.choices and len(choices) <= MAX_METAVAR else _METAVARS[option.kind]
+
+
+def _help(option: Option) -> str:
+    notes = []
+    if option.choices and _metavar(option) == _METAVARS[option.kind]:
+        notes.append(f"one of: {', '.join(option.choices)}")
+    if option.repeated:
+        notes.append("repeatable")
+    if option.kind is bool:
+        state = "on" if option.default else "off"
+        notes.append(
+            f"default: {state}; --no-{option.flag[2:]} turns it off"
+            if option.default
+            else f"default: {state}"
+        )
+    elif option.default not in ("", ()):
+        notes.append(f"default: {option.default}")
+    return option.help + (f" ({'; '.join(notes)})" if notes else "")

@@ -1,0 +1,144 @@
+"""The commands of single processes: gateway, router, picker, prefill, decode. Each imports only its
+own parts."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+
+from pdserve.cli.options.options import OptionError
+from pdserve.cli.options.sources import Settings
+from pdserve.cli.up.child import take
+from pdserve.cli.up.cores import Share, machine_cores
+from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.logs import logs_json, quiet_grpc_core
+from pdserve.services.common.options import HostSettings
+from pdserve.services.common.process import raise_open_files, use_grpc_poller
+
+log = logging.getLogger(__name__)
+
+
+def gateway(settings: Settings, positionals: Mapping[str, str]) -> int:
+    quiet_grpc_core(settings.values["log_format"].value)
+    from pdserve.gateway.settings import GatewaySettings
+
+    require(settings, "routers")
+    role_settings = settings.build(GatewaySettings)
+    check_trust(role_settings, Role.GATEWAY)
+    if role_settings.workers > 1:
+        from pdserve.cli.up.gateway_workers import run
+    else:
+        from pdserve.gateway.main import run
+    return guarded(lambda: run(role_settings))
+
+
+def router(settings: Settings, positionals: Mapping[str, str]) -> int:
+    quiet_grpc_core(settings.values["log_format"].value)
+    use_grpc_poller()
+    from pdserve.services.router.main import run
+    from pdserve.services.router.settings import RouterSettings
+
+    role_settings = settings.build(RouterSettings)
+    check_trust(role_settings, Role.ROUTER)
+    return guarded(lambda: run(role_settings))
+
+
+def picker(settings: Settings, positionals: Mapping[str, str]) -> int:
+    quiet_grpc_core(settings.values["log_format"].value)
+    from pdserve.services.picker.main import run
+    from pdserve.services.picker.settings import PickerSettings
+
+    require(settings, "routers")
+    role_settings = settings.build(PickerSettings)
+    check_trust(role_settings, Role.GATEWAY)  # it calls routers like a gateway
+    return guarded(lambda: run(role_settings))
+
+
+def prefill(settings: Settings, positionals: Mapping[str, str]) -> int:
+    quiet_grpc_core(settings.values["log_format"].value)
+    from pdserve.engine.api.config import EngineConfig
+    from pdserve.services.worker.settings import PrefillSettings
+
+    require(settings, "routers")
+    role_settings = settings.build(PrefillSettings)
+    limit_threads(role_settings.threads)
+    check_trust(role_settings, Role.PREFILL)
+    check_sealing(role_settings.encrypt_kv, bool(role_settings.cluster_cert))
+    from pdserve.services.prefill.main import run
+
+    return guarded(lambda: run(role_settings, settings.build(EngineConfig)))
+
+
+def decode(settings: Settings, positionals: Mapping[str, str]) -> int:
+    quiet_grpc_core(settings.values["log_format"].value)
+    from pdserve.engine.api.config import EngineConfig
+    from pdserve.services.worker.settings import DecodeSettings
+
+    require(settings, "routers")
+    role_settings = settings.build(DecodeSettings)
+    limit_threads(role_settings.threads)
+    check_trust(role_settings, Role.DECODE)
+    check_sealing(role_settings.encrypt_kv, bool(role_settings.cluster_cert))
+    from pdserve.services.decode.main import run
+
+    return guarded(lambda: run(role_settings, settings.build(EngineConfig)))
+
+
+def require(settings: Settings, *names: str) -> None:
+    """Raises OptionError if an option without a sensible default is missing."""
+    for option in settings.options():
+        if option.name in names and not settings.values[option.name].value:
+            raise OptionError(f"{option.flag} is required (or set {option.env})")
+
+
+def check_trust(host_settings: HostSettings, role: Role) -> None:
+    """Raises OptionError if this process and others could not trust each other."""
+    from pdserve.services.common.auth.access import make_access
+    from pdserve.services.common.auth.tls import TlsAccess
+
+    try:
+        access = make_access(host_settings)
+        if isinstance(access, TlsAccess) and access.role() is not role:
+            raise ValueError(f"--cluster-cert has the role {access.role()}, but this is a {role}")
+    except (OSError, ValueError) as error:
+        raise OptionError(str(error)) from None
+
+
+def check_sealing(encrypt_kv: bool, has_certificates: bool) -> None:
+    """Raises OptionError if the encryption keys of KV would cross the network in plain text."""
+    if encrypt_kv and not has_certificates:
+        raise OptionError(
+            "--encrypt-kv requires certificates, because its keys are sent between the processes"
+        )
+
+
+def limit_threads(threads: int) -> None:
+    """Set this process's thread counts before torch is imported. Raises OptionError if `threads`
+    exceeds the usable cores or contradicts OMP_NUM_THREADS."""
+    _, num_usable = machine_cores()
+    if threads > num_usable:
+        raise OptionError(f"--threads {threads} exceeds the {num_usable} usable cores")
+    env_threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads and env_threads and env_threads != str(threads):
+        raise OptionError(f"--threads {threads} contradicts OMP_NUM_THREADS={env_threads}")
+    take(Share(threads or (int(env_threads) if env_threads.isdecimal() else num_usable)))
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Run a service; report an error that the user can fix as one line, without a traceback."""
+    try:
+        raise_open_files()
+        return run()
+    except Exception as error:
+        if not isinstance(error, OSError | ValueError) and not is_pdserve_error(error):
+            raise
+        if logs_json():
+            log.critical("%s", error)
+        else:
+            print(f"pdserve: {error}", file=sys.stderr)
+        return 1
+
+
+def is_pdserve_error(error: BaseException) -> bool:
+    """Whether the exception's class is pdserve's, whose messages are written for users."""
+    return type(error).__module__.startswith("pdserve.")

@@ -1,0 +1,1 @@
+"""`pdserve top`: the workers of a running server."""

@@ -1,0 +1,1 @@
+"""`pdserve up`: a complete system on one machine, and the supervision of its processes."""

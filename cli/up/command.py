@@ -1,0 +1,409 @@
+"""`pdserve up`: a complete system on one machine, in which every process is a child of this one.
+
+All processes start together: the router's address is chosen beforehand and stays the same over
+restarts. No process remains when `run` returns.
+"""
+
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from pdserve.cli.options.options import OptionError
+from pdserve.cli.options.settings import DEFAULT_URL, UpSettings
+from pdserve.cli.options.sources import Settings, render
+from pdserve.cli.progress import Lines, ProgressView, progress_below_log
+from pdserve.cli.up import gateway_workers
+from pdserve.cli.up.child import Task
+from pdserve.cli.up.cores import Share, allot, machine_cores
+from pdserve.cli.up.folders import CONFIG_FILE, data_dir, kept_database, run_dir
+from pdserve.cli.up.supervisor import Child, StartError, Supervisor, outcome
+from pdserve.engine.api.config import EngineConfig
+from pdserve.gateway.settings import GatewaySettings, worker_name
+from pdserve.services.common.auth.certificates import in_settings, make_authority
+from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.logs import configure_logging, logs_json, quiet_grpc_core
+from pdserve.services.common.options import GRACE_S, STOP_S
+from pdserve.services.common.process import raise_open_files
+from pdserve.services.common.tenants.keys import make_keys
+from pdserve.services.common.tracing import endpoint
+from pdserve.services.router.settings import RouterSettings
+from pdserve.services.worker.settings import (
+    CLOSE_S,
+    LEAVE_S,
+    DecodeSettings,
+    PrefillSettings,
+    WorkerSettings,
+)
+
+log = logging.getLogger(__name__)
+
+ENTRIES = {
+    "router": "pdserve.services.router.main:run",
+    "gateway": "pdserve.gateway.main:run",
+    "gateway worker": gateway_workers.ENTRY,
+    "prefill": "pdserve.services.prefill.main:run",
+    "decode": "pdserve.services.decode.main:run",
+}
+# These share most imports. The gateway shares few; it imports its modules in parallel.
+PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in ("router", "prefill", "decode"))
+# Time that gateway, router and workers may take to stop, one after the other, after the drain.
+STOP_SLACK_S = 3 * (GRACE_S + STOP_S) + LEAVE_S + CLOSE_S
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+GATEWAY, ROUTER = "gateway", "router"
+FIRST_PORT = 10_000  # lowest port that `free_port` chooses
+
+
+def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """Start all processes, serve until a signal, stop them; return the exit code."""
+    gateway = settings.build(GatewaySettings)
+    as_json = gateway.log_format == "json"
+    quiet_grpc_core(gateway.log_format)
+    if as_json:
+        configure_logging("up", gateway.log_level, log_format="json")
+    raise_open_files()  # the children inherit the limit
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC prints a line at each fork
+    try:
+        with nullcontext(Lines(say)) if as_json else progress_below_log() as view:
+            system = System(settings, progress=view)
+            with (
+                run_dir() as folder,
+                Supervisor(
+                    system.on_event, PRELOAD, lambda: system.serving, system.reloading()
+                ) as supervisor,
+            ):
+                (folder / CONFIG_FILE).write_text(render(settings))  # for `pdserve report`
+                return system.serve(supervisor, folder)
+    except (StartError, OSError) as error:
+        say(f"pdserve up: {error}", logging.ERROR)
+        return 1
+
+
+class System:
+    """The processes of one `up`; reports their state to the user on standard error."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        entries: Mapping[str, str] = ENTRIES,
+        progress: ProgressView | None = None,
+    ) -> None:
+        """Check the settings. Raises OptionError for contradictions, OSError for a port in use."""
+        self._settings = settings
+        self._entries = entries
+        self._up = settings.build(UpSettings)
+        self._gateway = settings.build(GatewaySettings)
+        self._models = self._up.model or ("",)
+        self._check()
+        self._needs_key = self._has_keys()
+        self._trust = self._make_trust()
+        self._drain_s = self._gateway.drain_s
+        self._router_address, self._client_bind = self._router_addresses()
+        self._progress = progress or Lines(say)
+        self.serving = False  # the gateway has reported that it can serve a model
+        self._stopping = False
+        self._stop_listening: Callable[[], None] = lambda: None  # for several gateway processes
+        self._started_at = time.monotonic()
+
+    def _check(self) -> None:
+        up, values = self._up, self._settings.values
+        remote = values["remote_prefill"]
+        if up.prefill == 0 and remote.value == "always":
+            raise OptionError("--remote-prefill always contradicts --prefill 0")
+        if up.cluster_secret and values["encrypt_kv"].value:
+            raise OptionError("--encrypt-kv contradicts --cluster-secret: it needs certificates")
+        if len(self._models) > 1 and values["served_name"].value:
+            raise OptionError("--served-name contradicts several --model")
+        if len(set(self._models)) < len(self._models):
+            raise OptionError("--model lists the same model twice")
+        try:
+            endpoint(self._gateway)
+        except ValueError as error:
+            raise OptionError(str(error)) from None
+        if self._gateway.mcp_config:
+            _check_mcp(self._gateway.mcp_config)
+        for flag, host, port in (
+            ("--port", self._gateway.host, self._gateway.port),
+            ("--grpc-port", self._gateway.host, self._gateway.grpc_port),
+            ("--router-port", "127.0.0.1", up.router_port),
+        ):
+            check_free(flag, host, port)
+
+    def _has_keys(self) -> bool:
+        """Return whether the gateway requires API keys. Raises OptionError for unusable keys."""
+        try:
+            return make_keys(self._gateway).required
+        except (OSError, ValueError) as error:
+            raise OptionError(f"--api-key-file: {error}") from None
+
+    def reloading(self) -> tuple[str, ...]:
+        """Children that reload API keys at SIGHUP; empty without a key file: SIGHUP is a stop."""
+        return (*self._gateway_names(), ROUTER) if self._gateway.api_key_file else ()
+
+    def _gateway_names(self) -> list[str]:
+        num = self._up.gateway_workers
+        return [GATEWAY] if num == 1 else [worker_name(index) for index in range(num)]
+
+    def _make_trust(self) -> dict[Role, dict[str, Any]]:
+        """Return each role's credentials for internal connections: the configured secret, or else
+        new certificates that only these processes have."""
+        if self._up.cluster_secret:
+            return {role: {"cluster_secret": self._up.cluster_secret} for role in Role}
+        authority = make_authority()
+        return {role: in_settings(authority, role) for role in Role}
+
+    def _router_addresses(self) -> tuple[str, str]:
+        """Return (internal, client) address; with a secret, the first is both, the second empty."""
+        port = self._up.router_port
+        if self._up.cluster_secret:
+            return f"127.0.0.1:{port or free_port()}", ""
+        return f"127.0.0.1:{free_port()}", f"127.0.0.1:{port}"
+
+    def serve(self, supervisor: Supervisor, folder: Path) -> int:
+        """Start the children, wait for a signal and end them. Raises StartError."""
+        with self._database(folder) as database, self._gateway_tasks(folder, database) as tasks:
+            return self._serve(supervisor, folder, tasks)
+
+    def _serve(
+        self, supervisor: Supervisor, folder: Path, gateway_tasks: Mapping[str, Callable[[], Task]]
+    ) -> int:
+        workers = self._workers()
+        cores, num_usable = machine_cores()
+        shares = allot(cores, num_usable, len(workers), self._up.threads)
+        for (name, _, _), share in zip(workers, shares, strict=True):
+            say(f"{name}: {share}")
+        say(f"gateway and router: cores shared by all ({len(cores)})")
+
+        gateways = [supervisor.start(name, make) for name, make in gateway_tasks.items()]
+        routers: list[Child] = []
+        children: list[Child] = []
+        try:
+            routers.append(supervisor.start(ROUTER, lambda: self._router_task(folder)))
+            for (name, role, model), share in zip(workers, shares, strict=True):
+                make = self._worker_task(role, model, share, folder)
+                children.append(supervisor.start(name, make))
+            all_children = [*gateways, *routers, *children]
+            supervisor.run_until(lambda: all(child.ready for child in all_children))
+            self._progress.close()
+            if not supervisor.signals:
+                self._welcome(gateways[0], routers[0])
+            supervisor.run_until(lambda: False)
+        finally:
+            self._progress.close()
+            self._stopping = True
+            say("stopping (send the signal again to stop immediately)")
+            self._stop_listening()
+            clean = supervisor.stop([gateways, routers, children], self._drain_s + STOP_SLACK_S)
+            say("stopped" if clean else "stopped, but some processes had to be killed")
+        return 0 if clean else 1
+
+    def _workers(self) -> list[tuple[str, str, str]]:
+        """Return (name, role, model) of each worker; decode workers come first, so that they get
+        the surplus cores."""
+        counts = {"decode": self._up.decode, "prefill": self._up.prefill}
+        has_several_models = len(self._models) > 1
+        return [
+            (
+                f"{role} {number}" + (f" of {model or 'SmolLM2'}" if has_several_models else ""),
+                role,
+                model,
+            )
+            for role, count in counts.items()
+            for model in self._models
+            for number in range(count)
+        ]
+
+    def _trace_dir(self, folder: Path) -> str:
+        """Return the folder of the hand-off traces: the configured one, or else the run folder."""
+        return self._settings.values["trace_dir"].value or str(folder)
+
+    def _router_task(self, folder: Path) -> Task:
+        router_settings = self._settings.build(
+            RouterSettings,
+            bind=self._router_address,
+            client_bind=self._client_bind,
+            # With a secret, clients use the internal port, on loopback.
+            **({} if self._client_bind else {"tls_cert": "", "tls_key": ""}),
+            **self._trust[Role.ROUTER],
+            trace_dir=self._trace_dir(folder),
+        )
+        return Task(self._entries["router"], (router_settings,), log_folder=str(folder))
+
+    @contextmanager
+    def _database(self, folder: Path) -> Iterator[str]:
+        """Yield the URL of the gateway's database. Without an option, this is a file per port, so
+        that the next system with the same port finds its data and not another system's batches.
+        With a random port, or if the file is not usable, it is a file in the run folder."""
+        url, port = self._gateway.database_url, self._gateway.port
+        with ExitStack() as stack:
+            if not url:
+                path = folder / "gateway.db"
+                if port:
+                    try:
+                        path = stack.enter_context(kept_database(data_dir(), port))
+                    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+                        text = (
+                            "warning: files, batches and usage will be lost when pdserve stops: "
+                            f"{error}"
+                        )
+                        say(text, logging.WARNING)
+                url = f"sqlite:///{path}"
+            yield url
+
+    @contextmanager
+    def _gateway_tasks(
+        self, folder: Path, database: str
+    ) -> Iterator[Mapping[str, Callable[[], Task]]]:
+        """Yield the function that makes the task of each gateway process, by process name."""
+        gateway_settings = replace(
+            self._gateway,
+            routers=(self._router_address,),
+            database_url=database,
+            **self._trust[Role.GATEWAY],
+        )
+        names = self._gateway_names()
+        if len(names) == 1:
+            yield {
+                GATEWAY: lambda: Task(
+                    self._entries["gateway"], (gateway_settings,), log_folder=str(folder)
+                )
+            }
+            return
+        entry = self._entries["gateway worker"]
+        with gateway_workers.GatewayWorkers(gateway_settings, len(names), folder, entry) as workers:
+            self._stop_listening = workers.stop_listening
+            yield {name: partial(workers.task, index) for index, name in enumerate(names)}
+
+    def _worker_task(self, role: str, model: str, share: Share, folder: Path) -> Callable[[], Task]:
+        num_workers = (self._up.prefill + self._up.decode) * len(self._models)
+        cls: type[WorkerSettings] = PrefillSettings if role == "prefill" else DecodeSettings
+
+        def make() -> Task:
+            worker_settings = self._settings.build(
+                cls,
+                routers=(self._router_address,),
+                **self._trust[Role(role)],
+                threads=share.threads,
+                shm_dir=str(folder),
+                trace_dir=self._trace_dir(folder),
+            )
+            engine = self._settings.build(EngineConfig, model=model, host_engines=num_workers)
+            return Task(self._entries[role], (worker_settings, engine), share, str(folder))
+
+        return make
+
+    def on_event(self, child: Child, event: str, figures: dict[str, Any]) -> None:
+        """Report an event of a child to the user."""
+        if event == "loading":
+            self._progress.update(f"{child.name}: loading", float(figures.get("fraction", 0.0)))
+        elif event == "ready":
+            self.serving |= child.name in self._gateway_names()
+            if "fraction" in child.figures:
+                self._progress.update(f"{child.name}: loading", 1.0)
+            tokens = figures.get("kv_tokens")
+            kv_text = f", KV pool of {tokens} tokens" if tokens else ""
+            say(f"{child.name}: ready after {time.monotonic() - child.started_at:.1f} s{kv_text}")
+        elif event == "died" and not self._stopping:
+            code = figures["code"]
+            outcome_text = "could not start:" if code is None else f"ended ({outcome(code)})"
+            say(f"{child.name}: {outcome_text} {child.failure}".rstrip())
+            if figures["restart_s"]:
+                say(f"{child.name}: starts again in {figures['restart_s']:g} s")
+        elif event == "restart":
+            say(f"{child.name}: starting again")
+
+    def _welcome(self, gateway: Child, router: Child) -> None:
+        url = str(gateway.figures.get("url", ""))
+        models = gateway.figures.get("models") or [""]
+        keys = self._needs_key
+        header = " -H 'Authorization: Bearer YOUR_KEY'" if keys else ""
+        if self._gateway.host not in ("127.0.0.1", "::1", "localhost") and not keys:
+            text = (
+                "warning: no --api-key is set: anyone who reaches this machine can use the server"
+            )
+            say(text, logging.WARNING)
+        ids_at = router.figures.get("clients") or self._router_address
+        seconds = time.monotonic() - self._started_at
+        ready = (
+            f"pdserve is ready after {seconds:.1f} s at {url} "
+            f"(gRPC: text at {gateway.figures.get('grpc')}, ids at {ids_at})"
+        )
+        if logs_json():
+            say(ready)
+            return
+        chat_command = f"{program()} chat" + ("" if url == DEFAULT_URL else f" --url {url}")
+        chat_command += " --api-key YOUR_KEY" if keys else ""
+        print(
+            f"\n{ready}\n\n"
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n"
+            f'    -d \'{{"model": "{models[0]}", '
+            f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n\n'
+            f"or open {url}/ in a browser, or type in another terminal\n\n"
+            f"  {chat_command}\n\nPress Ctrl-C to stop.\n",
+            flush=True,
+        )
+
+
+def program() -> str:
+    """Return the command that starts pdserve: its name, or this script's path if PATH lacks it."""
+    script = sys.argv[0]
+    return script if Path(script).name == "pdserve" and not which("pdserve") else "pdserve"
+
+
+def free_port() -> int:
+    """Return a free port of 127.0.0.1 outside the ephemeral range, so that the system does not
+    assign it to another process before the router listens there."""
+    try:
+        end = int(EPHEMERAL_PORTS.read_text().split()[0])
+    except (OSError, ValueError):
+        end = 32_768
+    choices = range(FIRST_PORT, end) if end > FIRST_PORT else range(FIRST_PORT, 1 << 16)
+    while True:
+        port = secrets.choice(choices)
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _check_mcp(path: str) -> None:
+    """Raise OptionError for a file of MCP servers that the gateway could not use."""
+    from pdserve.gateway.mcp.config import read_config  # imports pydantic, which is slow
+
+    try:
+        read_config(path)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+
+
+def check_free(flag: str, host: str, port: int) -> None:
+    """Raise OSError, which names the flag and the port, if the port is in use."""
+    if not port:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OSError(
+                f"port {port} of {host} cannot be used ({error.strerror}); choose one with {flag}"
+            ) from None
+
+
+def say(text: str, level: int = logging.INFO) -> None:
+    """Print a message for the user to standard error; standard output is for text to copy. With
+    JSON logs, write a log line instead."""
+    if logs_json():
+        log.log(level, "%s", text)
+    else:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,68 @@
+"""Assignment of a machine's cores to its workers.
+
+Two thread pools on one core cost milliseconds per operation, so workers get disjoint cores as long
+as there is a core for each. Gateway and router, which mostly wait, share all cores.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.cli.options.options import OptionError
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One process's share: compute threads, and the cores it is pinned to (empty: not pinned)."""
+
+    threads: int
+    cores: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.cores:
+            return f"{self.threads} thread{'s' * (self.threads > 1)}, not pinned"
+        first, last = self.cores[0], self.cores[-1]
+        if len(self.cores) > 1 and last - first == len(self.cores) - 1:
+            return f"cores {first}-{last}"
+        return f"core{'s' * (len(self.cores) > 1)} {','.join(map(str, self.cores))}"
+
+
+def machine_cores() -> tuple[tuple[int, ...], int]:
+    """Return the cores this process may run on, and how many cores its cgroup quota allows."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    try:
+        quota, period = QUOTA.read_text().split()
+        num_usable = len(cores) if quota == "max" else max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        num_usable = len(cores)
+    return cores, min(len(cores), num_usable)
+
+
+def allot(cores: Sequence[int], num_usable: int, workers: int, threads: int = 0) -> list[Share]:
+    """Return a share per worker: `threads` each; with 0, divide all cores among the workers.
+
+    Under a quota (`num_usable` below the number of cores) workers are not pinned, because
+    neighbouring containers with the same quota would all choose the same cores. Raises OptionError
+    if `threads` exceeds the available cores; one thread per worker is always allowed.
+    """
+    if threads > 1 and threads * workers > num_usable:
+        raise OptionError(
+            f"--threads {threads}: {workers} worker{'s' * (workers > 1)} need "
+            f"{threads * workers} cores, but only {num_usable} are usable"
+        )
+    if threads:
+        counts = [threads] * workers
+    elif workers <= num_usable:
+        counts = [num_usable // workers + (n < num_usable % workers) for n in range(workers)]
+    else:
+        counts = [1] * workers
+    if num_usable < len(cores) or sum(counts) > num_usable:
+        return [Share(count) for count in counts]
+    starts = [sum(counts[:n]) for n in range(workers)]
+    return [
+        Share(count, tuple(cores[start : start + count]))
+        for start, count in zip(starts, counts, strict=True)
+    ]

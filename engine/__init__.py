@@ -1,0 +1,2 @@
+"""The inference engine of one process: scheduler, KV pool, models, checkpoints, and the transfer
+of KV to other processes."""

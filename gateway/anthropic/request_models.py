@@ -1,0 +1,331 @@
+"""Request bodies of Anthropic's API: strict types here, bounds in gateway/sampling.py; and the
+fields that are refused by name or ignored on purpose.
+
+MessagesBody in schema.py has the fields that are served.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
+
+from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
+from pdserve.gateway.anthropic.conversation import (
+    ROLES,
+    THINKING,
+    TOOL_CHOICES,
+    TOOLS,
+    conversation,
+)
+from pdserve.gateway.http import fields
+from pdserve.gateway.http.members import LEFT_OUT, Fate, note
+from pdserve.gateway.http.thinking import Effort, ThinkingBody, ThinkingFields
+from pdserve.gateway.http.validation import (
+    MAX_TOOLS,
+    NOTHING,
+    ArgumentSchema,
+    ModelName,
+    StrictModel,
+    TextOrObjects,
+    ToolDescription,
+    ToolName,
+    check_tools,
+    parse_body,
+    parsed,
+)
+from pdserve.gateway.sampling import bounded, refuse
+from pdserve.services.common.errors import quoted
+from pdserve.text.messages import TemplateInput, suggested_variables
+from pdserve.text.request import RequestedSampling, Structure, Tool, ToolUse
+
+# fmt: off
+# Refused unless the value is one of these, or the field is served.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **fields.REFUSED,
+    **dict.fromkeys(("compaction", "fallbacks", "thread", "user_profile_id"), NOTHING),
+    "speed": (None, "standard"),
+}
+# They change no answer of this server. The provider's own tools run in a container, and prompts are
+# never shortened.
+IGNORED: frozenset[str] = frozenset(
+    (
+        "service_tier", "cache_control", "container", "diagnostics", "inference_geo", "betas",
+        "billing_policy", "fallback_credit_token", "workspace_id", "context_management",
+    )
+)
+# They offer tools that cannot be run here.
+LEFT_OUT_FIELDS: frozenset[str] = frozenset(("mcp_servers",))
+# Names of other APIs for fields that this one names differently.
+INSTEAD: dict[str, str] = {
+    **{
+        name: {"stop": "stop_sequences"}.get(other, other)
+        for name, other in {**fields.OTHER_NAMES, "stop": "stop"}.items()
+        if other in ("stop", "max_tokens", "tools", "tool_choice")
+    },
+    **dict.fromkeys(
+        ("response_format", "structured_outputs", "guided_json", "json_schema", "format"),
+        "output_config.format",
+    ),
+    **dict.fromkeys(
+        ("thinking_token_budget", "thinking_budget", "reasoning_budget"), "thinking.budget_tokens"
+    ),
+    "input": "messages",
+    "prompt": "messages",
+    "instructions": "system",
+    "reasoning": "thinking",
+    "reasoning_effort": "output_config.effort",
+    "include_reasoning": "thinking.display",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+MAX_MESSAGES = 4096
+StopSequence = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+
+# fmt: on
+
+
+class AnthropicTool(StrictModel):
+    """A function that the client runs."""
+
+    name: ToolName
+    description: ToolDescription | None = None
+    input_schema: ArgumentSchema
+    strict: bool | None = None
+
+    def as_tool(self, index: int) -> Tool:
+        """Return the tool; `index` is its place in `tools`."""
+        param = f"tools[{index}].input_schema"
+        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict), param)
+
+
+class AnthropicToolChoice(StrictModel):
+    type: Literal[*TOOL_CHOICES]  # type: ignore[valid-type]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+def _as_thinking(value: Any) -> Any:
+    """Accept a boolean, as other APIs write it."""
+    return {"type": "adaptive" if value else "disabled"} if isinstance(value, bool) else value
+
+
+def _as_object(choice: Any) -> Any:
+    """Accept OpenAI's modes, which mean the same."""
+    return {"type": {"required": "any"}.get(choice, choice)} if isinstance(choice, str) else choice
+
+
+class Thinking(ThinkingBody):
+    """Whether the model thinks; by default its template decides."""
+
+    type: Literal[*THINKING]  # type: ignore[valid-type]
+    display: Any = None  # "omitted" hides the reasoning; any other value shows it
+
+
+class RequestMetadata(StrictModel):
+    user_id: Any = None
+
+
+class OutputFormat(StrictModel):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(StrictModel):
+    effort: Effort = None
+    format: OutputFormat | None = None
+
+
+class TurnConfig(OutputConfig):
+    """The configuration that applies after a system message."""
+
+    format: None = None  # only the request has one
+
+
+class MessageTurn(StrictModel):
+    """One message."""
+
+    role: Literal[*ROLES]  # type: ignore[valid-type]
+    content: TextOrObjects | None = None
+    # Of system messages
+    output_config: TurnConfig | None = None
+    clear_at: Literal["next_user_message", "never"] | None = None  # what ends it
+
+
+class CountBody(ThinkingFields):
+    """Body of /v1/messages/count_tokens, and what other bodies share with it."""
+
+    model: ModelName = ""
+    messages: list[MessageTurn] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: TextOrObjects | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Annotated[AnthropicToolChoice | None, BeforeValidator(_as_object)] = None
+    thinking: Annotated[
+        Thinking | None,
+        BeforeValidator(_as_thinking, json_schema_input_type=bool | Thinking | None),
+    ] = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # an earlier output_config.format
+
+    def conversation(self) -> TemplateInput:
+        """Return the conversation. Continues a last assistant message. Raises ServiceError."""
+        turns = conversation(self.system, list(self._visible_messages()))
+        last = turns[-1]
+        continues = last["role"] == "assistant"
+        if continues and last.get("tool_calls"):
+            text = "messages: the last one calls tools, and their results are missing"
+            raise refuse("messages", text)
+        return TemplateInput(
+            turns,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            suggested=self._template_variables(),
+        )
+
+    def _visible_messages(self) -> Iterator[tuple[str, Any]]:
+        """Yield the role and the content of each message; None if there is nothing to show. Raises
+        ServiceError for a missing content."""
+        last_user = max(
+            (index for index, turn in enumerate(self.messages) if turn.role == "user"), default=0
+        )
+        for index, turn in enumerate(self.messages):
+            for name in ("output_config", "clear_at"):
+                if turn.role != "system" and getattr(turn, name) is not None:
+                    path = f"messages[{index}].{name}"
+                    raise refuse(path, f"{path} is allowed in system messages only")
+            missing = turn.content is None and turn.role != "assistant"
+            if missing and not (turn.output_config and turn.output_config.effort):
+                path = f"messages[{index}].content"
+                raise refuse(path, f"{path} is required")
+            cleared = turn.clear_at == "next_user_message" and index < last_user
+            yield turn.role, None if missing or cleared else turn.content or ()
+
+    def tool_use(self) -> ToolUse | None:
+        """Return the use of tools, None without tools. Raises ServiceError."""
+        tools = _parse_tools(self.tools or ())
+        choice = self.tool_choice or AnthropicToolChoice(type="auto")
+        tool_names = {tool.name for tool in tools}
+        if choice.type == "tool" and choice.name not in tool_names:
+            text = f"tool_choice.name: no tool has the name {quoted(choice.name or '')}"
+            raise refuse("tool_choice.name", text)
+        if not tools:
+            if choice.type == "any":
+                raise refuse("tool_choice", "tool_choice needs tools")
+            # "none" forbids the tools of servers as well.
+            return ToolUse((), "none") if choice.type == "none" else None
+        return ToolUse(
+            tools,
+            {"auto": "auto", "none": "none"}.get(choice.type, "required"),  # type: ignore[arg-type]
+            (choice.name,) if choice.type == "tool" and choice.name else (),
+            not choice.disable_parallel_tool_use,
+        )
+
+    def structure(self) -> Structure | None:
+        format_ = self.output_config.format if self.output_config else None
+        field = "output_config.format" if format_ else "output_format"
+        format_ = format_ or self.output_format
+        return Structure("json_schema", format_.schema_, f"{field}.schema") if format_ else None
+
+    def _template_variables(self) -> dict[str, Any]:
+        """Return the template variables, where the template allows them. Raises ServiceError for
+        fields that contradict each other."""
+        configs = (self.output_config, *(turn.output_config for turn in self.messages))
+        efforts = [config.effort for config in configs if config and config.effort]
+        effort = efforts[-1] if efforts else None  # counts for answers without reasoning, too
+        return suggested_variables(effort, None) | self.thinking_variables()
+
+
+def _or_unbounded(schema: dict[str, Any]) -> None:
+    """Allow -1: what the context has room for."""
+    schema["anyOf"] = [{"type": schema.pop("type")}, {"const": -1}]
+
+
+class MessagesBody(CountBody):
+    """Body of /v1/messages."""
+
+    model_config = ConfigDict(json_schema_extra=bounded)
+    max_tokens: int = Field(json_schema_extra=_or_unbounded)
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[StopSequence] | None = Field(None, max_length=MAX_ENTRIES["stop"])
+    metadata: RequestMetadata | None = None
+
+    @property
+    def user(self) -> str | None:
+        user = self.metadata.user_id if self.metadata else None
+        return user if isinstance(user, str) else None
+
+    @property
+    def shows_thinking(self) -> bool:
+        return self.thinking is None or self.thinking.display != "omitted"
+
+    def sampling(self) -> RequestedSampling:
+        """Return the sampling. Raises ServiceError for fields that contradict each other."""
+        return RequestedSampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=None if self.max_tokens == -1 else self.max_tokens,
+            stop=tuple(self.stop_sequences or ()),
+            structure=self.structure(),
+            thinking_budget=self._thinking_budget(),
+            thinking_budget_field="thinking.budget_tokens",
+        )
+
+    def _thinking_budget(self) -> int | None:
+        thinking = self.thinking
+        if thinking is None or thinking.type == "disabled":
+            return None
+        field = "thinking.budget_tokens"
+        if thinking.budget_tokens is None and thinking.type != "enabled":
+            return None
+        if thinking.budget_tokens is None:
+            raise refuse(field, f"{field} is required")
+        if thinking.budget_tokens < 1:
+            raise refuse(field, f"{field} must be at least 1, not {thinking.budget_tokens}")
+        if self.max_tokens != -1 and thinking.budget_tokens >= self.max_tokens:
+            raise refuse(field, f"{field} must be less than max_tokens ({self.max_tokens})")
+        return thinking.budget_tokens
+
+
+def _parse_tools(values: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
+    """Return the tools that can be served. Raises ServiceError for a wrong one."""
+    tools: dict[str, Tool] = {}
+    left_out = []
+    for index, value in enumerate(values):
+        path = f"tools[{index}]"
+        kind = str(value.get("type") or "custom")
+        fate = TOOLS.get(kind, LEFT_OUT).fate
+        if fate is Fate.LEFT_OUT:
+            left_out.append(kind)
+            continue
+        if fate is Fate.REFUSED:
+            text = f"{quoted(kind)} is not supported by this server, only tools of the client"
+            raise refuse(f"{path}.type", f"{path}.type: {text}")
+        tool = parsed(AnthropicTool, value, path)
+        if tool.name in tools:
+            raise refuse(f"{path}.name", f"{path}.name: two tools are called {quoted(tool.name)}")
+        tools[tool.name] = tool.as_tool(index)
+    note(Fate.LEFT_OUT, "tools", left_out)
+    parsed_tools = list(tools.values())
+    check_tools(parsed_tools)
+    return parsed_tools
+
+
+def parse_messages(body: Mapping[str, Any]) -> MessagesBody:
+    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    return _parse(MessagesBody, body, IGNORED)
+
+
+def parse_count(body: Mapping[str, Any]) -> CountBody:
+    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    return _parse(CountBody, body, IGNORED | MessagesBody.model_fields.keys())
+
+
+B = TypeVar("B", bound=CountBody)
+
+
+def _parse(kind: type[B], body: Mapping[str, Any], ignored: Collection[str]) -> B:
+    return parse_body(
+        kind, body, refused=REFUSED, ignored=ignored, instead=INSTEAD, left_out=LEFT_OUT_FIELDS
+    )

@@ -1,0 +1,239 @@
+"""The OpenAPI document of all routes, and /docs, a page that shows it.
+
+A route is described where it is added: `@app.post(path, **described(Body, answer=Answer))`. Errors
+are described here, in the shape of the path's dialect.
+
+The page is Swagger UI (swagger-ui-dist 5.35.0 of npm, Apache-2.0; its licences lie beside it). A
+browser may load nothing from elsewhere.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Response
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_json
+
+from pdserve.gateway.http.api import Dialect, dialect_of
+from pdserve.services.common.errors import HTTP_STATUS
+
+_REF = "#/components/schemas/{model}"
+_DESCRIPTION = "x-pdserve-description"  # a Description, until the document is made
+_MODELS = "x-pdserve-models"  # the schemas that a description refers to, until it is complete
+CLIENT_LEFT = 499  # no client is left to read it
+SHELL_ERRORS = (401, 403, 404, 405)
+BODY_ERRORS = (408, 413, 415)
+LINES = "application/x-ndjson"  # a stream of JSON objects, one per line
+_EVENT = {  # before OpenAPI 3.2, a stream's schema is that of each event
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+Model = type[BaseModel]
+DOCUMENT = "/openapi.json"
+FOLDER = "/docs/"  # here the page's links, which begin with docs/, would not resolve
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>pdserve</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="docs/swagger-ui.css">
+</head>
+<body>
+<div id="api"></div>
+<script src="docs/swagger-ui-bundle.js"></script>
+<script src="docs/start.js"></script>
+</body>
+</html>
+"""
+START = """window.ui = SwaggerUIBundle({
+  url: "openapi.json", dom_id: "#api", deepLinking: true, validatorUrl: null
+});
+"""
+KINDS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
+SAFE = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+DAY = {"cache-control": "private, max-age=86400"}
+
+
+class AnswerModel(BaseModel):
+    """A part of an answer, for the description alone: it is not built before that is made."""
+
+    model_config = ConfigDict(defer_build=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The request and response types of a route; making schemas takes long, so `document` does."""
+
+    bodies: tuple[Model, ...]
+    answer: Model
+    event: Model | None
+    end: str
+    stream: str
+    form: Model | None
+    query: Model | None
+
+    def operation(self) -> dict[str, Any]:
+        """Return this description as part of an OpenAPI operation."""
+        models: dict[str, Any] = {}
+        content: dict[str, Any] = {"application/json": {"schema": _ref(self.answer, models)}}
+        if self.stream == LINES and self.event is not None:
+            content[LINES] = {"schema": _ref(self.event, models)}
+        elif self.event is not None:
+            data = f"With `stream: true` the data of each event is a {self.event.__name__}"
+            text = f"{data}, or an error" + (f"; at the end {self.end}." if self.end else ".")
+            content["text/event-stream"] = {
+                "schema": {**_EVENT, "description": text},
+                "x-event-schema": _ref(self.event, models),
+            }
+        operation: dict[str, Any] = {"responses": {"200": {"content": content}}, _MODELS: models}
+        if self.bodies:
+            refs = [_ref(body, models) for body in self.bodies]
+            schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
+            body = {"application/json": {"schema": schema}}
+            operation["requestBody"] = {"required": True, "content": body}
+        if self.form is not None:
+            body = {"multipart/form-data": {"schema": _ref(self.form, models)}}
+            operation["requestBody"] = {"required": True, "content": body}
+        if self.query is not None:
+            fields = self.query.model_json_schema()["properties"]
+            operation["parameters"] = [
+                {"name": name, "in": "query", "required": False, "schema": field}
+                for name, field in fields.items()
+            ]
+        return operation
+
+
+def described(
+    *bodies: Model,
+    answer: Model,
+    event: Model | None = None,
+    end: str = "",
+    stream: str = "",
+    form: Model | None = None,
+    query: Model | None = None,
+) -> dict[str, Any]:
+    """Return further arguments of a route: the body it takes (one of several, or none) and its
+    answer. With `event` it can also stream events, after which `end` is the data of the last;
+    `stream`: LINES if they are not server-sent events. `form` has the fields of a form body,
+    `query` optional parameters of the URL."""
+    description = Description(bodies, answer, event, end, stream, form, query)
+    return {"openapi_extra": {_DESCRIPTION: description}}
+
+
+def document(
+    app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bool
+) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document, in a tenth of a second. `keys`: clients need a key."""
+    for route in app.routes:
+        extra = getattr(route, "openapi_extra", None) or {}
+        if isinstance(route, APIRoute) and _DESCRIPTION in extra:
+            route.openapi_extra = extra[_DESCRIPTION].operation()
+    page: dict[str, Any] = get_openapi(
+        title="pdserve",
+        version=version("pdserve"),
+        openapi_version="3.1.0",
+        routes=app.routes,
+        servers=[{"url": root_path or "/"}],
+    )
+    models = page.setdefault("components", {}).setdefault("schemas", {})
+    for path, operations in page["paths"].items():
+        dialect = dialect_of(dialects, path)
+        for operation in operations.values():
+            _add(models, operation.pop(_MODELS, {}))
+            error = {"content": {"application/json": {"schema": _ref(dialect.error_model, models)}}}
+            answers = operation["responses"]
+            answers.pop("422", None)  # FastAPI's 422, which no route here returns
+            statuses = _statuses("requestBody" in operation)
+            for status in (dialect.statuses.get(status, status) for status in statuses):
+                answers.setdefault(str(status), {"description": _phrase(status), **error})
+    for unused in ("HTTPValidationError", "ValidationError"):
+        models.pop(unused, None)
+    if keys:
+        page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        page["security"] = [{"key": []}]
+    return page
+
+
+def _statuses(has_body: bool) -> list[int]:
+    statuses = {*HTTP_STATUS.values(), *SHELL_ERRORS, *(BODY_ERRORS if has_body else ())}
+    return sorted(statuses - {CLIENT_LEFT})
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:  # a dialect's own status
+        return "Error"
+
+
+def _add(models: dict[str, Any], schemas: dict[str, Any]) -> None:
+    for name, schema in schemas.items():
+        if models.setdefault(name, schema) != schema:
+            raise ValueError(f"two models of the API description are named {name}")
+
+
+def _ref(model: Model, models: dict[str, Any]) -> dict[str, Any]:
+    """Return a reference to the model's schema; add it to `models` with all that it references."""
+    schema = model.model_json_schema(ref_template=_REF)
+    models |= schema.pop("$defs", {})
+    models[model.__name__] = schema
+    return {"$ref": _REF.format(model=model.__name__)}
+
+
+def add_docs(app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bool) -> None:
+    """Add the documentation routes; call it after all other routes are added. The document is made
+    on its first request."""
+    cached: list[bytes] = []
+
+    def make() -> bytes:
+        if not cached:
+            cached.append(to_json(document(app, dialects, root_path, keys)))
+        return cached[0]
+
+    @app.get(DOCUMENT, include_in_schema=False)
+    async def openapi() -> Response:
+        page = cached[0] if cached else await asyncio.to_thread(make)
+        return Response(page, media_type="application/json")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return Response(PAGE, media_type="text/html", headers=SAFE)
+
+    @app.get(FOLDER, include_in_schema=False)
+    async def folder() -> Response:
+        return Response(status_code=307, headers={"location": "../docs"})
+
+    @app.get("/docs/start.js", include_in_schema=False)
+    async def start() -> Response:
+        return Response(START, media_type="text/javascript", headers=SAFE | DAY)
+
+    for name, kind in KINDS.items():
+        app.get(f"/docs/{name}", include_in_schema=False)(_asset(name, kind))
+
+
+def _asset(name: str, kind: str) -> Callable[[], Response]:
+    """Return the route of a file stored and sent compressed, since every browser takes that."""
+    file = files("pdserve.gateway.http.docs") / "assets" / f"{name}.gz"
+    headers = {**SAFE, **DAY, "content-encoding": "gzip"}
+
+    def asset() -> Response:  # FastAPI runs it on a thread: it reads a file
+        return Response(file.read_bytes(), media_type=kind, headers=headers)
+
+    return asset

@@ -1,0 +1,442 @@
+"""Answers that take time: a whole one, a file, or a stream of events framed by their API.
+
+All watch the connection while they work: when the client leaves, the work is cancelled at once. The
+server ends the connection of a client that takes nothing (serving/protocol.py), and bounds the
+bytes made and not taken over all answers (held_answers.py). An error before the first byte is an
+ordinary error response; later it is the last event. The head of a stream is sent HEAD_S after its
+prompt is accepted, if no event comes before, so that an earlier refusal, also by a router or a
+worker, has its own status.
+"""
+
+import asyncio
+import logging
+from asyncio import FIRST_COMPLETED
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pdserve.gateway.http.api import ErrorShape, Event, HttpError, HttpLimits, error_response
+from pdserve.gateway.http.held_responses import HeldAnswer, HeldAnswers
+from pdserve.gateway.http.json_text import PIECE_BYTES, JsonPieces
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.rpc.backpressure import Backpressure, SlowReaderError, deliver
+
+log = logging.getLogger("pdserve.gateway.http")
+NO_ROOM = "the memory for unread answers is full"
+EVENTS = "text/event-stream; charset=utf-8"
+HEAD_S = 0.25
+SILENCE_S = 10.0  # after which a stream sends a ping
+STREAM = [
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+# ASGI extensions of this server
+DROP = "pdserve.drop"  # drops the connection
+KEEPS_UP = "pdserve.keeps_up"  # whether the client takes what is written
+WRITE = "pdserve.write"  # writes a short piece of the body at once, unless the client lags
+HELD = "pdserve.held"  # the HeldAnswers of all its connections
+
+
+class DirectWrite:
+    """The direct write of one answer, whose stream (replies.py) opens and closes it."""
+
+    def __init__(self) -> None:
+        self._write: Callable[[bytes], bool] | None = None
+        self.last_write = 0.0  # a reading of time.monotonic
+
+    def open(self, write: Callable[[bytes], bool] | None) -> None:
+        """Set `write`, which sends a piece of the body at once, or only returns False."""
+        self._write = write
+
+    def close(self) -> None:
+        self._write = None
+
+    def write(self, event: bytes) -> bool:
+        """Send a short event; False: it has to go the usual way.
+
+        Call it only when all earlier events have been sent.
+        """
+        if self._write is None or not self._write(event):
+            return False
+        self.last_write = monotonic()
+        return True
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _public(error: Exception, scope: Scope) -> HttpError:
+    """Return the error as the client may see it; log an unexpected one."""
+    caller = scope.get("state", {}).get("caller")
+    if not isinstance(error, ServiceError):
+        request = {"request": caller.request_id if caller else ""}
+        log.error("a request failed", exc_info=error, extra=request)
+    return replace(HttpError.of(error), request_id=caller.shown_id if caller else "")
+
+
+class Reply(Response):
+    """Response that sends a JSON object, or its text, once it is there; nothing if the client has
+    left before."""
+
+    def __init__(self, work: Awaitable[dict[str, Any] | JsonPieces], errors: ErrorShape) -> None:
+        self._work = work
+        self._errors = errors
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        working = asyncio.ensure_future(self._work)
+        watching = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((working, watching), return_when=FIRST_COMPLETED)
+            if not working.done():
+                return
+            try:
+                result = working.result()
+            except Exception as error:
+                await error_response(self._errors, _public(error, scope))(scope, receive, send)
+            else:
+                pieces = (
+                    result if isinstance(result, JsonPieces) else JsonPieces((to_json(result),))
+                )
+                if pieces.num_bytes > PIECE_BYTES:
+                    await _send_held(pieces, scope, send)
+                else:
+                    await _send_json(pieces, send)
+        finally:
+            await _cancel(working, watching)
+
+
+async def _send_json(pieces: JsonPieces, send: Send) -> None:
+    """Send the pieces; the server sends a part once the client has taken those before."""
+    remaining = pieces.num_bytes
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(remaining).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for part in pieces.parts():
+        remaining -= len(part)
+        await send({"type": "http.response.body", "body": part, "more_body": remaining > 0})
+
+
+async def _send_held(pieces: JsonPieces, scope: Scope, send: Send) -> None:
+    """Send the pieces as `_send_json` does, unless all answers take too much before the client has
+    taken this one: then drop its connection."""
+    held_answers = _held_answers(scope)
+    with held_answers.answer(_owner(scope)) as answer:
+        held_answers.hold(answer, pieces.num_bytes)
+        sending = asyncio.create_task(_send_json(pieces, send))
+        try:
+            await asyncio.wait((sending, answer.dropped), return_when=FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+                return
+        finally:
+            await _cancel(sending)
+    log.warning("closing the connection of a slow client: %s", NO_ROOM)
+    await _drop_connection(scope)
+
+
+def _held_answers(scope: Scope) -> HeldAnswers:
+    held_answers = scope.get("extensions", {}).get(HELD)
+    return held_answers if isinstance(held_answers, HeldAnswers) else HeldAnswers()
+
+
+def _owner(scope: Scope) -> bytes:
+    caller = scope.get("state", {}).get("caller")
+    return caller.tenant.id if caller else b""
+
+
+class PieceStream(Response):
+    """Response that sends bytes of a known length as a generator yields them; if the bytes cannot
+    be had, the client loses its connection."""
+
+    def __init__(
+        self, pieces: AsyncGenerator[bytes, None], num_bytes: int, media_type: str
+    ) -> None:
+        self._pieces = pieces
+        self._head = [
+            (b"content-type", media_type.encode()),
+            (b"content-length", str(num_bytes).encode()),
+        ]
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send(send))
+        watching = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((sending, watching), return_when=FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+                return
+        except ServiceError as error:
+            log.warning("closing a connection: cannot send the file: %s", error.message)
+        finally:
+            await _cancel(watching, sending)
+        await _drop_connection(scope)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self._head})
+        async with aclosing(self._pieces) as pieces:
+            async for piece in pieces:
+                for offset in range(0, len(piece), PIECE_BYTES):
+                    part = piece[offset : offset + PIECE_BYTES]
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class EventStream(Response):
+    """Response that sends what a generator yields, as it comes.
+
+    Events that the client does not take wait here, up to `max_buffer_bytes` and `stall_s` without
+    progress; beyond either the generator is closed, which cancels its requests. Long events are
+    bounded as whole answers are: several may come at once, faster than a client can take them.
+    `direct` is open from the first event until the client lags: the producer of the events may
+    write the next one through it instead of yielding it. `ping` makes an event for a client that
+    has got nothing for SILENCE_S.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Event, None],
+        errors: ErrorShape,
+        limits: HttpLimits,
+        direct: DirectWrite | None = None,
+        ping: Callable[[], bytes] | None = None,
+        media_type: str = EVENTS,
+    ) -> None:
+        self._events = events
+        self._head = [(b"content-type", media_type.encode()), *STREAM]
+        self._direct = direct or DirectWrite()
+        self._ping = ping
+        self._errors = errors
+        self._backpressure = Backpressure(limits.max_buffer_bytes, limits.stall_s)
+        self._begun = False  # a head is sent, or is being sent
+        self._sending_head = asyncio.Lock()
+        self._complete = False  # the whole response is sent
+        self._num_writing = 0
+        self._last_event = 0.0  # when one was made, or the head was sent; by time.monotonic
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held_answers = _held_answers(scope)
+        with held_answers.answer(_owner(scope)) as answer:
+            long_events = _LongEvents(held_answers, answer)
+            sending = asyncio.create_task(self._send(scope, receive, send, long_events))
+            watching = asyncio.create_task(_disconnected(receive))
+            ends = (sending, watching, answer.dropped)
+            try:
+                wait_s = HEAD_S
+                while True:
+                    finished, _ = await asyncio.wait(
+                        ends, timeout=wait_s, return_when=FIRST_COMPLETED
+                    )
+                    if finished:
+                        break
+                    wait_s = await self._keep_alive(scope, send)
+                if sending.done():
+                    sending.result()
+                elif answer.dropped.done():
+                    log.warning("closing the connection of a slow client: %s", NO_ROOM)
+            except SlowReaderError as error:
+                log.warning("closing the connection of a slow client: %s", error)
+            finally:
+                await _cancel(watching, sending)
+                if not self._complete:
+                    await _drop_connection(scope)
+
+    async def _keep_alive(self, scope: Scope, send: Send) -> float:
+        """Send the head, or a ping, if it is due. Returns the seconds until the next check.
+
+        Another task writes events. Meanwhile it waits for the next one, or for the client, which
+        then needs no ping.
+        """
+        if not self._begun:
+            caller = scope.get("state", {}).get("caller")
+            accepted = caller.acceptance.at if caller else None
+            waited_s = 0.0 if accepted is None else monotonic() - accepted
+            if waited_s < HEAD_S:
+                return HEAD_S - waited_s
+            await self._begin(send)
+            return SILENCE_S
+        last = max(self._last_event, self._direct.last_write)
+        silent_s = monotonic() - last
+        if silent_s < SILENCE_S:
+            return SILENCE_S - silent_s
+        keeps_up = scope.get("extensions", {}).get(KEEPS_UP, lambda: True)
+        if self._ping is not None and not self._num_writing and keeps_up():
+            self._last_event = monotonic()
+            await self._write(send, self._ping())
+        return SILENCE_S
+
+    async def _begin(self, send: Send) -> None:
+        """Send the head, or wait for the task that sends it."""
+        if self._begun and not self._sending_head.locked():
+            return
+        async with self._sending_head:
+            if not self._begun:
+                self._begun = True
+                self._last_event = monotonic()
+                await send({"type": "http.response.start", "status": 200, "headers": self._head})
+
+    async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
+        self._num_writing += 1
+        try:
+            await self._begin(send)
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+        finally:
+            self._num_writing -= 1
+
+    async def _send(
+        self, scope: Scope, receive: Receive, send: Send, long_events: "_LongEvents"
+    ) -> None:
+        begin, write = partial(self._begin, send), partial(self._write, send)
+        try:
+            async with aclosing(self._with_error_event(scope, long_events)) as events:
+                try:
+                    remaining = await self._write_through(events, begin, write, scope)
+                finally:
+                    self._direct.close()
+                if remaining is not None:
+                    await deliver(
+                        remaining,
+                        write,
+                        self._backpressure,
+                        size=_unread_bytes,
+                        join=_joined,
+                        parts=long_events.parts,
+                        interruptible=True,
+                    )
+            await write(b"", more=False)
+        except SlowReaderError:
+            raise
+        except Exception as error:  # before the first event
+            if self._begun:
+                raise
+            self._begun = True  # no other head follows
+            self._num_writing += 1  # and no ping
+            await error_response(self._errors, _public(error, scope))(scope, receive, send)
+        self._complete = True
+
+    async def _write_through(
+        self,
+        events: AsyncGenerator[Event, None],
+        begin: Callable[[], Awaitable[None]],
+        write: Callable[[bytes], Awaitable[None]],
+        scope: Scope,
+    ) -> AsyncGenerator[Event, None] | None:
+        """Write short events as they come while the client keeps up, which costs a token no turn of
+        another task. Returns the remaining events, which must wait for the client, or None. On
+        another server, assumes that the client does not keep up."""
+        extensions = scope.get("extensions", {})
+        keeps_up: Callable[[], bool] = extensions.get(KEEPS_UP, lambda: False)
+        async for event in events:
+            if keeps_up():
+                await begin()  # the head alone may be more than the client takes
+            if not isinstance(event, bytes) or not keeps_up():
+                return _with_first(event, events)
+            await write(event)
+            self._direct.open(extensions.get(WRITE))
+        return None
+
+    async def _with_error_event(
+        self, scope: Scope, long_events: "_LongEvents"
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events. An error after the first event, or after the head, becomes the last
+        event; an earlier one is raised."""
+        has_begun = False
+        try:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    has_begun = True
+                    self._last_event = monotonic()
+                    long_events.add(event)
+                    yield event
+        except Exception as error:
+            if not (has_begun or self._begun):
+                raise
+            last = self._errors.error_event(_public(error, scope))
+            long_events.add(last)
+            yield last
+
+
+async def _with_first(
+    first: Event, events: AsyncGenerator[Event, None]
+) -> AsyncGenerator[Event, None]:
+    yield first
+    async for event in events:
+        yield event
+
+
+class _LongEvents:
+    """The long events of one stream, as its server counts them; a shared piece is counted once."""
+
+    def __init__(self, held: HeldAnswers, answer: HeldAnswer) -> None:
+        self._held = held
+        self._answer = answer
+        self._num_uses: Counter[int] = Counter()  # uses of a held piece, by its id()
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, JsonPieces):
+            new = {id(piece): len(piece) for piece in event if id(piece) not in self._num_uses}
+            self._num_uses.update(map(id, event))
+            self._held.hold(self._answer, sum(new.values()))
+
+    def parts(self, event: Event) -> Iterator[bytes]:
+        """Yield what is written at once. A piece that no other event has is released when all parts
+        are taken."""
+        if isinstance(event, bytes):
+            yield event
+            return
+        yield from event.parts()
+        for piece in event.long if isinstance(event, _Joined) else event:
+            self._num_uses[id(piece)] -= 1
+            if not self._num_uses[id(piece)]:
+                del self._num_uses[id(piece)]
+                self._held.release(self._answer, len(piece))
+
+
+def _unread_bytes(event: Event) -> int:
+    return len(event) if isinstance(event, bytes) else 0
+
+
+class _Joined(JsonPieces):
+    """Several events that are written together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long: list[bytes | bytearray] = []  # the pieces of its long events
+
+
+def _joined(events: Sequence[Event]) -> Event:
+    if all(isinstance(event, bytes) for event in events):
+        return b"".join(events)  # type: ignore[arg-type]
+    joined = _Joined()
+    for event in events:
+        if isinstance(event, bytes):
+            joined.append(event)
+        else:
+            joined += event
+            joined.long += event
+    return joined
+
+
+async def _drop_connection(scope: Scope) -> None:
+    """Close a connection whose response was not completed, and discard its unsent data."""
+    drop = scope.get("extensions", {}).get(DROP)
+    if drop is not None:
+        drop()
+        await asyncio.sleep(0)  # the server notes the loss before this response returns
+
+
+async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

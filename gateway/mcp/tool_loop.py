@@ -1,0 +1,290 @@
+"""An answer of several rounds: the gateway carries out the model's tool calls and runs it again.
+
+Invariant: a client sees only the calls that it has to carry out. One round runs at a time; closing
+the stream cancels the round and its calls.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic_core import from_json
+
+from pdserve.gateway.choice import Delta
+from pdserve.gateway.mcp.offer import OfferedTool, ToolResult, with_offered
+from pdserve.gateway.mcp.servers import McpServers
+from pdserve.gateway.prepared_completion import PreparedCompletion, Run, Usage
+from pdserve.gateway.service import NextRound
+from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, DEADLINE_EXCEEDED
+from pdserve.services.common.errors import ServiceError
+from pdserve.text.parts import ContentPart, TextPart, ToolCallPart, reasoning_of, text_of
+from pdserve.text.request import ChatCompletionRequest
+
+MAX_CALLS = 16  # carried out per round; the model gets an error for further ones
+
+
+class McpTools:
+    """The tools that a Service offers to chats (its ServerTools)."""
+
+    def __init__(self, servers: McpServers, max_rounds: int, clock: Callable[[], float]) -> None:
+        self._servers = servers
+        self._max_rounds = max_rounds
+        self._clock = clock
+
+    def offer(
+        self, request: ChatCompletionRequest, next_round: NextRound
+    ) -> tuple[ChatCompletionRequest, "ToolRounds | None"]:
+        """Return the request with the servers' tools, and the rounds of its answer if the gateway
+        may call one of them."""
+        sampling = request.sampling
+        constrained = sampling.structure is not None or sampling.prompt_logprobs is not None
+        if (
+            not self._servers.offered
+            or not request.conversation.add_generation_prompt
+            or constrained
+        ):
+            return request, None  # there is nothing to call, or the answer has no place for calls
+        use, added = with_offered(request.tool_use, self._servers.offered)
+        if not added:
+            return request, None
+        request = replace(request, tool_use=use)
+        approved = any(tool.approved for tool in added.values())
+        if sampling.n > 1 or not approved or not self._max_rounds:
+            return request, None
+        return request, ToolRounds(
+            request, added, self._servers, next_round, self._max_rounds, self._clock
+        )
+
+
+@dataclass(slots=True)
+class _Call:
+    id: str
+    name: str
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
+
+
+class Round:
+    """Output of one round; `push` returns what the client sees of it. Calls are held back until it
+    is known who carries them out; with `separated` an empty line comes before the text."""
+
+    def __init__(self, is_gateway_call: Callable[[str], bool], *, separated: bool) -> None:
+        self._is_gateway_call = is_gateway_call
+        self._separated = separated
+        self._content: list[ContentPart] = []
+        self._held: list[ContentPart] = []
+        self._calls: dict[int, _Call] = {}
+        self._has_client_call = False
+
+    def push(self, content: Sequence[ContentPart]) -> list[ContentPart]:
+        visible: list[ContentPart] = []
+        for part in content:
+            if not isinstance(part, ToolCallPart):
+                self._content.append(part)
+                visible += self._separate(part)
+                continue
+            if part.index not in self._calls:
+                self._calls[part.index] = _Call(part.id, part.name)
+                self._has_client_call |= not self._is_gateway_call(part.name)
+            self._calls[part.index].pieces.append(part.arguments)
+            self._held.append(part)
+            if self._has_client_call:
+                visible += self._held
+                self._held = []
+        return visible
+
+    def _separate(self, part: ContentPart) -> list[ContentPart]:
+        if not self._separated or not isinstance(part, TextPart):
+            return [part]
+        text = part.text.lstrip()
+        self._separated = not text
+        return [TextPart(f"\n\n{text}")] if text else []
+
+    @property
+    def text(self) -> str:
+        return text_of(self._content)
+
+    @property
+    def gateway_calls(self) -> list[_Call]:
+        """Return the calls, if the gateway carries out all of them."""
+        return [] if self._has_client_call else list(self._calls.values())
+
+    def message(self) -> dict[str, Any]:
+        """Return the assistant's turn, for the next round's prompt."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text or None}
+        if thought := reasoning_of(self._content):
+            message["reasoning_content"] = thought
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": arguments_of(call.arguments) or {}},
+            }
+            for call in self._calls.values()
+        ]
+        return message
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """Parse a JSON object that a model has written; None for anything else."""
+    try:
+        value = from_json(text or "{}", allow_inf_nan=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+class ToolRounds:
+    """The rounds of one request with one choice."""
+
+    def __init__(
+        self,
+        request: ChatCompletionRequest,
+        offered: Mapping[str, OfferedTool],
+        servers: McpServers,
+        next_round: NextRound,
+        max_rounds: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """`offered`: the servers' tools among those of the request, by name."""
+        self._request = request
+        self._offered = offered
+        self._client_names = _client_tools(request, offered)
+        self._servers = servers
+        self._next_round = next_round
+        self._max_rounds = max_rounds
+        self._clock = clock
+
+    async def stream(
+        self, completion: PreparedCompletion, run: Run
+    ) -> AsyncGenerator[Delta | Usage, None]:
+        """Yield the deltas of all rounds as those of one choice, then the usage of all."""
+        messages = list(self._request.conversation.messages)
+        usage = Usage(0, 0, 0)
+        num_tokens = 0  # of the rounds before
+        num_calls = 0  # of the rounds before
+        written = False  # the client has text of earlier rounds
+        current = completion
+        for number in range(self._max_rounds + 1):
+            current_round = Round(self._is_gateway_call, separated=written)
+            ended = Delta(0, (), (), 0, None)
+            async with aclosing(run(current)) as items:
+                async for item in items:
+                    if isinstance(item, Usage):
+                        usage += item
+                        continue
+                    visible = tuple(current_round.push(item.content))
+                    total = num_tokens + item.num_tokens
+                    delta = item._replace(content=visible, num_tokens=total)
+                    if item.finish == "tool_calls" and current_round.gateway_calls:
+                        ended, delta = delta, delta._replace(finish=None)
+                    yield delta
+            num_tokens = ended.num_tokens
+            written = written or bool(current_round.text.strip())
+            if ended.finish is None:  # the model has ended, or the client has to carry out calls
+                yield usage
+                return
+            following = None
+            if number < self._max_rounds and self._may_continue(num_tokens):
+                results = await self._call_all(current_round.gateway_calls, num_calls, completion)
+                num_calls += len(current_round.gateway_calls)
+                messages += [current_round.message(), *results]
+                following = await self._follow(completion, messages, num_tokens, number + 1)
+            if following is None:
+                completion.meter.cut_short()
+                yield Delta(ended.choice, (), (), num_tokens, "length")
+                yield usage
+                return
+            current = following
+
+    def _is_gateway_call(self, name: str) -> bool:
+        """Return whether the gateway answers a call; also true for a call of an unknown tool."""
+        if (offered := self._offered.get(name)) is not None:
+            return offered.approved
+        return name not in self._client_names
+
+    def _may_continue(self, num_tokens: int) -> bool:
+        """Return whether the answer may have more tokens."""
+        limit = self._request.sampling.max_tokens
+        return limit is None or num_tokens < limit
+
+    async def _call_all(
+        self, calls: Sequence[_Call], num_before: int, completion: PreparedCompletion
+    ) -> list[dict[str, Any]]:
+        """Return the tools' turns, in the calls' order; `num_before`: calls of earlier rounds."""
+        max_calls = self._request.max_tool_calls
+        num_allowed = len(calls) if max_calls is None else max_calls - num_before
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._call(call, index, index < num_allowed, completion))
+                for index, call in enumerate(calls)
+            ]
+        results = [task.result() for task in tasks]
+        if self._remaining_s(completion) <= 0:
+            raise ServiceError(DEADLINE_EXCEEDED, "the request ran longer than its timeout")
+        return [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result.text}
+            for call, result in zip(calls, results, strict=True)
+        ]
+
+    async def _call(
+        self, call: _Call, index: int, is_allowed: bool, completion: PreparedCompletion
+    ) -> ToolResult:
+        offered = self._offered.get(call.name)
+        arguments = arguments_of(call.arguments)
+        if index >= MAX_CALLS:
+            return ToolResult(f"error: at most {MAX_CALLS} calls are allowed at once", True)
+        if not is_allowed:
+            return ToolResult(
+                f"error: at most {self._request.max_tool_calls} tool calls are allowed", True
+            )
+        if offered is None:
+            return ToolResult("error: this tool does not exist", True)
+        if arguments is None:
+            return ToolResult("error: the arguments are not a JSON object", True)
+        remaining_s = max(0.0, self._remaining_s(completion))
+        return await self._servers.call(offered, arguments, remaining_s, completion.id)
+
+    def _remaining_s(self, completion: PreparedCompletion) -> float:
+        return completion.timeout_s - (self._clock() - completion.meter.arrived)
+
+    async def _follow(
+        self,
+        completion: PreparedCompletion,
+        messages: Sequence[Mapping[str, Any]],
+        num_tokens: int,
+        number: int,
+    ) -> PreparedCompletion | None:
+        """Return the next round; None if the context has no room for it."""
+        request = self._request
+        sampling = replace(
+            request.sampling, min_tokens=max(0, request.sampling.min_tokens - num_tokens)
+        )
+        limits: list[int | None] = [None]  # None: the rest of the context
+        if sampling.max_tokens is not None:
+            limits.insert(0, sampling.max_tokens - num_tokens)
+        for limit in limits:
+            following = replace(
+                request,
+                conversation=replace(request.conversation, messages=messages),
+                sampling=replace(sampling, max_tokens=limit),
+            )
+            try:
+                return await self._next_round(completion, following, number)
+            except ServiceError as error:
+                if error.code != CONTEXT_LENGTH_EXCEEDED:
+                    raise
+        return None
+
+
+def _client_tools(
+    request: ChatCompletionRequest, offered: Mapping[str, OfferedTool]
+) -> Collection[str]:
+    """Return the names of the client's own tools."""
+    tools = request.tool_use.tools if request.tool_use is not None else ()
+    return {tool.name for tool in tools} - offered.keys()

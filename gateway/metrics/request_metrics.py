@@ -1,0 +1,373 @@
+"""Measures one request, phase by phase, for metrics, usage and its log line.
+
+Invariant: the phases before the first token sum to the time to first token. The gateway measures
+the first two; router and decode worker report the next (protos/common.proto). "return" is the
+remainder: the communication between the processes in both directions.
+
+Invariant: `close` is called once and counts the request once, however it ends.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.metrics.metrics import GatewayMetrics, Observer
+from pdserve.protos.common_pb2 import ErrorCode, Finished, Phases
+from pdserve.protos.router_pb2 import Placed
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.tracing import NO_SPAN, TraceSpan
+
+log = logging.getLogger("pdserve.gateway.request")
+MAX_ATTEMPTS = 16  # recorded per request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPhase:
+    """One phase, in seconds; `start_s` counts from the arrival of the request's head."""
+
+    name: str
+    start_s: float
+    duration_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.duration_s
+
+
+def timeline(
+    receive_s: float,
+    prepared_s: float | None,
+    first_token_s: float | None,
+    elapsed_s: float,
+    phases: Phases | None,
+) -> list[RequestPhase]:
+    """Return the phases of a request whose body took `receive_s` to receive. The other times count
+    from the end of the body. Times and phases not known yet are None."""
+    result: list[RequestPhase] = []
+
+    def add(name: str, duration_s: float) -> None:
+        start_s = result[-1].end_s if result else 0.0
+        result.append(RequestPhase(name, start_s, duration_s))
+
+    add("receive", receive_s)
+    if prepared_s is None:
+        add("prepare", elapsed_s)
+        return result
+    add("prepare", prepared_s)
+    until_s = elapsed_s if first_token_s is None else first_token_s
+    if phases is None:
+        add("wait", until_s - prepared_s)  # router and decode worker have not reported yet
+    else:
+        add("route", phases.route_s)
+        add("queue", max(0.0, phases.queue_s - phases.route_s))
+        add("prefill", phases.prefill_s)
+        add("transfer", phases.transfer_s)
+        add("first_token", phases.first_token_s)
+        add("return", max(0.0, receive_s + until_s - result[-1].end_s))
+    if first_token_s is not None:
+        add("decode", elapsed_s - first_token_s)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUsage:
+    """The tokens that one request has used."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedAttempt:
+    """The addresses of the workers that one attempt of a request was placed on."""
+
+    attempt: bytes
+    at_s: float  # since the request arrived
+    decode: str
+    prefill: str  # empty: no prefill worker was chosen
+
+
+@dataclass(frozen=True, slots=True)
+class MeteredRequest:
+    """A snapshot of one request; times in seconds since it arrived.
+
+    `phase` is "preparing" (tokenizing the prompt), "placing" (no worker has it yet), "prefill",
+    "decode" or "ended". `phases` is known once the request has ended.
+    """
+
+    request_id: str  # shown to the client
+    tenant: bytes
+    model: str
+    phase: str
+    prefill_at: str  # "local", or the transport of the KV transfer; empty until known
+    decode_at: str  # address of the decode worker; empty until placed
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    arrived: float  # time of the meter's clock
+    prepared_s: float | None
+    first_token_s: float | None
+    elapsed_s: float  # until now, or until its end
+    phases: Phases
+    finish: str  # finish reasons, or the code of an error; empty until it has ended
+    ids: tuple[str, ...]  # all ids by which its client may know it
+    trace_id: str  # of its OpenTelemetry trace, or empty
+    receive_s: float  # time to receive the body: from the request's head to its arrival
+    attempts: tuple[PlacedAttempt, ...]  # the first MAX_ATTEMPTS
+    first_phases: Phases | None  # of the prompt with the first token, once known
+
+    def timeline(self) -> list[RequestPhase]:
+        """Return the phases of the request in order."""
+        times = self.prepared_s, self.first_token_s, self.elapsed_s
+        return timeline(self.receive_s, *times, self.first_phases)
+
+
+CountUsage = Callable[[Caller, str, RequestUsage], None]
+"""Notes whose request has used what of which model, at once."""
+
+
+def uncounted(caller: Caller, model: str, usage: RequestUsage) -> None:
+    """Discard the usage: the CountUsage of a gateway without a usage log."""
+
+
+class Meter:
+    """Measures one request with `clock`, in seconds, and logs its ids."""
+
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        caller: Caller,
+        clock: Callable[[], float],
+        count_usage: CountUsage = uncounted,
+        span: TraceSpan = NO_SPAN,
+    ) -> None:
+        self._metrics = metrics
+        self._caller = caller
+        self._clock = clock
+        self._count_usage = count_usage
+        self.arrived = clock()
+        self.span = span
+        self._begun: float | None = None
+        self._ended: float | None = None
+        self._model = ""
+        self._prompt_tokens = 0
+        self._itl: Observer | None = None  # of that model
+        self._first: float | None = None
+        self._first_choice: int | None = None
+        self._first_phases: Phases | None = None
+        self._last: dict[int, float] = {}
+        self._counted = 0
+        self.num_generated = 0  # tokens, of any choice
+        self._cached = 0
+        self._finishes: list[str] = []
+        self._finish = ""
+        self._phases = Phases()
+        self._prefill_places: dict[str, None] = {}  # in order, each once
+        self._decode = ""
+        self._attempts: dict[bytes, PlacedAttempt] = {}
+
+    @property
+    def tenant(self) -> bytes:
+        return self._caller.tenant.id
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self._caller.ids
+
+    def begin(self, model: str, prompt_tokens: int) -> None:
+        self._begun = self._clock()
+        self._model = model
+        self._prompt_tokens = prompt_tokens
+        self._itl = self._metrics.itl.of(model)
+
+    def next_round(self, prompt_tokens: int) -> None:
+        """Start another round with tool results; drops the finish reasons of the last round."""
+        self._prompt_tokens += prompt_tokens
+        self._last.clear()
+        self._finishes.clear()
+
+    def cut_short(self) -> None:
+        """End the answer with finish reason "length" although the model called tools."""
+        self._finishes[:] = ["length"]
+
+    def placed(self, placed: Placed) -> None:
+        placement = placed.placement
+        self._decode = placement.decode_address
+        if placement.attempt not in self._attempts and len(self._attempts) < MAX_ATTEMPTS:
+            at_s = self._clock() - self.arrived
+            self._attempts[placement.attempt] = PlacedAttempt(
+                placement.attempt, at_s, placement.decode_address, placed.prefill_address
+            )
+
+    def tokens(self, choice: int, count: int) -> None:
+        """Count new tokens of one choice."""
+        self.num_generated += count
+        now = self._clock()
+        if self._first is None:
+            self._first, self._first_choice = now, choice
+            self.span.event("first token", now)
+            self._metrics.ttft.labels(self._model).observe(now - self.arrived)
+        last = self._last.get(choice)
+        self._last[choice] = now
+        if last is not None and count and self._itl is not None:
+            self._itl.observe((now - last) / count, count)
+
+    def ended(self, finish: str) -> None:
+        self._finishes.append(finish)
+
+    def finished(self, event: Finished, counts: Mapping[int, int]) -> None:
+        """Record the end of a prompt; `counts` has the number of returned tokens by choice."""
+        self._counted += sum(counts.values())
+        if not event.HasField("phases"):  # no worker has reported the end
+            return
+        if self._first_phases is None and (not counts or self._first_choice in counts):
+            self._first_phases = Phases()
+            self._first_phases.CopyFrom(
+                event.phases
+            )  # a copy: the message would keep its whole batch alive
+        self._cached += event.cached_tokens
+        self._prefill_places[event.transport or "remote" if event.remote else "local"] = None
+        for name in ("queue_s", "prefill_s", "transfer_s", "first_token_s"):
+            slowest = max(getattr(self._phases, name), getattr(event.phases, name))
+            setattr(self._phases, name, slowest)
+
+    def close(self, error: BaseException | None) -> None:
+        """End the request with an answer or an error: update metrics and usage, and log it."""
+        now = self._ended = self._clock()
+        self._note_usage(error)
+        if error is None:
+            self._count(now - self.arrived)
+            outcome = self._finish = ",".join(self._finishes)
+        else:
+            code = self._finish = _code(error)
+            self._metrics.failures.labels(code).inc()
+            outcome = f"{code} ({error.message})" if isinstance(error, ServiceError) else code
+        total = f"total={now - self.arrived:.3f}s"
+        if self._caller.client_id:
+            total += f" client_id={self._caller.client_id}"
+        elif self._caller.header_id:
+            total += f" header_id={self._caller.header_id}"
+        if self._caller.tenant.name:
+            total += f" key={self._caller.tenant.name}"
+        if error is not None and not self._decode:
+            line = f"never placed: finish={outcome} {total}"
+        else:
+            line = f"{self._token_counts()} finish={outcome} {self._phase_times()} {total}"
+        log.info("%s", line, extra={"request": self._caller.request_id})
+        if self.span.recorded:
+            self._end_span("" if error is None else self._finish)
+
+    def state(self) -> MeteredRequest:
+        """Return a snapshot of the request."""
+        end = self._clock() if self._ended is None else self._ended
+        received = self._caller.received
+        phase = "decode"
+        if self._ended is not None:
+            phase = "ended"
+        elif self._begun is None:
+            phase = "preparing"
+        elif self._first is None:
+            phase = "prefill" if self._decode else "placing"
+        return MeteredRequest(
+            request_id=self._caller.shown_id,
+            tenant=self._caller.tenant.id,
+            model=self._model,
+            phase=phase,
+            prefill_at=",".join(self._prefill_places),
+            decode_at=self._decode,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached,
+            generated_tokens=self.num_generated,
+            arrived=self.arrived,
+            prepared_s=None if self._begun is None else self._begun - self.arrived,
+            first_token_s=None if self._first is None else self._first - self.arrived,
+            elapsed_s=end - self.arrived,
+            phases=self._phases,
+            finish=self._finish,
+            ids=self._caller.ids,
+            trace_id=self.span.context.trace_id,
+            receive_s=0.0 if received is None else max(0.0, self.arrived - received),
+            attempts=tuple(self._attempts.values()),
+            first_phases=self._first_phases,
+        )
+
+    def _end_span(self, error: str) -> None:
+        state = self.state()
+        received = self.arrived - state.receive_s
+        for phase in state.timeline():
+            began, ended = received + phase.start_s, received + phase.end_s
+            self.span.set(**{f"pdserve__phase__{phase.name}_ms": 1e3 * phase.duration_s})
+            if phase.name in ("receive", "prepare"):  # router and workers report the others
+                self.span.phase(phase.name, began, ended)
+        self.span.set(
+            pdserve__request=self._caller.request_id,
+            pdserve__request_ids=state.ids,
+            pdserve__decode=state.decode_at or "none",
+            pdserve__prefill_at=state.prefill_at or "none",
+            pdserve__attempts=len(state.attempts),
+            gen_ai__provider__name="pdserve",
+            gen_ai__response__id=self._caller.request_id,
+            gen_ai__request__model=state.model,
+            gen_ai__response__model=state.model,
+            gen_ai__response__finish_reasons=tuple(self._finishes),
+            gen_ai__usage__input_tokens=state.prompt_tokens,
+            gen_ai__usage__output_tokens=state.generated_tokens,
+        )
+        self.span.end(error)
+
+    def _note_usage(self, error: BaseException | None) -> None:
+        """Count the usage, including the tokens generated before an error."""
+        if error is None:
+            usage = RequestUsage(self._prompt_tokens, self._cached, self._counted)
+        elif self.num_generated:
+            usage = RequestUsage(self._prompt_tokens, self._cached, self.num_generated)
+        else:
+            return
+        self._count_usage(self._caller, self._model, usage)
+
+    def _token_counts(self) -> str:
+        """Return the log text with the model and the counts of input and output tokens."""
+        return (
+            f"{self._model}: {self._prompt_tokens} tokens in ({self._cached} cached), "
+            f"{self._counted} out,"
+        )
+
+    def _phase_times(self) -> str:
+        """Return the log text with the workers and the time of each phase."""
+        first = "-" if self._first is None else f"{self._first - self.arrived:.3f}s"
+        phases = self._phases
+        return (
+            f"prefill_at={','.join(self._prefill_places) or '-'} decode={self._decode or '-'} "
+            f"queue={phases.queue_s:.3f}s prefill={phases.prefill_s:.3f}s "
+            f"transfer={phases.transfer_s:.3f}s first_token={phases.first_token_s:.3f}s "
+            f"ttft={first}"
+        )
+
+    def _count(self, total_s: float) -> None:
+        m = self._metrics
+        m.e2e.labels(self._model).observe(total_s)
+        if self._prefill_places:  # its phases are known
+            m.queue.labels(self._model).observe(self._phases.queue_s)
+            m.prefill.labels(self._model).observe(self._phases.prefill_s)
+            if self._prefill_places.keys() - {"local"}:
+                m.transfer.labels(self._model).observe(self._phases.transfer_s)
+        if self._first is not None:
+            m.decode.labels(self._model).observe(
+                max(self._last.values(), default=self._first) - self._first
+            )
+        m.prompt_len.labels(self._model).observe(self._prompt_tokens)
+        m.generation_len.labels(self._model).observe(self._counted)
+        m.prompt_tokens.labels(self._model).inc(self._prompt_tokens)
+        m.generation_tokens.labels(self._model).inc(self._counted)
+        for finish in self._finishes:
+            m.success.labels(self._model, finish).inc()
+
+
+def _code(error: BaseException) -> str:
+    if isinstance(error, ServiceError):
+        return ErrorCode.Name(error.code)
+    disconnected = isinstance(error, asyncio.CancelledError | GeneratorExit)
+    return "CANCELLED" if disconnected else "INTERNAL"

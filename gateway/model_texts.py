@@ -1,0 +1,184 @@
+"""Converts clients' texts to token ids of a model and back, within what the model can take."""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from typing import TypeVar
+
+from pdserve.gateway.catalog import ServedModel
+from pdserve.gateway.sampling import client_errors, context_overflow, refuse
+from pdserve.services.common.errors import quoted
+from pdserve.services.common.tenants.fair_semaphore import FairSemaphore
+from pdserve.services.common.tenants.rate_limits import RateLimits
+from pdserve.text.answer_format import ParserChoice
+from pdserve.text.errors import CHARS_PER_TOKEN, TextError, TooLong, least_tokens
+from pdserve.text.messages import TemplateInput
+
+T = TypeVar("T")
+
+IDS_AT_ONCE = 256  # ids decoded before other tasks run
+
+
+class ModelTexts:
+    """Converter of texts and ids, in text processes or in turns. Raises ServiceError."""
+
+    def __init__(
+        self, rates: RateLimits, template_kwargs: Collection[str], parsers: ParserChoice
+    ) -> None:
+        """`template_kwargs`: names that clients may set for a chat template."""
+        self._rates = rates
+        self._parsers = parsers
+        self._template_kwargs = frozenset(template_kwargs)
+        self._decoding = FairSemaphore(1)
+
+    async def chat_ids(
+        self, model: ServedModel, conversation: TemplateInput, owner: bytes
+    ) -> list[int]:
+        """Return the token ids of a conversation."""
+        if not model.text.has_template:
+            text = f"the model {model.card.name!r} has no chat template"
+            raise refuse(conversation.messages_field, text)
+        conversation = self._with_parser(model, conversation)
+        for name in conversation.variables:
+            if name not in self._template_kwargs:
+                names = ", ".join(sorted(self._template_kwargs)) or "no names"
+                text = f"chat_template_kwargs allows {names} on this gateway, not {quoted(name)}"
+                raise refuse(f"chat_template_kwargs.{name}", text)
+        allowed = {k: v for k, v in conversation.suggested.items() if k in self._template_kwargs}
+        conversation = replace(conversation, suggested=allowed)
+        chars = sum(len(str(message.get("content") or "")) for message in conversation.messages)
+        max_chars = _max_prompt_chars(chars, model, conversation.messages_field)
+        await self._rates.check_text(owner)
+        with _prompt_errors(model, conversation.messages_field):
+            return await model.text.processes.chat_ids(owner, conversation, max_len=max_chars)
+
+    def _with_parser(self, model: ServedModel, conversation: TemplateInput) -> TemplateInput:
+        """Set the parser, for templates with no place for tools or calls. Raises ServiceError."""
+        family, _ = self._parsers.families(model.text.tool_parser, "")
+        if family is not None:
+            return replace(conversation, tool_parser=family.name)
+        if conversation.tools and not model.text.tool_parser:
+            text = (
+                f"the chat template of the model {model.card.name!r} does not support tools, "
+                "and this gateway does not parse tool calls (see --tool-parser)"
+            )
+            raise refuse("tools", text)
+        return conversation
+
+    async def text_ids(
+        self,
+        model: ServedModel,
+        text: str,
+        param: str,
+        owner: bytes,
+        *,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+    ) -> list[int]:
+        """Return the token ids of a text; special tokens in it are parsed or taken as text."""
+        max_chars = _max_prompt_chars(len(text), model, param)
+        await self._rates.check_text(owner)
+        with _prompt_errors(model, param):
+            return await model.text.processes.text_ids(
+                owner,
+                text,
+                add_special_tokens=add_special_tokens,
+                parse_special=parse_special,
+                max_len=max_chars,
+            )
+
+    async def decode(
+        self,
+        model: ServedModel,
+        ids: Sequence[int],
+        param: str,
+        owner: bytes,
+        *,
+        skip_special: bool,
+    ) -> str:
+        """Return the text of token ids, at most a full context; owners take turns."""
+        if len(ids) > model.card.context_len:
+            raise context_overflow(model.card, len(ids), param)
+        check_ids(ids, model, param)
+        detokenizer = model.text.vocabulary.incremental(skip_special_tokens=skip_special)
+        parts = await self._in_turn(ids, owner, detokenizer.push)
+        return "".join((*parts, detokenizer.flush()))
+
+    async def token_pieces(self, model: ServedModel, ids: Sequence[int], owner: bytes) -> list[str]:
+        """Return each token as the tokenizer's vocabulary writes it; owners take turns."""
+        piece_of = model.text.vocabulary.token_piece
+        parts = await self._in_turn(ids, owner, lambda part: [piece_of(token) for token in part])
+        return list(chain.from_iterable(parts))
+
+    async def _in_turn(
+        self, ids: Sequence[int], owner: bytes, convert: Callable[[Sequence[int]], T]
+    ) -> list[T]:
+        """Apply `convert` to the ids part by part; other tasks run between two parts."""
+        results = []
+        async with self._decoding.turn(owner):
+            for start in range(0, len(ids), IDS_AT_ONCE):
+                results.append(convert(ids[start : start + IDS_AT_ONCE]))
+                await asyncio.sleep(0)
+        return results
+
+
+def kept_ids(
+    ids: Sequence[int],
+    num_kept: int | None,
+    model: ServedModel,
+    max_len: int,
+    *,
+    from_start: bool = False,
+) -> Sequence[int]:
+    """Return the last `num_kept` ids of a prompt, keeping a leading bos, or with `from_start` the
+    first ones, keeping a trailing eos; -1 keeps `max_len` ids, which leave enough of the context.
+    Raises ServiceError for another number that is not from 1 to the model's context."""
+    if num_kept is None:
+        return ids
+    if num_kept == -1:
+        num_kept = max(1, max_len)
+    if not 1 <= num_kept <= model.card.context_len:
+        limits = f"-1, or from 1 to {model.card.context_len}"
+        raise refuse("truncate_prompt_tokens", f"truncate_prompt_tokens must be {limits}")
+    if len(ids) <= num_kept:
+        return ids
+    card = model.text.vocabulary.card
+    if from_start:
+        eos = ids[-1:] if ids[-1] in card.eos_ids else ids[:0]
+        return [*ids[: num_kept - len(eos)], *eos]
+    bos = ids[:1] if ids[0] == card.bos_id else ids[:0]
+    return [*bos, *ids[len(ids) - num_kept + len(bos) :]]
+
+
+def check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
+    """Check ids. Raises ServiceError for an id outside the vocabulary."""
+    try:
+        model.text.vocabulary.check_ids(ids)
+    except TextError as error:
+        raise refuse(param, str(error)) from error
+
+
+def check_room(prompt_len: int, num_new: int, model: ServedModel, param: str) -> None:
+    """Check that `num_new` tokens fit after a prompt of `prompt_len`. Raises ServiceError."""
+    if prompt_len + num_new > model.card.context_len:
+        raise context_overflow(model.card, prompt_len, param)
+
+
+def _max_prompt_chars(count: int, model: ServedModel, param: str) -> int:
+    """Return a prompt's most characters. Raises ServiceError if `count` is more."""
+    max_chars = int(model.card.context_len) * CHARS_PER_TOKEN
+    if count > max_chars:
+        raise context_overflow(model.card, least_tokens(count), param)
+    return max_chars
+
+
+@contextmanager
+def _prompt_errors(model: ServedModel, param: str) -> Iterator[None]:
+    """Convert a TextError about a prompt to the APIs' ServiceError."""
+    with client_errors():
+        try:
+            yield
+        except TooLong as error:
+            raise context_overflow(model.card, error.num_tokens, param) from error

@@ -1,0 +1,326 @@
+"""Request bodies of Ollama's API: strict types here, bounds in gateway/sampling.py; and the fields
+that are refused by name or ignored on purpose.
+
+The bodies in schema.py have the fields that are served.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+)
+
+from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
+from pdserve.gateway.http import fields
+from pdserve.gateway.http.thinking import ThinkingFields, thinking_budget
+from pdserve.gateway.http.validation import MAX_TOOLS, NOTHING, StrictModel, parse_body
+from pdserve.gateway.ollama.conversation import OllamaMessage, conversation
+from pdserve.gateway.openai.embeddings import MAX_INPUTS, EmbeddingBody
+from pdserve.gateway.openai.request_models.schema import MAX_MESSAGES
+from pdserve.gateway.openai.request_models.tools import ToolBody, tool_use
+from pdserve.gateway.sampling import PenaltyWindow, bounded, refuse, within_window
+from pdserve.services.common.errors import ServiceError
+from pdserve.text.messages import TemplateInput
+from pdserve.text.request import (
+    ChatCompletionRequest,
+    RequestedSampling,
+    Structure,
+    TextCompletionRequest,
+    ToolUse,
+)
+
+# fmt: off
+# Refused unless the value is one of these.
+UNSERVED: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("suffix", "template", "context", "images", "width", "height", "steps"), NOTHING
+)
+# The same where an answer is generated, unless the field is served.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **fields.REFUSED,
+    **UNSERVED,
+    "tool_choice": (*NOTHING, "auto"),
+}
+# Hints: how long a model stays loaded, and how Ollama handles a prompt that is too long.
+IGNORED: frozenset[str] = frozenset(("keep_alive", "truncate", "shift"))
+_LIMITS = ("max_tokens", *(n for n, other in fields.OTHER_NAMES.items() if other == "max_tokens"))
+INSTEAD: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *_LIMITS, "temperature", "top_k", "top_p", "min_p", "seed", "random_seed", "stop",
+            "stop_sequences", "repeat_penalty", "repetition_penalty", "repeat_last_n",
+            "presence_penalty", "frequency_penalty",
+        ),
+        "options",
+    ),
+    **dict.fromkeys(
+        ("response_format", "structured_outputs", "guided_json", "json_schema"), "format"
+    ),
+    **dict.fromkeys(("reasoning", "reasoning_effort"), "think"),
+}
+# For fields of `options`, which are refused as the others are.
+INSTEAD_OPTIONS: dict[str, str] = {
+    **dict.fromkeys(_LIMITS, "num_predict"),
+    "repetition_penalty": "repeat_penalty",
+}
+# Options for how Ollama loads and runs a model.
+IGNORED_OPTIONS: frozenset[str] = frozenset(
+    (
+        "num_ctx", "num_batch", "num_gpu", "num_thread", "num_keep", "main_gpu", "numa",
+        "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock",
+        "embedding_only", "penalize_newline", "mirostat_tau", "mirostat_eta",
+    )
+)
+_REPETITION = BOUNDS["repetition_penalty"].api
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+
+# fmt: on
+
+
+def _format(value: Any) -> Any:
+    if value is None or value in ("", "json") or isinstance(value, dict):
+        return value
+    raise ValueError('must be "json" or a JSON schema')
+
+
+def _texts(value: Any) -> Any:
+    if value is None or value == "":
+        return []
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a string or a list of strings")
+    if len(texts) > MAX_INPUTS:
+        raise ValueError(f"at most {MAX_INPUTS} texts, not {len(texts)}")
+    return texts
+
+
+_TEXT = {"type": "string"}
+Format = Annotated[
+    Any,
+    AfterValidator(_format),
+    WithJsonSchema({"anyOf": [{"enum": ["", "json"]}, {"type": "object"}, {"type": "null"}]}),
+]
+Texts = Annotated[
+    Any,
+    AfterValidator(_texts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _TEXT,
+                {"type": "array", "items": _TEXT, "maxItems": MAX_INPUTS},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+class OllamaOptions(StrictModel):
+    """Sampling parameters; the model's own defaults apply to missing ones."""
+
+    model_config = ConfigDict(json_schema_extra=bounded)
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None  # -1: any
+    stop: list[StopString] | None = Field(None, max_length=MAX_ENTRIES["stop"])
+    num_predict: int | None = None  # null, 0 and below: the rest of the context
+    repeat_penalty: float | None = Field(None, ge=_REPETITION.low, le=_REPETITION.high)
+    repeat_last_n: PenaltyWindow = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    def penalties(self) -> dict[str, Any]:
+        """Return the penalties as fields of RequestedSampling."""
+        penalties = {
+            "repetition_penalty": self.repeat_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+        }
+        set_penalties = {name: value for name, value in penalties.items() if value is not None}
+        return within_window(set_penalties, self.repeat_last_n)
+
+
+class NamedModel(StrictModel):
+    """The name of a model, with or without the tag `latest`; optional if only one is served."""
+
+    model: str | None = None
+
+
+class OllamaGeneration(ThinkingFields, NamedModel):
+    """The fields that both text generation routes share."""
+
+    conversation_field: ClassVar[str]
+    system: str | None = None  # before the conversation
+    stream: bool | None = None  # true
+    format: Format = None
+    options: OllamaOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @abstractmethod
+    def turns(self) -> list[dict[str, Any]]:
+        """Return the conversation."""
+
+    def tool_use(self) -> ToolUse | None:
+        """Return the use of tools, None without tools. Raises ServiceError."""
+        return None
+
+    def request(self) -> ChatCompletionRequest | TextCompletionRequest | None:
+        """Return the request, None without a conversation: it only loads the model. Continues a
+        last assistant message. Raises ServiceError for fields that contradict each other."""
+        turns = self.turns()
+        if not turns:
+            return None
+        if self.system:
+            turns = [{"role": "system", "content": self.system}, *turns]
+        continues = turns[-1]["role"] == "assistant" and not turns[-1].get("tool_calls")
+        template = TemplateInput(
+            turns,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            suggested=self.thinking_variables(),
+            messages_field=self.conversation_field,
+        )
+        return ChatCompletionRequest(
+            self.model or "", template, self.sampling(), tool_use=self.tool_use()
+        )
+
+    def sampling(self) -> RequestedSampling:
+        """Return the sampling. Raises ServiceError for fields that contradict each other."""
+        if self.top_logprobs and not self.logprobs:
+            raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
+        options = self.options or OllamaOptions.model_validate({})
+        limit = options.num_predict or 0
+        return RequestedSampling(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            seed=None if options.seed == -1 else options.seed,
+            stop=tuple(options.stop or ()),
+            max_tokens=limit if limit > 0 else None,
+            max_tokens_field="options.num_predict",
+            structure=self._structure(),
+            **thinking_budget(self.thinking_bounds()),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs_field="top_logprobs",
+            **options.penalties(),
+        )
+
+    def _structure(self) -> Structure | None:
+        if isinstance(self.format, dict):
+            return Structure("json_schema", self.format, "format", lenient=True)
+        return Structure("json_object", None, "format") if self.format else None
+
+
+def _with_type(tool: Any) -> Any:
+    """Default a tool's type to function."""
+    return {**tool, "type": tool.get("type") or "function"} if isinstance(tool, dict) else tool
+
+
+class OllamaChatBody(OllamaGeneration):
+    """Body of /api/chat."""
+
+    conversation_field = "messages"
+    messages: list[OllamaMessage] | None = Field(None, max_length=MAX_MESSAGES)
+    tools: list[Annotated[ToolBody, BeforeValidator(_with_type)]] | None = Field(
+        None, max_length=MAX_TOOLS
+    )
+
+    def turns(self) -> list[dict[str, Any]]:
+        return conversation(self.messages or ())
+
+    def tool_use(self) -> ToolUse | None:
+        return tool_use(self.tools or [], None, None)
+
+
+class OllamaGenerateBody(OllamaGeneration):
+    """Body of /api/generate: one message of the user, or a raw prompt without the chat template."""
+
+    conversation_field = "prompt"
+    prompt: str | None = None
+    raw: bool | None = None  # the prompt is text to continue, without a chat template
+
+    def request(self) -> ChatCompletionRequest | TextCompletionRequest | None:
+        if not (self.raw and self.prompt):
+            return super().request()
+        thinking = {choice.field: choice.enabled for choice in self._thinking_fields()}
+        for name, value in {"system": self.system, **thinking}.items():
+            if value:
+                raise refuse(name, f"{name} needs a chat template, and raw: true has none")
+        return TextCompletionRequest(self.model or "", [self.prompt], self.sampling())
+
+    def turns(self) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": self.prompt}] if self.prompt else []
+
+
+class OllamaEmbedBody(NamedModel):
+    """Body of /api/embed."""
+
+    input: Texts = None
+    truncate: bool | None = None  # true: a text that is too long loses its end
+    dimensions: int | None = Field(None, ge=1)
+    options: dict[str, Any] | None = None  # an embedding is not sampled
+
+    def embedding(self) -> EmbeddingBody | None:
+        """Return the body of an embedding, None without inputs."""
+        if not self.input:
+            return None
+        return EmbeddingBody.model_construct(
+            model=self.model or "",
+            input=self.input,
+            dimensions=self.dimensions,
+            truncate_prompt_tokens=None if self.truncate is False else -1,
+        )
+
+
+class OllamaEmbeddingsBody(NamedModel):
+    """Body of /api/embeddings, an earlier /api/embed."""
+
+    prompt: str | None = None
+    options: dict[str, Any] | None = None
+
+    def embedding(self) -> EmbeddingBody | None:
+        """Return the body of an embedding, None without a prompt."""
+        if not self.prompt:
+            return None
+        return EmbeddingBody.model_construct(
+            model=self.model or "", input=[self.prompt], truncate_prompt_tokens=-1
+        )
+
+
+class OllamaShowBody(NamedModel):
+    """Body of /api/show."""
+
+    name: str | None = None  # an earlier name of `model`
+
+
+B = TypeVar("B", bound=NamedModel)
+
+
+def parse(kind: type[B], body: Mapping[str, Any]) -> B:
+    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    generates = issubclass(kind, OllamaGeneration)
+    options = body.get("options")
+    if generates and isinstance(options, Mapping):
+        try:
+            parse_body(
+                OllamaOptions,
+                options,
+                refused=fields.REFUSED,
+                ignored=IGNORED_OPTIONS,
+                instead=INSTEAD_OPTIONS,
+            )
+        except ServiceError as error:
+            prefix = "options." if error.param else "options: "
+            raise refuse(f"options.{error.param}".rstrip("."), prefix + error.message) from None
+    refused = REFUSED if generates else UNSERVED
+    return parse_body(kind, body, refused=refused, ignored=IGNORED, instead=INSTEAD)

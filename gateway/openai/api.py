@@ -1,0 +1,245 @@
+"""OpenAI's API on the HTTP shell: its routes, its server-sent events and its errors."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from pydantic_core import to_json
+from starlette.responses import JSONResponse
+
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.api import REQUEST_ID, Dialect, Event, HttpError, HttpLimits, json_event
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.docs import described
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.http.json_text import JsonPieces
+from pdserve.gateway.http.responses import DirectWrite, EventStream, Reply
+from pdserve.gateway.openai.chat import ChatReply, chat_batch
+from pdserve.gateway.openai.completions import CompletionReply
+from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
+from pdserve.gateway.openai.errors import error_object
+from pdserve.gateway.openai.models import (
+    ANTHROPIC_VERSION,
+    model_info,
+    model_object,
+    model_page,
+)
+from pdserve.gateway.openai.request_models.base import B, parse
+from pdserve.gateway.openai.request_models.schema import (
+    ChatBatchBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    TokenizeChatBody,
+    parse_tokenize,
+)
+from pdserve.gateway.openai.response_models import (
+    ChatBatch,
+    ChatCompletion,
+    ChatCompletionChunk,
+    DetokenizeAnswer,
+    EmbeddingList,
+    ErrorObject,
+    ModelList,
+    ModelObject,
+    TextCompletion,
+    TokenizeAnswer,
+)
+from pdserve.gateway.openai.responses.routes import add_response_routes
+from pdserve.gateway.openai.server_info import add_server_routes, detokenize, tokenize
+from pdserve.gateway.sampling import refuse
+from pdserve.gateway.service import Service
+from pdserve.gateway.storage.response_store import ResponseStore
+
+END = "[DONE]"  # the data of a stream's last event
+DONE = f"data: {END}\n\n".encode()
+PING = b": ping\n\n"  # a comment, which clients skip
+# Routes that clients also look for without /v1.
+SHORT = ("/chat/completions", "/completions", "/embeddings", "/models", "/responses")
+STORED = ("/v1/files", "/v1/batches", "/v1/usage")
+
+
+class MoreRoutes(Protocol):
+    """Source of the routes that need a database."""
+
+    def add_routes(
+        self,
+        app: FastAPI,
+        dialect: Dialect,
+        limits: HttpLimits,
+        bodies: BodyReader,
+        count: Callable[[Caller], Awaitable[None]],
+    ) -> None: ...
+
+
+class OpenAiDialect:
+    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings and /v1/models, also
+    without /v1; the further routes of vLLM and llama.cpp; and with a database /v1/files,
+    /v1/batches and /v1/usage."""
+
+    paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize", *SHORT)
+    statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
+    not_offered: tuple[str, ...] = (
+        "POST /v1/responses/compact",
+        "DELETE /v1/models/",
+        *(
+            f"/v1/{route}/"
+            for route in (
+                "assistants", "audio", "chat/completions", "chatkit", "containers",
+                "conversations", "edits", "engines", "evals", "fine-tunes", "fine_tuning",
+                "images", "moderations", "organization", "realtime", "skills", "threads",
+                "uploads", "vector_stores", "videos",
+            )
+        ),
+    )  # fmt: skip
+
+    request_id_header: str = REQUEST_ID
+    error_model: type[BaseModel] = ErrorObject
+
+    def __init__(
+        self,
+        service: Service,
+        limits: HttpLimits,
+        bodies: BodyReader,
+        responses: ResponseStore | None = None,
+        stored: MoreRoutes | None = None,
+    ) -> None:
+        """`responses` None: none are kept; `stored` None: there are no files and batches."""
+        self._responses = responses
+        self._service = service
+        self._limits = limits
+        self._bodies = bodies
+        self._stored = stored
+
+    def error_object(self, error: HttpError) -> dict[str, Any]:
+        return error_object(error)
+
+    def error_event(self, error: HttpError) -> bytes:
+        return _event(error_object(error))
+
+    def add_routes(self, app: FastAPI) -> None:
+        service = self._service
+
+        @app.post(
+            "/v1/chat/completions",
+            **described(ChatBody, answer=ChatCompletion, event=ChatCompletionChunk, end=END),
+        )
+        async def chat(request: Request) -> Response:
+            """Generate the next message of a conversation."""
+            body = await self._read(request, ChatBody)
+            return self._answer(ChatReply(service, body, caller_of(request)), body.stream)
+
+        @app.post("/v1/chat/completions/batch", **described(ChatBatchBody, answer=ChatBatch))
+        async def chat_batch_route(request: Request) -> Response:
+            """Generate the next message of each of several conversations."""
+            body = await self._read(request, ChatBatchBody)
+            return Reply(chat_batch(service, body, caller_of(request)), self)
+
+        add_response_routes(app, self, service, self._bodies, self._limits, self._responses)
+
+        @app.post(
+            "/v1/completions",
+            **described(CompletionBody, answer=TextCompletion, event=TextCompletion, end=END),
+        )
+        async def completions(request: Request) -> Response:
+            """Generate continuations of texts or token ids."""
+            body = await self._read(request, CompletionBody)
+            return self._answer(CompletionReply(service, body, caller_of(request)), body.stream)
+
+        @app.post("/v1/embeddings", **described(EmbeddingBody, answer=EmbeddingList))
+        async def embeddings(request: Request) -> Response:
+            """Compute the embeddings of texts or token ids."""
+            body = await self._read(request, EmbeddingBody)
+            reply = EmbeddingReply(service, body, caller_of(request))
+            return Reply(reply.whole(), self)
+
+        @app.post("/tokenize", **described(TokenizeBody, TokenizeChatBody, answer=TokenizeAnswer))
+        async def tokenize_route(request: Request) -> Response:
+            """Convert a text, or messages with the chat template applied, to token ids."""
+            body = await self._bodies.read(request, parse_tokenize)
+            return Reply(tokenize(service, body, caller_of(request)), self)
+
+        @app.post("/detokenize", **described(DetokenizeBody, answer=DetokenizeAnswer))
+        async def detokenize_route(request: Request) -> Response:
+            """Convert token ids to text."""
+            body = await self._read(request, DetokenizeBody)
+            return Reply(detokenize(service, body, caller_of(request)), self)
+
+        @app.get("/v1/models", **described(answer=ModelList))
+        async def models(request: Request) -> Response:
+            """List the served models and their aliases; in the format of Anthropic's API if the
+            request has the header `anthropic-version`."""
+            cards = await service.catalog.listed()
+            if ANTHROPIC_VERSION in request.headers:
+                return JSONResponse(model_page(cards))
+            data = [model_object(service, name, card) for name, card in cards.items()]
+            return JSONResponse({"object": "list", "data": data})
+
+        @app.get("/v1/models/{name:path}", **described(answer=ModelObject))
+        async def model(request: Request, name: str) -> Response:
+            """Get one served model by its name or an alias."""
+            card = await service.catalog.card(name)
+            name = name or card.name
+            if ANTHROPIC_VERSION in request.headers:
+                return JSONResponse(model_info(name, card))
+            return JSONResponse(model_object(service, name, card))
+
+        add_server_routes(app, self, service, self._bodies)
+        _add_short_paths(app)
+        if self._stored is None:
+            _add_refusals(app)
+        else:
+            self._stored.add_routes(app, self, self._limits, self._bodies, service.count)
+
+    async def _read(self, request: Request, kind: type[B]) -> B:
+        return await self._bodies.read(request, partial(parse, kind))
+
+    def _answer(self, reply: ChatReply | CompletionReply, stream: bool | None) -> Response:
+        if stream:
+            direct = DirectWrite()
+            events = _events(reply.chunks(direct))
+            return EventStream(events, self, self._limits, direct, lambda: PING)
+        return Reply(reply.whole(), self)
+
+
+def _add_short_paths(app: FastAPI) -> None:
+    """Add the routes without /v1; the API description has only one name of each."""
+    for route in [route for route in app.routes if isinstance(route, APIRoute)]:
+        path = route.path.removeprefix("/v1")
+        if path != route.path and f"{path}/".startswith(tuple(f"{short}/" for short in SHORT)):
+            methods = sorted(route.methods or ())
+            app.add_api_route(path, route.endpoint, methods=methods, include_in_schema=False)
+
+
+def _add_refusals(app: FastAPI) -> None:
+    """Add routes that refuse requests in place of a database's routes."""
+
+    async def refused() -> Response:
+        raise refuse(
+            "", "this server stores no files, batches or usage; they require --database-url"
+        )
+
+    for path in STORED:
+        for route in (path, path + "/{rest:path}"):
+            app.add_api_route(
+                route, refused, methods=["GET", "POST", "DELETE"], include_in_schema=False
+            )
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    """Return a server-sent event of an object."""
+    return b"data: %b\n\n" % to_json(value)
+
+
+async def _events(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[Event, None]:
+    """Yield each chunk as an event, then [DONE]."""
+    async with aclosing(chunks) as items:
+        async for chunk in items:
+            yield json_event(b"data: ", chunk) if isinstance(chunk, JsonPieces) else _event(chunk)
+    yield DONE

@@ -1,0 +1,1 @@
+"""The request bodies of chats and completions."""

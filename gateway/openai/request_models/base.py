@@ -1,0 +1,99 @@
+"""What all request models of this API share: strict types, errors that name a field, schemas for
+/openapi.json.
+
+Unknown fields are ignored and named in the debug log, as in vLLM. gateway/http/fields.py says how
+known fields that are not served are handled.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import Field
+
+from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
+from pdserve.gateway.caller import MAX_SESSION, Caller
+from pdserve.gateway.http.fields import (
+    IGNORED,
+    LEFT_OUT,
+    OF_PROMPTS,
+    OF_REQUESTS,
+    REFUSED,
+    refused_field,
+)
+from pdserve.gateway.http.members import Fate, note
+from pdserve.gateway.http.validation import Priority, StrictModel, check_num_fields, parse_fields
+from pdserve.gateway.sampling import bounded, refuse
+
+_KNOWN = IGNORED | LEFT_OUT | OF_REQUESTS | REFUSED.keys()
+TEXT: dict[str, Any] = {"type": "string"}
+STOP: dict[str, Any] = {
+    "anyOf": [
+        {**TEXT, "minLength": 1, "maxLength": MAX_STOP_CHARS},
+        {
+            "type": "array",
+            "items": {**TEXT, "minLength": 1, "maxLength": MAX_STOP_CHARS},
+            "maxItems": MAX_ENTRIES["stop"],
+        },
+        {"type": "null"},
+    ]
+}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": TEXT},
+    "required": ["type", "text"],
+}
+CONTENT: dict[str, Any] = {
+    "anyOf": [TEXT, {"type": "array", "items": _TEXT_PART, "minItems": 1}, {"type": "null"}]
+}
+
+
+class Body(StrictModel):
+    """The body of a request, or a part of it."""
+
+    # The names in REFUSED that are checked.
+    checked: ClassVar[Collection[str]] = OF_PROMPTS
+
+
+class OwnedBody(Body):
+    """The body of a request that uses a model."""
+
+    session_id: str | None = Field(None, max_length=MAX_SESSION)
+    user: Any = None
+    priority: Priority | None = None
+
+    def called_by(self, caller: Caller, request_id: str) -> Caller:
+        """Return the caller with the session under which its usage is counted."""
+        return caller.of_body(request_id, self.session_id, self.user)
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse(kind: type[B], body: Mapping[str, Any]) -> B:
+    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    check_num_fields(body)
+    checked_fields = {name: value for name, value in body.items() if name in kind.checked}
+    if refused := refused_field(checked_fields, kind.model_fields):
+        raise refuse(*refused)
+    note(Fate.LEFT_OUT, "fields", (name for name in LEFT_OUT if body.get(name)))
+    return parse_fields(kind, body, _KNOWN)
+
+
+def ids(max_items: int) -> dict[str, Any]:
+    """Return the schema of token ids, or of a list of at most `max_items` prompts of them."""
+    return {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1, "maxItems": max_items}]}
+
+
+def texts_or_ids(max_items: int) -> dict[str, Any]:
+    """Return the schema of a text, token ids, or a list of at most `max_items` of either."""
+    texts = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": max_items}
+    return {"anyOf": [TEXT, texts, *ids(max_items)["anyOf"]]}
+
+
+def completion(schema: dict[str, Any]) -> None:
+    """Write the sampling bounds into the schema of a chat or completion."""
+    bounded(schema)
+    if "echo" in schema["properties"]:  # max_tokens 0 is valid only for an echo
+        schema["properties"]["max_tokens"]["anyOf"][0]["minimum"] = 0
+        schema["oneOf"] = [{"required": ["prompt"]}, {"required": ["prompt_token_ids"]}]

@@ -1,5 +1,0 @@
-"""Reasoning of Apertus."""
-
-from pdserve.gateway.text.parsing.thought import between_tags
-
-FAMILY = between_tags("apertus", "<|inner_prefix|>", "<|inner_suffix|>")

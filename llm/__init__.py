@@ -1,0 +1,1 @@
+"""The Python API: `pdserve.LLM`, and `pdserve.Engine` for asyncio."""

@@ -1,0 +1,110 @@
+"""Chat input of the Python API: messages, options, and tools in OpenAI's format. Pure."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from pdserve.engine.api.request import InvalidRequest
+from pdserve.llm.outputs import Conversation
+from pdserve.text.request import Tool, ToolUse
+
+ToolChoice = str | Mapping[str, Any]  # auto, none, required, or {"function": {"name": ...}}
+_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
+
+
+class ChatOptions(TypedDict, total=False):
+    """Keyword options of the chat methods."""
+
+    tools: Sequence[Mapping[str, Any]]  # functions that the model may call
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool  # allow several calls in one answer
+    add_generation_prompt: bool  # the prompt ends with the start of the assistant's turn
+    continue_final_message: bool  # the answer continues the last message
+    chat_template_kwargs: Mapping[str, Any] | None  # variables for the model's chat template
+
+
+@dataclass(frozen=True, slots=True)
+class ChatInput:
+    """A conversation with its resolved chat options."""
+
+    messages: Conversation
+    use: ToolUse | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: Mapping[str, Any]
+
+
+def chat_input(
+    messages: Conversation,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    tool_choice: ToolChoice = "auto",
+    parallel_tool_calls: bool = True,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> ChatInput:
+    """Build a ChatInput from ChatOptions. `add_generation_prompt` defaults to the opposite of
+    `continue_final_message`. Raises InvalidRequest."""
+    adds_prompt = add_generation_prompt
+    return ChatInput(
+        messages,
+        tool_use(tools, tool_choice, parallel=parallel_tool_calls),
+        not continue_final_message if adds_prompt is None else adds_prompt,
+        continue_final_message,
+        chat_template_kwargs or {},
+    )
+
+
+def conversations(
+    messages: Conversation | Sequence[Conversation],
+) -> tuple[Sequence[Conversation], bool]:
+    """Return the conversations as a list, and whether `messages` is a single one."""
+    if isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping):
+        return messages, False  # type: ignore[return-value]
+    return [messages], True  # type: ignore[list-item]
+
+
+def tool_use(
+    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, *, parallel: bool
+) -> ToolUse | None:
+    """Parse tools and tool choice; return None without tools. Raises InvalidRequest."""
+    parsed_tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    names = [tool.name for tool in parsed_tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise _refused(f"tools[{index}]", f"two tools have the name {name!r}")
+    if not parsed_tools:
+        if choice not in ("auto", "none"):
+            raise _refused("tool_choice", "tool_choice needs tools")
+        return None
+    match choice:
+        case "auto" | "none" | "required":
+            return ToolUse(parsed_tools, choice, parallel=parallel)
+        case {"function": {"name": str(name)}}:
+            if name not in names:
+                raise _refused("tool_choice", f"tool_choice: no tool has the name {name!r:.80}")
+            return ToolUse(parsed_tools, "required", (name,), parallel=False)
+    expected = 'auto, none, required, or {"type": "function", "function": {"name": ...}}'
+    raise _refused("tool_choice", f"tool_choice must be {expected}, not {choice!r:.80}")
+
+
+def _tool(tool: Any, param: str) -> Tool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
+        expected = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+        raise _refused(param, f"{param} must have the form {expected}")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        expected_name = "1 to 64 letters, digits, _ or -"
+        raise _refused(param, f"{param}.function.name must have {expected_name}, not {name!r:.80}")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise _refused(param, f"{param}.function.parameters must be a JSON schema")
+    description = function.get("description") or ""
+    strict = bool(function.get("strict"))
+    return Tool(name, str(description), parameters, strict, f"{param}.function.parameters")
+
+
+def _refused(param: str, message: str) -> InvalidRequest:
+    return InvalidRequest(message, param)

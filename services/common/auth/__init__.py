@@ -1,0 +1,1 @@
+"""How processes of a cluster authenticate: certificates or a shared secret."""

@@ -1,0 +1,144 @@
+"""Makes the certificates of a cluster: one authority, and one certificate for each role.
+
+A certificate holds its role as a DNS name (auth/roles.py), so a client can require a role and TLS
+itself refuses any other.
+"""
+
+import datetime
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from pdserve.services.common.auth.roles import Role
+
+AUTHORITY_DAYS = 3650.0
+EARLIER = datetime.timedelta(minutes=5)  # start of validity before now, for clocks that are behind
+
+
+class Identity(NamedTuple):
+    """A certificate and its key, both as PEM."""
+
+    certificate: bytes
+    key: bytes
+
+
+def make_authority(days: float = AUTHORITY_DAYS) -> Identity:
+    """Create an authority, whose key signs the certificates of a cluster."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _name("pdserve cluster authority")
+    builder = _builder(name, name, key.public_key(), days)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_usage(signs=True), critical=True)
+    return Identity(_pem(builder.sign(key, hashes.SHA256())), _key_pem(key))
+
+
+def issue(authority: Identity, role: Role, days: float = 365) -> Identity:
+    """Create a certificate of a role. Raises ValueError if the authority cannot be read."""
+    signer = serialization.load_pem_private_key(authority.key, None)
+    if not isinstance(signer, ec.EllipticCurvePrivateKey):
+        raise ValueError("the authority's key is not an elliptic-curve key")
+    issuer = x509.load_pem_x509_certificate(authority.certificate).subject
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = _builder(_name(f"pdserve {role}"), issuer, key.public_key(), days)
+    names = x509.SubjectAlternativeName([x509.DNSName(role.dns_name)])
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    for extension, critical in (
+        (names, False),
+        (x509.BasicConstraints(ca=False, path_length=None), True),
+        (_usage(signs=False), True),
+        (x509.ExtendedKeyUsage(usages), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), False),
+    ):
+        builder = builder.add_extension(extension, critical)
+    return Identity(_pem(builder.sign(signer, hashes.SHA256())), _key_pem(key))
+
+
+def role_in(certificate: bytes) -> Role:
+    """The role in a PEM certificate. Raises ValueError if it has none."""
+    try:
+        extensions = x509.load_pem_x509_certificate(certificate).extensions
+        names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        raise ValueError("the certificate names no role") from None
+    for name in names.get_values_for_type(x509.DNSName):
+        for role in Role:
+            if role.dns_name == name:
+                return role
+    raise ValueError("the certificate names no role")
+
+
+def ends_of(pem: bytes) -> list[float]:
+    """The expiry of each certificate in a PEM text, in Unix time. Raises ValueError if it has
+    none."""
+    return [c.not_valid_after_utc.timestamp() for c in x509.load_pem_x509_certificates(pem)]
+
+
+def check_pair(identity: Identity) -> None:
+    """Raises ValueError if the key does not match the certificate or one of them cannot be read."""
+    try:
+        certified_key = x509.load_pem_x509_certificate(identity.certificate).public_key()
+    except ValueError as error:
+        raise ValueError(f"the certificate cannot be read: {error}") from None
+    try:
+        key = serialization.load_pem_private_key(identity.key, None).public_key()
+    except (TypeError, ValueError) as error:  # TypeError: the key is encrypted
+        raise ValueError(f"the certificate's key cannot be read: {error}") from None
+    if key != certified_key:
+        raise ValueError("the key does not match the certificate")
+
+
+def in_settings(authority: Identity, role: Role) -> dict[str, str]:
+    """Create a certificate of a role, as the fields of HostSettings (services/common/options.py).
+    It is never renewed, so it lasts as long as its authority."""
+    identity = issue(authority, role, AUTHORITY_DAYS)
+    pem = {"cluster_ca": authority.certificate, "cluster_cert": identity.certificate}
+    return {name: text.decode() for name, text in {**pem, "cluster_key": identity.key}.items()}
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - EARLIER)
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _usage(signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )

@@ -1,0 +1,1 @@
+"""Finds the addresses of routers and workers."""

@@ -1,0 +1,92 @@
+"""Resolves a list of targets to addresses, each by its own resolver: DNS or Kubernetes.
+
+docs/discovery.md describes the effect of each failure.
+"""
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pdserve.services.common.discovery.target import parse_kubernetes
+
+log = logging.getLogger(__name__)
+
+
+class Resolver(Protocol):
+    """Resolves the addresses of one target."""
+
+    def addresses(self) -> list[str]:
+        """The current host:port of each process, sorted. May wait for the network."""
+
+    def close(self) -> None:
+        """Stop making requests; returns at once."""
+
+
+class DnsResolver:
+    """Resolves a host:port; each call looks up a host that is a name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def addresses(self) -> list[str]:
+        return resolve(self._name)
+
+    def close(self) -> None:
+        pass
+
+
+class Discovery:
+    """Finds the processes behind targets. One thread at a time may call `look`."""
+
+    def __init__(
+        self,
+        option: str,
+        targets: Sequence[str],
+        on_change: Callable[[], None],
+        *,
+        ready_only: bool,
+    ) -> None:
+        """`option` is the option that holds the targets, for errors. `on_change` is called, from
+        any thread, when `look` would return a different result; not for DNS, which sends no
+        notifications. `ready_only` excludes processes that Kubernetes calls not ready. Raises
+        ValueError if a target is malformed."""
+        self._resolvers = {
+            target: _make_resolver(option, target, on_change, ready_only) for target in targets
+        }
+
+    def look(self) -> dict[str, list[str]]:
+        """Addresses by target; may wait for the network."""
+        return {target: resolver.addresses() for target, resolver in self._resolvers.items()}
+
+    def close(self) -> None:
+        """Stop making requests; returns at once."""
+        for resolver in self._resolvers.values():
+            resolver.close()
+
+
+def _make_resolver(
+    option: str, target: str, on_change: Callable[[], None], ready_only: bool
+) -> Resolver:
+    kubernetes_target = parse_kubernetes(target)
+    if kubernetes_target is None:
+        return DnsResolver(target)
+    # Importing ssl and http.client takes 30 ms, and few processes need them.
+    from pdserve.services.common.discovery.kubernetes import EndpointSliceWatch
+
+    try:
+        return EndpointSliceWatch(kubernetes_target, on_change, ready_only)
+    except ValueError as error:
+        raise ValueError(f"{option} {target}: {error}") from None
+
+
+def resolve(name: str) -> list[str]:
+    """The current addresses of host:port; empty if it cannot be resolved."""
+    host, _, port = name.rpartition(":")
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        log.debug("%s: %s", name, error)
+        return []
+    hosts = {str(address[4][0]) for address in infos}
+    return sorted(f"[{h}]:{port}" if ":" in h else f"{h}:{port}" for h in hosts)

@@ -1,0 +1,211 @@
+"""Metrics that every process exports about itself, and the port for them in processes without a web
+server.
+
+It needs no authentication, so connections, each with its thread, are bounded in number.
+"""
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib import metadata, resources
+from math import ceil
+from socketserver import ThreadingTCPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import MetricsHandler
+from prometheus_client.registry import Collector
+
+from pdserve.services.common.auth.certificates import ends_of
+from pdserve.services.common.auth.tls import read_pem
+from pdserve.services.common.options import CertificateSettings, ProbedSettings
+
+log = logging.getLogger(__name__)
+ACCEPT_AGAIN_S = 0.1  # pause after a failure: the process may be out of descriptors
+SILENT_S = 15.0  # timeout of a peer that neither sends nor reads
+MAX_CONNECTIONS = 16  # a further one closes the oldest; a scrape takes milliseconds
+LOOK_S = 0.25  # between two measurements of the event loop
+COMMIT_FILE = "commit.txt"  # in the package; images have it (Dockerfile)
+_LAG_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class MetricsHttp:
+    """Serves the metrics of a registry from a daemon thread until closed. It listens on the host of
+    `bind` (host:port); port 0 picks a free one. Raises OSError if the port is taken."""
+
+    def __init__(self, registry: CollectorRegistry, port: int, bind: str = "127.0.0.1:0") -> None:
+        host = bind.rpartition(":")[0].strip("[]")
+        self._server = _Server(host, port, _Handler.factory(registry))
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="metrics", daemon=True
+        )
+        self._thread.start()
+        self.port: int = self._server.server_address[1]
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(MetricsHandler):
+    server_version, sys_version = "pdserve", ""
+
+    def setup(self) -> None:
+        self.request.settimeout(SILENT_S)
+        super().setup()
+
+    def do_GET(self) -> None:
+        if urlsplit(self.path).path == "/metrics":
+            # Always the text format, as on gateways: in OpenMetrics the library writes the colon of
+            # vLLM's names as an underscore for a scraper that does not request UTF-8.
+            del self.headers["Accept"]
+            super().do_GET()
+        else:
+            self.send_error(404)
+
+
+class _Server(ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 2 * MAX_CONNECTIONS  # further peers retry after 1 s, by their kernel
+    allow_reuse_address = True
+
+    def __init__(self, host: str, port: int, handler: Any) -> None:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self.address_family, _, _, _, address = infos[0]
+        self._open: dict[Any, None] = {}  # connections, the oldest first
+        self._lock = threading.Lock()  # guards `_open`: each connection has a thread
+        self._failing = ""  # why no connection can be accepted
+        super().__init__(address, handler)  # type: ignore[arg-type]  # of either family
+
+    def get_request(self) -> Any:
+        """Raises OSError, after which the caller tries again. Pauses first and logs each failure
+        once, since a process without descriptors fails at once each time."""
+        try:
+            accepted = super().get_request()
+        except OSError as error:
+            if str(error) != self._failing:
+                self._failing = str(error)
+                log.warning("the metrics port cannot accept a connection: %s", error)
+            time.sleep(ACCEPT_AGAIN_S)
+            raise
+        self._failing = ""
+        return accepted
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            crowded = len(self._open) >= MAX_CONNECTIONS
+            oldest = next(iter(self._open)) if crowded else None
+            self._open.pop(oldest, None)
+            self._open[request] = None
+        if oldest is not None:
+            with suppress(OSError):  # it has just closed by itself
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log nothing: strangers would fill the log."""
+
+
+def commit() -> str:
+    """The commit of this build's sources, or their digest; empty if the build did not record it."""
+    try:
+        return resources.files("pdserve").joinpath(COMMIT_FILE).read_text().strip()
+    except OSError:
+        return ""
+
+
+class ProcessFacts(Collector):
+    """Metrics of the build and the certificates. Certificate files are read for each scrape."""
+
+    def __init__(self, certificates: Mapping[str, str], now: Callable[[], float] = time.time):
+        """`certificates`: paths of PEM files, or PEM text, by purpose."""
+        self._certificates = certificates
+        self._now = now
+        self._build = metadata.version("pdserve"), commit()
+
+    def collect(self) -> Iterator[Metric]:
+        build = GaugeMetricFamily(
+            "pdserve_build_info", "This build, as labels; the value is 1",
+            labels=("version", "commit"),
+        )  # fmt: skip
+        build.add_metric(self._build, 1)
+        yield build
+        expiry = GaugeMetricFamily(
+            "pdserve_certificate_expiry_seconds",
+            "Seconds until a certificate of this process expires (of several authorities: the "
+            "last); negative once it has expired",
+            labels=("certificate",),
+        )
+        for name, source in self._certificates.items():
+            with suppress(OSError, ValueError):  # its user logs the failure
+                ends = ends_of(read_pem(source))
+                end = max(ends) if name == "cluster_ca" else ends[0]
+                expiry.add_metric((name,), end - self._now())
+        yield expiry
+
+
+def lag_histogram(registry: CollectorRegistry) -> Histogram:
+    """The histogram for `watch_loop`."""
+    return Histogram(
+        "pdserve_event_loop_lag_seconds",
+        "Delay of a timer of the event loop, measured 4 times a second; a long delay counts once "
+        "for each measurement that it displaced",
+        buckets=_LAG_S,
+        registry=registry,
+    )
+
+
+async def watch_loop(observe: Callable[[float], object]) -> None:
+    """Observe the running loop's lag until cancelled. A late measurement is observed once for each
+    measurement that it displaced, so a share of observations is a share of time."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_at = loop.time() + LOOK_S
+        await asyncio.sleep(LOOK_S)
+        lag_s = max(0.0, loop.time() - due_at)
+        for _ in range(max(1, ceil(lag_s / LOOK_S))):
+            observe(lag_s)
+
+
+def certificates_of(settings: CertificateSettings, client: str = "") -> dict[str, str]:
+    """The certificates of a process, by purpose; `client`: the one that clients see."""
+    sources = {
+        "cluster": settings.cluster_cert,
+        "cluster_ca": settings.cluster_ca,
+        "client": client,
+    }
+    return {name: source for name, source in sources.items() if source}
+
+
+class MetricsPort:
+    """Serves the metrics of a process on a port. Construct it in the process's loop. Raises OSError
+    if the port is taken."""
+
+    def __init__(self, settings: ProbedSettings, bind: str, client: str, *collectors: Collector):
+        """It listens on the host of `bind`; `client` as in `certificates_of`."""
+        registry = CollectorRegistry()
+        for collector in (*collectors, ProcessFacts(certificates_of(settings, client))):
+            registry.register(collector)
+        ProcessCollector(registry=registry)
+        lag = lag_histogram(registry)
+        self._http = MetricsHttp(registry, settings.metrics_port, bind)
+        self.number = self._http.port
+        self._watching = asyncio.create_task(watch_loop(lag.observe), name="event loop lag")
+
+    async def close(self) -> None:
+        """Stop listening."""
+        self._watching.cancel()
+        await asyncio.to_thread(self._http.close)

@@ -1,0 +1,1 @@
+"""gRPC between processes: channels, servers, bounded queues, and the encoding of tokens."""

@@ -1,0 +1,182 @@
+"""Tracks what one request wants and has received, so that it can be issued again; pure.
+
+Only ids that continue a choice are taken, so a repeated or overlapping message changes nothing. The
+router keeps one for each request that it runs.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+from pdserve.engine.api.sampling_bounds import MAX_CHOICES
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.common.errors import ServiceError
+
+
+class LostTokens(Exception):
+    """A message of ids or log-probabilities leaves a gap: those before it never arrived."""
+
+
+class RequestProgress:
+    """The Start of a request and the ids of each of its choices.
+
+    Can make a Start for any worker at any time. The constructor keeps and changes the Start that it
+    receives, and raises ServiceError(INVALID_ARGUMENT) if no worker could take it.
+    """
+
+    def __init__(self, start: pb.Start, prompt_ids: Sequence[int]) -> None:
+        if not prompt_ids:
+            raise ServiceError(pb.INVALID_ARGUMENT, "the prompt is empty", "prompt_ids")
+        if start.params.n > MAX_CHOICES:
+            raise ServiceError(pb.INVALID_ARGUMENT, f"n must be at most {MAX_CHOICES}", "n")
+        if start.pool and start.params.n > 1:
+            raise ServiceError(pb.INVALID_ARGUMENT, "n must be 1 for an embedding", "n")
+        if len(start.choices) not in (0, max(1, start.params.n)):
+            raise ServiceError(
+                pb.INVALID_ARGUMENT, "choices must be empty or have n entries", "choices"
+            )
+        self.start = start  # without ids and choices
+        self.prompt_ids = list(prompt_ids)
+        self._choices = [pb.ChoiceState() for _ in range(max(1, start.params.n))]
+        for state, initial_state in zip(self._choices, start.choices, strict=False):
+            state.CopyFrom(initial_state)
+        # The position of each choice's next id, or -1 once it has ended.
+        self._next = [
+            -1 if choice.finish else len(choice.generated_ids) for choice in self._choices
+        ]
+        self._added = [array("I") for _ in self._choices]  # ids not yet in `_choices`
+        self._num_scored = 0  # prompt tokens whose log-probabilities were taken
+        del self.start.choices[:]
+        del self.start.prompt_ids[:]
+
+    @property
+    def choices(self) -> list[pb.ChoiceState]:
+        """The state of each choice; read only."""
+        for choice, added in zip(self._choices, self._added, strict=True):
+            if added:
+                choice.generated_ids.extend(added)
+                del added[:]
+        return self._choices
+
+    def take(self, tokens: pb.Tokens) -> pb.Tokens | None:
+        """Add ids to their choice; return the message, cut down to its new ids, or None.
+
+        Changes the message. Raises LostTokens if ids before it are missing.
+        """
+        if tokens.choice >= len(self.choices):
+            return None
+        choice = self.choices[tokens.choice]
+        num_ids = len(choice.generated_ids)
+        if choice.finish:
+            return None
+        if tokens.position > num_ids:
+            raise LostTokens(
+                f"choice {tokens.choice} has {num_ids} ids, but the next message starts at "
+                f"{tokens.position}"
+            )
+        skip = num_ids - tokens.position
+        if skip >= len(tokens.ids) and not tokens.finish:
+            return None
+        if skip:
+            del tokens.ids[:skip]
+            del tokens.logprobs[:skip]
+            tokens.position = num_ids
+        choice.generated_ids.extend(tokens.ids)
+        choice.finish = tokens.finish
+        self._next[tokens.choice] = -1 if tokens.finish else len(choice.generated_ids)
+        return tokens
+
+    def take_next(self, choice: int, position: int, id_: int) -> bool:
+        """Add an id if its position is the next one of the choice; return whether it is."""
+        if choice >= len(self._next) or self._next[choice] != position:
+            return False
+        self._added[choice].append(id_)
+        self._next[choice] = position + 1
+        return True
+
+    def take_scores(self, scores: pb.PromptLogprobs) -> pb.PromptLogprobs | None:
+        """Like `take`, for log-probabilities of the prompt, which a request wants once."""
+        if not self.start.params.HasField("prompt_logprobs"):
+            return None
+        if scores.position > self._num_scored + 1:
+            raise LostTokens(
+                f"{self._num_scored} prompt scores received, then from {scores.position}"
+            )
+        skip = self._num_scored + 1 - scores.position
+        if skip >= len(scores.logprobs):
+            return None
+        del scores.logprobs[:skip]
+        scores.position += skip
+        self._num_scored += len(scores.logprobs)
+        if self._num_scored >= len(self.prompt_ids) - 1:
+            self.start.params.ClearField("prompt_logprobs")
+        return scores
+
+    def take_embedding(self, embedding: pb.Embedding) -> pb.Embedding | None:
+        """Return the wanted embedding and complete the request; None if it is a second one."""
+        if not self.start.pool or self.complete:
+            return None
+        self._finish(0, pb.STOP)
+        return embedding
+
+    def abort(self, choices: Sequence[int]) -> None:
+        """Mark choices as ended by the client; those that have ended keep their finish reason."""
+        for index in choices:
+            if index < len(self.choices) and not self.choices[index].finish:
+                self._finish(index, pb.ABORTED)
+
+    def _finish(self, choice: int, reason: pb.FinishReason) -> None:
+        self.choices[choice].finish = reason
+        self._next[choice] = -1
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice has its finish reason."""
+        return all(choice.finish for choice in self.choices)
+
+    @property
+    def begun(self) -> bool:
+        """Whether any choice has ids."""
+        return any(choice.generated_ids for choice in self.choices)
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many choices still want tokens."""
+        return sum(not choice.finish for choice in self.choices)
+
+    @property
+    def may_go_remote(self) -> bool:
+        """Whether a prefill worker may compute the prompt. Prompt log-probabilities and embeddings
+        are computed with the prompt, so a request that wants them stays at decode."""
+        return not (self.start.pool or self.start.params.HasField("prompt_logprobs"))
+
+    def prefix_ids(self) -> list[int]:
+        """The ids whose KV must exist before the first decode row, plus that row's token.
+
+        The prompt and, if exactly one choice is unfinished, the ids that it has generated.
+        """
+        unfinished = [choice for choice in self.choices if not choice.finish]
+        if len(unfinished) == 1:
+            return [*self.prompt_ids, *unfinished[0].generated_ids]
+        return self.prompt_ids
+
+    def to_start(self, epoch: int, crash_count: int, remaining_ms: int, queue_ms: int) -> pb.Start:
+        """The Start of the next attempt, without prompt ids, which may travel in parts.
+
+        Generated ids travel in the message: above some 60,000 it exceeds the usual 256 KiB, but
+        gRPC's 4 MiB hold a million.
+        """
+        start = pb.Start()
+        start.CopyFrom(self.start)
+        start.epoch = epoch
+        start.crash_count = crash_count
+        start.remaining_ms = remaining_ms
+        start.queue_remaining_ms = queue_ms
+        start.ClearField("placement")
+        if self.begun or any(choice.finish for choice in self.choices):
+            start.choices.extend(self.choices)
+        return start
+
+
+def remaining_ms(deadline: float | None, now: float) -> int:
+    """Milliseconds until a deadline, at least 1; 0 if there is none, as in `Start`."""
+    return 0 if deadline is None else max(1, int((deadline - now) * 1000))

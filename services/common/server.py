@@ -1,0 +1,151 @@
+"""The gRPC server of every process, with trust, limits, keepalive, health and reflection.
+
+Each server binds to the given addresses only.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdserve.services.common.auth.access import Access
+from pdserve.services.common.auth.tls import TlsFiles
+from pdserve.services.common.options import STOP_S
+from pdserve.services.common.rpc.channel import LIMITS
+from pdserve.services.common.rpc.malformed import MalformedInterceptor
+
+log = logging.getLogger(__name__)
+
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"  # probes have no credentials
+
+MAX_CONNECTIONS = 1000  # to one port; more are closed at once
+_SERVER_OPTIONS = [
+    *LIMITS,
+    ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.server_handshake_timeout_ms", 15_000),  # for a peer that connects and sends nothing
+    ("grpc.max_concurrent_streams", 100),  # of one connection; more wait at the caller
+]
+_PROBE_OPTIONS = {
+    "grpc.max_receive_message_length": 1 << 10,
+    "grpc.max_concurrent_streams": 10,
+    "grpc.max_allowed_incoming_connections": 100,
+}
+
+
+class GrpcHost:
+    """A grpc.aio server. Construct it inside the running loop, add servicers, then start.
+
+    `open_methods` ("/pdserve.v1.Text/Chat") are for callers from outside the cluster: their
+    servicer authenticates the caller. `services` are the full names that reflection lists.
+    `interceptors` see a call before its message is read. With `shared_port`, other processes of
+    this user may listen on its ports too; the kernel assigns each new connection to one of them.
+    Health is NOT_SERVING until `set_serving(True)`; health checks of `checked_names` have the
+    status of the whole server, and `live_name` is always SERVING.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        open_methods: Collection[str] = (),
+        services: Iterable[str] = (),
+        max_connections: int = MAX_CONNECTIONS,
+        interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
+        shared_port: bool = False,
+        checked_names: Iterable[str] = (),
+        live_name: str = "",
+    ) -> None:
+        self._access = access
+        self._checked_names = ("", *checked_names)
+        self._live_name = live_name
+        self._health = health.aio.HealthServicer()
+        self._probes: grpc.aio.Server | None = None  # answers health checks only
+        self._updates: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
+        guard = access.interceptor((HEALTH_CHECK, *open_methods))
+        options = dict(_SERVER_OPTIONS) | {
+            "grpc.max_allowed_incoming_connections": max_connections,
+            "grpc.so_reuseport": int(shared_port),
+        }
+        self.server = grpc.aio.server(
+            interceptors=[guard, *interceptors, MalformedInterceptor()],
+            options=[*options.items()],
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.server)
+
+    def listen(self, bind: str) -> int:
+        """Add a port for the cluster's own calls, before `start`; return its number. Raises
+        OSError, naming the address, if it is taken."""
+        try:
+            return self._access.listen(self.server, bind)
+        except RuntimeError as error:
+            raise _cannot_listen(bind) from error
+
+    def listen_for_clients(self, bind: str, tls: TlsFiles | None) -> int:
+        """Add a port for callers from outside, who show no certificate; otherwise like `listen`."""
+        try:
+            if tls is None:
+                return self.server.add_insecure_port(bind)
+            return self.server.add_secure_port(bind, tls.server_credentials())
+        except RuntimeError as error:
+            raise _cannot_listen(bind) from error
+
+    def listen_for_probes(self, bind: str, port: int) -> None:
+        """Add a port on the host of `bind` (host:port) that serves only health checks, without a
+        certificate; port 0 adds none. Raises OSError, naming the address, if it is taken."""
+        if not port:
+            return
+        self._probes = grpc.aio.server(options=[*(dict(_SERVER_OPTIONS) | _PROBE_OPTIONS).items()])
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
+        address = f"{bind.rpartition(':')[0]}:{port}"
+        try:
+            self._probes.add_insecure_port(address)
+        except RuntimeError as error:
+            raise _cannot_listen(address) from error
+
+    async def start(self) -> None:
+        """Start accepting calls."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        if self._live_name:
+            await self._health.set(self._live_name, health_pb2.HealthCheckResponse.SERVING)
+        await self.server.start()
+        if self._probes is not None:
+            await self._probes.start()
+
+    def set_serving(self, serving: bool) -> None:
+        """Set the health status, from the next turn of the loop on; call after `start`."""
+        status = health_pb2.HealthCheckResponse
+        task = asyncio.get_running_loop().create_task(
+            self._set_health(status.SERVING if serving else status.NOT_SERVING)
+        )
+        self._updates.add(task)
+        task.add_done_callback(self._updates.discard)
+
+    async def _set_health(self, status: Any) -> None:
+        for name in self._checked_names:
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give running ones `grace_s`, then cut them. Returns at most STOP_S
+        later, even if gRPC has not stopped by then."""
+        try:
+            async with asyncio.timeout(grace_s + STOP_S):
+                await self.server.stop(grace_s)
+                if self._probes is not None:
+                    await self._probes.stop(0)
+        except TimeoutError:
+            log.warning("gRPC has not stopped after %g s", grace_s + STOP_S)
+
+
+def _cannot_listen(bind: str) -> OSError:
+    """The error of a failed bind; gRPC does not say which of the two causes it has."""
+    return OSError(
+        f"cannot listen on {bind}: the port is in use, or the address is not on this machine"
+    )

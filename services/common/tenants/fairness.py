@@ -1,0 +1,87 @@
+"""Shares resources between owners: a queue in which they take turns, and a bound with a share for
+each.
+
+So no owner waits for all that another has queued, or is refused for all that another holds. Pure.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from pdserve.protos.common_pb2 import OVERLOADED
+from pdserve.services.common.errors import ServiceError
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """Items in the order of arrival within an owner; owners get one item each in turn."""
+
+    def __init__(self) -> None:
+        self._queues: dict[bytes, deque[T]] = {}  # the next owner first; none is empty
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def push(self, owner: bytes, item: T) -> None:
+        self._queues.setdefault(owner, deque()).append(item)
+
+    def pop(self) -> T:
+        """Remove and return the next item. Raises KeyError if the queue is empty."""
+        if not self._queues:
+            raise KeyError("the queue is empty")
+        owner = next(iter(self._queues))
+        queue = self._queues.pop(owner)
+        item = queue.popleft()
+        if queue:
+            self._queues[owner] = queue
+        return item
+
+
+class FairShare:
+    """Counts what each owner holds of a bounded resource.
+
+    Once the bound is reached, an owner gets more only while it holds less than its share: the bound
+    divided by the number of owners. So an owner that takes all it can get is refused itself, not
+    the others. A 64th of the bound is available to every owner, whatever the others hold. The total
+    is at most twice the bound, plus the 64ths of owners that came later.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: dict[bytes, int] = {}  # none is 0
+        self.total = 0
+
+    def has_room(self, owner: bytes, amount: int = 1) -> bool:
+        """Whether the owner may take `amount`."""
+        if self.total + amount <= self._limit:
+            return True
+        owner_amount = self._held.get(owner, 0)
+        owners = len(self._held) + (owner not in self._held)
+        share = self._limit // owners
+        within_share = owner_amount + amount <= share and self.total + amount <= 2 * self._limit
+        return within_share or owner_amount + amount <= self._limit // 64
+
+    @contextmanager
+    def holding(self, owner: bytes, amount: int, resource: str) -> Iterator[None]:
+        """Hold `amount` for the owner in the block. Raises ServiceError OVERLOADED, which names
+        `resource`, if it does not fit."""
+        if not self.has_room(owner, amount):
+            raise ServiceError(OVERLOADED, f"too many {resource} at once", retry_after_s=1.0)
+        self.take(owner, amount)
+        try:
+            yield
+        finally:
+            self.give_back(owner, amount)
+
+    def take(self, owner: bytes, amount: int = 1) -> None:
+        if amount:
+            self._held[owner] = self._held.get(owner, 0) + amount
+        self.total += amount
+
+    def give_back(self, owner: bytes, amount: int = 1) -> None:
+        remaining = self._held.pop(owner, 0) - amount
+        if remaining:
+            self._held[owner] = remaining
+        self.total -= amount

@@ -1,0 +1,176 @@
+"""API keys of clients: identify the tenant of a request, and separate it from other tenants'
+requests.
+
+Invariant: with keys set, no other key is accepted. Keys are kept as hashes. A key file has one key
+per line: NAME:sha256:HEX as `pdserve key NAME` prints it, or the key itself, which is then named by
+the beginning of its hash.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.services.common.options import KeySettings
+from pdserve.services.common.process import LOOK_AGAIN_S, stamp
+
+log = logging.getLogger(__name__)
+
+_BEARER = "bearer "
+_HASHED = re.compile(r"([A-Za-z0-9._-]{1,64}):sha256:([0-9a-f]{64})")
+ID_BYTES = 8
+NAME_CHARS = 12  # of the hash that names an unnamed key
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The owner of a request.
+
+    name: for the log. id: identifies the owner in fair queues. salt: of the prefix cache, so that
+    no tenant learns what another has cached; empty: the cache is shared. It derives from the key
+    itself, which no process keeps, so neither a list of hashes nor another key reveals it.
+    """
+
+    name: str
+    id: bytes
+    salt: bytes
+
+    def cache_salt(self, client_salt: bytes) -> bytes:
+        """The salt of a request, narrowed further by the cache salt that its client chose."""
+        if not self.salt or not client_salt:
+            return self.salt or client_salt
+        return hmac.digest(self.salt, client_salt, "sha256")
+
+
+EVERYBODY = Tenant("", b"", b"")
+
+
+class ApiKeys:
+    """A set of keys, of which those in a file can change; if it is empty, all clients are
+    accepted."""
+
+    def __init__(
+        self,
+        keys: Iterable[str] = (),
+        file: str = "",
+        *,
+        shared_prefix: bool = False,
+    ) -> None:
+        """`shared_prefix` leaves the salts empty. Raises OSError if the file cannot be read;
+        ValueError if a key is empty, if a line is almost a hash, or if the file has no key, since
+        all clients would be accepted then."""
+        self._shared_prefix = shared_prefix
+        self._file = file
+        key_texts = tuple(keys)
+        if not all(key_texts):
+            raise ValueError("an API key must not be empty")
+        self._configured = [_parse_key(key) for key in key_texts]
+        self._from_file = self._read()
+
+    @property
+    def required(self) -> bool:
+        return bool(self._configured or self._file)
+
+    def tenant(self, authorization: str) -> Tenant | None:
+        """The tenant of an Authorization header ("Bearer KEY"); None if the key is not accepted."""
+        if not self.required:
+            return EVERYBODY
+        header = authorization.strip()
+        key = header[len(_BEARER) :].strip() if header[: len(_BEARER)].lower() == _BEARER else ""
+        digest = _digest(key)
+        matching_name = None
+        for known_digest, name in (*self._configured, *self._from_file):
+            if hmac.compare_digest(digest, known_digest):
+                matching_name = name
+        if matching_name is None:
+            return None
+        salt = b"" if self._shared_prefix else _derived(key, b"cache salt")
+        return Tenant(matching_name, _derived(key, b"tenant")[:ID_BYTES], salt)
+
+    def has_name(self, name: str) -> bool:
+        """Whether a key of that name is accepted; without keys, whether it is the name of
+        EVERYBODY."""
+        if not self.required:
+            return name == EVERYBODY.name
+        return any(name == known_name for _, known_name in (*self._configured, *self._from_file))
+
+    def reload(self) -> None:
+        """Read the file again. A file that cannot be used changes nothing."""
+        try:
+            self._from_file = self._read()
+        except (OSError, ValueError) as error:
+            log.error("cannot reload the API keys; the previous ones stay in use: %s", error)
+        else:
+            log.info("%s: %d API keys loaded", self._file, len(self._from_file))
+
+    async def watch(self) -> None:
+        """Read the file again whenever it changes or SIGHUP arrives; runs until cancelled. Without
+        a file, SIGHUP changes nothing and does not end the process."""
+        changed = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, changed.set)
+        if not self._file:
+            await asyncio.Event().wait()
+        last_stamp = stamp(self._file)
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_AGAIN_S):
+                    await changed.wait()
+            if changed.is_set() or stamp(self._file) != last_stamp:
+                changed.clear()
+                last_stamp = stamp(self._file)
+                self.reload()
+
+    def _read(self) -> list[tuple[bytes, str]]:
+        if not self._file:
+            return []
+        lines = (line.strip() for line in Path(self._file).read_text("utf-8").splitlines())
+        entries = [_parse_key(line) for line in lines if line and line[0] != "#"]
+        if not entries:
+            raise ValueError(f"{self._file} has no API key")
+        return entries
+
+
+def make_keys(settings: KeySettings) -> ApiKeys:
+    """Raises OSError and ValueError like ApiKeys."""
+    return ApiKeys(settings.api_keys, settings.api_key_file, shared_prefix=settings.shared_prefix)
+
+
+def hashed(name: str, key: str) -> str:
+    """A line of a key file. Raises ValueError if the name does not fit."""
+    line = f"{name}:sha256:{_digest(key).hex()}"
+    if not _HASHED.fullmatch(line):
+        raise ValueError(
+            f"a key's name may have letters, digits, '.', '_' and '-', not {name!r:.80}"
+        )
+    return line
+
+
+def _parse_key(text: str) -> tuple[bytes, str]:
+    """The hash and the name of a key, or of a line that has both. Raises ValueError if the line is
+    malformed."""
+    if match := _HASHED.fullmatch(text):
+        return bytes.fromhex(match[2]), match[1]
+    if ":sha256:" in text:
+        raise ValueError(
+            "a line with ':sha256:' is not NAME:sha256:HEX, as `pdserve key` prints it"
+        )
+    digest = _digest(text)
+    return digest, digest.hex()[:NAME_CHARS]
+
+
+def _derived(key: str, purpose: bytes) -> bytes:
+    return hmac.digest(_bytes(key), b"pdserve " + purpose, "sha256")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(_bytes(key)).digest()
+
+
+def _bytes(key: str) -> bytes:
+    return key.encode("utf-8", "surrogateescape")

@@ -1,0 +1,91 @@
+"""Interfaces through which a request acts on the rest of the router."""
+
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.rpc.token_rows import NumberedChoice
+from pdserve.services.router.fleet.fleet import Worker
+from pdserve.services.router.request.actions import OpenAttempt
+from pdserve.services.router.request.events import Reachability
+from pdserve.services.router.request.transition import Transition
+
+Command = wire.DecodeCommand | wire.PrefillCommand
+RequestT = TypeVar("RequestT", contravariant=True)
+
+
+class Client(Protocol):
+    """The sender of a request: a gateway's session or one Generate call."""
+
+    @property
+    def key(self) -> bytes:
+        """Key within which request ids are unique."""
+
+    def put(self, event: RequestEvent) -> None:
+        """Take an event; never blocks."""
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether it takes tokens by `put_token`; never changes."""
+
+    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
+        """Take a token without log-probabilities of a choice that goes on. Returns False unless it
+        reads rows."""
+
+
+@dataclass(eq=False, slots=True)
+class Assignment:
+    """The workers of an attempt, and the ids that they compute."""
+
+    id: bytes
+    decode: Worker
+    prefill: Worker | None
+    ids: list[int]  # prefix ids less the last: their KV must exist before the first decode row
+    began: float  # when Admit was sent
+    ticket: wire.Ticket | None = None  # of its hand-off
+    adopted: bool = False  # another session began it
+    # From the worker's NumberedChoice to the client's.
+    clients_choices: dict[NumberedChoice, NumberedChoice] = field(default_factory=dict)
+
+
+class Effects(Protocol[RequestT]):
+    """Side effects of a request; the dispatcher carries them out."""
+
+    def emit(self, request: RequestT, event: RequestEvent) -> None:
+        """Pass an event to the client."""
+
+    def place(self, request: RequestT, now: float) -> None:
+        """Begin an attempt now, or queue the request in order of arrival."""
+
+    def find(self, boot: bytes) -> Worker | None:
+        """Return the worker with this boot id if commands can be sent to it."""
+
+    def reach(self, boot: bytes, now: float) -> Reachability:
+        """Return whether commands can be sent to the worker, or may be soon."""
+
+    def send(self, worker: Worker, command: Command) -> None:
+        """Send a command; dropped if the session is down."""
+
+    def opened(
+        self, request: RequestT, attempt: Assignment, action: OpenAttempt, now: float
+    ) -> None:
+        """Route messages of this attempt to the request."""
+
+    def stepped(self, request: RequestT, transition: Transition, now: float) -> None:
+        """Count what a step of its machine changed, before the actions are carried out."""
+
+    def closed(self, request: RequestT, attempt: Assignment, lost: str) -> None:
+        """Stop routing messages of this attempt to the request. `lost`: why it was dropped."""
+
+    def waited(self, request: RequestT, seconds: float) -> None:
+        """Record the time from its arrival to the attempt that gave its first token."""
+
+    def count_prefill(self, remote: bool) -> None:
+        """Count a prompt that was computed at a prefill worker (`remote`) or at decode."""
+
+    def ended(
+        self, request: RequestT, now: float, error: ServiceError | None, served: bool
+    ) -> None:
+        """Forget a request after its terminal event. `served`: a worker keeps its last events."""

@@ -1,0 +1,116 @@
+"""Chooses which running requests migrate to another decode worker with their KV.
+
+A draining worker sends all of them away, as far as others have room; a worker that lacks blocks
+sends one at a time (placement/rebalance.py). Each request runs its migration itself
+(migration_machine.py). Time is an argument.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from pdserve.protos.fleet_pb2 import DECODE
+from pdserve.services.router.fleet.fleet import Fleet, State, Worker
+from pdserve.services.router.placement.rebalance import Pressure, Running, drain_order, relief_order
+from pdserve.services.router.request.placer import Placer
+from pdserve.services.router.request.request import RoutedRequest
+
+
+class Migrations:
+    """Begins the migrations of a router and counts them."""
+
+    def __init__(self, fleet: Fleet, placer: Placer) -> None:
+        self.num_begun = 0
+        self.num_done = 0
+        self.failed: Counter[str] = Counter()  # by the step they reached
+        self.num_bytes = 0
+        self.num_tokens = 0  # tokens whose KV has moved
+        self.num_under_way = 0
+        self._fleet = fleet
+        self._placer = placer
+        self._pressure = Pressure()
+
+    def tick(self, requests: Iterable[RoutedRequest], now: float) -> None:
+        """Begin the migrations that are due among these requests: drains, then reliefs."""
+        workers = [w for w in self._fleet.workers.values() if w.role == DECODE]
+        draining = [w for w in workers if w.state is State.DRAINING and w.connected]
+        if draining:
+            self._empty(draining, requests, now)
+        if self._pressure.due(now):
+            preemptions = {w.boot: w.load.preemptions for w in workers}
+            for boot in self._pressure.look(preemptions, now):
+                self._relieve(boot, requests, now)
+
+    def _relieve(self, boot: bytes, requests: Iterable[RoutedRequest], now: float) -> None:
+        """Migrate one request of a worker that preempts to one that has room for all of it."""
+        candidates = {
+            running(request): request
+            for request in requests
+            if request.state.attempt is not None
+            and request.state.attempt.decode == boot
+            and not request.state.num_failed_migrations
+            and may_migrate(request, now)
+        }
+        for candidate in relief_order(candidates):
+            target = self._placer.target_for(candidates[candidate], now)
+            if target is None or not self._placer.budget.has_room:
+                return
+            has_room = target.facts.free_tokens >= candidate.num_tokens + (
+                candidate.remaining or candidate.num_tokens
+            )
+            if has_room and self._pressure.calm(target.boot):
+                candidates[candidate].migrate(target, now)
+                return
+
+    def _empty(self, draining: list[Worker], requests: Iterable[RoutedRequest], now: float) -> None:
+        """Migrate the requests of draining workers, as far as others have room."""
+        candidates: dict[Running, RoutedRequest] = {}
+        for request in requests:
+            assignment = request.assignment
+            leaves = assignment is not None and assignment.decode in draining
+            if leaves and may_migrate(request, now):
+                candidates[running(request)] = request
+        for candidate in drain_order(candidates):
+            if not self._placer.budget.has_room:
+                return
+            request = candidates[candidate]
+            target = self._placer.target_for(request, now)
+            if target is not None:
+                request.migrate(target, now)
+
+    def begun(self, request: RoutedRequest) -> None:
+        """Count a migration that has begun."""
+        self.num_begun += 1
+        self.num_under_way += 1
+        self._placer.budget.migration_begun(request)
+
+    def done(self, request: RoutedRequest, num_tokens: int) -> None:
+        """Count a migration that went on at the target, with the KV of `num_tokens` tokens."""
+        self.num_done += 1
+        self.num_tokens += num_tokens
+        self._over(request)
+
+    def stayed(self, request: RoutedRequest, step: str) -> None:
+        """Count a migration that ended at the source. `step`: how far it got; empty: no failure."""
+        if step:
+            self.failed[step] += 1
+        self._over(request)
+
+    def _over(self, request: RoutedRequest) -> None:
+        self.num_under_way -= 1
+        self._placer.budget.migration_over(request)
+
+
+def may_migrate(request: RoutedRequest, now: float) -> bool:
+    """Return whether it generates and its KV is one chain: one unfinished choice only."""
+    progress = request.progress
+    one_chain = progress.num_unfinished == 1 and progress.may_go_remote
+    return one_chain and request.state.may_migrate(now)
+
+
+def running(request: RoutedRequest) -> Running:
+    """Return the facts by which requests are chosen to migrate."""
+    progress = request.progress
+    generated = sum(len(c.generated_ids) for c in progress.choices if not c.finish)
+    max_tokens = progress.start.params.max_tokens
+    remaining = max(0, max_tokens - generated) if max_tokens else None
+    return Running(request.ordinal, len(progress.prompt_ids) + generated, remaining)

@@ -1,0 +1,379 @@
+"""Places requests: applies the placement policy, begins attempts, and queues what must wait.
+
+A request waits for its turn, for the recompute budget, or for a worker that is compatible with its
+generated tokens (placement/waiting.py). A request that no present worker is compatible with waits
+aside for at most STRANDED_S, so that it does not block the requests behind it.
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from random import Random
+from typing import NamedTuple
+
+from pdserve.engine.kv.identity import KvIdentity
+from pdserve.protos.fleet_pb2 import DECODE, PREFILL
+from pdserve.services.router.fleet.compatibility import STRANDED_S, KvCompatibility
+from pdserve.services.router.fleet.fleet import Fleet, State, Worker, taking_work
+from pdserve.services.router.placement.facts import FactsOfWorkers, destination
+from pdserve.services.router.placement.policy import PromptFacts, Rules, decide, decode_costs
+from pdserve.services.router.placement.promises import PickedPrompts, PromisedChains, prompt_key
+from pdserve.services.router.placement.recompute_budget import RecomputeBudget
+from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
+from pdserve.services.router.request import actions as do
+from pdserve.services.router.request import events as on
+from pdserve.services.router.request.effects import Assignment
+from pdserve.services.router.request.request import RoutedRequest
+
+log = logging.getLogger(__name__)
+
+MAX_ADMITTING = 16  # unanswered Admits of one decode worker
+WITHOUT_WORKER_S = 1.0  # without any worker, before another router of a sharded fleet tries
+
+
+class PickQuery(NamedTuple):
+    """A prompt for which an endpoint picker wants a host."""
+
+    model: str
+    ids: list[int]
+    cache_salt: bytes
+    tokenizer: str  # the one that made the ids
+    hosts: Collection[str]  # hosts whose decode workers are allowed
+
+
+class PickedHost(NamedTuple):
+    """A host and the number of tokens of the prompt cached there."""
+
+    host: str
+    cached_tokens: int
+
+
+class Placer:
+    """The placement of all requests of one router."""
+
+    def __init__(self, fleet: Fleet, rules: Rules, rng: Random, max_queued: int) -> None:
+        self._fleet = fleet
+        self._rules = rules
+        self._rng = rng
+        self.draining = False
+        self.waiting: WaitingQueue[RoutedRequest] = WaitingQueue(max_queued)
+        self.budget: RecomputeBudget[RoutedRequest] = RecomputeBudget()
+        self.compatibility = KvCompatibility(rules.resuming)
+        self.promised = PromisedChains()
+        self.picks = PickedPrompts(self.promised)
+        self.admitting: Counter[bytes] = Counter()  # unanswered, by boot of the decode worker
+        self.reasons: Counter[str] = Counter()  # of decisions, counted
+        self._without_worker: dict[RoutedRequest, float] = {}  # since when no suitable worker stays
+
+    # --- placing
+
+    def place(self, request: RoutedRequest, now: float) -> None:
+        """Begin an attempt now, or queue the request."""
+        if request.state.begun:
+            self._compute_again(request, now)
+            return
+        workers = self._candidates_in_time(request, now) if self._is_first(request) else []
+        if not workers or not self._begin(request, workers, now):
+            self._wait(request, WaitReason.TURN, now)
+
+    def _wait(self, request: RoutedRequest, reason: WaitReason, now: float) -> None:
+        self.waiting.add(request, reason, now)
+        request.step(on.Queued(), now)
+
+    def _compute_again(self, request: RoutedRequest, now: float) -> None:
+        """Begin to recompute a running request, or queue it for the budget."""
+        workers = self._candidates(request, now) if self.budget.has_room else []
+        if workers and self._begin(request, workers, now):
+            self.budget.recompute_begun(request)
+        else:
+            self._wait(request, WaitReason.BUDGET, now)
+
+    def can_begin(self, request: RoutedRequest, now: float) -> bool:
+        """Return whether it is the request's turn and a worker may take it."""
+        return self._is_first(request) and bool(self._candidates_in_time(request, now))
+
+    def _is_first(self, request: RoutedRequest) -> bool:
+        """Return whether no request that waits for a turn at the same workers comes before it."""
+        model, tokenizer = request.pool
+        for pool in self.waiting.pools:
+            same_pool = pool[0] == model and ("" in (pool[1], tokenizer) or pool[1] == tokenizer)
+            head = self.waiting.head(pool) if same_pool else None
+            if head is None or head is request:
+                continue
+            if head.tenant != request.tenant or head.rank < request.rank:
+                return False
+        return True
+
+    def _candidates_in_time(self, request: RoutedRequest, now: float) -> Sequence[Worker]:
+        """Return the workers that may take it; none past its deadline, after which it only ends."""
+        deadline = request.state.deadline
+        late = deadline is not None and now >= deadline
+        return [] if late else self._candidates(request, now)
+
+    def _candidates(self, request: RoutedRequest, now: float) -> Sequence[Worker]:
+        state = request.state
+        if self.draining and state.orphan_since is not None:
+            return []  # its gateway has taken it to another router
+        workers = self._free(self._compatible_workers(request), now) if state.may_ask_more else []
+        return [w for w in workers if w.boot not in state.refused] if state.refused else workers
+
+    def _compatible_workers(self, request: RoutedRequest) -> Sequence[Worker]:
+        workers = self._fleet.of(DECODE, request.model)
+        if request.min_protocol:
+            workers = [w for w in workers if w.hello.protocol >= request.min_protocol]
+        return readers(self.compatibility.able(request.origin, workers), request.pool[1])
+
+    def is_unread(self, request: RoutedRequest) -> bool:
+        """Return whether the workers of its prompt's tokenizer have all left or are leaving, while
+        others serve its model."""
+        has_other = False
+        for worker in self._fleet.of(DECODE, request.model):
+            if worker.stays:
+                if reads(worker, request.pool[1]):
+                    return False
+                has_other = True
+        return has_other
+
+    def _begin(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
+        """Begin an attempt on the worker that the policy chooses; False if it chooses none."""
+        picked_boot = self._picked_worker(request, now)
+        facts = self._facts(request, self.promised, now)
+        decodes = facts.of_all(workers)
+        if self.picks:
+            decodes = [self.picks.counted(worker, now) for worker in decodes]
+        if picked_boot is not None:
+            decodes = [worker for worker in decodes if worker.boot == picked_boot] or decodes
+        senders = facts.of_all(taking_work(self._fleet.of(PREFILL, request.model), now))
+        decision = decide(request.facts(), decodes, senders, self._rules, self._rng)
+        if decision is None:
+            return False
+        self.reasons[decision.reason] += 1
+        reason, cached = decision.reason, decision.cached_tokens
+        log.debug(
+            "placed: %s, %d tokens cached at decode", reason, cached, extra={"request": request.id}
+        )
+        if request.beginning.expected is None:
+            request.beginning.expected = cached
+        decode = self._fleet.workers[decision.decode]
+        prefill = None if decision.prefill is None else self._fleet.workers[decision.prefill]
+        self.compatibility.count_left_out(decode.boot, decision.refused)
+        min_shared = self._rules.min_shared_tokens
+        attempt = request.begin(decode, prefill, decision.follows, min_shared, now)
+        self.promised.add(attempt, decode.boot, facts.chain(decode))
+        return True
+
+    def _picked_worker(self, request: RoutedRequest, now: float) -> bytes | None:
+        """Return the worker that a picker got for the request, once; None if there is none."""
+        if not self.picks or request.state.num_attempts:
+            return None
+        start = request.progress.start
+        key = prompt_key(request.model, start.cache_salt, request.progress.prompt_ids)
+        return self.picks.take(key, now)
+
+    # --- endpoint pickers
+
+    def pick(self, query: PickQuery, now: float) -> list[PickedHost]:
+        """Return the hosts of decode workers, each once, the best for the prompt first; empty if no
+        live one is there. The first counts as picked."""
+        allowed = [
+            worker
+            for worker in readers(self._fleet.of(DECODE, query.model), query.tokenizer)
+            if worker.state is State.LIVE and worker.connected and worker.host in query.hosts
+        ]
+        self.picks.forget_old(now)  # their promises would count below
+        facts = FactsOfWorkers(
+            query.ids, query.cache_salt, {}, self._fleet.prefixes, self.promised, now
+        )
+        free = self._free(allowed, now) or allowed
+        workers = [self.picks.counted(candidate, now) for candidate in facts.of_all(free)]
+        senders = facts.of_all(taking_work(self._fleet.of(PREFILL, query.model), now))
+        prompt = PromptFacts(len(query.ids) - 1)
+        decision = decide(prompt, workers, senders, self._rules, self._rng)
+        if decision is None:
+            return []
+        costs = decode_costs(prompt, workers, math.inf)
+        by_cost = sorted(zip(costs, workers, strict=True), key=lambda pair: pair[0])
+        others = [w for _, w in by_cost if w.boot != decision.decode]
+        best = self._fleet.workers[decision.decode]
+        cached = {w.boot: min(w.cached_tokens, prompt.num_tokens) for w in workers}
+        order = [best, *(self._fleet.workers[w.boot] for w in others)]
+        waits = decision.follows or decision.prefill is not None  # for KV, as in `opened`
+        key = prompt_key(query.model, query.cache_salt, query.ids)
+        self.picks.add(key, best.boot, facts.chain(best), 0 if waits else len(query.ids), now)
+        cached_by_host: dict[str, int] = {}
+        for worker in order:
+            cached_by_host.setdefault(worker.host, cached[worker.boot])
+        return [PickedHost(host, tokens) for host, tokens in cached_by_host.items()]
+
+    def refuses(self, pool: tuple[str, str], tenant: bytes, now: float) -> bool:
+        """Return whether a new request can neither begin nor wait. `pool`: its model and
+        tokenizer."""
+        if self.waiting.has_room(tenant):
+            return False
+        head = self.waiting.head(pool)
+        workers = readers(self._fleet.of(DECODE, pool[0]), pool[1])
+        return head is not None or not self._free(workers, now)
+
+    def _free(self, workers: Iterable[Worker], now: float) -> Sequence[Worker]:
+        """Return the decode workers that take one more request now."""
+        taking = taking_work(workers, now)
+        full = {boot for boot, num in self.admitting.items() if num >= MAX_ADMITTING}
+        return [w for w in taking if w.boot not in full] if full else taking
+
+    def _facts(
+        self, request: RoutedRequest, promised: PromisedChains, now: float
+    ) -> FactsOfWorkers:
+        ids, salt = request.progress.prefix_ids(), request.progress.start.cache_salt
+        return FactsOfWorkers(ids, salt, request.verified, self._fleet.prefixes, promised, now)
+
+    def target_for(self, request: RoutedRequest, now: float) -> Worker | None:
+        """Return another decode worker that can take a running request with its KV."""
+        if request.assignment is None:
+            return None
+        facts = self._facts(request, PromisedChains(), now)
+        source = facts.of(request.assignment.decode)
+        others = facts.of_all(self._candidates(request, now))
+        ids = request.progress.prefix_ids()
+        boot = destination(ids, source, others, self._rules.mixing, self._rng)
+        return None if boot is None else self._fleet.workers[boot]
+
+    def remote_tokens(self, request: RoutedRequest) -> int:
+        """Return the tokens that a prefill worker would compute for it if nothing is cached."""
+        tokens, mode = len(request.progress.prompt_ids), self._rules.remote_prefill
+        remote = mode == "always" or (mode == "auto" and tokens >= self._rules.threshold)
+        return tokens if remote and request.progress.may_go_remote else 0
+
+    # --- waiting requests
+
+    def pump(self, now: float) -> None:
+        """Begin waiting requests, tenants in turn, as far as budget and workers allow."""
+        for request in self.waiting.of(WaitReason.BUDGET) if self.budget.has_room else ():
+            if not self.budget.has_room:
+                break  # the requests behind it keep their turns
+            self.waiting.remove(request)
+            workers = self._fleet.of(DECODE, request.model)
+            if not self._strand(request, workers, now):
+                self._compute_again(request, now)
+        for pool in self.waiting.pools:
+            workers = self._fleet.of(DECODE, pool[0])
+            while (head := self.waiting.head(pool)) is not None:
+                if self._strand(head, workers, now):
+                    continue
+                free = self._candidates_in_time(head, now)
+                if not free:
+                    break
+                self.waiting.remove(head)
+                if not self._begin(head, free, now):
+                    self.waiting.add(head, WaitReason.TURN, now)
+                    break
+
+    def _strand(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
+        """Let the request wait for a compatible worker if none of its model's can go on with it.
+        Returns whether it waits."""
+        if not workers:
+            return False
+        if self._compatible_workers(request) and (
+            request.state.begun or not self.is_unread(request)
+        ):
+            return False
+        self.waiting.add(request, WaitReason.COMPATIBLE_WORKER, now)
+        text = "the request waits: no worker can continue it"
+        log.warning(text, extra={"request": request.id})
+        return True
+
+    def worker_connected(self, worker: Worker, now: float) -> None:
+        """Place the requests that waited for a compatible worker and can go on at this one."""
+        self.compatibility.joined(worker)
+        for request in self.waiting.of(WaitReason.COMPATIBLE_WORKER):
+            if request.model == worker.model and worker in self._compatible_workers(request):
+                self.waiting.remove(request)
+                self.place(request, now)
+
+    def overdue(self, now: float) -> list[RoutedRequest]:
+        """Return requests that have waited too long for a compatible worker, or wait in vain."""
+        stranded = self.waiting.of(WaitReason.COMPATIBLE_WORKER)
+        waiting = (*stranded, *self.waiting.of(WaitReason.BUDGET))
+        late = [r for r in stranded if now - self.waiting.since(r) >= STRANDED_S]
+        return list(dict.fromkeys((*late, *(r for r in waiting if self._is_hopeless(r, now)))))
+
+    def without_worker(self, now: float) -> list[RoutedRequest]:
+        """Return the waiting requests without a suitable worker that stays with this router. In a
+        sharded fleet a restarted worker may join other routers."""
+        has_worker: dict[tuple[tuple[str, str], KvIdentity | None, int], bool] = {}
+        for request in self.waiting:
+            key = request.pool, request.origin, request.min_protocol
+            if key not in has_worker:
+                has_worker[key] = any(
+                    w.stays and w.connected and not w.frozen
+                    for w in self._compatible_workers(request)
+                )
+        affected = [r for r in self.waiting if not has_worker[r.pool, r.origin, r.min_protocol]]
+        self._without_worker = {
+            request: self._without_worker.get(request, now) for request in affected
+        }
+        return [
+            r
+            for r, since in self._without_worker.items()
+            if r.given_back or now - since >= WITHOUT_WORKER_S
+        ]
+
+    def _is_hopeless(self, request: RoutedRequest, now: float) -> bool:
+        """Return whether no worker can go on with it and none is expected."""
+        return self.compatibility.withdrawn(request.origin, now) and not self._compatible_workers(
+            request
+        )
+
+    def worker_forgotten(self, worker: Worker, now: float) -> None:
+        """Note that a decode worker is gone for good."""
+        self.compatibility.left(worker, self._fleet.of(DECODE, worker.model), now)
+
+    def forget(self, request: RoutedRequest) -> None:
+        """Forget a request that has ended."""
+        self.waiting.remove(request)
+        self.budget.forget(request)
+
+    # --- attempts
+
+    def opened(self, attempt: Assignment, action: do.OpenAttempt, now: float) -> None:
+        """Count the work of a new attempt until its workers report it."""
+        tokens = 0 if action.follows or action.migrates else len(attempt.ids)
+        attempt.decode.commanded(attempt.id, tokens if attempt.prefill is None else 0, now)
+        if attempt.prefill is not None:
+            attempt.prefill.commanded(attempt.id, tokens, now)
+
+    def count_unanswered(self, decode: bytes, change: int) -> None:
+        """Change the number of Admits that a decode worker has yet to answer."""
+        self.admitting[decode] += change
+        if not self.admitting[decode]:
+            del self.admitting[decode]
+
+    def follows_no_more(self, attempt: Assignment, now: float) -> None:
+        """Count the prompt of an attempt that was expected to wait for another prompt."""
+        if attempt.prefill is not None:
+            attempt.prefill.commanded(attempt.id, len(attempt.ids), now)
+
+    def closed(self, request: RoutedRequest, attempt: Assignment) -> None:
+        """Drop the counts of an attempt that is over for the router."""
+        self.promised.drop(attempt.id)
+        self.budget.recompute_over(request)
+        attempt.decode.forget_command(attempt.id)
+        if attempt.prefill is not None:
+            attempt.prefill.forget_command(attempt.id)
+
+    def taken(self, request: RoutedRequest, attempt: Assignment) -> None:
+        """Note that a decode worker took the attempt; the request may go on inexactly there."""
+        identity = attempt.decode.identity
+        if self.compatibility.count_resume(request.id, request.origin, identity):
+            request.inexact = True
+
+
+def reads(worker: Worker, tokenizer: str) -> bool:
+    """Return whether the worker's model has the tokenizer that made a prompt's ids. An unknown
+    tokenizer matches any other."""
+    return not tokenizer or worker.identity.tokenizer in ("", tokenizer)
+
+
+def readers(workers: Sequence[Worker], tokenizer: str) -> Sequence[Worker]:
+    """Return the workers that can read a prompt of this tokenizer."""
+    return [w for w in workers if reads(w, tokenizer)] if tokenizer else workers

@@ -1,0 +1,591 @@
+"""One request in the router: carries out the actions of its state machine (machine.py).
+
+It holds what the machine does not need: the ids (RequestProgress), the workers behind the boot ids,
+tickets, and the facts that the client receives at the end. It is synchronous, time is an argument,
+and its `Effects` are its only access to the rest of the router, so that the same code runs on
+sockets and under a test's clock.
+"""
+
+import logging
+import os
+from typing import Any
+
+from pdserve.engine.kv.identity import KvIdentity
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.router_pb2 import Placed, RequestEvent
+from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.rpc.request_progress import LostTokens, RequestProgress, remaining_ms
+from pdserve.services.common.rpc.token_rows import NumberedChoice
+from pdserve.services.common.tracing import NO_SPAN, TraceSpan
+from pdserve.services.router.fleet.fleet import Worker
+from pdserve.services.router.placement.policy import PromptFacts
+from pdserve.services.router.request import actions as do
+from pdserve.services.router.request import events as on
+from pdserve.services.router.request import machine, messages
+from pdserve.services.router.request.actions import FailureReason
+from pdserve.services.router.request.effects import Assignment, Client, Effects
+from pdserve.services.router.request.state import (
+    Attempt,
+    Beginning,
+    FirstToken,
+    MigrationStep,
+    Routing,
+)
+from pdserve.services.router.request.transition import Transition
+
+log = logging.getLogger(__name__)
+
+WINDOWS_SINCE = 1  # first protocol version in which workers read penalty_window
+OUTPUT = ("tokens", "prompt_logprobs", "embedding", "finished")
+FAILURES: dict[FailureReason, ServiceError] = {
+    FailureReason.CANCELLED: ServiceError(pb.CANCELLED, "the client cancelled the request"),
+    FailureReason.CLIENT_GONE: ServiceError(pb.CANCELLED, "the gateway of the request is gone"),
+    FailureReason.DEADLINE: ServiceError(
+        pb.DEADLINE_EXCEEDED, "the request ran longer than its timeout"
+    ),
+    FailureReason.QUEUE_TIMEOUT: ServiceError(
+        pb.QUEUE_TIMEOUT, "no worker took the request in time", "", 1.0
+    ),
+    FailureReason.POISON: ServiceError(
+        pb.POISON_REQUEST, "the request was running on two workers that died"
+    ),
+    FailureReason.NO_TRY_LEFT: ServiceError(pb.INTERNAL, "every attempt at the request failed"),
+    FailureReason.NO_WORKER_HERE: ServiceError(
+        pb.UNAVAILABLE, "no worker that can take the request has joined this router", "", 1.0
+    ),
+}
+
+
+class RoutedRequest:
+    """One request of one client."""
+
+    def __init__(
+        self,
+        effects: Effects["RoutedRequest"],
+        progress: RequestProgress,
+        client: Client,
+        ordinal: int,
+        now: float,
+        span: TraceSpan = NO_SPAN,
+    ) -> None:
+        start = progress.start
+        if span.recorded:  # otherwise workers' spans are children of the gateway's
+            start.trace_parent = span.context.parent
+            span.set(pdserve__request=start.request, gen_ai__request__model=start.model)
+        queue_s = start.queue_remaining_ms / 1000
+        self.progress = progress
+        self.client = client
+        self.ordinal = ordinal  # order of arrival, kept over retries
+        self.span = span
+        self.id = start.request
+        self.model = start.model
+        self.pool = (start.model, start.tokenizer)  # the workers of this pool can read its prompt
+        # An older worker would ignore the field and sample other tokens.
+        self.min_protocol = WINDOWS_SINCE if start.params.penalty_window else 0
+        self.tenant = start.tenant
+        self.state = Routing(
+            epoch=start.epoch,
+            deadline=now + start.remaining_ms / 1000 if start.remaining_ms else None,
+            queue_s=queue_s,
+            queue_deadline=now + queue_s if queue_s else None,
+            crash_count=start.crash_count,
+            begun=progress.begun,
+            complete=progress.complete,
+            placed_attempt=start.placement.attempt,
+            placed_decode=start.placement.decode_boot,
+            seek_start=now,
+        )
+        self.verified: dict[bytes, int] = {}  # tokens that decode workers keep, by boot id
+        self.beginning = Beginning(FirstToken(now))
+        self.inexact = False  # it was resumed on another KV identity
+        self.origin: KvIdentity | None = None  # of the worker whose output it passed on; binds it
+        if progress.begun and start.placement.HasField("identity"):
+            self.origin = KvIdentity.of(start.placement.identity)
+        self.placement = pb.Placement()  # of the attempt that it has or is to adopt
+        self.placement.CopyFrom(start.placement)
+        self._effects = effects
+        self.arrived = now
+        self._counted = False  # its prompt has been counted as local or remote
+        self._assignments: dict[bytes, Assignment] = {}  # of its attempt and of a migration's
+        self._rows_of: Assignment | None = None  # the attempt whose rows are only passed on
+        self._quiet_until = 0.0  # TimePassed changes nothing before this time
+        self._target: Worker | None = None  # of a migration
+        self._so_far = pb.Finished()  # a migration source's report of the beginning
+
+    @property
+    def key(self) -> tuple[bytes, str]:
+        """Key that all issues of the request share."""
+        return self.client.key, self.id
+
+    @property
+    def given_back(self) -> bool:
+        """Whether another router returned it because it had no worker for it."""
+        return bool(self.progress.start.given_back)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order among the waiting requests of its tenant, the lowest first."""
+        return self.progress.start.priority, self.ordinal
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """The workers of the attempt that counts."""
+        attempt = self.state.attempt
+        return None if attempt is None else self._assignments[attempt.id]
+
+    def assignment_of(self, attempt: bytes) -> Assignment | None:
+        """Return the workers of an open attempt: the one that counts or a migration's."""
+        return self._assignments.get(attempt)
+
+    def facts(self) -> PromptFacts:
+        """Return what the placement policy knows of it."""
+        return PromptFacts(
+            num_tokens=len(self.progress.prefix_ids()) - 1,
+            may_go_remote=self.progress.may_go_remote,
+            prefill_failures=self.state.num_prefill_failures,
+            failed_prefills=self.state.failed_prefills,
+        )
+
+    def step(self, event: on.RoutingEvent, now: float, message: Any = None) -> None:
+        """Step the machine and carry out its actions. `message`: what came with the event."""
+        for action in self._stepped(event, now):
+            self._carry_out(action, message, now)
+        passes_on = self.state.only_passes_on
+        self._rows_of = self.assignment if passes_on else None
+        self._quiet_until = self.state.quiet_until if passes_on else 0.0
+
+    # --- called by the dispatcher
+
+    def submit(self, now: float) -> None:
+        """Begin: look for the attempt that the Start names, or place the request."""
+        has_placement = self.progress.start.HasField("placement")
+        reach = self._effects.reach(self.placement.decode_boot, now) if has_placement else None
+        self.step(on.Submitted(reach), now)
+
+    def begin(
+        self, decode: Worker, prefill: Worker | None, follows: bool, min_shared: int, now: float
+    ) -> bytes:
+        """Begin an attempt on the workers that the policy chose. Returns its id."""
+        id_ = os.urandom(16)
+        ids = self.progress.prefix_ids()[:-1]
+        self._assignments[id_] = Assignment(id_, decode, prefill, ids, now)
+        boot = b"" if prefill is None else prefill.boot
+        self.step(on.AttemptBegun(id_, decode.boot, boot, follows, min_shared), now)
+        return id_
+
+    def migrate(self, target: Worker, now: float) -> None:
+        """Move it to another decode worker with its KV."""
+        self._target = target
+        self.step(on.MigrationBegun(target.boot), now)
+
+    def cancel(self, choices: tuple[int, ...], now: float) -> None:
+        """End the request (CANCELLED), or drop some choices and go on with the rest."""
+        if not choices:
+            self.step(on.RequestCancelled(), now)
+            return
+        self.progress.abort(choices)
+        self.step(on.ChoicesCancelled(choices, self.progress.complete), now)
+
+    def tick(self, now: float) -> None:
+        """Let time pass."""
+        if now < self._quiet_until:
+            return
+        attempt = self.state.attempt
+        prefill = b"" if attempt is None else attempt.sending_prefill
+        decode = self._effects.reach(self.state.placed_decode, now)
+        self.step(on.TimePassed(decode, self._effects.reach(prefill, now)), now)
+
+    def succeed(self, predecessor: "RoutedRequest", attempt: Attempt, now: float) -> None:
+        """Wait for decode's answer to the Admit of an earlier issue of the request."""
+        self._assignments[attempt.id] = predecessor._assignments.pop(attempt.id)
+        self._enter(machine.taken_over(self.state, attempt), now)
+
+    def reissue(self, progress: RequestProgress, now: float) -> Attempt | None:
+        """End without an event because the request was issued again. Returns the attempt that the
+        new issue is to `succeed` in, if any; its Start names the placement of any other."""
+        start, attempt = progress.start, self.state.attempt
+        start.crash_count = max(start.crash_count, self.state.crash_count)
+        same_progress = progress.choices == self.progress.choices
+        actions = self._stepped(on.Reissued(same_progress), now)
+        self._rows_of, self._quiet_until = None, 0.0
+        self.span.event("issued again", now)
+        self.span.end()
+        for action in actions:
+            if isinstance(action, do.HandOver | do.LeaveToSuccessor):
+                start.placement.CopyFrom(self.placement)
+            self._carry_out(action, None, now)
+        handed_over = any(isinstance(action, do.HandOver) for action in actions)
+        return attempt if handed_over else None
+
+    # --- messages from workers
+
+    def on_decode(self, kind: str, message: Any, now: float) -> None:
+        """Take an event of a decode session; `kind` is its name in the proto."""
+        attempt = message.attempt
+        if kind in OUTPUT and not self._counted:
+            self._counted = True
+            self._effects.count_prefill(self._assignments[attempt].prefill is not None)
+        match kind:
+            case "verified":
+                self._verified(message)
+            case "tokens" | "prompt_logprobs":
+                self._output(kind, message, now)
+            case "embedding":
+                self._embedding(message, now)
+            case "resumed":
+                self._resumed(message, now)
+            case "held":
+                self._held(message, now)
+            case _:
+                if kind == "admitted":
+                    self._ticket(message)
+                elif kind == "place_again":
+                    text = "decode returned the request: %s"
+                    log.info(text, message.reason, extra={"request": self.id})
+                    self.span.event("placed again", now, reason=message.reason)
+                    self._keeps(message)
+                self.step(messages.of_decode(kind, message), now, message)
+
+    def pass_on_row(self, worker: Worker, choice: NumberedChoice, position: int, id_: int) -> bool:
+        """Pass on a worker's token of a choice that goes on; False if it may change more here."""
+        assignment = self._rows_of
+        if assignment is None or assignment.decode is not worker:
+            return False
+        client_choice = assignment.clients_choices.get(choice)
+        if client_choice is None and (
+            assignment.id != choice.attempt or not self.client.reads_rows
+        ):
+            return False
+        if not self.progress.take_next(choice.choice, position, id_):
+            return False
+        if client_choice is None:
+            client_choice = NumberedChoice(self.id, choice.attempt, self.state.epoch, choice.choice)
+            assignment.clients_choices[choice] = client_choice
+        self.client.put_token(client_choice, position, id_)
+        return True
+
+    def on_token(self, choice: NumberedChoice, position: int, id_: int, now: float) -> None:
+        """Take a token that is not only passed on."""
+        tokens = pb.Tokens(
+            attempt=choice.attempt, choice=choice.choice, position=position, ids=(id_,)
+        )
+        self.on_decode("tokens", tokens, now)
+
+    def on_prefill(self, kind: str, message: Any, now: float) -> None:
+        """Take an event of a prefill session; `kind` is its name in the proto."""
+        self.step(messages.of_prefill(kind, message), now)
+
+    def _output(self, kind: str, message: Any, now: float) -> None:
+        """Take ids or prompt log-probabilities; only those that continue the answer are new."""
+        attempt = message.attempt
+        if not self.state.takes_output(attempt):
+            return
+        tokens = kind == "tokens"
+        try:
+            fresh = self.progress.take(message) if tokens else self.progress.take_scores(message)
+        except LostTokens as error:
+            self.step(on.OutputMissing(attempt, str(error), tokens), now)
+            return
+        if tokens:
+            facts = self.progress.begun, self.progress.complete
+            self.step(on.TokensReceived(attempt, *facts), now, fresh)
+        else:
+            self.step(on.ScoresReceived(attempt), now, fresh)
+
+    def _embedding(self, message: pb.Embedding, now: float) -> None:
+        """Take the embedding; ignore a second one."""
+        if not self.state.takes_output(message.attempt):
+            return
+        fresh = self.progress.take_embedding(message)
+        if fresh is not None:
+            self.step(on.EmbeddingReceived(message.attempt), now, fresh)
+
+    def _verified(self, message: wire.Verified) -> None:
+        """Note the verified tokens, which decode keeps whatever happens to the attempt."""
+        if self._keeps(message) and self.beginning.hit is None:
+            self.beginning.hit = message.cached_tokens
+
+    def _keeps(self, message: wire.Verified | wire.PlaceAgain) -> bool:
+        """Note the tokens that decode keeps. Returns whether they are of the attempt that
+        counts."""
+        attempt = self.state.attempt
+        if attempt is None or attempt.id != message.attempt:
+            return False
+        verified = self.verified.get(attempt.decode, 0)
+        self.verified[attempt.decode] = max(verified, message.tokens)
+        return True
+
+    def _ticket(self, message: wire.Admitted | wire.Resumed) -> None:
+        assignment = self._assignments.get(message.attempt)
+        if assignment is not None and message.HasField("ticket"):
+            assignment.ticket = message.ticket
+
+    def _resumed(self, message: wire.Resumed, now: float) -> None:
+        attempt = self.state.attempt
+        prefill = b"" if attempt is None else attempt.prefill
+        if attempt is not None and attempt.adopted:
+            prefill = prefill or message.prefill_boot
+        event = on.ResumeAccepted(
+            message.attempt,
+            message.epoch,
+            message.HasField("ticket"),
+            message.prefill_boot,
+            self._effects.reach(prefill, now),
+            message.follows,
+        )
+        self.step(event, now, message)
+
+    def _held(self, message: wire.Held, now: float) -> None:
+        migration = self.state.migration
+        if migration is None or migration.step is not MigrationStep.HOLDING:
+            return
+        self._so_far = message.so_far
+        complete = message.tokens == len(self.progress.prefix_ids()) - 1
+        target = os.urandom(16) if complete else b""
+        self.step(on.SourceHeld(message.attempt, complete, target), now)
+
+    # --- steps of the machine and their actions
+
+    def _stepped(self, event: on.RoutingEvent, now: float) -> tuple[do.RoutingAction, ...]:
+        """Step the machine. Returns the actions to carry out."""
+        state, actions = machine.step(self.state, event, now)
+        self._enter(state, now)
+        return actions
+
+    def _enter(self, state: Routing, now: float) -> None:
+        """Take the next state, and note what it changes."""
+        before, self.state = self.state, state
+        if state is before:
+            return
+        transition = Transition(before, state)
+        self._effects.stepped(self, transition, now)
+        if transition.migration_begun:
+            self.span.event("migration begun", now)
+        elif transition.moved:
+            assert before.attempt is not None  # at the source
+            self.beginning.moved(self._so_far, state.num_attempts, before.attempt.id)
+            num_tokens = len(self._assignments[transition.moved].ids)
+            self.span.event("migration done", now, tokens=num_tokens)
+        elif transition.migration_over:
+            self.span.event("migration failed", now, step=transition.failed_step)
+
+    def _carry_out(self, action: do.RoutingAction, message: Any, now: float) -> None:
+        """Carry out one action. `message`: what came with the event."""
+        match action:
+            case do.Place():
+                self._effects.place(self, now)
+            case do.OpenAttempt():
+                self._open(action, now)
+            case do.CloseAttempt():
+                assignment = self._assignments.pop(action.attempt)
+                self._effects.closed(self, assignment, action.lost)
+            case do.SendAdmit():
+                self._admit(action, now)
+            case do.SendResume():
+                epoch, choices = self.state.session_epoch, self.progress.choices
+                self._to_decode(action.attempt, messages.resume(action.attempt, epoch, choices))
+            case do.SendPrefillStart():
+                self._start_prefill(action, now)
+            case do.SendHold():
+                self._to_decode(action.attempt, messages.hold(action.attempt))
+            case do.SendMove():
+                to = self._assignments[action.to]
+                assert to.ticket is not None  # it was admitted with one
+                identity = pb.KvIdentity(**to.decode.identity.parts())
+                move = messages.move(action.attempt, to.id, to.ticket, identity)
+                self._to_decode(action.attempt, move)
+            case do.SendStay():
+                self._to_decode(action.attempt, messages.stay(action.attempt))
+            case do.CancelAtDecode():
+                cancel = messages.cancel_at_decode(action.attempt, action.choices)
+                self._to_decode(action.attempt, cancel)
+            case do.CancelAtPrefill():
+                prefill = self._assignments[action.attempt].prefill
+                if prefill is not None:
+                    self._effects.send(prefill, messages.cancel_at_prefill(action.attempt))
+            case do.RepeatAborts():
+                choices = self.progress.choices
+                if aborted := [i for i, c in enumerate(choices) if c.finish == pb.ABORTED]:
+                    cancel = messages.cancel_at_decode(action.attempt, aborted)
+                    self._to_decode(action.attempt, cancel)
+            case do.SparePrefill():
+                assignment = self._assignments[action.attempt]
+                if assignment.prefill is not None:
+                    assignment.prefill.forget_command(assignment.id)
+                assignment.prefill = None
+            case do.AnnouncePlacement():
+                self._announce(self._assignments[action.attempt], now)
+            case do.GoOn():
+                self._go_on(self._assignments[action.attempt], message)
+            case do.PassOn():
+                self._pass_on(self._assignments[action.attempt], message, now)
+            case do.SendFinished():
+                self._finish(self._assignments.get(action.attempt), message, now)
+            case do.SendFailed():
+                self._fail(action, now)
+            case do.LogLoss():
+                log.info("attempt lost: %s", action.reason, extra={"request": self.id})
+                self.span.event("attempt lost", now, reason=action.reason)
+
+    def _to_decode(self, attempt: bytes, command: wire.DecodeCommand) -> None:
+        self._effects.send(self._assignments[attempt].decode, command)
+
+    def _open(self, action: do.OpenAttempt, now: float) -> None:
+        if action.attempt not in self._assignments:
+            worker = self._target if action.migrates else self._effects.find(action.decode)
+            assert worker is not None  # the event says that it can be reached
+            ids = self.progress.prefix_ids()[:-1] if action.migrates else []
+            self._assignments[action.attempt] = Assignment(
+                action.attempt, worker, None, ids, now, adopted=action.adopted
+            )
+        self._effects.opened(self, self._assignments[action.attempt], action, now)
+
+    def _admit(self, action: do.SendAdmit, now: float) -> None:
+        assignment = self._assignments[action.attempt]
+        # A request that has had its first step has no queue deadline any more.
+        queue_ms = 0 if self.progress.begun else remaining_ms(self.state.queue_deadline, now)
+        timeout_ms = remaining_ms(self.state.deadline, now)
+        epoch, crash_count = self.state.session_epoch, self.state.crash_count
+        start = self.progress.to_start(epoch, crash_count, timeout_ms, queue_ms)
+        admit = wire.Admit(attempt=assignment.id, min_shared_tokens=action.min_shared_tokens)
+        sender = assignment.prefill
+        source = self.assignment
+        if source is not None and source is not assignment:  # a migration's target
+            sender = source.decode
+        if sender is not None:
+            assert sender.boot == action.sender
+            admit.prefill_boot, admit.prefill_identity = sender.boot, sender.identity.digest
+        for command in messages.admit(admit, start, self.progress.prompt_ids):
+            self._effects.send(assignment.decode, command)
+
+    def _start_prefill(self, action: do.SendPrefillStart, now: float) -> None:
+        assignment = self._assignments[action.attempt]
+        worker = assignment.prefill
+        if worker is None or worker.boot != action.prefill:
+            worker = assignment.prefill = self._effects.find(action.prefill)
+        assert worker is not None  # the event says that it can be reached
+        start = wire.PrefillStart(
+            attempt=assignment.id,
+            ticket=assignment.ticket,
+            cache_salt=self.progress.start.cache_salt,
+            tenant=self.progress.start.tenant,
+            priority=self.progress.start.priority,
+            remaining_ms=remaining_ms(self.state.deadline, now),
+            kv_identity=pb.KvIdentity(**assignment.decode.identity.parts()),
+            request=self.id,
+            trace_parent=self.progress.start.trace_parent,
+            trace_state=self.progress.start.trace_state,
+        )
+        for command in messages.start_prefill(start, assignment.ids):
+            self._effects.send(worker, command)
+
+    def _announce(self, assignment: Assignment, now: float) -> None:
+        decode = assignment.decode
+        workers = {
+            "decode": decode.hello.address,
+            "prefill": _address(assignment.prefill, "none"),
+        }
+        self.span.event("attempt", now, attempt=assignment.id.hex(), **workers)
+        self.placement = pb.Placement(
+            attempt=assignment.id,
+            decode_boot=decode.boot,
+            decode_address=decode.hello.address,
+            identity=pb.KvIdentity(**(self.origin or decode.identity).parts()),
+        )
+        self._send_placed(assignment)
+
+    def _send_placed(self, assignment: Assignment) -> None:
+        placed = Placed(
+            request=self.id,
+            epoch=self.state.epoch,
+            placement=self.placement,
+            prefill_address=_address(assignment.prefill, ""),
+            crash_count=self.state.crash_count,
+            join_routers=assignment.decode.hello.join_routers,
+        )
+        self._effects.emit(self, RequestEvent(placed=placed))
+
+    def _go_on(self, assignment: Assignment, message: wire.Resumed) -> None:
+        if assignment.adopted and message.HasField("ticket"):
+            assignment.ids = self.progress.prefix_ids()[:-1]
+            self._ticket(message)
+        elif assignment.adopted:
+            self._counted = True  # by the previous router
+        self._send_placed(assignment)
+
+    def _pass_on(self, assignment: Assignment, fresh: Any, now: float) -> None:
+        if fresh is None:
+            return
+        fresh.request = self.id
+        self.origin = self.origin or assignment.decode.identity
+        if isinstance(fresh, pb.PromptLogprobs):
+            self._effects.emit(self, RequestEvent(prompt_logprobs=fresh))
+            return
+        fresh.epoch = self.state.epoch
+        pooled = isinstance(fresh, pb.Embedding)
+        if not assignment.adopted and (pooled or fresh.position == 0):
+            first = self.beginning.token.record(assignment.id, assignment.began, now)
+            if first:
+                self._effects.waited(self, assignment.began - self.arrived)
+            if first and self.span.recorded:
+                self.span.phase("queue", self.arrived, assignment.began)
+                self.span.event("first token", now)
+        if pooled:
+            self._effects.emit(self, RequestEvent(embedding=fresh))
+            return
+        self._effects.emit(self, RequestEvent(tokens=fresh))
+
+    def _finish(
+        self, assignment: Assignment | None, report: pb.Finished | None, now: float
+    ) -> None:
+        """Pass on the worker's Finished, or an empty one if every choice has ended without it."""
+        finished = pb.Finished() if report is None or assignment is None else report
+        finished.request, finished.epoch = self.id, self.state.epoch
+        finished.inexact |= self.inexact
+        if assignment is not None:
+            self.beginning.complete(finished, self.state.num_attempts, assignment.id)
+        self._end(RequestEvent(finished=finished), assignment, None, now)
+
+    def _fail(self, action: do.SendFailed, now: float) -> None:
+        error = action.error
+        elsewhere = error is FailureReason.NO_WORKER_HERE
+        if isinstance(error, FailureReason):
+            error = FAILURES[error]
+        assert isinstance(error, ServiceError)
+        failed = pb.Failed(request=self.id, epoch=self.state.epoch, failure=error.to_failure())
+        failed.attempt, failed.elsewhere = action.attempt, elsewhere
+        failed.crash_count = self.state.crash_count
+        event = RequestEvent(failed=failed)
+        self._end(event, self._assignments.get(action.attempt), error, now)
+
+    def _end(
+        self,
+        event: RequestEvent,
+        assignment: Assignment | None,
+        error: ServiceError | None,
+        now: float,
+    ) -> None:
+        log.info(
+            "%s model=%s prefill=%s decode=%s tries=%d seconds=%.3f",
+            "done" if error is None else f"failed ({error.message})",
+            self.model,
+            _address(assignment.prefill if assignment else None, "local"),
+            _address(assignment.decode if assignment else None, "none"),
+            self.state.num_attempts,
+            now - self.arrived,
+            extra={"request": self.id},
+        )
+        self.span.set(
+            pdserve__attempts=self.state.num_attempts,
+            pdserve__decode=_address(assignment.decode if assignment else None, "none"),
+            pdserve__prefill=_address(assignment.prefill if assignment else None, "local"),
+        )
+        self.span.end("" if error is None else pb.ErrorCode.Name(error.code))
+        self._effects.emit(self, event)
+        served = error is None and assignment is not None
+        self._effects.ended(self, now, error, served)
+
+
+def _address(worker: Worker | None, default: str) -> str:
+    return default if worker is None else worker.hello.address

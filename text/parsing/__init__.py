@@ -1,0 +1,1 @@
+"""The parts that tool and reasoning parsers are made of."""

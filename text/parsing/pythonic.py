@@ -1,0 +1,164 @@
+"""Reads calls in Python notation, NAME(key=value, ...), and makes tool families whose calls are
+between two tags; pure.
+"""
+
+from collections.abc import Callable, Mapping
+
+from pdserve.text.parsing.arguments import ToolSchemas
+from pdserve.text.parsing.family import (
+    CallForm,
+    CallPiece,
+    Calls,
+    ToolFamily,
+    bare_calls,
+    called,
+    json_calls,
+)
+from pdserve.text.parsing.pieces import LiteralPieces
+from pdserve.text.parsing.reader import MAX_NAME_CHARS, BlockReader, CutOff, Malformed, Pieces
+
+Matches = Callable[[str], bool]
+
+
+def python_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
+    """Read a call, which may be the argument of `print`. Raises CutOff, Malformed."""
+    yield from reader.space()
+    name = yield from reader.name()
+    yield from reader.expect("(")
+    printed = name == "print" and name not in schemas
+    if printed:
+        name = yield from reader.name()
+        yield from reader.expect("(")
+    if name not in schemas and name.removesuffix(".call") in schemas:
+        name = name.removesuffix(".call")  # as Llama 3.1 calls its built-in tools
+    if not all(part.isidentifier() for part in name.replace("-", "_").split(".")):
+        raise Malformed
+    yield from called(schemas, name, _arguments(reader))
+    if printed:
+        yield from reader.take_after_space(")")
+
+
+def _arguments(reader: BlockReader) -> Pieces[None]:
+    """Yield the keyword arguments up to the closing bracket as a JSON object."""
+    literals = LiteralPieces(reader)
+    head = "{"
+    while not (yield from reader.take_after_space(")")):
+        yield from reader.space()
+        key, _ = yield from reader.until("=", max_chars=MAX_NAME_CHARS)
+        key = key.rstrip()
+        if not key.isidentifier():
+            raise Malformed
+        yield from literals.value(f'{head}"{key}": ')
+        head = ", "
+        if not (yield from reader.take_after_space(",")):
+            yield from reader.expect(")")
+            break
+    yield "}" if head == ", " else "{}"
+
+
+def python_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool = False) -> Calls:
+    """Read a list of calls, or, unless `bare`, a sequence of calls. Raises CutOff, Malformed."""
+    if bare or (yield from reader.take_after_space("[")):
+        if bare:
+            yield from reader.space()
+            yield from reader.expect("[")
+        end = ","
+        while end == ",":
+            yield from python_call(reader, schemas)
+            yield from reader.space()
+            end = yield from reader.expect(",", "]")
+        return
+    first = "_"
+    while first.isidentifier():
+        yield from python_call(reader, schemas)
+        yield from reader.take_after_space(";", ",")
+        yield from reader.space()
+        first = yield from reader.first()
+
+
+def mixed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
+    """Read calls at the start of an answer: JSON objects, a list of them, or a list of Python
+    calls.
+
+    Holds fenced calls until the answer ends; if other text follows, they are an example. Raises
+    CutOff, Malformed.
+    """
+    if not (yield from reader.take_after_space("```")):
+        yield from listed_calls(reader, schemas, bare=True)
+        return
+    calls: list[CallPiece] = []
+    fenced = "```"
+    try:
+        while fenced:
+            yield from reader.until("\n", max_chars=MAX_NAME_CHARS)
+            for piece in listed_calls(reader, schemas, bare=True):
+                if piece is None:
+                    yield None
+                else:
+                    calls.append(piece)
+            yield from reader.take_end("```")
+            fenced = yield from reader.take_after_space("```")
+    except CutOff:
+        if reader.cut:
+            yield from calls
+        raise
+    if (yield from reader.first()):
+        raise Malformed
+    yield from calls
+
+
+def listed_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool) -> Calls:
+    """Read JSON objects, a list of them, or Python calls as `python_calls`, and white space after
+    them. Raises CutOff, Malformed."""
+    yield from reader.space()
+    start = reader.position
+    if (yield from reader.take("[")):
+        yield from reader.space()
+    first = yield from reader.first()
+    reader.position = start
+    if first == "{":
+        yield from bare_calls(reader, schemas)
+    else:
+        yield from python_calls(reader, schemas, bare=bare)
+    yield from reader.space()
+
+
+def json_between(
+    name: str,
+    tags: Mapping[str, str],
+    matches: Matches,
+    *,
+    key: str = "name",
+    arguments: str = "arguments",
+) -> ToolFamily:
+    """Return a family whose calls are a sequence or list of JSON objects.
+
+    `tags`: end tags by begin tag of a block; the first pair is used to write calls. `key` and
+    `arguments`: the model's names of these fields.
+    """
+
+    def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+        yield from json_calls(reader, schemas)
+        yield from reader.space()
+        yield from reader.take_end(tags[opener])
+
+    begin, end = next(iter(tags.items()))
+    form = CallForm(f'{begin}[{{"{key}": "NAME", "{arguments}": ', f"}}]{end}", trigger=begin)
+    special = (*tags, *tags.values())
+    return ToolFamily(name, matches, form, tuple(tags), read=read, special=special)
+
+
+def python_between(
+    name: str, tags: Mapping[str, str], matches: Matches, *, bare: str = ""
+) -> ToolFamily:
+    """Return a family whose calls are a sequence or list of Python calls or JSON objects. `tags` as
+    for `json_between`, `bare` as for ToolFamily. Under a grammar, calls are JSON."""
+    begin, end = next(iter(tags.items()))
+
+    def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+        yield from listed_calls(reader, schemas, bare=not opener)
+        yield from reader.take_end(tags.get(opener, end))
+
+    form = CallForm(f'{begin}{{"name": "NAME", "arguments": ', f"}}{end}", trigger=begin)
+    special = (*tags, *tags.values())
+    return ToolFamily(name, matches, form, tuple(tags), bare, read=read, special=special)

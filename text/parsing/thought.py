@@ -1,0 +1,160 @@
+"""Separates reasoning between two tags from the streamed answer, and makes such families; pure.
+
+Reasoning is at the very beginning, or the prompt opens it. An end tag at the very beginning closes
+empty reasoning. White space around the tags is dropped. Unclosed reasoning extends to the end.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+from pdserve.text.parsing.family import ReasoningFamily
+from pdserve.text.parsing.reader import held
+from pdserve.text.parts import ContentPart, ReasoningPart, TextPart
+
+MAX_SPACE = 1024  # white space held until text follows
+
+
+class ThoughtStream:
+    """Parses the reasoning of one choice."""
+
+    def __init__(
+        self,
+        begin: str,
+        end: str,
+        *,
+        open: bool,
+        answers: Sequence[str] = (),
+        several: bool = False,
+    ) -> None:
+        """Parse reasoning between `begin` and `end`; with `open`, the prompt ends with `begin`.
+
+        `answers`: texts that begin the answer and so end open reasoning. `several`: more reasoning
+        may follow, joined by a line break.
+        """
+        self._begin = begin
+        self._end = end
+        self._ends = (end, *answers)
+        self._pattern = re.compile("|".join(map(re.escape, self._ends)))
+        self._open = open
+        self._again = open  # some models repeat the begin tag
+        self._several = several
+        self._gap = ""  # text before the next reasoning
+        self._skipping = True  # skip white space at the beginning of text or reasoning
+        self._answering = False
+        self._pending = ""
+
+    @property
+    def closed(self) -> bool:
+        return self._answering
+
+    def push(self, text: str) -> list[ContentPart]:
+        self._pending += text
+        return self._advance(ended=False)
+
+    def finish(self, *, cut: bool = False) -> list[ContentPart]:
+        return self._advance(ended=True)
+
+    def _advance(self, ended: bool) -> list[ContentPart]:
+        parts: list[ContentPart] = []
+        size = -1
+        while not self._answering and size != len(self._pending):
+            size = len(self._pending)
+            if not self._open:
+                self._detect_begin(ended)
+            if self._open:
+                parts += self._reasoning(ended)
+        if self._answering:
+            text = self._take(len(self._pending), ended)
+            if text:
+                parts.append(TextPart(text))
+        return parts
+
+    def _detect_begin(self, ended: bool) -> None:
+        """Decide whether the answer begins with reasoning."""
+        start = self._pending.lstrip()
+        much_space = len(self._pending) - len(start) > MAX_SPACE  # independent of the split
+        if start.startswith(self._begin) and not much_space:
+            self._open = True
+            self._pending = start[len(self._begin) :]
+        elif start.startswith(self._end) and not much_space:
+            self._answering = True
+            self._pending = start[len(self._end) :]
+        elif (
+            ended
+            or much_space
+            or not (self._begin.startswith(start) or self._end.startswith(start))
+        ):
+            self._answering = True
+            self._skipping = bool(self._gap)
+
+    def _reasoning(self, ended: bool) -> list[ContentPart]:
+        if self._again and not self._drop_repeated_begin(ended):
+            return []
+        if match := self._pattern.search(self._pending):
+            text = self._take(match.start(), ended).rstrip()
+            self._pending = self._pending.removeprefix(self._end)
+            self._open = False
+            self._answering = not self._several
+            self._skipping = True
+            gap = "\n" if self._several else ""
+        else:
+            num_held = 0 if ended else held(self._pending, self._ends)
+            body = self._pending[: len(self._pending) - num_held]
+            if not ended:
+                body = body.rstrip() if len(body) - len(body.rstrip()) < MAX_SPACE else body
+            text = self._take(len(body), ended)
+            gap = "" if text else self._gap
+        text = self._gap + text if text else ""
+        self._gap = gap
+        return [ReasoningPart(text)] if text else []
+
+    def _drop_repeated_begin(self, ended: bool) -> bool:
+        """Drop a repeated begin tag; return whether there is enough text to decide."""
+        start = self._pending.lstrip()
+        if not ended and len(start) < len(self._begin) and self._begin.startswith(start):
+            return False
+        self._again = False
+        if start.startswith(self._begin):
+            self._pending = start[len(self._begin) :]
+        return True
+
+    def _take(self, size: int, ended: bool) -> str:
+        text, self._pending = self._pending[:size], self._pending[size:]
+        if self._skipping:
+            text = text.lstrip()
+            self._skipping = not text
+        return text
+
+
+def between_tags(
+    name: str,
+    begin: str,
+    end: str,
+    *,
+    recognized_by: str | Callable[[str], bool] = "",
+    special: Sequence[str] | None = None,
+    answers: Sequence[str] = (),
+    around: Sequence[str] = (),
+) -> ReasoningFamily:
+    """Return a family with reasoning between two tags.
+
+    `recognized_by`: a text in its chat templates, by default the end tag, or a function that
+    recognizes a template. `special`: by default both tags. `answers` as for ThoughtStream, `around`
+    as for ReasoningFamily.
+    """
+    text = "" if callable(recognized_by) else recognized_by or end
+    return ReasoningFamily(
+        name,
+        recognized_by if callable(recognized_by) else lambda template: text in template,
+        lambda open: ThoughtStream(begin, end, open=open, answers=answers),
+        begin,
+        end,
+        after=end,
+        special=(begin, end) if special is None else special,
+        around=around,
+    )
+
+
+def lines_around(begin: str, end: str) -> tuple[str, ...]:
+    """Return the tags around a text that may be on separate lines, as for ReasoningFamily."""
+    return f"{begin}\n", begin, f"\n{end}\n", f"\n{end}", end

@@ -1,0 +1,7 @@
+"""Reasoning of Apriel, between sentences instead of tags."""
+
+from pdserve.text.parsing.thought import between_tags
+
+FAMILY = between_tags(
+    "apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", special=()
+)

@@ -1,0 +1,1 @@
+"""Compiles the structure that an answer must have (JSON schema, grammar, regex, choice)."""

@@ -1,0 +1,44 @@
+"""An LRU cache of compiled grammars and compile errors, by the digest of the structure.
+
+Invariant: the entries take at most `max_bytes`.
+"""
+
+import math
+
+from pdserve.text.errors import TextError
+
+MAX_BYTES = 4 << 20  # of one model
+ENTRY_BYTES = 512  # overhead of an entry beyond its text
+
+
+class StructureCache:
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._entries: dict[bytes, tuple[str | TextError, float]] = {}  # with the expiry time
+
+    def get(self, key: bytes, now_s: float) -> str | TextError | None:
+        entry = self._drop(key)
+        if entry is None or entry[1] <= now_s:
+            return None
+        self.put(key, *entry)
+        return entry[0]
+
+    def put(self, key: bytes, result: str | TextError, until_s: float = math.inf) -> None:
+        """Add a result, which expires at `until_s`, and evict the oldest above `max_bytes`."""
+        self._drop(key)
+        self._entries[key] = result, until_s
+        self._num_bytes += _size(result)
+        while self._num_bytes > self._max_bytes:
+            self._drop(next(iter(self._entries)))
+
+    def _drop(self, key: bytes) -> tuple[str | TextError, float] | None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._num_bytes -= _size(entry[0])
+        return entry
+
+
+def _size(result: str | TextError) -> int:
+    """Return the size in bytes; a text has up to four per character."""
+    return ENTRY_BYTES + (4 * len(result) if isinstance(result, str) else len(str(result)))

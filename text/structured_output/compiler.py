@@ -1,0 +1,163 @@
+"""Compiles the structures of requests, so that workers get only grammars that compile.
+
+Runs in the text processes, because grammars are untrusted and can take much time and memory.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import lru_cache, partial
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits
+from tokenizers import AddedToken
+
+from pdserve.engine.api.grammar_tokenizer import make_tokenizer
+from pdserve.engine.api.sampling_bounds import (
+    GRAMMAR_LIMITS,
+    MAX_GRAMMAR_BYTES,
+    MAX_STRUCTURE_VALUES,
+)
+from pdserve.text.errors import TextError
+from pdserve.text.request import Structure
+from pdserve.text.structured_output.schemas import enforceable, fault, without_faults
+from pdserve.text.structured_output.sources import (
+    ModelTokens,
+    is_lenient,
+    other_form,
+    source,
+    tag_source,
+)
+from pdserve.text.tokenizer.special import SpecialTokens
+from pdserve.text.tokenizer.tokenizer import Tokenizer
+
+_REGEX = re.compile(r"^\s*error: (.*)", re.MULTILINE)
+
+
+MAX_PARTS = 1024  # results kept of short parts of schemas, which often repeat
+MAX_PART_CHARS = 256
+
+
+class GrammarCompiler:
+    """Compiles structures to grammars for the tokens of one model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises ValueError if llguidance does not support the vocabulary."""
+        card = tokenizer.card
+        self._problem_of_part = lru_cache(MAX_PARTS)(self._problem)
+        self._tokenizer = make_tokenizer(tokenizer.file, card.vocab_size, card.eos_ids)
+        # llguidance also treats some tokens as special that tokenizer.json does not flag.
+        special = {
+            token: added
+            for token, added in tokenizer.added.items()
+            if token < card.vocab_size and self._tokenizer.is_special_token(token)
+        }
+        unflagged = {token: added for token, added in special.items() if not added.special}
+        self._tokens = ModelTokens(
+            SpecialTokens(
+                {i: _flagged(added, added.lstrip, added.rstrip) for i, added in special.items()}
+            ).split,
+            SpecialTokens({i: _flagged(added) for i, added in unflagged.items()}).split,
+            frozenset(special).difference(card.eos_ids),
+        )
+
+    def compile(self, structure: Structure) -> str:
+        """Compile to Grammar.source of protos/common.proto. Raises TextError with the field."""
+        text = self._source(structure)
+        problem = self._problem(text)
+        if problem and (relaxed := self._relaxed(structure)) != structure:
+            structure, text = relaxed, self._source(relaxed)
+            problem = self._problem(text)
+        if problem:
+            raise self._error(structure, problem)
+        return text
+
+    def _source(self, structure: Structure) -> str:
+        """Return the grammar of a structure. Raises TextError that names the field."""
+        try:
+            text = source(structure, self._tokens)
+            size = len(text.encode())
+            if size > MAX_GRAMMAR_BYTES:
+                raise TextError(
+                    f"the grammar is too large: {size} bytes; the limit is {MAX_GRAMMAR_BYTES}"
+                )
+        except (TextError, UnicodeEncodeError) as error:
+            reason = str(error) if isinstance(error, TextError) else "it is not valid Unicode"
+            raise TextError(f"{structure.param}: {reason}", structure.param) from None
+        return text
+
+    def _relaxed(self, structure: Structure) -> Structure:
+        """Drop parts of schemas that cannot be compiled and need not be enforced."""
+        value = structure.value
+        if structure.kind == "json_schema":
+            return replace(structure, value=self._relaxed_schema(value, structure.lenient))
+        if structure.kind == "structural_tag":
+            tags = [
+                {**tag, "schema": self._relaxed_schema(tag["schema"], is_lenient(tag, structure))}
+                for tag in value["structures"]
+            ]
+            relaxed = {**value, "structures": tags}
+            if (other := other_form(structure)) is not None:
+                relaxed["or"] = asdict(self._relaxed(other))
+            return replace(structure, value=relaxed)
+        return structure
+
+    def _relaxed_schema(self, schema: Any, lenient: bool) -> Any:
+        schema = enforceable(schema, MAX_STRUCTURE_VALUES)
+        return without_faults(schema, self._reason, lenient=lenient)
+
+    def _reason(self, schema: Mapping[str, Any], lenient: bool = True) -> str:
+        """Return why a schema alone cannot be compiled; empty if it can."""
+        guided = {**schema, "x-guidance": {"lenient": lenient}}
+        text = json.dumps({"grammars": [{"json_schema": guided}]})
+        return self._problem_of_part(text) if len(text) <= MAX_PART_CHARS else self._problem(text)
+
+    def _problem(self, text: str) -> str:
+        """Return why no answer can match a grammar; empty if one can."""
+        matcher = LLMatcher(
+            self._tokenizer, text, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS)
+        )
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            return _plain(matcher.get_error())
+        if matcher.is_stopped() and not matcher.is_accepting():
+            return "no text matches it"
+        return ""
+
+    def _error(self, structure: Structure, problem: str) -> TextError:
+        """Return the error with the path of the faulty part of the schema."""
+        param, path, schema = structure.param, structure.path or structure.param, None
+        lenient, is_hidden = structure.lenient, False
+        if structure.kind == "json_schema":
+            schema = structure.value
+        elif structure.kind == "structural_tag":
+            for tag in structure.value["structures"]:
+                tag_problem = self._problem(tag_source(tag, structure))
+                if tag_problem:
+                    problem, schema, param = tag_problem, tag["schema"], tag.get("param", param)
+                    path, is_hidden = tag.get("path", param), tag.get("is_hidden", False)
+                    lenient = is_lenient(tag, structure)
+                    break
+            else:
+                other = other_form(structure)
+                tag_problem = self._problem(source(other, self._tokens)) if other else ""
+                if other is not None and tag_problem:
+                    return self._error(other, tag_problem)
+        schema = enforceable(schema, MAX_STRUCTURE_VALUES)
+        fault_path, reason = fault(schema, partial(self._reason, lenient=lenient))
+        return TextError(f"{path}{'' if is_hidden else fault_path}: {reason or problem}", param)
+
+
+def _plain(message: str) -> str:
+    """Return an error of llguidance without the grammar that it quotes in further lines."""
+    if message.startswith("NoExtension"):
+        return "no text matches it"
+    if match := _REGEX.search(message):
+        return f"invalid regular expression: {match[1]}"
+    return message.partition("\n")[0]
+
+
+def _flagged(added: AddedToken, lstrip: bool = False, rstrip: bool = False) -> AddedToken:
+    return AddedToken(added.content, lstrip=lstrip, rstrip=rstrip, special=True)

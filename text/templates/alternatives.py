@@ -1,0 +1,214 @@
+"""Equivalent conversations to try when a chat template refuses the first one; pure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from pdserve.text.templates.turns import (
+    RULES,
+    Message,
+    joined,
+    num_leading_rules,
+    text_of,
+    with_known_systems,
+)
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class Conversation(NamedTuple):
+    messages: Sequence[Message]  # normalized
+    tools: Tools | None
+
+
+def alternatives(first: Conversation) -> list[list[Conversation]]:
+    """Return equivalent conversations to try if a template refuses the first one. They are grouped
+    by number of changes, fewest first; at most 23 in total."""
+    groups: list[list[Conversation]] = []
+    conversations = [first]
+    changes = [change for change in _CHANGES if change(first) != first]
+    for count in range(1, len(changes) + 1):
+        group = []
+        for chosen in combinations(changes, count):
+            if sum(change in _ORDERS for change in chosen) > 1:
+                continue
+            if {_complete_tools, _dicts_of_any}.issubset(chosen):
+                continue
+            conversation = first
+            for change in chosen:
+                conversation = change(conversation)
+            if conversation not in conversations:
+                conversations.append(conversation)
+                group.append(conversation)
+        if group:
+            groups.append(group)
+    return groups
+
+
+def _system_first(conversation: Conversation) -> Conversation:
+    """Join leading rules into one system turn, and make later rules user turns."""
+    return conversation._replace(
+        messages=with_known_systems(conversation.messages, ("first",), developer=True)
+    )
+
+
+def _rules_joined(conversation: Conversation) -> Conversation:
+    """Change as `_system_first`, for templates whose roles alternate: join a later rule with the
+    adjacent user turn or the preceding result."""
+    num_leading = num_leading_rules(conversation.messages)
+    turns = [joined(conversation.messages[:num_leading])] if num_leading else []
+    after_rule = False
+    for message in conversation.messages[num_leading:]:
+        is_rule = message["role"] in RULES
+        turn = {**message, "role": "user"} if is_rule else dict(message)
+        last = turns[-1]["role"] if turns else ""
+        if (is_rule and last in ("user", "tool")) or (
+            after_rule and last == turn["role"] == "user"
+        ):
+            turns[-1] = joined([turns[-1], turn])
+        else:
+            turns.append(turn)
+        after_rule = is_rule
+    return conversation._replace(messages=turns)
+
+
+def _alternating(conversation: Conversation) -> Conversation:
+    """Change as `_rules_joined`, for templates with strictly alternating roles.
+
+    Such templates refuse adjacent turns of one role, user turns next to results, empty answers, an
+    answer before the first question, or rules alone. A user turn after a result becomes part of the
+    result, because these templates refuse any turn between.
+    """
+    *earlier, last = _rules_joined(conversation).messages
+    if last["role"] in RULES:
+        last = {**last, "role": "user"}
+    nonempty = [m for m in earlier if m["role"] != "assistant" or "tool_calls" in m or text_of(m)]
+    groups: list[list[Message]] = []  # each is one turn
+    postponed: list[Message] = []  # user turns that must come after the results of earlier calls
+    for message in [*nonempty, last]:
+        if message["role"] == "user" and groups and "tool_calls" in groups[-1][0]:
+            postponed.append(message)
+            continue
+        if message["role"] != "tool":
+            _group(groups, postponed)
+            postponed = []
+        _group(groups, [message])
+    _group(groups, postponed)
+    turns = [joined(group) if group[1:] else dict(group[0]) for group in groups]
+    return conversation._replace(messages=turns)
+
+
+def _group(groups: list[list[Message]], messages: Sequence[Message]) -> None:
+    """Add each message to the last group if alternating roles require it, else as a new group. Adds
+    an empty question before an answer that would come first."""
+    for message in messages:
+        role, previous = message["role"], groups[-1][0] if groups else {"role": "system"}
+        joinable_roles = {"user": ("user", "tool"), "assistant": ("assistant",)}.get(role, ())
+        if previous["role"] in joinable_roles and "tool_calls" not in {**previous, **message}:
+            groups[-1].append(message)
+            continue
+        if role == "assistant" and previous["role"] in RULES:
+            groups.append([{"role": "user", "content": ""}])
+        groups.append([message])
+
+
+def _one_thought(conversation: Conversation) -> Conversation:
+    """Move the content beside calls into the reasoning, if there is reasoning."""
+    messages = []
+    for message in conversation.messages:
+        text = text_of(message)
+        if text and "tool_calls" in message and "reasoning_content" in message:
+            thought = f"{message['reasoning_content']}\n\n{text}"
+            message = {**message, "reasoning_content": thought, "content": ""}
+        messages.append(message)
+    return conversation._replace(messages=messages)
+
+
+def _complete_tools(conversation: Conversation) -> Conversation:
+    """Add all optional fields to the schemas of the tools."""
+    if conversation.tools is None:
+        return conversation
+    return conversation._replace(tools=[_complete_tool(tool) for tool in conversation.tools])
+
+
+def _dicts_of_any(conversation: Conversation) -> Conversation:
+    """Change as `_complete_tools`, and allow objects any other properties explicitly, for templates
+    that always read that keyword. Without a type: such templates write "Any" for null."""
+    if conversation.tools is None:
+        return conversation
+    tools = []
+    for tool in map(_complete_tool, conversation.tools):
+        function = tool["function"]
+        schema = function["parameters"]
+        parameters = {**schema, "properties": _with_dicts_of_any(schema)["properties"]}
+        tools.append({**tool, "function": {**function, "parameters": parameters}})
+    return conversation._replace(tools=tools)
+
+
+def _with_dicts_of_any(schema: Message) -> dict[str, Any]:
+    result = dict(schema)
+    for key in _INNER:
+        if isinstance(result.get(key), Mapping):
+            result[key] = _with_dicts_of_any(result[key])
+    if isinstance(properties := result.get("properties"), Mapping):
+        result["properties"] = {
+            name: _with_dicts_of_any(value) if isinstance(value, Mapping) else value
+            for name, value in properties.items()
+        }
+    if result.get("type") == "object":
+        result.setdefault("additionalProperties", {"type": None})
+    return result
+
+
+def _complete_tool(tool: Message) -> dict[str, Any]:
+    function = dict(tool["function"])
+    function["description"] = function.get("description") or ""
+    function["parameters"] = _complete_schema(function.get("parameters") or {})
+    return {**tool, "function": function}
+
+
+def _complete_schema(schema: Message) -> dict[str, Any]:
+    """Return an object schema with all fields."""
+    return {"type": "object", "required": [], "properties": {}, **_complete_value(schema)}
+
+
+def _complete_value(schema: Message) -> dict[str, Any]:
+    """Return a schema without nulls and with single types and items."""
+    result = {
+        key: value for key, value in schema.items() if value is not None or key in _MAY_BE_NULL
+    }
+    types = result.get("type")
+    if isinstance(types, list):
+        non_null = [item for item in types if item != "null"]
+        result["type"] = non_null[0] if non_null else "string"
+    if isinstance(result.get("items"), list):
+        result["items"] = {"anyOf": result["items"]}
+    for key in _INNER:
+        if isinstance(result.get(key), Mapping):
+            result[key] = _complete_value(result[key])
+    if isinstance(properties := result.get("properties"), Mapping):
+        result["properties"] = {name: _complete_property(item) for name, item in properties.items()}
+    return result
+
+
+def _complete_property(schema: Any) -> dict[str, Any]:
+    result = _complete_value(schema) if isinstance(schema, Mapping) else {}
+    defaults: dict[str, Any] = {"description": ""}
+    if not _has_type(result):
+        defaults["type"] = "string"
+    return {**defaults, **result}
+
+
+def _has_type(schema: Message) -> bool:
+    return any(key in schema for key in ("type", "anyOf", "oneOf", "allOf", "$ref", "enum"))
+
+
+_MAY_BE_NULL = ("default", "const")
+_INNER = ("items", "additionalProperties")  # keywords whose value is a schema
+_ORDERS = (_system_first, _rules_joined, _alternating)  # at most one is applied
+_CHANGES: tuple[Callable[[Conversation], Conversation], ...] = (
+    _complete_tools,
+    _dicts_of_any,
+    _one_thought,
+    *_ORDERS,
+)

@@ -1,0 +1,283 @@
+"""Renders messages to a prompt with the model's jinja2 chat template.
+
+Invariant: only text that the template writes becomes special tokens, not client text
+(template_text.py), so a message cannot end its turn or begin another. Probing shows which messages
+a template can render (capabilities.py); messages are adapted to that (turns.py).
+
+This module does not bound a template's computation: untrusted templates are rendered in a process
+with limits (gateway/text_processes).
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from itertools import chain
+from typing import Any
+
+import jinja2
+
+from pdserve.text.errors import TextError
+from pdserve.text.messages import EFFORTS, TemplateInput, normalized
+from pdserve.text.parsing.family import CallForm
+from pdserve.text.template_text import CLIENT, LAST, TemplateText, constant, origin_of
+from pdserve.text.templates.alternatives import Conversation, alternatives
+from pdserve.text.templates.capabilities import RESULT_ROLES, Capabilities, probed
+from pdserve.text.templates.described_tools import described, in_system_turn, plain_turns
+from pdserve.text.templates.environment import compiled
+from pdserve.text.templates.turns import (
+    shaped,
+    text_of,
+    with_calls_apart,
+    with_known_systems,
+    with_named_results,
+    with_single_calls,
+    with_texts,
+)
+from pdserve.text.tokenizer.tokenizer import Rendered, Tokenizer
+from pdserve.text.tool_parsers import GENERIC, tool_family
+
+log = logging.getLogger(__name__)
+
+# Client words that may become part of a special token, as in <|user|>.
+_WORDS = {
+    word: constant(word)
+    for word in ("system", "developer", "user", "assistant", *RESULT_ROLES, *EFFORTS)
+}
+
+MAX_NAMES = 8  # of special tokens in one log line
+_END = "\u2026"  # placeholder for an empty last message, only while rendering
+
+
+class _Refusal(TextError):
+    """The template itself fails on a conversation."""
+
+
+class ChatTemplate:
+    """A jinja2 template in the environment of Hugging Face transformers; threads may share it."""
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Compile the template. With an empty `source`, `render` fails. `now` is for
+        `strftime_now`. Raises UnsupportedTokenizer if the template does not parse."""
+        self._template = compiled(source, now) if source else None
+        self._capabilities: Capabilities | None = None
+        self._tokenizer = tokenizer
+        card = tokenizer.card
+        tokens = {
+            "bos_token": tokenizer.token_name(card.bos_id),
+            "eos_token": tokenizer.token_name(card.eos_ids[0] if card.eos_ids else None),
+        }
+        self._tokens = {name: constant(text) for name, text in tokens.items() if text is not None}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the template can render; probed once on first use, unless set before."""
+        if self._capabilities is None:
+            computed_tokens: set[int] = set()
+            self._capabilities = probed(
+                lambda messages, tools: self._probe(messages, tools, computed_tokens),
+                lambda messages, tools, effort: self._probe(
+                    messages, tools, computed_tokens, reasoning_effort=effort
+                ),
+            )
+            if computed_tokens:
+                names = [
+                    self._tokenizer.token_name(token)
+                    for token in sorted(computed_tokens)[:MAX_NAMES]
+                ]
+                log.warning(
+                    "special tokens that the chat template computes are encoded as text: %s",
+                    ", ".join(map(repr, names)),
+                )
+        return self._capabilities
+
+    @capabilities.setter
+    def capabilities(self, value: Capabilities) -> None:
+        self._capabilities = value
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the template supports tools; otherwise `render` writes them as text."""
+        return self._template is not None and self.capabilities.tools
+
+    def render(self, request: TemplateInput) -> Rendered:
+        """Render the prompt of a conversation. Raises TextError if the messages are invalid, or
+        with the error that the template raises."""
+        field = request.messages_field
+        if self._template is None:
+            raise TextError("this model has no chat template; use completions", field)
+        messages = normalized(request.messages, field)
+        capabilities = self.capabilities
+        tools = request.tools or None
+        if capabilities.named_results:
+            messages = with_named_results(messages)
+        uses_tools = any(m["role"] == "tool" or "tool_calls" in m for m in messages)
+        if tools and not capabilities.tools:
+            form = _form(request)
+            turns = plain_turns(with_texts(messages), form)
+            messages, tools = in_system_turn(turns, described(tools, form)), None
+        elif uses_tools and not (capabilities.calls and capabilities.results):
+            messages = plain_turns(
+                with_texts(messages),
+                _form(request),
+                calls=not capabilities.calls,
+                results=not (capabilities.tools and capabilities.results),
+            )
+        elif uses_tools:
+            if not capabilities.parallel_calls:
+                messages = with_single_calls(messages)
+            if not capabilities.text_beside_calls:
+                messages = with_calls_apart(messages)
+        return self._rendered(request, Conversation(messages, tools))
+
+    def _rendered(self, request: TemplateInput, conversation: Conversation) -> Rendered:
+        """Render the conversation, or the equivalent one with the fewest changes that the template
+        accepts.
+
+        Raises the TextError of the unchanged conversation if the template also refuses those with
+        the most changes.
+        """
+        try:
+            return self._render_once(request, conversation)
+        except _Refusal:
+            *smaller_changes, largest_changes = alternatives(conversation) or [[]]
+            fallback = self._first_rendered(request, largest_changes)
+            if fallback is None:
+                raise
+        return self._first_rendered(request, chain.from_iterable(smaller_changes)) or fallback
+
+    def _first_rendered(
+        self, request: TemplateInput, conversations: Iterable[Conversation]
+    ) -> Rendered | None:
+        """Render the first conversation that the template accepts; None if it refuses all. Raises
+        TextError for errors other than a refusal."""
+        for conversation in conversations:
+            with suppress(_Refusal):
+                return self._render_once(request, conversation)
+        return None
+
+    def _render_once(self, request: TemplateInput, conversation: Conversation) -> Rendered:
+        """Render one conversation. Raises TextError, _Refusal if the template fails."""
+        field = request.messages_field
+        capabilities = self.capabilities
+        turns = with_known_systems(
+            conversation.messages, capabilities.systems, developer=capabilities.developer
+        )
+        last_text = text_of(turns[-1])
+        if request.continue_final_message:
+            turns[-1]["content"] = _with_end(last_text)
+        messages = [shaped(turn, capabilities) for turn in turns]
+        try:
+            text = self._text(
+                messages,
+                conversation.tools,
+                **self._variables(request),
+                add_generation_prompt=request.add_generation_prompt,
+            )
+        except jinja2.TemplateError as error:
+            raise _Refusal(str(error.message or error), field) from None
+        except MemoryError:
+            raise
+        except RecursionError:
+            raise _Refusal("the messages are nested too deeply", field) from None
+        except Exception as error:  # any Python error for values that the template does not expect
+            raise _Refusal(
+                f"the chat template cannot render the messages: {error}", field
+            ) from None
+        if request.continue_final_message:
+            return _until_end(text, last_text)
+        return _plain(text)
+
+    def _variables(self, request: TemplateInput) -> dict[str, Any]:
+        """Return the request's template variables; a suggested effort becomes an accepted one."""
+        suggested = dict(request.suggested)
+        effort = suggested.pop("reasoning_effort", None)
+        if (
+            effort is not None
+            and (accepted := self.capabilities.nearest_effort(effort)) is not None
+        ):
+            suggested["reasoning_effort"] = accepted
+        return {**suggested, **request.variables}
+
+    def _text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        **variables: Any,
+    ) -> TemplateText:
+        """Render the template. Raises any exception of the template."""
+        assert self._template is not None
+        values = {
+            **variables,
+            "messages": [{**m, "role": _WORDS.get(m["role"], m["role"])} for m in messages],
+            "tools": None if tools is None else list(tools),
+            "documents": None,
+            **self._tokens,
+        }
+        effort = values.get("reasoning_effort")
+        if isinstance(effort, str):
+            values["reasoning_effort"] = _WORDS.get(effort, effort)
+        rendered = self._template.render(values)
+        assert isinstance(rendered, TemplateText)  # the environment's `concat` returns one
+        return rendered
+
+    def _probe(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        computed_tokens: set[int],
+        **variables: Any,
+    ) -> str | None:
+        """Return the text of a conversation; None if the template fails on it. Adds to
+        `computed_tokens` the special tokens in the text that are not known to come from the
+        template."""
+        try:
+            rendered = _plain(self._text(messages, tools, **variables, add_generation_prompt=True))
+        except Exception:
+            return None
+        split = self._tokenizer.special.split
+        template_parts = split(rendered.text, rendered.origin)
+        computed_tokens.update(_tokens(split(rendered.text)) - _tokens(template_parts))
+        return rendered.text
+
+
+def _form(request: TemplateInput) -> CallForm:
+    """Return the form of calls as text."""
+    family = tool_family(request.tool_parser or GENERIC)
+    assert family is not None  # the gateway's settings allow only existing parsers
+    return family.form
+
+
+def _tokens(parts: Sequence[str | int]) -> Counter[int]:
+    return Counter(part for part in parts if isinstance(part, int))
+
+
+def _with_end(content: str) -> TemplateText:
+    """Return a content with LAST as the origin of its last character that is not white space."""
+    length = len(content.rstrip())
+    if not length:  # the placeholder keeps templates from dropping an empty turn
+        return TemplateText(content + _END, CLIENT * len(content) + LAST)
+    rest = CLIENT * (len(content) - length)
+    return TemplateText(content, CLIENT * (length - 1) + LAST + rest)
+
+
+def _until_end(text: TemplateText, content: str) -> Rendered:
+    """Return a prompt up to the end of its last message. Raises TextError if the template dropped
+    the last message."""
+    end = origin_of(text).rfind(LAST)
+    if end < 0:
+        raise TextError("the chat template omits the last message", "continue_final_message")
+    is_blank = not content.strip()
+    end += not is_blank
+    rest = "" if is_blank else content[len(content.rstrip()) :]
+    return _plain(text[:end] + rest)
+
+
+def _plain(text: TemplateText) -> Rendered:
+    return Rendered("".join((text,)), origin_of(text))

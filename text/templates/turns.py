@@ -1,0 +1,190 @@
+"""Converts the messages of a conversation to the form that a chat template renders; pure."""
+
+from collections.abc import Container, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from pdserve.text.messages import CallArguments, content_text
+from pdserve.text.templates.capabilities import Capabilities, thinking_content
+
+Message = Mapping[str, Any]
+RULES = ("system", "developer")
+
+
+def shaped(message: Message, capabilities: Capabilities) -> dict[str, Any]:
+    """Return a message with role, content, calls and reasoning in the template's form."""
+    result = dict(message)
+    if message["role"] == "tool":
+        result["role"] = capabilities.results
+    if (
+        "tool_calls" in result
+        and not capabilities.empty_beside_calls
+        and not text_of(result).strip()
+    ):
+        result.pop("content", None)
+    if "content" not in result:
+        if capabilities.no_content != "absent" or message["role"] != "assistant":
+            result["content"] = (
+                None if capabilities.no_content == "null" and "tool_calls" in result else ""
+            )
+    else:
+        result["content"] = _content(result["content"], message["role"], capabilities)
+    if "tool_calls" in result:
+        result["tool_calls"] = [_call(call, capabilities) for call in result["tool_calls"]]
+    if "reasoning_content" in result:
+        result |= dict.fromkeys(capabilities.reasoning, result["reasoning_content"])
+    if capabilities.thinking_form and message["role"] == "assistant":
+        thought, content = result.get("reasoning_content"), result.get("content")
+        # A template that reads blocks refuses texts beside them.
+        if thought or (capabilities.thinking_form == "blocks" and content is not None):
+            result["content"] = thinking_content(capabilities.thinking_form, thought, content)
+    return result
+
+
+def _content(content: Any, role: str, capabilities: Capabilities) -> Any:
+    if not isinstance(content, str):
+        if role in capabilities.list_roles:
+            return content
+        content = content_text(content, "")
+    return content if role in capabilities.text_roles else [{"type": "text", "text": content}]
+
+
+def _call(call: Message, capabilities: Capabilities) -> dict[str, Any]:
+    arguments: CallArguments = call["function"]["arguments"]
+    value: Any = arguments.text if capabilities.text_arguments else arguments.value
+    if arguments.value is None:
+        empty = "{}" if capabilities.text_arguments else {}
+        value = arguments.text if capabilities.malformed_arguments else empty
+    return {**call, "function": {**call["function"], "arguments": value}}
+
+
+def with_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with each content as one text, so that text can be added."""
+    return [
+        {**message, "content": text_of(message)} if "content" in message else dict(message)
+        for message in messages
+    ]
+
+
+def text_of(message: Message) -> str:
+    return content_text(message.get("content") or "", "")
+
+
+def with_single_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with one call per turn, each followed by its results. A result without a
+    known call id belongs to the first call without a result."""
+    turns: list[list[dict[str, Any]]] = []  # each with its results
+    call_turns: list[list[dict[str, Any]]] = []  # turns of the last message with calls
+    open_calls = _OpenCalls()
+    for message in messages:
+        if message["role"] == "tool" and call_turns:
+            call_turns[open_calls.answer(message)].append(dict(message))
+            continue
+        open_calls = _OpenCalls(message)
+        calls = message.get("tool_calls", ())
+        call_turns = [[{"role": message["role"], "tool_calls": [call]}] for call in calls]
+        if call_turns:
+            call_turns[0][0] = {**message, **call_turns[0][0]}
+        turns += call_turns or [[dict(message)]]
+    return list(chain.from_iterable(turns))
+
+
+def with_calls_apart(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with no content beside calls: a text becomes a turn before the calls."""
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        turns.append(dict(message))
+        if "tool_calls" not in message:
+            continue
+        if text_of(message).strip():
+            calls = turns[-1].pop("tool_calls")
+            turns.append({"role": message["role"], "tool_calls": calls})
+        else:
+            turns[-1].pop("content", None)
+    return turns
+
+
+def with_named_results(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with the names of the called functions in results without a name."""
+    turns = []
+    by_id: dict[str, str] = {}
+    calls: Sequence[Message] = ()  # of the last message with calls
+    open_calls = _OpenCalls()
+    for message in messages:
+        turn = dict(message)
+        turns.append(turn)
+        if "tool_calls" in message:
+            calls, open_calls = message["tool_calls"], _OpenCalls(message)
+            by_id |= {str(call.get("id")): call["function"]["name"] for call in calls}
+        elif message["role"] == "tool" and calls:
+            default_name = calls[open_calls.answer(message)]["function"]["name"]
+            id = message.get("tool_call_id")
+            turn["name"] = (
+                message.get("name") or (by_id.get(str(id)) if id else None) or default_name
+            )
+    return turns
+
+
+class _OpenCalls:
+    """The calls of a message that no result has answered yet."""
+
+    def __init__(self, message: Message | None = None) -> None:
+        calls = message.get("tool_calls", ()) if message else ()
+        self._ids = [call.get("id") for call in calls]
+        self._unanswered = list(range(len(self._ids)))
+
+    def answer(self, result: Message) -> int:
+        """Return the index of the call of a result: the one with its id, else the first without a
+        result, else the last one."""
+        id = result.get("tool_call_id")
+        first = self._unanswered[0] if self._unanswered else len(self._ids) - 1
+        index = self._ids.index(id) if id and id in self._ids else first
+        if index in self._unanswered:
+            self._unanswered.remove(index)
+        return index
+
+
+def with_known_systems(
+    messages: Sequence[Message], places: Container[str], *, developer: bool
+) -> list[dict[str, Any]]:
+    """Return the messages with rules (system turns) only in places that the template shows.
+
+    `places`: Capabilities.systems. Elsewhere, leading rules are joined and later ones become user
+    turns. Without "first", the leading rules become part of the first user turn. `developer`: the
+    template knows that role.
+    """
+    num_leading = num_leading_rules(messages)
+    turns = [dict(message) for message in messages]
+    if not developer or len({turn["role"] for turn in turns[:num_leading]}) > 1:
+        for turn in turns:
+            if turn["role"] == "developer":
+                turn["role"] = "system"
+    later_rules = [i for i in range(num_leading, len(turns)) if turns[i]["role"] in RULES]
+    for index in later_rules:
+        place = "last" if index == len(turns) - 1 else "middle"
+        if messages[index - 1]["role"] == "tool":
+            place = "result"
+        if num_leading == 0 and later_rules == [index] and "alone" in places:
+            continue
+        if place not in places:
+            turns[index]["role"] = "user"
+    if num_leading and "first" not in places:
+        is_next_user = num_leading < len(turns) and turns[num_leading]["role"] == "user"
+        end = num_leading + is_next_user
+        turns[:end] = [{**joined(turns[:end]), "role": "user"}]
+    elif num_leading > 1 and "several" not in places:
+        turns[:num_leading] = [joined(turns[:num_leading])]
+    return turns
+
+
+def num_leading_rules(messages: Sequence[Message]) -> int:
+    """Return the number of rules at the beginning."""
+    others = (i for i, message in enumerate(messages) if message["role"] not in RULES)
+    return next(others, len(messages))
+
+
+def joined(turns: Sequence[Message]) -> dict[str, Any]:
+    """Join turns into one with the role of the first."""
+    result = {**turns[0], "content": "\n\n".join(filter(None, map(text_of, turns)))}
+    thoughts = [turn["reasoning_content"] for turn in turns if turn.get("reasoning_content")]
+    return result | {"reasoning_content": "\n\n".join(thoughts)} if thoughts else result

@@ -1,0 +1,1 @@
+"""Tokenizers: text to ids, and ids to text."""

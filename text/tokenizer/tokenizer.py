@@ -1,0 +1,175 @@
+"""Converts text to token ids and back, for one model.
+
+Invariant: client text never becomes a special token, except with `parse_special`. In a rendered
+prompt only text that the template wrote does. Immutable once built, so threads may share it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
+
+import tokenizers
+
+from pdserve.text.errors import TextError, UnsupportedTokenizer
+from pdserve.text.tokenizer.detokenizer import Pieces
+from pdserve.text.tokenizer.special import SpecialTokens
+from pdserve.text.tokenizer.vocabulary import TextCard, Vocabulary
+
+_FIRST = b'"prepend_scheme":"first"'
+Step = TypeVar("Step", tokenizers.normalizers.Normalizer, tokenizers.pre_tokenizers.PreTokenizer)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt rendered by a chat template; `origin` marks the characters that the template wrote
+    (templates/template_text.py)."""
+
+    text: str
+    origin: str
+
+
+class Tokenizer(Vocabulary):
+    """A tokenizer.json and the model's special ids. This class splits off special tokens; the
+    tokenizers library encodes the plain text between them."""
+
+    def __init__(self, tokenizer_json: bytes, card: TextCard) -> None:
+        """Raises UnsupportedTokenizer if tokenizer.json is invalid or unsupported."""
+        try:
+            self._first = tokenizers.Tokenizer.from_buffer(tokenizer_json)
+        except Exception as error:  # the library raises bare Exception
+            raise UnsupportedTokenizer(f"tokenizer.json: {error}") from None
+        self._first.no_truncation()
+        self._first.no_padding()
+        if self._first.decoder is None:
+            raise UnsupportedTokenizer("tokenizer.json has no decoder")
+        self.file = tokenizer_json
+        self.added = self._first.get_added_tokens_decoder()
+        self.special = SpecialTokens(self.added)
+        self.decoder = json.loads(self._first.decoder.__getstate__())
+        pieces = Pieces(self._first.id_to_token, self.decoder)
+        super().__init__(card, pieces, self.special.ids)
+        self._prefix, self._suffix = self._frame()
+        self._first.encode_special_tokens = True  # encode the text of special tokens as plain text
+        self._within = _without_prefix(self._first)  # for text that continues other text
+        # A Metaspace of scheme "first" adds its space before the first text only, a normalizer
+        # before every text between special tokens.
+        prefixes_every_part = _normalizers(self._first) != _normalizers(self._within)
+        self._rest = self._first if prefixes_every_part else self._within
+
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """Return the ids that the post-processor adds before and after a text."""
+        framed = self._first.encode("a", add_special_tokens=True)
+        added = framed.special_tokens_mask
+        text = [index for index, mask in enumerate(added) if not mask] or [len(added)]
+        prefix, suffix = framed.ids[: text[0]], framed.ids[text[-1] + 1 :]
+        if self.card.adds_bos and self.card.bos_id is not None and not prefix:
+            prefix = [self.card.bos_id]
+        return prefix, suffix
+
+    def encode(self, text: str, *, add_special_tokens: bool, parse_special: bool) -> list[int]:
+        """Encode a text; with `parse_special`, the text of special tokens becomes their ids.
+
+        `add_special_tokens` adds bos and the model's other framing tokens, but never a second bos.
+        Raises TextError if the text is not valid Unicode (lone surrogates).
+        """
+        parts = self.special.split(text) if parse_special else [text]
+        return self._framed(self._encode(parts), add_special_tokens)
+
+    def encode_rendered(self, rendered: Rendered, *, add_special_tokens: bool = False) -> list[int]:
+        """Encode a rendered prompt; templates usually write bos themselves."""
+        parts = self.special.split(rendered.text, rendered.origin)
+        return self._framed(self._encode(parts), add_special_tokens)
+
+    def encode_within(self, text: str) -> list[int]:
+        """Encode a text that continues other text, and parse its special tokens. Raises TextError
+        if the text is not valid Unicode."""
+        ids: list[int] = []
+        for part in self.special.split(text):
+            ids += [part] if isinstance(part, int) else self._plain(part, self._within)
+        return ids
+
+    def _framed(self, ids: list[int], add_special_tokens: bool) -> list[int]:
+        if not add_special_tokens:
+            return ids
+        prefix = [] if ids[: len(self._prefix)] == self._prefix else self._prefix
+        return [*prefix, *ids, *self._suffix]
+
+    def _encode(self, parts: Sequence[str | int]) -> list[int]:
+        ids: list[int] = []
+        for index, part in enumerate(parts):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += self._plain(part, self._rest if index else self._first)
+        return ids
+
+    def _plain(self, text: str, pipeline: tokenizers.Tokenizer) -> list[int]:
+        """Encode plain text without special tokens, even if the model's merges produce one."""
+        try:  # the batch call releases the interpreter lock; `encode` holds it
+            ids = list(pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        except (TypeError, UnicodeEncodeError):
+            raise TextError("the text is not valid Unicode: it has a lone surrogate") from None
+        if self.special.ids.isdisjoint(ids):
+            return ids
+        (encoding,) = pipeline.encode_batch([text], add_special_tokens=False)
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if self.special.texts.get(text[start:end]) == token:
+                head = self._plain(text[: start + 1], pipeline)
+                return head + self._plain(text[start + 1 :], self._within)
+        return ids  # the special token is the model's unknown token
+
+    def token_name(self, token: int | None) -> str | None:
+        """Return a token as tokenizer.json writes it; None for None or an unknown id."""
+        return None if token is None else self._first.id_to_token(token)
+
+
+def _normalizers(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """Return the steps of the normalizer in the format of tokenizer.json."""
+    if tokenizer.normalizer is None:
+        return []
+    state: dict[str, Any] = json.loads(tokenizer.normalizer.__getstate__())
+    steps: list[dict[str, Any]] = state["normalizers"] if state["type"] == "Sequence" else [state]
+    return steps
+
+
+def _without_prefix(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Return the tokenizer without the space that it adds before a text.
+
+    Shares the vocabulary; returns `first` itself if it adds no space. Raises UnsupportedTokenizer
+    if the added tokens do not keep their ids.
+    """
+    steps = _normalizers(first)
+    remaining = [step for step in steps if step["type"] != "Prepend"]
+    state = first.pre_tokenizer.__getstate__() if first.pre_tokenizer else b""
+    if remaining == steps and _FIRST not in state:
+        return first
+    tokenizer = tokenizers.Tokenizer(first.model)
+    if remaining:
+        tokenizer.normalizer = _restored(
+            tokenizers.normalizers.Sequence([]), {"type": "Sequence", "normalizers": remaining}
+        )
+    if first.pre_tokenizer is not None:
+        tokenizer.pre_tokenizer = first.pre_tokenizer
+    if _FIRST in state:
+        metaspace = json.loads(state.replace(_FIRST, b'"prepend_scheme":"never"'))
+        tokenizer.pre_tokenizer = _restored(tokenizers.pre_tokenizers.Metaspace(), metaspace)
+    added = sorted(first.get_added_tokens_decoder().items())
+    # The order of the calls determines the ids. Few calls, since each scans all added tokens.
+    for special, group in groupby((token for _, token in added), lambda token: bool(token.special)):
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(list(group))
+    for token_id, token in added:
+        if tokenizer.token_to_id(token.content) != token_id:
+            raise UnsupportedTokenizer(
+                f"tokenizer.json: id {token_id} of {token.content!r} is not "
+                "the id that the tokenizers library assigns"
+            )
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _restored(step: Step, state: dict[str, Any]) -> Step:
+    """Set the state of a tokenizer step and return the step."""
+    step.__setstate__(json.dumps(state).encode())
+    return step

@@ -1,0 +1,99 @@
+"""The calls of MiniMax M3: each argument's tag is its name, and a mark precedes every tag. Objects
+contain such tags, and lists contain <item>."""
+
+from pdserve.text.parsing.arguments import CallArguments, ToolSchemas
+from pdserve.text.parsing.family import (
+    CallForm,
+    Calls,
+    ToolFamily,
+    called,
+    grammar_call,
+    object_pieces,
+)
+from pdserve.text.parsing.invoke import raw_text
+from pdserve.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces, Reading
+from pdserve.text.parsing.values import MAX_DEPTH, json_text
+
+MARK = "]<]minimax[>["
+BEGIN, END = f"{MARK}<tool_call>", f"{MARK}</tool_call>"
+INVOKE, INVOKE_END = f"{MARK}<invoke name=", f"{MARK}</invoke>"
+ITEM = "item"
+
+
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+    if (yield from grammar_call(reader, schemas, END)):
+        return
+    while (yield from reader.expect(INVOKE, END)) == INVOKE:
+        name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
+        name = name.strip().strip('"')
+        if not name:
+            raise Malformed
+        members = _members(reader, schemas.call(name), INVOKE_END)
+        yield from called(schemas, name, object_pieces(members))
+        yield from reader.space()
+        if (yield from reader.take_end(END)):
+            return
+
+
+def _members(
+    reader: BlockReader, arguments: CallArguments, end: str, depth: int = 0
+) -> Pieces[None]:
+    gap = ""
+    while not (yield from reader.take_after_space(end)):
+        yield from reader.expect(f"{MARK}<")
+        key, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
+        if not key or key.startswith("/"):
+            raise Malformed
+        yield from _value(reader, arguments, f"{gap}{json_text(key)}: ", key, depth)
+        gap = ", "
+
+
+def _value(
+    reader: BlockReader, arguments: CallArguments, head: str, key: str, depth: int
+) -> Pieces[None]:
+    """Read a value after its tag; `head` is yielded before it."""
+    end = f"{MARK}</{key}>"
+    first = (yield from _element(reader)) if arguments.may_contain(key) else ""
+    if not first:
+        start = reader.position
+        if arguments.must_contain(key) and (yield from reader.take_after_space(end)):
+            yield head + ("[]" if arguments.may_be_list(key) else "{}")
+            return
+        reader.position = start
+        is_json = depth > 0 and not arguments.knows(key)
+        yield from arguments.value(head, key, raw_text(reader, end), json=is_json)
+        return
+    if depth == MAX_DEPTH:
+        raise Malformed
+    within = arguments.within(key)
+    if first != ITEM or not arguments.may_be_list(key):
+        yield f"{head}{{"
+        yield from _members(reader, within, end, depth + 1)
+        yield "}"
+        return
+    head += "["
+    while not (yield from reader.take_after_space(end)):
+        yield from reader.expect(f"{MARK}<{ITEM}>")
+        yield from _value(reader, within, head, ITEM, depth + 1)
+        head = ", "
+    yield "]"
+
+
+def _element(reader: BlockReader) -> Reading[str]:
+    """Return the name of the element that begins here, without reading it; empty for a text."""
+    start = reader.position
+    name = ""
+    if (yield from reader.take_after_space(f"{MARK}<")):
+        name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
+    reader.position = start
+    return "" if name.startswith("/") else name
+
+
+FAMILY = ToolFamily(
+    "minimax_m3",
+    lambda template: MARK in template,
+    CallForm(BEGIN + '\n{"name": "NAME", "arguments": ', "}\n" + END, trigger=BEGIN),
+    openers=(BEGIN,),
+    read=read,
+    special=(MARK, BEGIN, END),
+)
