@@ -1,8 +1,8 @@
 """The engine's thread: the only one that uses the Engine between start() and close().
 
-Every turn of the thread moves the counter. During a step the counter also moves by itself once a
-second, for a multiple of the time that the step should take. A chunk that takes a minute on a slow
-machine therefore counts as alive; a step that hangs counts as dead after that time.
+Every turn of the thread moves its LivenessCounter. During a step the counter also moves by itself
+once a second, for a multiple of the time that the step should take. A chunk that takes a minute on
+a slow machine therefore counts as alive; a step that hangs counts as dead after that time.
 
 Each turn runs the posted calls, then the polls, then an engine step. Only close() ends the thread:
 errors are logged, and the requests concerned fail. After the device is lost, the thread runs no
@@ -71,8 +71,8 @@ class EngineThread:
 
     @property
     def liveness(self) -> int:
-        """Counter (liveness.py) that moves with every turn and, within a step, once a second for as
-        long as the step may take; any thread may read it."""
+        """Counter that moves with every turn and, within a step, once a second for as long as the
+        step may take; any thread may read it."""
         return self._liveness.read(time.monotonic())
 
     @property

@@ -5,7 +5,8 @@ Every value records its source. A name that no command knows is an error, so a t
 becomes a default. Options of other commands are allowed, so one environment or one file serves all
 processes of a deployment.
 
-The output never contains a secret: its line is a comment with a mask, so the file stays loadable.
+The output of `pdserve config show` never contains a secret: its line is a comment with a mask, so
+the file stays loadable.
 """
 
 from collections.abc import Collection, Mapping, Sequence

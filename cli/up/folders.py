@@ -1,11 +1,11 @@
 """Folders and files of `pdserve up`: for one run, for data that outlives it, and the database of a
 port.
 
-A lock on the folder marks its owner as alive; the next process removes the folders of killed
-owners.
+A lock on the folder of a run marks its owner as alive; the next process removes the folders of
+killed owners.
 
-Its write-ahead log uses shared memory, so only one host may use the file, while several hosts may
-share a home directory. A lock file beside it marks it as in use.
+The database's write-ahead log uses shared memory, so only one host may use the file, while several
+hosts may share a home directory. A lock file beside it marks it as in use.
 """
 
 import fcntl

@@ -1,8 +1,8 @@
 """The model card: the properties of a model that other processes need, and the sampling params that
 its authors recommend. Plain data, no torch.
 
-Each row names its source. The table is needed because GGUF files have no generation_config.json
-and some model directories have one without sampling params.
+Each row of the recommended params names its source. The table is needed because GGUF files have no
+generation_config.json and some model directories have one without sampling params.
 """
 
 import re

@@ -1,7 +1,7 @@
 """The text properties of a model that its files give: one chat template, and facts that only the
 tokenizer knows.
 
-The result is self-contained jinja2 source, so that a gateway of any release can render it.
+The template is self-contained jinja2 source, so that a gateway of any release can render it.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Which tokens a choice may have, as bits: allowed ids, bad words, the end of a thinking budget.
 Pure.
 
-Thinking that restarts continues with the remaining budget. If the last ids are already a prefix of
-`end_ids`, only the rest of `end_ids` follows.
+A budget: thinking that restarts continues with the remaining budget. If the last ids are already a
+prefix of `end_ids`, only the rest of `end_ids` follows.
 """
 
 from collections import deque

@@ -1,7 +1,7 @@
 """Samples the next tokens of a step, and plans a step that is launched before they are known.
 
-It has the rows of the previous step, except those that certainly end there. If a choice has ended
-by an unforeseeable token, StepProgress discards its row.
+A step that is launched ahead has the rows of the previous step, except those that certainly end
+there. If a choice has ended by an unforeseeable token, StepProgress discards its row.
 
 The backend samples each token (kernels/reference/sampling.py) as a function of the logits and of
 the choice's stream, independent of the other rows in the batch. A row whose logits are not finite

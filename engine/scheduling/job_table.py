@@ -1,9 +1,9 @@
 """Requests of an engine by state, and reservations for transfers; the only module that gains and
 frees blocks for them. Pure.
 
-The blocks belong to the reservation from JobTable.reserve until commit makes them the request's, or
-release frees them, each at most once. Aborting the request ends the reservation too. Verified
-blocks are in the prefix cache and stay there when the reservation frees them.
+Reserved blocks belong to the reservation from JobTable.reserve until commit makes them the
+request's, or release frees them, each at most once. Aborting the request ends the reservation too.
+Verified blocks are in the prefix cache and stay there when the reservation frees them.
 
 A request (a *job* here) is in one of these states:
 

@@ -1,7 +1,7 @@
 """The scheduler's state of a request, and the pooled hidden state of its prompt. Pure.
 
-It is bitwise the same however the prompt is cut into chunks: the mean adds one token after the
-other.
+The pooled state is bitwise the same however the prompt is cut into chunks: the mean adds one token
+after the other.
 
 A `RequestState` is a request in any state; it has `Sequence`s while it holds blocks. A prompt is
 one sequence until its last token has run; then each choice continues as a separate sequence.

@@ -1,7 +1,7 @@
 """Block formats whose values are 8-bit integers times a scale for each group of a block, and
 formats that the gguf package unpacks.
 
-The package is imported at its first use: it is slow to import, and most models do not need it.
+The gguf package is imported at its first use: it is slow to import, and most models do not need it.
 
 Kernels read neither codebooks nor packed ternary levels, so they get the integers.
 """

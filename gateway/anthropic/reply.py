@@ -1,6 +1,6 @@
 """One message of /v1/messages, whole or in events, and /v1/messages/count_tokens.
 
-Pure. Invariant: the events of a stream add up to the final `blocks`.
+Invariant: the events of a stream add up to the final `blocks`.
 """
 
 from collections.abc import AsyncGenerator, Iterator

@@ -1,7 +1,5 @@
 """Request bodies of Anthropic's API: strict types here, bounds in gateway/sampling.py; and the
 fields that are refused by name or ignored on purpose.
-
-MessagesBody in schema.py has the fields that are served.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -1,6 +1,7 @@
 """Finds batches that a gateway may take over: those whose owner no longer renews its lease. Pure.
 
-It compares no two clocks: each gateway uses its own.
+A value that no longer changes shows that its writer has died. No two clocks are compared: each
+gateway uses its own.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

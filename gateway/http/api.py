@@ -104,7 +104,7 @@ class ErrorShape(Protocol):
 
 
 class Dialect(ErrorShape, Protocol):
-    """One HTTP API. Its streams yield bytes that are framed already (http/answers/replies.py)."""
+    """One HTTP API. Its streams yield bytes that are framed already (http/responses.py)."""
 
     paths: tuple[str, ...]
     """Beginnings of the paths on which errors have this dialect's shape."""
@@ -120,7 +120,7 @@ class Dialect(ErrorShape, Protocol):
     """What `error_object` returns, for the description of the API."""
 
     def add_routes(self, app: FastAPI) -> None:
-        """Mount the API's routes, described as in http/docs/document.py."""
+        """Mount the API's routes, described as in http/docs.py."""
         ...
 
 

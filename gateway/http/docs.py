@@ -1,7 +1,7 @@
 """The OpenAPI document of all routes, and /docs, a page that shows it.
 
 A route is described where it is added: `@app.post(path, **described(Body, answer=Answer))`. Errors
-are described here, in the shape of the path's dialect.
+are described here, in the shape of the path's API.
 
 The page is Swagger UI (swagger-ui-dist 5.35.0 of npm, Apache-2.0; its licences lie beside it). A
 browser may load nothing from elsewhere.

@@ -2,7 +2,7 @@
 
 All watch the connection while they work: when the client leaves, the work is cancelled at once. The
 server ends the connection of a client that takes nothing (serving/protocol.py), and bounds the
-bytes made and not taken over all answers (held_answers.py). An error before the first byte is an
+bytes made and not taken over all answers (held_responses.py). An error before the first byte is an
 ordinary error response; later it is the last event. The head of a stream is sent HEAD_S after its
 prompt is accepted, if no event comes before, so that an earlier refusal, also by a router or a
 worker, has its own status.
@@ -46,7 +46,7 @@ HELD = "pdserve.held"  # the HeldAnswers of all its connections
 
 
 class DirectWrite:
-    """The direct write of one answer, whose stream (replies.py) opens and closes it."""
+    """The direct write of one answer, whose stream opens and closes it."""
 
     def __init__(self) -> None:
         self._write: Callable[[bytes], bool] | None = None

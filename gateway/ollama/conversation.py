@@ -28,7 +28,7 @@ class OllamaCall(StrictModel):
 
 
 class OllamaMessage(StrictModel):
-    """One message; gateway/text checks its role when it fills the template."""
+    """One message; text/templates checks its role when it fills the template."""
 
     role: str
     content: str | None = None

@@ -1,6 +1,6 @@
 """One answer of /api/chat or /api/generate, whole or line by line.
 
-Pure. Invariant: a call is returned once, when it is complete.
+Invariant: a call is returned once, when it is complete.
 """
 
 from collections.abc import AsyncGenerator, Sequence

@@ -1,7 +1,5 @@
 """Request bodies of Ollama's API: strict types here, bounds in gateway/sampling.py; and the fields
 that are refused by name or ignored on purpose.
-
-The bodies in schema.py have the fields that are served.
 """
 
 from abc import abstractmethod

@@ -1,7 +1,8 @@
 """Scores of documents for a query: a reranker's judgement, or the similarity of two embeddings.
 
-As there, the frame is tokenized separately, so that a client's text never becomes a special token.
-So is the document, after a line break, where Qwen's tokenizer always starts a new token.
+The prompt is that of Qwen3-Reranker's model card. As there, its frame is tokenized separately, so
+that a client's text never becomes a special token. So is the document, after a line break, where
+Qwen's tokenizer always starts a new token.
 """
 
 import asyncio

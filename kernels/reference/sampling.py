@@ -1,14 +1,14 @@
 """Samples the next token of every stream of a step, on torch: edits of the logits, filters, noise,
 log-probabilities.
 
-A counter hash in 64-bit integers gives 32 random bits; u = (bits + 1/2) / 2**32 and
+Noise: a counter hash in 64-bit integers gives 32 random bits; u = (bits + 1/2) / 2**32 and
 g = -log(-log(u)) are computed with additions, multiplications and divisions of IEEE doubles, each
 rounded separately (no fused multiply-add, no library logarithm), in the order used here. A backend
 that follows this order gets the same floats. The hash chains the finalizer of SplitMix64 (Steele,
 Lea, Flood: Fast splittable pseudorandom number generators, 2014).
 
-The edits are a pure function of the settings and the generated ids; the state kept here only avoids
-recomputation.
+The edits of logits are a pure function of the settings and the generated ids; the state kept here
+only avoids recomputation.
 
 Each filter is a lower bound on the scaled logits, so equal logits are kept or removed together.
 

@@ -5,7 +5,7 @@ Invariant: only text that the template writes becomes special tokens, not client
 a template can render (capabilities.py); messages are adapted to that (turns.py).
 
 This module does not bound a template's computation: untrusted templates are rendered in a process
-with limits (gateway/text_processes).
+with limits (text/processes).
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Converts a stream of token ids to text, by the bytes of each token.
 
-The mapping is read from the tokenizer's decoder once and cached by token, so decoding makes no call
-per token into the tokenizers library.
+The mapping of tokens to bytes is read from the tokenizer's decoder once and cached by token, so
+decoding makes no call per token into the tokenizers library.
 
 Invariant: the joined deltas are the text of all ids, however the ids are split into calls. No delta
 ends inside a character; bytes of an unfinished character are held back.

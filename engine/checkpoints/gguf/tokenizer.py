@@ -1,7 +1,8 @@
 """Converts a GGUF file's tokenizer to tokenizer.json, the format that the rest of the system reads.
 
-GGUF files name the rule (`tokenizer.ggml.pre`), and only llama.cpp (src/llama-vocab.cpp) defines
-the names. The expressions come from the tokenizer.json that each model family publishes.
+GGUF files name the rule by which text is split before merging (`tokenizer.ggml.pre`), and only
+llama.cpp (src/llama-vocab.cpp) defines the names. The expressions come from the tokenizer.json that
+each model family publishes.
 
 Token ids are positions in `tokenizer.ggml.tokens`. The reader bounds the metadata's size;
 inconsistent metadata raises CheckpointError.

@@ -1,8 +1,8 @@
 """A Hugging Face model directory: config.json and safetensors, in one file or sharded, and the
 pooling of an embedding model.
 
-modules.json lists the modules in the order of application. The first is the model; each other
-module has a config.json in a separate folder.
+The pooling is read from sentence-transformers' files: modules.json lists the modules in the order
+of application. The first is the model; each other module has a config.json in a separate folder.
 
 A weight is one tensor of plain numbers, or several parts that the config's quantization method
 reads (checkpoints/quantization): `x.weight` is then stored as `x.qweight`, `x.scales` and so on.

@@ -4,7 +4,7 @@ an attempt; pure.
 Every `take` yields the rules that the record breaks. An attempt whose older records are overwritten
 or damaged is only checked step by step.
 
-Each side of an attempt is replayed (replay.py): phases and actions of every record must be those of
+Phases and actions of every record must be those of
 machine.step. In addition:
 
 - blocks are taken once, and freed or handed to the sequence once, when the machine says so;

@@ -1,8 +1,8 @@
 """What passes to and between the launches of a step: its integers on the device, and the values of
 each launch.
 
-They are in one array of int32, so that a step costs one copy. The offsets of a launch's numbers
-depend only on the step's shape, so that a recorded graph finds them again.
+The integers are in one array of int32, so that a step costs one copy. The offsets of a launch's
+numbers depend only on the step's shape, so that a recorded graph finds them again.
 """
 
 from collections.abc import Sequence

@@ -94,7 +94,7 @@ Thought = Annotated[str | None, BeforeValidator(_joined_texts)]
 
 
 class Message(Body):
-    """One message. gateway/text checks its role and content when it fills the template."""
+    """One message. text/templates checks its role and content when it fills the template."""
 
     role: Annotated[str, WithJsonSchema({**base.TEXT, "enum": list(members.ROLES)})]
     content: Annotated[Any, WithJsonSchema(base.CONTENT)] = None

@@ -1,7 +1,5 @@
 """The request body of /v1/responses: strict types here, bounds in gateway/sampling.py; and the
 fields that are refused by name or ignored on purpose.
-
-ResponsesBody in schema.py has the fields that are served.
 """
 
 from collections.abc import Iterator, Mapping

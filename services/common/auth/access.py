@@ -1,8 +1,8 @@
 """Selects the credentials that the processes of a cluster show each other, and checks a shared
 secret.
 
-It stays on one machine, where others cannot read the traffic, unless an option allows otherwise;
-auth/tls.py is for several machines.
+The secret is sent in plain text. It stays on one machine, where others cannot read the traffic,
+unless an option allows otherwise; auth/tls.py is for several machines.
 """
 
 import hmac

@@ -1,7 +1,7 @@
 """Metrics that every process exports about itself, and the port for them in processes without a web
 server.
 
-It needs no authentication, so connections, each with its thread, are bounded in number.
+The port needs no authentication, so connections, each with its thread, are bounded in number.
 """
 
 import asyncio

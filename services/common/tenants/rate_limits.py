@@ -1,7 +1,7 @@
 """Limits what each API key may use per minute: requests, tokens, seconds of preparing its texts.
 
-A query takes some tens of microseconds in the page cache, so it runs on the event loop. Counts do
-not survive a power failure; they would expire within a minute anyway.
+A query of the file of counts takes some tens of microseconds in the page cache, so it runs on the
+event loop. Counts do not survive a power failure; they would expire within a minute anyway.
 
 Minutes are fixed windows. Amounts that are known only afterwards (tokens of a response, seconds)
 are counted then, so one request may exceed a limit, and the next one is refused; refused requests
