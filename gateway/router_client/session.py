@@ -119,13 +119,7 @@ class RouterConnection:
         self.up_since = loop.time()
         self.protocol = None
         writer = asyncio.create_task(self._write(call))
-        silent: asyncio.TimerHandle | None = None
         try:
-            # A router of 0.1.0 sends nothing before the first request, and refuses no version.
-            if not self._refusal:
-                self._begin(channel)
-            else:
-                silent = loop.call_later(STABLE_S, self._not_refused, channel)
             rows = RowReader()
             async for message in call:
                 if self.protocol is None:
@@ -138,8 +132,6 @@ class RouterConnection:
                         self._listener.event(self, event)
             raise ConnectionError("the session ended")
         finally:
-            if silent is not None:
-                silent.cancel()
             self.channel = None
             self._outgoing.clear()
             self.has_worked |= loop.time() - self.up_since > STABLE_S
@@ -150,25 +142,13 @@ class RouterConnection:
             call.cancel()
             await asyncio.gather(writer, return_exceptions=True)
 
-    def _begin(self, channel: grpc.aio.Channel) -> None:
-        """Start the session: messages can be sent."""
-        log.info("connected to router %s", self.address)
-        self.channel = channel
-        self._listener.up(self)
-
-    def _not_refused(self, channel: grpc.aio.Channel) -> None:
-        """A router that neither refuses nor sends a version has replaced the one that refused."""
-        if self.protocol is None and self.channel is None:
-            self._refusal = ""
-            self._begin(channel)
-
     def _greeted(self, protocol: int, channel: grpc.aio.Channel) -> None:
-        """Handle the router's version. Raises ServiceError if it is too old or too new."""
+        """Start the session: messages can be sent. Raises ServiceError if the router's version is
+        too old or too new."""
         check_version(protocol, "gateway", f"router {self.address}")
-        log.debug("router %s has protocol version %d", self.address, protocol)
-        self.protocol, self._refusal = protocol, ""
-        if self.channel is None:
-            self._begin(channel)
+        log.info("connected to router %s with protocol version %d", self.address, protocol)
+        self.protocol, self._refusal, self.channel = protocol, "", channel
+        self._listener.up(self)
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[GatewayMessage, object]") -> None:
         while True:

@@ -417,8 +417,6 @@ class Dispatcher:
             requirement = "weights that began this answer"
             if not request.state.begun:
                 requirement = "tokenizer that the prompt was read with"
-                if request.min_protocol and not self.placer.is_unread(request):
-                    requirement = "release that the parameters require"
             text = f"no worker is available with the {requirement}"
             error = ServiceError(pb.UNAVAILABLE, text, "", 1.0)
             request.step(on.RequestRefused(error), now)

@@ -10,7 +10,7 @@ still tried but does not count, so the next router in the order is joined too. A
 longer among the first is left once as many that are have welcomed the worker and SETTLED_S have
 passed. To leave means to send a goodbye: the router places nothing new here, running requests go on
 by its session, and it ends the lease itself when none of them remains. So leaving ends or
-recomputes no stream. A router of 0.1.0 would take the goodbye for a drain, so it is not left.
+recomputes no stream.
 """
 
 import logging
@@ -39,8 +39,6 @@ SILENT_S = 5.0  # without a heartbeat's echo, after which the router is joined a
 REJOIN_S = 0.1  # least time between two looks at the leases
 REFUSED_S = 0.5  # between two tries at a router of another version, doubled with each ...
 MAX_REFUSED_S = 10.0  # ... up to this: one of the two is to be upgraded
-BEATS_SINCE = 1  # first protocol version in which routers read the heartbeat of a load ...
-LEAVES_SINCE = 1  # ... and in which a worker can leave a router
 ABSENT_S = 3.0  # a router without a welcome for this long does not count: it may restart
 SETTLED_S = 5.0  # since the last welcome of a counting router: ignores those that come and go
 HASHES_PER_EVENT = 2048  # a router takes in about 1 us for each
@@ -58,7 +56,6 @@ class _Lease:
         self._closed = False
         self._call: grpc.Call | None = None
         self._heard = time.monotonic()
-        self._protocol = 0  # of the router
         self.welcomed = 0.0  # when the router welcomed the worker; 0: not yet
         self.leaving = False
         self._thread = threading.Thread(target=self._run, name=f"join {address}", daemon=True)
@@ -87,7 +84,7 @@ class _Lease:
 
     def leave(self) -> None:
         """Have the router end the lease once none of its requests runs here."""
-        if self._protocol >= LEAVES_SINCE and not self.leaving:
+        if not self.leaving:
             log.info("leaving router %s: other routers rank before it now", self.address)
             self.leaving = True
             self._pending_reports.add_goodbye(
@@ -150,9 +147,8 @@ class _Lease:
     def _welcomed(self, welcome: pb.Welcome) -> None:
         """Note the router's welcome. Raises ServiceError if its version is too old or too new."""
         check_version(welcome.protocol, "worker", f"router {self.address}")
-        self._pending_reports.reads_beats = welcome.protocol >= BEATS_SINCE
         log.info("joined router %s with protocol version %d", self.address, welcome.protocol)
-        self._protocol, self.welcomed = welcome.protocol, time.monotonic()
+        self.welcomed = time.monotonic()
         self._owner.note(self.address, "")
 
     def _failed(self, error: ServiceError) -> None:

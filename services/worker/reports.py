@@ -35,7 +35,6 @@ class WorkerReports:
     """The reports of one lease after its hello. Any thread may add to them; one takes them."""
 
     def __init__(self, heartbeat: Callable[[], pb.Heartbeat]) -> None:
-        self.reads_beats = False  # set from the router's Welcome
         self.wall_offset = 0.0  # from the clock of `now` to the wall clock
         self._heartbeat = heartbeat
         self._lock = threading.Lock()  # guards the load and the goodbye
@@ -69,7 +68,7 @@ class WorkerReports:
             yield pb.WorkerReport(prefixes=self._prefixes.popleft())
         load = self._take_load(now)
         if load is not None:
-            merges = self.reads_beats and now >= self._last_beat_at + BEAT_S
+            merges = now >= self._last_beat_at + BEAT_S
             yield pb.WorkerReport(load=load, load_beat=self._beat(now) if merges else None)
         if now >= self._next_beat:
             yield pb.WorkerReport(heartbeat=self._beat(now))

@@ -8,7 +8,6 @@ import grpc
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.services.worker.membership import (
-    BEATS_SINCE,
     REJOIN_S,
     RESOLVE_S,
     SILENT_S,
@@ -69,10 +68,8 @@ class LoopLease(_Lease):
 
     async def _read(self, call: Any) -> None:
         try:
-            async for reply in call:
+            async for _ in call:
                 self._heard = here().time()
-                if reply.HasField("welcome"):
-                    self._pending_reports.reads_beats = reply.welcome.protocol >= BEATS_SINCE
         except grpc.aio.AioRpcError:
             pass
         self._changed.set()

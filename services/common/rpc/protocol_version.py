@@ -1,7 +1,6 @@
 """The version of the messages between gateway, router and workers, and which versions interoperate.
 
-A release talks to the one before it, and so to the one after it (docs/upgrades.md). Messages
-without a version (0) are those of pdserve 0.1.0.
+A release talks to the one before it, and so to the one after it (docs/upgrades.md).
 """
 
 import logging

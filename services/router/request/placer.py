@@ -120,8 +120,6 @@ class Placer:
 
     def _compatible_workers(self, request: RoutedRequest) -> Sequence[Worker]:
         workers = self._fleet.of(DECODE, request.model)
-        if request.min_protocol:
-            workers = [w for w in workers if w.hello.protocol >= request.min_protocol]
         return readers(self.compatibility.able(request.origin, workers), request.pool[1])
 
     def is_unread(self, request: RoutedRequest) -> bool:
@@ -300,15 +298,15 @@ class Placer:
     def without_worker(self, now: float) -> list[RoutedRequest]:
         """Return the waiting requests without a suitable worker that stays with this router. In a
         sharded fleet a restarted worker may join other routers."""
-        has_worker: dict[tuple[tuple[str, str], KvIdentity | None, int], bool] = {}
+        has_worker: dict[tuple[tuple[str, str], KvIdentity | None], bool] = {}
         for request in self.waiting:
-            key = request.pool, request.origin, request.min_protocol
+            key = request.pool, request.origin
             if key not in has_worker:
                 has_worker[key] = any(
                     w.stays and w.connected and not w.frozen
                     for w in self._compatible_workers(request)
                 )
-        affected = [r for r in self.waiting if not has_worker[r.pool, r.origin, r.min_protocol]]
+        affected = [r for r in self.waiting if not has_worker[r.pool, r.origin]]
         self._without_worker = {
             request: self._without_worker.get(request, now) for request in affected
         }

@@ -36,7 +36,6 @@ from pdserve.services.router.request.transition import Transition
 
 log = logging.getLogger(__name__)
 
-WINDOWS_SINCE = 1  # first protocol version in which workers read penalty_window
 OUTPUT = ("tokens", "prompt_logprobs", "embedding", "finished")
 FAILURES: dict[FailureReason, ServiceError] = {
     FailureReason.CANCELLED: ServiceError(pb.CANCELLED, "the client cancelled the request"),
@@ -81,8 +80,6 @@ class RoutedRequest:
         self.id = start.request
         self.model = start.model
         self.pool = (start.model, start.tokenizer)  # the workers of this pool can read its prompt
-        # An older worker would ignore the field and sample other tokens.
-        self.min_protocol = WINDOWS_SINCE if start.params.penalty_window else 0
         self.tenant = start.tenant
         self.state = Routing(
             epoch=start.epoch,

@@ -227,7 +227,7 @@ async def test_join_refuses_an_invalid_hello(make_cluster: Any) -> None:
 async def test_some_heartbeats_are_echoed(
     within: str, make_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heartbeats come in separate reports, the only kind of older workers, or with loads."""
+    """Heartbeats come in separate reports or with loads."""
     monkeypatch.setattr(servicer, "HEARTBEAT_ECHO_S", ECHO_S)
     cluster = await make_cluster()
     fleet = cluster.router.core.fleet

@@ -33,7 +33,7 @@ async def first_of(call: Any) -> Any:
     return await anext(aiter(call))
 
 
-@pytest.mark.parametrize("protocol", [0, PROTOCOL_VERSION, PROTOCOL_VERSION + 1])
+@pytest.mark.parametrize("protocol", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION, PROTOCOL_VERSION + 1])
 async def test_neighbours_join_and_are_served(
     make_cluster: Any, expected: Any, protocol: int
 ) -> None:
@@ -70,28 +70,6 @@ async def test_a_worker_that_is_too_new_is_refused_and_the_others_keep_serving(
     assert len(refused) == 1, "it is logged once"
 
 
-async def test_a_window_of_penalties_is_not_sent_to_workers_that_do_not_know_it(
-    make_cluster: Any, expected: Any
-) -> None:
-    cluster = await make_cluster()
-    old = await cluster.decode(protocol=0)
-    gateway = await cluster.gateway()
-    windowed = pb.SamplingParams(presence_penalty=1, penalty_window=4)
-    await gateway.start("w0", PROMPT, params=windowed)
-    for key in ("all", "none"):  # they do not wait for it
-        await gateway.start(key, PROMPT, params=pb.SamplingParams(presence_penalty=key == "all"))
-        assert isinstance(await gateway.end(key), pb.Finished)
-    assert not gateway.of("w0", "tokens")
-    new = await cluster.decode(protocol=PROTOCOL_VERSION)
-    assert isinstance(await gateway.end("w0"), pb.Finished)
-    for key in ("w1", "w2", "w3"):
-        await gateway.start(key, PROMPT, params=windowed)
-        assert isinstance(await gateway.end(key), pb.Finished)
-        assert gateway.ids(key) == expected(PROMPT, 8)
-    assert {admit.start.params.penalty_window for admit in old.of("admit")} == {0}
-    assert [admit.start.params.penalty_window for admit in new.of("admit")] == [4] * 4
-
-
 async def test_a_gateway_that_is_too_new_is_refused(make_cluster: Any) -> None:
     cluster = await make_cluster()
     async with open_channel(cluster.router.address) as channel:
@@ -112,5 +90,5 @@ async def test_the_router_sends_its_version_to_workers(make_cluster: Any) -> Non
     (hello,) = decode.of("hello")
     assert hello.protocol == PROTOCOL_VERSION
     async with open_channel(cluster.router.address) as channel:
-        call = FleetStub(channel).Join(iter([worker_hello(0)]))
+        call = FleetStub(channel).Join(iter([worker_hello(PROTOCOL_VERSION)]))
         assert (await first_of(call)).welcome.protocol == PROTOCOL_VERSION

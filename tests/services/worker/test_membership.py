@@ -55,7 +55,7 @@ class Router(FleetServicer):
     def __init__(self) -> None:
         self.leases: list[Lease] = []
         self.echoes = True
-        self.protocol = 0  # the protocol version, which 0.1.0 does not send
+        self.protocol = PROTOCOL_VERSION
         self.refuses = False
         self.welcomed = 0.0
 
@@ -161,7 +161,6 @@ async def test_loads_are_the_newest_and_at_most_twenty_a_second(make: Any) -> No
 
 async def test_a_router_that_reads_heartbeats_gets_them_in_loads(make: Any) -> None:
     (router,), member = await make()
-    router.protocol = PROTOCOL_VERSION
     member.start()
     await eventually(lambda: bool(router.leases) and bool(router.leases[0].of("heartbeat")))
     await asyncio.sleep(0.1)
@@ -386,8 +385,6 @@ async def test_a_router_that_refuses_the_worker_does_not_count(
     """The next one is joined, and left once the first one accepts the worker after all."""
     routers, member = await make(4, join=2)
     first, second, third, fourth = routers
-    for router in routers:
-        router.protocol = PROTOCOL_VERSION
     if how == "away":
         await first.host.stop(0)
     else:
@@ -412,26 +409,12 @@ async def test_a_router_that_refuses_the_worker_does_not_count(
     assert not second.leases[0].of("goodbye")
 
 
-async def test_a_router_that_cannot_be_left_is_kept(make: Any, quick: None) -> None:
-    """A router of 0.1.0 would move all streams away."""
-    routers, member = await make(3, join=2)
-    await routers[0].host.stop(0)
-    member.start()
-    await eventually(lambda: joined(routers[2]))
-    await routers[0].start(int(routers[0].address.rpartition(":")[2]))
-    await eventually(lambda: joined(routers[0]))
-    await looks(routers[2], 3)
-    assert not routers[2].leases[0].of("goodbye")
-
-
 @pytest.mark.parametrize("found", [0, 1])
 async def test_no_router_is_left_while_too_few_are_resolved(
     make: Any, quick: None, monkeypatch: pytest.MonkeyPatch, found: int
 ) -> None:
     """The names may have no addresses for a while."""
     routers, member = await make(2, join=2)
-    for router in routers:
-        router.protocol = PROTOCOL_VERSION
     member.start()
     await eventually(lambda: all(map(joined, routers)))
     addresses = [router.address for router in routers[:found]]
@@ -449,8 +432,6 @@ async def test_no_router_is_left_while_too_few_are_resolved(
 
 async def test_a_router_that_is_wanted_again_is_joined_again(make: Any, quick: None) -> None:
     routers, member = await make(3, join=2)
-    for router in routers:
-        router.protocol = PROTOCOL_VERSION
     port = int(routers[0].address.rpartition(":")[2])
     await routers[0].host.stop(0)
     member.start()
@@ -464,8 +445,6 @@ async def test_a_router_that_is_wanted_again_is_joined_again(make: Any, quick: N
 
 async def test_a_draining_worker_leaves_no_router(make: Any, quick: None) -> None:
     routers, member = await make(3, join=2)
-    for router in routers:
-        router.protocol = PROTOCOL_VERSION
     await routers[0].host.stop(0)
     member.start()
     await eventually(lambda: joined(routers[2]))

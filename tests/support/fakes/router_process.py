@@ -9,6 +9,7 @@ from fakes.router import FakeRouter
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
 from pdserve.services.common.rpc.fragments import IdsCollector
+from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION
 from pdserve.services.common.server import GrpcHost
 
 
@@ -23,6 +24,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServic
         events: asyncio.Queue[router_pb2.RequestEvent] = asyncio.Queue()
         reading = asyncio.create_task(self._read(requests, events))
         try:
+            yield router_pb2.RouterMessage(protocol=PROTOCOL_VERSION)
             while True:
                 yield router_pb2.RouterMessage(events=[await events.get()])
         finally:

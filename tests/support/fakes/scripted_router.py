@@ -10,6 +10,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
 from pdserve.services.common.errors import ServiceError, abort
 from pdserve.services.common.rpc.fragments import IdsCollector
+from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION
 from pdserve.services.common.server import GrpcHost
 
 BLOB = b"x" * 500_000
@@ -38,7 +39,7 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
         self.hellos: list[bytes] = []
         self.blob_calls = 0
         self.wrong_blob = False
-        self.protocol = 0  # the protocol version, which 0.1.0 does not send
+        self.protocol = PROTOCOL_VERSION
         self.checks_version = False
 
     async def Session(self, requests, context):
@@ -50,8 +51,7 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
                 if self.checks_version and abs(message.hello.protocol - self.protocol) > 1:
                     error = ServiceError(pb.INCOMPATIBLE_VERSION, "too old or too new")
                     await abort(context, error)
-                if self.protocol:
-                    yield router_pb2.RouterMessage(protocol=self.protocol)
+                yield router_pb2.RouterMessage(protocol=self.protocol)
             elif kind == "ids_part":
                 ids.add(message.ids_part)
             elif kind == "cancel":
