@@ -162,10 +162,10 @@ class ReplaceableSystem:
         return sorted({w.hello.protocol for w in self.view().workers})
 
     def build(self, process: Replaceable) -> dict[str, str]:
-        """Return the build that a gateway or router reports; empty: 0.1.0 reports nothing."""
+        """Return the build that a gateway or router reports."""
         page = httpx.get(process.metrics, timeout=START_S).raise_for_status().text
         samples = (s for family in text_string_to_metric_families(page) for s in family.samples)
-        return next((s.labels for s in samples if s.name == "pdserve_build_info"), {})
+        return next(s.labels for s in samples if s.name == "pdserve_build_info")
 
     def _view(self, router: Replaceable) -> router_pb2.FleetView | None:
         if router.popen.poll() is not None:
