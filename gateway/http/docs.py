@@ -230,7 +230,7 @@ def add_docs(app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bo
 
 def _asset(name: str, kind: str) -> Callable[[], Response]:
     """Return the route of a file stored and sent compressed, since every browser takes that."""
-    file = files("pdserve.gateway.http.docs") / "assets" / f"{name}.gz"
+    file = files("pdserve.gateway.http") / "assets" / f"{name}.gz"
     headers = {**SAFE, **DAY, "content-encoding": "gzip"}
 
     def asset() -> Response:  # FastAPI runs it on a thread: it reads a file

@@ -149,7 +149,7 @@ def _other(
     """A route with a separate table of fields."""
     served = _served_by(body)
     ignored = {*table.IGNORED, *ignored} - served
-    left_out = getattr(table, "LEFT_OUT", ())
+    left_out = getattr(table, "LEFT_OUT_FIELDS", ())
     refused = {n: values for n, values in table.REFUSED.items() if n not in served | ignored}
     return Route(path, (body,), refused, ignored, left_out, table.INSTEAD, remark, unions)
 

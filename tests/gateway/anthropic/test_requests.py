@@ -16,7 +16,7 @@ from pdserve.gateway.anthropic.reply import MessageContent
 from pdserve.gateway.anthropic.request_models import (
     IGNORED,
     INSTEAD,
-    LEFT_OUT,
+    LEFT_OUT_FIELDS,
     REFUSED,
     MessagesBody,
     parse_messages,
@@ -116,7 +116,7 @@ async def test_alternative_names_for_enabling_thinking(make_http, subtests):
 
 
 def test_each_known_field_is_in_one_list() -> None:
-    assert not (IGNORED | LEFT_OUT) & REFUSED.keys()
+    assert not (IGNORED | LEFT_OUT_FIELDS) & REFUSED.keys()
 
 
 def said(*blocks: Any, role: str = "user") -> dict[str, Any]:

@@ -35,7 +35,7 @@ FAKES = {
     "prefill": "fakes.service:worker",
     "decode": "fakes.service:worker",
 }
-SUPPORT = Path(__file__).parents[2] / "support"
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 class Watched(Supervisor):

@@ -16,7 +16,7 @@ from pdserve.cli.options.options import options_of
 from pdserve.cli.roles import guarded
 from pdserve.services.common.process import GRPC_POLLER
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def run(*words: str, block: tuple[str, ...] = (), timeout_s: float = 100) -> tuple[int, str, str]:

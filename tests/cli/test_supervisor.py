@@ -20,7 +20,7 @@ from pdserve.cli.up.cores import Share
 from pdserve.cli.up.fork_server import ForkServer
 from pdserve.cli.up.supervisor import Child, OnEvent, StartError, Supervisor, restart_delay
 
-SUPPORT = str(Path(__file__).parents[2] / "support")
+SUPPORT = str(Path(__file__).parents[1] / "support")
 Events = list[tuple[str, str, dict[str, Any]]]
 
 

@@ -13,7 +13,7 @@ from builders.tiny_embedder import write_embedder
 
 import pdserve
 
-PAGE = (Path(__file__).parents[3] / "docs/python.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/python.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 EMBEDDER = "Qwen/Qwen3-Embedding-0.6B"  # which a test does not download
 AFTER = 'print("block {} has ended")\n'
