@@ -328,9 +328,9 @@ def process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         code = (
             "if __name__ == '__main__':\n"  # its children import it, too
             "    import sys\n"
-            "    from pdserve.cli.up import up\n"
+            "    from pdserve.cli.up import command\n"
             "    from pdserve.cli.main import main\n"
-            f"    up.ENTRIES.update({ {**FAKES, **entries}!r})\n"
+            f"    command.ENTRIES.update({ {**FAKES, **entries}!r})\n"
             f"    sys.exit(main(['up', '--port', '0', '--drain-s', '{drain_s}', *{words}]))\n"
         )
         script = tmp_path / "script.py"
