@@ -345,7 +345,7 @@ def test_only_the_machine_writes_a_stage() -> None:
         for call in ast.walk(ast.parse(path.read_text()))
         if isinstance(call, ast.Call) and gives_a_stage(call)
     }
-    assert writing == {"requests/machine.py"}
+    assert writing == {"request/machine.py"}
 
 
 def gives_a_stage(call: ast.Call) -> bool:
