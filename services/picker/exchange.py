@@ -1,6 +1,8 @@
-"""One HTTP request and its response, as a proxy reports them to a picker, and the messages for it.
+"""One HTTP request and its response, as a proxy reports them to a picker, and the messages between
+the two.
 
-Names are those of the Gateway API Inference Extension's endpoint picker protocol.
+Names of headers and metadata are those of the Gateway API Inference Extension's endpoint picker
+protocol.
 
 The answer to the request's headers names the endpoint. For a proxy that streams the body in both
 directions, that answer waits until the picker has read the body. A proxy that buffers the body is

@@ -1,9 +1,7 @@
 """Turns the token ids of one choice into text, up to the token or stop string that ends it; pure.
 
-Invariant: text is emitted exactly once and in order. The held text is exactly the longest suffix
-that may still become a stop string.
-
-Invariant: the update with `finish` is the last one.
+Invariants: text is emitted exactly once and in order. The held text is exactly the longest suffix
+that may still become a stop string. The update with `finish` is the last one.
 """
 
 from collections.abc import Collection, Sequence

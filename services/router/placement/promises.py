@@ -4,7 +4,7 @@ Pure; time is an argument.
 From its Admit on, the KV of an attempt's prompt is at the worker or on its way, but prefix events
 report it only later. Workers decide by their own knowledge: this only says which to try first.
 
-The request itself arrives a moment later from a gateway at that worker. Until then, for at most
+A picked request arrives a moment later from a gateway at that worker. Until then, for at most
 PICKED_S, the pick counts as a request at the worker, which spreads a burst, and as a promise of the
 prompt's KV, which keeps prompts with the same beginning together. Then the request replaces the
 pick and is placed on the picked worker.

@@ -1,11 +1,11 @@
-"""State of one request in the router, frozen; only machine.py steps it. The timing of its first
-token is apart; pure.
+"""State of one request in the router (frozen; only machine.py steps it) and the timing of its first
+token; pure.
 
 The time to the first token spans all attempts. Decode's phases begin with its Admit; the time
 before it (the queue here, lost attempts) counts as queueing. The phases are those of the attempt
 that gave the first token, as far as known; a later attempt does not change them.
 
-The shell (request.py) keeps its ids and messages.
+The shell (request.py) keeps the request's ids and messages.
 """
 
 import math
