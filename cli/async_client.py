@@ -23,7 +23,7 @@ from pdserve.cli.http_client import (
     entries_of,
     error_of,
 )
-from pdserve.cli.options.settings import ClientSettings
+from pdserve.cli.options import ClientSettings
 
 OnBody = Callable[[bytes, float], None]
 """Takes a piece of a body and when it came (perf_counter)."""

@@ -5,15 +5,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pdserve.cli.options.options import OptionError
-from pdserve.cli.options.settings import CertsSettings
-from pdserve.cli.options.sources import Settings
+from pdserve.cli.options import CertsSettings, OptionError, Settings
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Create an authority, unless the folder has one, and a new certificate for every role."""
-    from pdserve.services.common.auth.certificates import Identity, issue, make_authority
-    from pdserve.services.common.auth.roles import Role
+    from pdserve.services.common.auth import Identity, Role, issue, make_authority
 
     days = settings.build(CertsSettings).days
     folder = Path(positionals["folder"])

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
-from pdserve.cli.options.options import options_of
-from pdserve.cli.options.parser import Positional, Section
-from pdserve.cli.options.sources import Settings
+from pdserve.cli.options import Positional, Section, Settings, options_of
 
 # (title, "module:Class", fields that are not options of this command)
 SectionSpec = tuple[str, str, tuple[str, ...]]

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pdserve.cli.http_client import ApiClient, ApiError
-from pdserve.cli.options.sources import Settings
+from pdserve.cli.options import Settings
 
 TRANSPORTS = ("tcp", "shm")
 START_S = 120.0

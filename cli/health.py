@@ -4,9 +4,7 @@ import sys
 from collections.abc import Mapping
 
 from pdserve.cli.http_client import ApiClient, ApiError
-from pdserve.cli.options.options import OptionError
-from pdserve.cli.options.settings import HealthSettings
-from pdserve.cli.options.sources import Settings
+from pdserve.cli.options import HealthSettings, OptionError, Settings
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
@@ -46,11 +44,11 @@ def probe_grpc(address: str, settings: HealthSettings) -> str:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from pdserve.services.common.rpc.channel import CHANNEL_OPTIONS
+    from pdserve.services.common.rpc import CHANNEL_OPTIONS
 
     files = settings.cluster_ca, settings.cluster_cert, settings.cluster_key
     if any(files):
-        from pdserve.services.common.auth.tls import TlsAccess
+        from pdserve.services.common.auth import TlsAccess
 
         access = TlsAccess(*files)
         channel = access.open_blocking_channel(address, access.role())

@@ -4,13 +4,12 @@ import secrets
 import sys
 from collections.abc import Mapping
 
-from pdserve.cli.options.options import OptionError
-from pdserve.cli.options.sources import Settings
+from pdserve.cli.options import OptionError, Settings
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Print the line on standard output, and the key, which is not stored, on standard error."""
-    from pdserve.services.common.tenants.keys import hashed
+    from pdserve.services.common.tenants import hashed
 
     key = f"sk-{secrets.token_urlsafe(32)}"
     try:

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.cli.commands import COMMANDS, STOPPED, Command, known_names
-from pdserve.cli.options.aliases import translate
-from pdserve.cli.options.options import OptionError
-from pdserve.cli.options.parser import parse
-from pdserve.cli.options.sources import Settings, resolve
+from pdserve.cli.options import OptionError, Settings, parse, resolve, translate
 from pdserve.services.common.process import hide_arguments
 
 
@@ -73,7 +70,7 @@ def parse_command(
 
 def config(args: Sequence[str]) -> int:
     """Run `pdserve config show [COMMAND] [its options]`."""
-    from pdserve.cli.options.sources import render
+    from pdserve.cli.options import render
 
     if not args or args[0] in ("-h", "--help"):
         print("usage: pdserve config show [command] [options of the command, default: up]")

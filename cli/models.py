@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdserve.cli.http_client import ApiError, advice, client_of
-from pdserve.cli.options.settings import ClientSettings
-from pdserve.cli.options.sources import Settings
+from pdserve.cli.options import ClientSettings, Settings
 
 COLUMNS = {
     "model": "id",

@@ -5,9 +5,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pdserve.cli.options.options import OptionError
-from pdserve.cli.options.settings import QuantizeSettings
-from pdserve.cli.options.sources import Settings
+from pdserve.cli.options import OptionError, QuantizeSettings, Settings
 
 MEGABYTE = 1_000_000
 
@@ -15,10 +13,10 @@ MEGABYTE = 1_000_000
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Quantize the model; return 1 with a message if it cannot be read or the file not written."""
     from pdserve.cli.progress import progress_on
-    from pdserve.engine.checkpoints.gguf.writer import quantize_gguf
-    from pdserve.engine.checkpoints.resolve import HubModel, find, resolve
-    from pdserve.engine.checkpoints.source import CheckpointError
-    from pdserve.engine.weights.mix import find_type
+    from pdserve.engine.checkpoints import CheckpointError, HubModel, find
+    from pdserve.engine.checkpoints.gguf import quantize_gguf
+    from pdserve.engine.checkpoints.resolve import resolve
+    from pdserve.engine.weights import find_type
 
     try:
         type = find_type(settings.build(QuantizeSettings).type)

@@ -9,13 +9,21 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pdserve.cli.options.settings import ReplaySettings
-from pdserve.cli.options.sources import Settings
-from pdserve.engine.handoff.recorder.conform import check
-from pdserve.engine.handoff.recorder.event_log import ROUTE, Recording, RecordKind
-from pdserve.engine.handoff.recorder.ring import SUFFIX, RingError, read_rings
+from pdserve.cli.options import ReplaySettings, Settings
+from pdserve.engine.handoff.recorder import (
+    ROUTE,
+    SUFFIX,
+    Entry,
+    Recording,
+    RecordKind,
+    RingError,
+    Timeline,
+    check,
+    describe,
+    merge,
+    read_rings,
+)
 from pdserve.engine.handoff.recorder.scenario import scenario
-from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, describe, merge
 
 
 def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:

@@ -6,11 +6,9 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
-from pdserve.cli.options.options import OptionError
-from pdserve.cli.options.sources import Settings
-from pdserve.cli.up.child import take
-from pdserve.cli.up.cores import Share, machine_cores
-from pdserve.services.common.auth.roles import Role
+from pdserve.cli.options import OptionError, Settings
+from pdserve.cli.up import Share, machine_cores, take
+from pdserve.services.common.auth import Role
 from pdserve.services.common.logs import logs_json, quiet_grpc_core
 from pdserve.services.common.options import HostSettings
 from pdserve.services.common.process import raise_open_files, use_grpc_poller
@@ -20,23 +18,22 @@ log = logging.getLogger(__name__)
 
 def gateway(settings: Settings, positionals: Mapping[str, str]) -> int:
     quiet_grpc_core(settings.values["log_format"].value)
-    from pdserve.gateway.settings import GatewaySettings
+    from pdserve.gateway import GatewaySettings
 
     require(settings, "routers")
     role_settings = settings.build(GatewaySettings)
     check_trust(role_settings, Role.GATEWAY)
     if role_settings.workers > 1:
-        from pdserve.cli.up.gateway_workers import run
+        from pdserve.cli.up import run
     else:
-        from pdserve.gateway.main import run
+        from pdserve.gateway import run
     return guarded(lambda: run(role_settings))
 
 
 def router(settings: Settings, positionals: Mapping[str, str]) -> int:
     quiet_grpc_core(settings.values["log_format"].value)
     use_grpc_poller()
-    from pdserve.services.router.main import run
-    from pdserve.services.router.settings import RouterSettings
+    from pdserve.services.router import RouterSettings, run
 
     role_settings = settings.build(RouterSettings)
     check_trust(role_settings, Role.ROUTER)
@@ -45,8 +42,7 @@ def router(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 def picker(settings: Settings, positionals: Mapping[str, str]) -> int:
     quiet_grpc_core(settings.values["log_format"].value)
-    from pdserve.services.picker.main import run
-    from pdserve.services.picker.settings import PickerSettings
+    from pdserve.services.picker import PickerSettings, run
 
     require(settings, "routers")
     role_settings = settings.build(PickerSettings)
@@ -56,30 +52,30 @@ def picker(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 def prefill(settings: Settings, positionals: Mapping[str, str]) -> int:
     quiet_grpc_core(settings.values["log_format"].value)
-    from pdserve.engine.api.config import EngineConfig
-    from pdserve.services.worker.settings import PrefillSettings
+    from pdserve.engine.api import EngineConfig
+    from pdserve.services.worker import PrefillSettings
 
     require(settings, "routers")
     role_settings = settings.build(PrefillSettings)
     limit_threads(role_settings.threads)
     check_trust(role_settings, Role.PREFILL)
     check_sealing(role_settings.encrypt_kv, bool(role_settings.cluster_cert))
-    from pdserve.services.prefill.main import run
+    from pdserve.services.prefill import run
 
     return guarded(lambda: run(role_settings, settings.build(EngineConfig)))
 
 
 def decode(settings: Settings, positionals: Mapping[str, str]) -> int:
     quiet_grpc_core(settings.values["log_format"].value)
-    from pdserve.engine.api.config import EngineConfig
-    from pdserve.services.worker.settings import DecodeSettings
+    from pdserve.engine.api import EngineConfig
+    from pdserve.services.worker import DecodeSettings
 
     require(settings, "routers")
     role_settings = settings.build(DecodeSettings)
     limit_threads(role_settings.threads)
     check_trust(role_settings, Role.DECODE)
     check_sealing(role_settings.encrypt_kv, bool(role_settings.cluster_cert))
-    from pdserve.services.decode.main import run
+    from pdserve.services.decode import run
 
     return guarded(lambda: run(role_settings, settings.build(EngineConfig)))
 
@@ -93,8 +89,7 @@ def require(settings: Settings, *names: str) -> None:
 
 def check_trust(host_settings: HostSettings, role: Role) -> None:
     """Raises OptionError if this process and others could not trust each other."""
-    from pdserve.services.common.auth.access import make_access
-    from pdserve.services.common.auth.tls import TlsAccess
+    from pdserve.services.common.auth import TlsAccess, make_access
 
     try:
         access = make_access(host_settings)

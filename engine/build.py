@@ -10,18 +10,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.backends import Backend
-from pdserve.engine.checkpoints.card import CardData
-from pdserve.engine.constraints.grammars.backend import GrammarBackend
+from pdserve.engine.checkpoints import CardData
+from pdserve.engine.constraints.grammars import GrammarBackend
 from pdserve.engine.engine import Engine
-from pdserve.engine.execution.batch import Batch, GroupTable
-from pdserve.engine.execution.runner import Model
+from pdserve.engine.execution import Batch, GroupTable, Model
+from pdserve.engine.kv import KvSpec, blocks_for, pool_sizes
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec, blocks_for, pool_sizes
 from pdserve.engine.load import load_model
-from pdserve.engine.models.identity import kv_identity, numerics_id
-from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.engine.models import kv_identity, numerics_id
+from pdserve.engine.scheduling import EngineLimits
 
 log = logging.getLogger(__name__)
 

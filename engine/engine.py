@@ -16,25 +16,36 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.engine.api.request import Event, InvalidRequest, QueueFull, Request, Step, prefix_ids
-from pdserve.engine.constraints.grammars.backend import GrammarBackend
-from pdserve.engine.constraints.grammars.compiled import GrammarError
-from pdserve.engine.constraints.manager import ConstraintManager, has_constraints
-from pdserve.engine.execution.batch import UnreadTokens
-from pdserve.engine.execution.runner import DeviceLost, DeviceModel, Model, ModelRunner, with_states
-from pdserve.engine.execution.sampler import Sampler, plan_ahead
-from pdserve.engine.kv.block_hash import cache_seed
+from pdserve.engine.api import Event, InvalidRequest, QueueFull, Request, Step, prefix_ids
+from pdserve.engine.constraints import ConstraintManager, has_constraints
+from pdserve.engine.constraints.grammars import GrammarBackend, GrammarError
+from pdserve.engine.execution import (
+    DeviceLost,
+    DeviceModel,
+    Model,
+    ModelRunner,
+    Sampler,
+    UnreadTokens,
+    plan_ahead,
+    with_states,
+)
+from pdserve.engine.kv import UNKNOWN, KvIdentity, cache_seed
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.identity import UNKNOWN, KvIdentity
-from pdserve.engine.scheduling.accounting import discrepancy
-from pdserve.engine.scheduling.block_tables import BlockTables
-from pdserve.engine.scheduling.job_table import JobTable, Reservation
-from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.engine.scheduling.plan import Outcome, Plan
-from pdserve.engine.scheduling.request_state import RequestState
-from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.engine.scheduling.stats import EngineStats, StepMeter
-from pdserve.engine.scheduling.step_progress import StepProgress, is_in_batch
+from pdserve.engine.scheduling import (
+    BlockTables,
+    EngineLimits,
+    EngineStats,
+    JobTable,
+    Outcome,
+    Plan,
+    RequestState,
+    Reservation,
+    Scheduler,
+    StepMeter,
+    StepProgress,
+    discrepancy,
+    is_in_batch,
+)
 from pdserve.kernels.sampling_ops import Picks, SamplingOps
 
 log = logging.getLogger(__name__)

@@ -8,26 +8,40 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.architectures import find_spec, known_specs
 from pdserve.engine.backends import Backend, ModelDecoder, choose
-from pdserve.engine.checkpoints.cache import DigestCache, TextCache
-from pdserve.engine.checkpoints.card import CardData, with_recommended
-from pdserve.engine.checkpoints.digest import quantization_label, quantized_digest
-from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
-from pdserve.engine.checkpoints.resolve import Resolved, resolve
-from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, StoredPooling, TextFiles
-from pdserve.engine.checkpoints.text import load_tokenizer
-from pdserve.engine.checkpoints.weight_loader import WeightLoader, check_names
-from pdserve.engine.models.config import ModelConfig, UnsupportedModel
-from pdserve.engine.models.identity import configuration_digest
-from pdserve.engine.models.layer import HEAD, HEAD_BIAS, tensor_shapes
-from pdserve.engine.models.rope import BY_CONTEXT
-from pdserve.engine.models.spec import under_model
+from pdserve.engine.checkpoints import (
+    CardData,
+    Checkpoint,
+    CheckpointError,
+    DigestCache,
+    Resolved,
+    StoredPooling,
+    TextCache,
+    TextFiles,
+    WeightLoader,
+    check_names,
+    load_tokenizer,
+    quantization_label,
+    quantized_digest,
+    with_recommended,
+)
+from pdserve.engine.checkpoints.gguf import GgufCheckpoint, GgufMapping
+from pdserve.engine.checkpoints.hf import DirectoryCheckpoint
+from pdserve.engine.checkpoints.resolve import resolve
+from pdserve.engine.models import (
+    BY_CONTEXT,
+    HEAD,
+    HEAD_BIAS,
+    ModelConfig,
+    UnsupportedModel,
+    configuration_digest,
+    tensor_shapes,
+    under_model,
+)
 from pdserve.engine.quantize_on_load import isq_formats
-from pdserve.engine.weights.mix import find_type
+from pdserve.engine.weights import find_type
 
 log = logging.getLogger(__name__)
 YES, NO = "yes", "no"  # answers of a reranker (Qwen3-Reranker)

@@ -3,12 +3,21 @@
 import logging
 from collections.abc import Iterator
 
-from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.checkpoints.tensor_remap import ViewedCheckpoint
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.layer import EMBEDDING, HEAD, layer_parts
-from pdserve.engine.models.parts import Activate, Attention, Experts, Gate, HeadLinear, Linear, Part
-from pdserve.engine.weights.mix import MatrixRole, Mix, StoredMatrix
+from pdserve.engine.checkpoints import CheckpointError, ViewedCheckpoint
+from pdserve.engine.models import (
+    EMBEDDING,
+    HEAD,
+    Activate,
+    Attention,
+    Experts,
+    Gate,
+    HeadLinear,
+    Linear,
+    ModelConfig,
+    Part,
+    layer_parts,
+)
+from pdserve.engine.weights import MatrixRole, Mix, StoredMatrix
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from pdserve.engine.api.request import Step
+from pdserve.engine.api import Step
 from pdserve.engine.engine import Engine, Pending
-from pdserve.engine.execution.runner import DeviceLost
-from pdserve.engine.scheduling.plan import Plan
+from pdserve.engine.execution import DeviceLost
+from pdserve.engine.scheduling import Plan
 
 MOVES_S = 1.0  # a live thread with work moves the counter at least this often
 SLACK = 10.0  # times the expected time of a step: other load or long contexts may stretch it

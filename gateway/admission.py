@@ -9,7 +9,7 @@ from types import TracebackType
 
 from pdserve.protos.common_pb2 import OVERLOADED, UNAVAILABLE
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants.fairness import FairShare
+from pdserve.services.common.fairness import FairShare
 
 
 class AdmittedRequest:

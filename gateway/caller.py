@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
-from pdserve.services.common.tenants.keys import EVERYBODY, Tenant
+from pdserve.services.common.tenants import EVERYBODY, Tenant
 from pdserve.services.common.tracing import NOWHERE, TraceContext
 
 MAX_SESSION = 128  # characters of a session, under which usage is counted

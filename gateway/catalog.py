@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from pdserve.gateway.router_client.upstream import Upstream
+from pdserve.gateway.router_client import Upstream
 from pdserve.protos.common_pb2 import (
     INVALID_ARGUMENT,
     MODEL_NOT_FOUND,
@@ -17,9 +17,9 @@ from pdserve.protos.common_pb2 import (
     ModelCard,
 )
 from pdserve.services.common.errors import ServiceError, quoted
-from pdserve.text.errors import UnsupportedTokenizer
-from pdserve.text.processes.pool import LoadedText, TextPool
-from pdserve.text.tokenizer.vocabulary import TextCard
+from pdserve.text import UnsupportedTokenizer
+from pdserve.text.processes import LoadedText, TextPool
+from pdserve.text.tokenizer import TextCard
 from pdserve.text.tool_parsers import FALLBACK
 
 log = logging.getLogger(__name__)

@@ -20,11 +20,9 @@ from pdserve.protos.common_pb2 import (
     Tokens,
 )
 from pdserve.services.common.errors import ServiceError
-from pdserve.text.parsing.family import ContentParser
-from pdserve.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
-from pdserve.text.request import RequestedSampling
-from pdserve.text.tokenizer.choice_text import ChoiceText, StopMatcher, TextUpdate
-from pdserve.text.tokenizer.vocabulary import Vocabulary
+from pdserve.text import ContentPart, ReasoningPart, RequestedSampling, TextPart, ToolCallPart
+from pdserve.text.parsing import ContentParser
+from pdserve.text.tokenizer import ChoiceText, StopMatcher, TextUpdate, Vocabulary
 
 AT_ONCE = 8  # prompt tokens described before other tasks run
 LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot write

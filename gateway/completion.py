@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pdserve.gateway.choice import Choice, Delta, ScoredToken, only_text, score_prompt
 from pdserve.gateway.prepared_completion import PreparedCompletion, Usage, WriteText
-from pdserve.gateway.router_client.upstream import Upstream, merge
+from pdserve.gateway.router_client import Upstream, merge
 from pdserve.gateway.sampling import check_logprobs
 from pdserve.protos.common_pb2 import (
     CANCELLED,
@@ -28,7 +28,7 @@ from pdserve.protos.common_pb2 import (
 )
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.common.errors import ServiceError
-from pdserve.text.parts import ContentPart, TextPart
+from pdserve.text import ContentPart, TextPart
 
 END_EVENTS_S = 2.0  # for the router to end a request whose choices have all ended here
 T = TypeVar("T")

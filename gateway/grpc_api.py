@@ -17,19 +17,17 @@ from pdserve.protos.common_pb2 import UNAUTHENTICATED
 from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest, TextChunk, TextOptions, TextUsage
 from pdserve.protos.text_pb2_grpc import TextServicer as TextBase
 from pdserve.services.common.errors import ServiceError, abort
-from pdserve.services.common.rpc.backpressure import Backpressure, deliver
-from pdserve.services.common.rpc.channel import AUTHORIZATION
-from pdserve.services.common.tenants.fair_semaphore import FairSemaphore
-from pdserve.services.common.tenants.fairness import FairShare
-from pdserve.services.common.tenants.keys import ApiKeys
+from pdserve.services.common.fairness import FairSemaphore, FairShare
+from pdserve.services.common.rpc import AUTHORIZATION, Backpressure, deliver
+from pdserve.services.common.tenants import ApiKeys
 from pdserve.services.common.tracing import context_of
-from pdserve.text.messages import TemplateInput
-from pdserve.text.parts import text_of
-from pdserve.text.request import (
+from pdserve.text import (
     ChatCompletionRequest,
     RequestedSampling,
+    TemplateInput,
     TextCompletionRequest,
     ToolUse,
+    text_of,
 )
 
 SERVICE = "pdserve.v1.Text"

@@ -15,27 +15,33 @@ from dataclasses import replace
 from pathlib import Path
 
 from pdserve.gateway.admission import AdmissionLimits
-from pdserve.gateway.anthropic.api import AnthropicDialect
+from pdserve.gateway.anthropic import AnthropicDialect
 from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
-from pdserve.gateway.http.api import Dialect, HttpLimits
-from pdserve.gateway.http.app import create_app, create_routes
-from pdserve.gateway.http.body import MAX_VALUES, VALUE_BYTES, BodyReader
-from pdserve.gateway.http.guard import is_loopback
-from pdserve.gateway.http.serving.listener import ConnectionCounts
-from pdserve.gateway.http.serving.server import HttpServer
-from pdserve.gateway.http.serving.sockets import host_port, listen, unix_listener
-from pdserve.gateway.mcp.config import read_config
-from pdserve.gateway.mcp.servers import McpServers
-from pdserve.gateway.mcp.tool_loop import McpTools
-from pdserve.gateway.metrics.gateway_processes import Siblings
-from pdserve.gateway.metrics.metrics import GatewayMetrics
-from pdserve.gateway.metrics.request_metrics import uncounted
-from pdserve.gateway.ollama.api import OllamaDialect
-from pdserve.gateway.openai.api import OpenAiDialect
-from pdserve.gateway.openai.stored.late import LateParts
+from pdserve.gateway.http import (
+    MAX_VALUES,
+    VALUE_BYTES,
+    BodyReader,
+    Dialect,
+    HttpLimits,
+    create_app,
+    create_routes,
+    is_loopback,
+)
+from pdserve.gateway.http.serving import (
+    ConnectionCounts,
+    HttpServer,
+    host_port,
+    listen,
+    unix_listener,
+)
+from pdserve.gateway.mcp import McpServers, McpTools, read_config
+from pdserve.gateway.metrics import GatewayMetrics, Siblings, uncounted
+from pdserve.gateway.ollama import OllamaDialect
+from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.openai.stored import LateParts
 from pdserve.gateway.readiness import Readiness
-from pdserve.gateway.rerank.api import RerankDialect
-from pdserve.gateway.router_client.client import RouterClient
+from pdserve.gateway.rerank import RerankDialect
+from pdserve.gateway.router_client import RouterClient
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import (
     NO_DATABASE,
@@ -44,23 +50,20 @@ from pdserve.gateway.settings import (
     PromptSettings,
     worker_name,
 )
-from pdserve.gateway.web.fleet import add_fleet
-from pdserve.gateway.web.pages import add_pages
+from pdserve.gateway.web import add_fleet, add_pages
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
 from pdserve.services.common import lifecycle
-from pdserve.services.common.auth.access import make_access, make_tls
+from pdserve.services.common.auth import make_access, make_tls
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.metrics.process_metrics import certificates_of, watch_loop
 from pdserve.services.common.process import freeze_heap
-from pdserve.services.common.rpc.backpressure import Backpressure
+from pdserve.services.common.rpc import Backpressure
 from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants.keys import ApiKeys, make_keys
-from pdserve.services.common.tenants.rate_limits import make_rate_limits
+from pdserve.services.common.tenants import ApiKeys, make_keys, make_rate_limits
 from pdserve.services.common.tracing import Tracer, tracing
-from pdserve.text.answer_format import ParserChoice
-from pdserve.text.processes.messages import TextLimits
-from pdserve.text.processes.pool import TextPool
+from pdserve.text import ParserChoice
+from pdserve.text.processes import TextLimits, TextPool
 
 log = logging.getLogger("pdserve.gateway")
 

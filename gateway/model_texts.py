@@ -10,11 +10,16 @@ from typing import TypeVar
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.sampling import client_errors, context_overflow, refuse
 from pdserve.services.common.errors import quoted
-from pdserve.services.common.tenants.fair_semaphore import FairSemaphore
-from pdserve.services.common.tenants.rate_limits import RateLimits
-from pdserve.text.answer_format import ParserChoice
-from pdserve.text.errors import CHARS_PER_TOKEN, TextError, TooLong, least_tokens
-from pdserve.text.messages import TemplateInput
+from pdserve.services.common.fairness import FairSemaphore
+from pdserve.services.common.tenants import RateLimits
+from pdserve.text import (
+    CHARS_PER_TOKEN,
+    ParserChoice,
+    TemplateInput,
+    TextError,
+    TooLong,
+    least_tokens,
+)
 
 T = TypeVar("T")
 

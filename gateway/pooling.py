@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from pdserve.gateway.admission import AdmittedRequest
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.metrics.request_metrics import Meter
-from pdserve.gateway.router_client.upstream import Upstream, merge
+from pdserve.gateway.metrics import Meter
+from pdserve.gateway.router_client import Upstream, merge
 from pdserve.protos.common_pb2 import INTERNAL, SamplingParams, Start
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.common.errors import ServiceError

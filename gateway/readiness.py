@@ -5,7 +5,7 @@ import asyncio
 from typing import NamedTuple
 
 from pdserve.gateway.catalog import Catalog
-from pdserve.gateway.router_client.upstream import Upstream
+from pdserve.gateway.router_client import Upstream
 from pdserve.protos.common_pb2 import ModelCard
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.router_pb2 import FleetView

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from pdserve.engine.api.sampling_bounds import (
+from pdserve.engine.api import (
     BOUNDS,
     MAX_BAD_WORD_CHARS,
     MAX_ENTRIES,
@@ -27,9 +27,7 @@ from pdserve.protos.common_pb2 import (
     SamplingParams,
 )
 from pdserve.services.common.errors import MAX_QUOTED, ServiceError, context_exceeded, cut
-from pdserve.text.errors import TextError
-from pdserve.text.generation_config import GenerationDefaults
-from pdserve.text.request import RequestedSampling
+from pdserve.text import GenerationDefaults, RequestedSampling, TextError
 
 MAX_SHOWN = 10**18  # largest of a client's numbers that errors show
 MAX_LOGPROBS = 1 << 20  # in an answer held until it is complete: some 70 MB

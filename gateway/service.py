@@ -13,32 +13,37 @@ from pdserve.gateway.admission import AdmissionLimits, AdmittedRequest
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import Catalog, ServedModel
 from pdserve.gateway.completion import Completions
-from pdserve.gateway.metrics.gateway_processes import Siblings
-from pdserve.gateway.metrics.metrics import GatewayMetrics
-from pdserve.gateway.metrics.request_log import RequestLog
-from pdserve.gateway.metrics.request_metrics import CountUsage, Meter, uncounted
+from pdserve.gateway.metrics import (
+    CountUsage,
+    GatewayMetrics,
+    Meter,
+    RequestLog,
+    Siblings,
+    uncounted,
+)
 from pdserve.gateway.model_texts import ModelTexts, check_ids, check_room, kept_ids
 from pdserve.gateway.pooling import PoolingRuns, PreparedInputs
 from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, Rounds
-from pdserve.gateway.router_client.upstream import Upstream
+from pdserve.gateway.router_client import Upstream
 from pdserve.gateway.sampling import check, client_errors, refuse, resolve
 from pdserve.protos.common_pb2 import SamplingParams
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants.rate_limits import RateLimits
+from pdserve.services.common.tenants import RateLimits
 from pdserve.services.common.tracing import NO_TRACER, Tracer
-from pdserve.text.answer_format import (
+from pdserve.text import (
     AnswerFormat,
+    ChatCompletionRequest,
     Families,
     ParserChoice,
-    answer_format,
+    RequestedSampling,
+    TextCompletionRequest,
+    final_text,
     prompt_end,
     shaped,
     thinking_bound,
 )
-from pdserve.text.messages import final_text
-from pdserve.text.processes.constraints import bind, prepared
-from pdserve.text.processes.pool import LoadedText, TextPool
-from pdserve.text.request import ChatCompletionRequest, RequestedSampling, TextCompletionRequest
+from pdserve.text.answer_format import answer_format
+from pdserve.text.processes import LoadedText, TextPool, bind, prepared
 
 MAX_TOTAL_CHOICES = 512
 

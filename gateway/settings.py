@@ -4,8 +4,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.gateway.http.held_responses import MAX_HELD_BYTES
-from pdserve.services.common.discovery.target import check_targets
+from pdserve.gateway.http import MAX_HELD_BYTES
+from pdserve.services.common.discovery import check_targets
 from pdserve.services.common.options import KeySettings, PublicSettings, option
 from pdserve.text.reasoning import reasoning_parser_names
 from pdserve.text.tool_parsers import tool_parser_names

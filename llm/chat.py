@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from pdserve.engine.api.request import InvalidRequest
+from pdserve.engine.api import InvalidRequest
 from pdserve.llm.outputs import Conversation
-from pdserve.text.request import Tool, ToolUse
+from pdserve.text import Tool, ToolUse
 
 ToolChoice = str | Mapping[str, Any]  # auto, none, required, or {"function": {"name": ...}}
 _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")

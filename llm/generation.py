@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
     EngineError,
     Event,
     Finished,
@@ -29,12 +29,18 @@ from pdserve.llm.outputs import (
     RequestOutput,
     ToolCall,
 )
-from pdserve.text.answer_format import AnswerFormat
-from pdserve.text.parsing.family import ContentParser
-from pdserve.text.parts import ContentPart, TextPart, ToolCallPart, calls_of, reasoning_of, text_of
-from pdserve.text.request import RequestedSampling
-from pdserve.text.tokenizer.choice_text import ChoiceText, StopMatcher, TextUpdate
-from pdserve.text.tokenizer.vocabulary import Vocabulary
+from pdserve.text import (
+    AnswerFormat,
+    ContentPart,
+    RequestedSampling,
+    TextPart,
+    ToolCallPart,
+    calls_of,
+    reasoning_of,
+    text_of,
+)
+from pdserve.text.parsing import ContentParser
+from pdserve.text.tokenizer import ChoiceText, StopMatcher, TextUpdate, Vocabulary
 
 _FINISH: dict[FinishReason | None, str] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 

@@ -10,15 +10,15 @@ from types import TracebackType
 from typing import Any, Unpack, overload
 
 from pdserve.cli.progress import progress_on
-from pdserve.engine.api.request import Request
-from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.api import Request
+from pdserve.engine.checkpoints import CardData
 from pdserve.llm.chat import ChatOptions, chat_input, conversations
 from pdserve.llm.generation import Embedding, Generation, PreparedRequest, RequestEvent
 from pdserve.llm.model import InProcessModel, Model, config_of, put
 from pdserve.llm.outputs import Conversation, OutputDelta, RequestOutput
 from pdserve.llm.prompts import Prompt, as_list, per_prompt
 from pdserve.llm.sampling import SamplingParams
-from pdserve.text.answer_format import AUTO, ParserChoice
+from pdserve.text import AUTO, ParserChoice
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None

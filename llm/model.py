@@ -14,15 +14,22 @@ from heapq import heappop, heappush
 from os import PathLike
 from typing import Any, Protocol
 
-from pdserve.cli.options.options import OptionError, options_of
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.request import Event, Finished, QueueFull, Request, RequestFailed, Step
+from pdserve.cli.options import OptionError, options_of
+from pdserve.engine.api import (
+    EngineConfig,
+    Event,
+    Finished,
+    QueueFull,
+    Request,
+    RequestFailed,
+    Step,
+)
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 from pdserve.engine.thread import EngineThread
 from pdserve.llm.generation import RequestEvent, SubmitRefused
 from pdserve.llm.prompts import PromptMaker
-from pdserve.text.answer_format import ParserChoice
+from pdserve.text import ParserChoice
 
 EXIT_POLL_S = 0.5  # interval at which an unclosed model checks whether the main thread has ended
 CLOSED = "the model is closed"

@@ -15,29 +15,34 @@ from dataclasses import fields
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pdserve.engine.api.request import Grammar, InvalidRequest, Request, ThinkingBudget
-from pdserve.engine.api.request import SamplingParams as EngineParams
-from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.api import Grammar, InvalidRequest, Request, ThinkingBudget
+from pdserve.engine.api import SamplingParams as EngineParams
+from pdserve.engine.checkpoints import CardData
 from pdserve.llm.chat import ChatInput
 from pdserve.llm.generation import PreparedRequest
 from pdserve.llm.sampling import SamplingParams, check_ids
-from pdserve.text.answer_format import (
+from pdserve.text import (
+    Constraints,
+    GenerationDefaults,
     ParserChoice,
-    answer_format,
+    RequestedSampling,
+    Structure,
+    TemplateInput,
+    TextError,
+    check_structure,
+    constraints_of,
+    final_text,
     prompt_end,
     shaped,
+    texts_of,
     thinking_bound,
 )
-from pdserve.text.constraints import Constraints, check_structure, constraints_of, texts_of
-from pdserve.text.errors import TextError
-from pdserve.text.generation_config import GenerationDefaults
-from pdserve.text.messages import TemplateInput, final_text
+from pdserve.text.answer_format import answer_format
 from pdserve.text.reasoning import reasoning_family_of, reasoning_parser_names
-from pdserve.text.request import RequestedSampling, Structure
-from pdserve.text.structured_output.cache import StructureCache
-from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.structured_output import StructureCache
+from pdserve.text.templates import ChatTemplate
+from pdserve.text.tokenizer import TextCard
 from pdserve.text.tokenizer.tokenizer import Rendered, Tokenizer
-from pdserve.text.tokenizer.vocabulary import TextCard
 from pdserve.text.tool_parsers import tool_family_of, tool_parser_names
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
-from pdserve.engine.api.request import InvalidRequest
-from pdserve.engine.api.sampling_bounds import BOUNDS, THINKING_BUDGET, Range
-from pdserve.text.request import Kind, RequestedSampling, Structure
+from pdserve.engine.api import BOUNDS, THINKING_BUDGET, InvalidRequest, Range
+from pdserve.text import Kind, RequestedSampling, Structure
 
 _KINDS: dict[str, Kind] = {
     "json": "json_schema",

@@ -11,26 +11,21 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("text", "gateway", "services", "cli", "llm", "engine", "kernels")
-SAMPLING_BOUNDS = "pdserve.engine.api.sampling_bounds"  # imports nothing: the one table of them
-OPTION = "pdserve.engine.api.option"  # imports nothing
+ENGINE_API = "pdserve.engine.api"  # imports only the standard library
 GRAMMAR_TOKENIZER = "pdserve.engine.api.grammar_tokenizer"  # imports only llguidance
 ROUTER_MAY = (
-    SAMPLING_BOUNDS,
-    "pdserve.engine.handoff.protocol.machine",
-    "pdserve.engine.handoff.recorder.event_log",
-    "pdserve.engine.handoff.recorder.ring",
-    "pdserve.engine.kv.block_hash",
-    "pdserve.engine.kv.codec",
-    "pdserve.engine.kv.identity",
-    "pdserve.engine.kv.spec",
+    ENGINE_API,
+    "pdserve.engine.handoff.protocol",
+    "pdserve.engine.handoff.recorder",
+    "pdserve.engine.kv",
 )
-TEXT = ("pdserve.text", SAMPLING_BOUNDS)
+TEXT = ("pdserve.text", ENGINE_API)
 SHELL = ("pdserve.protos", "pdserve.services.common", "pdserve.text", "pdserve.gateway")
 PROCESSES = (  # of services: what tokenizer workers share with other processes
     "pdserve.services.common.errors",
     "pdserve.services.common.logs",
     "pdserve.services.common.process",
-    "pdserve.services.common.tenants.fairness",
+    "pdserve.services.common.fairness",
 )
 
 # place -> (product modules it may import, modules it must not)
@@ -38,7 +33,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "kernels": (("pdserve.kernels",), ("grpc", "fastapi")),
     "engine": (("pdserve.kernels", "pdserve.engine"), ("grpc", "fastapi", "google.protobuf")),
     "services/common": (
-        ("pdserve.protos", "pdserve.services.common", SAMPLING_BOUNDS, OPTION),
+        ("pdserve.protos", "pdserve.services.common", ENGINE_API),
         ("torch", "fastapi"),
     ),
     "services/worker": (
@@ -81,7 +76,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "pdserve.services.common",
             "pdserve.text",
             "pdserve.gateway",
-            SAMPLING_BOUNDS,
+            ENGINE_API,
         ),
         ("torch",),
     ),
@@ -94,11 +89,11 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("torch", "grpc", "pdserve.gateway.openai", "pdserve.gateway.anthropic"),
     ),
     "gateway/openai": (  # APIs know nothing of each other
-        (*SHELL, SAMPLING_BOUNDS),
+        (*SHELL, ENGINE_API),
         ("torch", "pdserve.gateway.anthropic"),
     ),
     "gateway/anthropic": (
-        (*SHELL, SAMPLING_BOUNDS),
+        (*SHELL, ENGINE_API),
         ("torch", "pdserve.gateway.openai"),
     ),
     "services/picker": (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from released_fields import described
 
-from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION
+from pdserve.services.common.rpc import PROTOCOL_VERSION
 
 HERE = Path(__file__).parent
 LAST = json.loads((HERE / "released_fields.json").read_text())

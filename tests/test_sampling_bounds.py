@@ -11,17 +11,22 @@ from typing import Any
 import pytest
 from builders.sampling_edges import inside, outside
 
-from pdserve.engine.api.request import InvalidRequest, Request, SamplingParams
-from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_CHOICES, MAX_ENTRIES
-from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.engine.api import (
+    BOUNDS,
+    MAX_CHOICES,
+    MAX_ENTRIES,
+    InvalidRequest,
+    Request,
+    SamplingParams,
+)
+from pdserve.engine.scheduling import EngineLimits
 from pdserve.kernels._native import Stream
 from pdserve.kernels.sampling_ops import StreamSettings
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc.request_progress import RequestProgress
+from pdserve.services.common.rpc import RequestProgress
 from pdserve.services.decode.convert import to_params, to_request
-from pdserve.text.generation_config import GenerationDefaults
-from pdserve.text.request import RequestedSampling
+from pdserve.text import GenerationDefaults, RequestedSampling
 
 LIMITS = EngineLimits(
     vocab_size=64,

@@ -1,1 +1,47 @@
 """From messages to token ids and back, for gateway, picker and Python API."""
+
+from pdserve.text.answer_format import (
+    AUTO,
+    AnswerFormat,
+    Families,
+    ParserChoice,
+    prompt_end,
+    shaped,
+    thinking_bound,
+)
+from pdserve.text.constraints import Constraints, check_structure, constraints_of, texts_of
+from pdserve.text.errors import (
+    CHARS_PER_TOKEN,
+    TextError,
+    TooLong,
+    UnsupportedTokenizer,
+    least_tokens,
+)
+from pdserve.text.generation_config import GenerationDefaults
+from pdserve.text.messages import (
+    EFFORTS,
+    REASONING,
+    VERBOSITIES,
+    TemplateInput,
+    final_text,
+    suggested_variables,
+)
+from pdserve.text.parts import (
+    ContentPart,
+    ReasoningPart,
+    TextPart,
+    ToolCallPart,
+    arguments_object,
+    calls_of,
+    reasoning_of,
+    text_of,
+)
+from pdserve.text.request import (
+    ChatCompletionRequest,
+    Kind,
+    RequestedSampling,
+    Structure,
+    TextCompletionRequest,
+    Tool,
+    ToolUse,
+)

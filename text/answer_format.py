@@ -9,16 +9,22 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal
 
-from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_VALUES
+from pdserve.engine.api import MAX_STRUCTURE_VALUES
 from pdserve.text.errors import TextError
-from pdserve.text.parsing.answer import AnswerParser, InlineThoughts
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import ContentParser, ReasoningFamily, ToolFamily, in_form_only
-from pdserve.text.parsing.stream import CallStream
+from pdserve.text.parsing import (
+    AnswerParser,
+    CallStream,
+    ContentParser,
+    InlineThoughts,
+    ReasoningFamily,
+    ToolFamily,
+    ToolSchemas,
+    in_form_only,
+)
 from pdserve.text.reasoning import reasoning_family
 from pdserve.text.request import RequestedSampling, Structure, ToolUse
-from pdserve.text.structured_output.schemas import without_annotations
-from pdserve.text.tokenizer.vocabulary import Vocabulary
+from pdserve.text.structured_output import without_annotations
+from pdserve.text.tokenizer import Vocabulary
 from pdserve.text.tool_parsers import GENERIC, tool_family
 
 AUTO = "auto"

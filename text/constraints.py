@@ -7,10 +7,10 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pdserve.engine.api.sampling_bounds import MAX_SEQUENCE_IDS
+from pdserve.engine.api import MAX_SEQUENCE_IDS
 from pdserve.text.errors import TextError
 from pdserve.text.request import RequestedSampling, Structure, oversize
-from pdserve.text.tokenizer.vocabulary import Vocabulary
+from pdserve.text.tokenizer import Vocabulary
 
 NEAR_END = 4096  # ids at a prompt's end, searched for open reasoning
 LAST = 2 * MAX_SEQUENCE_IDS  # ids at the end, in which a template may begin or end reasoning

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.engine.api.sampling_bounds import BOUNDS
+from pdserve.engine.api import BOUNDS
 from pdserve.text.errors import UnsupportedTokenizer
 
 logger = logging.getLogger(__name__)

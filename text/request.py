@@ -7,11 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from pdserve.engine.api.sampling_bounds import (
-    MAX_STRUCTURE_CHARS,
-    MAX_STRUCTURE_DEPTH,
-    MAX_STRUCTURE_VALUES,
-)
+from pdserve.engine.api import MAX_STRUCTURE_CHARS, MAX_STRUCTURE_DEPTH, MAX_STRUCTURE_VALUES
 from pdserve.text.messages import TemplateInput
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "grammar", "structural_tag"]

@@ -5,10 +5,10 @@ The names are imported when they are first used: this module imports nothing.
 
 TYPE_CHECKING = False  # as typing has it, which takes a while to import
 if TYPE_CHECKING:
-    from pdserve.engine.api.config import EngineConfig as EngineConfig
-    from pdserve.engine.api.request import ContextLengthExceeded as ContextLengthExceeded
-    from pdserve.engine.api.request import InvalidRequest as InvalidRequest
-    from pdserve.engine.checkpoints.source import CheckpointError as CheckpointError
+    from pdserve.engine.api import ContextLengthExceeded as ContextLengthExceeded
+    from pdserve.engine.api import EngineConfig as EngineConfig
+    from pdserve.engine.api import InvalidRequest as InvalidRequest
+    from pdserve.engine.checkpoints import CheckpointError as CheckpointError
     from pdserve.llm.async_engine import AsyncEngine as Engine
     from pdserve.llm.llm import LLM as LLM
     from pdserve.llm.outputs import CompletionOutput as CompletionOutput

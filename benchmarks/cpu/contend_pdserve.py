@@ -13,8 +13,8 @@ from typing import Any
 
 from token_ids import prompt_ids
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
+    EngineConfig,
     NewTokens,
     PromptScored,
     Request,

@@ -17,8 +17,7 @@ from typing import Any
 import machine
 from ratios import compared
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.request import Grammar, NewTokens, Request, SamplingParams
+from pdserve.engine.api import EngineConfig, Grammar, NewTokens, Request, SamplingParams
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 

@@ -18,14 +18,13 @@ from builders.byte_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, write_tokenizer
 from front.clock import MARKS, StepClock
 
 from pdserve.cli.main import main as pdserve
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.checkpoints import CardData
 from pdserve.engine.engine import Engine
-from pdserve.engine.execution.batch import Batch, Ints
+from pdserve.engine.execution import Batch, Ints
+from pdserve.engine.kv import KvIdentity, KvSpec, LayerGroup, pool_sizes
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import KvSpec, LayerGroup, pool_sizes
-from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.engine.scheduling import EngineLimits
 from pdserve.kernels.cpu import CpuKernels, CpuSampling
 from pdserve.services.worker import role
 

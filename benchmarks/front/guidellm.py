@@ -27,7 +27,7 @@ from systems.eventually import wait_until
 
 from pdserve.cli.async_client import AsyncApi
 from pdserve.cli.bench.command import make_prompts
-from pdserve.cli.options.settings import ClientSettings
+from pdserve.cli.options import ClientSettings
 
 ROOT = Path(__file__).parents[2]
 GUIDELLM = "guidellm==0.8.1"

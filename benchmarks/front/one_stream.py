@@ -10,8 +10,7 @@ import machine
 from ratios import compared
 from systems.fleet import Fleet
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.request import NewTokens, Request, SamplingParams
+from pdserve.engine.api import EngineConfig, NewTokens, Request, SamplingParams
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 

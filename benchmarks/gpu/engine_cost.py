@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.engine.api.request import Request, SamplingParams
+from pdserve.engine.api import Request, SamplingParams
 from pdserve.engine.engine import Engine, Pending
-from pdserve.engine.execution.batch import Batch, Ints
+from pdserve.engine.execution import Batch, Ints
+from pdserve.engine.kv import KvIdentity, KvSpec, LayerGroup, pool_sizes
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import KvSpec, LayerGroup, pool_sizes
-from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.engine.scheduling import EngineLimits
 from pdserve.kernels.sampling_ops import StreamSettings
 
 VOCAB = 256

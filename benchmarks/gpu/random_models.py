@@ -14,11 +14,10 @@ import torch
 from builders.byte_tokenizer import VOCAB_SIZE, write_tokenizer
 
 from pdserve.engine.architectures import find_spec
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.cuda.decoder import CudaDecoder
-from pdserve.engine.models.cuda.graphs import CudaRecorder, Recorder
-from pdserve.engine.models.layer import EMBEDDING, tensor_shapes
-from pdserve.engine.weights.format import BLOCKS, VALUES, RawTensor
+from pdserve.engine.models import EMBEDDING, ModelConfig, tensor_shapes
+from pdserve.engine.models.cuda import CudaDecoder, CudaRecorder
+from pdserve.engine.models.cuda.graphs import Recorder
+from pdserve.engine.weights import BLOCKS, VALUES, RawTensor
 
 QWEN3_0_6B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.execution.batch import Batch, GroupTable, Ints
+from pdserve.engine.execution import Batch, GroupTable, Ints
+from pdserve.engine.kv import KvSpec, LayerGroup, blocks_for
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec, LayerGroup, blocks_for
 from pdserve.engine.kv.torch_cache import DeviceKvCache, TorchKvCache
-from pdserve.engine.models.cuda.decoder import CudaDecoder
+from pdserve.engine.models.cuda import CudaDecoder
 
 BLOCK_SIZE = 16
 

@@ -23,7 +23,7 @@ READY = 10  # children that start while others are killed
 def spec_of() -> Any:
     """A spec like Llama 3 8B's: 32 layers of 8 heads of 128 in bf16; 128 KiB per block and
     layer."""
-    from pdserve.engine.kv.spec import KvSpec, LayerGroup
+    from pdserve.engine.kv import KvSpec, LayerGroup
 
     return KvSpec(32, (LayerGroup(tuple(range(32)), "full", 0, 8, 128, "bfloat16", 0, 8),))
 
@@ -35,9 +35,9 @@ class Side:
         """`spec` defaults to spec_of."""
         import torch
 
-        from pdserve.engine.handoff.protocol.keys import TagKey
+        from pdserve.engine.handoff.protocol import TagKey
         from pdserve.engine.kv.torch_cache import DeviceKvCache, TorchKvCache
-        from pdserve.engine.transport.base import TransportOptions
+        from pdserve.engine.transport import TransportOptions
         from pdserve.engine.transport.registry import transports
 
         self.torch, self.fake, self.folder = torch, fake, folder
@@ -58,7 +58,7 @@ class Side:
             from fakes.device import FakeDevice
 
             return FakeDevice()
-        from pdserve.engine.transport.cuda_ipc.device_cupy import opener
+        from pdserve.engine.transport.cuda_ipc import opener
 
         open_device = opener(self.kv, encrypted=False)
         assert open_device is not None
@@ -182,7 +182,7 @@ def blocks_of(side: Side, header: Any) -> list[int]:
 
 
 def listen(side: Side, name: str, boot: bytes, taker: Taker) -> Any:
-    from pdserve.engine.handoff.connection.link import DataLink
+    from pdserve.engine.handoff.connection import DataLink
 
     def accept(wire: Any) -> None:
         taker.links.append(DataLink(wire, name, taker))
@@ -194,8 +194,8 @@ def listen(side: Side, name: str, boot: bytes, taker: Taker) -> Any:
 def dial(side: Side, name: str, address: str, boot: bytes) -> Any:
     from systems.link_ends import HELLO, Recorder, claim_record
 
-    from pdserve.engine.handoff.connection.link import DataLink
-    from pdserve.engine.transport.base import Target
+    from pdserve.engine.handoff.connection import DataLink
+    from pdserve.engine.transport import Target
 
     wire = side.transports[name].dial(Target(address, boot), 10.0)
     hello = replace(HELLO, transport=name, decode_boot=boot)
@@ -206,7 +206,7 @@ def dial(side: Side, name: str, address: str, boot: bytes) -> Any:
 
 def pieces(side: Side, link: Any, num_blocks: int) -> list[Any]:
     """Frames of the first blocks of the pool."""
-    from pdserve.engine.handoff.protocol.layout import cut
+    from pdserve.engine.handoff.protocol import cut
 
     return list(cut(side.spec, 0, range(num_blocks), link.slot_bytes))
 
@@ -214,8 +214,8 @@ def pieces(side: Side, link: Any, num_blocks: int) -> list[Any]:
 def push(side: Side, link: Any, piece: Any, sequence: int) -> None:
     from systems.link_ends import TICKET
 
-    from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader
-    from pdserve.engine.transport.base import Frame
+    from pdserve.engine.handoff.protocol import TAG_BYTES, FrameHeader
+    from pdserve.engine.transport import Frame
 
     blocks = [block + 1 for block in piece.blocks]  # block 0 of a pool is unused
     size = side.kv.num_bytes(0, piece.layers, blocks)

@@ -16,7 +16,7 @@ from systems.chaos.cluster import lasting_port
 from systems.eventually import wait_until
 from systems.single_processes import PDSERVE, files_of, make_certificates
 
-from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.auth import Role
 
 FAST_DECODE = Path(__file__).parents[1] / "front/fast_decode.py"
 START_S = 120.0

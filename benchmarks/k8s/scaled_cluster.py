@@ -20,12 +20,11 @@ from scripted_pods import BLOCK, CARD, MODEL, Client, Machine, Pod, Prompt
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL, WorkerHello
-from pdserve.services.common.rpc.request_progress import RequestProgress
+from pdserve.services.common.rpc import RequestProgress
 from pdserve.services.router import core
-from pdserve.services.router.fleet.fleet import Worker
-from pdserve.services.router.fleet.worker_sessions import WorkerSessions
+from pdserve.services.router.fleet import Worker, WorkerSessions
 from pdserve.services.router.metrics import RouterMetrics
-from pdserve.services.router.placement.policy import Rules
+from pdserve.services.router.placement import Rules
 from pdserve.services.worker.metrics import WorkerMetrics
 
 TICK_S = 0.25

@@ -4,12 +4,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.kv import KvSpec, LayerGroup, encode_spec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import PREFILL, Load, Role
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.router.fleet.fleet import Worker
+from pdserve.services.router.fleet import Worker
 
 BLOCK = 16
 MODEL = "m"

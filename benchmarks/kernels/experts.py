@@ -16,16 +16,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from pdserve.engine.execution.batch import Batch, GroupTable
+from pdserve.engine.execution import Batch, GroupTable
+from pdserve.engine.kv import KvSpec
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec
-from pdserve.engine.models.config import LayerConfig, ModelConfig
-from pdserve.engine.models.experts import MixtureOfExperts
-from pdserve.engine.models.layer import PRE_NORMS, tensor_shapes
-from pdserve.engine.models.native import NativeDecoder
-from pdserve.engine.models.parts import ExpertRouting
+from pdserve.engine.models import (
+    PRE_NORMS,
+    ExpertRouting,
+    LayerConfig,
+    MixtureOfExperts,
+    ModelConfig,
+    NativeDecoder,
+    tensor_shapes,
+)
 from pdserve.engine.models.rope import RopeConfig
-from pdserve.engine.weights.format import BLOCKS, VALUES, RawTensor
+from pdserve.engine.weights import BLOCKS, VALUES, RawTensor
 from pdserve.kernels.cpu import CpuKernels
 
 EXPERTS, TOP_K, SIZE, HIDDEN, LAYERS = 64, 8, 768, 1024, 8

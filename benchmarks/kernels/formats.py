@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pdserve.engine.weights.format import BLOCKS, BlockFormat, RawTensor
+from pdserve.engine.weights import BLOCKS, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.formats.grouped import GroupedFormat
 from pdserve.engine.weights.levels import LevelFormat

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdserve.engine.api.request import Request, SamplingParams
+from pdserve.engine.api import Request, SamplingParams
 from pdserve.engine.engine import Engine
-from pdserve.engine.execution.batch import Batch
+from pdserve.engine.execution import Batch
+from pdserve.engine.kv import KvSpec, LayerGroup
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
-from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.engine.scheduling import EngineLimits
 from pdserve.kernels._native import Context
 from pdserve.kernels.cpu import CpuSampling
 

@@ -30,20 +30,16 @@ from typing import Any
 import numpy as np
 from systems.eventually import wait_until
 
-from pdserve.engine.api.request import PrefillComputed, Request, SamplingParams, Scheduled, Step
+from pdserve.engine.api import PrefillComputed, Request, SamplingParams, Scheduled, Step
 from pdserve.engine.handoff.incoming import Received
 from pdserve.engine.handoff.outgoing import Sent
-from pdserve.engine.handoff.protocol import keys
-from pdserve.engine.handoff.protocol.keys import Domain, TagKey, Ticket
-from pdserve.engine.handoff.protocol.layout import slot_bytes
+from pdserve.engine.handoff.protocol import Domain, TagKey, Ticket, keys, slot_bytes
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.sender import PromptToSend, Sender
+from pdserve.engine.kv import KvIdentity, KvSpec, LayerGroup
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.engine.thread import EngineThread
-from pdserve.engine.transport.base import TransportOptions
-from pdserve.engine.transport.registry import make_transports
+from pdserve.engine.transport import TransportOptions, make_transports
 
 NUM_TOKENS = 2_000
 SPEC = KvSpec(  # of the shipped model, SmolLM2-135M, as the native kernels store it: 46 MB

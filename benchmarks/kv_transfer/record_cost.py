@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pdserve.engine.handoff.protocol.machine import Filled, Handoff, Phase, Side, step
-from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
+from pdserve.engine.handoff.protocol import Filled, Handoff, Phase, Side, step
+from pdserve.engine.handoff.recorder import EventLog, RecordKind
 from pdserve.engine.handoff.recorder.ring import Ring
 
 STRETCHES, CALLS = 20, 20_000

@@ -21,7 +21,7 @@ from servers import LlamaServer
 from tokenizers import Tokenizer
 from weights import gemma_gguf, shipped_gguf
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.load import open_checkpoint
 

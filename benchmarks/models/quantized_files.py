@@ -19,8 +19,9 @@ import gguf
 from peers import LLAMA_BIN, install_llama
 from weights import gemma_gguf, shipped_gguf
 
-from pdserve.engine.checkpoints.gguf.writer import MIXES, quantize_gguf
-from pdserve.engine.weights.mix import TYPES
+from pdserve.engine.checkpoints.gguf import quantize_gguf
+from pdserve.engine.checkpoints.gguf.writer import MIXES
+from pdserve.engine.weights import TYPES
 
 LEAST_BYTES = 500_000_000
 CHUNKS, CONTEXT = 24, 512  # of the language reference included in Python

@@ -11,8 +11,7 @@ import time
 import torch
 from prompts import corpus_ids, reference_model
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.request import NewTokens, Request, SamplingParams
+from pdserve.engine.api import EngineConfig, NewTokens, Request, SamplingParams
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdserve.services.common.discovery.rendezvous import rendezvous_order
+from pdserve.services.common.discovery import rendezvous_order
 
 REPORT = Path(__file__).parents[1] / "results/scale.json"
 MOST_CORE = 0.70  # of a router

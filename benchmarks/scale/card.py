@@ -8,10 +8,9 @@ from builders.byte_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, write_tokenizer
 from scale.shape import BLOCK, MODEL
 from scale.shared_prompts import IDENTITY
 
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv import KvSpec, encode_spec
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.common.rpc.blobs import BlobCache, blob_digest
+from pdserve.services.common.rpc import BlobCache, blob_digest
 
 GetBlob = Callable[[str], Awaitable[bytes | None]]
 

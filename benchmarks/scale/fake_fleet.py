@@ -17,8 +17,7 @@ from scale.fake_worker import Exchange, FakeDecode, FakePrefill
 from scale.processes import files_of
 from scale.shape import Shape
 
-from pdserve.services.common.auth.roles import Role
-from pdserve.services.common.auth.tls import TlsAccess
+from pdserve.services.common.auth import Role, TlsAccess
 
 
 async def run(certificates: Path, shape: Shape, routers: list[str]) -> dict[str, float]:

@@ -29,9 +29,8 @@ from systems.eventually import eventually
 from pdserve.gateway.router_client.session import RouterConnection
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import GatewayMessage, RequestEvent
-from pdserve.services.common.auth.roles import Role
-from pdserve.services.common.auth.tls import TlsAccess
-from pdserve.services.common.rpc.token_rows import TokenRow
+from pdserve.services.common.auth import Role, TlsAccess
+from pdserve.services.common.rpc import TokenRow
 
 AGAIN_S = 2.0  # after a failed stream another one is tried
 RAMP_S = 0.004  # between the first Starts

@@ -28,11 +28,14 @@ from pdserve.protos.worker_pb2_grpc import (
     add_DecodeServicer_to_server,
     add_PrefillServicer_to_server,
 )
-from pdserve.services.common.auth.access import Access
-from pdserve.services.common.rpc.blobs import BlobService
-from pdserve.services.common.rpc.fragments import IdsCollector
-from pdserve.services.common.rpc.outbox import Outbox, TokensOutbox
-from pdserve.services.common.rpc.token_rows import NumberedChoice
+from pdserve.services.common.auth import Access
+from pdserve.services.common.rpc import (
+    BlobService,
+    IdsCollector,
+    NumberedChoice,
+    Outbox,
+    TokensOutbox,
+)
 from pdserve.services.common.server import GrpcHost
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.process import IDLE_LOAD_S, LOAD_S

@@ -16,7 +16,7 @@ from scale.processes import END_S, HERE, Processes, cpu_s, free_address, memory_
 from scale.shape import Shape
 from systems.eventually import wait_until
 
-from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.auth import Role
 
 SETTLE_S = 2.0  # after the last join or first token
 START_S = 60.0

@@ -16,15 +16,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv import KvSpec, cache_seed, chain_hashes, encode_spec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
-from pdserve.services.common.rpc.request_progress import RequestProgress
+from pdserve.services.common.rpc import RequestProgress
 from pdserve.services.router.dispatcher import Dispatcher
-from pdserve.services.router.fleet.fleet import Fleet, Worker
-from pdserve.services.router.placement.policy import Rules
+from pdserve.services.router.fleet import Fleet, Worker
+from pdserve.services.router.placement import Rules
 
 BLOCK = 16
 IDENTITY = b"identity of tests"[:16]

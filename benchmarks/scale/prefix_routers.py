@@ -15,20 +15,17 @@ from prefix_fleet import DELAY_S, MIN_SHARED, PlacedRequest, SimulatedFleet
 from prefix_trace import BLOCK_TOKENS, TraceRequest
 from prefix_worker import SimulatedWorker
 
-from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import KvSpec
-from pdserve.gateway.router_client.routing import KEY_IDS, Recent, choose, conversation
+from pdserve.engine.kv import KvIdentity, KvSpec, cache_seed, chain_hashes, encode_spec
+from pdserve.gateway.router_client import choose
+from pdserve.gateway.router_client.routing import KEY_IDS, Recent, conversation
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.common.rpc.request_progress import RequestProgress
-from pdserve.services.common.rpc.token_rows import NumberedChoice
+from pdserve.services.common.rpc import NumberedChoice, RequestProgress
 from pdserve.services.router.dispatcher import Dispatcher
-from pdserve.services.router.fleet.fleet import Fleet, Worker
-from pdserve.services.router.placement.policy import Rules
+from pdserve.services.router.fleet import Fleet, Worker
+from pdserve.services.router.placement import Rules
 from pdserve.services.worker.reports import LOAD_INTERVAL_S
 
 MODEL = "m"

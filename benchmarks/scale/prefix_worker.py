@@ -16,7 +16,7 @@ from itertools import count
 
 from prefix_trace import BLOCK_TOKENS, TraceRequest, leading
 
-from pdserve.engine.kv.spec import blocks_for
+from pdserve.engine.kv import blocks_for
 
 
 class VirtualClock:

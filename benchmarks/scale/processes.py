@@ -15,8 +15,7 @@ from systems.eventually import wait_until
 
 from pdserve.protos.router_pb2 import FleetView, GetFleetRequest
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.common.auth.roles import Role
-from pdserve.services.common.auth.tls import TlsAccess
+from pdserve.services.common.auth import Role, TlsAccess
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

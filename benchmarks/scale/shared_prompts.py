@@ -6,7 +6,7 @@ from random import Random
 
 from scale.shape import BLOCK, Shape
 
-from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
+from pdserve.engine.kv import cache_seed, chain_hashes
 
 BEGINNINGS = 200
 HOLDERS = 10  # one worker in this many has a beginning

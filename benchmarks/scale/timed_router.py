@@ -19,9 +19,9 @@ from pdserve.services.common.process import use_grpc_poller
 use_grpc_poller()  # as `pdserve router` does, before gRPC is imported
 
 from pdserve.cli.main import main as pdserve  # noqa: E402
-from pdserve.services.common.rpc.request_progress import RequestProgress  # noqa: E402
+from pdserve.services.common.rpc import RequestProgress  # noqa: E402
 from pdserve.services.router.core import RouterCore  # noqa: E402
-from pdserve.services.router.request.effects import Client  # noqa: E402
+from pdserve.services.router.request import Client  # noqa: E402
 
 LOOK_S = 0.0973  # between two checks of the loop's delay; more would load an idle router
 

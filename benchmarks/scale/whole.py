@@ -20,7 +20,7 @@ from scale.processes import PDSERVE, Processes, cpu_s, free_address, read_line
 from scale.shape import MARKS, MODEL, Shape
 from systems.eventually import wait_until
 
-from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.auth import Role
 
 START_S = 90.0
 

@@ -22,9 +22,7 @@ from pdserve.cli.bench.measure import (
 )
 from pdserve.cli.commands import STOPPED
 from pdserve.cli.http_client import ApiError, advice
-from pdserve.cli.options.options import OptionError
-from pdserve.cli.options.settings import BenchSettings
-from pdserve.cli.options.sources import Settings
+from pdserve.cli.options import BenchSettings, OptionError, Settings
 from pdserve.cli.progress import ProgressView, progress_on
 
 # Words that are one token each, after a space, in most vocabularies.

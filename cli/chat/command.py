@@ -9,8 +9,7 @@ from pdserve.cli.chat.prompt import hidden_keys, history_file, piped_lines, type
 from pdserve.cli.chat.view import view_on
 from pdserve.cli.commands import STOPPED
 from pdserve.cli.http_client import ApiError, advice, client_of
-from pdserve.cli.options.settings import MAX_TEMPERATURE, ChatSettings
-from pdserve.cli.options.sources import Settings
+from pdserve.cli.options import MAX_TEMPERATURE, ChatSettings, Settings
 
 COMMANDS = {
     "/help": "list the commands and keys",

@@ -5,7 +5,7 @@ from contextlib import closing
 from typing import Any, Protocol
 
 from pdserve.cli.http_client import ApiClient, ApiError
-from pdserve.cli.options.settings import ChatSettings
+from pdserve.cli.options import ChatSettings
 
 CHAT = "/v1/chat/completions"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pdserve.cli.up.folders import data_dir
+from pdserve.cli.up import data_dir
 
 SIGN, MORE = "> ", ". "
 HISTORY = "chat_history"

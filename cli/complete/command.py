@@ -29,8 +29,7 @@ from pdserve.cli.complete.results import (
     request_of,
 )
 from pdserve.cli.http_client import ApiError, advice
-from pdserve.cli.options.settings import CompleteSettings
-from pdserve.cli.options.sources import Settings
+from pdserve.cli.options import CompleteSettings, Settings
 from pdserve.cli.progress import ProgressView, progress_on
 
 RETRIED_STATUSES = (408, 429, 502, 503, 504)  # the server is busy or unreachable: not a result

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pdserve.engine.api.sampling_bounds import BOUNDS
+from pdserve.engine.api import BOUNDS
 from pdserve.services.common.options import CertificateSettings, option
 
 MAX_TEMPERATURE = BOUNDS["temperature"].api.high

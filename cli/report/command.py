@@ -14,10 +14,9 @@ import threading
 import time
 from collections.abc import Mapping
 
-from pdserve.cli.options.settings import ReportSettings
-from pdserve.cli.options.sources import Settings
+from pdserve.cli.options import ReportSettings, Settings
 from pdserve.cli.report.parts import NoData, Part, Secrets, parts
-from pdserve.engine.handoff.recorder.ring import SUFFIX as RING
+from pdserve.engine.handoff.recorder import SUFFIX as RING
 
 FOLDER = "pdserve-report"
 SUMMARY = "summary.txt"

@@ -19,16 +19,21 @@ from urllib.parse import urlsplit
 
 from pdserve.cli.commands import COMMANDS, known_names
 from pdserve.cli.http_client import ApiClient, ApiError, advice
-from pdserve.cli.options.options import ENV_PREFIX, OptionError
-from pdserve.cli.options.settings import ReportSettings
-from pdserve.cli.options.sources import MASK, Settings, render, resolve
-from pdserve.cli.up.child import LOG_SUFFIX
-from pdserve.cli.up.folders import CONFIG_FILE, run_dirs
-from pdserve.engine.handoff.recorder.ring import SUFFIX
+from pdserve.cli.options import (
+    ENV_PREFIX,
+    MASK,
+    OptionError,
+    ReportSettings,
+    Settings,
+    render,
+    resolve,
+)
+from pdserve.cli.up import CONFIG_FILE, LOG_SUFFIX, run_dirs
+from pdserve.engine.handoff.recorder import SUFFIX
 from pdserve.services.common.options import HostSettings
 
 if TYPE_CHECKING:
-    from pdserve.services.common.auth.access import Access
+    from pdserve.services.common.auth import Access
 
 MIN_SECRET_CHARS = 4  # shorter values occur by chance
 MIN_GUESSED_CHARS = 12  # for variables that only look like secrets
@@ -218,8 +223,8 @@ def scrape(address: str) -> dict[str, bytes]:
 def fleet(options: ReportSettings, target: str) -> dict[str, bytes]:
     """Each router's view of its workers, by GetFleet, for all routers behind the target; or why it
     does not respond."""
-    from pdserve.services.common.auth.access import make_access
-    from pdserve.services.common.discovery.discovery import Discovery
+    from pdserve.services.common.auth import make_access
+    from pdserve.services.common.discovery import Discovery
 
     access = make_access(
         HostSettings(
@@ -252,7 +257,7 @@ def _fleet_of(access: "Access", address: str) -> tuple[str, bytes]:
 
     from pdserve.protos.router_pb2 import GetFleetRequest
     from pdserve.protos.router_pb2_grpc import RouterStub
-    from pdserve.services.common.auth.roles import Role
+    from pdserve.services.common.auth import Role
 
     with access.open_blocking_channel(address, Role.ROUTER) as channel:
         try:

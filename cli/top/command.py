@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from pdserve.cli.http_client import ApiClient, ApiError, advice, client_of
-from pdserve.cli.options.settings import TopSettings
-from pdserve.cli.options.sources import Settings
+from pdserve.cli.options import Settings, TopSettings
 from pdserve.cli.top.fleet import Rates, Snapshot, WorkerStats, parse_snapshot, rates
 
 # (width of the bar, gap between columns); the first layout that fits is used.

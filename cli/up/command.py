@@ -18,26 +18,23 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from pdserve.cli.options.options import OptionError
-from pdserve.cli.options.settings import DEFAULT_URL, UpSettings
-from pdserve.cli.options.sources import Settings, render
+from pdserve.cli.options import DEFAULT_URL, OptionError, Settings, UpSettings, render
 from pdserve.cli.progress import Lines, ProgressView, progress_below_log
 from pdserve.cli.up import gateway_workers
 from pdserve.cli.up.child import Task
 from pdserve.cli.up.cores import Share, allot, machine_cores
 from pdserve.cli.up.folders import CONFIG_FILE, data_dir, kept_database, run_dir
 from pdserve.cli.up.supervisor import Child, StartError, Supervisor, outcome
-from pdserve.engine.api.config import EngineConfig
-from pdserve.gateway.settings import GatewaySettings, worker_name
-from pdserve.services.common.auth.certificates import in_settings, make_authority
-from pdserve.services.common.auth.roles import Role
+from pdserve.engine.api import EngineConfig
+from pdserve.gateway import GatewaySettings, worker_name
+from pdserve.services.common.auth import Role, in_settings, make_authority
 from pdserve.services.common.logs import configure_logging, logs_json, quiet_grpc_core
 from pdserve.services.common.options import GRACE_S, STOP_S
 from pdserve.services.common.process import raise_open_files
-from pdserve.services.common.tenants.keys import make_keys
+from pdserve.services.common.tenants import make_keys
 from pdserve.services.common.tracing import endpoint
-from pdserve.services.router.settings import RouterSettings
-from pdserve.services.worker.settings import (
+from pdserve.services.router import RouterSettings
+from pdserve.services.worker import (
     CLOSE_S,
     LEAVE_S,
     DecodeSettings,
@@ -377,7 +374,7 @@ def free_port() -> int:
 
 def _check_mcp(path: str) -> None:
     """Raise OptionError for a file of MCP servers that the gateway could not use."""
-    from pdserve.gateway.mcp.config import read_config  # imports pydantic, which is slow
+    from pdserve.gateway.mcp import read_config  # imports pydantic, which is slow
 
     try:
         read_config(path)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.cli.options.options import OptionError
+from pdserve.cli.options import OptionError
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 

@@ -16,12 +16,11 @@ from typing import Any
 from pdserve.cli.up.child import Task
 from pdserve.cli.up.folders import run_dir
 from pdserve.cli.up.supervisor import Child, Supervisor, outcome
-from pdserve.gateway.http.serving.listener import ConnectionCounts
-from pdserve.gateway.http.serving.sockets import hold_port, listen, unix_listener
-from pdserve.gateway.settings import GatewaySettings, GatewayWorker, worker_name
+from pdserve.gateway import GatewaySettings, GatewayWorker, worker_name
+from pdserve.gateway.http.serving import ConnectionCounts, hold_port, listen, unix_listener
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.options import GRACE_S, STOP_S
-from pdserve.services.common.tenants.rate_limits import FILE, MEMORY
+from pdserve.services.common.tenants import FILE, MEMORY
 from pdserve.services.common.tracing import KEY_BYTES
 
 log = logging.getLogger("pdserve.gateway")

@@ -1,1 +1,43 @@
 """What callers of the engine use: requests, events, options and bounds."""
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api.request import (
+    ChoiceState,
+    ContextLengthExceeded,
+    EngineError,
+    Event,
+    Evicted,
+    Finished,
+    FinishReason,
+    Grammar,
+    InvalidRequest,
+    NewTokens,
+    Pooled,
+    PrefillComputed,
+    PromptScored,
+    QueueFull,
+    Request,
+    RequestFailed,
+    SamplingParams,
+    Scheduled,
+    Step,
+    ThinkingBudget,
+    TokenLogprob,
+    prefix_ids,
+    prefix_of,
+)
+from pdserve.engine.api.sampling_bounds import (
+    BOUNDS,
+    GRAMMAR_LIMITS,
+    MAX_BAD_WORD_CHARS,
+    MAX_CHOICES,
+    MAX_ENTRIES,
+    MAX_GRAMMAR_BYTES,
+    MAX_SEQUENCE_IDS,
+    MAX_STOP_CHARS,
+    MAX_STRUCTURE_CHARS,
+    MAX_STRUCTURE_DEPTH,
+    MAX_STRUCTURE_VALUES,
+    THINKING_BUDGET,
+    Range,
+)

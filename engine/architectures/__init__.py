@@ -7,8 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from pdserve.engine.models.config import ModelConfig, UnsupportedModel
-from pdserve.engine.models.spec import ModelSpec
+from pdserve.engine.models import ModelConfig, ModelSpec, UnsupportedModel
 
 HEAD_SUFFIX = "ForCausalLM"  # suffix of class names; class names without a head end in "Model"
 _specs: dict[str, ModelSpec] = {}

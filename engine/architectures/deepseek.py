@@ -5,28 +5,38 @@ the first dense layers (arXiv:2405.04434, arXiv:2412.19437).
 from collections.abc import Collection
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.config import (
+from pdserve.engine.checkpoints import View
+from pdserve.engine.checkpoints.gguf import (
     GROUPED,
     SCORES,
+    GgufMapping,
+    Metadata,
     expert_config,
     one_number,
     rope_scaling,
 )
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.checkpoints.tensor_remap import View
-from pdserve.engine.models.config import LayerConfig, ModelConfig, UnsupportedModel
-from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
-from pdserve.engine.models.hf_config.experts import (
+from pdserve.engine.models import (
+    ExpertRouting,
+    LatentAttention,
+    LayerConfig,
+    MixtureOfExperts,
+    ModelConfig,
+    ModelSpec,
+    UnsupportedModel,
+    is_mtp,
+    stored_experts,
+)
+from pdserve.engine.models.hf_config import (
+    HfConfig,
     grouped_routing,
+    integer,
     num_experts,
+    num_layers,
+    read_rope,
+    scores_magnitude,
     with_experts,
 )
-from pdserve.engine.models.hf_config.fields import HfConfig, integer
-from pdserve.engine.models.hf_config.rope import read_rope, scores_magnitude
-from pdserve.engine.models.hf_config.standard import num_layers, standard
-from pdserve.engine.models.latent import LatentAttention
-from pdserve.engine.models.parts import ExpertRouting
-from pdserve.engine.models.spec import ModelSpec, is_mtp
+from pdserve.engine.models.hf_config.standard import standard
 
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
 FIRST_K_DENSE = {V3: 3, GLM: 1}  # defaults of first_k_dense_replace

@@ -1,10 +1,9 @@
 """Gemma 1: Llama with scaled embeddings, norms of 1 + weight and a GELU gate (arXiv:2403.08295)."""
 
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.models.config import ModelConfig, UnsupportedModel
-from pdserve.engine.models.hf_config.fields import HfConfig, integer
+from pdserve.engine.checkpoints.gguf import GgufMapping
+from pdserve.engine.models import ModelConfig, ModelSpec, UnsupportedModel
+from pdserve.engine.models.hf_config import HfConfig, integer
 from pdserve.engine.models.hf_config.standard import standard
-from pdserve.engine.models.spec import ModelSpec
 
 
 def gemma_defaults(hf: HfConfig) -> HfConfig:

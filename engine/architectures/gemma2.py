@@ -6,18 +6,19 @@ from typing import Any
 
 from pdserve.engine.architectures.gemma import gemma_defaults
 from pdserve.engine.architectures.gemma3 import GGUF_NORMS, NORMS
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.hf_config.fields import HfConfig, integer, positive
-from pdserve.engine.models.hf_config.standard import (
+from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata
+from pdserve.engine.models import ModelConfig, ModelSpec
+from pdserve.engine.models.hf_config import (
+    HfConfig,
+    integer,
     num_layers,
     plain_layers,
+    positive,
     sliding_window,
     soft_cap,
-    standard,
     windowed,
 )
-from pdserve.engine.models.spec import ModelSpec
+from pdserve.engine.models.hf_config.standard import standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:

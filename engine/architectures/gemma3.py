@@ -6,19 +6,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdserve.engine.architectures.gemma import gemma_defaults
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.models.config import LayerConfig, ModelConfig, NormPlacement, UnsupportedModel
-from pdserve.engine.models.hf_config.fields import HfConfig, integer, positive
-from pdserve.engine.models.hf_config.rope import read_rope
-from pdserve.engine.models.hf_config.standard import (
+from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata
+from pdserve.engine.models import (
+    LayerConfig,
+    ModelConfig,
+    ModelSpec,
+    NormPlacement,
+    UnsupportedModel,
+)
+from pdserve.engine.models.hf_config import (
+    HfConfig,
     head_dim,
+    integer,
     num_layers,
+    positive,
+    read_rope,
     sliding_window,
     soft_cap,
-    standard,
     windowed,
 )
-from pdserve.engine.models.spec import ModelSpec
+from pdserve.engine.models.hf_config.standard import standard
 
 NORMS = NormPlacement(
     attn_in="input_layernorm",

@@ -4,14 +4,16 @@
 
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.config import GROUPED, expert_config
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
-from pdserve.engine.models.hf_config.experts import grouped_routing, num_experts, with_experts
-from pdserve.engine.models.hf_config.fields import HfConfig, integer
+from pdserve.engine.checkpoints.gguf import GROUPED, GgufMapping, Metadata, expert_config
+from pdserve.engine.models import MixtureOfExperts, ModelConfig, ModelSpec, is_mtp, stored_experts
+from pdserve.engine.models.hf_config import (
+    HfConfig,
+    grouped_routing,
+    integer,
+    num_experts,
+    with_experts,
+)
 from pdserve.engine.models.hf_config.standard import standard
-from pdserve.engine.models.spec import ModelSpec, is_mtp
 
 
 def parse(hf: HfConfig) -> ModelConfig:

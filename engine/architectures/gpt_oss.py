@@ -4,21 +4,21 @@ other layer (arXiv:2508.10925).
 
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.config import expert_config, rope_scaling
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.checkpoints.tensor_remap import Nth, View, first_of, renamed
-from pdserve.engine.models.config import ModelConfig, UnsupportedModel
-from pdserve.engine.models.experts import MixtureOfExperts
-from pdserve.engine.models.hf_config.experts import num_experts, routing, with_experts
-from pdserve.engine.models.hf_config.fields import HfConfig, positive
-from pdserve.engine.models.hf_config.standard import (
+from pdserve.engine.checkpoints import Nth, View, first_of, renamed
+from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata, expert_config, rope_scaling
+from pdserve.engine.models import MixtureOfExperts, ModelConfig, ModelSpec, UnsupportedModel
+from pdserve.engine.models.hf_config import (
+    HfConfig,
+    num_experts,
     num_layers,
     plain_layers,
+    positive,
+    routing,
     sliding_window,
-    standard,
     windowed,
+    with_experts,
 )
-from pdserve.engine.models.spec import ModelSpec
+from pdserve.engine.models.hf_config.standard import standard
 
 YARN = {  # transformers' default if config.json has no rope scaling
     "rope_type": "yarn",

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.hf_config.fields import HfConfig, positive
+from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata
+from pdserve.engine.models import ModelConfig, ModelSpec
+from pdserve.engine.models.hf_config import HfConfig, positive
 from pdserve.engine.models.hf_config.standard import standard
-from pdserve.engine.models.spec import ModelSpec
 
 
 def parse(hf: HfConfig) -> ModelConfig:

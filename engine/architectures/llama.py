@@ -2,12 +2,10 @@
 
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.config import expert_config
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.hf_config.fields import HfConfig
+from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata, expert_config
+from pdserve.engine.models import ModelConfig, ModelSpec
+from pdserve.engine.models.hf_config import HfConfig
 from pdserve.engine.models.hf_config.standard import standard
-from pdserve.engine.models.spec import ModelSpec
 
 
 def parse(hf: HfConfig) -> ModelConfig:

@@ -4,14 +4,17 @@ each head.
 
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.config import expert_config
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
-from pdserve.engine.models.hf_config.experts import num_experts, routing, with_experts
-from pdserve.engine.models.hf_config.fields import HfConfig, integer
-from pdserve.engine.models.hf_config.standard import head_dim, standard
-from pdserve.engine.models.spec import ModelSpec, is_mtp
+from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata, expert_config
+from pdserve.engine.models import MixtureOfExperts, ModelConfig, ModelSpec, is_mtp, stored_experts
+from pdserve.engine.models.hf_config import (
+    HfConfig,
+    head_dim,
+    integer,
+    num_experts,
+    routing,
+    with_experts,
+)
+from pdserve.engine.models.hf_config.standard import standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:

@@ -1,14 +1,8 @@
 """Mistral 7B and later: Llama with a sliding window on every layer (arXiv:2310.06825)."""
 
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.hf_config.fields import HfConfig
-from pdserve.engine.models.hf_config.standard import (
-    num_layers,
-    plain_layers,
-    sliding_window,
-    standard,
-)
-from pdserve.engine.models.spec import ModelSpec
+from pdserve.engine.models import ModelConfig, ModelSpec
+from pdserve.engine.models.hf_config import HfConfig, num_layers, plain_layers, sliding_window
+from pdserve.engine.models.hf_config.standard import standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:

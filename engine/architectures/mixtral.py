@@ -1,16 +1,16 @@
 """Mixtral: Mistral with a mixture of experts on every layer (arXiv:2401.04088)."""
 
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
-from pdserve.engine.models.hf_config.experts import num_experts, routing, with_experts
-from pdserve.engine.models.hf_config.fields import HfConfig
-from pdserve.engine.models.hf_config.standard import (
+from pdserve.engine.models import MixtureOfExperts, ModelConfig, ModelSpec, stored_experts
+from pdserve.engine.models.hf_config import (
+    HfConfig,
+    num_experts,
     num_layers,
     plain_layers,
+    routing,
     sliding_window,
-    standard,
+    with_experts,
 )
-from pdserve.engine.models.spec import ModelSpec
+from pdserve.engine.models.hf_config.standard import standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:

@@ -1,10 +1,9 @@
 """OLMo 2: norms after each part and none before, and over all of q and of k (arXiv:2501.00656)."""
 
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.models.config import ModelConfig, NormPlacement
-from pdserve.engine.models.hf_config.fields import HfConfig
+from pdserve.engine.checkpoints.gguf import GgufMapping
+from pdserve.engine.models import ModelConfig, ModelSpec, NormPlacement
+from pdserve.engine.models.hf_config import HfConfig
 from pdserve.engine.models.hf_config.standard import standard
-from pdserve.engine.models.spec import ModelSpec
 
 NORMS = NormPlacement(attn_out="post_attention_layernorm", ffn_out="post_feedforward_layernorm")
 

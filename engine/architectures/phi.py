@@ -1,12 +1,10 @@
 """Phi 1 to 2: layer norms with biases, attention and a plain feed-forward in parallel."""
 
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.checkpoints.tensor_remap import View, fused, renamed
-from pdserve.engine.models.config import ModelConfig, NormPlacement, UnsupportedModel
-from pdserve.engine.models.hf_config.fields import HfConfig, positive
+from pdserve.engine.checkpoints import View, fused, renamed
+from pdserve.engine.checkpoints.gguf import GgufMapping
+from pdserve.engine.models import ModelConfig, ModelSpec, NormPlacement, UnsupportedModel, qkv_sizes
+from pdserve.engine.models.hf_config import HfConfig, positive
 from pdserve.engine.models.hf_config.standard import standard
-from pdserve.engine.models.layer import qkv_sizes
-from pdserve.engine.models.spec import ModelSpec
 
 # Attention and feed-forward share one input norm.
 NORMS = NormPlacement(attn_in="input_layernorm", ffn_in="input_layernorm")

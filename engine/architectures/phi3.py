@@ -4,18 +4,11 @@ another (arXiv:2404.14219).
 
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.checkpoints.tensor_remap import View, fused
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.hf_config.fields import HfConfig
-from pdserve.engine.models.hf_config.standard import (
-    num_layers,
-    plain_layers,
-    sliding_window,
-    standard,
-)
-from pdserve.engine.models.layer import qkv_sizes
-from pdserve.engine.models.spec import ModelSpec
+from pdserve.engine.checkpoints import View, fused
+from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata
+from pdserve.engine.models import ModelConfig, ModelSpec, qkv_sizes
+from pdserve.engine.models.hf_config import HfConfig, num_layers, plain_layers, sliding_window
+from pdserve.engine.models.hf_config.standard import standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:

@@ -2,25 +2,21 @@
 
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.config import expert_config
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
-from pdserve.engine.models.hf_config.experts import (
+from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata, expert_config
+from pdserve.engine.models import MixtureOfExperts, ModelConfig, ModelSpec, stored_experts
+from pdserve.engine.models.hf_config import (
+    HfConfig,
+    integer,
     num_experts,
-    routing,
-    sparse_layers,
-    with_experts,
-)
-from pdserve.engine.models.hf_config.fields import HfConfig, integer
-from pdserve.engine.models.hf_config.standard import (
     num_layers,
     plain_layers,
+    routing,
     sliding_window,
-    standard,
+    sparse_layers,
     windowed,
+    with_experts,
 )
-from pdserve.engine.models.spec import ModelSpec
+from pdserve.engine.models.hf_config.standard import standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:

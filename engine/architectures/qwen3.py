@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 from pdserve.engine.architectures.qwen2 import windows
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.hf_config.fields import HfConfig, integer
-from pdserve.engine.models.hf_config.standard import plain_layers, standard
-from pdserve.engine.models.spec import ModelSpec
+from pdserve.engine.checkpoints.gguf import GgufMapping
+from pdserve.engine.models import ModelConfig, ModelSpec
+from pdserve.engine.models.hf_config import HfConfig, integer, plain_layers
+from pdserve.engine.models.hf_config.standard import standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:

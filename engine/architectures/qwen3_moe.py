@@ -3,19 +3,18 @@
 from typing import Any
 
 from pdserve.engine.architectures import qwen3
-from pdserve.engine.checkpoints.gguf.config import expert_config
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
-from pdserve.engine.models.hf_config.experts import (
+from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata, expert_config
+from pdserve.engine.models import MixtureOfExperts, ModelConfig, ModelSpec, stored_experts
+from pdserve.engine.models.hf_config import (
+    HfConfig,
+    integer,
     num_experts,
+    num_layers,
     routing,
+    sliding_window,
     sparse_layers,
     with_experts,
 )
-from pdserve.engine.models.hf_config.fields import HfConfig, integer
-from pdserve.engine.models.hf_config.standard import num_layers, sliding_window
-from pdserve.engine.models.spec import ModelSpec
 
 
 def parse(hf: HfConfig) -> ModelConfig:

@@ -1,10 +1,9 @@
 """Seed-OSS: Llama with biases on q, k and v, and optionally on o and the feed-forward."""
 
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.hf_config.fields import HfConfig
+from pdserve.engine.checkpoints.gguf import GgufMapping
+from pdserve.engine.models import ModelConfig, ModelSpec
+from pdserve.engine.models.hf_config import HfConfig
 from pdserve.engine.models.hf_config.standard import standard
-from pdserve.engine.models.spec import ModelSpec
 
 
 def parse(hf: HfConfig) -> ModelConfig:

@@ -2,17 +2,17 @@
 
 from dataclasses import replace
 
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.models.config import LayerConfig, ModelConfig, UnsupportedModel
-from pdserve.engine.models.hf_config.fields import HfConfig, integer
-from pdserve.engine.models.hf_config.standard import (
+from pdserve.engine.checkpoints.gguf import GgufMapping
+from pdserve.engine.models import LayerConfig, ModelConfig, ModelSpec, UnsupportedModel
+from pdserve.engine.models.hf_config import (
+    HfConfig,
+    integer,
     num_layers,
     plain_layers,
     sliding_window,
-    standard,
     windowed,
 )
-from pdserve.engine.models.spec import ModelSpec
+from pdserve.engine.models.hf_config.standard import standard
 
 
 def has_rope(hf: HfConfig) -> list[bool]:

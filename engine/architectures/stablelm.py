@@ -5,12 +5,10 @@ layer in parallel (arXiv:2402.17834).
 from typing import Any
 
 from pdserve.engine.architectures import phi
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
-from pdserve.engine.models.config import ModelConfig, UnsupportedModel
-from pdserve.engine.models.hf_config.fields import HfConfig, positive
+from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata
+from pdserve.engine.models import PRE_NORMS, ModelConfig, ModelSpec, UnsupportedModel
+from pdserve.engine.models.hf_config import HfConfig, positive
 from pdserve.engine.models.hf_config.standard import standard
-from pdserve.engine.models.layer import PRE_NORMS
-from pdserve.engine.models.spec import ModelSpec
 
 
 def parse(hf: HfConfig) -> ModelConfig:

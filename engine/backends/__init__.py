@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from typing import ClassVar, Protocol
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.execution.runner import Model
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.execution import Model
+from pdserve.engine.kv import KvSpec, LayerGroup
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.models import ModelConfig
+from pdserve.engine.weights import RawTensor
 from pdserve.kernels.sampling_ops import SamplingOps
 
 EXTRAS = {"torch": "torch", "triton": "torch,cuda"}  # module -> the extras that install it

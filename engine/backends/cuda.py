@@ -5,18 +5,17 @@ from collections.abc import Callable, Sequence
 import torch
 import triton
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.backends import Backend, ModelDecoder
+from pdserve.engine.kv import KvSpec
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.kv.torch_cache import DeviceKvCache
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.cuda.decoder import CudaDecoder
-from pdserve.engine.models.cuda.graphs import CudaRecorder, row_counts
-from pdserve.engine.transport.base import DEVICE_SLOT_BYTES, SLOTS
-from pdserve.engine.weights.format import RawTensor
-from pdserve.kernels.cuda.attention.paged import LATENT_SPLIT, SPLIT
-from pdserve.kernels.cuda.sampling.step import CudaSampling
+from pdserve.engine.models import ModelConfig
+from pdserve.engine.models.cuda import CudaDecoder, CudaRecorder, row_counts
+from pdserve.engine.transport import DEVICE_SLOT_BYTES, SLOTS
+from pdserve.engine.weights import RawTensor
+from pdserve.kernels.cuda.attention import LATENT_SPLIT, SPLIT
+from pdserve.kernels.cuda.sampling import CudaSampling
 
 KERNELS = "cuda-2"  # increment when results change
 MIN_CAPABILITY = (8, 0)  # for bfloat16 products

@@ -3,15 +3,13 @@
 import logging
 from collections.abc import Callable, Sequence
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.backends import Backend
-from pdserve.engine.execution.memory import HOST_SHARE, free_host_bytes
+from pdserve.engine.execution import HOST_SHARE, free_host_bytes
+from pdserve.engine.kv import KvSpec
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.kv_error import int8_warning
-from pdserve.engine.models.native import NativeDecoder
-from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.models import ModelConfig, NativeDecoder, int8_warning
+from pdserve.engine.weights import RawTensor
 from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels.cpu import KV_BLOCK, CpuKernels, CpuSampling
 

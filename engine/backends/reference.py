@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.backends import Backend
-from pdserve.engine.execution.memory import HOST_SHARE, free_host_bytes, keep_freed_memory
+from pdserve.engine.execution import HOST_SHARE, free_host_bytes, keep_freed_memory
+from pdserve.engine.kv import KvSpec
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.kv.torch_cache import DeviceKvCache, TorchKvCache
-from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models import ModelConfig
 from pdserve.engine.models.decoder import Decoder
-from pdserve.engine.models.layers.stored import HELD
-from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.models.layers import HELD
+from pdserve.engine.weights import RawTensor
 from pdserve.kernels import reference
 
 KERNELS = "reference-3"  # increment when results change

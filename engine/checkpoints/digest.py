@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from pdserve.engine.checkpoints.source import Layout
-from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.plain import PLAIN
-from pdserve.engine.weights.quantize import VERSION as QUANTIZER
+from pdserve.engine.weights import PLAIN, RawTensor
+from pdserve.engine.weights import VERSION as QUANTIZER
 
 LABELS = {"F32": "float32", "F16": "float16", "BF16": "bf16", "F64": "float64"}
 

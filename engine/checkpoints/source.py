@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights import RawTensor
 
 
 class CheckpointError(Exception):

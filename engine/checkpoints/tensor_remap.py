@@ -17,9 +17,7 @@ from pdserve.engine.checkpoints.source import (
     TextFiles,
     unknown_tensor,
 )
-from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.plain import PLAIN
-from pdserve.engine.weights.unpack import as_plain
+from pdserve.engine.weights import PLAIN, RawTensor, as_plain
 
 
 class Nth(NamedTuple):

@@ -14,10 +14,17 @@ from types import MappingProxyType, TracebackType
 
 from pdserve.engine.checkpoints.digest import leaf, merkle_root
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError
-from pdserve.engine.weights.format import PIECE_VALUES, VALUES, RawTensor, row_runs
-from pdserve.engine.weights.plain import PLAIN, empty
-from pdserve.engine.weights.quantize import quantize_into, quantized_empty
-from pdserve.engine.weights.unpack import unpack_into
+from pdserve.engine.weights import (
+    PIECE_VALUES,
+    PLAIN,
+    VALUES,
+    RawTensor,
+    empty,
+    quantize_into,
+    quantized_empty,
+    row_runs,
+    unpack_into,
+)
 
 # Frameworks left these in old files; every decoder computes them.
 COMPUTED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")

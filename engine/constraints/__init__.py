@@ -2,3 +2,12 @@
 
 Each says which tokens may come next, as a function of the ids that the choice has generated.
 """
+
+from pdserve.engine.constraints.check import check_constraints
+from pdserve.engine.constraints.manager import (
+    ConstraintManager,
+    RequestConstraints,
+    has_constraints,
+    mask_deadline,
+)
+from pdserve.engine.constraints.masks import Bitmask

@@ -2,8 +2,13 @@
 
 from collections.abc import Collection, Iterator
 
-from pdserve.engine.api.request import InvalidRequest, SamplingParams
-from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_GRAMMAR_BYTES, MAX_SEQUENCE_IDS
+from pdserve.engine.api import (
+    MAX_ENTRIES,
+    MAX_GRAMMAR_BYTES,
+    MAX_SEQUENCE_IDS,
+    InvalidRequest,
+    SamplingParams,
+)
 
 
 def check_constraints(params: SamplingParams, vocab_size: int, eos_ids: Collection[int]) -> None:

@@ -8,11 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from pdserve.engine.api.request import InvalidRequest, QueueFull, Request, SamplingParams
-from pdserve.engine.constraints.grammars.backend import Compilation, GrammarBackend
-from pdserve.engine.constraints.grammars.compiled import CompiledGrammar, GrammarError
-from pdserve.engine.constraints.grammars.matcher import GrammarMatcher, StepBudget
-from pdserve.engine.constraints.grammars.threads import MaskThreads
+from pdserve.engine.api import InvalidRequest, QueueFull, Request, SamplingParams
+from pdserve.engine.constraints.grammars import (
+    Compilation,
+    CompiledGrammar,
+    GrammarBackend,
+    GrammarError,
+    GrammarMatcher,
+    MaskThreads,
+    StepBudget,
+)
 from pdserve.engine.constraints.masks import AllowedIds, BadWords, Bitmask, ThinkingLimit
 
 COMPILE_S = 15.0  # maximum wait of a request for its grammar

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.api.request import ThinkingBudget
+from pdserve.engine.api import ThinkingBudget
 
 Bitmask = NDArray[np.uint32]
 

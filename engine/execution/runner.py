@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.engine.execution.batch import Batch, GroupTable, Ints, UnreadTokens
+from pdserve.engine.kv import blocks_for
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import blocks_for
-from pdserve.engine.scheduling.plan import Outcome, Plan, Row
-from pdserve.engine.scheduling.request_state import Sequence
+from pdserve.engine.scheduling import Outcome, Plan, Row, Sequence
 
 
 class Model(Protocol):

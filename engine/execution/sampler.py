@@ -14,15 +14,19 @@ from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import Any
 
-from pdserve.engine.api.request import SamplingParams, TokenLogprob
-from pdserve.engine.constraints.grammars.compiled import GrammarError
-from pdserve.engine.constraints.manager import RequestConstraints, mask_deadline
-from pdserve.engine.constraints.masks import Bitmask
-from pdserve.engine.scheduling.job_table import JobTable
-from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.engine.scheduling.plan import Outcome, Pick, Plan, Row
-from pdserve.engine.scheduling.request_state import RequestState
-from pdserve.engine.scheduling.step_progress import is_in_batch
+from pdserve.engine.api import SamplingParams, TokenLogprob
+from pdserve.engine.constraints import Bitmask, RequestConstraints, mask_deadline
+from pdserve.engine.constraints.grammars import GrammarError
+from pdserve.engine.scheduling import (
+    EngineLimits,
+    JobTable,
+    Outcome,
+    Pick,
+    Plan,
+    RequestState,
+    Row,
+    is_in_batch,
+)
 from pdserve.kernels.sampling_ops import AheadSampling, Picks, SamplingOps, StreamSettings
 
 # Hidden states and logits are arrays of the backend; the sampler only indexes and passes them.

@@ -9,10 +9,10 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from pdserve.engine.api.request import EngineError
+from pdserve.engine.api import EngineError
 from pdserve.engine.handoff.incoming import IncomingHandoff, ReceivingEngine
 from pdserve.engine.handoff.open_blocks import WritableKv
-from pdserve.engine.scheduling.turns import by_priority
+from pdserve.engine.scheduling import by_priority
 
 log = logging.getLogger(__name__)
 

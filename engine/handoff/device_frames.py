@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from pdserve.engine.handoff.connection.link import DataLink
+from pdserve.engine.handoff.connection import DataLink
 from pdserve.engine.handoff.incoming import IncomingHandoff
 from pdserve.engine.handoff.open_blocks import BlocksReleased, FrameCopy, OpenBlocks, PagedKv
-from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
-from pdserve.engine.handoff.protocol.layout import Piece
-from pdserve.engine.transport.base import DeviceSource
+from pdserve.engine.handoff.protocol import FrameError, FrameHeader, Piece
+from pdserve.engine.transport import DeviceSource
 
 log = logging.getLogger(__name__)
 

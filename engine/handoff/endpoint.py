@@ -16,22 +16,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from pdserve.engine.handoff.connection.link import DataLink
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.frames import FrameError, renamed
-from pdserve.engine.handoff.protocol.keys import Domain, TagKey, Ticket
-from pdserve.engine.handoff.protocol.machine import (
+from pdserve.engine.handoff.connection import DataLink
+from pdserve.engine.handoff.protocol import (
     PROGRESS_S,
     Action,
+    Domain,
     Event,
+    FrameError,
     Handoff,
     HandoffEnded,
     Heard,
     PeerProgress,
+    TagKey,
     Tick,
+    Ticket,
+    messages,
+    renamed,
     step,
 )
-from pdserve.engine.handoff.recorder.event_log import MAX_ARGUMENT, EventLog, RecordKind
+from pdserve.engine.handoff.recorder import MAX_ARGUMENT, EventLog, RecordKind
 
 log = logging.getLogger(__name__)
 

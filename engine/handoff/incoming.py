@@ -8,15 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pdserve.engine.api.request import Request, prefix_ids
+from pdserve.engine.api import Request, prefix_ids
 from pdserve.engine.handoff.endpoint import HandoffAttempt
 from pdserve.engine.handoff.open_blocks import BlocksReleased, OpenBlocks, WritableKv
-from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
-from pdserve.engine.handoff.protocol.keys import Ticket, TicketKeys
-from pdserve.engine.handoff.protocol.layout import Bitmap, Piece
-from pdserve.engine.handoff.protocol.machine import Handoff
+from pdserve.engine.handoff.protocol import (
+    Bitmap,
+    FrameError,
+    FrameHeader,
+    Handoff,
+    Piece,
+    Ticket,
+    TicketKeys,
+)
 from pdserve.engine.handoff.slow_peer import SlowPeerDetector
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv import KvSpec
 
 
 class ReceivingEngine(Protocol):

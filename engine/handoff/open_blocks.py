@@ -16,11 +16,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
-from pdserve.engine.handoff.protocol.layout import Bitmap, Piece
-from pdserve.engine.kv.spec import KvSpec, Pages
-from pdserve.engine.transport.base import DeviceSource
-from pdserve.engine.transport.device import Copy, DeviceError
+from pdserve.engine.handoff.protocol import Bitmap, FrameError, FrameHeader, Piece
+from pdserve.engine.kv import KvSpec, Pages
+from pdserve.engine.transport import Copy, DeviceError, DeviceSource
 
 log = logging.getLogger(__name__)
 

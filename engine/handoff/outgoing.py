@@ -15,14 +15,19 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from pdserve.engine.handoff.endpoint import HandoffAttempt
-from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader, mark_of
-from pdserve.engine.handoff.protocol.keys import Domain, Ticket, TicketKeys
-from pdserve.engine.handoff.protocol.layout import Piece
-from pdserve.engine.handoff.protocol.machine import Handoff
-from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
-from pdserve.engine.kv.spec import KvSpec, Pages
-from pdserve.engine.transport.base import DeviceSink, Frame
-from pdserve.engine.transport.device import Copy, DeviceError
+from pdserve.engine.handoff.protocol import (
+    TAG_BYTES,
+    Domain,
+    FrameHeader,
+    Handoff,
+    Piece,
+    Ticket,
+    TicketKeys,
+    mark_of,
+)
+from pdserve.engine.handoff.recorder import EventLog, RecordKind
+from pdserve.engine.kv import KvSpec, Pages
+from pdserve.engine.transport import Copy, DeviceError, DeviceSink, Frame
 
 log = logging.getLogger(__name__)
 

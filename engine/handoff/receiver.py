@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from pdserve.engine.api.request import Request, prefix_ids
+from pdserve.engine.api import Request, prefix_ids
 from pdserve.engine.handoff.claims import ClaimQueue
-from pdserve.engine.handoff.connection.data_listeners import DataListeners
-from pdserve.engine.handoff.connection.link import DataLink
+from pdserve.engine.handoff.connection import DataLink, DataListeners
 from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
 from pdserve.engine.handoff.endpoint import HandoffEndpoint
 from pdserve.engine.handoff.incoming import (
@@ -26,32 +25,31 @@ from pdserve.engine.handoff.incoming import (
     ReceivingEngine,
 )
 from pdserve.engine.handoff.open_blocks import BlocksReleased, WritableKv
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.frames import ID_BYTES, FrameError, FrameHeader
-from pdserve.engine.handoff.protocol.keys import (
+from pdserve.engine.handoff.protocol import (
+    ID_BYTES,
     SECRET_BYTES,
-    Domain,
-    Ticket,
-    derive_keys,
-    verified_payload,
-)
-from pdserve.engine.handoff.protocol.layout import Piece
-from pdserve.engine.handoff.protocol.machine import (
     Action,
     Claimed,
+    Domain,
     Filled,
+    FrameError,
+    FrameHeader,
     Handoff,
+    HandoffCompatibility,
     HandoffEnded,
+    Piece,
+    Promises,
     Reserved,
     Side,
+    Ticket,
+    derive_keys,
+    messages,
+    promise_blocks,
+    verified_payload,
 )
-from pdserve.engine.handoff.protocol.messages import HandoffCompatibility
-from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
-from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
-from pdserve.engine.kv.block_pool import num_blocks
-from pdserve.engine.kv.codec import spec_digest
-from pdserve.engine.kv.identity import NO_MIXING, KvIdentity, Mixing
-from pdserve.engine.transport.base import KvTransport, Payload
+from pdserve.engine.handoff.recorder import EventLog, RecordKind
+from pdserve.engine.kv import NO_MIXING, KvIdentity, Mixing, num_blocks, spec_digest
+from pdserve.engine.transport import KvTransport, Payload
 
 
 class Receiver(HandoffEndpoint[IncomingHandoff]):

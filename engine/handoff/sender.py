@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
     Event,
     PrefillComputed,
     Request,
@@ -27,8 +27,7 @@ from pdserve.engine.api.request import (
     Scheduled,
     Step,
 )
-from pdserve.engine.handoff.connection.dial import Dialer
-from pdserve.engine.handoff.connection.link import DataLink
+from pdserve.engine.handoff.connection import DataLink, Dialer
 from pdserve.engine.handoff.endpoint import HandoffEndpoint
 from pdserve.engine.handoff.outgoing import (
     HANDED_BACK,
@@ -37,26 +36,26 @@ from pdserve.engine.handoff.outgoing import (
     SendTimes,
     Sent,
 )
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
-from pdserve.engine.handoff.protocol.keys import Ticket, derive_keys
-from pdserve.engine.handoff.protocol.layout import cut
-from pdserve.engine.handoff.protocol.machine import (
+from pdserve.engine.handoff.protocol import (
     Action,
     ClaimGranted,
     Filled,
+    FrameError,
+    FrameHeader,
     Handoff,
     HandoffEnded,
     Heard,
     Phase,
     Picked,
     Side,
+    Ticket,
+    cut,
+    derive_keys,
+    messages,
 )
-from pdserve.engine.handoff.recorder.event_log import EventLog, RecordKind
-from pdserve.engine.kv.block_pool import num_blocks
-from pdserve.engine.kv.codec import encode_spec, spec_digest
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.transport.base import KvTransport, Payload, Target, TransportRefused
+from pdserve.engine.handoff.recorder import EventLog, RecordKind
+from pdserve.engine.kv import KvIdentity, encode_spec, num_blocks, spec_digest
+from pdserve.engine.transport import KvTransport, Payload, Target, TransportRefused
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,29 @@
 """Models as lists of parts, and the decoders that compute them."""
+
+from pdserve.engine.models.config import LayerConfig, ModelConfig, NormPlacement, UnsupportedModel
+from pdserve.engine.models.experts import MixtureOfExperts, stored_experts
+from pdserve.engine.models.identity import configuration_digest, kv_identity, numerics_id
+from pdserve.engine.models.kv_error import int8_warning
+from pdserve.engine.models.latent import LatentAttention
+from pdserve.engine.models.layer import (
+    EMBEDDING,
+    HEAD,
+    HEAD_BIAS,
+    PRE_NORMS,
+    layer_parts,
+    qkv_sizes,
+    tensor_shapes,
+)
+from pdserve.engine.models.native import NativeDecoder
+from pdserve.engine.models.parts import (
+    Activate,
+    Attention,
+    ExpertRouting,
+    Experts,
+    Gate,
+    HeadLinear,
+    Linear,
+    Part,
+)
+from pdserve.engine.models.rope import BY_CONTEXT
+from pdserve.engine.models.spec import ModelSpec, is_mtp, under_model

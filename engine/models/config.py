@@ -7,7 +7,7 @@ Plain data, made from a config.json by `ModelSpec.parse` and immutable afterward
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from pdserve.engine.kv.spec import Kind, LayerGroup
+from pdserve.engine.kv import Kind, LayerGroup
 from pdserve.engine.models.parts import Activation, Part
 from pdserve.engine.models.rope import RopeConfig
 

@@ -10,17 +10,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.execution.batch import Batch, GroupTable, Ints
-from pdserve.engine.kv.spec import LayerGroup
+from pdserve.engine.execution import Batch, GroupTable, Ints
+from pdserve.engine.kv import LayerGroup
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import EMBEDDING, HEAD, HEAD_BIAS, final_norm, layer_parts
-from pdserve.engine.models.layers.stored import Weights, expand, hold, rows
-from pdserve.engine.models.layers.torch_part import (
+from pdserve.engine.models.layers import (
     LayerStep,
     RopeTensors,
     Setup,
     TorchPart,
+    Weights,
+    expand,
+    hold,
     make_part,
+    rows,
 )
 from pdserve.engine.models.parts import Add, Attention, Hold
 from pdserve.engine.models.rope import RopeTable

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.engine.checkpoints.tensor_remap import Nth, View, first_of, renamed
+from pdserve.engine.checkpoints import Nth, View, first_of, renamed
 from pdserve.engine.models.layer import linear
 from pdserve.engine.models.parts import Expert, ExpertRouting, Experts, Gating, Part, TensorSpec
 

@@ -6,8 +6,8 @@ import struct
 from dataclasses import asdict, replace
 from typing import Any
 
-from pdserve.engine.checkpoints.card import CardData
-from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.checkpoints import CardData
+from pdserve.engine.kv import KvIdentity
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.rope import for_context
 

@@ -7,7 +7,7 @@ import numpy as np
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import layer_parts
 from pdserve.engine.models.parts import Attention, HeadNorm, Linear
-from pdserve.engine.weights.format import Floats
+from pdserve.engine.weights import Floats
 
 INT8_STEP = 1 / (127 * 12**0.5)  # deviation of the rounding to 8 bits, over the largest value
 LARGEST_ERROR = 0.05  # of a score: attention weights, its exponential, then change by 5 %

@@ -9,7 +9,7 @@ is [part with rope | latent], the reverse of the order in checkpoints; so is a q
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.engine.checkpoints.tensor_remap import HeadRows, RopeRows, View
+from pdserve.engine.checkpoints import HeadRows, RopeRows, View
 from pdserve.engine.models.parts import (
     Attention,
     HeadLinear,

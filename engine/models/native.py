@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.execution.batch import Batch, Ints
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.execution import Batch, Ints
+from pdserve.engine.kv import KvSpec, LayerGroup
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.layer import EMBEDDING, HEAD, HEAD_BIAS, final_norm, layer_parts
 from pdserve.engine.models.parts import (
@@ -35,11 +35,9 @@ from pdserve.engine.models.parts import (
     TensorSpec,
 )
 from pdserve.engine.models.rope import RopeTable
-from pdserve.engine.weights.format import RawTensor, same_order
-from pdserve.engine.weights.formats import formats
-from pdserve.engine.weights.formats.grouped import SCALES, ZEROS, scales_of
-from pdserve.engine.weights.plain import PLAIN
-from pdserve.engine.weights.unpack import as_plain, unpack
+from pdserve.engine.weights import PLAIN, RawTensor, as_plain, same_order
+from pdserve.engine.weights.formats import SCALES, ZEROS, formats, scales_of
+from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels import _native
 from pdserve.kernels.cpu import FORMATS, GROUPED, CpuKernels
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
-from pdserve.engine.checkpoints.source import Checkpoint
-from pdserve.engine.checkpoints.tensor_remap import View, ViewedCheckpoint
+from pdserve.engine.checkpoints import Checkpoint, View, ViewedCheckpoint
+from pdserve.engine.checkpoints.gguf import GgufMapping
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import EMBEDDING
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pdserve.engine.checkpoints.tensor_remap import View, first_of
+from pdserve.engine.checkpoints import View, first_of
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
-from pdserve.engine.models.hf_config.fields import HfConfig, table
+from pdserve.engine.models.hf_config import HfConfig, table
 from pdserve.engine.models.layer import tensor_shapes
 from pdserve.engine.models.spec import ModelSpec
 

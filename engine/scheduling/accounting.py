@@ -6,7 +6,7 @@ pool has counted must also be exactly those of the sequences.
 
 from collections import Counter
 
-from pdserve.engine.kv.block_pool import NULL_BLOCK
+from pdserve.engine.kv import NULL_BLOCK
 from pdserve.engine.scheduling.job_table import JobTable
 
 

@@ -14,9 +14,16 @@ is released at once: the next owner of that block writes it after the copy.
 
 from collections.abc import Sequence as Seq
 
-from pdserve.engine.kv.block_hash import chain_hashes, next_hash
-from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy, BlockPool
-from pdserve.engine.kv.spec import KvSpec, blocks_for, window_blocks
+from pdserve.engine.kv import (
+    NULL_BLOCK,
+    BlockCopy,
+    BlockPool,
+    KvSpec,
+    blocks_for,
+    chain_hashes,
+    next_hash,
+    window_blocks,
+)
 from pdserve.engine.scheduling.request_state import Sequence
 
 

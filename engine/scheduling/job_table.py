@@ -51,8 +51,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from enum import Enum
 
-from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy
-from pdserve.engine.kv.spec import blocks_for
+from pdserve.engine.kv import NULL_BLOCK, BlockCopy, blocks_for
 from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.request_state import RequestState, Sequence
 

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
+    BOUNDS,
     ContextLengthExceeded,
     FinishReason,
     InvalidRequest,
     Request,
     SamplingParams,
 )
-from pdserve.engine.api.sampling_bounds import BOUNDS
-from pdserve.engine.constraints.check import check_constraints
-from pdserve.engine.kv.spec import blocks_for
+from pdserve.engine.constraints import check_constraints
+from pdserve.engine.kv import blocks_for
 
 NO_EMBEDDINGS = "The model does not support Embeddings API"  # vLLM's words
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.api.request import Event, TokenLogprob
-from pdserve.engine.kv.block_pool import BlockCopy
+from pdserve.engine.api import Event, TokenLogprob
+from pdserve.engine.kv import BlockCopy
 from pdserve.engine.scheduling.request_state import Sequence
 
 

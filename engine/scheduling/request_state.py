@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.api.request import FinishReason, Request, TokenLogprob, prefix_of
-from pdserve.engine.constraints.manager import RequestConstraints
+from pdserve.engine.api import FinishReason, Request, TokenLogprob, prefix_of
+from pdserve.engine.constraints import RequestConstraints
 
 
 class PooledState:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 
-from pdserve.engine.api.request import Event, Evicted, PrefillComputed, Scheduled
+from pdserve.engine.api import Event, Evicted, PrefillComputed, Scheduled
 from pdserve.engine.scheduling.fairness import Fairness
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits

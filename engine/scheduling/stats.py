@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pdserve.engine.kv.block_pool import BlockCounts
+from pdserve.engine.kv import BlockCounts
 from pdserve.engine.scheduling.plan import Plan
 
 SMOOTHING = 0.2  # weight of the last prefill step in the measured rate

@@ -6,7 +6,7 @@ as a separate sequence that refers to the same blocks.
 
 from collections.abc import Sequence as Seq
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
     Event,
     Finished,
     FinishReason,

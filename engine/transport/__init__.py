@@ -1,1 +1,20 @@
 """How KV travels between processes: TCP, shared memory, CUDA IPC."""
+
+from pdserve.engine.transport.base import (
+    DEVICE_SLOT_BYTES,
+    SLOTS,
+    DeviceSink,
+    DeviceSource,
+    Frame,
+    FrameJob,
+    KvTransport,
+    Listener,
+    Payload,
+    Target,
+    TransportOptions,
+    TransportRefused,
+    Wire,
+    WireClosed,
+)
+from pdserve.engine.transport.device import Copy, DeviceError
+from pdserve.engine.transport.registry import make_transports

@@ -23,7 +23,7 @@ from functools import partial
 from itertools import islice
 from typing import ClassVar, Protocol, TypeVar
 
-from pdserve.engine.kv.spec import Pages
+from pdserve.engine.kv import Pages
 from pdserve.engine.transport.device import Copy, Device
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ Only decode copies into decode's pool.
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pdserve.engine.kv.spec import Pages
+from pdserve.engine.kv import Pages
 from pdserve.kernels.copy_hash import TAG_BYTES
 
 HANDLE_BYTES = 64  # of cudaIpcMemHandle_t and cudaIpcEventHandle_t

@@ -3,14 +3,14 @@
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 
-import pdserve.engine.transport as package
 from pdserve.engine.transport.base import KvTransport, TransportOptions
 
 
 def transports() -> dict[str, type[KvTransport]]:
     """Return name -> class, in the order in which `auto` tries them."""
-    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+    for module in pkgutil.walk_packages([str(Path(__file__).parent)], f"{__package__}."):
         importlib.import_module(module.name)
     return {cls.name: cls for cls in sorted(_subclasses(), key=lambda cls: cls.preference)}
 

@@ -24,7 +24,7 @@ from pdserve.engine.weights.format import (
     RawTensor,
     row_runs,
 )
-from pdserve.engine.weights.formats.grouped import CODES, INT8, SCALES
+from pdserve.engine.weights.formats import CODES, INT8, SCALES
 
 
 def gguf_expand(name: str) -> Callable[[Bytes], Floats]:

@@ -20,11 +20,15 @@ from pdserve.gateway.anthropic.response_models import (
     MessagesError,
     TokenCount,
 )
-from pdserve.gateway.http.api import HttpError, HttpLimits
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.docs import described
-from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.http.responses import EventStream, Reply
+from pdserve.gateway.http import (
+    BodyReader,
+    EventStream,
+    HttpError,
+    HttpLimits,
+    Reply,
+    caller_of,
+    described,
+)
 from pdserve.gateway.service import Service
 from pdserve.services.common.errors import CONTEXT_EXCEEDED
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from pdserve.gateway.http.members import (
+from pdserve.gateway.http import (
     DROPPED,
     HINT,
     LEFT_OUT,

@@ -15,8 +15,15 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta
 from pdserve.gateway.prepared_completion import Usage
 from pdserve.gateway.service import Service
-from pdserve.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart, arguments_object
-from pdserve.text.request import ChatCompletionRequest, RequestedSampling
+from pdserve.text import (
+    ChatCompletionRequest,
+    ContentPart,
+    ReasoningPart,
+    RequestedSampling,
+    TextPart,
+    ToolCallPart,
+    arguments_object,
+)
 
 Event = dict[str, Any]
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 
-from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
+from pdserve.engine.api import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.anthropic.conversation import (
     ROLES,
     THINKING,
@@ -15,26 +15,36 @@ from pdserve.gateway.anthropic.conversation import (
     TOOLS,
     conversation,
 )
-from pdserve.gateway.http import fields
-from pdserve.gateway.http.members import LEFT_OUT, Fate, note
-from pdserve.gateway.http.thinking import Effort, ThinkingBody, ThinkingFields
-from pdserve.gateway.http.validation import (
+from pdserve.gateway.http import (
+    LEFT_OUT,
     MAX_TOOLS,
     NOTHING,
     ArgumentSchema,
+    Effort,
+    Fate,
     ModelName,
     StrictModel,
     TextOrObjects,
+    ThinkingBody,
+    ThinkingFields,
     ToolDescription,
     ToolName,
     check_tools,
+    fields,
+    note,
     parse_body,
     parsed,
 )
 from pdserve.gateway.sampling import bounded, refuse
 from pdserve.services.common.errors import quoted
-from pdserve.text.messages import TemplateInput, suggested_variables
-from pdserve.text.request import RequestedSampling, Structure, Tool, ToolUse
+from pdserve.text import (
+    RequestedSampling,
+    Structure,
+    TemplateInput,
+    Tool,
+    ToolUse,
+    suggested_variables,
+)
 
 # fmt: off
 # Refused unless the value is one of these, or the field is served.

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pdserve.gateway.http.docs import AnswerModel
+from pdserve.gateway.http import AnswerModel
 
 
 class MessagesErrorDetail(AnswerModel):

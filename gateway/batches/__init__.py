@@ -1,1 +1,7 @@
 """Files and batches of OpenAI's API, kept in a database and run beside other requests."""
+
+from pdserve.gateway.batches.batches import Batches
+from pdserve.gateway.batches.files import FileLimits, Files, Page, Stored
+from pdserve.gateway.batches.run import Answer, LineSlots
+from pdserve.gateway.batches.runner import BatchRunner
+from pdserve.gateway.batches.tables import PIECE_BYTES, StoredBatch, StoredFile

@@ -19,11 +19,11 @@ from pdserve.gateway.batches.files import OPEN, Page, now_us, remove_files, rows
 from pdserve.gateway.batches.jsonl import Span
 from pdserve.gateway.batches.leases import BatchLease
 from pdserve.gateway.batches.tables import MAX_ID, BatchLine, FilePiece, StoredBatch, StoredFile
+from pdserve.gateway.storage import may_be_id
 from pdserve.gateway.storage.database import Database, in_own_task
-from pdserve.gateway.storage.text import may_be_id
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants.keys import Tenant
+from pdserve.services.common.tenants import Tenant
 
 MAX_OPEN = 100  # open batches of a tenant
 SALT_BYTES = 16

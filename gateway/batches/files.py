@@ -31,8 +31,8 @@ from pdserve.gateway.batches.tables import (
     StoredBatch,
     StoredFile,
 )
+from pdserve.gateway.storage import may_be_id
 from pdserve.gateway.storage.database import Database, in_own_task
-from pdserve.gateway.storage.text import may_be_id
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.common.errors import ServiceError
 

@@ -24,8 +24,8 @@ from pdserve.gateway.batches.batches import OwnedBatch
 from pdserve.gateway.batches.files import Files
 from pdserve.gateway.batches.jsonl import LineChecker, LineError, LineRequest, LineSplitter, Span
 from pdserve.gateway.batches.tables import StoredBatch
-from pdserve.services.common.tenants.fair_semaphore import FairSemaphore
-from pdserve.services.common.tenants.keys import Tenant
+from pdserve.services.common.fairness import FairSemaphore
+from pdserve.services.common.tenants import Tenant
 
 PAUSE_S = 0.05  # between two checks for waiting requests
 MODEL_WAIT_S = 30.0

@@ -20,7 +20,7 @@ from pdserve.gateway.http.operations import add_operations, add_traces
 from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.service import Service
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants.keys import ApiKeys
+from pdserve.services.common.tenants import ApiKeys
 
 _ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 

@@ -18,8 +18,7 @@ from pdserve.gateway.http.api import HttpLimits
 from pdserve.gateway.http.guard import caller_of
 from pdserve.protos.common_pb2 import CANCELLED, INVALID_ARGUMENT, OVERLOADED
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants.fair_semaphore import FairSemaphore
-from pdserve.services.common.tenants.fairness import FairShare
+from pdserve.services.common.fairness import FairSemaphore, FairShare
 
 MAX_VALUES = 1 << 19  # in one body; parsing that many takes about 0.1 s
 SMALL_BYTES = 1 << 13  # of a body that is parsed at once: within 2 ms, whatever its content

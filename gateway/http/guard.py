@@ -28,8 +28,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.api import REQUEST_ID, Dialect, HttpError, dialect_of, error_response
-from pdserve.services.common.tenants.fair_semaphore import FairSemaphore
-from pdserve.services.common.tenants.keys import EVERYBODY, ApiKeys, Tenant
+from pdserve.services.common.fairness import FairSemaphore
+from pdserve.services.common.tenants import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.common.tracing import TraceContext
 
 MAX_NAME = 253  # characters of a host name

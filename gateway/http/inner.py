@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
 from pdserve.gateway.caller import Caller
-from pdserve.services.common.tenants.keys import Tenant
+from pdserve.services.common.tenants import Tenant
 
 
 class InnerReply(NamedTuple):

@@ -16,13 +16,13 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from pdserve.gateway.http.api import Dialect, HttpError, dialect_of, error_response
 from pdserve.gateway.http.docs import AnswerModel, described
 from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.metrics.request_metrics import MeteredRequest
+from pdserve.gateway.metrics import MeteredRequest
 from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.common.errors import ServiceError, quoted
-from pdserve.services.common.tenants.fair_semaphore import FairSemaphore
+from pdserve.services.common.fairness import FairSemaphore
 
 log = logging.getLogger("pdserve.gateway.http")
 SCRAPE_PAUSE_S = 0.1  # between two metrics pages, each of which takes milliseconds to make

@@ -27,7 +27,7 @@ from pdserve.gateway.http.api import ErrorShape, Event, HttpError, HttpLimits, e
 from pdserve.gateway.http.held_responses import HeldAnswer, HeldAnswers
 from pdserve.gateway.http.json_text import PIECE_BYTES, JsonPieces
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc.backpressure import Backpressure, SlowReaderError, deliver
+from pdserve.services.common.rpc import Backpressure, SlowReaderError, deliver
 
 log = logging.getLogger("pdserve.gateway.http")
 NO_ROOM = "the memory for unread answers is full"

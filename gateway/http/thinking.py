@@ -16,7 +16,7 @@ from pydantic import (
 
 from pdserve.gateway.http.validation import StrictModel
 from pdserve.gateway.sampling import refuse
-from pdserve.text.messages import EFFORTS, suggested_variables
+from pdserve.text import EFFORTS, suggested_variables
 
 _OF_MODEL = ("auto", "default")  # efforts that leave the choice to the model's template
 Effort = Annotated[

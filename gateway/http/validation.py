@@ -21,7 +21,7 @@ from pydantic import (
 from pdserve.gateway.http.members import REFUSED, SERVED, Fate, Table, note
 from pdserve.gateway.sampling import refuse
 from pdserve.services.common.errors import MAX_QUOTED, ServiceError, cut, quoted
-from pdserve.text.request import Tool
+from pdserve.text import Tool
 
 log = logging.getLogger("pdserve.gateway.http")
 

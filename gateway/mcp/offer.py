@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from pdserve.text.request import Tool, ToolUse
+from pdserve.text import Tool, ToolUse
 
 MAX_NAME_CHARS = 64
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_-]")

@@ -19,8 +19,14 @@ from pdserve.gateway.prepared_completion import PreparedCompletion, Run, Usage
 from pdserve.gateway.service import NextRound
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, DEADLINE_EXCEEDED
 from pdserve.services.common.errors import ServiceError
-from pdserve.text.parts import ContentPart, TextPart, ToolCallPart, reasoning_of, text_of
-from pdserve.text.request import ChatCompletionRequest
+from pdserve.text import (
+    ChatCompletionRequest,
+    ContentPart,
+    TextPart,
+    ToolCallPart,
+    reasoning_of,
+    text_of,
+)
 
 MAX_CALLS = 16  # carried out per round; the model gets an error for further ones
 

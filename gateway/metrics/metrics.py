@@ -33,8 +33,8 @@ from prometheus_client.registry import Collector
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.protos.fleet_pb2 import Role
 from pdserve.protos.router_pb2 import FleetView
+from pdserve.services.common.metrics import Observations
 from pdserve.services.common.metrics.engine_metrics import Worker, engine_metrics
-from pdserve.services.common.metrics.observations import Observations
 from pdserve.services.common.metrics.process_metrics import ProcessFacts, lag_histogram
 
 _LATENCY_S = (

@@ -28,8 +28,8 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.metrics.request_metrics import RequestUsage
+from pdserve.gateway.storage import may_be_id, without_nul
 from pdserve.gateway.storage.database import Base, Database, in_own_task
-from pdserve.gateway.storage.text import may_be_id, without_nul
 from pdserve.services.common.errors import ServiceError
 
 log = logging.getLogger("pdserve.gateway.usage")

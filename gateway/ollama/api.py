@@ -9,11 +9,17 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
-from pdserve.gateway.http.api import REQUEST_ID, HttpError, HttpLimits
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.docs import LINES, described
-from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.http.responses import EventStream, Reply
+from pdserve.gateway.http import (
+    LINES,
+    REQUEST_ID,
+    BodyReader,
+    EventStream,
+    HttpError,
+    HttpLimits,
+    Reply,
+    caller_of,
+    described,
+)
 from pdserve.gateway.ollama.embeddings import embed
 from pdserve.gateway.ollama.models import processes, show, tags
 from pdserve.gateway.ollama.reply import OllamaReply, line, load

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from pdserve.gateway.http.validation import StrictModel
-from pdserve.gateway.openai.request_models.schema import MAX_TOOL_CALLS
+from pdserve.gateway.http import StrictModel
+from pdserve.gateway.openai.request_models import MAX_TOOL_CALLS
 
 
 def _no_images(value: Any) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http.json_text import JsonPieces, object_json
+from pdserve.gateway.http import JsonPieces, object_json
 from pdserve.gateway.ollama.models import served_name
 from pdserve.gateway.ollama.reply import times
 from pdserve.gateway.ollama.request_models import OllamaEmbedBody, OllamaEmbeddingsBody
-from pdserve.gateway.openai.embeddings import EmbeddingReply
+from pdserve.gateway.openai import EmbeddingReply
 from pdserve.gateway.pooling import PreparedInputs, shaped
 from pdserve.gateway.service import Service
 

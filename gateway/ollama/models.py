@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from pdserve.gateway.openai.models import capabilities, llama_sampling
+from pdserve.gateway.openai import capabilities, llama_sampling
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import ModelCard
 

@@ -14,21 +14,22 @@ from pydantic_core import to_json
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.completion import HeldLogprobs
-from pdserve.gateway.http.json_text import JsonList, JsonPieces, object_json
-from pdserve.gateway.metrics.request_metrics import MeteredRequest
+from pdserve.gateway.http import JsonList, JsonPieces, object_json
+from pdserve.gateway.metrics import MeteredRequest
 from pdserve.gateway.ollama.models import served_name, written
-from pdserve.gateway.openai.parts import with_top
+from pdserve.gateway.openai import with_top
 from pdserve.gateway.prepared_completion import Usage
 from pdserve.gateway.service import Service
-from pdserve.text.parts import (
+from pdserve.text import (
+    ChatCompletionRequest,
     ContentPart,
+    TextCompletionRequest,
     ToolCallPart,
     arguments_object,
     calls_of,
     reasoning_of,
     text_of,
 )
-from pdserve.text.request import ChatCompletionRequest, TextCompletionRequest
 
 _REASONS = {"tool_calls": "stop"}  # finish reasons that this API names differently
 

@@ -15,21 +15,26 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
-from pdserve.gateway.http import fields
-from pdserve.gateway.http.thinking import ThinkingFields, thinking_budget
-from pdserve.gateway.http.validation import MAX_TOOLS, NOTHING, StrictModel, parse_body
+from pdserve.engine.api import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
+from pdserve.gateway.http import (
+    MAX_TOOLS,
+    NOTHING,
+    StrictModel,
+    ThinkingFields,
+    fields,
+    parse_body,
+    thinking_budget,
+)
 from pdserve.gateway.ollama.conversation import OllamaMessage, conversation
-from pdserve.gateway.openai.embeddings import MAX_INPUTS, EmbeddingBody
-from pdserve.gateway.openai.request_models.schema import MAX_MESSAGES
-from pdserve.gateway.openai.request_models.tools import ToolBody, tool_use
+from pdserve.gateway.openai import MAX_INPUTS, EmbeddingBody
+from pdserve.gateway.openai.request_models import MAX_MESSAGES, ToolBody, tool_use
 from pdserve.gateway.sampling import PenaltyWindow, bounded, refuse, within_window
 from pdserve.services.common.errors import ServiceError
-from pdserve.text.messages import TemplateInput
-from pdserve.text.request import (
+from pdserve.text import (
     ChatCompletionRequest,
     RequestedSampling,
     Structure,
+    TemplateInput,
     TextCompletionRequest,
     ToolUse,
 )

@@ -5,8 +5,8 @@ Times are in nanoseconds.
 
 from typing import Any
 
-from pdserve.gateway.http.docs import AnswerModel
-from pdserve.gateway.openai.response_models import ScoredChatToken
+from pdserve.gateway.http import AnswerModel
+from pdserve.gateway.openai import ScoredChatToken
 
 
 class OllamaError(AnswerModel):

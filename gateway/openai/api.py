@@ -13,12 +13,21 @@ from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http.api import REQUEST_ID, Dialect, Event, HttpError, HttpLimits, json_event
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.docs import described
-from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.http.json_text import JsonPieces
-from pdserve.gateway.http.responses import DirectWrite, EventStream, Reply
+from pdserve.gateway.http import (
+    REQUEST_ID,
+    BodyReader,
+    Dialect,
+    DirectWrite,
+    Event,
+    EventStream,
+    HttpError,
+    HttpLimits,
+    JsonPieces,
+    Reply,
+    caller_of,
+    described,
+    json_event,
+)
 from pdserve.gateway.openai.chat import ChatReply, chat_batch
 from pdserve.gateway.openai.completions import CompletionReply
 from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
@@ -29,14 +38,15 @@ from pdserve.gateway.openai.models import (
     model_object,
     model_page,
 )
-from pdserve.gateway.openai.request_models.base import B, parse
-from pdserve.gateway.openai.request_models.schema import (
+from pdserve.gateway.openai.request_models import (
+    B,
     ChatBatchBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
     TokenizeChatBody,
+    parse,
     parse_tokenize,
 )
 from pdserve.gateway.openai.response_models import (
@@ -51,11 +61,11 @@ from pdserve.gateway.openai.response_models import (
     TextCompletion,
     TokenizeAnswer,
 )
-from pdserve.gateway.openai.responses.routes import add_response_routes
+from pdserve.gateway.openai.responses import add_response_routes
 from pdserve.gateway.openai.server_info import add_server_routes, detokenize, tokenize
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
-from pdserve.gateway.storage.response_store import ResponseStore
+from pdserve.gateway.storage import ResponseStore
 
 END = "[DONE]"  # the data of a stream's last event
 DONE = f"data: {END}\n\n".encode()

@@ -12,17 +12,22 @@ from typing import Any
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, ScoredToken, only_text
-from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
-from pdserve.gateway.http.responses import DirectWrite
+from pdserve.gateway.http import DirectWrite, JsonPieces, array_json, object_json
 from pdserve.gateway.openai import parts
 from pdserve.gateway.openai.custom_input import CustomInput
 from pdserve.gateway.openai.parts import StreamUsage, TextChunk, usage_object
-from pdserve.gateway.openai.request_models.schema import ChatBatchBody, ChatBody
+from pdserve.gateway.openai.request_models import ChatBatchBody, ChatBody
 from pdserve.gateway.prepared_completion import Usage
 from pdserve.gateway.sampling import check_logprobs
 from pdserve.gateway.service import Service
-from pdserve.text.parts import ContentPart, ToolCallPart, calls_of, reasoning_of, text_of
-from pdserve.text.request import ChatCompletionRequest
+from pdserve.text import (
+    ChatCompletionRequest,
+    ContentPart,
+    ToolCallPart,
+    calls_of,
+    reasoning_of,
+    text_of,
+)
 
 # Open conversations of a batch; with log-probabilities, which take memory, only one is open.
 AT_ONCE = 16

@@ -7,15 +7,13 @@ from functools import partial
 from typing import Any
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http.json_text import AT_ONCE, JsonPieces, array_json, object_json
-from pdserve.gateway.http.responses import DirectWrite
+from pdserve.gateway.http import AT_ONCE, DirectWrite, JsonPieces, array_json, object_json
 from pdserve.gateway.openai import parts
 from pdserve.gateway.openai.parts import StreamUsage, TextChunk, usage_object
-from pdserve.gateway.openai.request_models.schema import CompletionBody
+from pdserve.gateway.openai.request_models import CompletionBody
 from pdserve.gateway.prepared_completion import PreparedCompletion, Usage
 from pdserve.gateway.service import Service
-from pdserve.text.parts import ContentPart, TextPart, text_of
-from pdserve.text.request import TextCompletionRequest
+from pdserve.text import ContentPart, TextCompletionRequest, TextPart, text_of
 
 
 class CompletionReply:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError, from_json, to_json
 
-from pdserve.gateway.http.validation import StrictModel
-from pdserve.text.request import Tool
+from pdserve.gateway.http import StrictModel
+from pdserve.text import Tool
 
 INPUT = "input"
 _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')

@@ -11,13 +11,9 @@ from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.http.fields import OF_ALL
-from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
-from pdserve.gateway.http.validation import ModelName
+from pdserve.gateway.http import OF_ALL, JsonPieces, ModelName, array_json, object_json
 from pdserve.gateway.model_texts import check_ids, check_room, kept_ids
-from pdserve.gateway.openai.request_models import base
-from pdserve.gateway.openai.request_models.base import OwnedBody
-from pdserve.gateway.openai.request_models.schema import texts_or_ids
+from pdserve.gateway.openai.request_models import OwnedBody, base, texts_or_ids
 from pdserve.gateway.pooling import PreparedInputs, base64_of, shaped
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service, not_supported

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pdserve.gateway.http.api import HttpError
+from pdserve.gateway.http import HttpError
 
 CONTEXT_CODE = "context_length_exceeded"
 # Codes that OpenAI names differently; a wrong field has no code, its name is in `param`.

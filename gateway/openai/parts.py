@@ -8,13 +8,12 @@ from typing import Any
 from pydantic_core import to_json
 
 from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken, scored
-from pdserve.gateway.http.json_text import AT_ONCE, JsonList, JsonPieces, list_json, object_json
-from pdserve.gateway.http.responses import DirectWrite
-from pdserve.gateway.openai.request_models.sampling import Sampling
+from pdserve.gateway.http import AT_ONCE, DirectWrite, JsonList, JsonPieces, list_json, object_json
+from pdserve.gateway.openai.request_models import Sampling
 from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, Usage
 from pdserve.gateway.sampling import MAX_LOGPROBS, refuse
 from pdserve.protos.common_pb2 import TokenLogprob
-from pdserve.text.tokenizer.vocabulary import Vocabulary
+from pdserve.text.tokenizer import Vocabulary
 
 MAX_DIRECT_CHARS = 1024
 _TEXT = "\0text\0"  # occurs in no other field

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import RootModel
 
-from pdserve.gateway.http.docs import AnswerModel
+from pdserve.gateway.http import AnswerModel
 
 
 class ErrorDetail(AnswerModel):

@@ -14,19 +14,15 @@ from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.http.api import ErrorShape
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.docs import described
-from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.http.responses import Reply
-from pdserve.gateway.metrics.request_log import MAX_SHOWN
+from pdserve.gateway.http import BodyReader, ErrorShape, Reply, caller_of, described
+from pdserve.gateway.metrics import MAX_SHOWN
 from pdserve.gateway.openai.models import llama_sampling
-from pdserve.gateway.openai.request_models.base import parse
-from pdserve.gateway.openai.request_models.schema import (
+from pdserve.gateway.openai.request_models import (
     DetokenizeBody,
     TemplateBody,
     TokenizeBody,
     TokenizeChatBody,
+    parse,
 )
 from pdserve.gateway.openai.response_models import (
     AppliedTemplate,

@@ -13,14 +13,17 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http.api import REQUEST_ID, HttpError
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.docs import AnswerModel, described
-from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.http.responses import Reply
-from pdserve.gateway.openai.errors import error_object
-from pdserve.gateway.openai.request_models.base import parse
-from pdserve.gateway.openai.response_models import ErrorObject, PromptUsage
+from pdserve.gateway.http import (
+    REQUEST_ID,
+    AnswerModel,
+    BodyReader,
+    HttpError,
+    Reply,
+    caller_of,
+    described,
+)
+from pdserve.gateway.openai import ErrorObject, PromptUsage, error_object
+from pdserve.gateway.openai.request_models import parse
 from pdserve.gateway.rerank.request_models import RerankBody, ScoreBody
 from pdserve.gateway.rerank.scores import Scored, score
 from pdserve.gateway.service import Service

@@ -4,9 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from pdserve.gateway.http.fields import OF_ALL
-from pdserve.gateway.http.validation import ModelName
-from pdserve.gateway.openai.request_models.base import OwnedBody
+from pdserve.gateway.http import OF_ALL, ModelName
+from pdserve.gateway.openai.request_models import OwnedBody
 from pdserve.gateway.rerank.scores import ScoreRequest
 from pdserve.gateway.sampling import refuse
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.model_texts import check_room
-from pdserve.gateway.openai.embeddings import embedding_ids
+from pdserve.gateway.openai import embedding_ids
 from pdserve.gateway.pooling import PreparedInputs, cosine
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service, not_supported

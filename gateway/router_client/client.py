@@ -39,11 +39,10 @@ from pdserve.protos.router_pb2 import (
     PickRequest,
     RequestEvent,
 )
-from pdserve.services.common.auth.access import Access
-from pdserve.services.common.discovery.discovery import Discovery
+from pdserve.services.common.auth import Access
+from pdserve.services.common.discovery import Discovery
 from pdserve.services.common.errors import ServiceError, quoted
-from pdserve.services.common.rpc.fragments import send_ids
-from pdserve.services.common.rpc.token_rows import NumberedChoice, TokenRow
+from pdserve.services.common.rpc import NumberedChoice, TokenRow, send_ids
 
 log = logging.getLogger(__name__)
 

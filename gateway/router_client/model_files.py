@@ -25,8 +25,7 @@ from pdserve.protos.router_pb2 import (
 )
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc.blobs import BLOB_CACHE_BYTES, BlobCache, read_blob
-from pdserve.services.common.rpc.channel import may_be_closed
+from pdserve.services.common.rpc import BLOB_CACHE_BYTES, BlobCache, may_be_closed, read_blob
 
 CALL_S = 10.0  # timeout of a unary call
 LIST_S = 2.0  # timeout of one router's models or fleet view

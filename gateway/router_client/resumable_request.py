@@ -17,9 +17,8 @@ from pdserve.protos.common_pb2 import (
     Tokens,
 )
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.common.discovery.rendezvous import rendezvous_order
-from pdserve.services.common.rpc.request_progress import LostTokens, RequestProgress, remaining_ms
-from pdserve.services.common.rpc.token_rows import NumberedChoice
+from pdserve.services.common.discovery import rendezvous_order
+from pdserve.services.common.rpc import LostTokens, NumberedChoice, RequestProgress, remaining_ms
 
 
 class ResumableRequest:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from pdserve.protos.common_pb2 import Start
-from pdserve.services.common.discovery.rendezvous import weight
+from pdserve.services.common.discovery import weight
 
 KEY_IDS = 64  # length of the prompt's beginning
 SHARE = 1.1  # largest load of a router, relative to the mean

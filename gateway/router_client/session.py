@@ -11,11 +11,15 @@ import grpc
 from pdserve.gateway.router_client.routing import Recent
 from pdserve.protos.router_pb2 import GatewayHello, GatewayMessage, RequestEvent
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.common.auth.access import Access
-from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.auth import Access, Role
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION, check_version, is_refusal
-from pdserve.services.common.rpc.token_rows import RowReader, TokenRow
+from pdserve.services.common.rpc import (
+    PROTOCOL_VERSION,
+    RowReader,
+    TokenRow,
+    check_version,
+    is_refusal,
+)
 
 log = logging.getLogger(__name__)
 

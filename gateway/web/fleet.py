@@ -9,11 +9,9 @@ from collections.abc import Callable
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
-from pdserve.gateway.http.docs import AnswerModel, described
-from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.metrics.request_log import MAX_SHOWN
-from pdserve.gateway.metrics.request_metrics import MeteredRequest
-from pdserve.gateway.router_client.upstream import Upstream
+from pdserve.gateway.http import AnswerModel, caller_of, described
+from pdserve.gateway.metrics import MAX_SHOWN, MeteredRequest
+from pdserve.gateway.router_client import Upstream
 from pdserve.gateway.service import Service
 from pdserve.protos.fleet_pb2 import Role
 from pdserve.protos.router_pb2 import FleetView, WorkerView

@@ -13,11 +13,9 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pdserve.services.common.auth.access import Access
-from pdserve.services.common.auth.tls import TlsFiles
+from pdserve.services.common.auth import Access, TlsFiles
 from pdserve.services.common.options import STOP_S
-from pdserve.services.common.rpc.channel import LIMITS
-from pdserve.services.common.rpc.malformed import MalformedInterceptor
+from pdserve.services.common.rpc import LIMITS, MalformedInterceptor
 
 log = logging.getLogger(__name__)
 

@@ -3,17 +3,16 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from pdserve.engine.api.request import NewTokens, Request
+from pdserve.engine.api import NewTokens, Request
 from pdserve.engine.handoff.incoming import Received
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.worker_pb2 import DecodeEvent, Resume, Ticket
-from pdserve.services.common.rpc.outbox import TokensOutbox
-from pdserve.services.common.rpc.token_rows import NumberedChoice
+from pdserve.services.common.rpc import NumberedChoice, TokensOutbox
 from pdserve.services.common.tracing import NO_SPAN, TraceSpan
 from pdserve.services.decode.convert import to_tokens
 from pdserve.services.decode.lease_machine import Lease
 from pdserve.services.decode.transcript import Transcript
-from pdserve.services.worker.core import RouterSession
+from pdserve.services.worker import RouterSession
 
 DecodeOutbox = TokensOutbox[DecodeEvent]
 DecodeSession = RouterSession[DecodeOutbox]

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
+    MAX_CHOICES,
     ChoiceState,
     FinishReason,
     Grammar,
@@ -14,7 +15,6 @@ from pdserve.engine.api.request import (
     ThinkingBudget,
     TokenLogprob,
 )
-from pdserve.engine.api.sampling_bounds import MAX_CHOICES
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.errors import ServiceError
 

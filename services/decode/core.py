@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
     EngineError,
     Event,
     Evicted,
@@ -33,7 +33,7 @@ from pdserve.engine.handoff.incoming import Received
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc.outbox import TokensOutbox
+from pdserve.services.common.rpc import TokensOutbox
 from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.decode.attempt import DecodeOutbox, DecodeSession, ServedAttempt
 from pdserve.services.decode.convert import (
@@ -47,7 +47,7 @@ from pdserve.services.decode.migration.source import MigrationSource
 from pdserve.services.decode.runtime import AdmissionReply, DecodeRuntime
 from pdserve.services.decode.single_flight import SharingPolicy
 from pdserve.services.decode.transcript import Transcript
-from pdserve.services.worker.core import WorkerCore, service_error, when_done
+from pdserve.services.worker import WorkerCore, service_error, when_done
 
 log = logging.getLogger(__name__)
 

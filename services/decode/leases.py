@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdserve.engine.api.request import NewTokens, Pooled
+from pdserve.engine.api import NewTokens, Pooled
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.decode.attempt import DecodeSession, ServedAttempt
 from pdserve.services.decode.convert import to_embedding, to_prompt_logprobs, to_tokens

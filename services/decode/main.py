@@ -8,21 +8,19 @@ from typing import Any
 
 import grpc.aio
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.checkpoints import CardData
 from pdserve.engine.engine import Engine
 from pdserve.protos.worker_pb2 import Admit, DecodeCommand, DecodeMessage
 from pdserve.protos.worker_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.lifecycle import Report, silent
-from pdserve.services.common.rpc.fragments import IdsCollector
+from pdserve.services.common.rpc import IdsCollector
 from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.services.decode.attempt import DecodeSession
 from pdserve.services.decode.core import DecodeCore
 from pdserve.services.decode.runtime import DecodeCallbacks, DecodeRuntime
-from pdserve.services.worker.process import run_worker
-from pdserve.services.worker.role import WorkerRole
-from pdserve.services.worker.settings import DecodeSettings
+from pdserve.services.worker import DecodeSettings, WorkerRole, run_worker
 
 log = logging.getLogger(__name__)
 

@@ -9,23 +9,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve.engine.api.request import Request, Step
-from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.api import Request, Step
+from pdserve.engine.checkpoints import CardData
 from pdserve.engine.engine import Engine
 from pdserve.engine.handoff.incoming import Received
 from pdserve.engine.handoff.outgoing import Sent
-from pdserve.engine.handoff.protocol.keys import Ticket
+from pdserve.engine.handoff.protocol import Ticket
 from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.handoff.recorder.event_log import EventLog
+from pdserve.engine.handoff.recorder import EventLog
 from pdserve.engine.handoff.sender import Sender
-from pdserve.engine.scheduling.stats import EngineStats
+from pdserve.engine.scheduling import EngineStats
 from pdserve.protos import fleet_pb2
-from pdserve.services.common.rpc.channel import advertised
+from pdserve.services.common.rpc import advertised
 from pdserve.services.decode.leases import LeaseFigures
-from pdserve.services.decode.migration.outgoing import OutgoingMigrations
+from pdserve.services.decode.migration import OutgoingMigrations
 from pdserve.services.decode.single_flight import SharingPolicy, SingleFlight
-from pdserve.services.worker.runtime import WorkerRuntime, load_of
-from pdserve.services.worker.settings import DecodeSettings
+from pdserve.services.worker import DecodeSettings, WorkerRuntime, load_of
 
 REFUSED = {  # receiver's counter: the metric's reason
     "corrupt_frames": "payload",  # its tag does not match; requested again

@@ -24,7 +24,7 @@ when the rest of the follower's prompt is worth a separate hand-off, the router 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
     Evicted,
     Finished,
     NewTokens,
@@ -37,7 +37,7 @@ from pdserve.engine.api.request import (
     prefix_ids,
 )
 from pdserve.engine.engine import Engine
-from pdserve.engine.handoff.recorder.event_log import EventLog
+from pdserve.engine.handoff.recorder import EventLog
 
 LOST = "the KV that the request waited for was lost"
 TAIL = "the rest of the prompt is worth a hand-off"

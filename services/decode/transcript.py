@@ -2,14 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from pdserve.engine.api.request import (
-    FinishReason,
-    NewTokens,
-    Pooled,
-    PromptScored,
-    Request,
-    TokenLogprob,
-)
+from pdserve.engine.api import FinishReason, NewTokens, Pooled, PromptScored, Request, TokenLogprob
 
 MAX_IDS = 1024  # ids repeated in one event; fewer with log-probabilities:
 MAX_LOGPROBS = 256

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from pdserve.gateway.router_client.routing import choose
-from pdserve.services.common.discovery.discovery import Discovery
+from pdserve.gateway.router_client import choose
+from pdserve.services.common.discovery import Discovery
 
 log = logging.getLogger(__name__)
 

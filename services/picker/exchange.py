@@ -16,11 +16,11 @@ from typing import Any
 from google.protobuf.struct_pb2 import Struct
 from pydantic_core import to_json
 
-from pdserve.gateway.http.api import HttpError
+from pdserve.gateway.http import HttpError
 from pdserve.protos import ext_proc_pb2 as pb
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants.fairness import FairShare
-from pdserve.services.common.tenants.keys import EVERYBODY
+from pdserve.services.common.fairness import FairShare
+from pdserve.services.common.tenants import EVERYBODY
 from pdserve.services.picker.picker import EndpointChoice, EndpointPicker, ProxiedRequest
 
 DESTINATION = "x-gateway-destination-endpoint"  # a header, and a key in LB

@@ -9,24 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
-from pdserve.gateway.admission import AdmissionLimits
-from pdserve.gateway.http.api import HttpLimits
-from pdserve.gateway.main import make_text_limits
-from pdserve.gateway.metrics.metrics import GatewayMetrics
-from pdserve.gateway.router_client.client import RouterClient
+from pdserve.gateway import AdmissionLimits, make_text_limits
+from pdserve.gateway.http import HttpLimits
+from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import ext_proc_pb2 as pb
 from pdserve.protos.ext_proc_pb2_grpc import (
     ExternalProcessorServicer,
     add_ExternalProcessorServicer_to_server,
 )
 from pdserve.services.common import lifecycle
-from pdserve.services.common.auth.access import make_access, make_tls
+from pdserve.services.common.auth import make_access, make_tls
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import freeze_heap
 from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants.keys import make_keys
-from pdserve.services.common.tenants.rate_limits import RateLimits, RateSettings
+from pdserve.services.common.tenants import RateLimits, RateSettings, make_keys
 from pdserve.services.common.tracing import NO_TRACER, Tracer, tracing
 from pdserve.services.picker.endpoints import Endpoints
 from pdserve.services.picker.exchange import Exchange, HeldBodies
@@ -34,8 +32,8 @@ from pdserve.services.picker.metrics import PickerMetrics
 from pdserve.services.picker.picker import EndpointPicker
 from pdserve.services.picker.prompts import PromptReader, PromptService
 from pdserve.services.picker.settings import PickerSettings
-from pdserve.text.answer_format import ParserChoice
-from pdserve.text.processes.pool import TextPool
+from pdserve.text import ParserChoice
+from pdserve.text.processes import TextPool
 
 if TYPE_CHECKING:
     from pdserve.services.common.metrics.process_metrics import MetricsPort

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdserve.gateway.http.guard import API_KEY, SESSION_ID
+from pdserve.gateway.http import API_KEY, SESSION_ID
 from pdserve.protos.common_pb2 import OVERLOADED, UNAVAILABLE, ErrorCode
 from pdserve.protos.router_pb2 import PickReply, PickRequest
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants.keys import EVERYBODY, ApiKeys, Tenant
+from pdserve.services.common.tenants import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.picker.endpoints import AVOID_S, Endpoint, Endpoints, spread
 from pdserve.services.picker.metrics import PickerMetrics

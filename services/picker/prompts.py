@@ -6,24 +6,31 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from pdserve.gateway.anthropic.api import AnthropicDialect
-from pdserve.gateway.caller import Caller
-from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.http.api import Dialect, HttpError, HttpLimits, dialect_of
-from pdserve.gateway.http.app import create_routes
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.inner import post
-from pdserve.gateway.ollama.api import OllamaDialect
-from pdserve.gateway.openai.api import OpenAiDialect
-from pdserve.gateway.pooling import PreparedInputs
-from pdserve.gateway.prepared_completion import PreparedCompletion
-from pdserve.gateway.readiness import Readiness
-from pdserve.gateway.rerank.api import RerankDialect
-from pdserve.gateway.service import Service
+from pdserve.gateway import (
+    Caller,
+    PreparedCompletion,
+    PreparedInputs,
+    Readiness,
+    ServedModel,
+    Service,
+)
+from pdserve.gateway.anthropic import AnthropicDialect
+from pdserve.gateway.http import (
+    BodyReader,
+    Dialect,
+    HttpError,
+    HttpLimits,
+    create_routes,
+    dialect_of,
+    post,
+)
+from pdserve.gateway.ollama import OllamaDialect
+from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.rerank import RerankDialect
 from pdserve.protos.common_pb2 import CANCELLED
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants.keys import Tenant
-from pdserve.text.request import ChatCompletionRequest, TextCompletionRequest
+from pdserve.services.common.tenants import Tenant
+from pdserve.text import ChatCompletionRequest, TextCompletionRequest
 
 
 @dataclass(frozen=True, slots=True)

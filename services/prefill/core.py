@@ -16,24 +16,29 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pdserve.engine.api.request import EngineError, QueueFull, Step
-from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.api import EngineError, QueueFull, Step
+from pdserve.engine.checkpoints import CardData
 from pdserve.engine.engine import Engine
 from pdserve.engine.handoff.outgoing import HANDED_BACK, Sent
-from pdserve.engine.handoff.protocol.frames import ID_BYTES
-from pdserve.engine.handoff.protocol.keys import SECRET_BYTES, Ticket
+from pdserve.engine.handoff.protocol import ID_BYTES, SECRET_BYTES, Ticket
 from pdserve.engine.handoff.sender import PromptToSend, Sender
-from pdserve.engine.kv.identity import KvIdentity, refusal
-from pdserve.engine.scheduling.stats import EngineStats
+from pdserve.engine.kv import KvIdentity, refusal
+from pdserve.engine.scheduling import EngineStats
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc.outbox import Outbox
+from pdserve.services.common.rpc import Outbox
 from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer, TraceSpan
-from pdserve.services.worker.core import RouterSession, WorkerCore, service_error, when_done
-from pdserve.services.worker.runtime import WorkerRuntime, load_of
-from pdserve.services.worker.settings import PrefillSettings
+from pdserve.services.worker import (
+    PrefillSettings,
+    RouterSession,
+    WorkerCore,
+    WorkerRuntime,
+    load_of,
+    service_error,
+    when_done,
+)
 
 log = logging.getLogger(__name__)
 MAX_ENDED = 1024  # attempts whose last event is kept for a late PrefillStart

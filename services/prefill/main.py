@@ -8,19 +8,17 @@ from typing import Any
 
 import grpc.aio
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.checkpoints import CardData
 from pdserve.engine.engine import Engine
 from pdserve.protos.worker_pb2 import PrefillCommand, PrefillMessage, PrefillStart
 from pdserve.protos.worker_pb2_grpc import PrefillServicer, add_PrefillServicer_to_server
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.lifecycle import Report, silent
-from pdserve.services.common.rpc.fragments import IdsCollector
+from pdserve.services.common.rpc import IdsCollector
 from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.services.prefill.core import PrefillCore, PrefillRuntime, PrefillSession
-from pdserve.services.worker.process import run_worker
-from pdserve.services.worker.role import WorkerRole
-from pdserve.services.worker.settings import PrefillSettings
+from pdserve.services.worker import PrefillSettings, WorkerRole, run_worker
 
 log = logging.getLogger(__name__)
 

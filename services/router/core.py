@@ -14,17 +14,13 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos.router_pb2 import FleetView, WorkerView
 from pdserve.protos.worker_pb2 import DecodeEvent
-from pdserve.services.common.auth.access import Access
-from pdserve.services.common.rpc.request_progress import RequestProgress
-from pdserve.services.common.rpc.token_rows import TokenRow
+from pdserve.services.common.auth import Access
+from pdserve.services.common.rpc import RequestProgress, TokenRow
 from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.services.router.dispatcher import Dispatcher
-from pdserve.services.router.fleet.fleet import Fleet, Worker
-from pdserve.services.router.fleet.prefix_index import CAPACITY
-from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
-from pdserve.services.router.placement.policy import Rules
-from pdserve.services.router.request.effects import Client
-from pdserve.services.router.request.placer import PickedHost, PickQuery
+from pdserve.services.router.fleet import CAPACITY, Event, Fleet, Worker, WorkerSessions
+from pdserve.services.router.placement import Rules
+from pdserve.services.router.request import Client, PickedHost, PickQuery
 
 log = logging.getLogger(__name__)
 

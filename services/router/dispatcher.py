@@ -12,28 +12,32 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from random import Random
 
-from pdserve.engine.handoff.recorder.event_log import EventLog
+from pdserve.engine.handoff.recorder import EventLog
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.common.errors import ServiceError, quoted
-from pdserve.services.common.metrics.observations import Observations
-from pdserve.services.common.rpc.request_progress import RequestProgress
-from pdserve.services.common.rpc.token_rows import TokenRow
+from pdserve.services.common.metrics import Observations
+from pdserve.services.common.rpc import RequestProgress, TokenRow
 from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
-from pdserve.services.router.fleet.fleet import Fleet, ServedModels, Worker
-from pdserve.services.router.placement.policy import Rules
+from pdserve.services.router.fleet import Fleet, ServedModels, Worker
+from pdserve.services.router.placement import Rules
+from pdserve.services.router.request import (
+    FAILURES,
+    MAX_CRASHES,
+    Assignment,
+    Client,
+    Command,
+    FailureReason,
+    Migrations,
+    Placer,
+    Reachability,
+    RoutedRequest,
+    Transition,
+)
 from pdserve.services.router.request import actions as do
 from pdserve.services.router.request import events as on
-from pdserve.services.router.request.actions import FailureReason
-from pdserve.services.router.request.effects import Assignment, Client, Command
-from pdserve.services.router.request.events import Reachability
-from pdserve.services.router.request.machine import MAX_CRASHES
-from pdserve.services.router.request.migrations import Migrations
-from pdserve.services.router.request.placer import Placer
-from pdserve.services.router.request.request import FAILURES, RoutedRequest
-from pdserve.services.router.request.transition import Transition
 
 KEEP_S = 5.0  # as long as decode keeps them
 Key = tuple[bytes, str]  # client, request

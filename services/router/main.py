@@ -5,25 +5,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pdserve.engine.handoff.recorder.event_log import EventLog
-from pdserve.engine.handoff.recorder.ring import open_ring
-from pdserve.engine.kv.identity import Mixing
+from pdserve.engine.handoff.recorder import EventLog, open_ring
+from pdserve.engine.kv import Mixing
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2_grpc import add_FleetServicer_to_server
 from pdserve.protos.router_pb2_grpc import add_RouterServicer_to_server
 from pdserve.services.common import lifecycle
-from pdserve.services.common.auth.access import make_access, make_tls
+from pdserve.services.common.auth import make_access, make_tls
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import freeze_heap
-from pdserve.services.common.rpc.blobs import BlobService
+from pdserve.services.common.rpc import BlobService
 from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants.keys import make_keys
-from pdserve.services.common.tenants.rate_limits import make_rate_limits
+from pdserve.services.common.tenants import make_keys, make_rate_limits
 from pdserve.services.common.tracing import NO_TRACER, Tracer, tracing
 from pdserve.services.router.core import RouterCore
-from pdserve.services.router.fleet.blobs import FleetBlobs
-from pdserve.services.router.placement.policy import Rules
+from pdserve.services.router.fleet import FleetBlobs
+from pdserve.services.router.placement import Rules
 from pdserve.services.router.servicer import OPEN_METHODS, JoinService, RouterService
 from pdserve.services.router.settings import RouterSettings
 

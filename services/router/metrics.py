@@ -16,7 +16,7 @@ from prometheus_client.core import (
 
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL, Role
 from pdserve.services.router.core import RouterCore
-from pdserve.services.router.fleet.fleet import State, Worker
+from pdserve.services.router.fleet import State, Worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,27 +12,30 @@ from typing import Any
 
 import grpc.aio
 
-from pdserve.engine.kv.codec import decode_spec
+from pdserve.engine.kv import decode_spec
 from pdserve.protos import common_pb2, fleet_pb2
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.fleet_pb2_grpc import FleetServicer
 from pdserve.protos.router_pb2_grpc import RouterServicer
-from pdserve.services.common.auth.access import Access
-from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.auth import Access, Role
 from pdserve.services.common.errors import ServiceError, abort, context_exceeded
-from pdserve.services.common.rpc.backpressure import Backpressure, deliver
-from pdserve.services.common.rpc.channel import AUTHORIZATION
-from pdserve.services.common.rpc.fragments import IdsCollector
-from pdserve.services.common.rpc.outbox import TokensOutbox
-from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION, VersionGate, host_of
-from pdserve.services.common.rpc.request_progress import RequestProgress
-from pdserve.services.common.tenants.fairness import FairShare
-from pdserve.services.common.tenants.keys import EVERYBODY, ApiKeys, Tenant
-from pdserve.services.common.tenants.rate_limits import RateLimits
+from pdserve.services.common.fairness import FairShare
+from pdserve.services.common.rpc import (
+    AUTHORIZATION,
+    PROTOCOL_VERSION,
+    Backpressure,
+    IdsCollector,
+    RequestProgress,
+    TokensOutbox,
+    VersionGate,
+    deliver,
+    host_of,
+)
+from pdserve.services.common.tenants import EVERYBODY, ApiKeys, RateLimits, Tenant
 from pdserve.services.common.tracing import NO_TRACER, Tracer, context_of
 from pdserve.services.router.core import RouterCore
-from pdserve.services.router.request.placer import PickQuery
+from pdserve.services.router.request import PickQuery
 from pdserve.services.router.settings import RouterSettings
 
 MAX_ID_LEN = 256

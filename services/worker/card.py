@@ -2,12 +2,10 @@
 
 import json
 
-from pdserve.engine.checkpoints.card import CardData
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.checkpoints import CardData
+from pdserve.engine.kv import KvIdentity, KvSpec, encode_spec
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.common.rpc.blobs import blob_digest
+from pdserve.services.common.rpc import blob_digest
 
 
 def model_card(

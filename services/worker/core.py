@@ -13,12 +13,11 @@ from typing import Any, Generic, TypeVar
 
 import grpc.aio
 
-from pdserve.engine.api.request import ContextLengthExceeded, EngineError
+from pdserve.engine.api import ContextLengthExceeded, EngineError
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.worker_pb2 import SessionHello
 from pdserve.services.common.errors import ServiceError, abort
-from pdserve.services.common.rpc.outbox import Outbox
-from pdserve.services.common.rpc.protocol_version import VersionGate, host_of
+from pdserve.services.common.rpc import Outbox, VersionGate, host_of
 from pdserve.services.worker.runtime import WorkerRuntime
 
 END_S = 1.0  # how long a drained worker waits for routers to read its last events

@@ -23,12 +23,10 @@ import grpc
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
 from pdserve.protos.fleet_pb2_grpc import FleetStub
-from pdserve.services.common.auth.access import Access
-from pdserve.services.common.auth.roles import Role
-from pdserve.services.common.discovery.discovery import Discovery
-from pdserve.services.common.discovery.rendezvous import first_that_count, rendezvous_order
+from pdserve.services.common.auth import Access, Role
+from pdserve.services.common.discovery import Discovery, first_that_count, rendezvous_order
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc.protocol_version import check_version
+from pdserve.services.common.rpc import check_version
 from pdserve.services.worker.reports import WorkerReports
 from pdserve.services.worker.settings import LEAVE_S
 

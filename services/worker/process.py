@@ -12,18 +12,17 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pdserve.engine.execution.runner import DeviceLost
+from pdserve.engine.execution import DeviceLost
 from pdserve.engine.thread import EngineThread
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
 from pdserve.services.common import lifecycle
-from pdserve.services.common.auth.access import make_access
-from pdserve.services.common.discovery.discovery import Discovery
+from pdserve.services.common.auth import make_access
+from pdserve.services.common.discovery import Discovery
 from pdserve.services.common.lifecycle import Report, run_until_signal
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import freeze_heap
-from pdserve.services.common.rpc.blobs import BlobCache, BlobService
-from pdserve.services.common.rpc.channel import advertised
+from pdserve.services.common.rpc import BlobCache, BlobService, advertised
 from pdserve.services.common.server import GrpcHost
 from pdserve.services.common.stall_detector import StallDetector
 from pdserve.services.common.tracing import Tracer, tracing

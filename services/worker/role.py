@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import grpc.aio
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.build import build_engine
-from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.checkpoints import CardData
 from pdserve.engine.engine import Engine
 from pdserve.services.worker.core import WorkerCore
 from pdserve.services.worker.runtime import WorkerRuntime

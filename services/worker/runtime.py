@@ -13,26 +13,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdserve.engine.api.request import Step
-from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.api import Step
+from pdserve.engine.checkpoints import CardData
 from pdserve.engine.engine import Engine
-from pdserve.engine.handoff.connection.dial import usable
+from pdserve.engine.handoff.connection import usable
 from pdserve.engine.handoff.endpoint import TransportFigures
 from pdserve.engine.handoff.outgoing import Sent
-from pdserve.engine.handoff.protocol.frames import WIRE_VERSION
-from pdserve.engine.handoff.protocol.layout import slot_bytes
+from pdserve.engine.handoff.protocol import WIRE_VERSION, slot_bytes
 from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.handoff.recorder.event_log import EventLog
-from pdserve.engine.handoff.recorder.ring import open_ring
+from pdserve.engine.handoff.recorder import EventLog, open_ring
 from pdserve.engine.handoff.sender import Sender
-from pdserve.engine.kv.identity import Mixing
-from pdserve.engine.scheduling.stats import EngineStats
+from pdserve.engine.kv import Mixing
+from pdserve.engine.scheduling import EngineStats
 from pdserve.engine.thread import EngineThread
-from pdserve.engine.transport.base import KvTransport, TransportOptions
-from pdserve.engine.transport.cuda_ipc.device_cupy import opener
-from pdserve.engine.transport.registry import make_transports
+from pdserve.engine.transport import KvTransport, TransportOptions, make_transports
+from pdserve.engine.transport.cuda_ipc import opener
 from pdserve.protos import fleet_pb2 as pb
-from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION
+from pdserve.services.common.rpc import PROTOCOL_VERSION
 from pdserve.services.worker.card import model_card
 from pdserve.services.worker.settings import WorkerSettings
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pdserve.services.common.discovery.target import check_targets
+from pdserve.services.common.discovery import check_targets
 from pdserve.services.common.options import BackendSettings, option
 
 # Time limits of a worker's stop, beyond those of every service (services/common/options.py).

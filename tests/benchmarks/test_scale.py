@@ -17,7 +17,7 @@ from scale.shape import BLOCK, Shape
 from scale.shared_prompts import IDENTITY, held_by, prompts
 from scale.straight import fit
 
-from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
+from pdserve.engine.kv import cache_seed, chain_hashes
 
 SMALL = Shape(workers=10, streams=50, gateways=2, hashes=1_000, answer_len=20)
 DOC = Path(__file__).parents[2] / "docs/scale.md"

@@ -6,8 +6,8 @@ import pytest
 
 from pdserve.cli.commands import COMMANDS
 from pdserve.cli.main import main, parse_command
-from pdserve.cli.options.aliases import ALIASES, BARE, SAME, translate
-from pdserve.cli.options.options import OptionError
+from pdserve.cli.options import OptionError, translate
+from pdserve.cli.options.aliases import ALIASES, BARE, SAME
 
 FLAGS = {
     name: {option.flag for section in COMMANDS[name].sections() for option in section.options}

@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.cli.async_client import AsyncApi
 from pdserve.cli.http_client import ApiError
-from pdserve.cli.options.settings import ClientSettings
+from pdserve.cli.options import ClientSettings
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

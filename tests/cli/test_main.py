@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.cli.commands import COMMANDS, UP_OWNS, known_names
 from pdserve.cli.main import main
-from pdserve.cli.options.options import options_of
+from pdserve.cli.options import options_of
 from pdserve.cli.roles import guarded
 from pdserve.services.common.process import GRPC_POLLER
 

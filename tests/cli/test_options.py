@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.cli.options.options import OptionError, options_of
-from pdserve.cli.options.parser import Section, parse
-from pdserve.cli.options.sources import MASK, Settings, render, resolve
+from pdserve.cli.options import (
+    MASK,
+    OptionError,
+    Section,
+    Settings,
+    options_of,
+    parse,
+    render,
+    resolve,
+)
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:

@@ -10,7 +10,7 @@ from simulation.run import simulate
 from simulation.scenario import Scenario
 
 from pdserve.cli.main import main
-from pdserve.engine.handoff.protocol.machine import (
+from pdserve.engine.handoff.protocol import (
     Claimed,
     ClaimGranted,
     Handoff,
@@ -20,8 +20,8 @@ from pdserve.engine.handoff.protocol.machine import (
     Side,
     step,
 )
-from pdserve.engine.handoff.recorder.event_log import MAX_ARGUMENT, EventLog, RecordKind
-from pdserve.engine.handoff.recorder.ring import Ring, open_ring
+from pdserve.engine.handoff.recorder import MAX_ARGUMENT, EventLog, RecordKind, open_ring
+from pdserve.engine.handoff.recorder.ring import Ring
 
 FIRST, SECOND = bytes(range(16)), bytes(range(100, 116))
 

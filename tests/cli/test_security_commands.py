@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.main import main
+from pdserve.services.common.auth import Role, TlsAccess
 from pdserve.services.common.auth.certificates import role_in
-from pdserve.services.common.auth.roles import Role
-from pdserve.services.common.auth.tls import TlsAccess
-from pdserve.services.common.tenants.keys import ApiKeys
+from pdserve.services.common.tenants import ApiKeys
 
 
 def test_certificates_of_every_role(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from pdserve.cli.commands import COMMANDS, known_names
-from pdserve.cli.options.options import ENV_PREFIX
+from pdserve.cli.options import ENV_PREFIX
 from pdserve.services.common.options import GRACE_S, STOP_S
-from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
+from pdserve.services.worker import CLOSE_S, LEAVE_S
 
 ROOT = Path(__file__).parents[2]
 OBSERVABILITY = ROOT / "k8s/observability"

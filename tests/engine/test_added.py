@@ -17,15 +17,16 @@ from builders.paged_runner import PagedRunner, load_decoder
 from builders.tiny_models import write_tiny
 from safetensors.numpy import load_file, save_file
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.backends import choose, names, register
 from pdserve.engine.build import build_engine
-from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.checkpoints import CheckpointError
 from pdserve.engine.load import load_model
-from pdserve.engine.models.config import UnsupportedModel
+from pdserve.engine.models import Part, UnsupportedModel
+from pdserve.engine.models.layers import make_part
 from pdserve.engine.models.layers.linear import TorchNorm
-from pdserve.engine.models.layers.torch_part import computes, make_part
-from pdserve.engine.models.parts import Norm, Part, TensorSpec
+from pdserve.engine.models.layers.torch_part import computes
+from pdserve.engine.models.parts import Norm, TensorSpec
 
 
 def load(path: Path, **options: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens, until
 from fakes.decoder import fake_spec, reference, words
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
     ChoiceState,
     Finished,
     FinishReason,

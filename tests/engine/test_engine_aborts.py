@@ -5,7 +5,7 @@ import torch
 from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 from fakes.decoder import FakeDecoder, fake_spec, reference
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
     ChoiceState,
     Finished,
     FinishReason,
@@ -13,7 +13,7 @@ from pdserve.engine.api.request import (
     PrefillComputed,
     RequestFailed,
 )
-from pdserve.engine.execution.batch import Batch, Ints
+from pdserve.engine.execution import Batch, Ints
 from pdserve.engine.kv.cache import KvCache
 
 WINDOWS = (0, 6)  # layers with full attention; and those combined with window layers

@@ -8,14 +8,7 @@ from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, token
 from fakes.decoder import FakeDecoder, fake_spec, reference
 from fakes.late_device import AheadEngine, LateSampling
 
-from pdserve.engine.api.request import (
-    Event,
-    Finished,
-    FinishReason,
-    NewTokens,
-    Request,
-    RequestFailed,
-)
+from pdserve.engine.api import Event, Finished, FinishReason, NewTokens, Request, RequestFailed
 from pdserve.engine.engine import Engine
 
 

@@ -9,7 +9,7 @@ from builders.engine_kit import ask, assert_at_rest, of, run, tokens
 from builders.interpreted_engine import ReplayRecorder, interpreted_engine
 from builders.tiny_models import write_tiny
 
-from pdserve.engine.api.request import Finished
+from pdserve.engine.api import Finished
 
 pytestmark = pytest.mark.kernels
 

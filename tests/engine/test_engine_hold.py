@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 
-from pdserve.engine.api.request import ChoiceState, Event, Finished, FinishReason
+from pdserve.engine.api import ChoiceState, Event, Finished, FinishReason
 from pdserve.engine.engine import Held
 
 

@@ -5,7 +5,7 @@ import pytest
 from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 from fakes.decoder import fake_spec, reference
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
     ChoiceState,
     ContextLengthExceeded,
     Finished,

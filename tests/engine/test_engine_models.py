@@ -11,11 +11,10 @@ from builders.engine_kit import ask, assert_at_rest, of, run, tokens
 from builders.tiny_models import write_tiny
 from transformers import AutoModelForCausalLM
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.request import ChoiceState, Finished, PrefillComputed, PromptScored
+from pdserve.engine.api import ChoiceState, EngineConfig, Finished, PrefillComputed, PromptScored
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
-from pdserve.engine.kv.spec import pool_sizes
+from pdserve.engine.kv import pool_sizes
 
 NEW = 20
 Maker = Callable[..., Engine]

@@ -5,14 +5,7 @@ from itertools import product
 import pytest
 from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 
-from pdserve.engine.api.request import (
-    Event,
-    Evicted,
-    Finished,
-    FinishReason,
-    NewTokens,
-    PrefillComputed,
-)
+from pdserve.engine.api import Event, Evicted, Finished, FinishReason, NewTokens, PrefillComputed
 from pdserve.engine.engine import Engine
 
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
     ChoiceState,
     ContextLengthExceeded,
     Evicted,
@@ -31,7 +31,7 @@ from pdserve.engine.api.request import (
     Step,
     prefix_ids,
 )
-from pdserve.engine.scheduling.job_table import Reservation
+from pdserve.engine.scheduling import Reservation
 
 TICK_S = 0.01  # between two readings of the clock, so that runs are reproducible
 

@@ -9,7 +9,7 @@ from builders.engine_kit import ask, assert_at_rest, fake_engine, of, tokens
 from fakes.decoder import FakeDecoder, LosableDevice, fake_spec, reference
 from systems.eventually import LIMIT_S, wait_until
 
-from pdserve.engine.api.request import Event, Finished, RequestFailed, Scheduled, Step
+from pdserve.engine.api import Event, Finished, RequestFailed, Scheduled, Step
 from pdserve.engine.engine import Engine
 from pdserve.engine.thread import EngineThread
 

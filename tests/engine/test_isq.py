@@ -12,18 +12,16 @@ from builders.engine_kit import ask, run, tokens
 from builders.tiny_models import write_tiny
 from builders.write_gguf import write_gguf
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.architectures import find_spec
 from pdserve.engine.build import build_engine
+from pdserve.engine.checkpoints import CheckpointError, WeightLoader
+from pdserve.engine.checkpoints.gguf import quantize_gguf
 from pdserve.engine.checkpoints.gguf.mapping import tensor_role
-from pdserve.engine.checkpoints.gguf.writer import quantize_gguf
-from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.checkpoints.weight_loader import WeightLoader
 from pdserve.engine.load import load_model, open_checkpoint
-from pdserve.engine.models.layer import tensor_shapes
+from pdserve.engine.models import tensor_shapes
 from pdserve.engine.quantize_on_load import isq_formats
-from pdserve.engine.weights.format import BLOCKS
-from pdserve.engine.weights.mix import TYPES, MatrixRole
+from pdserve.engine.weights import BLOCKS, TYPES, MatrixRole
 
 WIDE: dict[str, Any] = {
     "hidden_size": 256,

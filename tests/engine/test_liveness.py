@@ -6,7 +6,8 @@ from random import Random
 import pytest
 from builders.engine_kit import ask, fake_engine
 
-from pdserve.engine.scheduling.stats import GROWTH, StepMeter
+from pdserve.engine.scheduling import StepMeter
+from pdserve.engine.scheduling.stats import GROWTH
 from pdserve.engine.thread import SLACK, LivenessCounter
 from pdserve.services.common.stall_detector import FROZEN_S, MIN_LOOKS, StallDetector
 

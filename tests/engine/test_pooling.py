@@ -15,10 +15,10 @@ from builders.tiny_embedder import Oracle, write_embedder
 from builders.tiny_models import write_tiny
 from fakes.decoder import VOCAB, FakeDecoder, fake_spec
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
     ChoiceState,
     ContextLengthExceeded,
+    EngineConfig,
     Event,
     Finished,
     Grammar,

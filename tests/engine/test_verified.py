@@ -15,15 +15,12 @@ from fakes.decoder import FakeDecoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.api.request import ContextLengthExceeded
+from pdserve.engine.api import ContextLengthExceeded
 from pdserve.engine.engine import Engine
-from pdserve.engine.handoff.protocol.layout import Bitmap, Piece, cut
-from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
+from pdserve.engine.handoff.protocol import Bitmap, Piece, cut
+from pdserve.engine.kv import KvIdentity, KvSpec, LayerGroup, cache_seed, chain_hashes, pool_sizes
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import KvSpec, LayerGroup, pool_sizes
-from pdserve.engine.scheduling.job_table import Reservation
-from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.engine.scheduling import EngineLimits, Reservation
 from pdserve.kernels import reference
 
 SIZE = 4

@@ -7,11 +7,11 @@ import pytest
 from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 from fakes.decoder import FakeDecoder, fake_spec, reference
 
-from pdserve.engine.api.request import ChoiceState, PrefillComputed
+from pdserve.engine.api import ChoiceState, PrefillComputed
 from pdserve.engine.engine import Engine
+from pdserve.engine.kv import KvSpec, LayerGroup, blocks_for, pool_sizes, window_blocks
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec, LayerGroup, blocks_for, pool_sizes, window_blocks
-from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.engine.scheduling import EngineLimits
 from pdserve.kernels import reference as reference_kernels
 
 WINDOW, CHUNK, BLOCK = 8, 16, 4

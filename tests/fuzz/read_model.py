@@ -3,11 +3,10 @@
 from pathlib import Path
 
 from pdserve.engine.architectures import parse_config
-from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.checkpoints import CheckpointError
 from pdserve.engine.load import open_checkpoint
-from pdserve.engine.models.config import UnsupportedModel
-from pdserve.engine.weights.plain import empty
-from pdserve.engine.weights.unpack import unpack_into
+from pdserve.engine.models import UnsupportedModel
+from pdserve.engine.weights import empty, unpack_into
 
 
 def read_everything(path: Path) -> str:

@@ -16,29 +16,21 @@ from starlette.types import ASGIApp
 from systems.cluster_secret import ACCESS
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.admission import AdmissionLimits
-from pdserve.gateway.anthropic.api import AnthropicDialect
+from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness, Service
+from pdserve.gateway.anthropic import AnthropicDialect
 from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
-from pdserve.gateway.http.api import HttpLimits
-from pdserve.gateway.http.app import create_app, create_routes
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.serving.server import HttpServer
-from pdserve.gateway.http.serving.sockets import listen
-from pdserve.gateway.ollama.api import OllamaDialect
-from pdserve.gateway.openai.api import OpenAiDialect
-from pdserve.gateway.readiness import Readiness
-from pdserve.gateway.rerank.api import RerankDialect
-from pdserve.gateway.service import Service
-from pdserve.gateway.settings import GatewaySettings
-from pdserve.gateway.storage.response_store import ResponseStore
-from pdserve.gateway.web.fleet import add_fleet
-from pdserve.gateway.web.pages import add_pages
+from pdserve.gateway.http import BodyReader, HttpLimits, create_app, create_routes
+from pdserve.gateway.http.serving import HttpServer, listen
+from pdserve.gateway.ollama import OllamaDialect
+from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.rerank import RerankDialect
+from pdserve.gateway.storage import ResponseStore
+from pdserve.gateway.web import add_fleet, add_pages
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
-from pdserve.services.common.rpc.backpressure import Backpressure
+from pdserve.services.common.rpc import Backpressure
 from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants.keys import ApiKeys
-from pdserve.services.common.tenants.rate_limits import RateLimits
-from pdserve.text.answer_format import ParserChoice
+from pdserve.services.common.tenants import ApiKeys, RateLimits
+from pdserve.text import ParserChoice
 
 BOUNDS = HttpLimits(
     max_body_bytes=1 << 16,

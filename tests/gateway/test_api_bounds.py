@@ -8,12 +8,7 @@ import pytest
 from builders.sampling_edges import inside, outside
 from fakes.router import FakeRouter, saying, served
 
-from pdserve.engine.api.sampling_bounds import (
-    BOUNDS,
-    MAX_BAD_WORD_CHARS,
-    MAX_ENTRIES,
-    MAX_STOP_CHARS,
-)
+from pdserve.engine.api import BOUNDS, MAX_BAD_WORD_CHARS, MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.text_pb2 import CompleteRequest, TextOptions
 from pdserve.protos.text_pb2_grpc import TextStub

@@ -10,12 +10,12 @@ from fakes.scripted_service import scripted_service
 from oracles.http_errors import CHAT, HI, check
 from tokenizers import decoders, models, pre_tokenizers
 
-from pdserve.engine.api.sampling_bounds import MAX_SEQUENCE_IDS
-from pdserve.gateway.caller import Caller
+from pdserve.engine.api import MAX_SEQUENCE_IDS
+from pdserve.gateway import Caller
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2
 from pdserve.services.common.errors import ServiceError
-from pdserve.text.request import RequestedSampling, Structure, TextCompletionRequest
+from pdserve.text import RequestedSampling, Structure, TextCompletionRequest
 
 pytestmark = pytest.mark.anyio
 WORD = Structure("regex", "[a-z]+", "regex")

@@ -16,12 +16,11 @@ from systems.eventually import LIMIT_S, eventually
 from systems.text_pools import LIMITS, Pool, workers
 from tokenizers import Tokenizer
 
-from pdserve.text.errors import TextError
-from pdserve.text.messages import TemplateInput
-from pdserve.text.processes.pool import LoadedText
-from pdserve.text.request import Structure
-from pdserve.text.structured_output.cache import ENTRY_BYTES, StructureCache
-from pdserve.text.tokenizer.vocabulary import TextCard
+from pdserve.text import Structure, TemplateInput, TextError
+from pdserve.text.processes import LoadedText
+from pdserve.text.structured_output import StructureCache
+from pdserve.text.structured_output.cache import ENTRY_BYTES
+from pdserve.text.tokenizer import TextCard
 
 pytestmark = pytest.mark.anyio
 SLOW = HOSTILE["GBNF"]  # up to the time limit

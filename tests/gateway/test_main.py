@@ -23,8 +23,7 @@ from systems.cluster_secret import SECRET
 from systems.eventually import LIMIT_S, eventually
 
 from pdserve.cli.http_client import ApiClient
-from pdserve.gateway.main import make_text_limits, run
-from pdserve.gateway.settings import GatewaySettings
+from pdserve.gateway import GatewaySettings, make_text_limits, run
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.metrics import request_log
-from pdserve.gateway.metrics.request_log import RequestLog
+from pdserve.gateway.metrics import RequestLog, request_log
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.metrics import gateway_processes
-from pdserve.gateway.metrics.gateway_processes import Siblings
+from pdserve.gateway.metrics import Siblings, gateway_processes
 
 pytestmark = pytest.mark.anyio
 

@@ -12,11 +12,10 @@ import pytest
 from systems.eventually import LIMIT_S, eventually
 
 from pdserve.services.common.errors import ServiceError
-from pdserve.text.errors import TextError
+from pdserve.text import Structure, TextError
 from pdserve.text.processes.messages import MAX_BYTES, MAX_HEAD_BYTES, TextMessage, pack
 from pdserve.text.processes.parent import MessageStream
 from pdserve.text.processes.pool import TextProcesses
-from pdserve.text.request import Structure
 
 pytestmark = pytest.mark.anyio
 

@@ -24,12 +24,11 @@ from systems.text_pools import LIMITS, Pool, text_processes, workers
 
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 from pdserve.services.common.errors import ServiceError
-from pdserve.text.errors import TextError, TooLong, UnsupportedTokenizer
-from pdserve.text.messages import TemplateInput
+from pdserve.text import TemplateInput, TextError, TooLong, UnsupportedTokenizer
+from pdserve.text.processes import LoadedText
 from pdserve.text.processes.messages import FORK, MessageReader, TextMessage, pack
-from pdserve.text.processes.pool import LoadedText
-from pdserve.text.templates.chat_template import ChatTemplate
-from pdserve.text.tokenizer.vocabulary import TextCard
+from pdserve.text.templates import ChatTemplate
+from pdserve.text.tokenizer import TextCard
 
 pytestmark = pytest.mark.anyio
 

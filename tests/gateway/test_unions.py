@@ -28,10 +28,10 @@ from openai.types.responses import (
 
 from pdserve.gateway.anthropic import conversation as messages
 from pdserve.gateway.anthropic.request_models import MessageTurn
-from pdserve.gateway.http.members import Table
+from pdserve.gateway.http import Table
 from pdserve.gateway.openai.request_models import members as chat
 from pdserve.gateway.openai.responses import tools as responses
-from pdserve.text.messages import EFFORTS
+from pdserve.text import EFFORTS
 
 _WRAPPERS = (typing.Annotated, typing_extensions.Required, typing_extensions.NotRequired)
 

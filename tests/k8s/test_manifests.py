@@ -13,9 +13,10 @@ from builders.manifests import Manifest, Workload, of_kind, rendered, selects, w
 from oracles.manifest_rules.labels import WORKERS
 
 from pdserve.cli.commands import COMMANDS, known_names
-from pdserve.cli.options.options import ENV_PREFIX, Option
+from pdserve.cli.options import ENV_PREFIX
+from pdserve.cli.options.options import Option
 from pdserve.engine.handoff.recorder.ring import MAX_DEAD_RINGS
-from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.auth import Role
 
 ROOT = Path(__file__).parents[2]
 ROLES = ("gateway", "router", "prefill", "decode")

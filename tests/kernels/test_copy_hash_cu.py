@@ -11,7 +11,7 @@ from fakes.cuda import FENCES, copy_hash_on_host
 from oracles.copy_hash import tag_of
 
 from pdserve.kernels.copy_hash import KEY_BYTES, TAG_BYTES, TILE_BYTES, UNIT_BYTES, expand_key
-from pdserve.kernels.cuda.copy_hash import INTACT, SHARE_BYTES, SHARES_AT
+from pdserve.kernels.cuda import INTACT, SHARE_BYTES, SHARES_AT
 
 DAMAGED = 2
 KEY = bytes(range(1, KEY_BYTES + 1))

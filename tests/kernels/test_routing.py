@@ -21,8 +21,8 @@ from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRout
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
+from pdserve.engine.models import ExpertRouting
 from pdserve.engine.models.layers.experts import choose_experts
-from pdserve.engine.models.parts import ExpertRouting
 from pdserve.kernels import _native
 
 ROWS, EXPERTS, TOP_K = 10_000, 64, 8

@@ -16,10 +16,9 @@ from builders.tiny_models import write_tiny
 from systems.llm_kit import engine_threads, is_idle, model_of, slow, stats
 
 import pdserve
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.request import ContextLengthExceeded, InvalidRequest
-from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.execution.runner import DeviceLost
+from pdserve.engine.api import ContextLengthExceeded, EngineConfig, InvalidRequest
+from pdserve.engine.checkpoints import CheckpointError
+from pdserve.engine.execution import DeviceLost
 from pdserve.llm.llm import LLM
 from pdserve.llm.outputs import GenerationError
 from pdserve.llm.sampling import SamplingParams, StructuredOutputsParams

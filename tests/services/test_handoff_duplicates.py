@@ -14,10 +14,9 @@ from builders.engine_kit import fake_engine
 from systems.handoff_pair import Pair, local, request
 from systems.link_ends import slots_returned
 
+from pdserve.engine.handoff.connection import DataLink
 from pdserve.engine.handoff.connection import link as link_module
-from pdserve.engine.handoff.connection.link import DataLink
-from pdserve.engine.transport import shm, tcp
-from pdserve.engine.transport.base import SLOTS, Wire
+from pdserve.engine.transport import SLOTS, Wire, shm, tcp
 from pdserve.engine.transport.cuda_ipc import wires
 from pdserve.engine.transport.registry import transports
 

@@ -14,14 +14,13 @@ from fakes.device import array_at
 from systems.eventually import LIMIT_S
 from systems.handoff_pair import MakePair, Pair, fresh, local, promise_anything, prompt, request
 
-from pdserve.engine.api.request import PrefillComputed
+from pdserve.engine.api import PrefillComputed
+from pdserve.engine.handoff.connection import DataLink
 from pdserve.engine.handoff.connection.data_listeners import MAX_UNPROVEN
-from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
-from pdserve.engine.handoff.protocol.frames import FrameHeader
-from pdserve.engine.handoff.protocol.keys import Domain, TagKey
+from pdserve.engine.handoff.protocol import Domain, FrameHeader, TagKey
 from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv import KvIdentity
 from pdserve.engine.transport.registry import transports
 
 TRANSPORTS = list(transports())

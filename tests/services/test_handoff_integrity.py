@@ -19,10 +19,8 @@ from systems.link_ends import make_transport
 from pdserve.engine.handoff.outgoing import OutgoingHandoff
 from pdserve.engine.handoff.protocol import frames, messages
 from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.identity import KvIdentity, Mixing
-from pdserve.engine.transport.base import Frame, Target
+from pdserve.engine.kv import KvIdentity, Mixing, cache_seed, chain_hashes, encode_spec
+from pdserve.engine.transport import Frame, Target
 from pdserve.engine.transport.registry import transports
 
 TRANSPORTS = list(transports())

@@ -9,10 +9,9 @@ import pytest
 from systems.eventually import LIMIT_S
 from systems.handoff_pair import DIRECT_TRANSPORTS, MakePair, Pair, claims_of, fresh, local, request
 
-from pdserve.engine.handoff.connection.link import DataLink
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.frames import FRAME_TYPE, ID_BYTES, PREFIX_BYTES
-from pdserve.engine.transport.base import Frame, FrameJob
+from pdserve.engine.handoff.connection import DataLink
+from pdserve.engine.handoff.protocol import FRAME_TYPE, ID_BYTES, PREFIX_BYTES, messages
+from pdserve.engine.transport import Frame, FrameJob
 from pdserve.engine.transport.registry import transports
 
 CACHELESS: dict[str, Any] = {"prefix_cache": False}

@@ -14,7 +14,7 @@ from builders.paged_runner import read_config
 from builders.tiny_models import ARCHITECTURES, MULTIMODAL, in_tiers, write_tiny
 from systems.handoff_pair import Pair, fresh
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 

@@ -8,11 +8,11 @@ import pytest
 from systems.eventually import LIMIT_S
 from systems.handoff_pair import MakePair, Pair, claims_of, fresh, local, request
 
-from pdserve.engine.api.request import ChoiceState, NewTokens, Request, Step
+from pdserve.engine.api import ChoiceState, NewTokens, Request, Step
 from pdserve.engine.handoff.outgoing import Sent
-from pdserve.engine.handoff.protocol.keys import Ticket
+from pdserve.engine.handoff.protocol import Ticket
 from pdserve.engine.transport.registry import transports
-from pdserve.services.decode.migration.outgoing import OutgoingMigrations
+from pdserve.services.decode.migration import OutgoingMigrations
 
 
 class Source:

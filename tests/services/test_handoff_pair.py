@@ -10,8 +10,8 @@ from systems.eventually import LIMIT_S
 from systems.handoff_pair import MakePair, Pair, claims_of, fresh, local, promise_anything, request
 from systems.open_files import open_files
 
-from pdserve.engine.api.request import ChoiceState, PrefillComputed, Request, Step
-from pdserve.engine.handoff.protocol.machine import Action
+from pdserve.engine.api import ChoiceState, PrefillComputed, Request, Step
+from pdserve.engine.handoff.protocol import Action
 from pdserve.engine.transport.registry import transports
 
 TRANSPORTS = list(transports())

@@ -13,9 +13,9 @@ from builders.engine_kit import ask, fake_engine
 from systems.eventually import LIMIT_S, wait_until
 from systems.handoff_pair import MakePair, Pair, fresh, local, request
 
-from pdserve.engine.api.request import PrefillComputed, Request
+from pdserve.engine.api import PrefillComputed, Request
 from pdserve.engine.handoff.slow_peer import SLOW_RATIO
-from pdserve.engine.kv.identity import KvIdentity, Mixing
+from pdserve.engine.kv import KvIdentity, Mixing
 
 BLOCK = 4
 BLOCK_BYTES = 128

@@ -9,20 +9,19 @@ from oracles.rings import assert_conform
 from systems.eventually import wait_until
 from systems.handoff_pair import Pair, local, request
 
-from pdserve.engine.api.request import PrefillComputed, Step
+from pdserve.engine.api import PrefillComputed, Step
 from pdserve.engine.handoff import endpoint
-from pdserve.engine.handoff.protocol import machine
-from pdserve.engine.handoff.protocol.layout import Bitmap
-from pdserve.engine.handoff.protocol.machine import (
+from pdserve.engine.handoff.protocol import (
     Action,
     Actions,
+    Bitmap,
     ClaimGranted,
     Event,
     Filled,
     Handoff,
+    machine,
 )
-from pdserve.engine.handoff.recorder.conform import check
-from pdserve.engine.handoff.recorder.ring import read_rings
+from pdserve.engine.handoff.recorder import check, read_rings
 
 
 class Noted(Pair):

@@ -12,12 +12,12 @@ from fakes.router_workers import card
 from systems.cluster_secret import ACCESS, SECRET
 from systems.eventually import eventually
 
+from pdserve.gateway.router_client import RouterClient
 from pdserve.gateway.router_client import client as client_module
-from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.discovery import discovery
+from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
-from pdserve.services.router.settings import RouterSettings
 
 pytestmark = pytest.mark.anyio
 ROUTERS, GATEWAYS, WORKERS, REQUESTS = 4, 3, 2, 600

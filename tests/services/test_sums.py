@@ -18,15 +18,15 @@ from systems.eventually import eventually
 from systems.watched import THRESHOLD, WatchedGateway, page_of, router_page, watched_gateway
 from systems.worker_kit import CARD, start_worker
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.gateway.router_client.client import RouterClient
+from pdserve.engine.api import EngineConfig
+from pdserve.gateway.router_client import RouterClient
 from pdserve.services.decode.main import DecodeRole
 from pdserve.services.prefill.main import PrefillRole
+from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
-from pdserve.services.router.settings import RouterSettings
+from pdserve.services.worker import DecodeSettings, PrefillSettings
 from pdserve.services.worker.metrics import WorkerMetrics
 from pdserve.services.worker.process import WorkerProcess
-from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 
 pytestmark = pytest.mark.anyio
 OBSERVABILITY = Path(__file__).parents[2] / "k8s/observability"

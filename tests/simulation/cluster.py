@@ -11,22 +11,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.checkpoints import CardData
 from pdserve.engine.engine import Engine
+from pdserve.engine.kv import KvIdentity, pool_sizes
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import pool_sizes
-from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.gateway.router_client.client import RouterClient
+from pdserve.engine.scheduling import EngineLimits
+from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.lifecycle import silent
 from pdserve.services.decode.main import DecodeRole
 from pdserve.services.prefill.main import PrefillRole
+from pdserve.services.router import RouterSettings
 from pdserve.services.router import main as router_module
-from pdserve.services.router.settings import RouterSettings
+from pdserve.services.worker import DecodeSettings, PrefillSettings
 from pdserve.services.worker import process as worker_module
-from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 from simulation.clock import Process, World
 from simulation.model import CONTEXT, EOS, VOCAB, Model, Sampling, spec
 from simulation.network import Network

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from pdserve.engine.handoff.connection import DataLink
 from pdserve.engine.handoff.connection.dial import DIAL_S
-from pdserve.engine.handoff.connection.link import DataLink
-from pdserve.engine.handoff.protocol.frames import FrameError
-from pdserve.engine.transport.base import Target, TransportRefused, WireClosed
+from pdserve.engine.handoff.protocol import FrameError
+from pdserve.engine.transport import Target, TransportRefused, WireClosed
 from pdserve.engine.transport.tcp import TcpWire
 from simulation.clock import Process, State
 from simulation.network import END, POLL_S, Connection, Network, Pipe

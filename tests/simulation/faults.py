@@ -13,10 +13,10 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from pdserve.engine.api.request import Request, SamplingParams
+from pdserve.engine.api import Request, SamplingParams
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.frames import FRAME_BYTES
-from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv import KvIdentity
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.router.fleet.fleet import SILENCE_S
 from simulation.clock import Process, State

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.engine.execution.batch import Batch, Ints
+from pdserve.engine.execution import Batch, Ints
+from pdserve.engine.kv import KvSpec, LayerGroup
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.kernels.sampling_ops import Mask, StreamSettings, TokenScores
 
 VOCAB = 64

@@ -3,7 +3,8 @@
 A killed process keeps the records it made; a process that ends in order records its end.
 """
 
-from pdserve.engine.handoff.recorder.event_log import Record, Recording, RecordKind
+from pdserve.engine.handoff.recorder import Recording, RecordKind
+from pdserve.engine.handoff.recorder.event_log import Record
 from pdserve.engine.handoff.recorder.ring import FIRST_REASONS
 from simulation.clock import World
 

@@ -11,7 +11,7 @@ has logged an error; and the processes' records of their hand-offs conform to th
 from collections import Counter
 from typing import Any
 
-from pdserve.engine.handoff.recorder.conform import check
+from pdserve.engine.handoff.recorder import check
 from simulation.cluster import Cluster, Node, Reply
 from simulation.faults import MAY_FAIL, NOTHING_AGAIN, Faults
 from simulation.model import reference

@@ -16,17 +16,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.frames import (
-    FRAME_BYTES,
-    FRAME_TYPE,
-    PREFIX_BYTES,
-    FrameHeader,
-    Prefix,
-)
+from pdserve.engine.handoff.protocol import FRAME_TYPE, PREFIX_BYTES, FrameHeader, Prefix, messages
+from pdserve.engine.handoff.protocol.frames import FRAME_BYTES
 from pdserve.protos import fleet_pb2, router_pb2
 from pdserve.protos import worker_pb2 as wire
-from pdserve.services.common.rpc.token_rows import RowReader
+from pdserve.services.common.rpc import RowReader
 from simulation.clock import Process
 from simulation.network import Message
 

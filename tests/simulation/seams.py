@@ -16,11 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from pdserve.engine.handoff.protocol.machine import PROGRESS_S
+from pdserve.engine.handoff.protocol import PROGRESS_S
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.sender import Sender
 from pdserve.engine.thread import IDLE_TURN_S, EngineThread
-from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.auth import Role
 from pdserve.services.common.tracing import Tracer
 from pdserve.services.router.main import RouterProcess
 from simulation.clock import Process, World, here

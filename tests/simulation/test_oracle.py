@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from pdserve.engine.engine import Engine
-from pdserve.engine.execution.batch import Batch, GroupTable
-from pdserve.engine.handoff.protocol.keys import TagKey
-from pdserve.engine.handoff.protocol.layout import Bitmap
+from pdserve.engine.execution import Batch, GroupTable
+from pdserve.engine.handoff.protocol import Bitmap, TagKey
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.scheduling.block_tables import BlockTables
+from pdserve.engine.scheduling import BlockTables
 from pdserve.protos import worker_pb2 as wire
-from pdserve.services.common.rpc.request_progress import RequestProgress
+from pdserve.services.common.rpc import RequestProgress
 from pdserve.services.decode.core import DecodeCore
 from simulation.model import Model, spec
 from simulation.run import make, simulate

@@ -17,7 +17,8 @@ from systems.listening import listening
 from pdserve.gateway.grpc_api import TEXT_METHODS
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, text_pb2, worker_pb2
 from pdserve.protos.text_pb2_grpc import TextStub
-from pdserve.services.common.auth.roles import EVERY_ROLE, RIGHTS, Role
+from pdserve.services.common.auth import Role
+from pdserve.services.common.auth.roles import EVERY_ROLE, RIGHTS
 from pdserve.services.common.server import HEALTH_CHECK
 from pdserve.services.picker.main import SERVICE as PICKER
 from pdserve.services.router.servicer import OPEN_METHODS
@@ -40,16 +41,15 @@ def fleet() -> Iterator[Fleet]:
 
 
 def test_the_table_lists_the_routes_of_the_application() -> None:
-    from pdserve.gateway.anthropic.api import AnthropicDialect
-    from pdserve.gateway.http.app import create_routes
+    from pdserve.gateway.anthropic import AnthropicDialect
+    from pdserve.gateway.http import create_routes
     from pdserve.gateway.http.docs import add_docs
-    from pdserve.gateway.metrics.gateway_processes import Siblings
-    from pdserve.gateway.ollama.api import OllamaDialect
-    from pdserve.gateway.openai.api import OpenAiDialect
+    from pdserve.gateway.metrics import Siblings
+    from pdserve.gateway.ollama import OllamaDialect
+    from pdserve.gateway.openai import OpenAiDialect
     from pdserve.gateway.openai.stored.parts import StoredRoutes
-    from pdserve.gateway.rerank.api import RerankDialect
-    from pdserve.gateway.web.fleet import add_fleet
-    from pdserve.gateway.web.pages import add_pages
+    from pdserve.gateway.rerank import RerankDialect
+    from pdserve.gateway.web import add_fleet, add_pages
 
     none: Any = None
     service: Any = SimpleNamespace(count=None, upstream=None, clock=None, siblings=Siblings())

@@ -25,7 +25,7 @@ from systems.replaceable import Replaceable, ReplaceableSystem, tail
 from systems.steady_load import Load, RawClient, asks
 
 from pdserve.services.common.metrics.process_metrics import commit
-from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION
+from pdserve.services.common.rpc import PROTOCOL_VERSION
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(3600)]
 

@@ -6,7 +6,7 @@ from pdserve.protos.common_pb2 import Grammar, SamplingParams, ThinkingBudget, T
 from pdserve.text.constraints import Constraints, check_structure, constraints_of, texts_of
 from pdserve.text.processes.pool import LoadedText
 from pdserve.text.request import RequestedSampling
-from pdserve.text.tokenizer.vocabulary import Vocabulary
+from pdserve.text.tokenizer import Vocabulary
 
 
 async def prepared(requested: RequestedSampling, text: LoadedText, owner: bytes) -> Constraints:

@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple, TypeVar
 
-from pdserve.engine.api.sampling_bounds import MAX_GRAMMAR_BYTES
+from pdserve.engine.api import MAX_GRAMMAR_BYTES
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants.fairness import FairQueue
+from pdserve.services.common.fairness import FairQueue
 from pdserve.text.errors import TextError
 from pdserve.text.generation_config import GenerationDefaults
 from pdserve.text.messages import TemplateInput
@@ -32,8 +32,8 @@ from pdserve.text.processes.parent import (
     no_process_error,
 )
 from pdserve.text.request import Structure
-from pdserve.text.structured_output.cache import StructureCache
-from pdserve.text.tokenizer.vocabulary import StoredTokens, TextCard, Vocabulary, stored_vocabulary
+from pdserve.text.structured_output import StructureCache
+from pdserve.text.tokenizer import StoredTokens, TextCard, Vocabulary, stored_vocabulary
 
 log = logging.getLogger(__name__)
 SLACK_S = 2.0  # for the kernel to kill a late child

@@ -42,10 +42,9 @@ from pdserve.text.processes.messages import (
 )
 from pdserve.text.reasoning import reasoning_family_of
 from pdserve.text.request import Structure
-from pdserve.text.templates.capabilities import Capabilities
-from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.templates import Capabilities, ChatTemplate
+from pdserve.text.tokenizer import TextCard, store
 from pdserve.text.tokenizer.tokenizer import Tokenizer
-from pdserve.text.tokenizer.vocabulary import TextCard, store
 from pdserve.text.tool_parsers import tool_family_of
 
 if TYPE_CHECKING:

@@ -8,6 +8,8 @@ from functools import cache
 from importlib import import_module
 
 from pdserve.text.parsing.family import ReasoningFamily
+from pdserve.text.reasoning.kimi_k3 import AROUND
+from pdserve.text.reasoning.muse_glimmer import MESSAGE
 
 
 def reasoning_parser_names() -> tuple[str, ...]:

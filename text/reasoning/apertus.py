@@ -1,5 +1,5 @@
 """Reasoning of Apertus."""
 
-from pdserve.text.parsing.thought import between_tags
+from pdserve.text.parsing import between_tags
 
 FAMILY = between_tags("apertus", "<|inner_prefix|>", "<|inner_suffix|>")

@@ -1,6 +1,6 @@
 """Reasoning of Apriel, between sentences instead of tags."""
 
-from pdserve.text.parsing.thought import between_tags
+from pdserve.text.parsing import between_tags
 
 FAMILY = between_tags(
     "apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", special=()

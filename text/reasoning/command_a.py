@@ -1,6 +1,6 @@
 """Reasoning of Command R7B and Command A."""
 
-from pdserve.text.parsing.thought import between_tags
+from pdserve.text.parsing import between_tags
 
 FAMILY = between_tags(
     "command_a",

@@ -1,6 +1,6 @@
 """Reasoning of ERNIE 4.5 and Granite 3.3, which write their text in <response>."""
 
-from pdserve.text.parsing.thought import between_tags, lines_around
+from pdserve.text.parsing import between_tags, lines_around
 
 BEGIN, END, THOUGHT_END = "<response>", "</response>", "</think>"
 OTHERS = "minimax"  # of a family that has results of tools in this tag

@@ -1,6 +1,6 @@
 """Reasoning of Gemma 4, on a separate channel."""
 
-from pdserve.text.parsing.thought import between_tags
+from pdserve.text.parsing import between_tags
 
 END = "<channel|>"
 

@@ -1,7 +1,14 @@
 """Reasoning of gpt-oss: Harmony messages on the channel analysis."""
 
-from pdserve.text.parsing.family import ReasoningFamily
-from pdserve.text.parsing.harmony import CHANNEL, END, FINAL, MESSAGE, SPECIAL, HarmonyStream
+from pdserve.text.parsing import (
+    CHANNEL,
+    END,
+    FINAL,
+    MESSAGE,
+    SPECIAL,
+    HarmonyStream,
+    ReasoningFamily,
+)
 
 FAMILY = ReasoningFamily(
     "gpt_oss",

@@ -1,6 +1,6 @@
 """Reasoning of Hunyuan A13B, which writes its text in <answer>."""
 
-from pdserve.text.parsing.thought import between_tags, lines_around
+from pdserve.text.parsing import between_tags, lines_around
 
 BEGIN, END, THOUGHT_END = "<answer>", "</answer>", "</think>"
 

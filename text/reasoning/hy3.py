@@ -1,6 +1,6 @@
 """Reasoning of Hy3."""
 
-from pdserve.text.parsing.thought import between_tags
+from pdserve.text.parsing import between_tags
 
 END = "</think:opensource>"
 

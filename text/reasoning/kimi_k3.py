@@ -1,6 +1,6 @@
 """Reasoning of Kimi K3."""
 
-from pdserve.text.parsing.thought import between_tags
+from pdserve.text.parsing import between_tags
 
 AROUND = "<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"
 

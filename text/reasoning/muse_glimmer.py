@@ -1,7 +1,6 @@
 """Reasoning of Muse Glimmer: messages to the model itself, before those to the user."""
 
-from pdserve.text.parsing.family import ReasoningFamily
-from pdserve.text.parsing.thought import ThoughtStream
+from pdserve.text.parsing import ReasoningFamily, ThoughtStream
 
 MESSAGE, NEXT = "<|message|>", "<|eom|><|start|>assistant"
 BEGIN, USER = f"to=self{MESSAGE}", f"to=user{MESSAGE}"

@@ -1,6 +1,6 @@
 """Reasoning of Solar Open: a message before the answer's message."""
 
-from pdserve.text.parsing.thought import between_tags
+from pdserve.text.parsing import between_tags
 
 BEGIN, NEXT = "<|think|>", "<|end|><|begin|>assistant"
 AROUND = "<|content|>", NEXT, "<|end|>", "<|tool_calls|>", "<|calls|>"

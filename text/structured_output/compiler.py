@@ -13,12 +13,8 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 from tokenizers import AddedToken
 
+from pdserve.engine.api import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES, MAX_STRUCTURE_VALUES
 from pdserve.engine.api.grammar_tokenizer import make_tokenizer
-from pdserve.engine.api.sampling_bounds import (
-    GRAMMAR_LIMITS,
-    MAX_GRAMMAR_BYTES,
-    MAX_STRUCTURE_VALUES,
-)
 from pdserve.text.errors import TextError
 from pdserve.text.request import Structure
 from pdserve.text.structured_output.schemas import enforceable, fault, without_faults

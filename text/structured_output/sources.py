@@ -11,7 +11,7 @@ from typing import Any
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_VALUES
+from pdserve.engine.api import MAX_STRUCTURE_VALUES
 from pdserve.text.errors import TextError
 from pdserve.text.request import Structure
 from pdserve.text.structured_output.schemas import enforceable, guided

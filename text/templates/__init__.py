@@ -1,1 +1,4 @@
 """Chat templates."""
+
+from pdserve.text.templates.capabilities import Capabilities
+from pdserve.text.templates.chat_template import ChatTemplate

@@ -20,7 +20,7 @@ import jinja2
 
 from pdserve.text.errors import TextError
 from pdserve.text.messages import EFFORTS, TemplateInput, normalized
-from pdserve.text.parsing.family import CallForm
+from pdserve.text.parsing import CallForm
 from pdserve.text.template_text import CLIENT, LAST, TemplateText, constant, origin_of
 from pdserve.text.templates.alternatives import Conversation, alternatives
 from pdserve.text.templates.capabilities import RESULT_ROLES, Capabilities, probed

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdserve.text.parsing.family import CallForm
+from pdserve.text.parsing import CallForm
 from pdserve.text.templates.turns import with_named_results
 
 Message = Mapping[str, Any]

@@ -1,1 +1,10 @@
 """Tokenizers: text to ids, and ids to text."""
+
+from pdserve.text.tokenizer.choice_text import ChoiceText, StopMatcher, TextUpdate
+from pdserve.text.tokenizer.vocabulary import (
+    StoredTokens,
+    TextCard,
+    Vocabulary,
+    store,
+    stored_vocabulary,
+)

@@ -7,7 +7,7 @@ import pkgutil
 from functools import cache
 from importlib import import_module
 
-from pdserve.text.parsing.family import ToolFamily
+from pdserve.text.parsing import ToolFamily
 
 FALLBACK = "json"  # for templates with tools that match no family
 GENERIC = "generic"  # for templates without tool support

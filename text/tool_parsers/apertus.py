@@ -1,9 +1,14 @@
 """The calls of Apertus: a JSON list of objects whose only key is the function's name."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments
-from pdserve.text.parsing.reader import BlockReader
-from pdserve.text.parsing.values import json_value
+from pdserve.text.parsing import (
+    BlockReader,
+    CallForm,
+    Calls,
+    ToolFamily,
+    ToolSchemas,
+    json_arguments,
+    json_value,
+)
 
 BEGIN, END = "<|tools_prefix|>", "<|tools_suffix|>"
 

@@ -1,6 +1,6 @@
 """The calls of Command R7B and Command A: a JSON list between the tags of actions."""
 
-from pdserve.text.parsing.pythonic import json_between
+from pdserve.text.parsing import json_between
 
 BEGIN, END = "<|START_ACTION|>", "<|END_ACTION|>"
 

@@ -1,8 +1,6 @@
 """The calls of Command R and R+: a JSON list in fenced code, after the word Action."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, json_calls
-from pdserve.text.parsing.reader import BlockReader
+from pdserve.text.parsing import BlockReader, CallForm, Calls, ToolFamily, ToolSchemas, json_calls
 
 BEGIN, FENCED = "Action:", "```json"
 

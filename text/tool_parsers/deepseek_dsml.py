@@ -1,9 +1,6 @@
 """The calls of DeepSeek V3.2 and later: invocations whose tags begin with ｜DSML｜."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily
-from pdserve.text.parsing.invoke import read_invokes
-from pdserve.text.parsing.reader import BlockReader
+from pdserve.text.parsing import BlockReader, CallForm, Calls, ToolFamily, ToolSchemas, read_invokes
 
 DSML = "｜DSML｜"
 # V3.2, V4, and V4.1 with a space in its tags.

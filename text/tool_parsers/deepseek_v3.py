@@ -1,8 +1,16 @@
 """The calls of DeepSeek V3 and R1: a section of calls, with arguments in fenced JSON."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments, json_calls
-from pdserve.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
+from pdserve.text.parsing import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    CallForm,
+    Calls,
+    Malformed,
+    ToolFamily,
+    ToolSchemas,
+    json_arguments,
+    json_calls,
+)
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"

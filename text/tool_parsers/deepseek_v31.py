@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pdserve.text.parsing.family import CallForm
+from pdserve.text.parsing import CallForm
 from pdserve.text.tool_parsers import deepseek_v3
 from pdserve.text.tool_parsers.deepseek_v3 import BEGIN, CALL, CALL_END, END, FENCED, SEPARATOR
 

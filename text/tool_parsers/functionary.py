@@ -1,9 +1,15 @@
 """The calls of Functionary 3.2: after >>>, which ends the prompt, the model writes a function's
 name, or "all" for text to the user, and a line break."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments
-from pdserve.text.parsing.reader import BlockReader, Malformed
+from pdserve.text.parsing import (
+    BlockReader,
+    CallForm,
+    Calls,
+    Malformed,
+    ToolFamily,
+    ToolSchemas,
+    json_arguments,
+)
 
 BEGIN, USER = ">>>", "all"
 

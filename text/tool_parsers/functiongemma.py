@@ -1,9 +1,13 @@
 """The calls of FunctionGemma: as Gemma 4's, between other tags."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily
-from pdserve.text.parsing.pieces import FunctionGemmaPieces
-from pdserve.text.parsing.reader import BlockReader
+from pdserve.text.parsing import (
+    BlockReader,
+    CallForm,
+    Calls,
+    FunctionGemmaPieces,
+    ToolFamily,
+    ToolSchemas,
+)
 from pdserve.text.tool_parsers.gemma4 import read_call
 
 BEGIN, END, QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"

@@ -1,9 +1,17 @@
 """The calls of Gemma 4: call:NAME{key:value} with values in Gemma's notation."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, called, grammar_call
-from pdserve.text.parsing.pieces import GemmaLiteralPieces
-from pdserve.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
+from pdserve.text.parsing import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    CallForm,
+    Calls,
+    GemmaLiteralPieces,
+    Malformed,
+    ToolFamily,
+    ToolSchemas,
+    called,
+    grammar_call,
+)
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 

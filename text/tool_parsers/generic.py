@@ -1,10 +1,16 @@
 """The calls of models whose prompt describes the form (text/templates/described_tools.py): JSON in
 <tool_call>, or without tags at the start of the answer, since small models omit them."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, json_calls
-from pdserve.text.parsing.pythonic import mixed_calls, python_calls
-from pdserve.text.parsing.reader import BlockReader
+from pdserve.text.parsing import (
+    BlockReader,
+    CallForm,
+    Calls,
+    ToolFamily,
+    ToolSchemas,
+    json_calls,
+    mixed_calls,
+    python_calls,
+)
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 PYTHON = "```tool_code"

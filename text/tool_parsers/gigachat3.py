@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pdserve.text.parsing.pythonic import json_between
+from pdserve.text.parsing import json_between
 
 BEGIN = "<|function_call|>"
 HEADER = "function call<|role_sep|>"

@@ -3,16 +3,20 @@
 Other families use the same tags with a suffix.
 """
 
-from pdserve.text.parsing.arguments import CallArguments, ToolSchemas
-from pdserve.text.parsing.family import (
+from pdserve.text.parsing import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    CallArguments,
     CallForm,
     Calls,
+    Malformed,
+    Pieces,
     ToolFamily,
+    ToolSchemas,
     called,
     grammar_call,
     object_pieces,
 )
-from pdserve.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces
 
 END = "</tool_call>"
 

@@ -1,7 +1,14 @@
 """The calls of gpt-oss: Harmony messages to functions."""
 
-from pdserve.text.parsing.family import CallForm, ToolFamily
-from pdserve.text.parsing.harmony import CHANNEL, FINAL, MESSAGE, SPECIAL, HarmonyStream
+from pdserve.text.parsing import (
+    CHANNEL,
+    FINAL,
+    MESSAGE,
+    SPECIAL,
+    CallForm,
+    HarmonyStream,
+    ToolFamily,
+)
 
 _CALL = f"{CHANNEL}commentary to=functions."
 

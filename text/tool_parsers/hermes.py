@@ -1,9 +1,14 @@
 """The calls of Hermes, Qwen 2.5, Qwen 3 and many others: JSON in <tool_call>."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, json_calls
-from pdserve.text.parsing.pythonic import mixed_calls
-from pdserve.text.parsing.reader import BlockReader
+from pdserve.text.parsing import (
+    BlockReader,
+    CallForm,
+    Calls,
+    ToolFamily,
+    ToolSchemas,
+    json_calls,
+    mixed_calls,
+)
 
 OTHERS = ("<arg_key>", "<function=", "<tool_calls>", "]<]minimax[>[")  # of families with this tag
 # Qwen 2.5 Coder often writes the second tag, or none.

@@ -1,15 +1,17 @@
 """The calls of Hy3: as GLM's, in a section, with a suffix on the tags."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import (
+from pdserve.text.parsing import (
+    MAX_NAME_CHARS,
+    BlockReader,
     CallForm,
     Calls,
+    Malformed,
     ToolFamily,
+    ToolSchemas,
     called,
     grammar_call,
     object_pieces,
 )
-from pdserve.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
 from pdserve.text.tool_parsers.glm45 import members
 
 SUFFIX = ":opensource"

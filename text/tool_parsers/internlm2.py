@@ -1,6 +1,6 @@
 """The calls of InternLM 2: JSON after the tag of its plug-ins."""
 
-from pdserve.text.parsing.pythonic import json_between
+from pdserve.text.parsing import json_between
 
 BEGIN, END = "<|action_start|><|plugin|>", "<|action_end|>"
 

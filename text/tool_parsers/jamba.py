@@ -1,6 +1,6 @@
 """Calls in <tool_calls>, of Jamba, Apriel, Hunyuan and MiniMax M1: a JSON list, or objects."""
 
-from pdserve.text.parsing.pythonic import json_between
+from pdserve.text.parsing import json_between
 
 BEGIN, END = "<tool_calls>", "</tool_calls>"
 

@@ -1,10 +1,16 @@
 """Calls of unknown families: JSON or a list of Python calls at the start of the answer, or JSON
 between tags that several families use."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, json_calls
-from pdserve.text.parsing.pythonic import mixed_calls
-from pdserve.text.parsing.reader import BRACKETED, BlockReader
+from pdserve.text.parsing import (
+    BRACKETED,
+    BlockReader,
+    CallForm,
+    Calls,
+    ToolFamily,
+    ToolSchemas,
+    json_calls,
+    mixed_calls,
+)
 
 _NAMES = "tool_call", "tool_calls", "tools", "TOOLCALL", "function_call"
 TAGS = {f"<{name}>": f"</{name}>" for name in _NAMES} | {BRACKETED: "[/TOOL_CALLS]"}

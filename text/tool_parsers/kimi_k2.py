@@ -1,9 +1,16 @@
 """The calls of Kimi K2: a section of calls with ids functions.NAME:INDEX, which later turns must
 repeat. The model sometimes omits the section's tags."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments
-from pdserve.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
+from pdserve.text.parsing import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    CallForm,
+    Calls,
+    Malformed,
+    ToolFamily,
+    ToolSchemas,
+    json_arguments,
+)
 
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"

@@ -3,17 +3,21 @@
 import re
 from html import unescape
 
-from pdserve.text.parsing.arguments import CallArguments, ToolSchemas
-from pdserve.text.parsing.family import (
+from pdserve.text.parsing import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    CallArguments,
     CallForm,
     Calls,
+    Malformed,
+    Pieces,
     ToolFamily,
+    ToolSchemas,
     called,
     grammar_call,
     object_pieces,
 )
-from pdserve.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces
-from pdserve.text.reasoning.kimi_k3 import AROUND
+from pdserve.text.reasoning import AROUND
 
 OPEN, CLOSE, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
 BEGIN, END = f"{OPEN}tools{SEPARATOR}", f"{CLOSE}tools{SEPARATOR}"

@@ -1,6 +1,6 @@
 """The calls of LFM 2: a Python list between two tags."""
 
-from pdserve.text.parsing.pythonic import python_between
+from pdserve.text.parsing import python_between
 
 BEGIN, END = "<|tool_call_start|>", "<|tool_call_end|>"
 TEMPLATE_MARKS = "<|tool_list_start|>", BEGIN, "List of tools: ["

@@ -1,10 +1,17 @@
 """The calls of Llama 3.1 to 3.3 and derived models: JSON objects or lists, or Python lists, at the
 start of the answer or after <|python_tag|>; or JSON in <function=NAME>."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments
-from pdserve.text.parsing.pythonic import mixed_calls, python_calls
-from pdserve.text.parsing.reader import MAX_NAME_CHARS, BlockReader
+from pdserve.text.parsing import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    CallForm,
+    Calls,
+    ToolFamily,
+    ToolSchemas,
+    json_arguments,
+    mixed_calls,
+    python_calls,
+)
 
 OTHERS = "<TOOLCALL>", "functools"  # of families with the same header
 FUNCTION, FUNCTION_END = "<function=", "</function>"

@@ -1,18 +1,20 @@
 """The calls of MiniCPM 5: <function name=...> with <param name=...> tags, whose values may be
 CDATA."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import (
+from pdserve.text.parsing import (
+    BlockReader,
     CallForm,
     CallPiece,
     Calls,
+    Pieces,
     ToolFamily,
+    ToolSchemas,
     called,
     json_arguments,
     object_pieces,
+    read_head,
+    read_members,
 )
-from pdserve.text.parsing.invoke import read_head, read_members
-from pdserve.text.parsing.reader import BlockReader, Pieces
 
 BEGIN, END = "<function name=", "</function>"
 CDATA, CDATA_END = "<![CDATA[", "]]>"

@@ -1,9 +1,6 @@
 """The calls of MiniMax M2: <invoke> in <minimax:tool_call>."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily
-from pdserve.text.parsing.invoke import read_invokes
-from pdserve.text.parsing.reader import BlockReader
+from pdserve.text.parsing import BlockReader, CallForm, Calls, ToolFamily, ToolSchemas, read_invokes
 
 BEGIN, END = "<minimax:tool_call>", "</minimax:tool_call>"
 

@@ -1,18 +1,24 @@
 """The calls of MiniMax M3: each argument's tag is its name, and a mark precedes every tag. Objects
 contain such tags, and lists contain <item>."""
 
-from pdserve.text.parsing.arguments import CallArguments, ToolSchemas
-from pdserve.text.parsing.family import (
+from pdserve.text.parsing import (
+    MAX_DEPTH,
+    MAX_NAME_CHARS,
+    BlockReader,
+    CallArguments,
     CallForm,
     Calls,
+    Malformed,
+    Pieces,
+    Reading,
     ToolFamily,
+    ToolSchemas,
     called,
     grammar_call,
+    json_text,
     object_pieces,
+    raw_text,
 )
-from pdserve.text.parsing.invoke import raw_text
-from pdserve.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces, Reading
-from pdserve.text.parsing.values import MAX_DEPTH, json_text
 
 MARK = "]<]minimax[>["
 BEGIN, END = f"{MARK}<tool_call>", f"{MARK}</tool_call>"

@@ -1,8 +1,16 @@
 """The calls of Mistral after [TOOL_CALLS]: a JSON list, or name[ARGS]{...} in newer models."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments, json_list
-from pdserve.text.parsing.reader import BRACKETED, MAX_NAME_CHARS, BlockReader
+from pdserve.text.parsing import (
+    BRACKETED,
+    MAX_NAME_CHARS,
+    BlockReader,
+    CallForm,
+    Calls,
+    ToolFamily,
+    ToolSchemas,
+    json_arguments,
+    json_list,
+)
 
 BEGIN, ARGUMENTS, CALL_ID = BRACKETED, "[ARGS]", "[CALL_ID]"
 _ENDS_OF_NAME = (ARGUMENTS, CALL_ID, "{")

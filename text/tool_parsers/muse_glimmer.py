@@ -1,11 +1,20 @@
 """The calls of Muse Glimmer: a message to the tool that contains <atem:invoke>. In a message to the
 user, such tags are text."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, grammar_call
-from pdserve.text.parsing.invoke import raw_text, read_invokes
-from pdserve.text.parsing.reader import BlockReader, CutOff, Malformed
-from pdserve.text.reasoning.muse_glimmer import AROUND, MESSAGE
+from pdserve.text.parsing import (
+    BlockReader,
+    CallForm,
+    Calls,
+    CutOff,
+    Malformed,
+    ToolFamily,
+    ToolSchemas,
+    grammar_call,
+    raw_text,
+    read_invokes,
+)
+from pdserve.text.reasoning import MESSAGE
+from pdserve.text.reasoning.muse_glimmer import AROUND
 
 TO, BEGIN, END = "to=", "<atem:function_calls>", "</atem:function_calls>"
 

@@ -1,6 +1,6 @@
 """The calls of Nemotron: a JSON list in <TOOLCALL>."""
 
-from pdserve.text.parsing.pythonic import json_between
+from pdserve.text.parsing import json_between
 
 BEGIN, END = "<TOOLCALL>", "</TOOLCALL>"
 

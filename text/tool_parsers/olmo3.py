@@ -1,6 +1,6 @@
 """The calls of OLMo 3: Python calls, one per line, in <function_calls>."""
 
-from pdserve.text.parsing.pythonic import python_between
+from pdserve.text.parsing import python_between
 
 BEGIN, END = "<function_calls>", "</function_calls>"
 

@@ -1,8 +1,14 @@
 """The calls of Phi-4-mini and Firefunction: a JSON list after functools, or in <|tool_call|>."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, json_call, json_list
-from pdserve.text.parsing.reader import BlockReader
+from pdserve.text.parsing import (
+    BlockReader,
+    CallForm,
+    Calls,
+    ToolFamily,
+    ToolSchemas,
+    json_call,
+    json_list,
+)
 
 BEGIN, END, WORD = "<|tool_call|>", "<|/tool_call|>", "functools"
 

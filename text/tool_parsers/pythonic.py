@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from pdserve.text.parsing.family import CallForm
-from pdserve.text.parsing.pythonic import python_between
+from pdserve.text.parsing import CallForm, python_between
 
 _NAMES = "tool_call", "tool_calls", "function_calls"
 TAGS = {f"<{name}>": f"</{name}>" for name in _NAMES}

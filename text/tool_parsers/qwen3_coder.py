@@ -1,15 +1,20 @@
 """The calls of Qwen3-Coder: <function=NAME> and <parameter=NAME> with values as plain text."""
 
-from pdserve.text.parsing.arguments import CallArguments, ToolSchemas
-from pdserve.text.parsing.family import (
+from pdserve.text.parsing import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    CallArguments,
     CallForm,
     Calls,
+    CutOff,
+    Malformed,
+    Pieces,
     ToolFamily,
+    ToolSchemas,
     called,
     grammar_call,
     object_pieces,
 )
-from pdserve.text.parsing.reader import MAX_NAME_CHARS, BlockReader, CutOff, Malformed, Pieces
 
 _CLOSE, _NEXT = "</parameter>", ("<parameter=", "</function>")
 # A value on separate lines may contain such tags inside a line.

@@ -1,8 +1,6 @@
 """The calls of Seed-OSS: as Qwen3-Coder's, between other tags."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily
-from pdserve.text.parsing.reader import BlockReader
+from pdserve.text.parsing import BlockReader, CallForm, Calls, ToolFamily, ToolSchemas
 from pdserve.text.tool_parsers.qwen3_coder import read_function
 
 BEGIN, END = "<seed:tool_call>", "</seed:tool_call>"

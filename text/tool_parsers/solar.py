@@ -1,8 +1,14 @@
 """The calls of Solar Open, with ids of ten letters and digits, which later turns must repeat."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments
-from pdserve.text.parsing.reader import MAX_NAME_CHARS, BlockReader
+from pdserve.text.parsing import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    CallForm,
+    Calls,
+    ToolFamily,
+    ToolSchemas,
+    json_arguments,
+)
 from pdserve.text.reasoning.solar import AROUND
 
 BEGIN, END = "<|tool_call:begin|>", "<|tool_call:end|>"

@@ -1,9 +1,15 @@
 """The calls of Step 3: <steptml:invoke> in tags like DeepSeek's."""
 
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import CallForm, Calls, ToolFamily, grammar_call
-from pdserve.text.parsing.invoke import read_invoke
-from pdserve.text.parsing.reader import MAX_NAME_CHARS, BlockReader
+from pdserve.text.parsing import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    CallForm,
+    Calls,
+    ToolFamily,
+    ToolSchemas,
+    grammar_call,
+    read_invoke,
+)
 
 BEGIN, END = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
 CALL, CALL_END, SEPARATOR = "<｜tool_call_begin｜>", "<｜tool_call_end｜>", "<｜tool_sep｜>"

@@ -15,9 +15,7 @@ from pydantic import BaseModel
 from pdserve.gateway.anthropic import conversation as anthropic_members
 from pdserve.gateway.anthropic import request_models as anthropic
 from pdserve.gateway.anthropic.request_models import CountBody, MessagesBody
-from pdserve.gateway.http import fields
-from pdserve.gateway.http.members import Fate, Member, Table
-from pdserve.gateway.http.validation import NOTHING
+from pdserve.gateway.http import NOTHING, Fate, Member, Table, fields
 from pdserve.gateway.ollama import request_models as ollama
 from pdserve.gateway.ollama.request_models import (
     OllamaChatBody,
@@ -26,10 +24,9 @@ from pdserve.gateway.ollama.request_models import (
     OllamaGenerateBody,
     OllamaShowBody,
 )
-from pdserve.gateway.openai.embeddings import EmbeddingBody
-from pdserve.gateway.openai.request_models import members as chat_members
-from pdserve.gateway.openai.request_models.base import Body
-from pdserve.gateway.openai.request_models.schema import (
+from pdserve.gateway.openai import EmbeddingBody
+from pdserve.gateway.openai.request_models import (
+    Body,
     ChatBatchBody,
     ChatBody,
     CompletionBody,
@@ -38,6 +35,7 @@ from pdserve.gateway.openai.request_models.schema import (
     TokenizeBody,
     TokenizeChatBody,
 )
+from pdserve.gateway.openai.request_models import members as chat_members
 from pdserve.gateway.openai.responses import request_model as responses
 from pdserve.gateway.openai.responses import tools as responses_members
 from pdserve.gateway.openai.responses.request_model import InputTokensBody, ResponsesBody

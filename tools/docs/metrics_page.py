@@ -12,19 +12,18 @@ from itertools import chain
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.spec import KvSpec
-from pdserve.gateway.metrics.metrics import GatewayMetrics
+from pdserve.engine.kv import KvSpec, encode_spec
+from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2, router_pb2
-from pdserve.services.common.auth.certificates import make_authority
-from pdserve.services.common.metrics.observations import Observations
+from pdserve.services.common.auth import make_authority
+from pdserve.services.common.metrics import Observations
 from pdserve.services.common.metrics.process_metrics import ProcessFacts, lag_histogram
 from pdserve.services.picker.metrics import PickerMetrics
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.dispatcher import QUEUE_WAITS_S
 from pdserve.services.router.metrics import RouterMetrics
-from pdserve.services.router.placement.policy import Rules
+from pdserve.services.router.placement import Rules
 from pdserve.services.worker.metrics import WorkerMetrics
 
 HEAD = """\

@@ -10,13 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from pdserve.engine.architectures import known_specs
 from pdserve.engine.checkpoints.quantization import QuantizationMethod, methods
+from pdserve.engine.models import ModelSpec
 from pdserve.engine.models.hf_config.standard import ACTIVATIONS
 from pdserve.engine.models.rope import ROPE_KINDS
-from pdserve.engine.models.spec import ModelSpec
-from pdserve.engine.weights.format import BLOCKS, BlockFormat, RawTensor
+from pdserve.engine.weights import BLOCKS, PLAIN, TYPES, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats
-from pdserve.engine.weights.mix import TYPES
-from pdserve.engine.weights.plain import PLAIN
 from pdserve.kernels.cpu import FORMATS, CpuKernels
 
 MAPPINGS_TEST = "tests/engine/checkpoints/test_gguf_checkpoint.py"

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from builders.attention_rows import plan_rows
 
-from pdserve.kernels.cuda.attention.paged import paged_attention
+from pdserve.kernels.cuda.attention import paged_attention
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 HEADS = ((64, 0), (80, 0), (96, 0), (128, 0), (192, 0), (256, 0), (576, 512))  # length and latent

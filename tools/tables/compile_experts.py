@@ -10,12 +10,9 @@ import torch
 from compile_only import MOST_SHARED
 from triton.runtime import driver
 
-from pdserve.kernels.cuda.experts import grouped
+from pdserve.kernels.cuda.experts import Groups, choose, group, grouped
 from pdserve.kernels.cuda.experts.combine import combine
-from pdserve.kernels.cuda.experts.grouping import Groups, group
-from pdserve.kernels.cuda.experts.routing import choose
-from pdserve.kernels.cuda.linear.packing import DeviceMatrix
-from pdserve.kernels.cuda.linear.tiles import ProductTarget
+from pdserve.kernels.cuda.linear import DeviceMatrix, ProductTarget
 
 EXPERTS, TOP_K = 8, 2
 ROWS, COLS = compile_linear.ROWS, compile_linear.COLS

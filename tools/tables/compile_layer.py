@@ -5,10 +5,18 @@ from functools import partial
 
 import torch
 
-from pdserve.kernels.cuda.layer.activation import activated, gated
-from pdserve.kernels.cuda.layer.heads import HeadNorms, HeadRange, Rotation, prepare_heads
-from pdserve.kernels.cuda.layer.norm import add, add_norm, norm
-from pdserve.kernels.cuda.linear.product import SplitSums
+from pdserve.kernels.cuda.layer import (
+    HeadNorms,
+    HeadRange,
+    Rotation,
+    activated,
+    add,
+    add_norm,
+    gated,
+    prepare_heads,
+)
+from pdserve.kernels.cuda.layer.norm import norm
+from pdserve.kernels.cuda.linear import SplitSums
 
 BF16 = torch.bfloat16
 SPLITS = 3

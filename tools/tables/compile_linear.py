@@ -8,14 +8,15 @@ import torch
 from compile_only import MOST_SHARED
 from triton.runtime import driver
 
-from pdserve.kernels.cuda.linear import product as linear
-from pdserve.kernels.cuda.linear.packing import DeviceMatrix, pack
-from pdserve.kernels.cuda.linear.tiles import (
+from pdserve.kernels.cuda.linear import (
+    DeviceMatrix,
     ProductTarget,
+    pack,
     tall_tiles,
     tiles_of_width,
     width_of,
 )
+from pdserve.kernels.cuda.linear import product as linear
 
 ROWS, COLS = 256, 1024
 # Tokens, maximum tokens of a tile, and whether one program adds all splits of its tile.

@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from pdserve.kernels.cuda.sampling import CudaSampling
 from pdserve.kernels.cuda.sampling.logprobs import launch
-from pdserve.kernels.cuda.sampling.step import CudaSampling
 from pdserve.kernels.sampling_ops import StreamSettings
 
 VOCABS = (151_936, 50_257)  # the second is odd: no two rows have the same alignment

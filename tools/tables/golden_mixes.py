@@ -23,7 +23,7 @@ from builders.write_gguf import write_gguf
 
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
 from pdserve.engine.checkpoints.gguf.writer import MIXES
-from pdserve.engine.weights.mix import TYPES
+from pdserve.engine.weights import TYPES
 
 TABLE = Path(__file__).parents[2] / "tests/engine/weights/golden_mixes.json"
 LINE = re.compile(r"^\[ *\d+/ *\d+\] +(\S+) .*type = +(\w+), .*?(?:\((\w+)\))?$")

@@ -19,9 +19,9 @@ from sequences import BLOCK_SIZE, Row, Sequences, make_pool
 from throughput import ROWS, TEMPERATURE, requests
 from torch import Tensor
 
-from pdserve.engine.api.request import Request
+from pdserve.engine.api import Request
 from pdserve.engine.models.rope import RopeTable
-from pdserve.engine.weights.format import VALUES
+from pdserve.engine.weights import VALUES
 
 PAGE, BATCH_TOKENS = 256, 16384
 LEAST_RATIO = 2.0

@@ -11,7 +11,7 @@ from random_models import FAKE_QWEN3, QWEN3_0_6B, random_decoder
 from sequences import BLOCK_SIZE, Row, Sequences, drawn_tokens, same_bits
 from sides import Side, Taker, dial, listen, pieces, push, say
 
-from pdserve.engine.kv.spec import KvSpec, blocks_for
+from pdserve.engine.kv import KvSpec, blocks_for
 
 COUNT, LONGEST, CHUNK = 64, 400, 4096
 FAKE_COUNT, FAKE_LONGEST = 2, 20

@@ -19,7 +19,7 @@ from random_models import (
 from sequences import BLOCK_SIZE, Row, Sequences, drawn_tokens, make_pool, same_bits
 from torch import Tensor
 
-from pdserve.engine.kv.spec import blocks_for
+from pdserve.engine.kv import blocks_for
 
 
 class Sizes(NamedTuple):

@@ -19,21 +19,29 @@ from builders.linear_cases import values_of
 from part import HELD, MeasuredPart, run
 from torch import Tensor
 
+from pdserve.engine.models import ExpertRouting, Experts, Linear
 from pdserve.engine.models.cuda.experts import LaunchedExperts
 from pdserve.engine.models.cuda.step import Run
 from pdserve.engine.models.cuda.weights import DeviceWeights
 from pdserve.engine.models.layers.experts import choose_experts
-from pdserve.engine.models.parts import Expert, ExpertRouting, Experts, Linear, TensorSpec
-from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.models.parts import Expert, TensorSpec
+from pdserve.engine.weights import RawTensor
 from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels import reference
-from pdserve.kernels.cuda.attention.paged import paged_attention
-from pdserve.kernels.cuda.layer.activation import activated, gated
-from pdserve.kernels.cuda.layer.heads import HeadNorms, HeadRange, Rotation, prepare_heads
-from pdserve.kernels.cuda.layer.norm import add, add_norm, norm
-from pdserve.kernels.cuda.linear.packing import pack
-from pdserve.kernels.cuda.linear.product import linear
-from pdserve.kernels.cuda.sampling.step import CudaSampling
+from pdserve.kernels.cuda.attention import paged_attention
+from pdserve.kernels.cuda.layer import (
+    HeadNorms,
+    HeadRange,
+    Rotation,
+    activated,
+    add,
+    add_norm,
+    gated,
+    prepare_heads,
+)
+from pdserve.kernels.cuda.layer.norm import norm
+from pdserve.kernels.cuda.linear import linear, pack
+from pdserve.kernels.cuda.sampling import CudaSampling
 from pdserve.kernels.sampling_ops import StreamSettings
 
 ROUNDED = 2.0**-8  # a result of bfloat16

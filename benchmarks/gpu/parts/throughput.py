@@ -29,23 +29,16 @@ from random_models import (
 from sequences import BLOCK_SIZE, Row, Sequences, drawn_tokens, make_pool
 from torch import Tensor
 
-from pdserve.engine.api.request import (
-    Finished,
-    NewTokens,
-    Request,
-    RequestFailed,
-    SamplingParams,
-    Step,
-)
+from pdserve.engine.api import Finished, NewTokens, Request, RequestFailed, SamplingParams, Step
 from pdserve.engine.engine import Engine
-from pdserve.engine.execution.batch import Batch, Ints
+from pdserve.engine.execution import Batch, Ints
+from pdserve.engine.kv import blocks_for
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import blocks_for
-from pdserve.engine.models.cuda.decoder import CudaDecoder
-from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.engine.models.cuda import CudaDecoder
+from pdserve.engine.scheduling import EngineLimits
 from pdserve.engine.thread import EngineThread
-from pdserve.kernels.cuda.attention.paged import Rows, paged_attention
-from pdserve.kernels.cuda.sampling.step import CudaSampling
+from pdserve.kernels.cuda.attention import Rows, paged_attention
+from pdserve.kernels.cuda.sampling import CudaSampling
 
 ROWS, SHORTEST, LONGEST, TEMPERATURE = 256, 100, 1024, 0.6  # of prompts, and of answers
 CHUNK, STEP_TOKENS = 2048, 8192

@@ -18,7 +18,7 @@ from pdserve.engine.checkpoints.source import (
     TextFiles,
     unknown_tensor,
 )
-from pdserve.engine.weights.format import VALUES, RawTensor
+from pdserve.engine.weights import VALUES, RawTensor
 from pdserve.engine.weights.unpack import unpack
 
 # Tensors with divisors of rope's frequencies, by their names in config.py.

@@ -8,9 +8,8 @@ import numpy as np
 from pdserve.engine.checkpoints.gguf.reader import GgufReader, TensorInfo
 from pdserve.engine.checkpoints.mapped import MappedFile
 from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.weights.format import BLOCKS, VALUES, BlockFormat, RawTensor
+from pdserve.engine.weights import BLOCKS, PLAIN, VALUES, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats
-from pdserve.engine.weights.plain import PLAIN
 
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 MAX_SHARDS = 1000

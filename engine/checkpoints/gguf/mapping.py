@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.engine.weights.mix import MatrixRole
+from pdserve.engine.weights import MatrixRole
 
 Metadata = Mapping[str, Any]  # GGUF key -> number, bool, str or list of them
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from pdserve.engine.checkpoints.mapped import MappedFile
 from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.weights.format import BlockFormat
+from pdserve.engine.weights import PLAIN, BlockFormat
 from pdserve.engine.weights.formats import formats
-from pdserve.engine.weights.plain import PLAIN
 
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32

@@ -16,9 +16,18 @@ from numpy.typing import NDArray
 from pdserve.engine.checkpoints.gguf.files import Place, merge, raw_tensor, read_shards
 from pdserve.engine.checkpoints.gguf.mapping import tensor_role
 from pdserve.engine.checkpoints.source import CheckpointError, Layout
-from pdserve.engine.weights.format import BLOCKS, PIECE_VALUES, RawTensor, row_runs
-from pdserve.engine.weights.mix import TYPES, Mix, StoredMatrix
-from pdserve.engine.weights.quantize import quantize_into, quantized_bytes, quantized_empty
+from pdserve.engine.weights import (
+    BLOCKS,
+    PIECE_VALUES,
+    TYPES,
+    Mix,
+    RawTensor,
+    StoredMatrix,
+    quantize_into,
+    quantized_bytes,
+    quantized_empty,
+    row_runs,
+)
 
 # Keys that are not copied: those that the writer sets, and those of the split.
 SKIPPED_KEYS = ("general.architecture", "general.file_type", "general.quantization_version")

@@ -30,8 +30,7 @@ from pdserve.engine.checkpoints.source import (
     TextFiles,
     unknown_tensor,
 )
-from pdserve.engine.weights.format import VALUES, RawTensor
-from pdserve.engine.weights.plain import PLAIN
+from pdserve.engine.weights import PLAIN, VALUES, RawTensor
 
 MODULES = "modules.json"
 KINDS = {"lasttoken": "last", "mean_tokens": "mean"}

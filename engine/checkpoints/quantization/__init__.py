@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.engine.checkpoints.source import Layout
-from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights import RawTensor
 
 Parts = Mapping[str, NDArray[Any]]  # by the name that replaces "weight"; read-only
 

@@ -19,15 +19,9 @@ from pdserve.engine.checkpoints.quantization import (
     require,
 )
 from pdserve.engine.checkpoints.source import Layout
-from pdserve.engine.weights.bits import Bytes
-from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.formats.grouped import (
-    INT4,
-    even_groups,
-    grouped,
-    nibbles,
-    packed_nibbles,
-)
+from pdserve.engine.weights import Bytes, RawTensor
+from pdserve.engine.weights.formats import INT4, even_groups, nibbles, packed_nibbles
+from pdserve.engine.weights.formats.grouped import grouped
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 

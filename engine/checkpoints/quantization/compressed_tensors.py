@@ -27,17 +27,10 @@ from pdserve.engine.checkpoints.quantization.fp8 import (
 )
 from pdserve.engine.checkpoints.quantization.gptq import in_order, order_of_groups
 from pdserve.engine.checkpoints.source import Layout
-from pdserve.engine.weights.bits import Bytes
-from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights import Bytes, RawTensor
+from pdserve.engine.weights.formats import FP4, INT4, INT8, float4, nibbles
 from pdserve.engine.weights.formats.fp4 import mxfp4
-from pdserve.engine.weights.formats.grouped import (
-    FP4,
-    INT4,
-    INT8,
-    float4,
-    grouped,
-    nibbles,
-)
+from pdserve.engine.weights.formats.grouped import grouped
 
 COMPRESSED = (
     "dense",

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from pdserve.engine.checkpoints.quantization import Parts, QuantizationMethod, choice, size
 from pdserve.engine.checkpoints.source import Layout
-from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.formats.grouped import FP8, even_groups, grouped
+from pdserve.engine.weights import RawTensor
+from pdserve.engine.weights.formats import FP8, even_groups
+from pdserve.engine.weights.formats.grouped import grouped
 
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")  # in files that quantize the KV cache

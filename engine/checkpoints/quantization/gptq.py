@@ -19,16 +19,9 @@ from pdserve.engine.checkpoints.quantization import (
     require,
 )
 from pdserve.engine.checkpoints.source import Layout
-from pdserve.engine.weights.bits import Bytes
-from pdserve.engine.weights.format import RawTensor
-from pdserve.engine.weights.formats.grouped import (
-    INT4,
-    INT8,
-    even_groups,
-    grouped,
-    nibbles,
-    packed_nibbles,
-)
+from pdserve.engine.weights import Bytes, RawTensor
+from pdserve.engine.weights.formats import INT4, INT8, even_groups, nibbles, packed_nibbles
+from pdserve.engine.weights.formats.grouped import grouped
 
 KINDS = ("gptq", "gptq_v2")  # checkpoint_format
 RULES = ("bits", "group_size")  # settings that a rule for some modules may override

@@ -12,7 +12,7 @@ import numpy as np
 
 from pdserve.engine.checkpoints.quantization import Parts, QuantizationMethod, require
 from pdserve.engine.checkpoints.source import Layout
-from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights import RawTensor
 from pdserve.engine.weights.formats.fp4 import MXFP4, mxfp4
 
 STORED = ("blocks", "scales")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
-from pdserve.engine.api.sampling_bounds import GRAMMAR_LIMITS
+from pdserve.engine.api import GRAMMAR_LIMITS
 from pdserve.engine.constraints.masks import Bitmask
 
 

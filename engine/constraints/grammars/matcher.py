@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pdserve.engine.api.request import Grammar
+from pdserve.engine.api import Grammar
 from pdserve.engine.constraints.grammars.compiled import (
     CompiledGrammar,
     GrammarError,

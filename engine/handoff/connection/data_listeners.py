@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 
 from pdserve.engine.handoff.connection.dial import listen_all
 from pdserve.engine.handoff.connection.link import DataLink, DataLinkHandler
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.messages import HandoffCompatibility
-from pdserve.engine.transport.base import KvTransport, Listener, Wire
+from pdserve.engine.handoff.protocol import HandoffCompatibility, messages
+from pdserve.engine.transport import KvTransport, Listener, Wire
 
 MAX_UNPROVEN = 64
 

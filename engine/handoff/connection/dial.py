@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 
 from pdserve.engine.handoff.connection.link import DataLink, DataLinkHandler
-from pdserve.engine.handoff.protocol.messages import Hello
-from pdserve.engine.transport.base import KvTransport, Listener, Target, TransportRefused, Wire
+from pdserve.engine.handoff.protocol import Hello
+from pdserve.engine.transport import KvTransport, Listener, Target, TransportRefused, Wire
 
 log = logging.getLogger(__name__)
 

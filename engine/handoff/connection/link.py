@@ -18,8 +18,7 @@ from contextlib import ExitStack
 from typing import Protocol
 
 from pdserve.engine.handoff.connection.slots import ReaderSlots, WriterSlots
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.frames import (
+from pdserve.engine.handoff.protocol import (
     FRAME_TYPE,
     PREFIX_BYTES,
     FrameError,
@@ -27,15 +26,9 @@ from pdserve.engine.handoff.protocol.frames import (
     OtherVersion,
     Prefix,
     mark_of,
+    messages,
 )
-from pdserve.engine.transport.base import (
-    SLOTS,
-    FrameJob,
-    Payload,
-    TransportRefused,
-    Wire,
-    WireClosed,
-)
+from pdserve.engine.transport import SLOTS, FrameJob, Payload, TransportRefused, Wire, WireClosed
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ doubles a record, the second credit may arrive when the slot already has another
 
 from collections import deque
 
-from pdserve.engine.handoff.protocol.frames import FrameError
+from pdserve.engine.handoff.protocol import FrameError
 
 
 class WriterSlots:

@@ -1,1 +1,46 @@
 """The protocol of a KV transfer: its state machine, messages, frames and keys; no I/O."""
+
+from pdserve.engine.handoff.protocol.frames import (
+    FRAME_TYPE,
+    ID_BYTES,
+    PREFIX_BYTES,
+    TAG_BYTES,
+    WIRE_VERSION,
+    FrameError,
+    FrameHeader,
+    OtherVersion,
+    Prefix,
+    mark_of,
+    renamed,
+)
+from pdserve.engine.handoff.protocol.keys import (
+    SECRET_BYTES,
+    Domain,
+    TagKey,
+    Ticket,
+    TicketKeys,
+    derive_keys,
+    verified_payload,
+)
+from pdserve.engine.handoff.protocol.layout import Bitmap, Piece, cut, slot_bytes
+from pdserve.engine.handoff.protocol.machine import (
+    PROGRESS_S,
+    Action,
+    Actions,
+    Claimed,
+    ClaimGranted,
+    Event,
+    Filled,
+    Handoff,
+    HandoffEnded,
+    Heard,
+    PeerProgress,
+    Phase,
+    Picked,
+    Reserved,
+    Side,
+    Tick,
+    step,
+)
+from pdserve.engine.handoff.protocol.messages import HandoffCompatibility, Hello
+from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks

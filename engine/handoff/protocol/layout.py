@@ -10,7 +10,7 @@ from operator import and_
 from typing import NamedTuple
 
 from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv import KvSpec
 
 SLOT_BYTES = 4 << 20  # the largest payload of a frame, unless one block of one layer is larger
 

@@ -22,9 +22,16 @@ from pdserve.engine.handoff.protocol.frames import (
     Prefix,
 )
 from pdserve.engine.handoff.protocol.keys import Domain, TagKey
-from pdserve.engine.kv.codec import decode_identity, decode_spec, encode_identity
-from pdserve.engine.kv.identity import KvIdentity, Mixing, refusal
-from pdserve.engine.kv.spec import KvSpec, spec_difference
+from pdserve.engine.kv import (
+    KvIdentity,
+    KvSpec,
+    Mixing,
+    decode_identity,
+    decode_spec,
+    encode_identity,
+    refusal,
+    spec_difference,
+)
 
 MAX_SEQUENCES = 512  # of one Ack
 MAX_GROUPS = 255  # layer groups; Granted has one block for each

@@ -24,8 +24,7 @@ need them are not applied to their attempt.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from pdserve.engine.handoff.protocol import machine
-from pdserve.engine.handoff.protocol.machine import (
+from pdserve.engine.handoff.protocol import (
     Action,
     Actions,
     Event,
@@ -34,6 +33,7 @@ from pdserve.engine.handoff.protocol.machine import (
     Phase,
     Side,
     Tick,
+    machine,
 )
 from pdserve.engine.handoff.recorder.event_log import (
     FOLLOW,

@@ -24,7 +24,7 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol, get_args
 from zlib import crc32
 
-from pdserve.engine.handoff.protocol.machine import Action, Actions, Event, Handoff, Phase, Side
+from pdserve.engine.handoff.protocol import Action, Actions, Event, Handoff, Phase, Side
 
 RECORD_BYTES = 32
 PREFIX_BYTES = 8  # of an attempt's id

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
-from pdserve.engine.handoff.protocol.machine import Phase, Side
+from pdserve.engine.handoff.protocol import Phase, Side
 from pdserve.engine.handoff.recorder.event_log import FOLLOW, PEER_NOTIFIED, ROUTE, RecordKind
 from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, event_name
 

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.execution.batch import Batch, Ints
+from pdserve.engine.execution import Batch, Ints
+from pdserve.engine.kv import LayerGroup
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import LayerGroup
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.cuda.fuse import fused_parts
 from pdserve.engine.models.cuda.graphs import DecodeGraphs, Recorder
@@ -19,9 +19,9 @@ from pdserve.engine.models.cuda.step import Run, StepInputs, upload
 from pdserve.engine.models.cuda.weights import DeviceWeights
 from pdserve.engine.models.decoder import LayerKv
 from pdserve.engine.models.layer import EMBEDDING, final_norm, head
-from pdserve.engine.models.layers.stored import Weights
+from pdserve.engine.models.layers import Weights
 from pdserve.engine.models.rope import RopeConfig, RopeTable
-from pdserve.kernels.cuda.layer.heads import Rotation
+from pdserve.kernels.cuda.layer import Rotation
 
 
 class CudaDecoder:

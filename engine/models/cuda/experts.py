@@ -9,12 +9,17 @@ from torch import Tensor
 from pdserve.engine.models.cuda.step import Run
 from pdserve.engine.models.cuda.weights import DeviceWeights
 from pdserve.engine.models.parts import Expert, Experts, Gating, Linear
+from pdserve.kernels.cuda.experts import (
+    Groups,
+    MatrixStack,
+    choose,
+    group,
+    grouped_product,
+    tile_tokens,
+)
 from pdserve.kernels.cuda.experts.combine import combine
-from pdserve.kernels.cuda.experts.grouped import MatrixStack, grouped_product, tile_tokens
-from pdserve.kernels.cuda.experts.grouping import Groups, group
-from pdserve.kernels.cuda.experts.routing import choose
-from pdserve.kernels.cuda.layer.activation import gated
-from pdserve.kernels.cuda.linear.packing import DeviceMatrix
+from pdserve.kernels.cuda.layer import gated
+from pdserve.kernels.cuda.linear import DeviceMatrix
 
 
 @dataclass(frozen=True, slots=True)

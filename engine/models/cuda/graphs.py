@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.execution.batch import Batch, GroupTable, Ints, UnreadTokens
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.execution import Batch, GroupTable, Ints, UnreadTokens
+from pdserve.engine.kv import KvSpec
 from pdserve.engine.models.cuda.step import InputBuffer, StepInputs
 
 KEYS_FACTOR = 4  # ratio of the keys of successive graphs

@@ -24,10 +24,18 @@ from pdserve.engine.models.parts import (
     SliceNorm,
 )
 from pdserve.engine.models.rope import RopeConfig
-from pdserve.kernels.cuda.attention.paged import HEAD_STEP, paged_attention
-from pdserve.kernels.cuda.layer.activation import activated, gated
-from pdserve.kernels.cuda.layer.heads import HeadNorms, HeadRange, Rotation, prepare_heads
-from pdserve.kernels.cuda.layer.norm import add, add_norm, norm
+from pdserve.kernels.cuda.attention import HEAD_STEP, paged_attention
+from pdserve.kernels.cuda.layer import (
+    HeadNorms,
+    HeadRange,
+    Rotation,
+    activated,
+    add,
+    add_norm,
+    gated,
+    prepare_heads,
+)
+from pdserve.kernels.cuda.layer.norm import norm
 
 
 @dataclass(frozen=True, slots=True)

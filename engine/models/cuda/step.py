@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.execution.batch import Batch, Ints
-from pdserve.kernels.cuda.attention.paged import Rows, chunk_tiles
-from pdserve.kernels.cuda.linear.product import SplitSums
+from pdserve.engine.execution import Batch, Ints
+from pdserve.kernels.cuda.attention import Rows, chunk_tiles
+from pdserve.kernels.cuda.linear import SplitSums
 
 ALIGNED = 16  # numbers: launches are compiled for pointers to multiples of 16 bytes
 Numbers = NDArray[np.integer[Any]]

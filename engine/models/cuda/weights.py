@@ -11,14 +11,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.models.layers.stored import HELD, Weights
+from pdserve.engine.models.layers import HELD, Weights
 from pdserve.engine.models.parts import TensorSpec
-from pdserve.engine.weights.format import VALUES, RawTensor, same_order
+from pdserve.engine.weights import (
+    PLAIN,
+    VALUES,
+    RawTensor,
+    as_plain,
+    empty,
+    same_order,
+    write_rounded,
+)
 from pdserve.engine.weights.formats import formats
-from pdserve.engine.weights.plain import PLAIN, empty, write_rounded
-from pdserve.engine.weights.unpack import as_plain, unpack
-from pdserve.kernels.cuda.linear.packing import BITS, DeviceMatrix, pack
-from pdserve.kernels.cuda.linear.product import SplitSums, linear, split_linear
+from pdserve.engine.weights.unpack import unpack
+from pdserve.kernels.cuda.linear import BITS, DeviceMatrix, SplitSums, linear, pack, split_linear
 
 log = logging.getLogger(__name__)
 

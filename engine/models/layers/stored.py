@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pdserve.engine.execution.batch import Ints
-from pdserve.engine.weights.format import VALUES, RawTensor
+from pdserve.engine.execution import Ints
+from pdserve.engine.weights import VALUES, RawTensor
 from pdserve.engine.weights.unpack import unpack
 
 HELD = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pdserve.engine.execution.batch import Batch
+from pdserve.engine.execution import Batch
 from pdserve.engine.models.config import UnsupportedModel
 from pdserve.engine.models.layers.stored import Weights, expand
 from pdserve.engine.models.parts import Part, TensorSpec

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from pdserve.engine.kv import Pages
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import Pages
 from pdserve.engine.transport.device import Device, DeviceError, Slot
 from pdserve.kernels.copy_hash import TILE_BYTES, UNIT_BYTES, expand_key
-from pdserve.kernels.cuda.copy_hash import INTACT, SHARE_BYTES, SHARES_AT, CopyHash
+from pdserve.kernels.cuda import INTACT, SHARE_BYTES, SHARES_AT, CopyHash
 
 _LOCAL, _INTERPROCESS = 2, 2 | 4  # cudaEventDisableTiming, and cudaEventInterprocess
 _NOT_READY = 600  # cudaErrorNotReady

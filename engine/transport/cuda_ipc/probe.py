@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from pdserve.engine.kv.spec import Pages
+from pdserve.engine.kv import Pages
 from pdserve.engine.transport.cuda_ipc.handshake import PROBE_BYTES, HandshakeOffer, Refusal
 from pdserve.engine.transport.device import TAIL_BYTES, Device, DeviceError, Memory, Slot
 from pdserve.kernels.copy_hash import KEY_BYTES

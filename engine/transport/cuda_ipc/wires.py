@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdserve.engine.kv.spec import Pages
+from pdserve.engine.kv import Pages
 from pdserve.engine.transport.base import (
     SLOTS,
     DeviceSink,

@@ -9,6 +9,20 @@ from importlib import import_module
 from types import MappingProxyType
 
 from pdserve.engine.weights.format import Format
+from pdserve.engine.weights.formats.grouped import (
+    CODES,
+    FP4,
+    FP8,
+    INT4,
+    INT8,
+    SCALES,
+    ZEROS,
+    even_groups,
+    float4,
+    nibbles,
+    packed_nibbles,
+    scales_of,
+)
 
 _formats: dict[str, Format] = {}
 

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 
-from pdserve.services.common.tenants.fairness import FairShare
+from pdserve.services.common.fairness import FairShare
 
 UNREADY = 1 << 20  # more than a process can hold: the others go first
 _ITEM_BYTES = 4

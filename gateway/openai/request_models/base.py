@@ -10,18 +10,21 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
+from pdserve.engine.api import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.caller import MAX_SESSION, Caller
-from pdserve.gateway.http.fields import (
+from pdserve.gateway.http import (
     IGNORED,
-    LEFT_OUT,
     OF_PROMPTS,
     OF_REQUESTS,
-    REFUSED,
+    Fate,
+    Priority,
+    StrictModel,
+    check_num_fields,
+    note,
+    parse_fields,
     refused_field,
 )
-from pdserve.gateway.http.members import Fate, note
-from pdserve.gateway.http.validation import Priority, StrictModel, check_num_fields, parse_fields
+from pdserve.gateway.http.fields import LEFT_OUT, REFUSED
 from pdserve.gateway.sampling import bounded, refuse
 
 _KNOWN = IGNORED | LEFT_OUT | OF_REQUESTS | REFUSED.keys()

@@ -1,6 +1,6 @@
 """The members of a chat's unions, and how each is handled."""
 
-from pdserve.gateway.http.members import LEFT_OUT, REFUSED, SERVED, Table
+from pdserve.gateway.http import LEFT_OUT, REFUSED, SERVED, Table
 
 ROLES: Table = dict.fromkeys(
     ("system", "developer", "user", "assistant", "tool", "function"), SERVED

@@ -5,10 +5,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
+from pdserve.engine.api import MAX_ENTRIES
+from pdserve.gateway.http import ModelName, TokenLimit, thinking_budget
 from pdserve.gateway.http.fields import REFUSED
-from pdserve.gateway.http.thinking import thinking_budget
-from pdserve.gateway.http.validation import ModelName, TokenLimit
 from pdserve.gateway.openai.request_models import base
 from pdserve.gateway.openai.request_models.base import Body, OwnedBody
 from pdserve.gateway.openai.request_models.structure import StructureFields

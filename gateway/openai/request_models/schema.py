@@ -6,9 +6,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, WithJsonSchema
 
-from pdserve.gateway.http.members import DROPPED, SERVED, Fate, note
-from pdserve.gateway.http.thinking import Effort, ReasoningBody, ThinkingChoice, ThinkingFields
-from pdserve.gateway.http.validation import MAX_TOOLS, ModelName, TokenLimit
+from pdserve.gateway.http import (
+    DROPPED,
+    MAX_TOOLS,
+    SERVED,
+    Effort,
+    Fate,
+    ModelName,
+    ReasoningBody,
+    ThinkingChoice,
+    ThinkingFields,
+    TokenLimit,
+    note,
+)
 from pdserve.gateway.openai.custom_input import custom_arguments, written
 from pdserve.gateway.openai.request_models import base, members
 from pdserve.gateway.openai.request_models.base import Body, parse
@@ -16,8 +26,14 @@ from pdserve.gateway.openai.request_models.sampling import Sampling
 from pdserve.gateway.openai.request_models.structure import StructureFields
 from pdserve.gateway.openai.request_models.tools import ToolBody, tool_use
 from pdserve.gateway.sampling import client_errors, refuse
-from pdserve.text.messages import REASONING, VERBOSITIES, TemplateInput
-from pdserve.text.request import ChatCompletionRequest, RequestedSampling, ToolUse
+from pdserve.text import (
+    REASONING,
+    VERBOSITIES,
+    ChatCompletionRequest,
+    RequestedSampling,
+    TemplateInput,
+    ToolUse,
+)
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128  # of one message

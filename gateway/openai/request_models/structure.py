@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
 
-from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_CHARS
+from pdserve.engine.api import MAX_STRUCTURE_CHARS
 from pdserve.gateway.openai.request_models.base import Body
 from pdserve.gateway.sampling import refuse
-from pdserve.text.request import Kind, Structure
+from pdserve.text import Kind, Structure
 
 MAX_NAME = 64  # characters of a schema's name
 MAX_TAGS = 256

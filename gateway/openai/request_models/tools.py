@@ -5,21 +5,23 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from pdserve.gateway.http.members import LEFT_OUT, Fate, note
-from pdserve.gateway.http.validation import (
+from pdserve.gateway.http import (
+    LEFT_OUT,
     MAX_TOOLS,
     ArgumentSchema,
+    Fate,
     ToolDescription,
     ToolName,
     check_served,
     check_tools,
+    note,
 )
 from pdserve.gateway.openai.custom_input import CustomFormat, custom_tool
 from pdserve.gateway.openai.request_models.base import Body
 from pdserve.gateway.openai.request_models.members import TOOL_CHOICES, TOOLS
 from pdserve.gateway.sampling import refuse
 from pdserve.services.common.errors import quoted
-from pdserve.text.request import Tool, ToolUse
+from pdserve.text import Tool, ToolUse
 
 # Anthropic and Mistral call it "any".
 MODES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}

@@ -1,1 +1,3 @@
 """/v1/responses."""
+
+from pdserve.gateway.openai.responses.routes import add_response_routes

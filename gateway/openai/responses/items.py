@@ -6,9 +6,19 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pdserve.gateway.http.members import DROPPED, REFUSED, SERVED, Fate, kept, note
-from pdserve.gateway.http.thinking import Effort
-from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, TextOrObjects, parsed
+from pdserve.gateway.http import (
+    DROPPED,
+    MAX_TOOLS,
+    REFUSED,
+    SERVED,
+    Effort,
+    Fate,
+    StrictModel,
+    TextOrObjects,
+    kept,
+    note,
+    parsed,
+)
 from pdserve.gateway.openai.custom_input import custom_arguments, written
 from pdserve.gateway.openai.responses.tools import ITEMS, PARTS, ROLES, UNKNOWN_ITEM, joined_name
 from pdserve.gateway.sampling import refuse

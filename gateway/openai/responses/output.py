@@ -10,12 +10,11 @@ from typing import Any, Protocol
 from pydantic_core import to_json
 
 from pdserve.gateway.choice import Delta, ScoredToken
-from pdserve.gateway.http.json_text import JsonList, JsonPieces, array_json, object_json
+from pdserve.gateway.http import JsonList, JsonPieces, array_json, object_json
 from pdserve.gateway.openai.custom_input import CustomInput
 from pdserve.gateway.openai.parts import with_top
 from pdserve.gateway.openai.responses.tools import OfferedTool
-from pdserve.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
-from pdserve.text.request import Tool
+from pdserve.text import ContentPart, ReasoningPart, TextPart, Tool, ToolCallPart
 
 Event = dict[str, Any]
 _SUMMARY = "response.reasoning_summary"  # prefix of the names of a summary's events

@@ -8,9 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http.api import CodedError
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.members import SERVED, Fate, note
+from pdserve.gateway.http import SERVED, BodyReader, CodedError, Fate, note
 from pdserve.gateway.openai.responses.items import (
     MAX_ITEMS,
     REFERENCE,
@@ -23,11 +21,10 @@ from pdserve.gateway.openai.responses.request_model import InputTokensBody
 from pdserve.gateway.openai.responses.tools import ITEMS, parse_tools, tool_use
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
-from pdserve.gateway.storage.response_store import ResponseStore
+from pdserve.gateway.storage import ResponseStore
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.common.errors import quoted
-from pdserve.text.messages import TemplateInput
-from pdserve.text.request import ChatCompletionRequest, RequestedSampling
+from pdserve.text import ChatCompletionRequest, RequestedSampling, TemplateInput
 
 # The ids of a response's items contain the response's own id; input items have "in" before their
 # number.

@@ -11,10 +11,15 @@ from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import HeldLogprobs
-from pdserve.gateway.http.api import Event as SentEvent
-from pdserve.gateway.http.api import HttpError, sent_event
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
+from pdserve.gateway.http import (
+    BodyReader,
+    HttpError,
+    JsonPieces,
+    array_json,
+    object_json,
+    sent_event,
+)
+from pdserve.gateway.http import Event as SentEvent
 from pdserve.gateway.openai.errors import CONTEXT_CODE, error_message, error_object
 from pdserve.gateway.openai.responses.items import Item
 from pdserve.gateway.openai.responses.output import Event, ResponseOutput
@@ -22,7 +27,7 @@ from pdserve.gateway.openai.responses.prompt import ResponsePrompt
 from pdserve.gateway.openai.responses.request_model import ResponsesBody
 from pdserve.gateway.prepared_completion import PreparedCompletion, Usage
 from pdserve.gateway.service import Service
-from pdserve.gateway.storage.response_store import KeptResponse, ResponseStore
+from pdserve.gateway.storage import KeptResponse, ResponseStore
 from pdserve.services.common.errors import ServiceError
 
 IN_PROGRESS = "response.in_progress"

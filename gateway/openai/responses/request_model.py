@@ -9,29 +9,25 @@ from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import to_json
 
 from pdserve.gateway.caller import MAX_SESSION
-from pdserve.gateway.http import fields
-from pdserve.gateway.http.thinking import (
-    ReasoningBody,
-    ThinkingChoice,
-    ThinkingFields,
-    thinking_budget,
-    thinking_variables,
-)
-from pdserve.gateway.http.validation import (
+from pdserve.gateway.http import (
     MAX_TOOLS,
     NOTHING,
     ModelName,
     Priority,
+    ReasoningBody,
     StrictModel,
     TextOrObjects,
+    ThinkingChoice,
+    ThinkingFields,
     TokenLimit,
+    fields,
     parse_body,
+    thinking_budget,
+    thinking_variables,
 )
-from pdserve.gateway.openai.request_models.sampling import PENALTIES
-from pdserve.gateway.openai.request_models.schema import TemplateKwargs
+from pdserve.gateway.openai.request_models import PENALTIES, TemplateKwargs
 from pdserve.gateway.sampling import PenaltyWindow, bounded, refuse, within_window
-from pdserve.text.messages import VERBOSITIES, suggested_variables
-from pdserve.text.request import RequestedSampling, Structure
+from pdserve.text import VERBOSITIES, RequestedSampling, Structure, suggested_variables
 
 # fmt: off
 # They change no answer of this server.

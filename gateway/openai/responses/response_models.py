@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from pdserve.gateway.http.docs import AnswerModel
+from pdserve.gateway.http import AnswerModel
 from pdserve.gateway.openai.response_models import ScoredChatToken, UsageDetails
 
 Status = Literal["in_progress", "completed", "incomplete"]

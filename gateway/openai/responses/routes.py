@@ -8,11 +8,17 @@ from fastapi import FastAPI, Request, Response
 from pydantic_core import from_json, to_json
 from starlette.responses import JSONResponse
 
-from pdserve.gateway.http.api import ErrorShape, HttpError, HttpLimits, error_response
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.docs import described
-from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.http.responses import EventStream, Reply
+from pdserve.gateway.http import (
+    BodyReader,
+    ErrorShape,
+    EventStream,
+    HttpError,
+    HttpLimits,
+    Reply,
+    caller_of,
+    described,
+    error_response,
+)
 from pdserve.gateway.openai.responses.prompt import count_input_tokens
 from pdserve.gateway.openai.responses.reply import ResponseReply
 from pdserve.gateway.openai.responses.request_model import (
@@ -31,7 +37,7 @@ from pdserve.gateway.openai.responses.response_models import (
 )
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
-from pdserve.gateway.storage.response_store import KeptResponse, ResponseStore
+from pdserve.gateway.storage import KeptResponse, ResponseStore
 from pdserve.services.common.errors import quoted
 
 PAGE = 20  # items, unless the client sets a limit

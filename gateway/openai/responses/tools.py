@@ -8,20 +8,26 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from pdserve.gateway.http.members import DROPPED, LEFT_OUT, REFUSED, SERVED, Fate, Table, kept
-from pdserve.gateway.http.validation import (
+from pdserve.gateway.http import (
+    DROPPED,
+    LEFT_OUT,
     MAX_TOOLS,
+    REFUSED,
+    SERVED,
+    Fate,
     StrictModel,
+    Table,
     ToolDescription,
     ToolName,
     check_served,
     check_tools,
+    kept,
     parsed,
 )
-from pdserve.gateway.openai.request_models.tools import MODES, CustomBody, FunctionBody
+from pdserve.gateway.openai.request_models import MODES, CustomBody, FunctionBody
 from pdserve.gateway.sampling import refuse
 from pdserve.services.common.errors import quoted
-from pdserve.text.request import Tool, ToolUse
+from pdserve.text import Tool, ToolUse
 
 ROLES: Table = dict.fromkeys(("user", "assistant", "system", "developer"), SERVED)
 # A part in no row is dropped from a message of the assistant, and refused elsewhere.

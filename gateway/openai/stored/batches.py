@@ -9,17 +9,13 @@ from pydantic import AfterValidator
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from pdserve.gateway.batches.batches import Batches
-from pdserve.gateway.batches.tables import StoredBatch
-from pdserve.gateway.http.api import Dialect
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.docs import described
-from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.openai.request_models.base import Body, parse
+from pdserve.gateway.batches import Batches, StoredBatch
+from pdserve.gateway.http import BodyReader, Dialect, caller_of, described
+from pdserve.gateway.openai.request_models import Body, parse
 from pdserve.gateway.openai.stored.lists import list_reply, not_found, page_of
 from pdserve.gateway.openai.stored.response_models import BatchesQuery, BatchList, BatchObject
 from pdserve.gateway.sampling import refuse
-from pdserve.gateway.storage.text import check_text
+from pdserve.gateway.storage import check_text
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 ENDS = ("completed_at", "failed_at", "expired_at", "cancelled_at")

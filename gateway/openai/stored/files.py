@@ -7,13 +7,16 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
-from pdserve.gateway.batches.files import Files
-from pdserve.gateway.batches.tables import PIECE_BYTES, StoredFile
-from pdserve.gateway.http.api import Dialect, HttpLimits
-from pdserve.gateway.http.docs import described
-from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.http.multipart import FILE, FileForm
-from pdserve.gateway.http.responses import PieceStream
+from pdserve.gateway.batches import PIECE_BYTES, Files, StoredFile
+from pdserve.gateway.http import (
+    FILE,
+    Dialect,
+    FileForm,
+    HttpLimits,
+    PieceStream,
+    caller_of,
+    described,
+)
 from pdserve.gateway.openai.stored.lists import list_reply, not_found, page_of
 from pdserve.gateway.openai.stored.response_models import (
     FileDeleted,
@@ -23,9 +26,9 @@ from pdserve.gateway.openai.stored.response_models import (
     FileUpload,
 )
 from pdserve.gateway.sampling import refuse
-from pdserve.gateway.storage.text import check_text
+from pdserve.gateway.storage import check_text
 from pdserve.services.common.errors import ServiceError, quoted
-from pdserve.services.common.tenants.fairness import FairShare
+from pdserve.services.common.fairness import FairShare
 
 PURPOSE = "batch"
 MAX_UPLOADS = 64  # at once, over all keys

@@ -16,15 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http.api import Dialect, HttpLimits
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.docs import DOCUMENT
-from pdserve.gateway.metrics.request_metrics import RequestUsage
+from pdserve.gateway.http import DOCUMENT, BodyReader, Dialect, HttpLimits
+from pdserve.gateway.metrics import RequestUsage
 from pdserve.gateway.openai.api import STORED
 from pdserve.gateway.settings import GatewaySettings
-from pdserve.gateway.storage.response_store import KeptResponse
-from pdserve.gateway.storage.url import check_url
-from pdserve.services.common.tenants.keys import ApiKeys
+from pdserve.gateway.storage import KeptResponse, check_url
+from pdserve.services.common.tenants import ApiKeys
 
 if TYPE_CHECKING:
     from pdserve.gateway.openai.stored.parts import StoredParts

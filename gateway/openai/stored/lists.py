@@ -7,8 +7,8 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdserve.gateway.batches.files import Page, Stored
-from pdserve.gateway.http.api import Dialect, HttpError, error_response
+from pdserve.gateway.batches import Page, Stored
+from pdserve.gateway.http import Dialect, HttpError, error_response
 from pdserve.gateway.sampling import refuse
 from pdserve.services.common.errors import quoted
 

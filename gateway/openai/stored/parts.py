@@ -12,15 +12,9 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.types import ASGIApp
 
 from pdserve.gateway.admission import AdmissionLimits
-from pdserve.gateway.batches.batches import Batches
-from pdserve.gateway.batches.files import FileLimits, Files
-from pdserve.gateway.batches.run import Answer, LineSlots
-from pdserve.gateway.batches.runner import BatchRunner
+from pdserve.gateway.batches import Answer, Batches, BatchRunner, FileLimits, Files, LineSlots
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http.api import Dialect, HttpLimits
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.http.inner import post
+from pdserve.gateway.http import BodyReader, Dialect, HttpLimits, caller_of, post
 from pdserve.gateway.metrics.usage_log import UsageLog
 from pdserve.gateway.openai.stored.batches import add_batch_routes
 from pdserve.gateway.openai.stored.files import add_file_routes
@@ -29,7 +23,7 @@ from pdserve.gateway.settings import GatewaySettings
 from pdserve.gateway.storage.database import Database
 from pdserve.gateway.storage.responses import DatabaseResponses
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants.keys import ApiKeys, Tenant
+from pdserve.services.common.tenants import ApiKeys, Tenant
 
 log = logging.getLogger("pdserve.gateway.database")
 EVERY_S = 3600.0

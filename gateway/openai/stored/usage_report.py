@@ -10,16 +10,21 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import QueryParams
 
-from pdserve.gateway.http.api import ErrorShape
-from pdserve.gateway.http.docs import described
-from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.http.json_text import JsonPieces, array_json, list_json, object_json
-from pdserve.gateway.http.responses import Reply
+from pdserve.gateway.http import (
+    ErrorShape,
+    JsonPieces,
+    Reply,
+    array_json,
+    caller_of,
+    described,
+    list_json,
+    object_json,
+)
 from pdserve.gateway.metrics.usage_log import UsageLog, UsageQuery
 from pdserve.gateway.openai.stored.lists import whole_number
 from pdserve.gateway.openai.stored.response_models import UsagePage, UsageReportQuery
 from pdserve.gateway.sampling import refuse
-from pdserve.gateway.storage.text import check_text
+from pdserve.gateway.storage import check_text
 
 # Width -> (seconds, buckets of a page by default, at most)
 WIDTHS = {"1h": (3600, 24, 168), "1d": (86400, 7, 31)}

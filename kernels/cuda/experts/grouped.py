@@ -12,13 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.cuda.experts.grouping import Groups
-from pdserve.kernels.cuda.linear.packing import DeviceMatrix
-from pdserve.kernels.cuda.linear.product import SIDE, finish, row_sum
-from pdserve.kernels.cuda.linear.tiles import (
+from pdserve.kernels.cuda.linear import (
     LARGEST,
+    SIDE,
+    DeviceMatrix,
     ProductTarget,
     Tiles,
+    finish,
     register_limit,
+    row_sum,
     splits_of,
     tall_tiles,
     target_of,

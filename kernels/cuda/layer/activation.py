@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.cuda.linear.product import SplitSums, added, operands
+from pdserve.kernels.cuda.linear import SplitSums, added, operands
 
 BLOCK = 1024
 # gpt-oss: the steepness of its sigmoid, and the limit of its inputs (arXiv:2508.10925).

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.cuda.linear.product import SplitSums, added, operands
+from pdserve.kernels.cuda.linear import SplitSums, added, operands
 
 
 @triton.jit

@@ -1,1 +1,3 @@
 """Sampling on the device."""
+
+from pdserve.kernels.cuda.sampling.step import CudaSampling

@@ -18,7 +18,7 @@ from pdserve.services.common.auth.roles import Role
 from pdserve.services.common.auth.tls import TlsAccess, TlsFiles
 from pdserve.services.common.errors import ServiceError, abort
 from pdserve.services.common.options import HostSettings
-from pdserve.services.common.rpc.channel import AUTHORIZATION, CHANNEL_OPTIONS
+from pdserve.services.common.rpc import AUTHORIZATION, CHANNEL_OPTIONS
 
 MIN_SECRET_BYTES = 32
 Context = grpc.aio.ServicerContext[Any, Any]

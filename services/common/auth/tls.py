@@ -18,8 +18,7 @@ from pdserve.protos import common_pb2
 from pdserve.services.common.auth.certificates import Identity, check_pair, role_in
 from pdserve.services.common.auth.roles import RIGHTS, Role
 from pdserve.services.common.errors import ServiceError, abort
-from pdserve.services.common.rpc.channel import CHANNEL_OPTIONS
-from pdserve.services.common.rpc.malformed import Context, Guard, guarded
+from pdserve.services.common.rpc import CHANNEL_OPTIONS, Context, Guard, guarded
 
 log = logging.getLogger(__name__)
 

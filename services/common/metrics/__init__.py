@@ -1,1 +1,3 @@
 """Prometheus metrics of every process."""
+
+from pdserve.services.common.metrics.observations import Observations

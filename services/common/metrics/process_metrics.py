@@ -22,8 +22,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
-from pdserve.services.common.auth.certificates import ends_of
-from pdserve.services.common.auth.tls import read_pem
+from pdserve.services.common.auth import ends_of, read_pem
 from pdserve.services.common.options import CertificateSettings, ProbedSettings
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ router keeps one for each request that it runs.
 from array import array
 from collections.abc import Sequence
 
-from pdserve.engine.api.sampling_bounds import MAX_CHOICES
+from pdserve.engine.api import MAX_CHOICES
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.errors import ServiceError
 

@@ -1,1 +1,3 @@
 """Migration of running requests to other decode workers."""
+
+from pdserve.services.decode.migration.outgoing import OutgoingMigrations

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from pdserve.engine.engine import Engine, Held
 from pdserve.engine.handoff.outgoing import Sent
-from pdserve.engine.handoff.protocol.keys import Ticket
+from pdserve.engine.handoff.protocol import Ticket
 from pdserve.engine.handoff.sender import Sender
 
 MOVE_S = 2.0  # longest pause of a stream by a hand-off; then the request continues here

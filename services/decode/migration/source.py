@@ -10,12 +10,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from pdserve.engine.handoff.outgoing import Sent
-from pdserve.engine.handoff.protocol.frames import ID_BYTES
-from pdserve.engine.handoff.protocol.keys import SECRET_BYTES, Ticket
+from pdserve.engine.handoff.protocol import ID_BYTES, SECRET_BYTES, Ticket
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.decode.attempt import DecodeSession, ServedAttempt
 from pdserve.services.decode.runtime import DecodeRuntime
-from pdserve.services.worker.core import when_done
+from pdserve.services.worker import when_done
 
 log = logging.getLogger(__name__)
 

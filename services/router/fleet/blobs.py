@@ -3,10 +3,9 @@
 import logging
 
 from pdserve.protos.fleet_pb2 import DECODE
-from pdserve.services.common.auth.access import Access
-from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.auth import Access, Role
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc.blobs import BLOB_CACHE_BYTES, BlobCache, read_blob
+from pdserve.services.common.rpc import BLOB_CACHE_BYTES, BlobCache, read_blob
 from pdserve.services.router.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)

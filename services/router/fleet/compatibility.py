@@ -8,14 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pdserve.engine.kv.identity import (
-    NO_MIXING,
-    Difference,
-    KvIdentity,
-    Mixing,
-    differences,
-    refusal,
-)
+from pdserve.engine.kv import NO_MIXING, Difference, KvIdentity, Mixing, differences, refusal
 from pdserve.services.router.fleet.fleet import Worker
 
 RESUME_SIDES = ("on the earlier worker", "on the new worker")

@@ -27,8 +27,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import TypeVar
 
-from pdserve.engine.kv.codec import decode_spec
-from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv import KvIdentity, decode_spec
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.services.common.stall_detector import StallDetector
 from pdserve.services.router.fleet.prefix_index import CAPACITY, PrefixIndex, WorkerPrefixes

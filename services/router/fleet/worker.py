@@ -4,8 +4,7 @@ pure.
 
 from dataclasses import dataclass
 
-from pdserve.engine.kv.identity import Difference, KvIdentity, Mixing, refusal
-from pdserve.engine.kv.spec import KvSpec, spec_difference
+from pdserve.engine.kv import Difference, KvIdentity, KvSpec, Mixing, refusal, spec_difference
 
 SIDES = ("at decode", "at prefill")
 

@@ -18,11 +18,8 @@ import grpc.aio
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
-from pdserve.services.common.auth.access import Access
-from pdserve.services.common.auth.roles import Role
-from pdserve.services.common.rpc.outbox import Outbox
-from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION, is_refusal
-from pdserve.services.common.rpc.token_rows import RowReader, TokenRow
+from pdserve.services.common.auth import Access, Role
+from pdserve.services.common.rpc import PROTOCOL_VERSION, Outbox, RowReader, TokenRow, is_refusal
 from pdserve.services.router.fleet.fleet import Worker
 
 log = logging.getLogger(__name__)

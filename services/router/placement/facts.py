@@ -4,11 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
-from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
-from pdserve.engine.kv.identity import Mixing
-from pdserve.services.router.fleet.fleet import Worker
-from pdserve.services.router.fleet.prefix_index import PrefixIndex
-from pdserve.services.router.fleet.worker import WorkerFacts, WorkerKind, mismatch
+from pdserve.engine.kv import Mixing, cache_seed, chain_hashes
+from pdserve.services.router.fleet import PrefixIndex, Worker, WorkerFacts, WorkerKind, mismatch
 from pdserve.services.router.placement.policy import PromptFacts, pick_decode
 from pdserve.services.router.placement.promises import PromisedChains
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from pdserve.engine.kv.identity import NO_MIXING, Difference, Mixing
-from pdserve.services.router.fleet.worker import WorkerFacts, mismatch
+from pdserve.engine.kv import NO_MIXING, Difference, Mixing
+from pdserve.services.router.fleet import WorkerFacts, mismatch
 
 # A running row delays a new request about as much as this many prompt tokens.
 ROW_TOKENS = 64

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pdserve.services.router.fleet.worker import WorkerFacts
+from pdserve.services.router.fleet import WorkerFacts
 
 PICKED_S = 1.0
 MAX_PICKS = 4096  # open at once; the oldest makes room for a new one

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
-from pdserve.services.common.tenants.fairness import FairQueue, FairShare
+from pdserve.services.common.fairness import FairQueue, FairShare
 
 
 class WaitReason(Enum):

@@ -6,7 +6,7 @@ from typing import Any
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc.fragments import send_ids
+from pdserve.services.common.rpc import send_ids
 from pdserve.services.router.request import events as on
 
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from pdserve.protos.fleet_pb2 import DECODE
-from pdserve.services.router.fleet.fleet import Fleet, State, Worker
-from pdserve.services.router.placement.rebalance import Pressure, Running, drain_order, relief_order
+from pdserve.services.router.fleet import Fleet, State, Worker
+from pdserve.services.router.placement import Pressure, Running, drain_order, relief_order
 from pdserve.services.router.request.placer import Placer
 from pdserve.services.router.request.request import RoutedRequest
 

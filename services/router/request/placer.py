@@ -12,15 +12,30 @@ from collections.abc import Collection, Iterable, Sequence
 from random import Random
 from typing import NamedTuple
 
-from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv import KvIdentity
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
-from pdserve.services.router.fleet.compatibility import STRANDED_S, KvCompatibility
-from pdserve.services.router.fleet.fleet import Fleet, State, Worker, taking_work
-from pdserve.services.router.placement.facts import FactsOfWorkers, destination
-from pdserve.services.router.placement.policy import PromptFacts, Rules, decide, decode_costs
-from pdserve.services.router.placement.promises import PickedPrompts, PromisedChains, prompt_key
-from pdserve.services.router.placement.recompute_budget import RecomputeBudget
-from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
+from pdserve.services.router.fleet import (
+    STRANDED_S,
+    Fleet,
+    KvCompatibility,
+    State,
+    Worker,
+    taking_work,
+)
+from pdserve.services.router.placement import (
+    FactsOfWorkers,
+    PickedPrompts,
+    PromisedChains,
+    PromptFacts,
+    RecomputeBudget,
+    Rules,
+    WaitingQueue,
+    WaitReason,
+    decide,
+    decode_costs,
+    destination,
+    prompt_key,
+)
 from pdserve.services.router.request import actions as do
 from pdserve.services.router.request import events as on
 from pdserve.services.router.request.effects import Assignment

@@ -10,16 +10,15 @@ import logging
 import os
 from typing import Any
 
-from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv import KvIdentity
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc.request_progress import LostTokens, RequestProgress, remaining_ms
-from pdserve.services.common.rpc.token_rows import NumberedChoice
+from pdserve.services.common.rpc import LostTokens, NumberedChoice, RequestProgress, remaining_ms
 from pdserve.services.common.tracing import NO_SPAN, TraceSpan
-from pdserve.services.router.fleet.fleet import Worker
-from pdserve.services.router.placement.policy import PromptFacts
+from pdserve.services.router.fleet import Worker
+from pdserve.services.router.placement import PromptFacts
 from pdserve.services.router.request import actions as do
 from pdserve.services.router.request import events as on
 from pdserve.services.router.request import machine, messages

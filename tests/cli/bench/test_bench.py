@@ -19,7 +19,7 @@ from pdserve.cli.bench.command import make_prompts, prompt_of_length
 from pdserve.cli.bench.measure import open_loop
 from pdserve.cli.http_client import ApiError
 from pdserve.cli.main import main
-from pdserve.cli.options.settings import ClientSettings
+from pdserve.cli.options import ClientSettings
 
 TEXTS = [json.dumps({"choices": [{"text": word}]}) for word in ("a", "b", "", "c")]
 

@@ -14,7 +14,7 @@ from pdserve.cli.chat.conversation import Conversation
 from pdserve.cli.chat.view import MarkdownView, PlainView
 from pdserve.cli.http_client import ApiClient
 from pdserve.cli.main import main
-from pdserve.cli.options.settings import ChatSettings
+from pdserve.cli.options import ChatSettings
 
 TINY = {"id": "tiny", "max_model_len": 100, "default_sampling_params": {"temperature": 0.2}}
 

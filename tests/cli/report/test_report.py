@@ -23,15 +23,16 @@ from systems.cluster_secret import SECRET
 
 from pdserve.cli.commands import COMMANDS
 from pdserve.cli.main import main
+from pdserve.cli.options import Settings
 from pdserve.cli.options.options import Option
-from pdserve.cli.options.sources import Settings
 from pdserve.cli.report import command
 from pdserve.cli.report.command import Bundle, collect_parts
 from pdserve.cli.report.parts import Secrets
-from pdserve.cli.up.folders import CONFIG_FILE, run_dir
+from pdserve.cli.up import CONFIG_FILE
+from pdserve.cli.up.folders import run_dir
 from pdserve.protos import router_pb2
 from pdserve.protos.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
-from pdserve.services.common.auth.certificates import make_authority
+from pdserve.services.common.auth import make_authority
 from pdserve.services.common.discovery import api_server
 
 NOBODY = "http://127.0.0.1:1"

@@ -10,7 +10,7 @@ from systems.terminal import in_terminal
 from pdserve.cli.main import main
 from pdserve.cli.top.command import screen
 from pdserve.cli.top.fleet import parse_snapshot, rates
-from pdserve.gateway.metrics.metrics import GatewayMetrics
+from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.protos import common_pb2 as common
 from pdserve.protos import fleet_pb2 as fleet
 from pdserve.protos import router_pb2 as router

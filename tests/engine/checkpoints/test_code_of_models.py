@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from builders.tiny_models import write_tiny
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.checkpoints import CheckpointError
 from pdserve.engine.load import LoadedModel, load_model
 
 AUTO_MAP = {

@@ -12,12 +12,10 @@ from builders.tiny_models import write_tiny
 from builders.write_gguf import write_gguf
 from fakes import hub as fake_hub
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.request import Pooled, Request
+from pdserve.engine.api import EngineConfig, Pooled, Request
 from pdserve.engine.build import build_engine
-from pdserve.engine.checkpoints.card import CardData
-from pdserve.engine.checkpoints.resolve import HubModel, download
-from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.checkpoints import CardData, CheckpointError, HubModel
+from pdserve.engine.checkpoints.resolve import download
 from pdserve.engine.load import load_model, open_checkpoint
 
 PROMPT = (5, 80, 200, 31)

@@ -11,14 +11,14 @@ from builders.tiny_models import ARCHITECTURES, add_mtp, write_tiny
 from builders.viewed import assert_same_tensors
 from builders.write_gguf import write_gguf
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.architectures import parse_config
-from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
+from pdserve.engine.checkpoints import CheckpointError
+from pdserve.engine.checkpoints.gguf import GgufCheckpoint
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
 from pdserve.engine.checkpoints.gguf.text import end_ids, gguf_text_files
-from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.load import find_mapping, load_model, open_checkpoint
-from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models import ModelConfig
 
 # The format cannot express gemma's attention scale.
 OWN: dict[str, dict[str, Any]] = {

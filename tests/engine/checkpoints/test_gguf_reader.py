@@ -8,8 +8,8 @@ import gguf
 import numpy as np
 import pytest
 
+from pdserve.engine.checkpoints import CheckpointError
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
-from pdserve.engine.checkpoints.source import CheckpointError
 
 STRING, ARRAY, U32, F32, BOOL = 8, 9, 4, 6, 7
 

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+from pdserve.engine.checkpoints import CheckpointError
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
 from pdserve.engine.checkpoints.gguf.tokenizer import PRE_TOKENIZERS, adds_bos, tokenizer_json
-from pdserve.engine.checkpoints.source import CheckpointError
 
 KEY = "tokenizer.ggml."
 NORMAL = gguf.TokenType.NORMAL

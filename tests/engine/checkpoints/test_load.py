@@ -24,17 +24,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.cache import DigestCache, TextCache
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.checkpoints import CheckpointError, DigestCache, TextCache, WeightLoader
 from pdserve.engine.checkpoints.digest import leaf, merkle_root
-from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
-from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
-from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.checkpoints.weight_loader import WeightLoader
+from pdserve.engine.checkpoints.gguf import GgufCheckpoint
+from pdserve.engine.checkpoints.hf import DirectoryCheckpoint
 from pdserve.engine.load import LoadedModel, load_model, open_checkpoint
+from pdserve.engine.models import NativeDecoder
 from pdserve.engine.models.decoder import Decoder
-from pdserve.engine.models.native import NativeDecoder
-from pdserve.engine.weights.format import VALUES, RawTensor
+from pdserve.engine.weights import VALUES, RawTensor
 from pdserve.engine.weights.unpack import unpack
 
 QUANTIZABLE: dict[str, Any] = {

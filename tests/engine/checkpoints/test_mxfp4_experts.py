@@ -14,9 +14,9 @@ from builders.tiny_models import write_tiny
 from builders.viewed import viewed
 from safetensors.torch import load_file, save_file
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.build import build_engine
-from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.checkpoints import CheckpointError
 from pdserve.engine.load import load_model, open_checkpoint
 from pdserve.engine.weights.unpack import unpack
 

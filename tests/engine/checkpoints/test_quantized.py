@@ -17,13 +17,13 @@ from builders.quantized import Quantized, awq, compressed, fp8, gptq, write_quan
 from builders.tiny_models import write_tiny
 from safetensors.torch import load_file, save_file
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.build import build_engine
-from pdserve.engine.checkpoints import quantization
+from pdserve.engine.checkpoints import CheckpointError, quantization
 from pdserve.engine.checkpoints.digest import leaf
-from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.load import load_model, open_checkpoint
-from pdserve.engine.weights.formats.grouped import INT4, grouped
+from pdserve.engine.weights.formats import INT4
+from pdserve.engine.weights.formats.grouped import grouped
 from pdserve.engine.weights.unpack import unpack
 
 INT, FLOAT = {"type": "int"}, {"type": "float"}

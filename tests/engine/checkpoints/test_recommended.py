@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.card import RECOMMENDED, SAMPLING, with_recommended
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.checkpoints import with_recommended
+from pdserve.engine.checkpoints.card import RECOMMENDED, SAMPLING
 from pdserve.engine.load import load_model
-from pdserve.text.generation_config import GenerationDefaults
+from pdserve.text import GenerationDefaults
 
 
 def test_a_model_name_selects_its_row(subtests: pytest.Subtests) -> None:

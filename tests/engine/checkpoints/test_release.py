@@ -7,9 +7,9 @@ import pytest
 from builders.tiny_models import write_tiny
 from builders.write_gguf import write_gguf
 
-from pdserve.engine.checkpoints.weight_loader import WeightLoader
+from pdserve.engine.checkpoints import WeightLoader
 from pdserve.engine.load import open_checkpoint
-from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights import RawTensor
 
 
 def resident_bytes(file: Path) -> int:

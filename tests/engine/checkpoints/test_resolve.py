@@ -7,10 +7,10 @@ from builders.tiny_models import shipped_model, write_tiny
 from builders.write_gguf import write_gguf
 from fakes import hub as fake_hub
 
+from pdserve.engine.checkpoints import CheckpointError, HubModel
 from pdserve.engine.checkpoints import resolve as hub_module
 from pdserve.engine.checkpoints import resolve as resolve_module
-from pdserve.engine.checkpoints.resolve import HubModel, download, resolve, served_name
-from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.checkpoints.resolve import download, resolve, served_name
 
 REPO = "some-org/Tiny.Llama_1"
 

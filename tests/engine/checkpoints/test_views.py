@@ -10,9 +10,8 @@ from builders.tiny_models import write_tiny
 from builders.write_gguf import write_gguf
 from safetensors.torch import load_file, save_file
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.checkpoints.tensor_remap import Nth, View, ViewedCheckpoint, first_of
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.checkpoints import CheckpointError, Nth, View, ViewedCheckpoint, first_of
 from pdserve.engine.load import LoadedModel, load_model, open_checkpoint
 from pdserve.engine.weights.unpack import unpack
 

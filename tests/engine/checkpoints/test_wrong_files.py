@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from builders.wrong_files import GOOD, WRONG_FILES, good_models
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.checkpoints import CheckpointError
 from pdserve.engine.load import load_model
 
 

@@ -8,7 +8,7 @@ import pytest
 from builders.grammar_kit import Maker, Runner
 from builders.tiny_models import write_tiny
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 

@@ -4,15 +4,17 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
+    MAX_ENTRIES,
+    MAX_GRAMMAR_BYTES,
+    MAX_SEQUENCE_IDS,
     Grammar,
     InvalidRequest,
     Request,
     SamplingParams,
     ThinkingBudget,
 )
-from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_GRAMMAR_BYTES, MAX_SEQUENCE_IDS
-from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.engine.scheduling import EngineLimits
 
 LIMITS = EngineLimits(
     vocab_size=64,

@@ -14,7 +14,7 @@ from builders.grammar_kit import Maker, Runner, of_regex
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
     ChoiceState,
     Finished,
     FinishReason,

@@ -19,10 +19,8 @@ from builders.grammar_kit import of_regex
 from llguidance import LLMatcher
 from systems.eventually import wait_until
 
-from pdserve.engine.api.sampling_bounds import MAX_GRAMMAR_BYTES
-from pdserve.engine.constraints.grammars import sandbox
-from pdserve.engine.constraints.grammars.backend import GrammarBackend
-from pdserve.engine.constraints.grammars.compiled import GrammarError
+from pdserve.engine.api import MAX_GRAMMAR_BYTES
+from pdserve.engine.constraints.grammars import GrammarBackend, GrammarError, sandbox
 from pdserve.engine.constraints.grammars.sandbox import CompileSandbox
 from pdserve.engine.constraints.grammars.sandbox_process import answer_line
 

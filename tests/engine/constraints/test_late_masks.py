@@ -13,11 +13,15 @@ from builders.engine_kit import ask, assert_at_rest, of, tokens
 from builders.grammar_kit import Maker, Runner, of_regex
 from systems.eventually import wait_until
 
-from pdserve.engine.api.request import ChoiceState, Grammar, NewTokens, RequestFailed
-from pdserve.engine.constraints.grammars import matcher
-from pdserve.engine.constraints.grammars.backend import GrammarBackend
-from pdserve.engine.constraints.grammars.matcher import GrammarMatcher, StepBudget
-from pdserve.engine.constraints.grammars.threads import NUM_THREADS, MaskThreads
+from pdserve.engine.api import ChoiceState, Grammar, NewTokens, RequestFailed
+from pdserve.engine.constraints.grammars import (
+    GrammarBackend,
+    GrammarMatcher,
+    MaskThreads,
+    StepBudget,
+    matcher,
+)
+from pdserve.engine.constraints.grammars.threads import NUM_THREADS
 
 PATTERN = of_regex("[A-D]{6}")
 LETTERS = of_regex("[a-z]*")

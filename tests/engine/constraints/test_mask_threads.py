@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.constraints.grammars.threads import NUM_SLOW_THREADS, NUM_THREADS, MaskThreads
+from pdserve.engine.constraints.grammars import MaskThreads
+from pdserve.engine.constraints.grammars.threads import NUM_SLOW_THREADS, NUM_THREADS
 
 LIMIT_S = 30.0
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from pdserve.engine.api.request import Request, SamplingParams, ThinkingBudget
-from pdserve.engine.constraints.manager import ChoiceConstraints, Constraint, ConstraintManager
+from pdserve.engine.api import Request, SamplingParams, ThinkingBudget
+from pdserve.engine.constraints import Bitmask, ConstraintManager
+from pdserve.engine.constraints.manager import ChoiceConstraints, Constraint
 from pdserve.engine.constraints.masks import (
     AllowedIds,
     BadWords,
-    Bitmask,
     SequenceSearch,
     ThinkingLimit,
     all_but,

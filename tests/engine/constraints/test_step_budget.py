@@ -10,10 +10,9 @@ import pytest
 from builders.engine_kit import ask, assert_at_rest, of, tokens
 from builders.grammar_kit import Maker, Runner, of_regex
 
-from pdserve.engine.api.request import ChoiceState, Event, Finished, FinishReason, NewTokens
+from pdserve.engine.api import ChoiceState, Event, Finished, FinishReason, NewTokens
 from pdserve.engine.constraints import manager
-from pdserve.engine.constraints.grammars import matcher
-from pdserve.engine.constraints.grammars.compiled import CompiledGrammar
+from pdserve.engine.constraints.grammars import CompiledGrammar, matcher
 
 SHORT = of_regex("[a-c]{2,4}[0-9]")  # the grammar or max_tokens ends it
 N = 16

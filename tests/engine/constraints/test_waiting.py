@@ -14,22 +14,18 @@ from builders.grammar_kit import Runner, of_regex
 from fakes.late_device import AheadEngine
 from systems.eventually import wait_until
 
-from pdserve.engine.api.request import (
-    Event,
-    Finished,
-    Grammar,
-    QueueFull,
-    RequestFailed,
-    Scheduled,
+from pdserve.engine.api import Event, Finished, Grammar, QueueFull, RequestFailed, Scheduled
+from pdserve.engine.constraints.grammars import (
+    CompiledGrammar,
+    GrammarBackend,
+    GrammarError,
+    sandbox,
 )
-from pdserve.engine.constraints.grammars import sandbox
 from pdserve.engine.constraints.grammars.backend import (
     MAX_QUEUED,
     MAX_QUEUED_OF_TENANT,
     NUM_THREADS,
-    GrammarBackend,
 )
-from pdserve.engine.constraints.grammars.compiled import CompiledGrammar, GrammarError
 from pdserve.engine.constraints.grammars.sandbox import CompileSandbox
 from pdserve.engine.constraints.manager import COMPILE_S
 from pdserve.engine.thread import EngineThread

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.backends.native import NativeBackend
-from pdserve.engine.execution.memory import free_host_bytes
+from pdserve.engine.execution import free_host_bytes
 
 GIB = 1 << 30
 

@@ -6,13 +6,10 @@ from typing import Any
 import numpy as np
 from builders.engine_kit import ask
 
-from pdserve.engine.execution.batch import Batch, Ints
-from pdserve.engine.execution.runner import ModelRunner
-from pdserve.engine.kv.block_hash import cache_seed
+from pdserve.engine.execution import Batch, Ints, ModelRunner
+from pdserve.engine.kv import KvSpec, LayerGroup, cache_seed
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
-from pdserve.engine.scheduling.plan import Plan, Row
-from pdserve.engine.scheduling.request_state import RequestState, Sequence
+from pdserve.engine.scheduling import Plan, RequestState, Row, Sequence
 
 BLOCK, SLOTS, CONTEXT = 4, 12, 48
 SPEC = KvSpec(

@@ -9,11 +9,9 @@ from builders.engine_kit import ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.execution.sampler import Sampler
-from pdserve.engine.kv.block_hash import cache_seed
-from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.engine.scheduling.plan import Outcome, Row
-from pdserve.engine.scheduling.request_state import RequestState, Sequence
+from pdserve.engine.execution import Sampler
+from pdserve.engine.kv import cache_seed
+from pdserve.engine.scheduling import EngineLimits, Outcome, RequestState, Row, Sequence
 from pdserve.kernels import reference
 from pdserve.kernels.reference.sampling import candidates, gumbel_noise
 from pdserve.kernels.sampling_ops import StreamSettings

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from builders.engine_kit import ask, fake_engine, of
 
-from pdserve.engine.api.request import NewTokens, Request
+from pdserve.engine.api import NewTokens, Request
 from pdserve.engine.handoff.claims import ClaimQueue
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.rings import CELLS, Notes, Played, whole_handoff
 
-from pdserve.engine.handoff.protocol.machine import (
+from pdserve.engine.handoff.protocol import (
     Claimed,
     ClaimGranted,
     Event,
@@ -26,9 +26,8 @@ from pdserve.engine.handoff.protocol.machine import (
     Tick,
     step,
 )
-from pdserve.engine.handoff.recorder.conform import check
-from pdserve.engine.handoff.recorder.event_log import EventLog, Record, Recording, RecordKind
-from pdserve.engine.handoff.recorder.timeline import merge
+from pdserve.engine.handoff.recorder import EventLog, Recording, RecordKind, check, merge
+from pdserve.engine.handoff.recorder.event_log import Record
 
 ATTEMPT = bytes(range(16))
 

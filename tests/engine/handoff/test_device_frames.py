@@ -18,12 +18,9 @@ from systems.handoff_pair import Pair, request
 
 from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
 from pdserve.engine.handoff.open_blocks import OpenBlocks
-from pdserve.engine.handoff.protocol import layout
-from pdserve.engine.handoff.protocol.frames import FrameHeader
-from pdserve.engine.handoff.protocol.layout import Bitmap, Piece, cut
-from pdserve.engine.kv.spec import KvSpec, LayerGroup, Pages
-from pdserve.engine.transport.base import SLOTS
-from pdserve.engine.transport.device import DeviceError
+from pdserve.engine.handoff.protocol import Bitmap, FrameHeader, Piece, cut, layout
+from pdserve.engine.kv import KvSpec, LayerGroup, Pages
+from pdserve.engine.transport import SLOTS, DeviceError
 
 SPEC = KvSpec(4, (LayerGroup((0, 1, 2), "full", 0, 1, 8, "bfloat16", 0, 1),))
 BLOCK = SPEC.groups[0].block_bytes(4)

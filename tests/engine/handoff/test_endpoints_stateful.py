@@ -19,11 +19,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.engine.api.request import Finished, NewTokens, Step, prefix_ids
+from pdserve.engine.api import Finished, NewTokens, Step, prefix_ids
 from pdserve.engine.handoff.incoming import Received
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.frames import PREFIX_BYTES
-from pdserve.engine.handoff.protocol.machine import PROGRESS_S
+from pdserve.engine.handoff.protocol import PREFIX_BYTES, PROGRESS_S, messages
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.sender import PromptToSend
 

@@ -5,10 +5,7 @@ from itertools import count
 import pytest
 from oracles.rings import Notes, play
 
-from pdserve.engine.handoff.recorder import scenario
-from pdserve.engine.handoff.recorder.conform import check
-from pdserve.engine.handoff.recorder.event_log import EventLog
-from pdserve.engine.handoff.recorder.timeline import describe, merge
+from pdserve.engine.handoff.recorder import EventLog, check, describe, merge, scenario
 
 LEADER, OTHER = bytes(range(16)), bytes(range(100, 116))
 

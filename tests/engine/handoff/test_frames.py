@@ -8,21 +8,29 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.frames import (
-    FRAME_BYTES,
-    MAX_CONTROL_BYTES,
+from pdserve.engine.handoff.protocol import (
     PREFIX_BYTES,
     WIRE_VERSION,
+    Domain,
     FrameError,
     FrameHeader,
     OtherVersion,
     Prefix,
+    Ticket,
+    derive_keys,
+    messages,
 )
-from pdserve.engine.handoff.protocol.keys import Domain, Ticket, derive_keys
-from pdserve.engine.kv.codec import decode_identity, decode_spec, encode_spec, spec_digest
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import KvSpec, LayerGroup, spec_difference
+from pdserve.engine.handoff.protocol.frames import FRAME_BYTES, MAX_CONTROL_BYTES
+from pdserve.engine.kv import (
+    KvIdentity,
+    KvSpec,
+    LayerGroup,
+    decode_identity,
+    decode_spec,
+    encode_spec,
+    spec_difference,
+    spec_digest,
+)
 
 ID = st.binary(min_size=16, max_size=16)
 TEXT = st.text(max_size=60)

@@ -6,15 +6,9 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
-from pdserve.engine.handoff.protocol.layout import (
-    SLOT_BYTES,
-    Bitmap,
-    Piece,
-    cut,
-    slot_bytes,
-)
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.handoff.protocol import Bitmap, FrameError, FrameHeader, Piece, cut, slot_bytes
+from pdserve.engine.handoff.protocol.layout import SLOT_BYTES
+from pdserve.engine.kv import KvSpec, LayerGroup
 
 FULL = LayerGroup(tuple(range(0, 30, 2)), "full", 0, 3, 64, "float32", 0, 3)
 WINDOW = LayerGroup(tuple(range(1, 30, 2)), "window", 48, 3, 64, "float32", 0, 3)

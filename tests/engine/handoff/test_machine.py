@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.handoff.protocol.machine import (
-    FROZEN_S,
-    SILENCE_S,
+from pdserve.engine.handoff.protocol import (
     Action,
     Claimed,
     ClaimGranted,
@@ -25,6 +23,7 @@ from pdserve.engine.handoff.protocol.machine import (
     Tick,
     step,
 )
+from pdserve.engine.handoff.protocol.machine import FROZEN_S, SILENCE_S
 
 INF = float("inf")
 EVENTS = st.one_of(

@@ -11,14 +11,10 @@ from fakes.memory_link import MemoryLink
 from systems.eventually import LIMIT_S
 
 from pdserve.engine.handoff.open_blocks import BlocksReleased, OpenBlocks
-from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
-from pdserve.engine.handoff.protocol.keys import Domain
-from pdserve.engine.handoff.protocol.layout import Bitmap
-from pdserve.engine.handoff.protocol.machine import Claimed
+from pdserve.engine.handoff.protocol import Bitmap, Claimed, Domain, FrameError, FrameHeader
 from pdserve.engine.handoff.receiver import Receiver
+from pdserve.engine.kv import KvIdentity, KvSpec, LayerGroup
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
 
 LAYERS, SIZE, BLOCKS = 6, 4, [3, 5, 9, 2]
 TOKENS = SIZE * len(BLOCKS)

@@ -14,19 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.rings import assert_conform, whole_handoff
 
-from pdserve.engine.handoff.protocol.machine import Action, Handoff, HandoffEnded, Side, step
+from pdserve.engine.handoff.protocol import Action, Handoff, HandoffEnded, Side, step
+from pdserve.engine.handoff.recorder import (
+    EventLog,
+    Recording,
+    RecordKind,
+    RingError,
+    check,
+    open_ring,
+    read_rings,
+)
 from pdserve.engine.handoff.recorder import ring as ring_file
-from pdserve.engine.handoff.recorder.conform import check
 from pdserve.engine.handoff.recorder.event_log import (
     ACTIONS,
     EVENTS,
     PHASES,
     RECORD_BYTES,
     SIDES,
-    EventLog,
     Record,
-    Recording,
-    RecordKind,
     pack,
     unpack,
 )
@@ -37,11 +42,8 @@ from pdserve.engine.handoff.recorder.ring import (
     NUM_REASONS,
     POSITION_AT,
     Ring,
-    RingError,
-    open_ring,
     parse_ring,
     read_ring,
-    read_rings,
     sweep,
 )
 

@@ -5,7 +5,7 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockPool
+from pdserve.engine.kv import NULL_BLOCK, BlockPool
 
 SIZE = 6
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from fakes.decoder import fake_spec
 
-from pdserve.engine.kv import torch_cache
-from pdserve.engine.kv.block_pool import BlockCopy
+from pdserve.engine.kv import BlockCopy, torch_cache
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.torch_cache import DeviceKvCache
 

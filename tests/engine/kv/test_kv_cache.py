@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from pdserve.engine.kv.block_pool import BlockCopy
+from pdserve.engine.kv import BlockCopy, KvSpec, LayerGroup
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
 
 
 def cache(dtype: str = "float32") -> KvCache:

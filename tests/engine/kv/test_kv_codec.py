@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.kv.codec import (
+from pdserve.engine.kv import (
+    KvIdentity,
+    KvSpec,
+    LayerGroup,
     decode_identity,
     decode_spec,
     encode_identity,
     encode_spec,
     spec_digest,
 )
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import DTYPE_BYTES, KvSpec, LayerGroup
+from pdserve.engine.kv.spec import DTYPE_BYTES
 
 SMALL = st.integers(0, 2**16 - 1)
 GROUP = st.builds(

@@ -5,11 +5,15 @@ from itertools import product
 
 import pytest
 
-from pdserve.engine.checkpoints.card import CardData
-from pdserve.engine.kv.identity import KvIdentity, Mixing, differences, refusal
-from pdserve.engine.models.config import LayerConfig, ModelConfig
-from pdserve.engine.models.identity import configuration_digest, kv_identity
-from pdserve.engine.models.layer import PRE_NORMS
+from pdserve.engine.checkpoints import CardData
+from pdserve.engine.kv import KvIdentity, Mixing, differences, refusal
+from pdserve.engine.models import (
+    PRE_NORMS,
+    LayerConfig,
+    ModelConfig,
+    configuration_digest,
+    kv_identity,
+)
 from pdserve.engine.models.rope import RopeConfig
 
 CARD = CardData(

@@ -10,7 +10,7 @@ from builders.tiny_models import write_tiny
 from transformers import GptOssConfig
 
 from pdserve.engine.architectures import parse_config
-from pdserve.engine.models.config import UnsupportedModel
+from pdserve.engine.models import UnsupportedModel
 
 YARN = {
     "rope_theta": 5e5,

@@ -14,8 +14,7 @@ from fakes import triton_interpreter as _  # noqa: F401  (before kernels run)
 from torch import Tensor
 
 from pdserve.engine.models.cuda import weights
-from pdserve.kernels.cuda.linear import packing, product, tiles
-from pdserve.kernels.cuda.linear.product import SplitSums, split_linear
+from pdserve.kernels.cuda.linear import SplitSums, packing, product, split_linear, tiles
 
 pytestmark = pytest.mark.kernels
 

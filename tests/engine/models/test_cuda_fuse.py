@@ -7,9 +7,8 @@ from builders.paged_runner import read_config
 from builders.tiny_models import write_tiny
 
 from pdserve.engine.architectures import find_spec
-from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models import ModelConfig, layer_parts
 from pdserve.engine.models.cuda.fuse import AddNorm, PrepareHeads, fused_parts
-from pdserve.engine.models.layer import layer_parts
 from pdserve.engine.models.parts import Add
 
 LAYERS = {

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.engine.execution.batch import Batch, GroupTable, UnreadTokens
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
-from pdserve.engine.models.cuda.graphs import DecodeGraphs, GraphShape, key_counts, row_counts
+from pdserve.engine.execution import Batch, GroupTable, UnreadTokens
+from pdserve.engine.kv import KvSpec, LayerGroup
+from pdserve.engine.models.cuda import row_counts
+from pdserve.engine.models.cuda.graphs import DecodeGraphs, GraphShape, key_counts
 from pdserve.engine.models.cuda.step import StepInputs
 
 SPEC = KvSpec(16, (LayerGroup((0,), "full", 0, 1, 16, "bfloat16", 0, 1),))

@@ -11,13 +11,13 @@ from builders.linear_cases import BF16, F16, F32, parts_of
 from fakes import triton_interpreter  # noqa: F401  (before kernels run)
 from torch import Tensor
 
+from pdserve.engine.models import Linear
 from pdserve.engine.models.cuda.experts import ExpertMatrices, ExpertProduct
 from pdserve.engine.models.cuda.weights import DeviceWeights
-from pdserve.engine.models.parts import Linear, TensorSpec
-from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.models.parts import TensorSpec
+from pdserve.engine.weights import RawTensor
 from pdserve.engine.weights.unpack import unpack
-from pdserve.kernels.cuda.experts.grouped import tile_tokens
-from pdserve.kernels.cuda.experts.grouping import group
+from pdserve.kernels.cuda.experts import group, tile_tokens
 
 ROWS, COLS = 6, 256
 GATE_UP = ("gate", "up")

@@ -8,7 +8,7 @@ import pytest
 from builders.tiny_models import write_tiny
 from oracles.kv_quality import kv_quality, logits_of, write_biased
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.backends.native import NativeBackend
 from pdserve.engine.load import load_model, open_checkpoint

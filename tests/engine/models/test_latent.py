@@ -16,18 +16,16 @@ from builders.tiny_models import write_tiny
 from builders.viewed import assert_same_tensors, viewed
 from builders.write_gguf import write_gguf
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.request import Finished
+from pdserve.engine.api import EngineConfig, Finished
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.build import build_engine
-from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.checkpoints.tensor_remap import HeadRows, RopeRows, View
+from pdserve.engine.checkpoints import CheckpointError, HeadRows, RopeRows, View
+from pdserve.engine.kv import KvSpec, LayerGroup
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.engine.load import LoadedModel, find_spec, load_model, open_checkpoint
-from pdserve.engine.models.config import UnsupportedModel
+from pdserve.engine.models import UnsupportedModel
 from pdserve.engine.quantize_on_load import isq_formats
-from pdserve.engine.weights.format import VALUES, RawTensor
+from pdserve.engine.weights import VALUES, RawTensor
 from pdserve.engine.weights.unpack import unpack
 
 WIDE = {

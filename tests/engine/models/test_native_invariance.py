@@ -13,9 +13,9 @@ from builders.tiny_models import ARCHITECTURES, in_tiers, write_tiny
 from builders.write_gguf import write_gguf
 from torch import Tensor
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.load import load_model
-from pdserve.engine.models.native import NativeDecoder
+from pdserve.engine.models import NativeDecoder
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -15,12 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine import architectures as registry
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.architectures import find_spec, known_specs, parse_config, register
 from pdserve.engine.load import load_model, open_checkpoint
-from pdserve.engine.models.config import UnsupportedModel
-from pdserve.engine.models.layer import tensor_shapes
-from pdserve.engine.models.spec import ModelSpec
+from pdserve.engine.models import ModelSpec, UnsupportedModel, tensor_shapes
 
 SPECS = {spec.architectures[0]: spec for spec in known_specs()}
 JUNK = st.sampled_from(

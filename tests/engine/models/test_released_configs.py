@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.engine.architectures import parse_config
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.experts import MixtureOfExperts
-from pdserve.engine.models.latent import LatentAttention
-from pdserve.engine.models.parts import ExpertRouting
+from pdserve.engine.models import ExpertRouting, LatentAttention, MixtureOfExperts, ModelConfig
 from pdserve.engine.models.rope import RopeConfig
 
 YI = {

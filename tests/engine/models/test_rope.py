@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pdserve.engine.models.hf_config.rope import read_rope
+from pdserve.engine.models.hf_config import read_rope
 from pdserve.engine.models.rope import (
     ROPE_KINDS,
     RopeConfig,

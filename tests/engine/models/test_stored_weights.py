@@ -11,9 +11,8 @@ from builders.tiny_models import write_tiny
 
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.models.decoder import Decoder
-from pdserve.engine.models.layers.stored import HELD
-from pdserve.engine.weights.format import BLOCKS, RawTensor
-from pdserve.engine.weights.unpack import as_plain
+from pdserve.engine.models.layers import HELD
+from pdserve.engine.weights import BLOCKS, RawTensor, as_plain
 from pdserve.kernels import reference
 
 # Rows consist of whole blocks of 32.

@@ -10,7 +10,7 @@ from builders.tiny_models import MULTIMODAL, write_tiny
 from safetensors.torch import load_file, save_file
 
 from pdserve.engine.architectures import parse_config
-from pdserve.engine.models.config import UnsupportedModel
+from pdserve.engine.models import UnsupportedModel
 
 
 def newer(name: str) -> str:

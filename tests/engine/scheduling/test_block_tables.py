@@ -11,11 +11,8 @@ from collections import Counter
 import pytest
 from builders.job_kit import SEED_HASH, VOCAB, make_job, prompt_of, spec_of
 
-from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy
-from pdserve.engine.kv.spec import blocks_for, pool_sizes
-from pdserve.engine.scheduling.block_tables import BlockTables
-from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.engine.scheduling.request_state import Sequence
+from pdserve.engine.kv import NULL_BLOCK, BlockCopy, blocks_for, pool_sizes
+from pdserve.engine.scheduling import BlockTables, EngineLimits, Sequence
 
 RUNS = 2000
 LIMITS = EngineLimits(VOCAB, 64, 2, 1000, 4, 4)

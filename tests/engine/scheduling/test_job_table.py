@@ -7,10 +7,8 @@ from pathlib import Path
 
 from builders.job_kit import VOCAB, check_table, make_job, make_jobs, prompt_of
 
-from pdserve.engine.api.request import FinishReason
-from pdserve.engine.scheduling.job_table import Reservation
-from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.engine.scheduling.request_state import RequestState, Sequence
+from pdserve.engine.api import FinishReason
+from pdserve.engine.scheduling import EngineLimits, RequestState, Reservation, Sequence
 
 RUNS = 1500
 SLOTS = 4

@@ -9,10 +9,9 @@ import pytest
 from builders.engine_kit import ask, fake_engine, run, tokens
 from builders.job_kit import make_job, make_jobs
 
-from pdserve.engine.api.request import Event, Finished, Request, Scheduled
+from pdserve.engine.api import Event, Finished, Request, Scheduled
 from pdserve.engine.engine import Engine
-from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.engine.scheduling.turns import by_priority
+from pdserve.engine.scheduling import EngineLimits, by_priority
 
 
 def prioritized(request: Request, priority: int, tenant: bytes = b"") -> Request:

@@ -7,7 +7,7 @@ import pytest
 from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 from fakes.decoder import fake_spec, reference
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
     ChoiceState,
     ContextLengthExceeded,
     Finished,
@@ -18,7 +18,7 @@ from pdserve.engine.api.request import (
     prefix_ids,
 )
 from pdserve.engine.engine import Engine
-from pdserve.engine.scheduling.job_table import Reservation
+from pdserve.engine.scheduling import Reservation
 
 WINDOWS = (0, 6)  # layers with full attention; and those combined with window layers
 

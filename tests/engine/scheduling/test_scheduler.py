@@ -15,7 +15,7 @@ from itertools import pairwise
 from builders.engine_kit import ask, fake_engine
 from builders.job_kit import VOCAB, check_table, make_job, make_jobs, prompt_of
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
     Event,
     Evicted,
     Finished,
@@ -24,10 +24,7 @@ from pdserve.engine.api.request import (
     QueueFull,
     Scheduled,
 )
-from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.engine.scheduling.plan import Plan, Row
-from pdserve.engine.scheduling.request_state import RequestState
-from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.engine.scheduling import EngineLimits, Plan, RequestState, Row, Scheduler
 from pdserve.engine.scheduling.turns import ACTIVE_S, Turns
 
 RUNS = 700

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 
 from builders.job_kit import VOCAB, check_table, make_job, make_jobs, prompt_of
 
-from pdserve.engine.api.request import (
+from pdserve.engine.api import (
     Event,
     Finished,
     FinishReason,
@@ -18,10 +18,16 @@ from pdserve.engine.api.request import (
     RequestFailed,
     TokenLogprob,
 )
-from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.engine.scheduling.plan import Outcome, Pick, Plan, Row
-from pdserve.engine.scheduling.request_state import RequestState, Sequence
-from pdserve.engine.scheduling.step_progress import StepProgress
+from pdserve.engine.scheduling import (
+    EngineLimits,
+    Outcome,
+    Pick,
+    Plan,
+    RequestState,
+    Row,
+    Sequence,
+    StepProgress,
+)
 
 RUNS = 1500
 SLOTS = 4

@@ -23,9 +23,9 @@ from systems.link_ends import (
 )
 from systems.open_files import open_files
 
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.frames import MARK_BYTES, PREFIX_BYTES, Prefix
-from pdserve.engine.transport.base import (
+from pdserve.engine.handoff.protocol import PREFIX_BYTES, Prefix, messages
+from pdserve.engine.handoff.protocol.frames import MARK_BYTES
+from pdserve.engine.transport import (
     SLOTS,
     DeviceSink,
     Frame,

@@ -16,9 +16,9 @@ from systems.eventually import wait_until
 from systems.link_ends import COPY_KEY, Ends, Recorder
 from systems.open_files import open_files
 
-from pdserve.engine.handoff.connection.link import DataLink
-from pdserve.engine.handoff.protocol.frames import FrameHeader
-from pdserve.engine.transport.base import SLOTS, Payload
+from pdserve.engine.handoff.connection import DataLink
+from pdserve.engine.handoff.protocol import FrameHeader
+from pdserve.engine.transport import SLOTS, Payload
 
 SUPPORT = Path(__file__).parents[2] / "support"
 KILLS = 6  # per side; benchmarks/gpu/parts/kills.py does 40 per side on a GPU

@@ -15,8 +15,8 @@ from builders.engine_kit import fake_engine
 from fakes.decoder import fake_spec
 
 from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.transport import DeviceError
 from pdserve.engine.transport.cuda_ipc import device_cupy
-from pdserve.engine.transport.device import DeviceError
 
 
 def cuda_pool(head_dim: int = 64) -> Any:

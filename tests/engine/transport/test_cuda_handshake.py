@@ -12,20 +12,21 @@ from systems.eventually import LIMIT_S, wait_until
 from systems.link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
 from systems.open_files import open_files
 
-from pdserve.engine.handoff.connection.dial import Dialer, usable
-from pdserve.engine.transport.base import (
+from pdserve.engine.handoff.connection import Dialer, usable
+from pdserve.engine.transport import (
     SLOTS,
+    DeviceError,
     KvTransport,
     Target,
     TransportOptions,
     TransportRefused,
+    make_transports,
 )
 from pdserve.engine.transport.cuda_ipc import wires
 from pdserve.engine.transport.cuda_ipc.handshake import REASONS, ProcessPlace
 from pdserve.engine.transport.cuda_ipc.probe import MAX_PROBES, Probes
 from pdserve.engine.transport.cuda_ipc.transport import CudaIpcTransport, make_window
-from pdserve.engine.transport.device import DeviceError, Slot
-from pdserve.engine.transport.registry import make_transports
+from pdserve.engine.transport.device import Slot
 from pdserve.engine.transport.unix_socket import dial_unix
 
 OTHER = b"fake GPU number 1"[:15] + b"1"

@@ -11,10 +11,9 @@ import pytest
 from systems.eventually import wait_until
 from systems.link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder, frame_job
 
-from pdserve.engine.handoff.connection.dial import Dialer
-from pdserve.engine.handoff.connection.link import DataLink
-from pdserve.engine.transport.base import Target, TransportOptions, TransportRefused
-from pdserve.engine.transport.registry import make_transports, transports
+from pdserve.engine.handoff.connection import DataLink, Dialer
+from pdserve.engine.transport import Target, TransportOptions, TransportRefused, make_transports
+from pdserve.engine.transport.registry import transports
 from pdserve.engine.transport.unix_socket import dial_unix
 
 

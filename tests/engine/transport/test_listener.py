@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from systems.eventually import wait_until
 
-from pdserve.engine.transport.base import Listener
+from pdserve.engine.transport import Listener
 
 
 @pytest.fixture

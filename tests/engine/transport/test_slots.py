@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdserve.engine.handoff.connection.slots import ReaderSlots, WriterSlots
-from pdserve.engine.handoff.protocol.frames import FrameError
+from pdserve.engine.handoff.protocol import FrameError
 
 COUNT = 4
 reached: Counter[str] = Counter()

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 from systems.eventually import LIMIT_S
 
-from pdserve.engine.transport.base import IOV_MAX, READ_AHEAD_BYTES, WireClosed
+from pdserve.engine.transport import WireClosed
+from pdserve.engine.transport.base import IOV_MAX, READ_AHEAD_BYTES
 from pdserve.engine.transport.tcp import AT_ONCE_S, TcpWire
 
 SLOT_BYTES = 32 << 20  # more than both sockets buffer

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
+from pdserve.engine.transport import DeviceError
 from pdserve.engine.transport.cuda_ipc import windows as windows_module
 from pdserve.engine.transport.cuda_ipc.windows import DeviceWindow, DeviceWindows
-from pdserve.engine.transport.device import DeviceError
 
 NOBODY = 0  # has a window open; real pids are larger
 

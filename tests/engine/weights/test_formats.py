@@ -8,11 +8,19 @@ import pytest
 import torch
 
 from pdserve.engine.checkpoints.gguf.reader import TYPES, block_size
-from pdserve.engine.weights.format import BLOCKS, VALUES, BlockFormat, RawTensor
+from pdserve.engine.weights import (
+    BLOCKS,
+    PLAIN,
+    VALUES,
+    BlockFormat,
+    RawTensor,
+    as_plain,
+    empty,
+    unpack_into,
+)
 from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.levels import LevelFormat
-from pdserve.engine.weights.plain import PLAIN, empty
-from pdserve.engine.weights.unpack import as_plain, unpack, unpack_into
+from pdserve.engine.weights.unpack import unpack
 
 BLOCK_FORMATS = {name: kind for name, kind in formats().items() if isinstance(kind, BlockFormat)}
 

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pdserve.engine.weights.format import BLOCKS, VALUES, Floats, RawTensor
-from pdserve.engine.weights.quantize import (
-    QUANTIZED,
+from pdserve.engine.weights import (
+    BLOCKS,
+    VALUES,
+    Floats,
+    RawTensor,
     quantize_into,
     quantized_bytes,
     quantized_empty,
 )
+from pdserve.engine.weights.quantize import QUANTIZED
 from pdserve.engine.weights.unpack import unpack
 
 BY_GGUF = sorted(name for name in QUANTIZED if not name.endswith("K"))

@@ -12,9 +12,8 @@ from typing import Any
 
 from builders.tool_answers import TOOL_ANSWERS
 
-from pdserve.text.answer_format import AnswerFormat
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parts import ContentPart, calls_of, reasoning_of, text_of
+from pdserve.text import AnswerFormat, ContentPart, calls_of, reasoning_of, text_of
+from pdserve.text.parsing import ToolSchemas
 from pdserve.text.reasoning import reasoning_family, reasoning_parser_names
 from pdserve.text.tool_parsers import tool_family, tool_parser_names
 

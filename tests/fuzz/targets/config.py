@@ -8,8 +8,8 @@ from builders.tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
 
 from fuzz.mutate import change
 from pdserve.engine.architectures import parse_config
-from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.models.config import UnsupportedModel
+from pdserve.engine.checkpoints import CheckpointError
+from pdserve.engine.models import UnsupportedModel
 
 
 class Fuzzed:

@@ -5,12 +5,23 @@ from pathlib import Path
 from random import Random
 
 from fuzz.mutate import mutate
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader, Prefix
-from pdserve.engine.handoff.protocol.keys import Ticket, derive_keys
-from pdserve.engine.kv.codec import decode_identity, decode_spec, encode_spec, spec_digest
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.handoff.protocol import (
+    FrameError,
+    FrameHeader,
+    Prefix,
+    Ticket,
+    derive_keys,
+    messages,
+)
+from pdserve.engine.kv import (
+    KvIdentity,
+    KvSpec,
+    LayerGroup,
+    decode_identity,
+    decode_spec,
+    encode_spec,
+    spec_digest,
+)
 
 SPEC = KvSpec(32, (LayerGroup((0, 1), "full", 0, 3, 64, "float32", 0, 3),))
 BODIES = (
@@ -69,6 +80,6 @@ class Fuzzed:
 
 
 def rawbytes(identity: KvIdentity) -> bytes:
-    from pdserve.engine.kv.codec import encode_identity
+    from pdserve.engine.kv import encode_identity
 
     return encode_identity(identity)

@@ -12,14 +12,12 @@ from fakes.scripted_parts import MemoryStore
 from fakes.scripted_service import scripted_service
 
 from fuzz.mutate import change, mutate
-from pdserve.gateway.anthropic.api import AnthropicDialect
-from pdserve.gateway.http.api import HttpLimits
-from pdserve.gateway.http.app import create_app
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.ollama.api import OllamaDialect
-from pdserve.gateway.openai.api import OpenAiDialect
-from pdserve.gateway.readiness import Readiness
-from pdserve.services.common.tenants.keys import ApiKeys
+from pdserve.gateway import Readiness
+from pdserve.gateway.anthropic import AnthropicDialect
+from pdserve.gateway.http import BodyReader, HttpLimits, create_app
+from pdserve.gateway.ollama import OllamaDialect
+from pdserve.gateway.openai import OpenAiDialect
+from pdserve.services.common.tenants import ApiKeys
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 ITEMS: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuzz.mutate import EDGES
-from pdserve.engine.weights.format import BlockFormat
+from pdserve.engine.weights import BlockFormat
 from pdserve.engine.weights.formats import formats
 from pdserve.kernels import _native
 from pdserve.kernels.copy_hash import KEY_BYTES, expand_key

@@ -9,7 +9,7 @@ from builders.hostile_templates import ForkedWorker
 from fakes.router import TEMPLATE
 
 from fuzz.mutate import mutate
-from pdserve.text.processes.messages import TextLimits
+from pdserve.text.processes import TextLimits
 
 LIMITS = TextLimits(
     load_s=5,

@@ -19,9 +19,9 @@ from fuzz.mutate import mutate
 from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
-from pdserve.services.common.rpc.backpressure import Backpressure
+from pdserve.services.common.rpc import Backpressure
 from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants.keys import ApiKeys
+from pdserve.services.common.tenants import ApiKeys
 
 REQUESTS: dict[str, type[Message]] = {"Chat": ChatRequest, "Complete": CompleteRequest}
 BACKPRESSURE = Backpressure(1 << 16, 5.0)

@@ -12,9 +12,9 @@ from fakes.router import tokenizer_json
 
 from fuzz.mutate import STRINGS, change
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json as sentence_piece
-from pdserve.text.errors import TextError, UnsupportedTokenizer
+from pdserve.text import TextError, UnsupportedTokenizer
+from pdserve.text.tokenizer import TextCard
 from pdserve.text.tokenizer.tokenizer import Tokenizer
-from pdserve.text.tokenizer.vocabulary import TextCard
 
 TEXT = "hello <|im_start|>wörld \u2581 🙂 \x00"
 

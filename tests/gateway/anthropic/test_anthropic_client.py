@@ -12,7 +12,7 @@ from fakes.scripted_parts import CACHED, CALLS, ScriptedParts, deltas
 from systems.eventually import eventually
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.text.parts import TextPart, ToolCallPart
+from pdserve.text import TextPart, ToolCallPart
 
 pytestmark = pytest.mark.anyio
 HI: list[Any] = [{"role": "user", "content": "hi"}]

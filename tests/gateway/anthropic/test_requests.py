@@ -10,7 +10,7 @@ from fakes.scripted_parts import deltas
 from fakes.tool_model import THINKING, ToolModel
 from oracles.http_errors import JSON, LARGE, nested
 
-from pdserve.gateway.admission import AdmissionLimits
+from pdserve.gateway import AdmissionLimits
 from pdserve.gateway.anthropic.conversation import EDITS
 from pdserve.gateway.anthropic.reply import MessageContent
 from pdserve.gateway.anthropic.request_models import (
@@ -21,8 +21,7 @@ from pdserve.gateway.anthropic.request_models import (
     MessagesBody,
     parse_messages,
 )
-from pdserve.text.parts import ReasoningPart, TextPart
-from pdserve.text.request import ToolUse
+from pdserve.text import ReasoningPart, TextPart, ToolUse
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/messages"

@@ -13,27 +13,25 @@ from fakes.router import FakeRouter, saying, served
 from fakes.scripted_service import scripted_service
 from oracles.grammar_walks import Walk, compiler
 
-from pdserve.gateway.caller import Caller
+from pdserve.gateway import Caller
 from pdserve.services.common.errors import ServiceError
-from pdserve.text.answer_format import (
+from pdserve.text import (
     AnswerFormat,
-    ParserChoice,
-    answer_format,
-    shaped,
-    tool_structure,
-)
-from pdserve.text.errors import TextError
-from pdserve.text.messages import TemplateInput
-from pdserve.text.parts import calls_of, text_of
-from pdserve.text.reasoning import reasoning_family
-from pdserve.text.request import (
     ChatCompletionRequest,
+    ParserChoice,
     RequestedSampling,
     Structure,
+    TemplateInput,
+    TextError,
     Tool,
     ToolUse,
-    oversize,
+    calls_of,
+    shaped,
+    text_of,
 )
+from pdserve.text.answer_format import answer_format, tool_structure
+from pdserve.text.reasoning import reasoning_family
+from pdserve.text.request import oversize
 from pdserve.text.tool_parsers import tool_family, tool_parser_names
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

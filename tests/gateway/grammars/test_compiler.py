@@ -11,9 +11,8 @@ import pytest
 from llguidance import LLMatcher
 from oracles.grammar_walks import Walk, compiler, tokenizer
 
-from pdserve.engine.api.sampling_bounds import MAX_GRAMMAR_BYTES
-from pdserve.text.errors import TextError
-from pdserve.text.request import Structure
+from pdserve.engine.api import MAX_GRAMMAR_BYTES
+from pdserve.text import Structure, TextError
 from pdserve.text.structured_output.schemas import FORMATS
 
 ONE = {

@@ -10,7 +10,7 @@ from fakes.tool_model import ToolModel, calls
 from oracles.grammar_walks import Walk, compiler
 from pydantic import AnyUrl, BaseModel, Field, SecretStr
 
-from pdserve.text.request import Structure
+from pdserve.text import Structure
 
 pytestmark = pytest.mark.anyio
 EMAIL = r"^(?!\.)(?!.*\.\.)[\w.+-]+@[\w-]+(\.[\w-]+)+$"  # with look-around, as zod writes it

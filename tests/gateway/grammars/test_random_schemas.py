@@ -10,7 +10,7 @@ import pytest
 from builders.random_schemas import random_schema
 from oracles.grammar_walks import Walk, compiler
 
-from pdserve.text.request import Structure
+from pdserve.text import Structure
 
 NUM_SCHEMAS = 40
 WALKS = 2  # per schema

@@ -16,8 +16,9 @@ from oracles.sse import events
 from pydantic import BaseModel
 from systems.served_gateway import served_gateway
 
-from pdserve.gateway.http.docs import PAGE, START, described, document
-from pdserve.gateway.openai.api import OpenAiDialect
+from pdserve.gateway.http import described
+from pdserve.gateway.http.docs import PAGE, START, document
+from pdserve.gateway.openai import OpenAiDialect
 from pdserve.services.common.errors import HTTP_STATUS
 
 pytestmark = pytest.mark.anyio

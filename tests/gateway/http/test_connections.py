@@ -15,11 +15,10 @@ import pytest
 from fakes.router import FakeRouter, finished, placed, saying, tokens
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.http.api import HttpLimits
-from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http import BodyReader, HttpLimits
 from pdserve.gateway.http.serving import protocol
 from pdserve.gateway.main import HttpServer, listen
-from pdserve.gateway.openai.api import OpenAiDialect
+from pdserve.gateway.openai import OpenAiDialect
 from pdserve.protos import common_pb2 as pb
 
 HEAD = (

@@ -10,7 +10,7 @@ import pytest
 from fakes.router import saying
 
 from pdserve.gateway.http.guard import Guard
-from pdserve.services.common.tenants.keys import ApiKeys
+from pdserve.services.common.tenants import ApiKeys
 
 pytestmark = pytest.mark.anyio
 

@@ -9,14 +9,13 @@ import pytest
 from starlette.types import Receive, Scope, Send
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.caller import Caller
-from pdserve.gateway.http.api import HttpLimits, json_event
+from pdserve.gateway import Caller
+from pdserve.gateway.http import EventStream, HttpLimits, JsonPieces, Reply, json_event
 from pdserve.gateway.http.held_responses import HeldAnswer, HeldAnswers
-from pdserve.gateway.http.json_text import JsonPieces
-from pdserve.gateway.http.responses import HELD, EventStream, Reply
-from pdserve.gateway.http.serving.server import HttpServer
+from pdserve.gateway.http.responses import HELD
+from pdserve.gateway.http.serving import HttpServer
 from pdserve.gateway.main import listen
-from pdserve.services.common.tenants.keys import Tenant
+from pdserve.services.common.tenants import Tenant
 
 pytestmark = pytest.mark.anyio
 SMALL = 1 << 14  # socket buffer size

@@ -11,8 +11,8 @@ import pytest
 import uvloop
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.http.serving import listener
-from pdserve.gateway.http.serving.listener import ConnectionCounts, HttpListener, max_connections
+from pdserve.gateway.http.serving import ConnectionCounts, listener
+from pdserve.gateway.http.serving.listener import HttpListener, max_connections
 
 GREETING = b"hello"
 

@@ -11,8 +11,8 @@ from oracles.http_errors import check
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.gateway import model_texts
-from pdserve.gateway.openai.models import capabilities
-from pdserve.text.answer_format import ParserChoice
+from pdserve.gateway.openai import capabilities
+from pdserve.text import ParserChoice
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]

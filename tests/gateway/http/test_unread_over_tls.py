@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.http.serving.server import HttpServer
+from pdserve.gateway.http.serving import HttpServer
 from pdserve.gateway.main import listen
-from pdserve.services.common.auth.certificates import issue, make_authority
-from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.auth import Role, issue, make_authority
 
 pytestmark = pytest.mark.anyio
 SMALL = 1 << 14  # socket buffer size

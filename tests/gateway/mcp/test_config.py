@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.mcp import config
-from pdserve.gateway.mcp.config import read_config, servers_of
+from pdserve.gateway.mcp import config, read_config
+from pdserve.gateway.mcp.config import servers_of
 
 SECRET = "s3cret-value"
 

@@ -22,35 +22,39 @@ from starlette.types import ASGIApp
 from systems.cluster_secret import ACCESS
 from systems.eventually import eventually
 
-from pdserve.gateway.anthropic.api import AnthropicDialect
-from pdserve.gateway.caller import Caller
+from pdserve.gateway import Caller, PreparedCompletion, Readiness, Service
+from pdserve.gateway.anthropic import AnthropicDialect
 from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, TextServicer
-from pdserve.gateway.http.api import Dialect, HttpLimits
-from pdserve.gateway.http.app import create_app, create_routes
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.inner import post
-from pdserve.gateway.http.json_text import JsonPieces
-from pdserve.gateway.http.responses import DirectWrite
+from pdserve.gateway.http import (
+    BodyReader,
+    Dialect,
+    DirectWrite,
+    HttpLimits,
+    JsonPieces,
+    create_app,
+    create_routes,
+    post,
+)
+from pdserve.gateway.mcp import McpServers, McpTools
 from pdserve.gateway.mcp.config import McpServer
 from pdserve.gateway.mcp.offer import ServerTool, ToolResult, offered_tools
-from pdserve.gateway.mcp.servers import McpServers
-from pdserve.gateway.mcp.tool_loop import MAX_CALLS, McpTools
-from pdserve.gateway.metrics.metrics import GatewayMetrics
-from pdserve.gateway.openai.api import OpenAiDialect
+from pdserve.gateway.mcp.tool_loop import MAX_CALLS
+from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.gateway.openai import OpenAiDialect
 from pdserve.gateway.openai.chat import ChatReply
-from pdserve.gateway.openai.request_models.schema import ChatBody
-from pdserve.gateway.prepared_completion import PreparedCompletion
-from pdserve.gateway.readiness import Readiness
-from pdserve.gateway.service import Service
+from pdserve.gateway.openai.request_models import ChatBody
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest
 from pdserve.protos.text_pb2_grpc import TextStub, add_TextServicer_to_server
-from pdserve.services.common.rpc.backpressure import Backpressure
+from pdserve.services.common.rpc import Backpressure
 from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants.keys import EVERYBODY, ApiKeys
-from pdserve.services.common.tenants.rate_limits import RateLimits, RateSettings
-from pdserve.text.answer_format import ParserChoice
-from pdserve.text.messages import TemplateInput
-from pdserve.text.request import ChatCompletionRequest, RequestedSampling, Structure
+from pdserve.services.common.tenants import EVERYBODY, ApiKeys, RateLimits, RateSettings
+from pdserve.text import (
+    ChatCompletionRequest,
+    ParserChoice,
+    RequestedSampling,
+    Structure,
+    TemplateInput,
+)
 
 pytestmark = pytest.mark.anyio
 

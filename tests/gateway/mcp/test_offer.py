@@ -3,7 +3,7 @@
 import re
 
 from pdserve.gateway.mcp.offer import OfferedTool, ServerTool, offered_tools, with_offered
-from pdserve.text.request import Tool, ToolUse
+from pdserve.text import Tool, ToolUse
 
 
 def listed(*names: str, server: str = "s") -> tuple[OfferedTool, ...]:

@@ -17,9 +17,10 @@ from prometheus_client import CollectorRegistry, Counter
 from systems.chaos.cluster import lasting_port
 from systems.eventually import eventually
 
+from pdserve.gateway.mcp import McpServers
 from pdserve.gateway.mcp.config import McpServer
 from pdserve.gateway.mcp.offer import ServerTool, ToolResult
-from pdserve.gateway.mcp.servers import MAX_RESULT_CHARS, McpServers, Pace
+from pdserve.gateway.mcp.servers import MAX_RESULT_CHARS, Pace
 
 pytestmark = pytest.mark.anyio
 

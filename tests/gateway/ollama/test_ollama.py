@@ -18,7 +18,7 @@ from systems.served_gateway import every_kind
 from pdserve.gateway.model_texts import kept_ids
 from pdserve.gateway.ollama.conversation import OllamaMessage, conversation
 from pdserve.protos import common_pb2 as pb
-from pdserve.text.parts import TextPart, ToolCallPart
+from pdserve.text import TextPart, ToolCallPart
 
 pytestmark = pytest.mark.anyio
 HI: list[Any] = [{"role": "user", "content": "hi"}]

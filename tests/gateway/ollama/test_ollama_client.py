@@ -23,7 +23,7 @@ from pdserve.gateway.ollama.request_models import (
     OllamaOptions,
     OllamaShowBody,
 )
-from pdserve.text.parts import ReasoningPart, TextPart, ToolCallPart
+from pdserve.text import ReasoningPart, TextPart, ToolCallPart
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]

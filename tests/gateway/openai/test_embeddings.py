@@ -15,7 +15,7 @@ from fakes.pooled_answers import HIDDEN, embedder, vector_of
 from fakes.router import FakeRouter, failed, placed, saying, served
 from systems.eventually import eventually
 
-from pdserve.gateway.openai.embeddings import MAX_INPUTS
+from pdserve.gateway.openai import MAX_INPUTS
 from pdserve.gateway.pooling import AT_ONCE
 from pdserve.protos import common_pb2 as pb
 
@@ -219,8 +219,8 @@ async def test_concurrent_inputs_are_bounded_and_answers_are_in_order(make_http)
 
 
 async def test_a_disconnect_cancels_all_inputs(make_service):
-    from pdserve.gateway.caller import Caller
-    from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
+    from pdserve.gateway import Caller
+    from pdserve.gateway.openai import EmbeddingBody, EmbeddingReply
 
     slow = Slow()
     service = make_service(slow.router)

@@ -8,8 +8,9 @@ from fakes.router import FakeRouter, saying, served
 from oracles.http_errors import CHAT, HI, PLAIN, check
 from oracles.sse import events
 
-from pdserve.gateway.http.fields import IGNORED, OTHER_NAMES, REFUSED
-from pdserve.gateway.openai.request_models.schema import ChatBody, CompletionBody
+from pdserve.gateway.http import IGNORED
+from pdserve.gateway.http.fields import OTHER_NAMES, REFUSED
+from pdserve.gateway.openai.request_models import ChatBody, CompletionBody
 
 pytestmark = pytest.mark.anyio
 BODIES = {

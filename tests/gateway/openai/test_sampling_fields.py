@@ -11,10 +11,10 @@ from fakes.router import FakeRouter, finished, logprob, saying, thinking_model, 
 from oracles.grammar_walks import tokenizer
 from oracles.http_errors import CHAT, HI, PLAIN, check
 
-from pdserve.engine.api.sampling_bounds import MAX_BAD_WORD_CHARS
+from pdserve.engine.api import MAX_BAD_WORD_CHARS
 from pdserve.gateway import sampling
 from pdserve.gateway.choice import ScoredToken
-from pdserve.gateway.http.json_text import AT_ONCE
+from pdserve.gateway.http import AT_ONCE
 from pdserve.gateway.openai import parts
 from pdserve.protos import common_pb2 as pb
 

@@ -10,8 +10,8 @@ from oracles.http_errors import CHAT, HI, PLAIN
 from systems.eventually import eventually
 from systems.served_gateway import every_kind
 
-from pdserve.gateway.admission import AdmissionLimits
-from pdserve.gateway.metrics.gateway_processes import Siblings
+from pdserve.gateway import AdmissionLimits
+from pdserve.gateway.metrics import Siblings
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio

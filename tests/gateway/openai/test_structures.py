@@ -9,12 +9,8 @@ from fakes.router import FakeRouter, saying, served
 from oracles.grammar_walks import Walk
 from oracles.http_errors import CHAT, HI, PLAIN, check
 
-from pdserve.engine.api.sampling_bounds import (
-    MAX_STRUCTURE_CHARS,
-    MAX_STRUCTURE_DEPTH,
-    MAX_STRUCTURE_VALUES,
-)
-from pdserve.gateway.http.api import HttpLimits
+from pdserve.engine.api import MAX_STRUCTURE_CHARS, MAX_STRUCTURE_DEPTH, MAX_STRUCTURE_VALUES
+from pdserve.gateway.http import HttpLimits
 
 pytestmark = pytest.mark.anyio
 BODIES: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ import pytest
 from fakes.scripted_router import Router, Served
 from systems.cluster_secret import ACCESS
 
-from pdserve.gateway.router_client.client import RouterClient
+from pdserve.gateway.router_client import RouterClient
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from fakes.scripted_router import Router, Served, connected, ids_of, start
 from systems.cluster_secret import ACCESS
 from systems.eventually import LIMIT_S, eventually
 
+from pdserve.gateway.router_client import RouterClient
 from pdserve.gateway.router_client import client as client_module
-from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import PickRequest
 from pdserve.services.common.auth.access import SecretAccess

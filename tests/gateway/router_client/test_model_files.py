@@ -8,7 +8,7 @@ from fakes.scripted_router import BLOB, connected, ids_of, start
 from systems.cluster_secret import ACCESS
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.router_client.client import RouterClient
+from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.errors import ServiceError
 

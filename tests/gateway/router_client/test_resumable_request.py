@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pdserve.gateway.router_client.resumable_request import ResumableRequest
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2
-from pdserve.services.common.rpc.token_rows import NumberedChoice
+from pdserve.services.common.rpc import NumberedChoice
 
 Event = router_pb2.RequestEvent
 ANSWER = list(range(1000, 1020))

@@ -8,11 +8,11 @@ from fakes.scripted_router import connected, ids_of, start
 from systems.cluster_secret import ACCESS
 from systems.eventually import LIMIT_S, eventually
 
+from pdserve.gateway.router_client import RouterClient
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client import session as session_module
-from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.router_client.session import RouterConnection
-from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION
+from pdserve.services.common.rpc import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.anyio
 ANSWER = list(range(100, 106))

@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.gateway.router_client.routing import (
-    HALF_LIFE_S,
-    KEY_IDS,
-    Recent,
-    choose,
-    conversation,
-)
+from pdserve.gateway.router_client import choose
+from pdserve.gateway.router_client.routing import HALF_LIFE_S, KEY_IDS, Recent, conversation
 from pdserve.protos.common_pb2 import Start
 
 

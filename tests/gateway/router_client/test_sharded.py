@@ -10,14 +10,13 @@ from fakes.scripted_router import Router, Served, ids_of, start
 from systems.cluster_secret import ACCESS
 from systems.eventually import LIMIT_S, eventually
 
+from pdserve.gateway.router_client import RouterClient, model_files
 from pdserve.gateway.router_client import client as client_module
-from pdserve.gateway.router_client import model_files
-from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.router_client.model_files import merged
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos.router_pb2 import FleetView, WorkerView
-from pdserve.services.common.discovery.rendezvous import rendezvous_order
+from pdserve.services.common.discovery import rendezvous_order
 
 pytestmark = pytest.mark.anyio
 ELSEWHERE = pb.Failed(failure=pb.Failure(code=pb.UNAVAILABLE, message="no worker"), elsewhere=True)

@@ -8,13 +8,13 @@ import pytest
 from fakes.scripted_router import start
 from systems.eventually import eventually
 
+from pdserve.gateway.router_client import RouterClient
 from pdserve.gateway.router_client import client as client_module
-from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.router_client.session import RouterConnection
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.common.discovery import discovery
-from pdserve.services.common.rpc.token_rows import NumberedChoice
+from pdserve.services.common.rpc import NumberedChoice
 
 pytestmark = pytest.mark.anyio
 

@@ -12,13 +12,13 @@ import pytest
 from sqlalchemy import text
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.batches.files import FileLimits, Files
-from pdserve.gateway.caller import Caller
-from pdserve.gateway.metrics.request_metrics import RequestUsage
+from pdserve.gateway import Caller
+from pdserve.gateway.batches import FileLimits, Files
+from pdserve.gateway.metrics import RequestUsage
 from pdserve.gateway.metrics.usage_log import UsageLog
+from pdserve.gateway.storage import KeptResponse
 from pdserve.gateway.storage import database as database_module
 from pdserve.gateway.storage.database import Database, in_own_task
-from pdserve.gateway.storage.response_store import KeptResponse
 from pdserve.gateway.storage.responses import DatabaseResponses
 from pdserve.services.common.errors import ServiceError
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.gateway.storage import KeptResponse
 from pdserve.gateway.storage.database import Database
-from pdserve.gateway.storage.response_store import KeptResponse
 from pdserve.gateway.storage.responses import DatabaseResponses, ResponseBounds
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.common.errors import ServiceError

@@ -17,7 +17,7 @@ from systems.stored_gateway import (
     stored_gateway,
 )
 
-from pdserve.gateway.admission import AdmissionLimits
+from pdserve.gateway import AdmissionLimits
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -273,7 +273,7 @@ async def test_the_end_of_the_window(tmp_path):
         async for event in saying("hello")(router, start):
             yield event
 
-    from pdserve.services.common.tenants.keys import EVERYBODY
+    from pdserve.services.common.tenants import EVERYBODY
 
     router = FakeRouter(play)
     async with stored_gateway(router, tmp_path, batch_concurrency=2) as gateway:

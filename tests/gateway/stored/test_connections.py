@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from systems.eventually import LIMIT_S, eventually
 from systems.stored_gateway import ended, lines_of, start_batch, stored_gateway
 
-from pdserve.gateway.batches.files import Files
+from pdserve.gateway.batches import Files
 from pdserve.gateway.storage.database import Database
 
 pytestmark = pytest.mark.anyio

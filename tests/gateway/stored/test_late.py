@@ -11,14 +11,11 @@ from fakes.scripted_service import scripted_service
 from systems.eventually import eventually
 from systems.stored_gateway import BOUNDS, CHAT
 
-from pdserve.gateway.admission import AdmissionLimits
-from pdserve.gateway.http.app import create_app, create_routes
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.openai.api import OpenAiDialect
-from pdserve.gateway.openai.stored.late import LateParts
-from pdserve.gateway.readiness import Readiness
-from pdserve.gateway.settings import GatewaySettings
-from pdserve.services.common.tenants.keys import ApiKeys
+from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness
+from pdserve.gateway.http import BodyReader, create_app, create_routes
+from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.openai.stored import LateParts
+from pdserve.services.common.tenants import ApiKeys
 
 pytestmark = pytest.mark.anyio
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

@@ -8,14 +8,20 @@ from pathlib import Path
 import pytest
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.gateway.batches import run, runner
-from pdserve.gateway.batches.batches import Batches
-from pdserve.gateway.batches.files import FileLimits, Files
+from pdserve.gateway.batches import (
+    Answer,
+    Batches,
+    BatchRunner,
+    FileLimits,
+    Files,
+    LineSlots,
+    run,
+    runner,
+)
 from pdserve.gateway.batches.leases import BatchLease
-from pdserve.gateway.batches.run import Answer, LineSlots
-from pdserve.gateway.batches.runner import MAX_RUNS_OF_TENANT, BatchRunner
+from pdserve.gateway.batches.runner import MAX_RUNS_OF_TENANT
 from pdserve.gateway.storage.database import Database
-from pdserve.services.common.tenants.keys import Tenant
+from pdserve.services.common.tenants import Tenant
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"

@@ -13,13 +13,13 @@ from systems.eventually import eventually
 from systems.served_gateway import served_gateway
 from systems.stored_gateway import CHAT, ended, lines_of, start_batch, stored_gateway
 
-from pdserve.gateway.caller import Caller
-from pdserve.gateway.http.json_text import AT_ONCE
-from pdserve.gateway.metrics.request_metrics import RequestUsage
+from pdserve.gateway import Caller
+from pdserve.gateway.http import AT_ONCE
+from pdserve.gateway.metrics import RequestUsage
 from pdserve.gateway.metrics.usage_log import COUNTS, UsageLog, UsageQuery, UsageRow
 from pdserve.gateway.openai.stored.usage_report import usage_page
 from pdserve.gateway.storage.database import Database
-from pdserve.services.common.tenants.keys import Tenant
+from pdserve.services.common.tenants import Tenant
 
 pytestmark = pytest.mark.anyio
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

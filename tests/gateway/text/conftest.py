@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
+from pdserve.text.tokenizer import TextCard
 from pdserve.text.tokenizer.tokenizer import Tokenizer
-from pdserve.text.tokenizer.vocabulary import TextCard
 
 
 @pytest.fixture(scope="session")

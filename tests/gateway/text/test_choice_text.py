@@ -6,9 +6,8 @@ from random import Random
 import pytest
 from builders.byte_tokenizer import write_tokenizer
 
-from pdserve.text.tokenizer.choice_text import ChoiceText, StopMatcher
+from pdserve.text.tokenizer import ChoiceText, StopMatcher, TextCard
 from pdserve.text.tokenizer.tokenizer import Tokenizer
-from pdserve.text.tokenizer.vocabulary import TextCard
 
 A, B, EOS = 64, 65, 258
 

@@ -9,9 +9,9 @@ from builders.hard_strings import HARD_STRINGS, SPECIALS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.text.messages import TemplateInput
+from pdserve.text import TemplateInput
 from pdserve.text.template_text import CLIENT, LAST, TemplateText, constant, formatted, origin_of
-from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.templates import ChatTemplate
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 
 # Steps that map a text to a text. None of them writes a part of a special token.

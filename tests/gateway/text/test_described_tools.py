@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pdserve.text.messages import TemplateInput, normalized
-from pdserve.text.parsing.stream import CallStream
-from pdserve.text.parts import calls_of, text_of
-from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text import TemplateInput, calls_of, text_of
+from pdserve.text.messages import normalized
+from pdserve.text.parsing import CallStream
+from pdserve.text.templates import ChatTemplate
 from pdserve.text.templates.described_tools import described, plain_turns
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 from pdserve.text.tool_parsers import GENERIC, tool_family

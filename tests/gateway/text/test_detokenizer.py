@@ -8,10 +8,10 @@ from builders.hard_strings import HARD_STRINGS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.text.errors import UnsupportedTokenizer
+from pdserve.text import UnsupportedTokenizer
+from pdserve.text.tokenizer import TextCard
 from pdserve.text.tokenizer.detokenizer import Pieces
 from pdserve.text.tokenizer.tokenizer import Tokenizer
-from pdserve.text.tokenizer.vocabulary import TextCard
 
 cuts = st.lists(st.integers(0, 400), max_size=8)
 # The model's vocabulary has no token for some bytes: control characters, and planes 4 to 11.

@@ -5,8 +5,7 @@ import logging
 
 import pytest
 
-from pdserve.text.errors import UnsupportedTokenizer
-from pdserve.text.generation_config import GenerationDefaults
+from pdserve.text import GenerationDefaults, UnsupportedTokenizer
 
 
 def test_known_values_are_used_and_others_ignored() -> None:

@@ -12,13 +12,19 @@ import pytest
 from oracles.llama_cpp_chat import ChatCase, Message, chat_cases
 from oracles.llama_cpp_templates import llama_cpp_chat_test, llama_cpp_templates
 
-from pdserve.text.answer_format import AnswerFormat, answer_format
-from pdserve.text.errors import TextError
-from pdserve.text.messages import TemplateInput, final_text
-from pdserve.text.parts import calls_of, reasoning_of, text_of
+from pdserve.text import (
+    AnswerFormat,
+    TemplateInput,
+    TextError,
+    ToolUse,
+    calls_of,
+    final_text,
+    reasoning_of,
+    text_of,
+)
+from pdserve.text.answer_format import answer_format
 from pdserve.text.reasoning import reasoning_family, reasoning_family_of
-from pdserve.text.request import ToolUse
-from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.templates import ChatTemplate
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 from pdserve.text.tool_parsers import tool_family, tool_family_of
 

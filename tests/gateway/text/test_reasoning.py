@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.text.answer_format import AnswerFormat
-from pdserve.text.parsing.arguments import ToolSchemas
+from pdserve.text import AnswerFormat, ContentPart, calls_of, reasoning_of, text_of
+from pdserve.text.parsing import ToolSchemas
 from pdserve.text.parsing.thought import MAX_SPACE
-from pdserve.text.parts import ContentPart, calls_of, reasoning_of, text_of
 from pdserve.text.reasoning import reasoning_family, reasoning_family_of, reasoning_parser_names
 from pdserve.text.tool_parsers import tool_family
 

@@ -3,9 +3,8 @@ tested in tests/gateway/test_text_processes.py."""
 
 import pytest
 
-from pdserve.text.errors import TextError
-from pdserve.text.messages import TemplateInput
-from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text import TemplateInput, TextError
+from pdserve.text.templates import ChatTemplate
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 
 ESCAPES = {

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.text.tokenizer.choice_text import Emitted, StopMatcher
+from pdserve.text.tokenizer import StopMatcher
+from pdserve.text.tokenizer.choice_text import Emitted
 
 letters = st.text("ab", max_size=30)
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)

@@ -8,10 +8,15 @@ from typing import Any, NamedTuple
 import pytest
 from builders.tool_answers import TOOL_ANSWERS
 
-from pdserve.text.answer_format import AnswerFormat
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import ContentParser
-from pdserve.text.parts import ContentPart, ToolCallPart, arguments_object, calls_of, text_of
+from pdserve.text import (
+    AnswerFormat,
+    ContentPart,
+    ToolCallPart,
+    arguments_object,
+    calls_of,
+    text_of,
+)
+from pdserve.text.parsing import ContentParser, ToolSchemas
 from pdserve.text.tool_parsers import tool_family, tool_parser_names
 
 NAMES = tool_parser_names()

@@ -13,12 +13,10 @@ from builders.hard_strings import HARD_STRINGS, SPECIALS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.text.errors import TextError, UnsupportedTokenizer
-from pdserve.text.messages import REASONING, TemplateInput
-from pdserve.text.templates.capabilities import Capabilities
-from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text import REASONING, TemplateInput, TextError, UnsupportedTokenizer
+from pdserve.text.templates import Capabilities, ChatTemplate
+from pdserve.text.tokenizer import TextCard
 from pdserve.text.tokenizer.tokenizer import Tokenizer
-from pdserve.text.tokenizer.vocabulary import TextCard
 
 TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("*.jinja")}
 CALLS = (

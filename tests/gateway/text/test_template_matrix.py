@@ -25,11 +25,11 @@ from fakes.tool_model import TEMPLATE
 from oracles.llama_cpp_templates import llama_cpp_templates
 from transformers import PreTrainedTokenizerFast
 
-from pdserve.text.answer_format import ParserChoice
-from pdserve.text.processes.pool import LoadedText
+from pdserve.text import ParserChoice
+from pdserve.text.processes import LoadedText
 from pdserve.text.reasoning import reasoning_family
+from pdserve.text.tokenizer import TextCard
 from pdserve.text.tokenizer.tokenizer import Rendered, Tokenizer
-from pdserve.text.tokenizer.vocabulary import TextCard
 from pdserve.text.tool_parsers import GENERIC, tool_parser_names
 
 pytestmark = pytest.mark.anyio

@@ -9,9 +9,8 @@ from canitoolcall.checks import run_checks
 from canitoolcall.fixtures import Family, Fixture, load_families, load_fixtures
 from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Status
 
-from pdserve.text.answer_format import AnswerFormat
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parts import ContentPart, calls_of, reasoning_of, text_of
+from pdserve.text import AnswerFormat, ContentPart, calls_of, reasoning_of, text_of
+from pdserve.text.parsing import ToolSchemas
 from pdserve.text.reasoning import reasoning_family
 from pdserve.text.tool_parsers import tool_family
 

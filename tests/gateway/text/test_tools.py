@@ -19,13 +19,8 @@ from builders.tool_answers import TOOL_ANSWERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.text.answer_format import AnswerFormat
-from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import ContentParser
-from pdserve.text.parsing.reader import Malformed
-from pdserve.text.parsing.stream import MAX_CALL_CHARS, MAX_SPACE, CallStream
-from pdserve.text.parsing.values import MAX_VALUES, json_value
-from pdserve.text.parts import (
+from pdserve.text import (
+    AnswerFormat,
     ContentPart,
     ToolCallPart,
     arguments_object,
@@ -33,9 +28,12 @@ from pdserve.text.parts import (
     reasoning_of,
     text_of,
 )
+from pdserve.text.parsing import CallStream, ContentParser, Malformed, ToolSchemas, json_value
+from pdserve.text.parsing.stream import MAX_CALL_CHARS, MAX_SPACE
+from pdserve.text.parsing.values import MAX_VALUES
 from pdserve.text.reasoning import reasoning_family, reasoning_parser_names
+from pdserve.text.tokenizer import TextCard
 from pdserve.text.tokenizer.tokenizer import Tokenizer
-from pdserve.text.tokenizer.vocabulary import TextCard
 from pdserve.text.tool_parsers import FALLBACK, tool_family, tool_family_of, tool_parser_names
 
 PARIS = ("get_weather", {"city": "Paris"})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fakes.router import Event, FakeRouter, placed, saying, tokens
 
-from pdserve.gateway.metrics.request_log import MAX_SHOWN
+from pdserve.gateway.metrics import MAX_SHOWN
 from pdserve.gateway.web import fleet, pages
 from pdserve.protos import common_pb2 as pb
 

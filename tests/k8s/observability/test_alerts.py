@@ -12,7 +12,7 @@ from systems.alert_causes import CASES, healthy
 from systems.dispatcher_world import World
 from systems.watched import router_page
 
-from pdserve.engine.kv.identity import NO_MIXING
+from pdserve.engine.kv import NO_MIXING
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.services.router.fleet.fleet import RETIRED_S
 

@@ -5,7 +5,7 @@ import torch
 from fakes import triton_interpreter as _  # noqa: F401  (before kernels run)
 
 from pdserve.kernels import reference
-from pdserve.kernels.cuda.layer.activation import activated, gated
+from pdserve.kernels.cuda.layer import activated, gated
 
 pytestmark = pytest.mark.kernels
 

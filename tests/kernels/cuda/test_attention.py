@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pdserve.kernels import reference
 from pdserve.kernels.cuda.attention import paged as attention
-from pdserve.kernels.cuda.attention.paged import paged_attention
+from pdserve.kernels.cuda.attention import paged_attention
 
 pytestmark = pytest.mark.kernels
 

@@ -10,16 +10,20 @@ from builders.linear_cases import BF16, F32, KINDS, error, made, tokens_for
 from fakes import triton_interpreter  # noqa: F401
 from torch import Tensor
 
+from pdserve.engine.models import ExpertRouting
 from pdserve.engine.models.layers.experts import choose_experts
-from pdserve.engine.models.parts import ExpertRouting
+from pdserve.kernels.cuda.experts import (
+    Groups,
+    MatrixStack,
+    choose,
+    group,
+    grouped_product,
+    tile_tokens,
+)
 from pdserve.kernels.cuda.experts.combine import combine
-from pdserve.kernels.cuda.experts.grouped import MatrixStack, grouped_product, tile_tokens
-from pdserve.kernels.cuda.experts.grouping import Groups, group, max_tiles
-from pdserve.kernels.cuda.experts.routing import choose
-from pdserve.kernels.cuda.layer.activation import gated
-from pdserve.kernels.cuda.linear.packing import DeviceMatrix
-from pdserve.kernels.cuda.linear.product import linear
-from pdserve.kernels.cuda.linear.tiles import splits_of
+from pdserve.kernels.cuda.experts.grouping import max_tiles
+from pdserve.kernels.cuda.layer import gated
+from pdserve.kernels.cuda.linear import DeviceMatrix, linear, splits_of
 
 pytestmark = pytest.mark.kernels
 

@@ -6,7 +6,7 @@ from fakes import triton_interpreter as _  # noqa: F401  (before kernels run)
 from torch import Tensor
 
 from pdserve.kernels import reference
-from pdserve.kernels.cuda.layer.heads import HeadNorms, HeadRange, Rotation, prepare_heads
+from pdserve.kernels.cuda.layer import HeadNorms, HeadRange, Rotation, prepare_heads
 
 pytestmark = pytest.mark.kernels
 

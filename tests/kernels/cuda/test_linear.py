@@ -26,9 +26,9 @@ from builders.linear_cases import (
 )
 from fakes import triton_interpreter  # noqa: F401
 
-from pdserve.kernels.cuda.linear.packing import DeviceMatrix, pack
-from pdserve.kernels.cuda.linear.product import linear, product
-from pdserve.kernels.cuda.linear.tiles import splits_of, tiles_of
+from pdserve.kernels.cuda.linear import DeviceMatrix, linear, pack, splits_of
+from pdserve.kernels.cuda.linear.product import product
+from pdserve.kernels.cuda.linear.tiles import tiles_of
 
 pytestmark = pytest.mark.kernels
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.kernels import reference
-from pdserve.kernels.cuda.sampling import logprobs
-from pdserve.kernels.cuda.sampling.step import CudaSampling
+from pdserve.kernels.cuda.sampling import CudaSampling, logprobs
 
 pytestmark = pytest.mark.kernels
 

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.kernels import reference
-from pdserve.kernels.cuda.sampling import candidates, logit_edits, picks
+from pdserve.kernels.cuda.sampling import CudaSampling, candidates, logit_edits, picks
 from pdserve.kernels.cuda.sampling.records import RECORD
-from pdserve.kernels.cuda.sampling.step import CudaSampling
 from pdserve.kernels.reference.sampling import candidates as reference_candidates
 from pdserve.kernels.sampling_ops import StreamSettings
 

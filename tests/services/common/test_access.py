@@ -35,17 +35,22 @@ from pdserve.protos.worker_pb2_grpc import (
     add_DecodeServicer_to_server,
     add_PrefillServicer_to_server,
 )
-from pdserve.services.common.auth import tls
-from pdserve.services.common.auth.access import SecretAccess, make_access, make_tls
-from pdserve.services.common.auth.certificates import (
+from pdserve.services.common.auth import (
     Identity,
+    Role,
+    TlsAccess,
+    TlsFiles,
     in_settings,
     issue,
+    make_access,
     make_authority,
-    role_in,
+    make_tls,
+    tls,
 )
-from pdserve.services.common.auth.roles import RIGHTS, Role
-from pdserve.services.common.auth.tls import REPLACING_S, TlsAccess, TlsFiles
+from pdserve.services.common.auth.access import SecretAccess
+from pdserve.services.common.auth.certificates import role_in
+from pdserve.services.common.auth.roles import RIGHTS
+from pdserve.services.common.auth.tls import REPLACING_S
 from pdserve.services.common.options import HostSettings
 from pdserve.services.common.server import HEALTH_CHECK, GrpcHost
 

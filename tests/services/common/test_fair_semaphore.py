@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from systems.eventually import eventually
 
-from pdserve.services.common.tenants.fair_semaphore import FairSemaphore
+from pdserve.services.common.fairness import FairSemaphore
 
 pytestmark = pytest.mark.anyio
 

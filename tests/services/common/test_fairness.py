@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants.fairness import FairQueue, FairShare
+from pdserve.services.common.fairness import FairQueue, FairShare
 
 
 def test_owners_take_turns_and_each_keeps_its_order() -> None:

@@ -10,8 +10,8 @@ from systems.cluster_secret import ACCESS, open_channel
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.common_pb2_grpc import BlobsServicer, add_BlobsServicer_to_server
 from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.rpc import BlobCache, BlobService, blob_digest, read_blob
 from pdserve.services.common.rpc import blobs as module
-from pdserve.services.common.rpc.blobs import BlobCache, BlobService, blob_digest, read_blob
 from pdserve.services.common.server import GrpcHost
 
 pytestmark = pytest.mark.anyio

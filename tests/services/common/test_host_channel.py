@@ -10,7 +10,7 @@ from systems.fault_proxy import FaultProxy
 
 from pdserve.protos.router_pb2 import GetFleetRequest
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.common.rpc.channel import may_be_closed
+from pdserve.services.common.rpc import may_be_closed
 from pdserve.services.common.server import GrpcHost
 
 pytestmark = pytest.mark.anyio

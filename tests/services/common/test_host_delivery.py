@@ -8,7 +8,7 @@ from systems.eventually import LIMIT_S, eventually
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc.backpressure import Backpressure, SlowReaderError, deliver
+from pdserve.services.common.rpc import Backpressure, SlowReaderError, deliver
 
 pytestmark = pytest.mark.anyio
 

@@ -12,13 +12,8 @@ import pytest
 
 from pdserve.protos.common_pb2 import OVERLOADED
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants.rate_limits import (
-    OPEN_S,
-    STORAGE_S,
-    CountsFile,
-    RateLimits,
-    RateSettings,
-)
+from pdserve.services.common.tenants import RateLimits, RateSettings
+from pdserve.services.common.tenants.rate_limits import OPEN_S, STORAGE_S, CountsFile
 
 pytestmark = pytest.mark.anyio
 

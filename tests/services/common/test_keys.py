@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from systems.eventually import eventually
 
-from pdserve.services.common.tenants.keys import EVERYBODY, ApiKeys, hashed
+from pdserve.services.common.tenants import EVERYBODY, ApiKeys, hashed
 
 
 def name(keys: ApiKeys, key: str) -> str | None:

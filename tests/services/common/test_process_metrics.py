@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from systems.eventually import eventually
 
-from pdserve.services.common.auth.certificates import issue, make_authority
-from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.auth import Role, issue, make_authority
 from pdserve.services.common.metrics import process_metrics
 from pdserve.services.common.metrics.process_metrics import (
     MetricsPort,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc.request_progress import LostTokens, RequestProgress
+from pdserve.services.common.rpc import LostTokens, RequestProgress
 
 TRUTH = list(range(100, 140))
 

@@ -17,7 +17,7 @@ from systems.handoff_pair import claims_of
 from systems.no_timeouts import no_timeouts
 from systems.worker_kit import Pair, SessionClient, prompt
 
-from pdserve.engine.api.request import Request, SamplingParams
+from pdserve.engine.api import Request, SamplingParams
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub
 

@@ -13,12 +13,12 @@ from systems.cluster_secret import SECRET
 from systems.eventually import LIMIT_S, eventually
 from systems.worker_kit import Pair, SessionClient, expected, prompt, start_worker
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub
 from pdserve.services.decode.main import DecodeRole
-from pdserve.services.worker.settings import DecodeSettings
+from pdserve.services.worker import DecodeSettings
 
 NUM = 100
 PARAMS = {"max_tokens": NUM, "temperature": 1.0, "logprobs": 1, "presence_penalty": 0.5}

@@ -9,7 +9,7 @@ from builders.engine_kit import ask, fake_engine, of, run
 from systems.parking import EPOCH, another, ask_again
 from systems.worker_kit import Pair, prompt
 
-from pdserve.engine.api.request import Pooled
+from pdserve.engine.api import Pooled
 from pdserve.protos import common_pb2 as pb
 
 ENGINE = {"pooling": "mean"}

@@ -19,8 +19,8 @@ from systems.cluster_secret import open_channel
 from systems.eventually import LIMIT_S, eventually, wait_until
 from systems.worker_kit import CARD, Pair, SessionClient, expected, prompt
 
-from pdserve.engine.execution.runner import DeviceLost
-from pdserve.engine.kv.codec import decode_spec
+from pdserve.engine.execution import DeviceLost
+from pdserve.engine.kv import decode_spec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.common_pb2_grpc import BlobsStub

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
+from pdserve.engine.kv import cache_seed, chain_hashes
 from pdserve.services.decode.single_flight import EndedWaits, PromisedPrefixes, SharedBlocks
 
 BLOCK = 4

@@ -9,7 +9,7 @@ from systems.worker_kit import Pair, prompt
 
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
-from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION
+from pdserve.services.common.rpc import PROTOCOL_VERSION
 
 
 def test_a_router_that_is_too_new_is_refused_and_others_are_served(

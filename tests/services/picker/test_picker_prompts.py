@@ -10,20 +10,14 @@ from fakes.in_process_text import InProcessPool
 from fakes.router import FakeRouter, saying, served
 from fakes.scripted_service import scripted_service
 
-from pdserve.gateway.admission import AdmissionLimits
-from pdserve.gateway.anthropic.api import AnthropicDialect
-from pdserve.gateway.http.api import HttpLimits
-from pdserve.gateway.http.app import create_routes
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.inner import post
-from pdserve.gateway.metrics.metrics import GatewayMetrics
-from pdserve.gateway.ollama.api import OllamaDialect
-from pdserve.gateway.openai.api import OpenAiDialect
-from pdserve.gateway.readiness import Readiness
-from pdserve.gateway.rerank.api import RerankDialect
-from pdserve.gateway.settings import GatewaySettings
-from pdserve.services.common.tenants.keys import EVERYBODY, ApiKeys, Tenant
-from pdserve.services.common.tenants.rate_limits import RateLimits, RateSettings
+from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness
+from pdserve.gateway.anthropic import AnthropicDialect
+from pdserve.gateway.http import BodyReader, HttpLimits, create_routes, post
+from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.gateway.ollama import OllamaDialect
+from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.rerank import RerankDialect
+from pdserve.services.common.tenants import EVERYBODY, ApiKeys, RateLimits, RateSettings, Tenant
 from pdserve.services.picker.prompts import PromptReader, PromptService
 
 pytestmark = pytest.mark.anyio

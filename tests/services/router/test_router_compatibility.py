@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 from systems.dispatcher_world import BLOCKS, NUMERICS, TOKENIZER, WEIGHTS, World
 
-from pdserve.engine.kv.identity import Mixing
+from pdserve.engine.kv import Mixing
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
-from pdserve.services.router.fleet.compatibility import STRANDED_S
+from pdserve.services.router import RouterSettings
+from pdserve.services.router.fleet import STRANDED_S
 from pdserve.services.router.main import make_rules
-from pdserve.services.router.placement.policy import Rules
-from pdserve.services.router.placement.waiting import WaitReason
-from pdserve.services.router.settings import RouterSettings
+from pdserve.services.router.placement import Rules, WaitReason
 
 
 @pytest.mark.parametrize(

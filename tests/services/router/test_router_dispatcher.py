@@ -7,7 +7,7 @@ from hypothesis import settings
 from systems.dispatcher_machine import DispatcherMachine
 
 from pdserve.protos import fleet_pb2
-from pdserve.services.router.fleet.fleet import taking_work
+from pdserve.services.router.fleet import taking_work
 
 
 def test_no_request_begins_after_its_deadline() -> None:

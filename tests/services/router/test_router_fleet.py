@@ -4,21 +4,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv import KvSpec, encode_spec
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import ModelCard
 from pdserve.services.common.stall_detector import FROZEN_S
-from pdserve.services.router.fleet.fleet import (
-    ISOLATED_S,
-    SILENCE_S,
-    SUSPECT_S,
-    UNREPORTED_S,
-    Fleet,
-    State,
-    Worker,
-    taking_work,
-)
+from pdserve.services.router.fleet import Fleet, State, Worker, taking_work
+from pdserve.services.router.fleet.fleet import ISOLATED_S, SILENCE_S, SUSPECT_S, UNREPORTED_S
 
 
 def hello(name: int, life: int = 0) -> pb.WorkerHello:

@@ -16,10 +16,9 @@ import pytest
 from oracles.handoff_model.bugs import counts_no_try, hears_every_attempt, retries_without_a_cancel
 
 from pdserve.services import router
+from pdserve.services.router.request import Reachability, machine
 from pdserve.services.router.request import actions as do
 from pdserve.services.router.request import events as on
-from pdserve.services.router.request import machine
-from pdserve.services.router.request.events import Reachability
 from pdserve.services.router.request.machine import MAX_ATTEMPTS
 from pdserve.services.router.request.state import Attempt, Migration, Routing, Stage
 

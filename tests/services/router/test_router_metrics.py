@@ -10,8 +10,7 @@ from prometheus_client.core import Sample
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL, Load, Role, WorkerHello
 from pdserve.services.router.core import RouterCore
-from pdserve.services.router.fleet.fleet import State, Worker
-from pdserve.services.router.fleet.prefix_index import PrefixIndex
+from pdserve.services.router.fleet import PrefixIndex, State, Worker
 from pdserve.services.router.metrics import (
     Backlog,
     RouterMetrics,

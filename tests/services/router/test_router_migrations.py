@@ -10,22 +10,20 @@ from fakes.router_workers import FakeDecode
 from systems.dispatcher_world import World
 from systems.eventually import eventually
 
-from pdserve.engine.kv.identity import Mixing
+from pdserve.engine.kv import Mixing
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.services.common.tracing import NO_TRACER, Tracer
-from pdserve.services.router.placement.rebalance import (
-    MIN_REMAINING,
-    MIN_WINDOWS,
-    WINDOW_S,
+from pdserve.services.router.placement import (
     Pressure,
+    RecomputeBudget,
     Running,
     drain_order,
     relief_order,
 )
-from pdserve.services.router.placement.recompute_budget import RecomputeBudget
+from pdserve.services.router.placement.rebalance import MIN_REMAINING, MIN_WINDOWS, WINDOW_S
 from pdserve.services.router.request.state import MAX_FAILED, Beginning, FirstToken
 
 pytestmark = pytest.mark.anyio

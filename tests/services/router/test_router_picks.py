@@ -8,24 +8,22 @@ import pytest
 from systems.cluster_secret import open_channel
 from systems.dispatcher_world import World
 
-from pdserve.engine.kv.identity import Mixing
+from pdserve.engine.kv import Mixing
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL, Load, PrefixEvents
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc.request_progress import RequestProgress
-from pdserve.services.router.fleet.fleet import Worker
-from pdserve.services.router.fleet.prefix_index import PrefixIndex
-from pdserve.services.router.placement.facts import FactsOfWorkers
-from pdserve.services.router.placement.promises import (
-    MAX_PICKS,
-    PICKED_S,
+from pdserve.services.common.rpc import RequestProgress
+from pdserve.services.router.fleet import PrefixIndex, Worker
+from pdserve.services.router.placement import (
+    FactsOfWorkers,
     PickedPrompts,
     PromisedChains,
     prompt_key,
 )
-from pdserve.services.router.request.placer import PickQuery
+from pdserve.services.router.placement.promises import MAX_PICKS, PICKED_S
+from pdserve.services.router.request import PickQuery
 
 IDS = list(range(40))
 HOSTS = frozenset(f"10.0.0.{number}" for number in range(1, 5))

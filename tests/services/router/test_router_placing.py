@@ -4,13 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from systems.dispatcher_world import BLOCKS, NUMERICS, World
 
-from pdserve.engine.kv.identity import Mixing
+from pdserve.engine.kv import Mixing
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, Load, PrefixEvents
-from pdserve.services.router.fleet.fleet import UNREPORTED_S, Worker
-from pdserve.services.router.placement.facts import FactsOfWorkers
+from pdserve.services.router.fleet import Worker
+from pdserve.services.router.fleet.fleet import UNREPORTED_S
+from pdserve.services.router.placement import FactsOfWorkers
+from pdserve.services.router.request import PickQuery
 from pdserve.services.router.request.machine import ANSWER_S
-from pdserve.services.router.request.placer import MAX_ADMITTING, PickQuery
+from pdserve.services.router.request.placer import MAX_ADMITTING
 
 IDS = list(range(200))
 

@@ -7,7 +7,8 @@ from builders.worker_kinds import kind
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from pdserve.services.router.fleet.worker import WorkerFacts, mismatch
+from pdserve.services.router.fleet import WorkerFacts, mismatch
+from pdserve.services.router.placement import PromptFacts, Rules, decide, decode_costs
 from pdserve.services.router.placement.policy import (
     AGAIN_RATIO,
     BUSIER_RATIO,
@@ -16,11 +17,7 @@ from pdserve.services.router.placement.policy import (
     ROW_TOKENS,
     SPREAD_TOKENS,
     WORK_RATIO,
-    PromptFacts,
-    Rules,
     computed_again,
-    decide,
-    decode_costs,
     local_cost,
     max_balanced_requests,
     pays,

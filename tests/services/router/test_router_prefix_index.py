@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.protos import fleet_pb2 as pb
-from pdserve.services.router.fleet import prefix_index
-from pdserve.services.router.fleet.prefix_index import PrefixIndex, WorkerPrefixes
+from pdserve.services.router.fleet import PrefixIndex, prefix_index
+from pdserve.services.router.fleet.prefix_index import WorkerPrefixes
 
 HASHES = [bytes([number]) * 16 for number in range(8)]
 hashes = st.sampled_from(HASHES)

@@ -15,18 +15,14 @@ from systems.cluster_secret import ACCESS
 from systems.dispatcher_world import World
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.identity import Mixing
-from pdserve.engine.kv.spec import KvSpec
-from pdserve.gateway.http.api import HttpLimits
-from pdserve.gateway.http.app import create_app
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.openai.api import OpenAiDialect
-from pdserve.gateway.readiness import Readiness
-from pdserve.gateway.router_client.client import RouterClient
+from pdserve.engine.kv import KvSpec, Mixing, encode_spec
+from pdserve.gateway import Readiness
+from pdserve.gateway.http import BodyReader, HttpLimits, create_app
+from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import DECODE
-from pdserve.services.common.tenants.keys import ApiKeys
+from pdserve.services.common.tenants import ApiKeys
 
 pytestmark = pytest.mark.anyio
 LIMITS = HttpLimits(1 << 16, 1 << 18, 5.0, 1 << 16, 5.0)

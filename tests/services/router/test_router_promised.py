@@ -7,9 +7,9 @@ from builders.worker_kinds import kind
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.services.router.fleet.worker import WorkerFacts
-from pdserve.services.router.placement.policy import PromptFacts, Rules, awaited_tokens, decide
-from pdserve.services.router.placement.promises import PromisedChains
+from pdserve.services.router.fleet import WorkerFacts
+from pdserve.services.router.placement import PromisedChains, PromptFacts, Rules, decide
+from pdserve.services.router.placement.policy import awaited_tokens
 
 RULES = Rules(threshold=512)
 PROMPT = PromptFacts(3999)

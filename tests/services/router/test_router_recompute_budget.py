@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.router.placement.recompute_budget import SHARE, RecomputeBudget
-from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
+from pdserve.services.router.placement import RecomputeBudget, WaitingQueue, WaitReason
+from pdserve.services.router.placement.recompute_budget import SHARE
 
 
 @dataclass(eq=False)

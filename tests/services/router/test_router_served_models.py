@@ -3,7 +3,7 @@
 import pytest
 from systems.dispatcher_world import World
 
-from pdserve.engine.kv.identity import NO_MIXING
+from pdserve.engine.kv import NO_MIXING
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.services.router.fleet.fleet import RETIRED_S

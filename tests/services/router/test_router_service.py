@@ -15,8 +15,7 @@ import pytest
 from systems.cluster_secret import BEARER, SECRET, open_channel
 from systems.eventually import LIMIT_S, eventually
 
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.kv import KvSpec, LayerGroup, encode_spec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos import worker_pb2 as wire
@@ -26,7 +25,7 @@ from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.router import servicer
-from pdserve.services.router.fleet.fleet import Worker
+from pdserve.services.router.fleet import Worker
 
 pytestmark = pytest.mark.anyio
 PROMPT = list(range(20))
@@ -360,7 +359,7 @@ def test_starts_without_torch() -> None:
 async def test_a_prompt_beyond_the_limits_is_refused_whole(
     make_cluster: Any, monkeypatch: Any
 ) -> None:
-    from pdserve.services.common.rpc.fragments import IdsCollector
+    from pdserve.services.common.rpc import IdsCollector
     from pdserve.services.router import servicer
 
     monkeypatch.setattr(servicer, "IdsCollector", lambda: IdsCollector(max_ids=50_000))

@@ -6,7 +6,7 @@ Requests that wait in vain are given back, and a worker that leaves takes no req
 import pytest
 from systems.dispatcher_world import NUMERICS, World
 
-from pdserve.engine.kv.identity import NO_MIXING
+from pdserve.engine.kv import NO_MIXING
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL

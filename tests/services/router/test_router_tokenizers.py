@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from systems.dispatcher_world import CARD, NUMERICS, SAME, TOKENIZER, World, other
 
-from pdserve.engine.kv.identity import Mixing
+from pdserve.engine.kv import Mixing
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import DECODE, WorkerHello
-from pdserve.services.router.fleet.compatibility import STRANDED_S
+from pdserve.services.router.fleet import STRANDED_S
 
 OLD, NEW = SAME.tokenizer, "71"
 

@@ -7,15 +7,14 @@ import pytest
 from systems.cluster_secret import open_channel
 from systems.eventually import eventually
 
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv import KvSpec, encode_spec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.fleet_pb2 import WorkerHello, WorkerReport
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION
+from pdserve.services.common.rpc import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.anyio
 PROMPT = list(range(20))

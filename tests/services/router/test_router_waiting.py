@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
+from pdserve.services.router.placement import WaitingQueue, WaitReason
 
 
 @dataclass(eq=False)

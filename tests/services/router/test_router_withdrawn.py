@@ -2,11 +2,11 @@
 
 from systems.dispatcher_world import WEIGHTS, World
 
-from pdserve.engine.kv.identity import Mixing
+from pdserve.engine.kv import Mixing
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import DECODE
-from pdserve.services.router.fleet.compatibility import STRANDED_S
-from pdserve.services.router.placement.policy import Rules
+from pdserve.services.router.fleet import STRANDED_S
+from pdserve.services.router.placement import Rules
 
 
 def test_withdrawn_weights_are_not_waited_for() -> None:

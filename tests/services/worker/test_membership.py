@@ -17,10 +17,9 @@ from systems.eventually import LIMIT_S, eventually
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
 from pdserve.protos.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
-from pdserve.services.common.discovery import discovery
-from pdserve.services.common.discovery.rendezvous import rendezvous_order
+from pdserve.services.common.discovery import discovery, rendezvous_order
 from pdserve.services.common.errors import ServiceError, abort
-from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION
+from pdserve.services.common.rpc import PROTOCOL_VERSION
 from pdserve.services.common.server import GrpcHost
 from pdserve.services.worker import membership
 from pdserve.services.worker.membership import HASHES_PER_EVENT, Membership

@@ -9,7 +9,7 @@ import pytest
 from builders.engine_kit import fake_engine
 from systems.worker_kit import Pair, build_with, expected, prompt, worker_pair
 
-from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv import KvIdentity
 from pdserve.protos import common_pb2 as pb
 
 OURS = KvIdentity(b"d" * 16, "aa", "Q4_1", "cc", "70", "float32", "native/avx512")

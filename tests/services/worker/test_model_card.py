@@ -6,8 +6,7 @@ import pytest
 from fakes.decoder import fake_spec
 from systems.worker_kit import CARD
 
-from pdserve.engine.kv.codec import decode_spec
-from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.kv import KvIdentity, decode_spec
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.worker.card import model_card
 

@@ -16,17 +16,17 @@ from systems.eventually import wait_until
 from systems.worker_kit import CARD, build_with, engine_maker
 
 from pdserve.cli.roles import guarded
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.transport.base import TransportRefused
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.checkpoints import CheckpointError
+from pdserve.engine.transport import TransportRefused
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
-from pdserve.services.common.rpc.channel import advertised
-from pdserve.services.decode.main import run as run_decode
-from pdserve.services.prefill.main import run as run_prefill
+from pdserve.services.common.rpc import advertised
+from pdserve.services.decode import run as run_decode
+from pdserve.services.prefill import run as run_prefill
+from pdserve.services.worker import DecodeSettings, PrefillSettings
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.runtime import shm_folder
-from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 
 Events = list[tuple[str, dict[str, Any]]]
 STUBS: dict[Any, Any] = {

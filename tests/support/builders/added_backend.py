@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from pdserve.engine.backends import Backend, register
-from pdserve.engine.execution.batch import Batch, Ints
+from pdserve.engine.execution import Batch, Ints
+from pdserve.engine.kv import KvSpec
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec
-from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights import RawTensor
 from pdserve.kernels.cpu import CpuKernels, CpuSampling
 
 
@@ -44,7 +44,7 @@ class CountingBackend(Backend):
         self.sampling = CpuSampling(CpuKernels(threads=1).context)
 
     def decoder(self, model: Any, weights: Callable[[str], RawTensor]) -> CountingDecoder:
-        from pdserve.engine.models.layer import tensor_shapes
+        from pdserve.engine.models import tensor_shapes
 
         for name in tensor_shapes(model):  # which requests every tensor
             weights(name)

@@ -11,8 +11,8 @@ import numpy as np
 
 from pdserve.engine.checkpoints import quantization
 from pdserve.engine.checkpoints.source import Layout
-from pdserve.engine.weights import formats
-from pdserve.engine.weights.format import Floats, Format, RawTensor
+from pdserve.engine.weights import Floats, RawTensor, formats
+from pdserve.engine.weights.format import Format
 
 GROUP = 16
 

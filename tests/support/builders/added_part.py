@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from pdserve.engine.architectures import llama, register
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.hf_config.fields import HfConfig
+from pdserve.engine.models import ModelConfig, ModelSpec, Part
+from pdserve.engine.models.hf_config import HfConfig
 from pdserve.engine.models.layer import linear
-from pdserve.engine.models.layers.torch_part import LayerStep, Setup, computes
-from pdserve.engine.models.parts import Part, TensorSpec
-from pdserve.engine.models.spec import ModelSpec
+from pdserve.engine.models.layers import LayerStep, Setup
+from pdserve.engine.models.layers.torch_part import computes
+from pdserve.engine.models.parts import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pdserve.kernels.cuda.attention.paged import Rows, chunk_tiles
+from pdserve.kernels.cuda.attention import Rows, chunk_tiles
 
 
 def plan_rows(

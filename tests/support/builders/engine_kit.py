@@ -8,13 +8,12 @@ from typing import Any
 from fakes.decoder import VOCAB, FakeDecoder, fake_spec
 from fakes.late_device import AheadEngine, LateSampling
 
-from pdserve.engine.api.request import Event, NewTokens, Request, SamplingParams
-from pdserve.engine.constraints.grammars.backend import GrammarBackend
+from pdserve.engine.api import Event, NewTokens, Request, SamplingParams
+from pdserve.engine.constraints.grammars import GrammarBackend
 from pdserve.engine.engine import Engine
+from pdserve.engine.kv import KvIdentity, KvSpec, pool_sizes
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import KvSpec, pool_sizes
-from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.engine.scheduling import EngineLimits
 from pdserve.kernels import reference
 
 launches_ahead = False  # whether engines launch a step before they have read the previous one

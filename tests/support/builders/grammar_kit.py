@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from llguidance import LLMatcher
 
-from pdserve.engine.api.request import Event, Grammar, Request
+from pdserve.engine.api import Event, Grammar, Request
 from pdserve.engine.engine import Engine
 
 LIMIT_S = 60.0

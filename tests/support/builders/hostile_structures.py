@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pdserve.text.request import Structure
+from pdserve.text import Structure
 
 
 def _doubled(times: int, keyword: str) -> dict[str, Any]:

@@ -15,17 +15,11 @@ from dataclasses import replace
 from fakes.router import tokenizer_json
 
 from pdserve.services.common.process import die_with
-from pdserve.text.errors import UnsupportedTokenizer
-from pdserve.text.processes.messages import (
-    SIZE_BYTES,
-    TextLimits,
-    TextMessage,
-    head_of,
-    pack,
-    size_of,
-)
+from pdserve.text import UnsupportedTokenizer
+from pdserve.text.processes import TextLimits
+from pdserve.text.processes.messages import SIZE_BYTES, TextMessage, head_of, pack, size_of
 from pdserve.text.processes.worker import TextModel, work
-from pdserve.text.tokenizer.vocabulary import TextCard
+from pdserve.text.tokenizer import TextCard
 
 DOUBLED = (
     "{% set n = namespace(a=[0], b=[0]) %}{% for i in range(60) %}"

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from builders.paged_runner import load_decoder
 from pdserve.engine.engine import Engine
-from pdserve.engine.kv.spec import KvSpec, pool_sizes
+from pdserve.engine.kv import KvSpec, pool_sizes
 from pdserve.engine.kv.torch_cache import TorchKvCache
-from pdserve.engine.models.cuda.decoder import CudaDecoder
-from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.kernels.cuda.sampling.step import CudaSampling
+from pdserve.engine.models.cuda import CudaDecoder
+from pdserve.engine.scheduling import EngineLimits
+from pdserve.kernels.cuda.sampling import CudaSampling
 
 
 class ReplayRecorder:

@@ -3,14 +3,9 @@
 import random
 from typing import Any
 
-from pdserve.engine.api.request import Request, SamplingParams
-from pdserve.engine.kv.block_hash import cache_seed
-from pdserve.engine.kv.spec import KvSpec, LayerGroup, pool_sizes
-from pdserve.engine.scheduling.accounting import discrepancy
-from pdserve.engine.scheduling.block_tables import BlockTables
-from pdserve.engine.scheduling.job_table import JobTable
-from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.engine.scheduling.request_state import RequestState
+from pdserve.engine.api import Request, SamplingParams
+from pdserve.engine.kv import KvSpec, LayerGroup, cache_seed, pool_sizes
+from pdserve.engine.scheduling import BlockTables, EngineLimits, JobTable, RequestState, discrepancy
 
 SEED_HASH = cache_seed(b"model", b"")
 VOCAB = 8

@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights import RawTensor
 from pdserve.engine.weights.unpack import unpack
-from pdserve.kernels.cuda.linear.packing import DeviceMatrix, pack
+from pdserve.kernels.cuda.linear import DeviceMatrix, pack
 
 F16, BF16, F32 = np.float16, np.uint16, np.float32
 Parts = dict[str, NDArray[Any]]

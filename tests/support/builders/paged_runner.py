@@ -16,17 +16,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pdserve.engine.architectures import find_spec
-from pdserve.engine.checkpoints.weight_loader import check_names
-from pdserve.engine.execution.batch import Batch, GroupTable, Ints
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.checkpoints import check_names
+from pdserve.engine.execution import Batch, GroupTable, Ints
+from pdserve.engine.kv import KvSpec
 from pdserve.engine.load import open_checkpoint
-from pdserve.engine.models.cuda.decoder import CudaDecoder
+from pdserve.engine.models import HEAD, NativeDecoder, tensor_shapes
+from pdserve.engine.models.cuda import CudaDecoder
 from pdserve.engine.models.decoder import Decoder
-from pdserve.engine.models.layer import HEAD, tensor_shapes
-from pdserve.engine.models.layers.stored import HELD
-from pdserve.engine.models.native import NativeDecoder
-from pdserve.engine.weights.format import VALUES, RawTensor
-from pdserve.engine.weights.plain import PLAIN
+from pdserve.engine.models.layers import HELD
+from pdserve.engine.weights import PLAIN, VALUES, RawTensor
 from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels import reference
 from pdserve.kernels.cpu import CpuKernels

@@ -3,8 +3,7 @@
 import math
 from dataclasses import fields
 
-from pdserve.engine.api.request import SamplingParams
-from pdserve.engine.api.sampling_bounds import Range
+from pdserve.engine.api import Range, SamplingParams
 
 _WHOLE = {
     "seed", *(f.name for f in fields(SamplingParams) if f.type in (int, int | None, "int"))

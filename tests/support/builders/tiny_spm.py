@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
+from pdserve.text.tokenizer import TextCard
 from pdserve.text.tokenizer.tokenizer import Tokenizer
-from pdserve.text.tokenizer.vocabulary import TextCard
 
 
 def spm_metadata(**more: Any) -> dict[str, Any]:

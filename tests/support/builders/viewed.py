@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pdserve.engine.checkpoints.tensor_remap import ViewedCheckpoint
+from pdserve.engine.checkpoints import ViewedCheckpoint
 from pdserve.engine.load import find_spec, open_checkpoint
 from pdserve.engine.weights.unpack import unpack
 

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import KvSpec
-from pdserve.services.router.fleet.worker import WorkerKind
+from pdserve.engine.kv import KvIdentity, KvSpec
+from pdserve.services.router.fleet import WorkerKind
 
 
 def kind(digest: bytes = b"a", **parts: Any) -> WorkerKind:

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from pdserve.kernels.copy_hash import LANE_WORDS, TAG_BYTES, TILE_BYTES, UNIT_BYTES
+from pdserve.kernels.cuda import SHARE_BYTES, SHARES_AT
 from pdserve.kernels.cuda.copy_hash import FOLDER as KERNELS
-from pdserve.kernels.cuda.copy_hash import SHARE_BYTES, SHARES_AT
 
 PIECE_BYTES = 2 << 20
 NOT_READY = 600

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdserve.engine.execution.batch import Batch, Ints
+from pdserve.engine.execution import Batch, Ints
+from pdserve.engine.kv import KvSpec, LayerGroup
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.engine.models.decoder import on
 
 VOCAB = 64

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from systems.eventually import LIMIT_S
 
-from pdserve.engine.kv.spec import Pages
-from pdserve.engine.transport.device import HANDLE_BYTES, DeviceError, Slot
+from pdserve.engine.kv import Pages
+from pdserve.engine.transport import DeviceError
+from pdserve.engine.transport.device import HANDLE_BYTES, Slot
 from pdserve.kernels import _native
 from pdserve.kernels.copy_hash import TAG_BYTES, expand_key
 

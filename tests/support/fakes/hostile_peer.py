@@ -16,12 +16,19 @@ from typing import Any
 
 from systems.victim import BLOCK, NUM_TOKENS, Victim
 
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.frames import PREFIX_BYTES, FrameHeader, Prefix
-from pdserve.engine.handoff.protocol.keys import Domain, Ticket, TicketKeys, derive_keys
-from pdserve.engine.handoff.protocol.layout import Piece
-from pdserve.engine.kv.codec import encode_spec, spec_digest
-from pdserve.engine.transport.base import SLOTS, Wire, WireClosed
+from pdserve.engine.handoff.protocol import (
+    PREFIX_BYTES,
+    Domain,
+    FrameHeader,
+    Piece,
+    Prefix,
+    Ticket,
+    TicketKeys,
+    derive_keys,
+    messages,
+)
+from pdserve.engine.kv import encode_spec, spec_digest
+from pdserve.engine.transport import SLOTS, Wire, WireClosed
 
 GENUINE = range(7)  # the blocks that are really sent
 Record = tuple[bytes, bytes]  # a frame's record, its payload

@@ -4,13 +4,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdserve.text.errors import UnsupportedTokenizer
-from pdserve.text.messages import TemplateInput
-from pdserve.text.processes.pool import LoadedText
+from pdserve.text import Structure, TemplateInput, UnsupportedTokenizer
+from pdserve.text.processes import LoadedText
 from pdserve.text.processes.worker import TextModel
-from pdserve.text.request import Structure
+from pdserve.text.tokenizer import TextCard
 from pdserve.text.tokenizer.tokenizer import Rendered
-from pdserve.text.tokenizer.vocabulary import TextCard
 
 
 class InProcessText:

@@ -13,14 +13,17 @@ from queue import SimpleQueue
 import grpc
 from systems.eventually import LIMIT_S
 
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.frames import PREFIX_BYTES, FrameHeader, Prefix
-from pdserve.engine.handoff.protocol.keys import Ticket, derive_keys
-from pdserve.engine.handoff.protocol.layout import slot_bytes
-from pdserve.engine.kv.codec import decode_spec, spec_digest
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.transport.base import Target, TransportOptions, WireClosed
-from pdserve.engine.transport.registry import make_transports
+from pdserve.engine.handoff.protocol import (
+    PREFIX_BYTES,
+    FrameHeader,
+    Prefix,
+    Ticket,
+    derive_keys,
+    messages,
+    slot_bytes,
+)
+from pdserve.engine.kv import KvIdentity, decode_spec, spec_digest
+from pdserve.engine.transport import Target, TransportOptions, WireClosed, make_transports
 from pdserve.protos import common_pb2, fleet_pb2, worker_pb2
 from pdserve.protos.worker_pb2_grpc import DecodeStub
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pdserve.engine.api.request import Step
+from pdserve.engine.api import Step
 from pdserve.engine.engine import Engine, Pending
 from pdserve.kernels import reference
 

@@ -4,9 +4,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
-from pdserve.engine.transport.base import SLOTS
+from pdserve.engine.handoff.protocol import FrameError, FrameHeader, messages
+from pdserve.engine.transport import SLOTS
 
 Frame = tuple[bytes, bytes]  # signed record, payload
 

@@ -9,11 +9,10 @@ from builders.engine_kit import fake_engine
 
 from fakes.memory_link import MemoryLink, tie
 from pdserve.engine.handoff.outgoing import Sent
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.layout import slot_bytes
+from pdserve.engine.handoff.protocol import messages, slot_bytes
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.sender import Sender
-from pdserve.engine.transport.base import Target, TransportRefused
+from pdserve.engine.transport import Target, TransportRefused
 
 
 class World(Protocol):

@@ -19,12 +19,11 @@ from systems.cluster_secret import SECRET
 from systems.worker_kit import CARD
 
 from fakes.decoder import FakeDecoder, fake_spec
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.scheduling.stats import StepMeter
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.scheduling import StepMeter
 from pdserve.services.common import stall_detector
 from pdserve.services.decode import main as decode
-from pdserve.services.worker import process, role
-from pdserve.services.worker.settings import DecodeSettings
+from pdserve.services.worker import DecodeSettings, process, role
 
 FROZEN_S, LOOK_S, CLOSE_S = 2.5, 0.1, 2.0
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.common.rpc.token_rows import NumberedChoice
+from pdserve.services.common.rpc import NumberedChoice
 
 HITS: Counter[str] = Counter()  # how often each interesting state was reached
 

@@ -8,8 +8,7 @@ from systems.cluster_secret import ACCESS
 from fakes.router import FakeRouter
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
-from pdserve.services.common.rpc.fragments import IdsCollector
-from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION
+from pdserve.services.common.rpc import PROTOCOL_VERSION, IdsCollector
 from pdserve.services.common.server import GrpcHost
 
 

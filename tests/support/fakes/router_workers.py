@@ -12,8 +12,7 @@ import grpc
 from systems.cluster_secret import ACCESS
 from systems.eventually import eventually
 
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv import KvSpec, encode_spec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
@@ -24,9 +23,7 @@ from pdserve.protos.worker_pb2_grpc import (
     add_DecodeServicer_to_server,
     add_PrefillServicer_to_server,
 )
-from pdserve.services.common.rpc.fragments import IdsCollector
-from pdserve.services.common.rpc.outbox import Outbox, TokensOutbox
-from pdserve.services.common.rpc.token_rows import NumberedChoice
+from pdserve.services.common.rpc import IdsCollector, NumberedChoice, Outbox, TokensOutbox
 from pdserve.services.common.server import GrpcHost
 from pdserve.services.worker.membership import Membership
 

@@ -5,11 +5,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
-from pdserve.gateway.caller import Caller
+from pdserve.gateway import Caller, PreparedCompletion, Service
 from pdserve.gateway.choice import Delta
-from pdserve.gateway.prepared_completion import PreparedCompletion, Usage
-from pdserve.gateway.service import Service
-from pdserve.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
+from pdserve.gateway.prepared_completion import Usage
+from pdserve.text import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
 CACHED = 3  # tokens of each prompt
 

@@ -4,11 +4,11 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from pdserve.gateway.http.api import HttpError
-from pdserve.gateway.openai.errors import error_object
+from pdserve.gateway.http import HttpError
+from pdserve.gateway.openai import error_object
 from pdserve.protos.router_pb2 import PickedWorker, PickReply, PickRequest
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants.keys import ApiKeys, Tenant
+from pdserve.services.common.tenants import ApiKeys, Tenant
 from pdserve.services.picker.endpoints import Endpoints
 from pdserve.services.picker.exchange import Exchange, HeldBodies
 from pdserve.services.picker.metrics import PickerMetrics

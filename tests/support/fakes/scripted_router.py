@@ -5,12 +5,11 @@ import asyncio
 from systems.cluster_secret import ACCESS
 from systems.eventually import eventually
 
-from pdserve.gateway.router_client.client import RouterClient
+from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
 from pdserve.services.common.errors import ServiceError, abort
-from pdserve.services.common.rpc.fragments import IdsCollector
-from pdserve.services.common.rpc.protocol_version import PROTOCOL_VERSION
+from pdserve.services.common.rpc import PROTOCOL_VERSION, IdsCollector
 from pdserve.services.common.server import GrpcHost
 
 BLOB = b"x" * 500_000

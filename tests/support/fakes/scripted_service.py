@@ -6,14 +6,12 @@ from typing import Any
 
 from fakes.in_process_text import InProcessPool
 from fakes.router import FakeRouter
-from pdserve.gateway.admission import AdmissionLimits
-from pdserve.gateway.metrics.metrics import GatewayMetrics
-from pdserve.gateway.metrics.request_metrics import CountUsage, uncounted
-from pdserve.gateway.service import ServerTools, Service
-from pdserve.gateway.settings import GatewaySettings
-from pdserve.services.common.tenants.rate_limits import RateLimits, RateSettings
+from pdserve.gateway import AdmissionLimits, GatewaySettings, Service
+from pdserve.gateway.metrics import CountUsage, GatewayMetrics, uncounted
+from pdserve.gateway.service import ServerTools
+from pdserve.services.common.tenants import RateLimits, RateSettings
 from pdserve.services.common.tracing import NO_TRACER, Tracer
-from pdserve.text.answer_format import ParserChoice
+from pdserve.text import ParserChoice
 
 
 def scripted_service(

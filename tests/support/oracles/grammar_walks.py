@@ -9,11 +9,11 @@ import numpy as np
 from fakes.router import served, tokenizer_json
 from llguidance import LLMatcher, LLParserLimits
 
+from pdserve.engine.api import GRAMMAR_LIMITS
 from pdserve.engine.api.grammar_tokenizer import make_tokenizer
-from pdserve.engine.api.sampling_bounds import GRAMMAR_LIMITS
 from pdserve.text.structured_output.compiler import GrammarCompiler
+from pdserve.text.tokenizer import TextCard
 from pdserve.text.tokenizer.tokenizer import Tokenizer
-from pdserve.text.tokenizer.vocabulary import TextCard
 
 MAX_TOKENS = 4000
 HURRY = 60  # tokens, after which tokens that end the answer are preferred

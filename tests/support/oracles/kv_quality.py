@@ -12,7 +12,7 @@ from builders.tiny_models import write_tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api import EngineConfig
 from pdserve.engine.load import load_model
 
 BLOCK, CHUNK = 32, 64

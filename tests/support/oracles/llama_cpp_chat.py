@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from pdserve.text.request import Tool
+from pdserve.text import Tool
 
 _TOKEN = re.compile(
     r"//[^\n]*|/\*.*?\*/|\s+"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from pdserve.engine.handoff.protocol.machine import (
+from pdserve.engine.handoff.protocol import (
     Action,
     Claimed,
     ClaimGranted,
@@ -18,16 +18,16 @@ from pdserve.engine.handoff.protocol.machine import (
     Side,
     step,
 )
-from pdserve.engine.handoff.recorder.conform import check
-from pdserve.engine.handoff.recorder.event_log import (
+from pdserve.engine.handoff.recorder import (
     MAX_ARGUMENT,
+    SUFFIX,
     EventLog,
-    Record,
     Recording,
     RecordKind,
-    RecordSink,
+    check,
+    read_rings,
 )
-from pdserve.engine.handoff.recorder.ring import SUFFIX, read_rings
+from pdserve.engine.handoff.recorder.event_log import Record, RecordSink
 from pdserve.engine.handoff.recorder.timeline import event_name
 
 HOST = b"one kernel's id."

@@ -22,13 +22,12 @@ from oracles.promtool import Pages
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pdserve.engine.handoff.connection.data_listeners import MAX_UNPROVEN
-from pdserve.engine.kv.identity import NO_MIXING
-from pdserve.gateway.admission import AdmissionLimits
+from pdserve.engine.kv import NO_MIXING
+from pdserve.gateway import AdmissionLimits
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import DECODE, Load
 from pdserve.services.common import stall_detector
-from pdserve.services.common.auth.certificates import issue, make_authority
-from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.auth import Role, issue, make_authority
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.metrics import process_metrics
 from pdserve.services.common.metrics.process_metrics import lag_histogram, watch_loop

@@ -3,7 +3,7 @@
 import grpc.aio
 
 from pdserve.services.common.auth.access import SecretAccess, SecretChannel
-from pdserve.services.common.rpc.channel import AUTHORIZATION, CHANNEL_OPTIONS
+from pdserve.services.common.rpc import AUTHORIZATION, CHANNEL_OPTIONS
 
 SECRET = "the secret of every cluster of the tests"
 ACCESS = SecretAccess((SECRET,))

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from fakes.device import FakeCopy, FakeDevice, FakeMemory, FakeSignal, array_at, pages_of
 
-from pdserve.engine.handoff.connection.link import DataLink
-from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader
-from pdserve.engine.kv.spec import Pages
-from pdserve.engine.transport.base import Frame, FrameJob, Target, TransportOptions, Wire
+from pdserve.engine.handoff.connection import DataLink
+from pdserve.engine.handoff.protocol import TAG_BYTES, FrameHeader
+from pdserve.engine.kv import Pages
+from pdserve.engine.transport import Frame, FrameJob, Target, TransportOptions, Wire
 from pdserve.engine.transport.cuda_ipc.transport import CudaIpcTransport
 from pdserve.engine.transport.device import Slot
 from systems.eventually import wait_until

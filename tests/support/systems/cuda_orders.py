@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from fakes.cuda import FakeCupy, FakeGpu, FakeRuntime
 
-from pdserve.engine.kv.spec import Pages
+from pdserve.engine.kv import Pages
+from pdserve.engine.transport import Copy, DeviceError
 from pdserve.engine.transport.cuda_ipc import device_cupy
 from pdserve.engine.transport.cuda_ipc.device_cupy import CudaDevice
 from pdserve.engine.transport.cuda_ipc.transport import make_window
 from pdserve.engine.transport.cuda_ipc.windows import DeviceWindow
-from pdserve.engine.transport.device import HANDLE_BYTES, Copy, DeviceError, Slot
+from pdserve.engine.transport.device import HANDLE_BYTES, Slot
 from pdserve.kernels.copy_hash import KEY_BYTES
 
 BLOCK_BYTES, BLOCKS, LAYERS = 8192, 24, 2

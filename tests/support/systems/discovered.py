@@ -16,12 +16,12 @@ from fakes.kubernetes import FakeKubernetes
 from fakes.one_token_worker import OneTokenWorker
 from fakes.router_workers import card, token
 
-from pdserve.gateway.router_client.client import RouterClient
+from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
-from pdserve.services.common.rpc.outbox import TokensOutbox
+from pdserve.services.common.rpc import TokensOutbox
+from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
-from pdserve.services.router.settings import RouterSettings
 from systems.cluster_secret import ACCESS, SECRET
 from systems.eventually import eventually
 

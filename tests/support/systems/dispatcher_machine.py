@@ -12,16 +12,14 @@ from fakes.recorder import HITS, Recorder
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv import KvSpec, encode_spec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
-from pdserve.services.common.rpc.request_progress import RequestProgress
-from pdserve.services.common.rpc.token_rows import NumberedChoice
+from pdserve.services.common.rpc import NumberedChoice, RequestProgress
 from pdserve.services.router.dispatcher import Dispatcher
-from pdserve.services.router.fleet.fleet import Fleet, Worker
-from pdserve.services.router.placement.policy import Rules
+from pdserve.services.router.fleet import Fleet, Worker
+from pdserve.services.router.placement import Rules
 from pdserve.services.router.request.state import Stage
 
 NUM_TOKENS = 12

@@ -5,18 +5,15 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.identity import KvIdentity, Mixing
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.kv import KvIdentity, KvSpec, LayerGroup, Mixing, encode_spec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.common.rpc.request_progress import RequestProgress
-from pdserve.services.common.rpc.token_rows import NumberedChoice
+from pdserve.services.common.rpc import NumberedChoice, RequestProgress
 from pdserve.services.router.dispatcher import Dispatcher
-from pdserve.services.router.fleet.fleet import Fleet, Worker
-from pdserve.services.router.placement.policy import Rules
+from pdserve.services.router.fleet import Fleet, Worker
+from pdserve.services.router.placement import Rules
 
 GROUP = LayerGroup((0,), "full", 0, 1, 64, "bfloat16", 0, 1)
 SAME = KvIdentity(b"same", "aa", "Q4_1", "cc", "70", "bfloat16", "native/avx512")

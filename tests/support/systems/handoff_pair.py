@@ -10,22 +10,17 @@ import pytest
 from builders.engine_kit import ask, fake_engine, run, tokens
 from fakes.device import FakeDevice
 
-from pdserve.engine.api.request import Finished, NewTokens, Request, Step, prefix_ids
+from pdserve.engine.api import Finished, NewTokens, Request, Step, prefix_ids
 from pdserve.engine.engine import Engine
 from pdserve.engine.handoff.incoming import IncomingHandoff, Received
 from pdserve.engine.handoff.outgoing import Sent
-from pdserve.engine.handoff.protocol.keys import Ticket
-from pdserve.engine.handoff.protocol.layout import slot_bytes
-from pdserve.engine.handoff.protocol.machine import Phase
-from pdserve.engine.handoff.protocol.promises import Promises
+from pdserve.engine.handoff.protocol import Phase, Promises, Ticket, slot_bytes
 from pdserve.engine.handoff.receiver import Receiver
-from pdserve.engine.handoff.recorder.event_log import EventLog
-from pdserve.engine.handoff.recorder.ring import open_ring
+from pdserve.engine.handoff.recorder import EventLog, open_ring
 from pdserve.engine.handoff.sender import PromptToSend, Sender
-from pdserve.engine.kv.identity import Mixing
+from pdserve.engine.kv import Mixing
 from pdserve.engine.thread import EngineThread
-from pdserve.engine.transport.base import TransportOptions
-from pdserve.engine.transport.registry import make_transports
+from pdserve.engine.transport import TransportOptions, make_transports
 from systems.eventually import LIMIT_S, wait_until
 
 INF = float("inf")

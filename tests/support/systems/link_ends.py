@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from fakes.device import FakeDevice, pages_of
 
-from pdserve.engine.handoff.connection.link import DataLink
-from pdserve.engine.handoff.protocol import messages
-from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader
-from pdserve.engine.handoff.protocol.keys import TagKey
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.transport.base import (
+from pdserve.engine.handoff.connection import DataLink
+from pdserve.engine.handoff.protocol import TAG_BYTES, FrameHeader, TagKey, messages
+from pdserve.engine.kv import KvIdentity
+from pdserve.engine.transport import (
     DeviceSink,
     Frame,
     FrameJob,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pdserve import LLM, Engine
-from pdserve.engine.scheduling.stats import EngineStats
+from pdserve.engine.scheduling import EngineStats
 from pdserve.engine.thread import EngineThread
 from pdserve.llm.model import InProcessModel
 

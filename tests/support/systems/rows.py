@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pdserve.protos.common_pb2 import Tokens
-from pdserve.services.common.rpc.token_rows import RowReader
+from pdserve.services.common.rpc import RowReader
 
 
 class SessionEvents:

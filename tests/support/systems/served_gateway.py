@@ -12,23 +12,17 @@ from fakes.pooled_answers import HIDDEN, NO, YES, embedding, judging, vector_of
 from fakes.router import Event, FakeRouter, saying, served
 from fakes.scripted_service import scripted_service
 
-from pdserve.gateway.admission import AdmissionLimits
-from pdserve.gateway.anthropic.api import AnthropicDialect
-from pdserve.gateway.http.api import HttpLimits
-from pdserve.gateway.http.app import create_app, create_routes
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.serving.server import HttpServer
-from pdserve.gateway.http.serving.sockets import listen
-from pdserve.gateway.ollama.api import OllamaDialect
-from pdserve.gateway.openai.api import OpenAiDialect
+from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness
+from pdserve.gateway.anthropic import AnthropicDialect
+from pdserve.gateway.http import BodyReader, HttpLimits, create_app, create_routes
+from pdserve.gateway.http.serving import HttpServer, listen
+from pdserve.gateway.ollama import OllamaDialect
+from pdserve.gateway.openai import OpenAiDialect
 from pdserve.gateway.openai.stored.parts import StoredParts
-from pdserve.gateway.readiness import Readiness
-from pdserve.gateway.rerank.api import RerankDialect
-from pdserve.gateway.settings import GatewaySettings
-from pdserve.gateway.web.fleet import add_fleet
-from pdserve.gateway.web.pages import add_pages
+from pdserve.gateway.rerank import RerankDialect
+from pdserve.gateway.web import add_fleet, add_pages
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.common.tenants.keys import ApiKeys
+from pdserve.services.common.tenants import ApiKeys
 
 LIMITS = HttpLimits(1 << 20, 1 << 24, 5.0, 1 << 20, 10.0)
 START_S = 20.0

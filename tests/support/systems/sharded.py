@@ -15,15 +15,15 @@ import pytest
 from builders.engine_kit import fake_engine
 from fakes.decoder import FakeDecoder, fake_spec
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.gateway.router_client.client import RouterClient
+from pdserve.engine.api import EngineConfig
+from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.common.discovery.rendezvous import rendezvous_order
+from pdserve.services.common.discovery import rendezvous_order
 from pdserve.services.decode.main import DecodeRole
+from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
-from pdserve.services.router.settings import RouterSettings
+from pdserve.services.worker import DecodeSettings
 from pdserve.services.worker.process import WorkerProcess
-from pdserve.services.worker.settings import DecodeSettings
 from systems.cluster_secret import ACCESS, SECRET
 from systems.eventually import eventually
 from systems.worker_kit import CARD, start_worker

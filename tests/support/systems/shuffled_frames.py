@@ -14,8 +14,7 @@ from typing import Any
 from builders.engine_kit import fake_engine
 
 from pdserve.engine.handoff.outgoing import OutgoingHandoff
-from pdserve.engine.handoff.protocol.layout import Piece
-from pdserve.engine.handoff.protocol.machine import Action
+from pdserve.engine.handoff.protocol import Action, Piece
 from systems.handoff_pair import Pair, local, request
 from systems.no_timeouts import no_timeouts
 

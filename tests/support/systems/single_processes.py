@@ -11,8 +11,7 @@ import grpc
 
 from pdserve.protos import fleet_pb2, router_pb2
 from pdserve.protos.router_pb2_grpc import RouterStub
-from pdserve.services.common.auth.roles import Role
-from pdserve.services.common.auth.tls import TlsAccess
+from pdserve.services.common.auth import Role, TlsAccess
 from systems.chaos.cluster import lasting_port
 from systems.eventually import wait_until
 

@@ -14,19 +14,13 @@ import openai
 from fakes.router import Event, FakeRouter, Play, saying
 from fakes.scripted_service import scripted_service
 
-from pdserve.gateway.admission import AdmissionLimits
-from pdserve.gateway.http.api import HttpLimits
-from pdserve.gateway.http.app import create_app, create_routes
-from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.serving.server import HttpServer
-from pdserve.gateway.http.serving.sockets import listen
-from pdserve.gateway.openai.api import OpenAiDialect
+from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness
+from pdserve.gateway.http import BodyReader, HttpLimits, create_app, create_routes
+from pdserve.gateway.http.serving import HttpServer, listen
+from pdserve.gateway.openai import OpenAiDialect
 from pdserve.gateway.openai.stored.parts import StoredParts
-from pdserve.gateway.readiness import Readiness
-from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.common.tenants.keys import ApiKeys
-from pdserve.services.common.tenants.rate_limits import RateLimits
+from pdserve.services.common.tenants import ApiKeys, RateLimits
 from systems.eventually import LIMIT_S, eventually
 
 CHAT = "/v1/chat/completions"

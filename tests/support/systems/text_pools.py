@@ -5,9 +5,8 @@ from collections.abc import Mapping
 
 import psutil
 
-from pdserve.text.processes.messages import TextLimits
-from pdserve.text.processes.pool import LoadedText, TextPool
-from pdserve.text.tokenizer.vocabulary import TextCard
+from pdserve.text.processes import LoadedText, TextLimits, TextPool
+from pdserve.text.tokenizer import TextCard
 from systems.eventually import LIMIT_S
 
 LIMITS = TextLimits(

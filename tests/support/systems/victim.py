@@ -9,13 +9,11 @@ from typing import Any
 
 from builders.engine_kit import ask, fake_engine
 
-from pdserve.engine.handoff.connection.link import DataLink
-from pdserve.engine.handoff.protocol.frames import FrameHeader
-from pdserve.engine.handoff.protocol.keys import Ticket
+from pdserve.engine.handoff.connection import DataLink
+from pdserve.engine.handoff.protocol import FrameHeader, Ticket
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.thread import EngineThread
-from pdserve.engine.transport.base import Payload, Target, TransportOptions
-from pdserve.engine.transport.registry import make_transports
+from pdserve.engine.transport import Payload, Target, TransportOptions, make_transports
 from systems.eventually import LIMIT_S, wait_until
 from systems.no_timeouts import no_timeouts
 

@@ -10,9 +10,9 @@ import psutil
 from fakes.kv_peer import KvPeer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.engine.handoff.recorder.ring import SUFFIX
+from pdserve.engine.handoff.recorder import SUFFIX
 from pdserve.protos import fleet_pb2
-from pdserve.services.common.auth.roles import Role
+from pdserve.services.common.auth import Role
 from systems.single_processes import PICKER, WORKERS, SingleProcesses
 
 MODEL = "SmolLM2-135M-Instruct"

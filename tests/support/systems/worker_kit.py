@@ -13,19 +13,19 @@ import pytest
 from builders.engine_kit import ask, fake_engine, run, tokens
 from oracles.rings import assert_conform
 
-from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.checkpoints.card import CardData
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.checkpoints import CardData
 from pdserve.engine.engine import Engine
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
 from pdserve.services.common.lifecycle import silent
-from pdserve.services.common.rpc.fragments import send_ids
+from pdserve.services.common.rpc import send_ids
 from pdserve.services.common.tracing import NO_TRACER
 from pdserve.services.decode.main import DecodeRole
 from pdserve.services.prefill.main import PrefillRole
+from pdserve.services.worker import DecodeSettings, PrefillSettings
 from pdserve.services.worker.process import AnyRole, WorkerProcess
-from pdserve.services.worker.settings import DecodeSettings, PrefillSettings
 from systems.cluster_secret import SECRET, open_channel
 from systems.eventually import LIMIT_S, eventually
 from systems.rows import SessionEvents

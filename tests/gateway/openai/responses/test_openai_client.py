@@ -17,7 +17,7 @@ from systems.eventually import eventually
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.errors import ServiceError
-from pdserve.text.parts import TextPart
+from pdserve.text import TextPart
 
 pytestmark = pytest.mark.anyio
 WEATHER: Any = {

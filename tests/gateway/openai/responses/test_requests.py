@@ -14,8 +14,7 @@ from fakes.scripted_parts import MemoryStore, ScriptedParts, deltas
 from fakes.tool_model import TEMPLATE, ToolModel, calls
 from oracles.http_errors import LARGE, check, nested
 
-from pdserve.gateway.http.api import HttpLimits
-from pdserve.gateway.http.members import LEFT_OUT, Fate
+from pdserve.gateway.http import LEFT_OUT, Fate, HttpLimits
 from pdserve.gateway.http.responses import HEAD_S
 from pdserve.gateway.openai.custom_input import CustomInput
 from pdserve.gateway.openai.responses.items import MAX_ITEMS, conversation, parse_input
@@ -29,8 +28,7 @@ from pdserve.gateway.openai.responses.tools import (
     tool_use,
 )
 from pdserve.protos import common_pb2 as pb
-from pdserve.text.parts import TextPart
-from pdserve.text.request import ToolUse
+from pdserve.text import TextPart, ToolUse
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/responses"

@@ -17,15 +17,15 @@ from fakes.kubernetes import EVENT_FAULTS, NAMESPACE, FakeKubernetes, endpoint_s
 from systems.cluster_secret import SECRET
 from systems.eventually import LIMIT_S, eventually, wait_until
 
-from pdserve.gateway.settings import GatewaySettings
-from pdserve.services.common.discovery import kubernetes
+from pdserve.gateway import GatewaySettings
+from pdserve.services.common.discovery import Discovery, kubernetes
 from pdserve.services.common.discovery.api_server import ApiServerError
-from pdserve.services.common.discovery.discovery import Discovery, resolve
+from pdserve.services.common.discovery.discovery import resolve
 from pdserve.services.common.discovery.endpoint_slices import EndpointSlices
 from pdserve.services.common.discovery.target import parse_kubernetes
 from pdserve.services.picker import endpoints
 from pdserve.services.picker.endpoints import Endpoints
-from pdserve.services.worker.settings import WorkerSettings
+from pdserve.services.worker import WorkerSettings
 
 TARGET = "kubernetes:///router:grpc"
 CHANGES = 60

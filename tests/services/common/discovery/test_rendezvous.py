@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.services.common.discovery.rendezvous import first_that_count, rendezvous_order
+from pdserve.services.common.discovery import first_that_count, rendezvous_order
 
 ROUTERS = [f"10.0.0.{n}:50050" for n in range(20)]
 WORKERS = [n.to_bytes(16) for n in range(3_000)]

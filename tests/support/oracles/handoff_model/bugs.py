@@ -6,12 +6,18 @@ from typing import Any
 
 from oracles.handoff_model.config import A, Config
 from oracles.handoff_model.rules import Rules
-from pdserve.engine.handoff.protocol import machine
-from pdserve.engine.handoff.protocol.layout import Bitmap
-from pdserve.engine.handoff.protocol.machine import Action, Handoff, HandoffEnded, Phase, Side
-from pdserve.engine.kv.block_pool import BlockCopy
-from pdserve.engine.scheduling.block_tables import BlockTables
-from pdserve.engine.scheduling.request_state import Sequence as Tokens
+from pdserve.engine.handoff.protocol import (
+    Action,
+    Bitmap,
+    Handoff,
+    HandoffEnded,
+    Phase,
+    Side,
+    machine,
+)
+from pdserve.engine.kv import BlockCopy
+from pdserve.engine.scheduling import BlockTables
+from pdserve.engine.scheduling import Sequence as Tokens
 from pdserve.services.decode import lease_machine as lease
 from pdserve.services.decode.lease_machine import Lease
 from pdserve.services.router.request import machine as request_machine

@@ -22,9 +22,7 @@ from oracles.handoff_model.writes import (
     put,
     without,
 )
-from pdserve.engine.handoff.protocol.frames import FrameError
-from pdserve.engine.handoff.protocol.machine import Action
-from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
+from pdserve.engine.handoff.protocol import Action, FrameError, Promises, promise_blocks
 from pdserve.services.decode import lease_machine as lease
 
 

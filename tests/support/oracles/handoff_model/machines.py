@@ -11,9 +11,7 @@ from typing import Generic, TypeVar
 
 from oracles.handoff_model.config import Config
 from oracles.handoff_model.rules import HandoffStep, LeaseStep, RequestStep
-from pdserve.engine.handoff.protocol.machine import (
-    FROZEN_S,
-    SILENCE_S,
+from pdserve.engine.handoff.protocol import (
     Action,
     Claimed,
     ClaimGranted,
@@ -29,6 +27,7 @@ from pdserve.engine.handoff.protocol.machine import (
     Side,
     Tick,
 )
+from pdserve.engine.handoff.protocol.machine import FROZEN_S, SILENCE_S
 from pdserve.services.decode import lease_machine as lease
 from pdserve.services.decode.lease_machine import PARK_S, Lease
 from pdserve.services.router.request import events as on

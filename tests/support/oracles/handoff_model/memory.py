@@ -11,12 +11,17 @@ from typing import Any, Generic, TypeVar
 
 from oracles.handoff_model.config import Config
 from oracles.handoff_model.rules import Rules, Violation
-from pdserve.engine.api.request import Request, SamplingParams
-from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
-from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy, BlockPool
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
-from pdserve.engine.scheduling.job_table import JobTable, Reservation
-from pdserve.engine.scheduling.request_state import RequestState
+from pdserve.engine.api import Request, SamplingParams
+from pdserve.engine.kv import (
+    NULL_BLOCK,
+    BlockCopy,
+    BlockPool,
+    KvSpec,
+    LayerGroup,
+    cache_seed,
+    chain_hashes,
+)
+from pdserve.engine.scheduling import JobTable, RequestState, Reservation
 
 BLOCK_SIZE = 2
 SPEC = KvSpec(BLOCK_SIZE, (LayerGroup((0,), "full", 0, 1, 1, "float32", 0, 1),))

@@ -8,7 +8,7 @@ from oracles.handoff_model.memory import Values
 from oracles.handoff_model.router import Move
 from oracles.handoff_model.rules import Violation
 from oracles.handoff_model.state import Attempt, End, World
-from pdserve.engine.handoff.protocol.machine import Action, Phase
+from pdserve.engine.handoff.protocol import Action, Phase
 
 BLOCKS = 2  # of every prompt
 

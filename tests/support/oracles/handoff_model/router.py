@@ -12,10 +12,10 @@ from typing import Any
 from oracles.handoff_model.machines import DECODE, FAILED, prefill_boot
 from oracles.handoff_model.rules import Violation
 from oracles.handoff_model.state import Attempt, Req, World
-from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
+from pdserve.engine.handoff.protocol import Promises, promise_blocks
+from pdserve.services.router.request import Reachability
 from pdserve.services.router.request import actions as do
 from pdserve.services.router.request import events as on
-from pdserve.services.router.request.events import Reachability
 from pdserve.services.router.request.state import Stage
 
 Move = tuple[object, ...]  # a function of a World and its further arguments

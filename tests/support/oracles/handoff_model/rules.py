@@ -3,10 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdserve.engine.handoff.protocol import machine
-from pdserve.engine.handoff.protocol.layout import Bitmap
-from pdserve.engine.handoff.protocol.machine import Handoff
-from pdserve.engine.scheduling.block_tables import BlockTables
+from pdserve.engine.handoff.protocol import Bitmap, Handoff, machine
+from pdserve.engine.scheduling import BlockTables
 from pdserve.services.decode import lease_machine as lease
 from pdserve.services.decode.lease_machine import Lease
 from pdserve.services.router.request import machine as request_machine

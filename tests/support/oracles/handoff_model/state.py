@@ -14,7 +14,7 @@ from oracles.handoff_model.config import FAULTS, Config
 from oracles.handoff_model.machines import Handoffs, Leases, Routings
 from oracles.handoff_model.memory import SPEC, DecodeBlocks, Memories, PrefillBlocks, Values
 from oracles.handoff_model.rules import Rules
-from pdserve.engine.handoff.protocol.layout import Bitmap, Piece
+from pdserve.engine.handoff.protocol import Bitmap, Piece
 from pdserve.services.router.request.state import Stage
 
 State = tuple[Any, ...]

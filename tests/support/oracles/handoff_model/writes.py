@@ -3,8 +3,7 @@
 from oracles.handoff_model.memory import BLOCK_SIZE, SPEC
 from oracles.handoff_model.rules import Violation
 from oracles.handoff_model.state import World
-from pdserve.engine.handoff.protocol.frames import FrameHeader
-from pdserve.engine.handoff.protocol.layout import Bitmap
+from pdserve.engine.handoff.protocol import Bitmap, FrameHeader
 
 Frame = tuple[int, int]  # which block of the prompt, and its value
 

@@ -10,23 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdserve.engine.handoff.protocol.machine import Side
-from pdserve.engine.handoff.recorder.conform import check
-from pdserve.engine.handoff.recorder.event_log import (
-    RECORD_BYTES,
+from pdserve.engine.handoff.protocol import Side
+from pdserve.engine.handoff.recorder import (
     ROUTE,
-    SIDES,
-    Record,
-    RecordKind,
-    unpack,
-)
-from pdserve.engine.handoff.recorder.ring import (
-    HEADER_BYTES,
-    POSITION_AT,
     SUFFIX,
+    Entry,
+    RecordKind,
+    check,
+    merge,
     read_rings,
 )
-from pdserve.engine.handoff.recorder.timeline import Entry, event_name, merge
+from pdserve.engine.handoff.recorder.event_log import RECORD_BYTES, SIDES, Record, unpack
+from pdserve.engine.handoff.recorder.ring import HEADER_BYTES, POSITION_AT
+from pdserve.engine.handoff.recorder.timeline import event_name
 
 SEND, RECEIVE = Side.SEND.value, Side.RECEIVE.value
 EARLY = 3  # frames; the prompts of the chaos runs have six or more

@@ -1,12 +1,13 @@
-"""Shares resources between owners: a queue in which they take turns, and a bound with a share for
-each.
+"""Shares resources between owners: a queue and a semaphore in which they take turns, and a bound
+with a share for each.
 
-So no owner waits for all that another has queued, or is refused for all that another holds. Pure.
+No owner waits for everything that another has queued, or is refused because of what another holds.
 """
 
+import asyncio
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Generic, TypeVar
 
 from pdserve.protos.common_pb2 import OVERLOADED
@@ -85,3 +86,41 @@ class FairShare:
         if remaining:
             self._held[owner] = remaining
         self.total -= amount
+
+
+class FairSemaphore:
+    """At most `capacity` holders at once; waiting owners get one turn after the other."""
+
+    def __init__(self, capacity: int) -> None:
+        self._free = capacity
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+
+    @asynccontextmanager
+    async def turn(self, owner: bytes) -> AsyncIterator[None]:
+        """Run the block when it is the owner's turn."""
+        if self._free:
+            self._free -= 1
+        else:
+            await self._wait(owner)
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _wait(self, owner: bytes) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.push(owner, turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # its turn came at the same time
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            turn = self._waiting.pop()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
