@@ -234,6 +234,7 @@ async def test_a_cancel_ends_both_sides(drained: Drained) -> None:
 async def test_a_cancelled_migration_is_in_the_span_of_its_request(drained: Drained) -> None:
     tracer = MemoryTracer()
     await drained.begin(tracer, trace_parent=CLIENT)
+    drained.leaving.silent = True
     drained.drain()
     await drained.leaving.until(lambda: bool(drained.leaving.of("hold")))
     await drained.gateway.cancel("r")
