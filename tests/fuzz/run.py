@@ -22,7 +22,8 @@ ROOT = HERE.parents[1]
 STORE = ROOT / "build/fuzz"
 TARGETS = sorted(path.stem for path in (HERE / "targets").glob("[a-z]*.py"))
 CASES = 1_000_000
-MEASURED = ("gateway", "services", "engine", "kernels", "protos", "tests/fuzz", "constraints.txt")
+PRODUCT = ("protos", "text", "gateway", "services", "cli", "llm", "engine", "kernels")
+MEASURED = (*PRODUCT, "tests/fuzz", "constraints.txt")
 
 
 def run(name: str, first: int, count: int, on_part: Any = None) -> tuple[Counter[str], str]:
@@ -79,15 +80,16 @@ def resume(name: str, first: int, cases: int, tree: str) -> bool:
     return not error
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("targets", nargs="*", default=TARGETS, choices=[*TARGETS, []])
+    # For argparse, no targets are the value [], which must be a choice too.
+    parser.add_argument("targets", nargs="*", default=[], choices=[*TARGETS, []], metavar="TARGET")
     parser.add_argument("--cases", type=int, default=CASES)
     parser.add_argument("--first", type=int, default=0)
-    asked = parser.parse_args()
+    options = parser.parse_args(words)
     STORE.mkdir(parents=True, exist_ok=True)
     tree = source_tree()
-    good = [resume(name, asked.first, asked.cases, tree) for name in asked.targets]
+    good = [resume(name, options.first, options.cases, tree) for name in options.targets or TARGETS]
     return 0 if all(good) else 1
 
 
