@@ -18,6 +18,7 @@ import tokenizers
 from builders.api_bodies import APIS, CHAT, Api
 from builders.conversations import LOOK_UP, WEATHER, Conversation, conversations
 from builders.packaged_tokenizers import NotFetched, template_of_many, templates_of_many
+from builders.shipped_tokenizer import shipped_library
 from builders.tool_answers import TOOL_ANSWERS
 from fakes.in_process_text import InProcessPool
 from fakes.template_model import TemplateModel
@@ -33,11 +34,12 @@ from pdserve.text.tokenizer.tokenizer import Rendered, Tokenizer
 from pdserve.text.tool_parsers import GENERIC, tool_parser_names
 
 pytestmark = pytest.mark.anyio
+TEXT_TESTS = Path(__file__).parents[1] / "text"
 CONVERSATIONS = tuple(conversations())
 TOOLS = (WEATHER, LOOK_UP)
 AS_DATA = ("'type': 'text'", '"type": "text"', "None")  # lists, and contents that are not text
 UNKNOWN = "<unk>"  # written by a tokenizer without bytes for unknown characters
-OWN = {path.stem: path.read_text() for path in Path(__file__).parent.glob("*.jinja")} | {
+OWN = {path.stem: path.read_text() for path in TEXT_TESTS.glob("*.jinja")} | {
     # Fails on null contents, on tools without a description, on later system turns, and on plain
     # text.
     "strict": """
@@ -201,6 +203,11 @@ OTHERS = {
     "deepseek_v3", "deepseek_v31", "functiongemma", "internlm2", "json", "llama4_pythonic",
     "olmo3", "pythonic", "step3",
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    return shipped_library()
 
 
 @pytest.fixture

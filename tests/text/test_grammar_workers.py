@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 from builders.hostile_structures import HOSTILE
-from fakes.router import saying, served, tokenizer_json
-from oracles.http_errors import CHAT, HI, PLAIN, check
+from fakes.router import served, tokenizer_json
+from oracles.http_errors import HI
 from systems.eventually import LIMIT_S, eventually
 from systems.text_pools import LIMITS, Pool, workers
 from tokenizers import Tokenizer
@@ -93,20 +93,6 @@ async def test_prompts_do_not_wait_for_grammars(pool: Pool) -> None:
     await eventually(lambda: len(workers()) == 2)
     with pytest.raises(TextError, match="the grammar takes too long"):
         await compiling
-
-
-async def test_other_requests_do_not_wait_for_grammars(make_http, pool: Pool) -> None:
-    client = make_http(saying("hello"), text_pool=pool)
-    plain = {"model": "tiny", "messages": HI}
-    assert (await client.post(CHAT, json=plain)).status_code == 200
-    hostile = {"model": "tiny", "prompt": "a", "grammar": 'root ::= "a"' + " | root" * 7000}
-    asked = asyncio.create_task(client.post(PLAIN, json=hostile))
-    await eventually(lambda: len(workers()) == 2)
-    for _ in range(3):
-        assert (await client.post(CHAT, json=plain)).status_code == 200
-    assert not asked.done()
-    error = check(await asked, 400, "grammar")
-    assert "takes too long" in error["message"]
 
 
 async def test_a_structure_is_compiled_once(pool: Pool) -> None:

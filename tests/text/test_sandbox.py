@@ -1,5 +1,5 @@
 """Templates cannot reach Python. Limits on their computations are enforced by the text process and
-tested in tests/gateway/test_text_processes.py."""
+tested in tests/text/test_tokenizer_workers.py."""
 
 import pytest
 
