@@ -20,7 +20,7 @@ from pdserve.services.common.errors import ServiceError, quoted
 from pdserve.text import UnsupportedTokenizer
 from pdserve.text.processes import LoadedText, TextPool
 from pdserve.text.tokenizer import TextCard
-from pdserve.text.tool_parsers import FALLBACK
+from pdserve.text.tool_parsers import FALLBACK_PARSER
 
 log = logging.getLogger(__name__)
 Key = tuple[str, str, str]  # digests of tokenizer, template and generation defaults
@@ -245,7 +245,7 @@ class Catalog:
             reason = f"the model cannot be served: {error}"
             self._refused[key] = reason, asyncio.get_running_loop().time()
             raise ServiceError(UNAVAILABLE, reason) from error
-        if text.tool_parser == FALLBACK:
+        if text.tool_parser == FALLBACK_PARSER:
             log.warning(
                 "model %r: its chat template shows tools in an unknown format; its tool calls are "
                 "parsed as JSON at the beginning of an answer (--tool-parser sets another format)",

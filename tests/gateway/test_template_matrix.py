@@ -31,7 +31,7 @@ from pdserve.text.processes import LoadedText
 from pdserve.text.reasoning import reasoning_family
 from pdserve.text.tokenizer import TextCard
 from pdserve.text.tokenizer.tokenizer import Rendered, Tokenizer
-from pdserve.text.tool_parsers import GENERIC, tool_parser_names
+from pdserve.text.tool_parsers import GENERIC_PARSER, tool_parser_names
 
 pytestmark = pytest.mark.anyio
 TEXT_TESTS = Path(__file__).parents[1] / "text"
@@ -335,7 +335,7 @@ async def check_loops(
 ) -> Counter[str]:
     """Run loops through every API and compare their prompts with those of chat."""
     ends: Counter[str] = Counter()
-    parser = parser or served.loaded.tool_parser or GENERIC
+    parser = parser or served.loaded.tool_parser or GENERIC_PARSER
     expected: list[str] | None = None
     for api in APIS:
         with subtests.test(template=name, loop=api.name):

@@ -13,7 +13,7 @@ from pdserve.text.parsing import CallStream
 from pdserve.text.templates import ChatTemplate
 from pdserve.text.templates.described_tools import described, plain_turns
 from pdserve.text.tokenizer.tokenizer import Tokenizer
-from pdserve.text.tool_parsers import GENERIC, tool_family
+from pdserve.text.tool_parsers import GENERIC_PARSER, tool_family
 
 FILES = Path(__file__).parent
 TEMPLATES = {
@@ -50,7 +50,7 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-FAMILY = tool_family(GENERIC)
+FAMILY = tool_family(GENERIC_PARSER)
 assert FAMILY is not None
 FORM = FAMILY.form
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve.text import AnswerFormat, ContentPart, calls_of, reasoning_of, text_of
 from pdserve.text.parsing import ToolSchemas
-from pdserve.text.parsing.thought import MAX_SPACE
+from pdserve.text.parsing.reasoning_stream import MAX_SPACE
 from pdserve.text.reasoning import reasoning_family, reasoning_family_of, reasoning_parser_names
 from pdserve.text.tool_parsers import tool_family
 
@@ -308,6 +308,6 @@ def test_only_tags_and_spaces_are_lost(pieces: list[str], opened: bool) -> None:
         }
         family = reasoning_family(name)
         assert family is not None
-        if end in family.around:
+        if end in family.answer_tags:
             kept, texts = kept.replace(end, ""), {one.replace(end, "") for one in texts}
         assert kept in texts

@@ -29,12 +29,17 @@ from pdserve.text import (
     text_of,
 )
 from pdserve.text.parsing import CallStream, ContentParser, Malformed, ToolSchemas, json_value
-from pdserve.text.parsing.stream import MAX_CALL_CHARS, MAX_SPACE
+from pdserve.text.parsing.call_stream import MAX_CALL_CHARS, MAX_SPACE
 from pdserve.text.parsing.values import MAX_VALUES
 from pdserve.text.reasoning import reasoning_family, reasoning_parser_names
 from pdserve.text.tokenizer import TextCard
 from pdserve.text.tokenizer.tokenizer import Tokenizer
-from pdserve.text.tool_parsers import FALLBACK, tool_family, tool_family_of, tool_parser_names
+from pdserve.text.tool_parsers import (
+    FALLBACK_PARSER,
+    tool_family,
+    tool_family_of,
+    tool_parser_names,
+)
 
 PARIS = ("get_weather", {"city": "Paris"})
 ROME = ("get_weather", {"city": "Rome"})
@@ -95,11 +100,11 @@ def test_family(subtests: pytest.Subtests) -> None:
             assert "NAME" in family.form.begin
             assert family.form.begin.startswith(family.form.trigger)
             known_by = TOOL_ANSWERS[name].known_by
-            assert tool_family_of("x" + known_by + "y") == (name if known_by else FALLBACK)
+            assert tool_family_of("x" + known_by + "y") == (name if known_by else FALLBACK_PARSER)
 
 
 def test_other_templates_use_the_fallback() -> None:
-    assert tool_family_of("{% for tool in tools %}") == FALLBACK
+    assert tool_family_of("{% for tool in tools %}") == FALLBACK_PARSER
 
 
 def test_call(subtests: pytest.Subtests) -> None:
@@ -648,7 +653,7 @@ def test_a_tool_definition_is_not_a_call(subtests: pytest.Subtests) -> None:
             continue
         num_families += definition is described
         end = family.form.end[1:]
-        for tag in family.around:
+        for tag in family.answer_tags:
             end = end.replace(tag, "")
         with subtests.test(family=family.name, definition=definition):
             text = begin[:at] + json.dumps(definition) + end
@@ -1114,9 +1119,11 @@ def test_no_character_is_lost_without_a_call(pieces: list[str]) -> None:
             continue  # its tags are not text
         family = tool_family(name)
         assert family is not None
-        if not calls and any(tag in text for tag in family.around):
+        if not calls and any(tag in text for tag in family.answer_tags):
             body = given_back.strip()
-            tags = "|".join(map(re.escape, (*family.around, *([] if body else family.openers))))
+            tags = "|".join(
+                map(re.escape, (*family.answer_tags, *([] if body else family.openers)))
+            )
             around = rf"(?:\s|{tags})*"
             assert re.fullmatch(around + re.escape(body) + around, text)
         elif not calls:

@@ -36,7 +36,7 @@ from pdserve.text.templates.turns import (
     with_texts,
 )
 from pdserve.text.tokenizer.tokenizer import Rendered, Tokenizer
-from pdserve.text.tool_parsers import GENERIC, tool_family
+from pdserve.text.tool_parsers import GENERIC_PARSER, tool_family
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ class ChatTemplate:
 
 def _form(request: TemplateInput) -> CallForm:
     """Return the form of calls as text."""
-    family = tool_family(request.tool_parser or GENERIC)
+    family = tool_family(request.tool_parser or GENERIC_PARSER)
     assert family is not None  # the gateway's settings allow only existing parsers
     return family.form
 

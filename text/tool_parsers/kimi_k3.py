@@ -1,4 +1,4 @@
-"""The calls of Kimi K3: <|open|>call with attributes, which contains typed arguments."""
+"""Calls of Kimi K3: <|open|>call with attributes, which contains typed arguments."""
 
 import re
 from html import unescape
@@ -7,17 +7,17 @@ from pdserve.text.parsing import (
     MAX_NAME_CHARS,
     BlockReader,
     CallArguments,
-    CallForm,
     Calls,
     Malformed,
     Pieces,
     ToolFamily,
     ToolSchemas,
-    called,
     grammar_call,
+    object_form,
     object_pieces,
+    streamed_call,
 )
-from pdserve.text.reasoning import AROUND
+from pdserve.text.reasoning import KIMI_K3_ANSWER_TAGS
 
 OPEN, CLOSE, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
 BEGIN, END = f"{OPEN}tools{SEPARATOR}", f"{CLOSE}tools{SEPARATOR}"
@@ -26,7 +26,7 @@ _ARGUMENT = f"{OPEN}argument "
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
-def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+def _read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if (yield from grammar_call(reader, schemas, END)):
         return
     while (yield from reader.expect(f"{OPEN}call ", END)) != END:
@@ -34,7 +34,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         name = _attributes(head).get("tool", "")
         if not name:
             raise Malformed
-        yield from called(schemas, name, object_pieces(_members(reader)))
+        yield from streamed_call(schemas, name, object_pieces(_members(reader)))
         yield from reader.space()
         if (yield from reader.take_end(END)):
             return
@@ -73,12 +73,14 @@ def _value(reader: BlockReader) -> Pieces[None]:
         yield end
 
 
-FAMILY = ToolFamily(
-    "kimi_k3",
-    lambda template: "<|open|>" in template,
-    CallForm(BEGIN + '{"name": "NAME", "arguments": ', "}" + END, trigger=BEGIN),
-    openers=(BEGIN,),
-    read=read,
-    special=(OPEN, CLOSE, SEPARATOR),
-    around=AROUND,
+FAMILIES = (
+    ToolFamily(
+        "kimi_k3",
+        lambda template: OPEN in template,
+        object_form(BEGIN, END),
+        openers=(BEGIN,),
+        read=_read,
+        special=(OPEN, CLOSE, SEPARATOR),
+        answer_tags=KIMI_K3_ANSWER_TAGS,
+    ),
 )

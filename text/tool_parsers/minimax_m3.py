@@ -1,23 +1,22 @@
-"""The calls of MiniMax M3: each argument's tag is its name, and a mark precedes every tag. Objects
+"""Calls of MiniMax M3: each argument's tag is its name, and a mark precedes every tag. Objects
 contain such tags, and lists contain <item>."""
 
 from pdserve.text.parsing import (
-    MAX_DEPTH,
     MAX_NAME_CHARS,
+    MAX_VALUE_DEPTH,
     BlockReader,
     CallArguments,
-    CallForm,
     Calls,
     Malformed,
     Pieces,
     Reading,
     ToolFamily,
     ToolSchemas,
-    called,
     grammar_call,
     json_text,
+    object_form,
     object_pieces,
-    raw_text,
+    streamed_call,
 )
 
 MARK = "]<]minimax[>["
@@ -26,7 +25,7 @@ INVOKE, INVOKE_END = f"{MARK}<invoke name=", f"{MARK}</invoke>"
 ITEM = "item"
 
 
-def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+def _read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if (yield from grammar_call(reader, schemas, END)):
         return
     while (yield from reader.expect(INVOKE, END)) == INVOKE:
@@ -35,7 +34,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         if not name:
             raise Malformed
         members = _members(reader, schemas.call(name), INVOKE_END)
-        yield from called(schemas, name, object_pieces(members))
+        yield from streamed_call(schemas, name, object_pieces(members))
         yield from reader.space()
         if (yield from reader.take_end(END)):
             return
@@ -67,9 +66,9 @@ def _value(
             return
         reader.position = start
         is_json = depth > 0 and not arguments.knows(key)
-        yield from arguments.value(head, key, raw_text(reader, end), json=is_json)
+        yield from arguments.value(head, key, reader.pieces_until(end), json=is_json)
         return
-    if depth == MAX_DEPTH:
+    if depth == MAX_VALUE_DEPTH:
         raise Malformed
     within = arguments.within(key)
     if first != ITEM or not arguments.may_be_list(key):
@@ -95,11 +94,13 @@ def _element(reader: BlockReader) -> Reading[str]:
     return "" if name.startswith("/") else name
 
 
-FAMILY = ToolFamily(
-    "minimax_m3",
-    lambda template: MARK in template,
-    CallForm(BEGIN + '\n{"name": "NAME", "arguments": ', "}\n" + END, trigger=BEGIN),
-    openers=(BEGIN,),
-    read=read,
-    special=(MARK, BEGIN, END),
+FAMILIES = (
+    ToolFamily(
+        "minimax_m3",
+        lambda template: MARK in template,
+        object_form(BEGIN, END, "\n"),
+        openers=(BEGIN,),
+        read=_read,
+        special=(MARK, BEGIN, END),
+    ),
 )

@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from itertools import takewhile
 
-from pdserve.text.parsing.family import ContentParser, ThoughtParser
-from pdserve.text.parsing.stream import CallStream
+from pdserve.text.parsing.call_stream import CallStream
+from pdserve.text.parsing.family import ContentParser, ReasoningParser
 from pdserve.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
 MAX_HELD_CHARS = 1 << 16  # of reasoning, from the first call in it
 
 
 class AnswerParser:
-    """Parses reasoning with `thoughts` and the remaining text with `calls`; either may be None.
+    """Parses reasoning with `reasoning` and the remaining text with `calls`; either may be None.
 
     A model may call a tool while reasoning without closing the reasoning. Reasoning is therefore
     held back from a call on. If text follows, the call was an example. If the answer ends first, a
@@ -20,33 +20,33 @@ class AnswerParser:
 
     def __init__(
         self,
-        thoughts: ThoughtParser | None,
+        reasoning: ReasoningParser | None,
         calls: ContentParser | None,
-        in_thought: Callable[[], CallStream] | None = None,
-        after_thought: Callable[[], CallStream] | None = None,
+        in_reasoning: Callable[[], CallStream] | None = None,
+        after_reasoning: Callable[[], CallStream] | None = None,
         *,
         opened: bool = False,
     ) -> None:
         """Initialize with functions that make a parser for calls within reasoning, and one that
         replaces `calls` after reasoning. `opened`: the prompt has opened the reasoning."""
-        self._thoughts = thoughts
+        self._reasoning = reasoning
         self._calls = calls
-        self._search = in_thought() if in_thought is not None else None
-        self._after_thought = after_thought
+        self._search = in_reasoning() if in_reasoning is not None else None
+        self._after_reasoning = after_reasoning
         self._thinks = opened  # the answer has reasoning
         self._held = ""  # reasoning held back
         self._num_returned = 0  # characters of reasoning returned
         self._first_call: int | None = None  # the first call after which only calls have come
 
     def push(self, text: str) -> list[ContentPart]:
-        if self._thoughts is None:
+        if self._reasoning is None:
             return self._read([TextPart(text)] if text else [])
-        return self._read(self._thoughts.push(text))
+        return self._read(self._reasoning.push(text))
 
     def finish(self, *, cut: bool = False) -> list[ContentPart]:
         parts: list[ContentPart] = []
-        if self._thoughts is not None:
-            parts = self._read(self._thoughts.finish(cut=cut))
+        if self._reasoning is not None:
+            parts = self._read(self._reasoning.finish(cut=cut))
         if self._search is not None and self._held:
             assert self._calls is not None
             parts += self._certain_reasoning(self._search, self._search.finish(cut=cut))
@@ -65,18 +65,18 @@ class AnswerParser:
         result: list[ContentPart] = []
         for part in parts:
             self._thinks = self._thinks or isinstance(part, ReasoningPart)
-            if isinstance(part, TextPart) and self._after_thought is not None:
-                self._calls = self._after_thought() if self._thinks else self._calls
-                self._after_thought = None
+            if isinstance(part, TextPart) and self._after_reasoning is not None:
+                self._calls = self._after_reasoning() if self._thinks else self._calls
+                self._after_reasoning = None
             if isinstance(part, ReasoningPart) and self._search is not None:
                 result += self._add_reasoning(self._search, part.text)
             else:
                 result += self._calls.push(part.text) if isinstance(part, TextPart) else [part]
-        if self._search is not None and self._thoughts is not None and self._thoughts.closed:
+        if self._search is not None and self._reasoning is not None and self._reasoning.closed:
             self._search = None
             if self._held:
-                num_thoughts = sum(1 for _ in takewhile(_is_thought, result))
-                result.insert(num_thoughts, ReasoningPart(self._held))
+                num_parts = sum(1 for _ in takewhile(_is_reasoning, result))
+                result.insert(num_parts, ReasoningPart(self._held))
         return result
 
     def _add_reasoning(self, search: CallStream, text: str) -> list[ContentPart]:
@@ -102,11 +102,11 @@ class AnswerParser:
         return [ReasoningPart(text)] if text else []
 
 
-def _is_thought(part: ContentPart) -> bool:
+def _is_reasoning(part: ContentPart) -> bool:
     return isinstance(part, ReasoningPart)
 
 
-class InlineThoughts:
+class InlineReasoning:
     """Wraps a parser and returns its reasoning as text between tags."""
 
     def __init__(self, parser: ContentParser, begin: str, end: str) -> None:

@@ -1,45 +1,28 @@
-"""The calls of Qwen3-Coder: <function=NAME> and <parameter=NAME> with values as plain text."""
+"""Calls as <function=NAME> with <parameter=NAME> tags, whose values are plain text."""
+
+from collections.abc import Callable
 
 from pdserve.text.parsing import (
     MAX_NAME_CHARS,
     BlockReader,
     CallArguments,
-    CallForm,
     Calls,
     CutOff,
     Malformed,
     Pieces,
     ToolFamily,
     ToolSchemas,
-    called,
     grammar_call,
+    object_form,
     object_pieces,
+    streamed_call,
 )
 
+_FUNCTION = "<function="
 _CLOSE, _NEXT = "</parameter>", ("<parameter=", "</function>")
 # A value on separate lines may contain such tags inside a line.
 _ENDS_OF_LINES = (_CLOSE, f"\n{_CLOSE}", "\n<parameter=", "\n</function>")
 _ENDS = (_CLOSE, *_NEXT)
-
-
-BEGIN, END = "<tool_call>", "</tool_call>"
-_TAGS = ("<function=", "<parameter=")  # in its templates
-
-
-def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    return read_function(reader, opener, END, schemas)
-
-
-def read_function(reader: BlockReader, opener: str, end: str, schemas: ToolSchemas) -> Calls:
-    """Read the call of a block; the opener may be <function= itself."""
-    if opener != "<function=":
-        if (yield from grammar_call(reader, schemas, end)):
-            return
-        yield from reader.expect("<function=")
-    name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
-    yield from called(schemas, name, object_pieces(_members(reader, schemas.call(name))))
-    yield from reader.space()
-    yield from reader.take_end(end)
 
 
 def _members(reader: BlockReader, arguments: CallArguments) -> Pieces[None]:
@@ -74,13 +57,41 @@ def _value(reader: BlockReader) -> Pieces[str]:
         reader.position = 0
 
 
-FAMILY = ToolFamily(
-    "qwen3_coder",
-    lambda template: all(t in template for t in _TAGS) and "<seed:tool_call>" not in template,
-    CallForm(
-        '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", trigger="<tool_call>"
+def _family(name: str, begin: str, end: str, matches: Callable[[str], bool]) -> ToolFamily:
+    """Return a family with calls between two tags, the first of which a model may omit."""
+
+    def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+        if opener != _FUNCTION:
+            if (yield from grammar_call(reader, schemas, end)):
+                return
+            yield from reader.expect(_FUNCTION)
+        name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
+        members = _members(reader, schemas.call(name))
+        yield from streamed_call(schemas, name, object_pieces(members))
+        yield from reader.space()
+        yield from reader.take_end(end)
+
+    return ToolFamily(
+        name,
+        matches,
+        object_form(begin, end, "\n"),
+        openers=(begin, _FUNCTION),
+        read=read,
+        special=(begin, end),
+    )
+
+
+FAMILIES = (
+    _family(
+        "qwen3_coder",
+        "<tool_call>",
+        "</tool_call>",
+        lambda t: _FUNCTION in t and "<parameter=" in t and "<seed:tool_call>" not in t,
     ),
-    openers=(BEGIN, "<function="),
-    read=read,
-    special=(BEGIN, END),
+    _family(
+        "seed_oss",
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        lambda template: "<seed:tool_call>" in template,
+    ),
 )

@@ -46,20 +46,22 @@ class CallStream:
         parallel: bool,
         only_calls: bool = False,
         calls_first: bool = False,
-        around: Sequence[str] = (),
+        answer_tags: Sequence[str] = (),
     ) -> None:
         """Parse for `family`, or None for answers without calls.
 
         Without `parallel`, drop calls after the first. `only_calls`: drop text after a call.
-        `calls_first`: an answer without a tag at its beginning has no calls. `around`: more tags
-        around text.
+        `calls_first`: an answer without a tag at its beginning has no calls. `answer_tags`:
+        more tags around text.
         """
         self._family = family
         self._schemas = schemas
         self._new_id = new_id
         self._parallel = parallel
         self._only_calls = only_calls
-        self._around = tuple(dict.fromkeys((*(family.around if family else ()), *around)))
+        self._answer_tags = tuple(
+            dict.fromkeys((*(family.answer_tags if family else ()), *answer_tags))
+        )
         self._look_for(family.openers if family else ())
         self._calls_first = calls_first  # false once the answer has begun with text
         # Characters that may begin a call without a tag, at the answer's beginning only.
@@ -123,7 +125,7 @@ class CallStream:
 
     def _look_for(self, openers: Sequence[str]) -> None:
         self._openers = tuple(openers)
-        tags = sorted((*self._around, *openers), key=len, reverse=True)  # the longest first
+        tags = sorted((*self._answer_tags, *openers), key=len, reverse=True)  # the longest first
         self._marks = (*tags, FENCE)
         self._pattern = re.compile("|".join((*map(re.escape, tags), "`+")))
         self._longest = max(map(len, tags), default=0)
@@ -151,7 +153,7 @@ class CallStream:
         """Process text outside a block; return whether there is more to process."""
         if self._calls_first and not self._num_calls:
             start = self._pending[self._position :].lstrip()
-            tags = (*self._around, *self._openers)
+            tags = (*self._answer_tags, *self._openers)
             little_space = len(self._pending) - self._position - len(start) < MAX_SPACE
             if little_space and not self._ended and any(tag.startswith(start) for tag in tags):
                 return False
@@ -199,10 +201,10 @@ class CallStream:
             self._emit_until(position + len(mark))
             return True
         if not self._ended and any(
-            tag.startswith(start) for tag in (*self._around, *self._openers) if tag != mark
+            tag.startswith(start) for tag in (*self._answer_tags, *self._openers) if tag != mark
         ):
             return False  # the mark may become a longer tag
-        if mark in self._around:
+        if mark in self._answer_tags:
             self._position = match.end()
             self._surround(mark)
         else:

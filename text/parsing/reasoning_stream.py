@@ -1,20 +1,19 @@
-"""Separates reasoning between two tags from the streamed answer, and makes such families; pure.
+"""Separates reasoning between two tags from the streamed answer; pure.
 
 Reasoning is at the very beginning, or the prompt opens it. An end tag at the very beginning closes
 empty reasoning. White space around the tags is dropped. Unclosed reasoning extends to the end.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from pdserve.text.parsing.family import ReasoningFamily
 from pdserve.text.parsing.reader import held
 from pdserve.text.parts import ContentPart, ReasoningPart, TextPart
 
 MAX_SPACE = 1024  # white space held until text follows
 
 
-class ThoughtStream:
+class ReasoningStream:
     """Parses the reasoning of one choice."""
 
     def __init__(
@@ -124,37 +123,3 @@ class ThoughtStream:
             text = text.lstrip()
             self._skipping = not text
         return text
-
-
-def between_tags(
-    name: str,
-    begin: str,
-    end: str,
-    *,
-    recognized_by: str | Callable[[str], bool] = "",
-    special: Sequence[str] | None = None,
-    answers: Sequence[str] = (),
-    around: Sequence[str] = (),
-) -> ReasoningFamily:
-    """Return a family with reasoning between two tags.
-
-    `recognized_by`: a text in its chat templates, by default the end tag, or a function that
-    recognizes a template. `special`: by default both tags. `answers` as for ThoughtStream, `around`
-    as for ReasoningFamily.
-    """
-    text = "" if callable(recognized_by) else recognized_by or end
-    return ReasoningFamily(
-        name,
-        recognized_by if callable(recognized_by) else lambda template: text in template,
-        lambda open: ThoughtStream(begin, end, open=open, answers=answers),
-        begin,
-        end,
-        after=end,
-        special=(begin, end) if special is None else special,
-        around=around,
-    )
-
-
-def lines_around(begin: str, end: str) -> tuple[str, ...]:
-    """Return the tags around a text that may be on separate lines, as for ReasoningFamily."""
-    return f"{begin}\n", begin, f"\n{end}\n", f"\n{end}", end

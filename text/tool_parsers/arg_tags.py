@@ -1,0 +1,116 @@
+"""Calls with a name, then the arguments in <arg_key> and <arg_value> tags."""
+
+from pdserve.text.parsing import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    CallArguments,
+    Calls,
+    Malformed,
+    Pieces,
+    ToolFamily,
+    ToolSchemas,
+    grammar_call,
+    object_form,
+    object_pieces,
+    streamed_call,
+)
+
+
+def _members(
+    reader: BlockReader, arguments: CallArguments, mark: str = "", suffix: str = ""
+) -> Pieces[None]:
+    """Read the arguments up to the end of the call. `mark`: the first tag, if already read."""
+    begin, end = f"<arg_key{suffix}>", f"</tool_call{suffix}>"
+    value_end = f"</arg_value{suffix}>"
+    gap = ""
+    if not mark:
+        yield from reader.space()
+        mark = yield from reader.expect(begin, end)
+    while mark != end:
+        key, _ = yield from reader.until(f"</arg_key{suffix}>", max_chars=MAX_NAME_CHARS)
+        yield from reader.space()
+        yield from reader.expect(f"<arg_value{suffix}>")
+        # An argument without a schema is JSON if it parses, else a string.
+        texts = _value(reader, value_end, end)
+        yield from arguments.member(gap, key, texts, json=not arguments.knows(key))
+        gap = ", "
+        yield from reader.space()
+        mark = yield from reader.expect(begin, end)
+
+
+def _value(reader: BlockReader, value_end: str, call_end: str) -> Pieces[None]:
+    """Read a value; models sometimes omit its end tag at the end of the answer."""
+    while (yield from reader.pieces_until(value_end, call_end)) == call_end:
+        start = reader.position
+        yield from reader.space()
+        at_end = reader.ended and reader.position == len(reader.text)
+        reader.position = start
+        if at_end:
+            reader.position -= len(call_end)
+            return
+        yield call_end
+
+
+def _tags_within(suffix: str = "") -> tuple[str, ...]:
+    return tuple(f"<{end}arg_{part}{suffix}>" for part in ("key", "value") for end in ("", "/"))
+
+
+_GLM_BEGIN, _GLM_END = "<tool_call>", "</tool_call>"
+
+
+def _read_glm(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+    if (yield from grammar_call(reader, schemas, _GLM_END)):
+        return
+    name, end = yield from reader.until("<arg_key>", _GLM_END, max_chars=MAX_NAME_CHARS)
+    name = name.strip()
+    if not name or any(char.isspace() for char in name):
+        raise Malformed
+    members = _members(reader, schemas.call(name), end)
+    yield from streamed_call(schemas, name, object_pieces(members))
+
+
+_GLM = ToolFamily(
+    "glm45",
+    lambda template: "<arg_key>" in template,
+    object_form(_GLM_BEGIN, _GLM_END),
+    openers=(_GLM_BEGIN,),
+    read=_read_glm,
+    special=(_GLM_BEGIN, _GLM_END, *_tags_within()),
+)
+
+_SUFFIX = ":opensource"
+_HY3_BEGIN, _HY3_END = f"<tool_calls{_SUFFIX}>", f"</tool_calls{_SUFFIX}>"
+_HY3_CALL, _HY3_CALL_END = f"<tool_call{_SUFFIX}>", f"</tool_call{_SUFFIX}>"
+_HY3_SEPARATOR = f"<tool_sep{_SUFFIX}>"
+
+
+def _read_hy3(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+    if (yield from grammar_call(reader, schemas, _HY3_END)):
+        return
+    yield from reader.expect(_HY3_CALL)
+    while True:
+        name, _ = yield from reader.until(_HY3_SEPARATOR, max_chars=MAX_NAME_CHARS)
+        name = name.strip()
+        if not name:
+            raise Malformed
+        members = _members(reader, schemas.call(name), suffix=_SUFFIX)
+        yield from streamed_call(schemas, name, object_pieces(members))
+        yield from reader.space()
+        if (yield from reader.take_end(_HY3_END)):
+            return
+        yield from reader.expect(_HY3_CALL)
+
+
+_HY3 = ToolFamily(  # calls in a section, with a suffix on the tags
+    "hy3",
+    lambda template: "<tool_sep{" in template or _HY3_SEPARATOR in template,
+    object_form(_HY3_BEGIN, _HY3_END),
+    openers=(_HY3_BEGIN,),
+    read=_read_hy3,
+    special=(
+        *(_HY3_BEGIN, _HY3_END, _HY3_CALL, _HY3_CALL_END, _HY3_SEPARATOR),
+        *_tags_within(_SUFFIX),
+    ),
+)
+
+FAMILIES = (_GLM, _HY3)
