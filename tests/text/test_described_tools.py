@@ -11,7 +11,7 @@ from pdserve.text import TemplateInput, calls_of, text_of
 from pdserve.text.messages import normalized
 from pdserve.text.parsing import CallStream
 from pdserve.text.templates import ChatTemplate
-from pdserve.text.templates.described_tools import described, plain_turns
+from pdserve.text.templates.turns import tools_description, with_plain_tools
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 from pdserve.text.tool_parsers import GENERIC_PARSER, tool_family
 
@@ -96,7 +96,7 @@ def test_every_template_shows_tools_calls_and_results(
     tokenizer: Tokenizer, subtests: pytest.Subtests
 ) -> None:
     expected = [
-        described([WEATHER], FORM),
+        tools_description([WEATHER], FORM),
         "Compare the weather.",
         *(FORM.begin.replace("NAME", "get_weather") + f'{{"city": "{city}"}}' + FORM.end
           for city in ("Paris", "Rome")),
@@ -111,13 +111,13 @@ def test_every_template_shows_tools_calls_and_results(
             at = [text.find(piece) for piece in expected]
             assert -1 not in at
             assert at == sorted(at)
-            assert text.count(described([WEATHER], FORM)) == 1
+            assert text.count(tools_description([WEATHER], FORM)) == 1
 
 
 def test_a_system_turn_keeps_its_text(tokenizer: Tokenizer) -> None:
     for role in ("system", "developer"):
         text = render("chatml", tokenizer, {"role": role, "content": "Be brief."}, user("hi"))
-        shown = described([WEATHER], FORM)
+        shown = tools_description([WEATHER], FORM)
         assert text.startswith(f"<|im_start|>system\nBe brief.\n\n{shown}<|im_end|>\n")
     for name, begin in (("mistral", "[INST] "), ("gemma", "<start_of_turn>user\n")):
         text = render(name, tokenizer, {"role": "system", "content": "Be brief."}, user("hi"))
@@ -139,7 +139,7 @@ def test_earlier_calls_in_a_chat_without_tools(tokenizer: Tokenizer) -> None:
 
 def test_consecutive_client_turns_stay_separate() -> None:
     turns = [user("a"), user("b"), {"role": "assistant", "content": "c"}]
-    assert plain_turns(turns, FORM) == turns
+    assert with_plain_tools(turns, FORM) == turns
 
 
 def test_the_last_turn_can_be_left_open(tokenizer: Tokenizer) -> None:
@@ -198,7 +198,7 @@ def test_calls_in_a_prompt_are_parsed_back() -> None:
     family = FAMILY
     assert family is not None
     messages = normalized([calls("Paris", "Rome", text="So:")])
-    (turn,) = plain_turns(messages, family.form)
+    (turn,) = with_plain_tools(messages, family.form)
     parser = CallStream(family, {}, lambda: "id", True)
     content = parser.push(turn["content"]) + parser.finish()
     assert text_of(content) == "So:"

@@ -14,8 +14,7 @@ from builders.tiny_spm import spm_metadata, spm_tokenizer
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 from pdserve.text import TextError, UnsupportedTokenizer
 from pdserve.text.tokenizer import TextCard
-from pdserve.text.tokenizer.special import MAX_SPECIAL_CHARS
-from pdserve.text.tokenizer.tokenizer import Rendered, Tokenizer
+from pdserve.text.tokenizer.tokenizer import MAX_SPECIAL_CHARS, Rendered, Tokenizer
 
 CHATML = "<|im_start|>user\nsay <|im_end|>\n<|im_start|>assistant\n"
 

@@ -25,8 +25,7 @@ from pdserve.text.structured_output.sources import (
     source,
     tag_source,
 )
-from pdserve.text.tokenizer.special import SpecialTokens
-from pdserve.text.tokenizer.tokenizer import Tokenizer
+from pdserve.text.tokenizer.tokenizer import SpecialTokens, Tokenizer
 
 _REGEX = re.compile(r"^\s*error: (.*)", re.MULTILINE)
 

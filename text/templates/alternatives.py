@@ -5,10 +5,10 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from pdserve.text.templates.turns import (
-    RULES,
+    SYSTEM_ROLES,
     Message,
     joined,
-    num_leading_rules,
+    num_leading_systems,
     text_of,
     with_known_systems,
 )
@@ -52,35 +52,35 @@ def _system_first(conversation: Conversation) -> Conversation:
     )
 
 
-def _rules_joined(conversation: Conversation) -> Conversation:
+def _systems_joined(conversation: Conversation) -> Conversation:
     """Change as `_system_first`, for templates whose roles alternate: join a later rule with the
     adjacent user turn or the preceding result."""
-    num_leading = num_leading_rules(conversation.messages)
+    num_leading = num_leading_systems(conversation.messages)
     turns = [joined(conversation.messages[:num_leading])] if num_leading else []
-    after_rule = False
+    after_system = False
     for message in conversation.messages[num_leading:]:
-        is_rule = message["role"] in RULES
-        turn = {**message, "role": "user"} if is_rule else dict(message)
+        is_system = message["role"] in SYSTEM_ROLES
+        turn = {**message, "role": "user"} if is_system else dict(message)
         last = turns[-1]["role"] if turns else ""
-        if (is_rule and last in ("user", "tool")) or (
-            after_rule and last == turn["role"] == "user"
+        if (is_system and last in ("user", "tool")) or (
+            after_system and last == turn["role"] == "user"
         ):
             turns[-1] = joined([turns[-1], turn])
         else:
             turns.append(turn)
-        after_rule = is_rule
+        after_system = is_system
     return conversation._replace(messages=turns)
 
 
 def _alternating(conversation: Conversation) -> Conversation:
-    """Change as `_rules_joined`, for templates with strictly alternating roles.
+    """Change as `_systems_joined`, for templates with strictly alternating roles.
 
     Such templates refuse adjacent turns of one role, user turns next to results, empty answers, an
     answer before the first question, or rules alone. A user turn after a result becomes part of the
     result, because these templates refuse any turn between.
     """
-    *earlier, last = _rules_joined(conversation).messages
-    if last["role"] in RULES:
+    *earlier, last = _systems_joined(conversation).messages
+    if last["role"] in SYSTEM_ROLES:
         last = {**last, "role": "user"}
     nonempty = [m for m in earlier if m["role"] != "assistant" or "tool_calls" in m or text_of(m)]
     groups: list[list[Message]] = []  # each is one turn
@@ -107,7 +107,7 @@ def _group(groups: list[list[Message]], messages: Sequence[Message]) -> None:
         if previous["role"] in joinable_roles and "tool_calls" not in {**previous, **message}:
             groups[-1].append(message)
             continue
-        if role == "assistant" and previous["role"] in RULES:
+        if role == "assistant" and previous["role"] in SYSTEM_ROLES:
             groups.append([{"role": "user", "content": ""}])
         groups.append([message])
 
@@ -205,7 +205,7 @@ def _has_type(schema: Message) -> bool:
 
 _MAY_BE_NULL = ("default", "const")
 _INNER = ("items", "additionalProperties")  # keywords whose value is a schema
-_ORDERS = (_system_first, _rules_joined, _alternating)  # at most one is applied
+_ORDERS = (_system_first, _systems_joined, _alternating)  # at most one is applied
 _CHANGES: tuple[Callable[[Conversation], Conversation], ...] = (
     _complete_tools,
     _dicts_of_any,

@@ -24,14 +24,16 @@ from pdserve.text.parsing import CallForm
 from pdserve.text.template_text import CLIENT, LAST, TemplateText, constant, origin_of
 from pdserve.text.templates.alternatives import Conversation, alternatives
 from pdserve.text.templates.capabilities import RESULT_ROLES, Capabilities, probed
-from pdserve.text.templates.described_tools import described, in_system_turn, plain_turns
 from pdserve.text.templates.environment import compiled
 from pdserve.text.templates.turns import (
+    in_system_turn,
     shaped,
     text_of,
+    tools_description,
     with_calls_apart,
     with_known_systems,
     with_named_results,
+    with_plain_tools,
     with_single_calls,
     with_texts,
 )
@@ -120,10 +122,10 @@ class ChatTemplate:
         uses_tools = any(m["role"] == "tool" or "tool_calls" in m for m in messages)
         if tools and not capabilities.tools:
             form = _form(request)
-            turns = plain_turns(with_texts(messages), form)
-            messages, tools = in_system_turn(turns, described(tools, form)), None
+            turns = with_plain_tools(with_texts(messages), form)
+            messages, tools = in_system_turn(turns, tools_description(tools, form)), None
         elif uses_tools and not (capabilities.calls and capabilities.results):
-            messages = plain_turns(
+            messages = with_plain_tools(
                 with_texts(messages),
                 _form(request),
                 calls=not capabilities.calls,
