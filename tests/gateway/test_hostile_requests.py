@@ -9,7 +9,7 @@ import pytest
 from fakes.router import FakeRouter, saying
 from oracles.http_errors import CHAT, HI, PLAIN, check
 from systems.eventually import eventually
-from systems.text_pools import Pool, workers
+from systems.tokenizer_pools import Pool, workers
 
 pytestmark = pytest.mark.anyio
 RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"

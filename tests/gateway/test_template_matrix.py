@@ -27,11 +27,11 @@ from oracles.llama_cpp_templates import llama_cpp_templates
 from transformers import PreTrainedTokenizerFast
 
 from pdserve.text import ParserChoice
-from pdserve.text.processes import LoadedText
 from pdserve.text.reasoning import reasoning_family
-from pdserve.text.tokenizer import TextCard
+from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.tokenizer.tokenizer import Rendered, Tokenizer
 from pdserve.text.tool_parsers import GENERIC_PARSER, tool_parser_names
+from pdserve.text.workers import LoadedTokenizer
 
 pytestmark = pytest.mark.anyio
 TEXT_TESTS = Path(__file__).parents[1] / "text"
@@ -133,10 +133,10 @@ def shown(text: str, given: Conversation) -> int:
 class OnePool(InProcessPool):
     """A pool that keeps the text it loaded last."""
 
-    loaded: LoadedText
+    loaded: LoadedTokenizer
 
-    async def load(self, card: TextCard, files: Mapping[str, bytes]) -> LoadedText:
-        self.loaded = await super().load(card, files)
+    async def load(self, model_info: TextModelInfo, files: Mapping[str, bytes]) -> LoadedTokenizer:
+        self.loaded = await super().load(model_info, files)
         return self.loaded
 
 
@@ -155,7 +155,7 @@ class ServedTemplate:
         self.refusal = ""
 
     @property
-    def loaded(self) -> LoadedText:
+    def loaded(self) -> LoadedTokenizer:
         return self._pool.loaded
 
     @property

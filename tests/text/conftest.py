@@ -6,7 +6,7 @@ import pytest
 from builders.shipped_tokenizer import shipped_json, shipped_library, shipped_metadata
 from builders.tiny_spm import spm_tokenizer
 
-from pdserve.text.tokenizer import TextCard
+from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 
 
@@ -22,7 +22,7 @@ def smollm_json() -> bytes:
 
 @pytest.fixture(scope="session")
 def smollm(smollm_json: bytes) -> Tokenizer:
-    return Tokenizer(smollm_json, TextCard(vocab_size=49152, eos_ids=(2,), bos_id=1))
+    return Tokenizer(smollm_json, TextModelInfo(vocab_size=49152, eos_ids=(2,), bos_id=1))
 
 
 @pytest.fixture(scope="session")
@@ -39,5 +39,5 @@ def library() -> Any:
 def tokenizer(library: Any) -> Tokenizer:
     inner = library.backend_tokenizer
     ids = {name: inner.token_to_id(name) for name in ("<s>", "</s>")}
-    card = TextCard(inner.get_vocab_size(), (ids["</s>"],), ids["<s>"])
-    return Tokenizer(inner.to_str().encode(), card)
+    model_info = TextModelInfo(inner.get_vocab_size(), (ids["</s>"],), ids["<s>"])
+    return Tokenizer(inner.to_str().encode(), model_info)

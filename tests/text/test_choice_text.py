@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from builders.byte_tokenizer import write_tokenizer
 
-from pdserve.text.tokenizer import ChoiceText, StopMatcher, TextCard
+from pdserve.text.tokenizer import ChoiceText, StopMatcher, TextModelInfo
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 
 A, B, EOS = 64, 65, 258
@@ -27,8 +27,8 @@ def test_only_a_stop_token_is_left_out(
     tmp_path: Path, ids: list[int], finish: str, stop_ids: set[int], include: bool, text: str
 ) -> None:
     write_tokenizer(tmp_path)
-    card = TextCard(259, (EOS,))
-    tokenizer = Tokenizer((tmp_path / "tokenizer.json").read_bytes(), card)
+    model_info = TextModelInfo(259, (EOS,))
+    tokenizer = Tokenizer((tmp_path / "tokenizer.json").read_bytes(), model_info)
     choice = ChoiceText(
         tokenizer.incremental(continues=True),
         StopMatcher(()),
@@ -43,7 +43,7 @@ def test_text_alone_equals_the_text_of_push(tmp_path: Path) -> None:
     """Alternate both calls over bytes of split characters; stop strings rule out the shorter
     call."""
     write_tokenizer(tmp_path)
-    tokenizer = Tokenizer((tmp_path / "tokenizer.json").read_bytes(), TextCard(259, (EOS,)))
+    tokenizer = Tokenizer((tmp_path / "tokenizer.json").read_bytes(), TextModelInfo(259, (EOS,)))
     rng, by_text, empty = Random(1), 0, 0
     for stops in ((), ("never said",)):
         for _ in range(100):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.text import UnsupportedTokenizer
-from pdserve.text.tokenizer import TextCard
+from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.tokenizer.detokenizer import Pieces
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 
@@ -120,6 +120,6 @@ def test_the_steps_of_a_decoder_are_bounded() -> None:
 
 
 def test_ids_without_a_token_have_no_text(smollm_json: bytes) -> None:
-    padded = Tokenizer(smollm_json, TextCard(vocab_size=50000))
+    padded = Tokenizer(smollm_json, TextModelInfo(vocab_size=50000))
     assert padded.decode([49999]) == ""
     assert padded.token_bytes(49999) == b""

@@ -13,14 +13,14 @@ from builders.hostile_structures import HOSTILE
 from fakes.router import served, tokenizer_json
 from oracles.http_errors import HI
 from systems.eventually import LIMIT_S, eventually
-from systems.text_pools import LIMITS, Pool, workers
+from systems.tokenizer_pools import LIMITS, Pool, workers
 from tokenizers import Tokenizer
 
 from pdserve.text import Structure, TemplateInput, TextError
-from pdserve.text.processes import LoadedText
 from pdserve.text.structured_output import StructureCache
 from pdserve.text.structured_output.cache import ENTRY_BYTES
-from pdserve.text.tokenizer import TextCard
+from pdserve.text.tokenizer import TextModelInfo
+from pdserve.text.workers import LoadedTokenizer
 
 pytestmark = pytest.mark.anyio
 SLOW = HOSTILE["GBNF"]  # up to the time limit
@@ -35,7 +35,7 @@ async def pool(anyio_backend: str) -> AsyncIterator[Pool]:
     await pool.close()
 
 
-async def loaded(pool: Pool, tokenizer: bytes | None = None) -> LoadedText:
+async def loaded(pool: Pool, tokenizer: bytes | None = None) -> LoadedTokenizer:
     card, blobs = served()
     digests = (card.tokenizer_digest, card.template_digest, card.generation_config_digest)
     names = ("tokenizer", "template", "generation")
@@ -43,7 +43,7 @@ async def loaded(pool: Pool, tokenizer: bytes | None = None) -> LoadedText:
     if tokenizer is not None:
         files["tokenizer"] = tokenizer
     num_tokens = Tokenizer.from_buffer(files["tokenizer"]).get_vocab_size() + 5
-    return await pool.load(TextCard(num_tokens, tuple(card.eos_ids)), files)
+    return await pool.load(TextModelInfo(num_tokens, tuple(card.eos_ids)), files)
 
 
 async def test_hostile_structures_end(pool: Pool) -> None:
@@ -52,7 +52,7 @@ async def test_hostile_structures_end(pool: Pool) -> None:
     for name, structure in HOSTILE.items():
         began = time.monotonic()
         try:
-            await text.processes.grammar(b"", structure)
+            await text.workers.grammar(b"", structure)
             compiled.append(name)
         except TextError as error:
             refused.append((error.param == structure.param, str(error)))
@@ -61,7 +61,7 @@ async def test_hostile_structures_end(pool: Pool) -> None:
     assert all(named for named, _ in refused)
     assert any("takes too long" in why for _, why in refused)
     assert any("needs too much memory" in why for _, why in refused)
-    assert await text.processes.grammar(b"", WORD)
+    assert await text.workers.grammar(b"", WORD)
 
 
 async def test_a_large_vocabulary_does_not_count_in_the_grammar_memory(anyio_backend: str) -> None:
@@ -69,7 +69,7 @@ async def test_a_large_vocabulary_does_not_count_in_the_grammar_memory(anyio_bac
     pool = Pool(replace(LIMITS, prompt_bytes=LITTLE), workers=1)
     try:
         text = await loaded(pool, with_more_tokens(100_000))
-        assert await text.processes.grammar(b"", WORD)
+        assert await text.workers.grammar(b"", WORD)
     finally:
         await pool.close()
 
@@ -84,9 +84,9 @@ def with_more_tokens(count: int) -> bytes:
 
 async def test_prompts_do_not_wait_for_grammars(pool: Pool) -> None:
     text = await loaded(pool)
-    ask = partial(text.processes.chat_ids, b"", TemplateInput(HI), max_len=999)
+    ask = partial(text.workers.chat_ids, b"", TemplateInput(HI), max_len=999)
     await ask()
-    compiling = asyncio.create_task(text.processes.grammar(b"", SLOW))
+    compiling = asyncio.create_task(text.workers.grammar(b"", SLOW))
     for _ in range(5):
         assert await ask()
     assert not compiling.done()
@@ -98,17 +98,17 @@ async def test_prompts_do_not_wait_for_grammars(pool: Pool) -> None:
 async def test_a_structure_is_compiled_once(pool: Pool) -> None:
     text = await loaded(pool)
     wrong = Structure("regex", "(a", "regex")
-    source = await text.processes.grammar(b"", WORD)
+    source = await text.workers.grammar(b"", WORD)
     with pytest.raises(TextError) as refused:
-        await text.processes.grammar(b"", wrong)
+        await text.workers.grammar(b"", wrong)
     (child,) = workers()
     child.suspend()
-    assert await text.processes.grammar(b"other", Structure("regex", "[a-z]+", "regex")) == source
+    assert await text.workers.grammar(b"other", Structure("regex", "[a-z]+", "regex")) == source
     for _ in range(2):
         with pytest.raises(TextError) as again:
-            await text.processes.grammar(b"", wrong)
+            await text.workers.grammar(b"", wrong)
         assert (str(again.value), again.value.param) == (str(refused.value), "regex")
-    other = asyncio.create_task(text.processes.grammar(b"", Structure("regex", "[0-9]+", "regex")))
+    other = asyncio.create_task(text.workers.grammar(b"", Structure("regex", "[0-9]+", "regex")))
     done, _ = await asyncio.wait([other], timeout=0.05)
     assert not done, "another field or text must be compiled separately"
     child.resume()
@@ -118,7 +118,7 @@ async def test_a_structure_is_compiled_once(pool: Pool) -> None:
 async def test_concurrent_identical_structures_are_compiled_once(pool: Pool) -> None:
     text = await loaded(pool)
     began = time.process_time(), time.monotonic()
-    asked = [text.processes.grammar(bytes([n]), SLOW) for n in range(20)]
+    asked = [text.workers.grammar(bytes([n]), SLOW) for n in range(20)]
     found = await asyncio.gather(*asked, return_exceptions=True)
     assert all(isinstance(error, TextError) for error in found)
     assert time.monotonic() - began[1] < LIMIT_S / 2
@@ -127,17 +127,17 @@ async def test_concurrent_identical_structures_are_compiled_once(pool: Pool) -> 
 
 async def test_a_disconnect_does_not_cancel_the_compilation(pool: Pool) -> None:
     text = await loaded(pool)
-    await text.processes.grammar(b"", WORD)
+    await text.workers.grammar(b"", WORD)
     (child,) = workers()
     child.suspend()
     other = Structure("choice", ["a"], "guided_choice")
-    asked = asyncio.create_task(text.processes.grammar(b"", other))
+    asked = asyncio.create_task(text.workers.grammar(b"", other))
     await asyncio.sleep(0)  # the request reaches the child
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
     child.resume()
-    assert await text.processes.grammar(b"", other)
+    assert await text.workers.grammar(b"", other)
     assert workers() == [child]
 
 
@@ -167,19 +167,19 @@ def test_a_cached_error_expires() -> None:
 async def test_a_grammar_whose_child_was_killed_is_compiled_later(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.text.processes.pool.DEATH_S", 0.0)
+    monkeypatch.setattr("pdserve.text.workers.pool.DEATH_S", 0.0)
     text = await loaded(pool)
-    await text.processes.grammar(b"", WORD)
+    await text.workers.grammar(b"", WORD)
     (child,) = workers()
     child.suspend()
     other = Structure("choice", ["a"], "guided_choice")
-    asked = asyncio.create_task(text.processes.grammar(b"", other))
+    asked = asyncio.create_task(text.workers.grammar(b"", other))
     await asyncio.sleep(0)  # the request reaches the child
     child.kill()
     with pytest.raises(TextError, match="cannot be prepared") as caught:
         await asked
     assert caught.value.param == "guided_choice"
-    assert await text.processes.grammar(b"", other)
+    assert await text.workers.grammar(b"", other)
 
 
 def test_each_part_of_a_structure_is_in_its_key() -> None:

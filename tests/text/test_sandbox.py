@@ -1,5 +1,5 @@
-"""Templates cannot reach Python. Limits on their computations are enforced by the text process and
-tested in tests/text/test_tokenizer_workers.py."""
+"""Templates cannot reach Python. The tokenizer workers limit their computations
+(tests/text/test_tokenizer_workers.py)."""
 
 import pytest
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pdserve.text import REASONING, TemplateInput, TextError, UnsupportedTokenizer
 from pdserve.text.templates import Capabilities, ChatTemplate
-from pdserve.text.tokenizer import TextCard
+from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 
 TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("*.jinja")}
@@ -137,11 +137,11 @@ def test_tools_and_variables_are_guarded(tokenizer: Tokenizer) -> None:
 
 def test_no_second_bos(library: Any, tokenizer: Tokenizer) -> None:
     rendered = ChatTemplate(TEMPLATES["mistral"], tokenizer).render(TemplateInput([user("hello")]))
-    bos = tokenizer.card.bos_id
+    bos = tokenizer.model_info.bos_id
     assert tokenizer.encode_rendered(rendered).count(bos or 0) == 1
     adding = Tokenizer(
         library.backend_tokenizer.to_str().encode(),
-        TextCard(tokenizer.card.vocab_size, (), bos, adds_bos=True),
+        TextModelInfo(tokenizer.model_info.vocab_size, (), bos, adds_bos=True),
     )
     assert adding.encode_rendered(rendered, add_special_tokens=True).count(bos or 0) == 1
 
@@ -287,7 +287,7 @@ def test_words_that_are_parts_of_special_tokens(library: Any, tokenizer: Tokeniz
          "normalized": False, "special": True}
         for n, word in enumerate(words)
     ]  # fmt: skip
-    phi = Tokenizer(json.dumps(own).encode(), TextCard(size + len(words), (), None))
+    phi = Tokenizer(json.dumps(own).encode(), TextModelInfo(size + len(words), (), None))
     assert set(words) <= phi.special.texts.keys()
     template = ChatTemplate(
         "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}"

@@ -13,7 +13,7 @@ from builders.tiny_spm import spm_metadata, spm_tokenizer
 
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 from pdserve.text import TextError, UnsupportedTokenizer
-from pdserve.text.tokenizer import TextCard
+from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.tokenizer.tokenizer import MAX_SPECIAL_CHARS, Rendered, Tokenizer
 
 CHATML = "<|im_start|>user\nsay <|im_end|>\n<|im_start|>assistant\n"
@@ -27,16 +27,16 @@ def test_memory_is_linear_in_the_length_of_special_tokens(smollm_json: bytes) ->
         content = f"<{number:0{MAX_SPECIAL_CHARS - 2}}>"
         token = {**settings["added_tokens"][0], "id": first + number, "content": content}
         settings["added_tokens"].append(token)
-    data, card = json.dumps(settings).encode(), TextCard(first + 64)
-    Tokenizer(smollm_json, card)
+    data, model_info = json.dumps(settings).encode(), TextModelInfo(first + 64)
+    Tokenizer(smollm_json, model_info)
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        tokenizer = Tokenizer(data, card)
+        tokenizer = Tokenizer(data, model_info)
         ids = tokenizer.encode(content, add_special_tokens=False, parse_special=True)
         kept = tracemalloc.get_traced_memory()[0] - before
         plain = tracemalloc.get_traced_memory()[0]
-        second = Tokenizer(smollm_json, card)
+        second = Tokenizer(smollm_json, model_info)
         without = tracemalloc.get_traced_memory()[0] - plain
     finally:
         tracemalloc.stop()
@@ -92,7 +92,7 @@ def test_merges_that_make_a_special_token_are_cut() -> None:
         },
         "decoder": {"type": "Fuse"},
     }
-    tokenizer = Tokenizer(json.dumps(document).encode(), TextCard(5))
+    tokenizer = Tokenizer(json.dumps(document).encode(), TextModelInfo(5))
     assert tokenizer.encode("<s>", add_special_tokens=False, parse_special=True) == [3]
     assert tokenizer.encode("s<s>", add_special_tokens=False, parse_special=False) == [1, 0, 1, 2]
 
@@ -109,8 +109,8 @@ def test_bos_is_added_once(spm: Tokenizer) -> None:
     assert spm.encode("hello", add_special_tokens=False, parse_special=False).count(1) == 0
 
 
-def test_the_bos_of_the_card_is_added_if_the_file_adds_none(smollm_json: bytes) -> None:
-    tokenizer = Tokenizer(smollm_json, TextCard(49152, bos_id=1, adds_bos=True))
+def test_the_bos_of_the_model_is_added_if_the_file_adds_none(smollm_json: bytes) -> None:
+    tokenizer = Tokenizer(smollm_json, TextModelInfo(49152, bos_id=1, adds_bos=True))
     assert tokenizer.encode("", add_special_tokens=True, parse_special=False) == [1]
     assert tokenizer.encode("a", add_special_tokens=True, parse_special=False)[0] == 1
 
@@ -120,7 +120,7 @@ def test_a_continued_text_gets_no_leading_space(smollm: Tokenizer, spm: Tokenize
         for text in ("hello", " hello", "hello <s> world", "é"):
             ids = words.encode_within(text)
             assert words.incremental(skip_special_tokens=False, continues=True).push(ids) == text
-    assert spm.encode_within("a<s>") == [*spm.encode_within("a"), spm.card.bos_id]
+    assert spm.encode_within("a<s>") == [*spm.encode_within("a"), spm.model_info.bos_id]
     assert spm.encode_within("hello") != spm.encode(
         "hello", add_special_tokens=False, parse_special=True
     )
@@ -157,7 +157,7 @@ def test_a_normalizer_with_a_prepended_space_and_other_steps() -> None:
     library.pre_tokenizer = tokenizers.pre_tokenizers.Split("b", "isolated")
     library.decoder = tokenizers.decoders.Fuse()
     library.add_special_tokens([tokenizers.AddedToken("[x]", special=True)])
-    tokenizer = Tokenizer(library.to_str().encode(), TextCard(9))
+    tokenizer = Tokenizer(library.to_str().encode(), TextModelInfo(9))
 
     def names(parse_special: bool) -> list[str | None]:
         ids = tokenizer.encode("A[x]AB", add_special_tokens=False, parse_special=parse_special)
@@ -173,7 +173,7 @@ def test_stripping_special_tokens_remove_adjacent_spaces() -> None:
     library.decoder = tokenizers.decoders.Fuse()
     strip = tokenizers.AddedToken("<sep>", lstrip=True, rstrip=True, special=True)
     library.add_special_tokens([strip])
-    tokenizer = Tokenizer(library.to_str().encode(), TextCard(4))
+    tokenizer = Tokenizer(library.to_str().encode(), TextModelInfo(4))
     for text in ("a <sep> b", "  <sep>  ", "<sep><sep> a", " a <sep>b"):
         ids = tokenizer.encode(text, add_special_tokens=False, parse_special=True)
         assert ids == library.encode(text).ids, text
@@ -232,7 +232,7 @@ def test_text_and_bytes_of_single_tokens(smollm: Tokenizer, spm: Tokenizer) -> N
 )
 def test_unusable_files_are_explained(data: bytes, reason: str) -> None:
     with pytest.raises(UnsupportedTokenizer, match=reason):
-        Tokenizer(data, TextCard(1))
+        Tokenizer(data, TextModelInfo(1))
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -246,10 +246,10 @@ def test_many_added_tokens_load_quickly(apart: bool) -> None:
         {"id": first + n, "content": f"<reserved_{n}>", "special": not apart or n < 2500, **flags}
         for n in range(5000)
     ]
-    content, card = json.dumps(data).encode(), TextCard(first + 5000)
+    content, model_info = json.dumps(data).encode(), TextModelInfo(first + 5000)
     gc.collect()  # or the collection would be part of the measured time
     began = time.thread_time()
-    made = Tokenizer(content, card)
+    made = Tokenizer(content, model_info)
     assert time.thread_time() - began < 1
     for n in (0, 2499, 2500, 4999):
         text = f"hello<s><reserved_{n}>hello"

@@ -1,4 +1,4 @@
-"""Text processes: files of a model are processed under limits and without effect on others."""
+"""Tokenizer workers: files of a model are processed under limits and without effect on others."""
 
 import asyncio
 import errno
@@ -20,15 +20,15 @@ from builders import hostile_templates
 from builders.hostile_templates import ENDLESS, HUGE
 from builders.tiny_spm import spm_metadata, spm_tokenizer
 from systems.eventually import LIMIT_S, eventually
-from systems.text_pools import LIMITS, Pool, text_processes, workers
+from systems.tokenizer_pools import LIMITS, Pool, fork_servers, workers
 
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 from pdserve.services.common.errors import ServiceError
 from pdserve.text import TemplateInput, TextError, TooLong, UnsupportedTokenizer
-from pdserve.text.processes import LoadedText
-from pdserve.text.processes.messages import FORK, MessageReader, TextMessage, pack
 from pdserve.text.templates import ChatTemplate
-from pdserve.text.tokenizer import TextCard
+from pdserve.text.tokenizer import TextModelInfo
+from pdserve.text.workers import LoadedTokenizer
+from pdserve.text.workers.messages import FORK, MessageReader, WorkerMessage, pack
 
 pytestmark = pytest.mark.anyio
 
@@ -51,7 +51,7 @@ async def make_pool(anyio_backend: str) -> AsyncIterator[Callable[..., Pool]]:
     yield make
     for pool in pools:
         await pool.close()
-    assert not text_processes()
+    assert not fork_servers()
 
 
 @pytest.fixture
@@ -59,22 +59,22 @@ def pool(make_pool: Callable[..., Pool]) -> Pool:
     return make_pool()
 
 
-async def loaded(pool: Pool, template: str = PLAIN) -> LoadedText:
-    data, card = spm_file()
-    return await pool.load(card, files(data, template))
+async def loaded(pool: Pool, template: str = PLAIN) -> LoadedTokenizer:
+    data, model_info = spm_file()
+    return await pool.load(model_info, files(data, template))
 
 
-def spm_file() -> tuple[bytes, TextCard]:
+def spm_file() -> tuple[bytes, TextModelInfo]:
     data = tokenizer_json(spm_metadata())
     size = len(json.loads(data)["model"]["vocab"])
-    return data, TextCard(size, eos_ids=(2,), bos_id=1, adds_bos=True)
+    return data, TextModelInfo(size, eos_ids=(2,), bos_id=1, adds_bos=True)
 
 
-async def chat(text: LoadedText, owner: bytes = b"", messages: Any = HI) -> list[int]:
-    return await text.processes.chat_ids(owner, TemplateInput(messages), max_len=1 << 20)
+async def chat(text: LoadedTokenizer, owner: bytes = b"", messages: Any = HI) -> list[int]:
+    return await text.workers.chat_ids(owner, TemplateInput(messages), max_len=1 << 20)
 
 
-async def in_time(text: LoadedText) -> list[int]:
+async def in_time(text: LoadedTokenizer) -> list[int]:
     """The prompt's ids, or an empty list on a timeout, which a busy machine can cause."""
     with suppress(ServiceError):
         return await chat(text)
@@ -83,12 +83,12 @@ async def in_time(text: LoadedText) -> list[int]:
 
 def test_the_process_exits_quietly_when_the_gateway_is_gone() -> None:
     """Exit also if messages on the way are never read."""
-    data, card = spm_file()
+    data, model_info = spm_file()
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "pdserve.text.processes.worker"),
+                *(sys.executable, "-m", "pdserve.text.workers.fork_server"),
                 *(str(theirs.fileno()), json.dumps(asdict(LIMITS)), "text"),
             ],
             pass_fds=[theirs.fileno()],
@@ -96,9 +96,15 @@ def test_the_process_exits_quietly_when_the_gateway_is_gone() -> None:
         )
     model = files(data)
     ours.settimeout(LIMIT_S)
-    ours.sendall(pack(TextMessage({"card": asdict(card), "files": list(model)}, [*model.values()])))
+    ours.sendall(
+        pack(
+            WorkerMessage(
+                {"model_info": asdict(model_info), "files": list(model)}, [*model.values()]
+            )
+        )
+    )
     reader = MessageReader()
-    messages: list[TextMessage] = []
+    messages: list[WorkerMessage] = []
     while len(messages) < 2:
         messages += reader.feed(ours.recv(1 << 16))
     assert "error" not in messages[1].head
@@ -117,9 +123,9 @@ async def test_ids_equal_those_of_the_tokenizer(pool: Pool) -> None:
     assert await chat(text) == expected
     for words in ("", "hello <s> world", "é日 [INST]"):
         for add in (False, True):
-            ids = await text.processes.text_ids(b"", words, add_special_tokens=add, max_len=99)
+            ids = await text.workers.text_ids(b"", words, add_special_tokens=add, max_len=99)
             assert ids == spm.encode(words, add_special_tokens=add, parse_special=True)
-            plain = await text.processes.text_ids(
+            plain = await text.workers.text_ids(
                 b"", words, add_special_tokens=add, max_len=99, parse_special=False
             )
             assert plain == spm.encode(words, add_special_tokens=add, parse_special=False)
@@ -127,7 +133,7 @@ async def test_ids_equal_those_of_the_tokenizer(pool: Pool) -> None:
             for skip in (False, True):
                 spelled = text.vocabulary.decode(ids, skip_special_tokens=skip)
                 assert spelled == spm.decode(ids, skip_special_tokens=skip)
-    every = range(spm.card.vocab_size)
+    every = range(spm.model_info.vocab_size)
     assert list(map(text.vocabulary.token_bytes, every)) == list(map(spm.token_bytes, every))
 
 
@@ -147,7 +153,7 @@ async def test_parsers_are_detected(pool: Pool, template: str, parsers: tuple[st
 async def test_a_lone_surrogate_is_a_client_error(pool: Pool) -> None:
     text = await loaded(pool)
     with pytest.raises(TextError, match="not valid Unicode"):
-        await text.processes.text_ids(b"", "\ud800", add_special_tokens=True, max_len=99)
+        await text.workers.text_ids(b"", "\ud800", add_special_tokens=True, max_len=99)
     with pytest.raises(TextError, match="role"):
         await chat(text, messages=[{"role": "\ud800", "content": ""}])
 
@@ -165,7 +171,7 @@ async def test_a_hostile_template_is_stopped(pool: Pool, template: str, said: st
     text = await loaded(pool, template)
     with pytest.raises(TextError, match=said):
         await chat(text)
-    ids = await text.processes.text_ids(b"", "hello", add_special_tokens=False, max_len=99)
+    ids = await text.workers.text_ids(b"", "hello", add_special_tokens=False, max_len=99)
     assert text.vocabulary.decode(ids) == "hello"
 
 
@@ -197,20 +203,20 @@ async def test_a_long_error_of_a_template_is_cut(pool: Pool) -> None:
     assert len(str(raised.value)) < 300
 
 
-async def test_a_text_process_knows_no_secret_of_the_gateway(
+async def test_a_worker_knows_no_secret_of_the_gateway(
     make_pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PDSERVE_API_KEY", "sk-secret")
     await loaded(make_pool())
-    assert text_processes()
-    for process in (*text_processes(), *workers()):
+    assert fork_servers()
+    for process in (*fork_servers(), *workers()):
         assert "sk-secret" not in process.environ().values()
 
 
 async def test_ids_beyond_the_longest_prompt_are_not_returned(pool: Pool) -> None:
     text = await loaded(pool)
     with pytest.raises(TooLong, match="the prompt has 13 tokens") as error:
-        await text.processes.text_ids(b"", "a" * 12, add_special_tokens=False, max_len=11)
+        await text.workers.text_ids(b"", "a" * 12, add_special_tokens=False, max_len=11)
     assert error.value.num_tokens == 13
 
 
@@ -296,7 +302,7 @@ async def test_a_failure_after_a_disconnect_is_not_logged(
     with pytest.raises(asyncio.CancelledError):
         await asked
     worker.kill()
-    await eventually(lambda: "a text process ended" in caplog.text)
+    await eventually(lambda: "a tokenizer worker ended" in caplog.text)
     assert await chat(text)
     gc.collect()  # unretrieved task results would be logged now
 
@@ -305,7 +311,7 @@ async def test_a_late_worker_is_abandoned(
     make_pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Suspend the worker, so that even the kernel's timer does not end it."""
-    monkeypatch.setattr("pdserve.text.processes.pool.SLACK_S", 0.0)
+    monkeypatch.setattr("pdserve.text.workers.pool.SLACK_S", 0.0)
     text = await loaded(make_pool(1, late_s=0.5))
     await eventually(lambda: in_time(text))
     (worker,) = workers()
@@ -348,7 +354,7 @@ async def test_prompts_are_refused_if_no_worker_can_be_started(
     text = await loaded(make_pool(1))
     full = request.getfixturevalue("full")
     for _ in range(3):
-        with pytest.raises(ServiceError, match="cannot start a text process"):
+        with pytest.raises(ServiceError, match="cannot start a fork server"):
             await chat(text)
     full.undo()
     assert await chat(text)
@@ -367,7 +373,7 @@ async def test_the_first_worker_serves_all_if_no_second_can_be_started(
 async def test_a_model_is_loaded_later_if_no_process_can_be_started(
     pool: Pool, full: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ServiceError, match="cannot start a text process"):
+    with pytest.raises(ServiceError, match="cannot start a fork server"):
         await loaded(pool)
     full.undo()
     assert await chat(await loaded(pool))
@@ -375,9 +381,9 @@ async def test_a_model_is_loaded_later_if_no_process_can_be_started(
 
 async def test_a_dead_spare_process_does_not_blame_the_files(pool: Pool) -> None:
     pool.prepare()
-    (spare,) = await eventually(text_processes)
+    (spare,) = await eventually(fork_servers)
     spare.kill()
-    with pytest.raises(ServiceError, match="cannot start a text process"):
+    with pytest.raises(ServiceError, match="cannot start a fork server"):
         await loaded(pool)
     assert await chat(await loaded(pool))
 
@@ -385,21 +391,21 @@ async def test_a_dead_spare_process_does_not_blame_the_files(pool: Pool) -> None
 async def test_the_process_dies(pool: Pool) -> None:
     text = await loaded(pool)
     await chat(text)
-    (process,) = text_processes()
+    (process,) = fork_servers()
     process.kill()
-    await eventually(lambda: not text.processes.alive)
+    await eventually(lambda: not text.workers.alive)
     with pytest.raises(ServiceError, match="have ended"):
         await chat(text)
 
 
 async def test_invalid_files_are_refused(make_pool: Callable[..., Pool]) -> None:
     pool, small = make_pool(), make_pool(load_bytes=1 << 20)
-    data, card = spm_file()
+    data, model_info = spm_file()
     for broken in ({"tokenizer": b"{"}, {"template": b"\xff"}, {"template": b"{% if %}"}):
         with pytest.raises(UnsupportedTokenizer):
-            await pool.load(card, files(data) | broken)
+            await pool.load(model_info, files(data) | broken)
     vocab = {f"word {i}": i for i in range(100_000)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "word 0"}
     large = json.dumps(json.loads(data) | {"model": model}).encode()
     with pytest.raises(UnsupportedTokenizer, match="too much"):
-        await small.load(card, files(large))
+        await small.load(model_info, files(large))

@@ -32,7 +32,7 @@ from pdserve.text.parsing import CallStream, ContentParser, Malformed, ToolSchem
 from pdserve.text.parsing.call_stream import MAX_CALL_CHARS, MAX_SPACE
 from pdserve.text.parsing.values import MAX_VALUES
 from pdserve.text.reasoning import reasoning_family, reasoning_parser_names
-from pdserve.text.tokenizer import TextCard
+from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 from pdserve.text.tool_parsers import (
     FALLBACK_PARSER,
@@ -128,7 +128,7 @@ def tokens_of(path: Path, special: Iterable[str]) -> Tokenizer:
     inner = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     tags = {tag for text in special for tag in SPECIAL.findall(text) or [text]}
     num_tags = inner.add_special_tokens(sorted(tags))
-    return Tokenizer(inner.to_str().encode(), TextCard(VOCAB_SIZE + num_tags))
+    return Tokenizer(inner.to_str().encode(), TextModelInfo(VOCAB_SIZE + num_tags))
 
 
 def test_answers_whose_tags_are_special_tokens(tmp_path: Path, subtests: pytest.Subtests) -> None:

@@ -1,4 +1,4 @@
-"""Messages of a text process are not trusted: the files of a model may have taken it over."""
+"""Messages of a tokenizer worker are not trusted: the files of a model may have taken it over."""
 
 import asyncio
 import json
@@ -13,19 +13,19 @@ from systems.eventually import LIMIT_S, eventually
 
 from pdserve.services.common.errors import ServiceError
 from pdserve.text import Structure, TextError
-from pdserve.text.processes.messages import MAX_BYTES, MAX_HEAD_BYTES, TextMessage, pack
-from pdserve.text.processes.parent import MessageStream
-from pdserve.text.processes.pool import TextProcesses
+from pdserve.text.workers.connections import MessageStream
+from pdserve.text.workers.messages import MAX_BYTES, MAX_HEAD_BYTES, WorkerMessage, pack
+from pdserve.text.workers.pool import TokenizerWorkers
 
 pytestmark = pytest.mark.anyio
 
 MAX_LEN = 10
 IDS = struct.pack("<3I", 5, 6, 7)
-ANSWER = TextMessage({"lengths": [3]}, [IDS])
+ANSWER = WorkerMessage({"lengths": [3]}, [IDS])
 
 
 class ScriptedHost:
-    """A TextHost whose process, and its children, are played by the test."""
+    """A ForkServer whose process, and its workers, are played by the test."""
 
     def __init__(self, stream: MessageStream, control: socket.socket) -> None:
         self.stream = stream
@@ -37,7 +37,7 @@ class ScriptedHost:
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         self.children.append(theirs)
-        self.control.sendall(pack(TextMessage({"forked": len(self.children)})))
+        self.control.sendall(pack(WorkerMessage({"forked": len(self.children)})))
         return ours
 
     def kill(self) -> None:
@@ -59,8 +59,8 @@ async def scripted_host() -> AsyncIterator[ScriptedHost]:
 
 
 @asynccontextmanager
-async def text_processes(host: ScriptedHost) -> AsyncIterator[TextProcesses]:
-    made = TextProcesses(host, 1, LIMIT_S, LIMIT_S, lambda owner, seconds: None)  # type: ignore[arg-type]
+async def tokenizer_workers(host: ScriptedHost) -> AsyncIterator[TokenizerWorkers]:
+    made = TokenizerWorkers(host, 1, LIMIT_S, LIMIT_S, lambda owner, seconds: None)  # type: ignore[arg-type]
     try:
         yield made
     finally:
@@ -69,7 +69,7 @@ async def text_processes(host: ScriptedHost) -> AsyncIterator[TextProcesses]:
 
 @pytest.fixture(autouse=True)
 def _no_news_of_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.text.processes.parent.ENDED_S", 0.01)
+    monkeypatch.setattr("pdserve.text.workers.connections.ENDED_S", 0.01)
 
 
 @pytest.fixture
@@ -79,9 +79,9 @@ async def host(anyio_backend: str) -> AsyncIterator[ScriptedHost]:
 
 
 @pytest.fixture
-async def processes(host: ScriptedHost) -> AsyncIterator[TextProcesses]:
-    async with text_processes(host) as processes:
-        yield processes
+async def workers(host: ScriptedHost) -> AsyncIterator[TokenizerWorkers]:
+    async with tokenizer_workers(host) as workers:
+        yield workers
 
 
 def raw(head: Any, behind: bytes = b"") -> bytes:
@@ -89,11 +89,11 @@ def raw(head: Any, behind: bytes = b"") -> bytes:
     return struct.pack("<I", len(data)) + data + behind
 
 
-async def prompt(processes: TextProcesses, host: ScriptedHost, answer: bytes) -> list[int]:
+async def prompt(workers: TokenizerWorkers, host: ScriptedHost, answer: bytes) -> list[int]:
     """The ids of a prompt that a new child answers with these bytes."""
     before = len(host.children)
     asking = asyncio.create_task(
-        processes.text_ids(b"", "x", add_special_tokens=False, max_len=MAX_LEN)
+        workers.text_ids(b"", "x", add_special_tokens=False, max_len=MAX_LEN)
     )
     await eventually(lambda: len(host.children) == before + 1)
     loop = asyncio.get_running_loop()
@@ -104,18 +104,18 @@ async def prompt(processes: TextProcesses, host: ScriptedHost, answer: bytes) ->
 
 
 NO_ANSWERS = [
-    pack(TextMessage({})),
-    pack(TextMessage({"lengths": [1]}, [b"12345"])),
-    pack(TextMessage({"lengths": [3]}, [IDS, IDS])),
-    pack(TextMessage({"lengths": [MAX_LEN + 1]}, [bytes(4 * MAX_LEN + 4)])),
-    pack(TextMessage({}, [IDS])),
-    pack(TextMessage({"lengths": [1, 2]}, [IDS])),
-    pack(TextMessage({"lengths": [2]}, [IDS])),
-    pack(TextMessage({"lengths": []}, [b""])),
-    pack(TextMessage({"lengths": [3.0]}, [IDS])),
-    pack(TextMessage({"lengths": 3}, [IDS])),
-    pack(TextMessage({"error": 5})),
-    pack(TextMessage({"error": "x", "param": []})),
+    pack(WorkerMessage({})),
+    pack(WorkerMessage({"lengths": [1]}, [b"12345"])),
+    pack(WorkerMessage({"lengths": [3]}, [IDS, IDS])),
+    pack(WorkerMessage({"lengths": [MAX_LEN + 1]}, [bytes(4 * MAX_LEN + 4)])),
+    pack(WorkerMessage({}, [IDS])),
+    pack(WorkerMessage({"lengths": [1, 2]}, [IDS])),
+    pack(WorkerMessage({"lengths": [2]}, [IDS])),
+    pack(WorkerMessage({"lengths": []}, [b""])),
+    pack(WorkerMessage({"lengths": [3.0]}, [IDS])),
+    pack(WorkerMessage({"lengths": 3}, [IDS])),
+    pack(WorkerMessage({"error": 5})),
+    pack(WorkerMessage({"error": "x", "param": []})),
     raw([]),
     raw({}),
     raw(b"not JSON"),
@@ -135,35 +135,35 @@ async def test_an_invalid_answer(subtests: pytest.Subtests) -> None:
     """Fail one prompt, and end the child."""
     for answer in NO_ANSWERS:
         with subtests.test(answer=answer):
-            async with scripted_host() as host, text_processes(host) as processes:
+            async with scripted_host() as host, tokenizer_workers(host) as workers:
                 with pytest.raises((ServiceError, TextError)) as caught:
-                    await prompt(processes, host, answer)
+                    await prompt(workers, host, answer)
                 assert len(str(caught.value)) < 500
-                assert processes.alive
-                assert await prompt(processes, host, pack(ANSWER)) == [5, 6, 7]
+                assert workers.alive
+                assert await prompt(workers, host, pack(ANSWER)) == [5, 6, 7]
 
 
-async def test_a_long_error_is_cut(processes: TextProcesses, host: ScriptedHost) -> None:
+async def test_a_long_error_is_cut(workers: TokenizerWorkers, host: ScriptedHost) -> None:
     with pytest.raises(TextError) as caught:
-        await prompt(processes, host, pack(TextMessage({"error": "x" * 50_000})))
+        await prompt(workers, host, pack(WorkerMessage({"error": "x" * 50_000})))
     assert len(str(caught.value)) < 300
 
 
 async def test_a_closed_idle_child_is_not_used(
-    processes: TextProcesses, host: ScriptedHost
+    workers: TokenizerWorkers, host: ScriptedHost
 ) -> None:
-    assert await prompt(processes, host, pack(ANSWER)) == [5, 6, 7]
+    assert await prompt(workers, host, pack(ANSWER)) == [5, 6, 7]
     host.children[0].close()
     for _ in range(3):
         await asyncio.sleep(0)  # the loop notices
-    assert await prompt(processes, host, pack(ANSWER)) == [5, 6, 7]
+    assert await prompt(workers, host, pack(ANSWER)) == [5, 6, 7]
 
 
 NONSENSE = [
-    pack(TextMessage({})),
-    pack(TextMessage({"forked": 7})),
-    pack(TextMessage({"ended": 7, "code": 0})),
-    pack(TextMessage({"ended": [], "code": 0})),
+    pack(WorkerMessage({})),
+    pack(WorkerMessage({"forked": 7})),
+    pack(WorkerMessage({"ended": 7, "code": 0})),
+    pack(WorkerMessage({"ended": [], "code": 0})),
     raw({"sizes": [-1]}),
     b"",
 ]
@@ -173,26 +173,26 @@ async def test_a_host_that_sends_nonsense_is_ended(subtests: pytest.Subtests) ->
     """Fail prompts at once; the next request reloads the text of the model (catalog)."""
     for said in NONSENSE:
         with subtests.test(said=said):
-            async with scripted_host() as host, text_processes(host) as processes:
+            async with scripted_host() as host, tokenizer_workers(host) as workers:
                 if said:
                     host.control.sendall(said)
                 else:
                     host.control.close()
-                await eventually(lambda: not processes.alive)
+                await eventually(lambda: not workers.alive)
                 with pytest.raises(ServiceError, match="have ended"):
-                    await processes.text_ids(b"", "x", add_special_tokens=False, max_len=MAX_LEN)
+                    await workers.text_ids(b"", "x", add_special_tokens=False, max_len=MAX_LEN)
                 assert host.killed
 
 
 async def test_an_unrequested_answer_is_an_error(
-    processes: TextProcesses, host: ScriptedHost
+    workers: TokenizerWorkers, host: ScriptedHost
 ) -> None:
     """The next prompt gets an error, not the ids of another prompt."""
     answer = pack(ANSWER)
-    assert await prompt(processes, host, answer + answer) == [5, 6, 7]
+    assert await prompt(workers, host, answer + answer) == [5, 6, 7]
     with pytest.raises((ServiceError, TextError)):
-        await processes.text_ids(b"", "y", add_special_tokens=False, max_len=MAX_LEN)
-    assert await prompt(processes, host, answer) == [5, 6, 7]
+        await workers.text_ids(b"", "y", add_special_tokens=False, max_len=MAX_LEN)
+    assert await prompt(workers, host, answer) == [5, 6, 7]
 
 
 async def test_reading_stops_while_no_receiver_waits() -> None:
@@ -200,7 +200,7 @@ async def test_reading_stops_while_no_receiver_waits() -> None:
     theirs.setblocking(False)
     stream = await MessageStream.over(ours)
     sent = 0
-    message = pack(TextMessage({}, [bytes(1 << 15)]))
+    message = pack(WorkerMessage({}, [bytes(1 << 15)]))
     for _ in range(1000):
         with suppress(BlockingIOError):
             sent += theirs.send(message)
@@ -215,21 +215,25 @@ async def test_reading_stops_while_no_receiver_waits() -> None:
 async def test_a_message_in_single_bytes() -> None:
     ours, theirs = socket.socketpair()
     stream = await MessageStream.over(ours)
-    for byte in pack(TextMessage({"a": 1}, [b"bc", b""])):
+    for byte in pack(WorkerMessage({"a": 1}, [b"bc", b""])):
         theirs.send(bytes((byte,)))
         await asyncio.sleep(0)
     found = await stream.receive()
     assert (found.head["a"], found.parts) == (1, [b"bc", b""])
-    theirs.send(pack(TextMessage({}))[:-1])
+    theirs.send(pack(WorkerMessage({}))[:-1])
     theirs.close()
     with pytest.raises(OSError, match="closed the connection"):
         await stream.receive()
     stream.close()
 
 
-async def test_an_invalid_grammar_answer(processes: TextProcesses, host: ScriptedHost) -> None:
-    for answer in (TextMessage({}), TextMessage({}, [b"\xff"]), TextMessage({}, [b"a", b"b"])):
-        asking = asyncio.create_task(processes.grammar(b"", Structure("regex", "a", "regex")))
+async def test_an_invalid_grammar_answer(workers: TokenizerWorkers, host: ScriptedHost) -> None:
+    for answer in (
+        WorkerMessage({}),
+        WorkerMessage({}, [b"\xff"]),
+        WorkerMessage({}, [b"a", b"b"]),
+    ):
+        asking = asyncio.create_task(workers.grammar(b"", Structure("regex", "a", "regex")))
         count = len(host.children)
         await eventually(lambda before=count: len(host.children) == before + 1)
         loop = asyncio.get_running_loop()

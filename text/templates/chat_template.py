@@ -5,7 +5,7 @@ Invariant: only text that the template writes becomes special tokens, not client
 a template can render (capabilities.py); messages are adapted to that (turns.py).
 
 This module does not bound a template's computation: untrusted templates are rendered in a process
-with limits (text/processes).
+with limits (text/workers).
 """
 
 import logging
@@ -70,10 +70,12 @@ class ChatTemplate:
         self._template = compiled(source, now) if source else None
         self._capabilities: Capabilities | None = None
         self._tokenizer = tokenizer
-        card = tokenizer.card
+        model_info = tokenizer.model_info
         tokens = {
-            "bos_token": tokenizer.token_name(card.bos_id),
-            "eos_token": tokenizer.token_name(card.eos_ids[0] if card.eos_ids else None),
+            "bos_token": tokenizer.token_name(model_info.bos_id),
+            "eos_token": tokenizer.token_name(
+                model_info.eos_ids[0] if model_info.eos_ids else None
+            ),
         }
         self._tokens = {name: constant(text) for name, text in tokens.items() if text is not None}
 

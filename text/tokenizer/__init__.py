@@ -3,7 +3,7 @@
 from pdserve.text.tokenizer.choice_text import ChoiceText, StopMatcher, TextUpdate
 from pdserve.text.tokenizer.vocabulary import (
     StoredTokens,
-    TextCard,
+    TextModelInfo,
     Vocabulary,
     store,
     stored_vocabulary,

@@ -15,7 +15,7 @@ import tokenizers
 from pdserve.text.errors import TextError, UnsupportedTokenizer
 from pdserve.text.template_text import CLIENT, LAST
 from pdserve.text.tokenizer.detokenizer import Pieces
-from pdserve.text.tokenizer.vocabulary import TextCard, Vocabulary
+from pdserve.text.tokenizer.vocabulary import TextModelInfo, Vocabulary
 
 MAX_SPECIAL_CHARS = 1024  # of one special token; known ones have at most about 40
 _FIRST = b'"prepend_scheme":"first"'
@@ -94,7 +94,7 @@ class Tokenizer(Vocabulary):
     """A tokenizer.json and the model's special ids. This class splits off special tokens; the
     tokenizers library encodes the plain text between them."""
 
-    def __init__(self, tokenizer_json: bytes, card: TextCard) -> None:
+    def __init__(self, tokenizer_json: bytes, model_info: TextModelInfo) -> None:
         """Raises UnsupportedTokenizer if tokenizer.json is invalid or unsupported."""
         try:
             self._first = tokenizers.Tokenizer.from_buffer(tokenizer_json)
@@ -109,7 +109,7 @@ class Tokenizer(Vocabulary):
         self.special = SpecialTokens(self.added)
         self.decoder = json.loads(self._first.decoder.__getstate__())
         pieces = Pieces(self._first.id_to_token, self.decoder)
-        super().__init__(card, pieces, self.special.ids)
+        super().__init__(model_info, pieces, self.special.ids)
         self._prefix, self._suffix = self._frame()
         self._first.encode_special_tokens = True  # encode the text of special tokens as plain text
         self._within = _without_prefix(self._first)  # for text that continues other text
@@ -124,8 +124,8 @@ class Tokenizer(Vocabulary):
         added = framed.special_tokens_mask
         text = [index for index, mask in enumerate(added) if not mask] or [len(added)]
         prefix, suffix = framed.ids[: text[0]], framed.ids[text[-1] + 1 :]
-        if self.card.adds_bos and self.card.bos_id is not None and not prefix:
-            prefix = [self.card.bos_id]
+        if self.model_info.adds_bos and self.model_info.bos_id is not None and not prefix:
+            prefix = [self.model_info.bos_id]
         return prefix, suffix
 
     def encode(self, text: str, *, add_special_tokens: bool, parse_special: bool) -> list[int]:

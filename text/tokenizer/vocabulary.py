@@ -14,10 +14,8 @@ from pdserve.text.tokenizer.detokenizer import MAX_TOKEN_CHARS, IncrementalDetok
 
 
 @dataclass(frozen=True, slots=True)
-class TextCard:
-    """Text properties of a model beyond its tokenizer.json.
-
-    The gateway builds it from the proto ModelCard, `pdserve.LLM` from CardData.
+class TextModelInfo:
+    """What a tokenizer and a chat template need to know of a model beyond tokenizer.json.
 
     vocab_size: rows of the model's embedding; may exceed the tokenizer's vocabulary.
     eos_ids: any of them ends a text; the first is the template's `eos_token`.
@@ -34,8 +32,10 @@ class TextCard:
 class Vocabulary:
     """Converts token ids to text, for one model."""
 
-    def __init__(self, card: TextCard, pieces: Pieces, special_ids: frozenset[int]) -> None:
-        self.card = card
+    def __init__(
+        self, model_info: TextModelInfo, pieces: Pieces, special_ids: frozenset[int]
+    ) -> None:
+        self.model_info = model_info
         self._pieces = pieces
         self._special_ids = special_ids
         self._skipped: dict[frozenset[str], frozenset[int]] = {}  # by the kept texts
@@ -72,7 +72,7 @@ class Vocabulary:
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raises TextError if an id is outside [0, vocab_size)."""
-        size = self.card.vocab_size
+        size = self.model_info.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < size):
             invalid_id = next(token for token in ids if not 0 <= token < size)
             raise TextError(f"token id {invalid_id} is outside the vocabulary of {size} tokens")
@@ -118,8 +118,11 @@ def store(tokens: Sequence[str | None]) -> tuple[bytes, bytes]:
 
 
 def stored_vocabulary(
-    card: TextCard, decoder: Mapping[str, Any], special_ids: Sequence[int], tokens: StoredTokens
+    model_info: TextModelInfo,
+    decoder: Mapping[str, Any],
+    special_ids: Sequence[int],
+    tokens: StoredTokens,
 ) -> Vocabulary:
-    """Build a Vocabulary; `decoder` is the state of the tokenizer's decoder (pieces.py). Raises
+    """Build a Vocabulary. `decoder`: the state of the tokenizer's decoder (detokenizer.py). Raises
     UnsupportedTokenizer if the decoder is not supported."""
-    return Vocabulary(card, Pieces(tokens, decoder), frozenset(special_ids))
+    return Vocabulary(model_info, Pieces(tokens, decoder), frozenset(special_ids))

@@ -1,4 +1,4 @@
-"""The gateway's connections to a model's text process and its children, over sockets."""
+"""The gateway's connections to the fork server of a model and its tokenizer workers."""
 
 import asyncio
 import json
@@ -15,12 +15,12 @@ from typing import cast
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.common.errors import MAX_QUOTED, ServiceError, cut
 from pdserve.text.errors import TextError, UnsupportedTokenizer
-from pdserve.text.processes import messages
-from pdserve.text.processes.messages import (
+from pdserve.text.workers import messages
+from pdserve.text.workers.messages import (
     FORK,
     MessageReader,
-    TextLimits,
-    TextMessage,
+    WorkerLimits,
+    WorkerMessage,
     pack,
     subject,
 )
@@ -28,9 +28,9 @@ from pdserve.text.processes.messages import (
 log = logging.getLogger(__name__)
 
 MAX_UNREAD, MAX_UNREAD_BYTES = 8, 1 << 16  # while no caller receives
-# The variables that a text process inherits; the gateway's environment holds secrets.
+# The variables that a fork server inherits; the gateway's environment holds secrets.
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
-ENDED_S = 1.0  # wait for a child's exit code after its socket has closed
+ENDED_S = 1.0  # wait for a worker's exit code after its socket has closed
 TOO_LONG = {
     -messages.RENDER_SIGNAL: "the chat template ran for too long",
     -messages.PROMPT_SIGNAL: "the {} takes too long to prepare",
@@ -43,7 +43,7 @@ class MessageStream(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._reader = MessageReader()
-        self._messages: deque[TextMessage] = deque()  # not received yet
+        self._messages: deque[WorkerMessage] = deque()  # not received yet
         self._receiving: asyncio.Future[None] | None = None
         self._end_reason = ""  # why the stream has ended; empty while it is open
         self._paused = False
@@ -64,7 +64,7 @@ class MessageStream(asyncio.Protocol):
         """Number of messages that no caller has received."""
         return len(self._messages)
 
-    def send(self, message: TextMessage) -> None:
+    def send(self, message: WorkerMessage) -> None:
         """Send a message; buffers without limit, since the sender waits for each answer. Raises
         OSError if the peer has closed the stream."""
         if self._end_reason:
@@ -72,7 +72,7 @@ class MessageStream(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(pack(message))
 
-    async def receive(self) -> TextMessage:
+    async def receive(self) -> WorkerMessage:
         """Return the next message. Raises OSError if the stream is closed or it is invalid."""
         assert self._receiving is None or self._receiving.done(), (
             "another caller is already receiving"
@@ -96,8 +96,8 @@ class MessageStream(asyncio.Protocol):
         try:
             self._messages += self._reader.feed(data)
         except (ValueError, RecursionError) as error:
-            log.error("a text process sent an invalid message: %s", cut(str(error), MAX_QUOTED))
-            self._end("the text process sent an invalid message")
+            log.error("a tokenizer worker sent an invalid message: %s", cut(str(error), MAX_QUOTED))
+            self._end("the tokenizer worker sent an invalid message")
             self.close()
             return
         self._wake()
@@ -109,7 +109,7 @@ class MessageStream(asyncio.Protocol):
             self._paused = True
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._end("the text process closed the connection")
+        self._end("the tokenizer worker closed the connection")
 
     def _resume(self) -> None:
         if self._paused:
@@ -126,8 +126,8 @@ class MessageStream(asyncio.Protocol):
             self._receiving.set_result(None)
 
 
-class TextChild:
-    """A forked process that prepares prompts or compiles grammars."""
+class TokenizerWorker:
+    """The gateway's handle of a process that prepares prompts or compiles grammars."""
 
     def __init__(self, stream: MessageStream) -> None:
         self.stream = stream
@@ -135,15 +135,15 @@ class TextChild:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the child can take no more work."""
+        """Whether the worker can take no more work."""
         return self.code.done() or self.stream.is_closed
 
-    async def ask(self, message: TextMessage, limit_s: float) -> TextMessage:
+    async def request(self, message: WorkerMessage, limit_s: float) -> WorkerMessage:
         """Send a message and return the answer. Raises TextError if the work cannot be done,
         ServiceError if it may succeed later."""
         try:
             if self.stream.num_unread:
-                raise OSError("the text process sent an unexpected message")
+                raise OSError("the tokenizer worker sent an unexpected message")
             async with asyncio.timeout(limit_s):
                 self.stream.send(message)
                 return await self.stream.receive()
@@ -161,12 +161,12 @@ class TextChild:
             return TextError(TOO_LONG[code].format(work))
         if code == -messages.LATE_SIGNAL:
             return late_error()
-        log.warning("a text process ended while preparing a %s: exit code %d", work, code)
+        log.warning("a tokenizer worker ended while preparing a %s: exit code %d", work, code)
         return TextError(f"the {work} cannot be prepared: it is invalid or needs too much memory")
 
 
-class TextHost:
-    """A text process (process.py), before or after it loads its model."""
+class ForkServer:
+    """The gateway's handle of a fork server (fork_server.py), before or after it has a model."""
 
     def __init__(self, process: Process, control: socket.socket, stream: MessageStream) -> None:
         self.control = control
@@ -174,7 +174,7 @@ class TextHost:
         self._process = process
 
     @classmethod
-    async def start(cls, limits: TextLimits, log_format: str) -> "TextHost":
+    async def start(cls, limits: WorkerLimits, log_format: str) -> "ForkServer":
         """Start a process. Raises OSError if the machine cannot start one."""
         with ExitStack() as cleanup:
             parent_sock, child_sock = map(cleanup.enter_context, socket.socketpair())
@@ -182,7 +182,7 @@ class TextHost:
             cleanup.callback(stream.close)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "pdserve.text.processes.worker"),
+                *("-m", "pdserve.text.workers.fork_server"),
                 *(str(child_sock.fileno()), json.dumps(asdict(limits)), log_format),
                 pass_fds=[child_sock.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
@@ -194,7 +194,7 @@ class TextHost:
         return cls(process, parent_sock, stream)
 
     def fork(self) -> socket.socket:
-        """Request a new child and return its socket. Raises OSError if that fails."""
+        """Request a new worker and return its socket. Raises OSError if that fails."""
         parent_sock, child_sock = socket.socketpair()
         with child_sock:
             try:
@@ -204,29 +204,29 @@ class TextHost:
                 raise
         return parent_sock
 
-    async def load(self, message: TextMessage, limit_s: float) -> TextMessage:
+    async def load(self, message: WorkerMessage, limit_s: float) -> WorkerMessage:
         """Send a model's files and return the answer.
 
         Raises UnsupportedTokenizer if the files are unusable, kill the process or take longer than
         `limit_s`; ServiceError UNAVAILABLE if the process ended before it received them.
         """
-        received = False
+        is_received = False
         try:
             async with asyncio.timeout(limit_s):
                 self.stream.send(message)
                 await self.stream.receive()
-                received = True
+                is_received = True
                 answer = await self.stream.receive()
         except OSError:  # includes TimeoutError
-            if not received:
-                raise no_process_error() from None
+            if not is_received:
+                raise no_worker_error() from None
             raise UnsupportedTokenizer("its files need too much time or memory") from None
         if "error" in answer.head:
             raise UnsupportedTokenizer(answer.head["error"])
         return answer
 
     def kill(self) -> None:
-        """Kill the process; its children end with it."""
+        """Kill the process; its workers end with it."""
         with suppress(ProcessLookupError):
             self._process.kill()
 
@@ -244,7 +244,9 @@ def late_error() -> ServiceError:
     )
 
 
-def no_process_error() -> ServiceError:
+def no_worker_error() -> ServiceError:
     return ServiceError(
-        UNAVAILABLE, "the gateway cannot start a text process; try again later", retry_after_s=1.0
+        UNAVAILABLE,
+        "the gateway cannot start a tokenizer worker; try again later",
+        retry_after_s=1.0,
     )

@@ -1,8 +1,8 @@
-"""A text process: loads one model's tokenizer and template, and forks children that use them.
+"""The fork server of one model: loads its tokenizer and template, and forks tokenizer workers.
 
 A model's files are untrusted: one operation (a regular expression, a comparison of nested lists)
 can exhaust memory or never end. They are used only here, under limits that the kernel enforces: a
-timer's signal kills a child that exceeds a time limit. Children share the loaded memory. Messages
+timer's signal kills a worker that exceeds a time limit. Workers share the loaded memory. Messages
 are handled one at a time, so a process has one thread.
 """
 
@@ -26,42 +26,42 @@ from pdserve.services.common.process import die_with, show_as
 from pdserve.text.errors import TextError, TooLong, UnsupportedTokenizer, least_tokens
 from pdserve.text.generation_config import GenerationDefaults
 from pdserve.text.messages import TemplateInput
-from pdserve.text.processes.messages import (
+from pdserve.text.reasoning import reasoning_family_of
+from pdserve.text.request import Structure
+from pdserve.text.templates import Capabilities, ChatTemplate
+from pdserve.text.tokenizer import TextModelInfo, store
+from pdserve.text.tokenizer.tokenizer import Tokenizer
+from pdserve.text.tool_parsers import tool_family_of
+from pdserve.text.workers.messages import (
     FORK,
     LATE_SIGNAL,
     PROMPT_SIGNAL,
     RENDER_SIGNAL,
     SIZE_BYTES,
-    TextLimits,
-    TextMessage,
+    WorkerLimits,
+    WorkerMessage,
     head_of,
     pack,
     size_of,
     subject,
     with_ids,
 )
-from pdserve.text.reasoning import reasoning_family_of
-from pdserve.text.request import Structure
-from pdserve.text.templates import Capabilities, ChatTemplate
-from pdserve.text.tokenizer import TextCard, store
-from pdserve.text.tokenizer.tokenizer import Tokenizer
-from pdserve.text.tool_parsers import tool_family_of
 
 if TYPE_CHECKING:
     from pdserve.text.structured_output.compiler import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
-MAX_FILES = 256  # open files: a few, and one per child
+MAX_FILES = 256  # open files: a few, and one per worker
 
 
 class TextModel:
-    """The loaded text files of a model, shared by the children."""
+    """The loaded tokenizer, chat template and generation defaults of a model."""
 
-    def __init__(self, card: TextCard, files: dict[str, bytes]) -> None:
+    def __init__(self, model_info: TextModelInfo, files: dict[str, bytes]) -> None:
         """Raises UnsupportedTokenizer if a file is unusable; BaseException if a Rust library
         panics."""
-        self.tokenizer = Tokenizer(files["tokenizer"], card)
+        self.tokenizer = Tokenizer(files["tokenizer"], model_info)
         self.template: ChatTemplate | None = None
         self._family = self.reasoning_parser = ""
         if files["template"]:
@@ -76,7 +76,7 @@ class TextModel:
         self._compiler: GrammarCompiler | None = None
         self._grammar_error = ""
 
-    def probe(self, limits: TextLimits) -> None:
+    def probe(self, limits: WorkerLimits) -> None:
         """Probe the template in a child under the limits of a prompt. A template that exceeds them
         gets default capabilities, and its prompts fail."""
         if self.template is None:
@@ -108,7 +108,7 @@ class TextModel:
 
     def load_grammars(self) -> None:
         """Load the grammar compiler once: about 3 us and 2 KB per token of the vocabulary. Only the
-        child that compiles grammars calls it."""
+        worker that compiles grammars calls it."""
         if self.has_loaded_grammars:
             return
         from pdserve.text.structured_output.compiler import (
@@ -131,9 +131,9 @@ class TextModel:
             raise TextError(self._grammar_error, structure.param)
         return self._compiler.compile(structure)
 
-    def described(self) -> TextMessage:
-        """Return the message from which the gateway builds LoadedText."""
-        tokens = map(self.tokenizer.token_name, range(self.tokenizer.card.vocab_size))
+    def description(self) -> WorkerMessage:
+        """Return the message from which the gateway builds LoadedTokenizer."""
+        tokens = map(self.tokenizer.token_name, range(self.tokenizer.model_info.vocab_size))
         head = {
             "decoder": self.tokenizer.decoder,
             "special_ids": sorted(self.tokenizer.special.ids),
@@ -142,50 +142,52 @@ class TextModel:
             "reasoning_parser": self.reasoning_parser,
             "defaults": asdict(self.defaults),
         }
-        return TextMessage(head, store(list(tokens)))
+        return WorkerMessage(head, store(list(tokens)))
 
 
 def main() -> None:
     """Run the process until the gateway closes the socket or dies. Arguments: the socket's
-    descriptor, TextLimits as JSON, and the format of log lines."""
-    show_as("text")
-    configure_logging("text", log_format=sys.argv[3])
+    descriptor, WorkerLimits as JSON, and the format of log lines."""
+    show_as("tokenizer")
+    configure_logging("tokenizer", log_format=sys.argv[3])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
     control = socket.socket(fileno=int(sys.argv[1]))
     with suppress(ConnectionError):  # the gateway is gone
-        _serve(control, TextLimits(**json.loads(sys.argv[2])))
+        _serve(control, WorkerLimits(**json.loads(sys.argv[2])))
 
 
-def _serve(control: socket.socket, limits: TextLimits) -> None:
+def _serve(control: socket.socket, limits: WorkerLimits) -> None:
     """Load the model of the first message, then serve forks. Raises ConnectionError."""
     request = _receive(control)
     if request is None:
         return
-    control.sendall(pack(TextMessage({"received": True})))  # from here, a crash is due to the files
+    control.sendall(
+        pack(WorkerMessage({"received": True}))
+    )  # from here, a crash is due to the files
     try:
         _bound_memory(limits.load_bytes)
         _set_timer(LATE_SIGNAL, limits.load_s)
         files = dict(zip(request.head["files"], request.parts, strict=True))
-        model = TextModel(TextCard(**request.head["card"]), files)
+        model = TextModel(TextModelInfo(**request.head["model_info"]), files)
         model.probe(limits)
-        answer = model.described()
+        answer = model.description()
         _set_timer(LATE_SIGNAL, 0)
     except UnsupportedTokenizer as error:
-        answer = TextMessage({"error": cut(str(error), MAX_MESSAGE)})
+        answer = WorkerMessage({"error": cut(str(error), MAX_MESSAGE)})
     except MemoryError:
-        answer = TextMessage({"error": "its files need too much memory"})
+        answer = WorkerMessage({"error": "its files need too much memory"})
     except BaseException as error:
-        answer = TextMessage({"error": cut(f"{type(error).__name__}: {error}", MAX_MESSAGE)})
+        answer = WorkerMessage({"error": cut(f"{type(error).__name__}: {error}", MAX_MESSAGE)})
     control.sendall(pack(answer))
     if "error" not in answer.head:
         gc.collect()
-        gc.freeze()  # a collection in a child would copy the shared pages
+        gc.freeze()  # a collection in a worker would copy the shared pages
         _serve_forks(control, lambda sock: work(sock, model, limits))
 
 
 def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
-    """Fork a child for each received socket, and report how it ends. Raises ConnectionError."""
+    """Fork a worker for each received socket, and report how it ends. Raises ConnectionError."""
     parent_pid = os.getpid()
     running: dict[int, int] = {}  # pidfd: pid
     while True:
@@ -195,7 +197,7 @@ def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) 
                 pid = running.pop(ready)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 os.close(ready)
-                control.sendall(pack(TextMessage({"ended": pid, "code": code})))
+                control.sendall(pack(WorkerMessage({"ended": pid, "code": code})))
                 continue
             data, fds, _, _ = socket.recv_fds(control, len(FORK), 1)
             if not data:
@@ -211,11 +213,11 @@ def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) 
                         work(sock)
                     os._exit(0)
             running[os.pidfd_open(pid)] = pid
-            control.sendall(pack(TextMessage({"forked": pid})))
+            control.sendall(pack(WorkerMessage({"forked": pid})))
 
 
-def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
-    """Answer messages until the gateway closes the socket or this child cannot continue."""
+def work(sock: socket.socket, model: TextModel, limits: WorkerLimits) -> None:
+    """Answer messages until the gateway closes the socket or this worker cannot continue."""
     _bound_memory(limits.prompt_bytes)
     while (request := _receive(sock)) is not None:
         _set_timer(LATE_SIGNAL, limits.late_s)
@@ -226,13 +228,13 @@ def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
             head: dict[str, object] = {"error": cut(str(error), MAX_QUOTED), "param": error.param}
             if isinstance(error, TooLong):
                 head["num_tokens"] = error.num_tokens
-            answer = TextMessage(head)
+            answer = WorkerMessage(head)
         except MemoryError:
             text = f"the {subject(request)} needs too much memory to be prepared"
-            answer = TextMessage({"error": text, "last": True})
+            answer = WorkerMessage({"error": text, "last": True})
         except BaseException as error:  # includes panics of Rust libraries
             text = f"the {subject(request)} cannot be prepared: {type(error).__name__}"
-            answer = TextMessage({"error": text, "last": True})
+            answer = WorkerMessage({"error": text, "last": True})
         for timer in (RENDER_SIGNAL, PROMPT_SIGNAL, LATE_SIGNAL):
             _set_timer(timer, 0)
         sock.sendall(pack(answer))
@@ -240,7 +242,7 @@ def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
             return
 
 
-def _answer(request: TextMessage, model: TextModel, limits: TextLimits) -> TextMessage:
+def _answer(request: WorkerMessage, model: TextModel, limits: WorkerLimits) -> WorkerMessage:
     """Do the work of one message. Raises TextError."""
     head = request.head
     if head["op"] == "grammar":
@@ -249,7 +251,7 @@ def _answer(request: TextMessage, model: TextModel, limits: TextLimits) -> TextM
             model.load_grammars()
             _bound_memory(limits.prompt_bytes)
         _set_timer(PROMPT_SIGNAL, limits.grammar_s)
-        return TextMessage({}, [model.grammar(Structure.decoded(request.parts[0])).encode()])
+        return WorkerMessage({}, [model.grammar(Structure.decoded(request.parts[0])).encode()])
     if head["op"] == "sequences":
         _set_timer(PROMPT_SIGNAL, limits.prompt_s)
         return with_ids([model.tokenizer.encode_within(text) for text in head["texts"]])
@@ -259,7 +261,7 @@ def _answer(request: TextMessage, model: TextModel, limits: TextLimits) -> TextM
     return with_ids([ids])
 
 
-def _prompt(request: TextMessage, model: TextModel, limits: TextLimits) -> list[int]:
+def _prompt(request: WorkerMessage, model: TextModel, limits: WorkerLimits) -> list[int]:
     """Return the token ids of a prompt. Raises TextError."""
     head = request.head
     if head["op"] == "text":
@@ -281,11 +283,11 @@ def _prompt(request: TextMessage, model: TextModel, limits: TextLimits) -> list[
     return model.tokenizer.encode_rendered(rendered)
 
 
-def _receive(sock: socket.socket) -> TextMessage | None:
+def _receive(sock: socket.socket) -> WorkerMessage | None:
     """Return the next message, or None at the end of the stream."""
     with suppress(EOFError, ConnectionError):
         head = head_of(_take(sock, size_of(_take(sock, SIZE_BYTES))))
-        return TextMessage(head, [_take(sock, size) for size in head["sizes"]])
+        return WorkerMessage(head, [_take(sock, size) for size in head["sizes"]])
     return None
 
 

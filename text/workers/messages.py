@@ -1,4 +1,4 @@
-"""The message format between the gateway and a text process.
+"""The messages between the gateway and a tokenizer worker or its fork server.
 
 A message is a JSON object followed by byte strings (parts):
 
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from pdserve.services.common.errors import MAX_QUOTED, cut
 from pdserve.text.errors import TextError, TooLong
 
-FORK = b"f"  # to the process of a model, with the socket of a new child
-# Signals that end a child which exceeds a time limit; without a handler, the kernel kills it.
+FORK = b"f"  # to the fork server of a model, with the socket of a new worker
+# Signals that end a worker which exceeds a time limit; without a handler, the kernel kills it.
 RENDER_SIGNAL = signal.SIGPROF
 PROMPT_SIGNAL = signal.SIGVTALRM  # also for a grammar
 LATE_SIGNAL = signal.SIGALRM
@@ -32,12 +32,12 @@ _SIZE = struct.Struct("<I")
 SIZE_BYTES = _SIZE.size
 
 
-class TextMessage(NamedTuple):
+class WorkerMessage(NamedTuple):
     head: Mapping[str, Any]
     parts: Sequence[bytes] = ()
 
 
-def pack(message: TextMessage) -> bytes:
+def pack(message: WorkerMessage) -> bytes:
     head = {**message.head, "sizes": [len(part) for part in message.parts]}
     # A client's text may hold lone surrogates; the receiver rejects them.
     text = json.dumps(head, ensure_ascii=False, separators=(",", ":"))
@@ -82,7 +82,7 @@ class MessageReader:
         """Number of buffered bytes of an incomplete message."""
         return len(self._data)
 
-    def feed(self, data: bytes) -> list[TextMessage]:
+    def feed(self, data: bytes) -> list[WorkerMessage]:
         """Add bytes and return the messages that they complete. Raises ValueError or RecursionError
         if the bytes are not a message or it is too large."""
         self._data += data
@@ -91,7 +91,7 @@ class MessageReader:
             messages.append(message)
         return messages
 
-    def _next(self) -> TextMessage | None:
+    def _next(self) -> WorkerMessage | None:
         if self._head is None:
             if len(self._data) < SIZE_BYTES:
                 return None
@@ -104,7 +104,7 @@ class MessageReader:
             self._head, self._sizes = head, part_sizes(head)
         if len(self._data) < sum(self._sizes):
             return None
-        message = TextMessage(self._head, [self._take(size) for size in self._sizes])
+        message = WorkerMessage(self._head, [self._take(size) for size in self._sizes])
         self._head = None
         return message
 
@@ -114,12 +114,12 @@ class MessageReader:
         return data
 
 
-def subject(message: "TextMessage") -> str:
+def subject(message: WorkerMessage) -> str:
     """Return the kind of work of a message, for error texts."""
     return "grammar" if message.head["op"] == "grammar" else "prompt"
 
 
-def answered(answer: "TextMessage", max_bytes: int) -> bytes:
+def result_of(answer: WorkerMessage, max_bytes: int) -> bytes:
     """Return the only part of an answer. Raises TextError if the answer is an error, ValueError if
     it is malformed or too large."""
     if "error" in answer.head:
@@ -139,18 +139,18 @@ def answered(answer: "TextMessage", max_bytes: int) -> bytes:
     return answer.parts[0]
 
 
-def with_ids(sequences: Sequence[Sequence[int]]) -> TextMessage:
+def with_ids(sequences: Sequence[Sequence[int]]) -> WorkerMessage:
     """Build an answer with sequences of token ids."""
     ids = array("I", chain.from_iterable(sequences))
-    return TextMessage({"lengths": list(map(len, sequences))}, [ids.tobytes()])
+    return WorkerMessage({"lengths": list(map(len, sequences))}, [ids.tobytes()])
 
 
-def ids_of(answer: TextMessage, count: int, max_len: int) -> list[list[int]]:
+def ids_of(answer: WorkerMessage, count: int, max_len: int) -> list[list[int]]:
     """Decode `count` sequences of at most `max_len` token ids in total.
 
-    Raises as `answered` does.
+    Raises TextError, ValueError as `result_of` does.
     """
-    piece = answered(answer, max_len * ID_BYTES)
+    piece = result_of(answer, max_len * ID_BYTES)
     lengths = answer.head.get("lengths")
     if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
         raise ValueError("the answer lacks the lengths of its sequences")
@@ -161,8 +161,9 @@ def ids_of(answer: TextMessage, count: int, max_len: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class TextLimits:
-    """Resource limits of a model's files. Bytes are in addition to the memory used before."""
+class WorkerLimits:
+    """Limits of loading a model's files and of working with them. Bytes are in addition to the
+    memory used before."""
 
     load_s: float  # wall time
     load_bytes: int
