@@ -12,16 +12,19 @@ from pdserve.text.parsing.family import (
     ReasoningFamily,
     ToolFamily,
     object_form,
+    tagged_family,
 )
 from pdserve.text.parsing.harmony import HarmonyStream
 from pdserve.text.parsing.json_calls import (
     bare_calls,
+    calls_in_section,
     grammar_call,
     in_form_only,
     json_arguments,
     json_call,
     json_calls,
     json_list,
+    listed_calls,
     object_pieces,
     streamed_call,
 )

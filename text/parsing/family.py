@@ -95,6 +95,34 @@ class ToolFamily:
         return self.form.trigger in self.openers
 
 
+def tagged_family(
+    name: str,
+    begin: str,
+    end: str,
+    read: Callable[[BlockReader, str, ToolSchemas], Calls],
+    *,
+    matches: Callable[[str], bool] | None = None,
+    space: str = "",
+    openers: Sequence[str] = (),
+    special: Sequence[str] = (),
+    answer_tags: Sequence[str] = (),
+) -> ToolFamily:
+    """Return a family whose blocks of calls are between two tags.
+
+    `matches`: by default, whether a template has `begin`. `space`: between the tags and a call
+    under a grammar. `openers`, `special`: more of them than the tags.
+    """
+    return ToolFamily(
+        name,
+        matches or (lambda template: begin in template),
+        object_form(begin, end, space),
+        openers=(begin, *openers),
+        read=read,
+        special=(begin, end, *special),
+        answer_tags=answer_tags,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ReasoningFamily:
     """The reasoning format of a model family: reasoning between `begin` and `end`, then the answer.

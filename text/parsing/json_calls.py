@@ -1,7 +1,7 @@
 """Reads tool calls that are JSON, in whole or in their arguments; pure."""
 
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
@@ -293,6 +293,30 @@ def in_form_only(family: ToolFamily) -> ToolFamily:
     return replace(family, openers=(form.trigger,), bare="", read=read, in_fences=True)
 
 
+def calls_in_section(
+    reader: BlockReader, begin: str, end: str, read_call: Callable[[], Calls]
+) -> Calls:
+    """Read calls that each begin with a tag, up to the end tag of their section. `read_call` reads
+    one after its tag. Raises CutOff, Malformed."""
+    if (yield from reader.expect(begin, end)) == end:
+        return
+    while True:
+        yield from read_call()
+        yield from reader.space()
+        if (yield from reader.take_end(end)):
+            return
+        yield from reader.expect(begin)
+
+
+def listed_calls(reader: BlockReader, read_call: Callable[[], Calls]) -> Calls:
+    """Read calls with commas between them, up to a closing bracket. Raises CutOff, Malformed."""
+    mark = ","
+    while mark == ",":
+        yield from read_call()
+        yield from reader.space()
+        mark = yield from reader.expect(",", "]")
+
+
 def object_pieces(members: Pieces[None]) -> Pieces[None]:
     """Yield an object's text from pieces of its members, which include the commas."""
     begun = False
@@ -336,11 +360,7 @@ def bare_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
         if head.partition(":")[2].strip():
             raise Malformed
     if wrapped or (yield from reader.take_after_space("[")):
-        end = ","
-        while end == ",":
-            yield from bare_call(reader, schemas)
-            yield from reader.space()
-            end = yield from reader.expect(",", "]")
+        yield from listed_calls(reader, lambda: bare_call(reader, schemas))
         if wrapped:
             yield from reader.take_after_space("}")
         return

@@ -7,12 +7,11 @@ from pdserve.text.parsing import (
     Calls,
     Malformed,
     Pieces,
-    ToolFamily,
     ToolSchemas,
     grammar_call,
-    object_form,
     object_pieces,
     streamed_call,
+    tagged_family,
 )
 
 
@@ -69,19 +68,9 @@ def _read_glm(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from streamed_call(schemas, name, object_pieces(members))
 
 
-_GLM = ToolFamily(
-    "glm45",
-    lambda template: "<arg_key>" in template,
-    object_form(_GLM_BEGIN, _GLM_END),
-    openers=(_GLM_BEGIN,),
-    read=_read_glm,
-    special=(_GLM_BEGIN, _GLM_END, *_tags_within()),
-)
-
 _SUFFIX = ":opensource"
 _HY3_BEGIN, _HY3_END = f"<tool_calls{_SUFFIX}>", f"</tool_calls{_SUFFIX}>"
-_HY3_CALL, _HY3_CALL_END = f"<tool_call{_SUFFIX}>", f"</tool_call{_SUFFIX}>"
-_HY3_SEPARATOR = f"<tool_sep{_SUFFIX}>"
+_HY3_CALL, _HY3_SEPARATOR = f"<tool_call{_SUFFIX}>", f"<tool_sep{_SUFFIX}>"
 
 
 def _read_hy3(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
@@ -101,16 +90,21 @@ def _read_hy3(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield from reader.expect(_HY3_CALL)
 
 
-_HY3 = ToolFamily(  # calls in a section, with a suffix on the tags
-    "hy3",
-    lambda template: "<tool_sep{" in template or _HY3_SEPARATOR in template,
-    object_form(_HY3_BEGIN, _HY3_END),
-    openers=(_HY3_BEGIN,),
-    read=_read_hy3,
-    special=(
-        *(_HY3_BEGIN, _HY3_END, _HY3_CALL, _HY3_CALL_END, _HY3_SEPARATOR),
-        *_tags_within(_SUFFIX),
+FAMILIES = (
+    tagged_family(
+        "glm45",
+        _GLM_BEGIN,
+        _GLM_END,
+        _read_glm,
+        matches=lambda template: "<arg_key>" in template,
+        special=_tags_within(),
+    ),
+    tagged_family(  # calls in a section, with a suffix on the tags
+        "hy3",
+        _HY3_BEGIN,
+        _HY3_END,
+        _read_hy3,
+        matches=lambda template: "<tool_sep{" in template or _HY3_SEPARATOR in template,
+        special=(_HY3_CALL, f"</tool_call{_SUFFIX}>", _HY3_SEPARATOR, *_tags_within(_SUFFIX)),
     ),
 )
-
-FAMILIES = (_GLM, _HY3)

@@ -13,9 +13,9 @@ from pdserve.text.parsing import (
     ToolFamily,
     ToolSchemas,
     grammar_call,
-    object_form,
     object_pieces,
     streamed_call,
+    tagged_family,
 )
 
 _FUNCTION = "<function="
@@ -71,14 +71,7 @@ def _family(name: str, begin: str, end: str, matches: Callable[[str], bool]) -> 
         yield from reader.space()
         yield from reader.take_end(end)
 
-    return ToolFamily(
-        name,
-        matches,
-        object_form(begin, end, "\n"),
-        openers=(begin, _FUNCTION),
-        read=read,
-        special=(begin, end),
-    )
+    return tagged_family(name, begin, end, read, matches=matches, space="\n", openers=(_FUNCTION,))
 
 
 FAMILIES = (

@@ -12,8 +12,8 @@ from pdserve.text.parsing import (
     ToolSchemas,
     encoded,
     grammar_call,
-    object_form,
     streamed_call,
+    tagged_family,
 )
 
 
@@ -61,14 +61,7 @@ def _family(name: str, begin: str, end: str, quote: str) -> ToolFamily:
         if not (yield from reader.take_end(end)):
             raise Malformed
 
-    return ToolFamily(
-        name,
-        lambda template: begin in template,
-        object_form(begin, end),
-        openers=(begin,),
-        read=read,
-        special=(begin, end, quote),
-    )
+    return tagged_family(name, begin, end, read, special=(quote,))
 
 
 FAMILIES = (

@@ -15,11 +15,13 @@ from pdserve.text.parsing import (
     Reading,
     ToolFamily,
     ToolSchemas,
+    calls_in_section,
     grammar_call,
     json_arguments,
     object_form,
     object_pieces,
     streamed_call,
+    tagged_family,
 )
 from pdserve.text.reasoning import MUSE_ANSWER_TAGS, MUSE_MESSAGE
 
@@ -57,15 +59,12 @@ def _read_invokes(
     `value` reads an argument that is not JSON."""
     if (yield from grammar_call(reader, schemas, end)):
         return
-    begin = f"<{prefix}invoke name="
-    if (yield from reader.expect(begin, end)) == end:
-        return
-    while True:
-        yield from _read_invoke(reader, prefix, schemas, value)
-        yield from reader.space()
-        if (yield from reader.take_end(end)):
-            return
-        yield from reader.expect(begin)
+    yield from calls_in_section(
+        reader,
+        f"<{prefix}invoke name=",
+        end,
+        lambda: _read_invoke(reader, prefix, schemas, value),
+    )
 
 
 def _read_invoke(
@@ -130,15 +129,6 @@ def _read_minimax_m2(reader: BlockReader, opener: str, schemas: ToolSchemas) -> 
     return _read_invokes(reader, "", _M2_END, schemas)
 
 
-_MINIMAX_M2 = ToolFamily(
-    "minimax_m2",
-    lambda template: _M2_BEGIN in template,
-    object_form(_M2_BEGIN, _M2_END, "\n"),
-    openers=(_M2_BEGIN,),
-    read=_read_minimax_m2,
-    special=(_M2_BEGIN, _M2_END),
-)
-
 _DSML = "｜DSML｜"
 # V3.2, V4, and V4.1 with a space in its tags.
 _DSML_PREFIXES = {
@@ -168,28 +158,20 @@ _STEP3_SEPARATOR, _STEP3_PREFIX = "<｜tool_sep｜>", "steptml:"
 
 
 def _read_step3(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    if (yield from grammar_call(reader, schemas, _STEP3_END)):
-        return
-    while (yield from reader.expect(_STEP3_CALL, _STEP3_END)) == _STEP3_CALL:
-        yield from reader.until(_STEP3_SEPARATOR, max_chars=MAX_NAME_CHARS)
-        yield from reader.space()
-        yield from reader.expect(f"<{_STEP3_PREFIX}invoke name=")
-        yield from _read_invoke(reader, _STEP3_PREFIX, schemas)
-        yield from reader.space()
-        yield from reader.take_end(_STEP3_CALL_END)
-        yield from reader.space()
-        if (yield from reader.take_end(_STEP3_END)):
-            return
+    if not (yield from grammar_call(reader, schemas, _STEP3_END)):
+        yield from calls_in_section(
+            reader, _STEP3_CALL, _STEP3_END, lambda: _read_step3_call(reader, schemas)
+        )
 
 
-_STEP3 = ToolFamily(  # each invocation in a call's tags
-    "step3",
-    lambda template: _STEP3_PREFIX in template,
-    object_form(_STEP3_BEGIN, _STEP3_END),
-    openers=(_STEP3_BEGIN,),
-    read=_read_step3,
-    special=(_STEP3_BEGIN, _STEP3_END, _STEP3_CALL, _STEP3_CALL_END, _STEP3_SEPARATOR),
-)
+def _read_step3_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
+    yield from reader.until(_STEP3_SEPARATOR, max_chars=MAX_NAME_CHARS)
+    yield from reader.space()
+    yield from reader.expect(f"<{_STEP3_PREFIX}invoke name=")
+    yield from _read_invoke(reader, _STEP3_PREFIX, schemas)
+    yield from reader.space()
+    yield from reader.take_end(_STEP3_CALL_END)
+
 
 _TO, _ATEM_BEGIN, _ATEM_END = "to=", "<atem:function_calls>", "</atem:function_calls>"
 
@@ -220,17 +202,6 @@ def _read_muse(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield first
     yield from calls
 
-
-# A message to the tool contains the invocation. In a message to the user, such tags are text.
-_MUSE_GLIMMER = ToolFamily(
-    "muse_glimmer",
-    lambda template: _ATEM_BEGIN in template,
-    object_form(_ATEM_BEGIN, _ATEM_END),
-    openers=(f" {_TO}", _TO, _ATEM_BEGIN),
-    read=_read_muse,
-    special=(MUSE_MESSAGE,),
-    answer_tags=MUSE_ANSWER_TAGS,
-)
 
 _FUNCTION, _FUNCTION_END = "<function name=", "</function>"
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
@@ -272,4 +243,26 @@ _MINICPM5 = ToolFamily(  # <function name=...> with <param name=...> tags
     special=("<function", _FUNCTION_END, "<param", "</param>"),
 )
 
-FAMILIES = (_DEEPSEEK_DSML, _MINICPM5, _MINIMAX_M2, _MUSE_GLIMMER, _STEP3)
+FAMILIES = (
+    _DEEPSEEK_DSML,
+    _MINICPM5,
+    tagged_family("minimax_m2", _M2_BEGIN, _M2_END, _read_minimax_m2, space="\n"),
+    # A message to the tool contains the invocation. In a message to the user, such tags are text.
+    ToolFamily(
+        "muse_glimmer",
+        lambda template: _ATEM_BEGIN in template,
+        object_form(_ATEM_BEGIN, _ATEM_END),
+        openers=(f" {_TO}", _TO, _ATEM_BEGIN),
+        read=_read_muse,
+        special=(MUSE_MESSAGE,),
+        answer_tags=MUSE_ANSWER_TAGS,
+    ),
+    tagged_family(  # each invocation in a call's tags
+        "step3",
+        _STEP3_BEGIN,
+        _STEP3_END,
+        _read_step3,
+        matches=lambda template: _STEP3_PREFIX in template,
+        special=(_STEP3_CALL, _STEP3_CALL_END, _STEP3_SEPARATOR),
+    ),
+)

@@ -10,12 +10,12 @@ from pdserve.text.parsing import (
     Calls,
     Malformed,
     Pieces,
-    ToolFamily,
     ToolSchemas,
+    calls_in_section,
     grammar_call,
-    object_form,
     object_pieces,
     streamed_call,
+    tagged_family,
 )
 from pdserve.text.reasoning import KIMI_K3_ANSWER_TAGS
 
@@ -27,17 +27,16 @@ _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
 def _read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    if (yield from grammar_call(reader, schemas, END)):
-        return
-    while (yield from reader.expect(f"{OPEN}call ", END)) != END:
-        head, _ = yield from reader.until(SEPARATOR, max_chars=MAX_NAME_CHARS)
-        name = _attributes(head).get("tool", "")
-        if not name:
-            raise Malformed
-        yield from streamed_call(schemas, name, object_pieces(_members(reader)))
-        yield from reader.space()
-        if (yield from reader.take_end(END)):
-            return
+    if not (yield from grammar_call(reader, schemas, END)):
+        yield from calls_in_section(reader, f"{OPEN}call ", END, lambda: _call(reader, schemas))
+
+
+def _call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
+    head, _ = yield from reader.until(SEPARATOR, max_chars=MAX_NAME_CHARS)
+    name = _attributes(head).get("tool", "")
+    if not name:
+        raise Malformed
+    yield from streamed_call(schemas, name, object_pieces(_members(reader)))
 
 
 def _attributes(text: str) -> dict[str, str]:
@@ -74,12 +73,12 @@ def _value(reader: BlockReader) -> Pieces[None]:
 
 
 FAMILIES = (
-    ToolFamily(
+    tagged_family(
         "kimi_k3",
-        lambda template: OPEN in template,
-        object_form(BEGIN, END),
-        openers=(BEGIN,),
-        read=_read,
+        BEGIN,
+        END,
+        _read,
+        matches=lambda template: OPEN in template,
         special=(OPEN, CLOSE, SEPARATOR),
         answer_tags=KIMI_K3_ANSWER_TAGS,
     ),

@@ -10,13 +10,13 @@ from pdserve.text.parsing import (
     Malformed,
     Pieces,
     Reading,
-    ToolFamily,
     ToolSchemas,
+    calls_in_section,
     grammar_call,
     json_text,
-    object_form,
     object_pieces,
     streamed_call,
+    tagged_family,
 )
 
 MARK = "]<]minimax[>["
@@ -26,18 +26,17 @@ ITEM = "item"
 
 
 def _read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    if (yield from grammar_call(reader, schemas, END)):
-        return
-    while (yield from reader.expect(INVOKE, END)) == INVOKE:
-        name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
-        name = name.strip().strip('"')
-        if not name:
-            raise Malformed
-        members = _members(reader, schemas.call(name), INVOKE_END)
-        yield from streamed_call(schemas, name, object_pieces(members))
-        yield from reader.space()
-        if (yield from reader.take_end(END)):
-            return
+    if not (yield from grammar_call(reader, schemas, END)):
+        yield from calls_in_section(reader, INVOKE, END, lambda: _call(reader, schemas))
+
+
+def _call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
+    name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
+    name = name.strip().strip('"')
+    if not name:
+        raise Malformed
+    members = _members(reader, schemas.call(name), INVOKE_END)
+    yield from streamed_call(schemas, name, object_pieces(members))
 
 
 def _members(
@@ -95,12 +94,13 @@ def _element(reader: BlockReader) -> Reading[str]:
 
 
 FAMILIES = (
-    ToolFamily(
+    tagged_family(
         "minimax_m3",
-        lambda template: MARK in template,
-        object_form(BEGIN, END, "\n"),
-        openers=(BEGIN,),
-        read=_read,
-        special=(MARK, BEGIN, END),
+        BEGIN,
+        END,
+        _read,
+        matches=lambda template: MARK in template,
+        space="\n",
+        special=(MARK,),
     ),
 )

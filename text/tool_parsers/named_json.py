@@ -9,10 +9,12 @@ from pdserve.text.parsing import (
     Malformed,
     ToolFamily,
     ToolSchemas,
+    calls_in_section,
     json_arguments,
     json_calls,
     json_list,
     json_value,
+    listed_calls,
 )
 from pdserve.text.reasoning import SOLAR_ANSWER_TAGS
 
@@ -22,20 +24,20 @@ _APERTUS_BEGIN, _APERTUS_END = "<|tools_prefix|>", "<|tools_suffix|>"
 def _read_apertus(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
     yield from reader.expect("[")
-    end = ","
-    while end == ",":
-        yield from reader.space()
-        yield from reader.expect("{")
-        yield from reader.space()
-        name = json_value((yield from reader.string()))
-        yield from reader.space()
-        yield from reader.expect(":")
-        yield from json_arguments(reader, schemas, name)
-        yield from reader.take_after_space("}")
-        yield from reader.space()
-        end = yield from reader.expect(",", "]")
+    yield from listed_calls(reader, lambda: _read_apertus_call(reader, schemas))
     yield from reader.space()
     yield from reader.take_end(_APERTUS_END)
+
+
+def _read_apertus_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
+    yield from reader.space()
+    yield from reader.expect("{")
+    yield from reader.space()
+    name = json_value((yield from reader.string()))
+    yield from reader.space()
+    yield from reader.expect(":")
+    yield from json_arguments(reader, schemas, name)
+    yield from reader.take_after_space("}")
 
 
 _APERTUS = ToolFamily(  # a list of objects whose only key is the function's name
@@ -62,14 +64,9 @@ def _read_deepseek(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Ca
         yield from reader.take_end(_DISTILLED_END)
         return
     yield from reader.space()
-    if (yield from reader.expect(_DS_CALL, _DS_END)) == _DS_END:
-        return
-    while True:
-        yield from _read_deepseek_call(reader, schemas)
-        yield from reader.space()
-        if (yield from reader.take_end(_DS_END)):
-            return
-        yield from reader.expect(_DS_CALL)
+    yield from calls_in_section(
+        reader, _DS_CALL, _DS_END, lambda: _read_deepseek_call(reader, schemas)
+    )
 
 
 def _read_deepseek_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:

@@ -15,6 +15,7 @@ from pdserve.text.parsing import (
     ToolFamily,
     ToolSchemas,
     bare_calls,
+    listed_calls,
     object_form,
     streamed_call,
 )
@@ -62,11 +63,7 @@ def python_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool = Fals
         if bare:
             yield from reader.space()
             yield from reader.expect("[")
-        end = ","
-        while end == ",":
-            yield from python_call(reader, schemas)
-            yield from reader.space()
-            end = yield from reader.expect(",", "]")
+        yield from listed_calls(reader, lambda: python_call(reader, schemas))
         return
     first = "_"
     while first.isidentifier():
@@ -84,14 +81,14 @@ def mixed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     CutOff, Malformed.
     """
     if not (yield from reader.take_after_space("```")):
-        yield from listed_calls(reader, schemas, bare=True)
+        yield from json_or_python_calls(reader, schemas, bare=True)
         return
     calls: list[CallPiece] = []
     fenced = "```"
     try:
         while fenced:
             yield from reader.until("\n", max_chars=MAX_NAME_CHARS)
-            for piece in listed_calls(reader, schemas, bare=True):
+            for piece in json_or_python_calls(reader, schemas, bare=True):
                 if piece is None:
                     yield None
                 else:
@@ -107,7 +104,7 @@ def mixed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     yield from calls
 
 
-def listed_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool) -> Calls:
+def json_or_python_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool) -> Calls:
     """Read JSON objects, a list of them, or Python calls as `python_calls`, and white space after
     them. Raises CutOff, Malformed."""
     yield from reader.space()
@@ -139,7 +136,7 @@ def _family(
     begin, end = next(iter(tags.items()))
 
     def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-        yield from listed_calls(reader, schemas, bare=not opener)
+        yield from json_or_python_calls(reader, schemas, bare=not opener)
         yield from reader.take_end(tags.get(opener, end))
 
     form = form or object_form(begin, end)
