@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve.text import UnsupportedTokenizer
 from pdserve.text.tokenizer import TextModelInfo
-from pdserve.text.tokenizer.detokenizer import Pieces
+from pdserve.text.tokenizer.detokenizer import TokenBytes
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 
 cuts = st.lists(st.integers(0, 400), max_size=8)
@@ -113,10 +113,10 @@ def test_the_steps_of_a_decoder_are_bounded() -> None:
     for num_steps in (16, 17, 150_000):
         decoder = {"type": "Sequence", "decoders": [step] * num_steps}
         if num_steps == 16:
-            assert Pieces(lambda token: "a", decoder).bytes_of(0) == b"b" * 64
+            assert TokenBytes(lambda token: "a", decoder).bytes_of(0) == b"b" * 64
         else:
             with pytest.raises(UnsupportedTokenizer, match=f"{num_steps} steps"):
-                Pieces(lambda token: "a", decoder)
+                TokenBytes(lambda token: "a", decoder)
 
 
 def test_ids_without_a_token_have_no_text(smollm_json: bytes) -> None:

@@ -25,7 +25,6 @@ SLICE_CHARS = 4096  # read at once, so that removing a read prefix is cheap
 MAX_SPACE = 1024  # white space held until text follows
 FENCE: Final = "```"
 MAX_FENCE = 1024  # a longer run of backticks is not a fence
-_RUN = re.compile("`+")
 _INFO = re.compile(r"`+|\n")  # in the rest of a line that opens a fence
 
 

@@ -63,7 +63,7 @@ class ReasoningStream:
             if self._open:
                 parts += self._reasoning(ended)
         if self._answering:
-            text = self._take(len(self._pending), ended)
+            text = self._take(len(self._pending))
             if text:
                 parts.append(TextPart(text))
         return parts
@@ -90,7 +90,7 @@ class ReasoningStream:
         if self._again and not self._drop_repeated_begin(ended):
             return []
         if match := self._pattern.search(self._pending):
-            text = self._take(match.start(), ended).rstrip()
+            text = self._take(match.start()).rstrip()
             self._pending = self._pending.removeprefix(self._end)
             self._open = False
             self._answering = not self._several
@@ -101,7 +101,7 @@ class ReasoningStream:
             body = self._pending[: len(self._pending) - num_held]
             if not ended:
                 body = body.rstrip() if len(body) - len(body.rstrip()) < MAX_SPACE else body
-            text = self._take(len(body), ended)
+            text = self._take(len(body))
             gap = "" if text else self._gap
         text = self._gap + text if text else ""
         self._gap = gap
@@ -117,7 +117,7 @@ class ReasoningStream:
             self._pending = start[len(self._begin) :]
         return True
 
-    def _take(self, size: int, ended: bool) -> str:
+    def _take(self, size: int) -> str:
         text, self._pending = self._pending[:size], self._pending[size:]
         if self._skipping:
             text = text.lstrip()

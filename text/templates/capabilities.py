@@ -109,7 +109,7 @@ class ContentForm(NamedTuple):
     parts: bool
 
 
-def probed(
+def probe_template(
     render_with: Callable[[Sequence[Message], Tools], str | None],
     render_with_effort: Callable[[Sequence[Message], Tools, str], str | None],
 ) -> Capabilities:

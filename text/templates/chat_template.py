@@ -23,8 +23,8 @@ from pdserve.text.messages import EFFORTS, TemplateInput, normalized
 from pdserve.text.parsing import CallForm
 from pdserve.text.template_text import CLIENT, LAST, TemplateText, constant, origin_of
 from pdserve.text.templates.alternatives import Conversation, alternatives
-from pdserve.text.templates.capabilities import RESULT_ROLES, Capabilities, probed
-from pdserve.text.templates.environment import compiled
+from pdserve.text.templates.capabilities import RESULT_ROLES, Capabilities, probe_template
+from pdserve.text.templates.environment import compile_template
 from pdserve.text.templates.turns import (
     in_system_turn,
     shaped,
@@ -67,7 +67,7 @@ class ChatTemplate:
     ) -> None:
         """Compile the template. With an empty `source`, `render` fails. `now` is for
         `strftime_now`. Raises UnsupportedTokenizer if the template does not parse."""
-        self._template = compiled(source, now) if source else None
+        self._template = compile_template(source, now) if source else None
         self._capabilities: Capabilities | None = None
         self._tokenizer = tokenizer
         model_info = tokenizer.model_info
@@ -84,7 +84,7 @@ class ChatTemplate:
         """What the template can render; probed once on first use, unless set before."""
         if self._capabilities is None:
             computed_tokens: set[int] = set()
-            self._capabilities = probed(
+            self._capabilities = probe_template(
                 lambda messages, tools: self._probe(messages, tools, computed_tokens),
                 lambda messages, tools, effort: self._probe(
                     messages, tools, computed_tokens, reasoning_effort=effort

@@ -5,6 +5,6 @@ from pdserve.text.tokenizer.vocabulary import (
     StoredTokens,
     TextModelInfo,
     Vocabulary,
-    store,
+    store_tokens,
     stored_vocabulary,
 )

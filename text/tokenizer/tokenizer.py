@@ -14,7 +14,7 @@ import tokenizers
 
 from pdserve.text.errors import TextError, UnsupportedTokenizer
 from pdserve.text.template_text import CLIENT, LAST
-from pdserve.text.tokenizer.detokenizer import Pieces
+from pdserve.text.tokenizer.detokenizer import TokenBytes
 from pdserve.text.tokenizer.vocabulary import TextModelInfo, Vocabulary
 
 MAX_SPECIAL_CHARS = 1024  # of one special token; known ones have at most about 40
@@ -108,8 +108,8 @@ class Tokenizer(Vocabulary):
         self.added = self._first.get_added_tokens_decoder()
         self.special = SpecialTokens(self.added)
         self.decoder = json.loads(self._first.decoder.__getstate__())
-        pieces = Pieces(self._first.id_to_token, self.decoder)
-        super().__init__(model_info, pieces, self.special.ids)
+        token_bytes = TokenBytes(self._first.id_to_token, self.decoder)
+        super().__init__(model_info, token_bytes, self.special.ids)
         self._prefix, self._suffix = self._frame()
         self._first.encode_special_tokens = True  # encode the text of special tokens as plain text
         self._within = _without_prefix(self._first)  # for text that continues other text

@@ -35,18 +35,14 @@ def apply_constraints(
     continues: bool,
 ) -> None:
     """Add the constraints to the sampling params of one prompt."""
-    prompt_constraints = constraints.of_prompt(prompt, vocabulary, continues=continues)
-    params.bad_words.extend(TokenSequence(ids=ids) for ids in prompt_constraints.bad_words)
-    if prompt_constraints.grammar:
-        params.grammar.CopyFrom(
-            Grammar(
-                source=prompt_constraints.grammar, begins_after=prompt_constraints.grammar_after
-            )
-        )
-    if prompt_constraints.thinking_budget is not None:
+    bound = constraints.of_prompt(prompt, vocabulary, continues=continues)
+    params.bad_words.extend(TokenSequence(ids=ids) for ids in bound.bad_words)
+    if bound.grammar:
+        params.grammar.CopyFrom(Grammar(source=bound.grammar, begins_after=bound.grammar_after))
+    if bound.thinking_budget is not None:
         budget = ThinkingBudget(
-            max_tokens=prompt_constraints.thinking_budget,
-            start_ids=prompt_constraints.thinking_start,
-            end_ids=prompt_constraints.thinking_end,
+            max_tokens=bound.thinking_budget,
+            start_ids=bound.thinking_start,
+            end_ids=bound.thinking_end,
         )
         params.thinking.CopyFrom(budget)

@@ -29,7 +29,7 @@ from pdserve.text.messages import TemplateInput
 from pdserve.text.reasoning import reasoning_family_of
 from pdserve.text.request import Structure
 from pdserve.text.templates import Capabilities, ChatTemplate
-from pdserve.text.tokenizer import TextModelInfo, store
+from pdserve.text.tokenizer import TextModelInfo, store_tokens
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 from pdserve.text.tool_parsers import tool_family_of
 from pdserve.text.workers.messages import (
@@ -142,7 +142,7 @@ class TextModel:
             "reasoning_parser": self.reasoning_parser,
             "defaults": asdict(self.defaults),
         }
-        return WorkerMessage(head, store(list(tokens)))
+        return WorkerMessage(head, store_tokens(list(tokens)))
 
 
 def main() -> None:
