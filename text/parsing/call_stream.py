@@ -34,7 +34,7 @@ class CallStream:
     White space is held until text follows, and dropped at the end of an answer with calls. Tags
     around text are dropped at its beginning and end and before a call; elsewhere they are text.
     Tags in fenced code are text. A fence opens with a line that begins with three or more backticks
-    and has no others, and closes with a line that begins with as many and no word after them.
+    and has no others. It closes with a line that begins with as many and has no word after them.
     """
 
     def __init__(

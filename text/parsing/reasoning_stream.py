@@ -28,7 +28,7 @@ class ReasoningStream:
         """Parse reasoning between `begin` and `end`; with `open`, the prompt ends with `begin`.
 
         `answers`: texts that begin the answer and so end open reasoning. `several`: more reasoning
-        may follow, joined by a line break.
+        may follow, and is joined by a line break.
         """
         self._begin = begin
         self._end = end

@@ -1,4 +1,4 @@
-"""Equivalent conversations to try when a chat template refuses the first one; pure."""
+"""Equivalent conversations to try when a chat template fails on the first one; pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
@@ -22,7 +22,7 @@ class Conversation(NamedTuple):
 
 
 def alternatives(first: Conversation) -> list[list[Conversation]]:
-    """Return equivalent conversations to try if a template refuses the first one. They are grouped
+    """Return equivalent conversations to try if a template fails on the first one. They are grouped
     by number of changes, fewest first; at most 23 in total."""
     groups: list[list[Conversation]] = []
     conversations = [first]
@@ -46,15 +46,15 @@ def alternatives(first: Conversation) -> list[list[Conversation]]:
 
 
 def _system_first(conversation: Conversation) -> Conversation:
-    """Join leading rules into one system turn, and make later rules user turns."""
+    """Join the leading system turns into one, and make later ones user turns."""
     return conversation._replace(
         messages=with_known_systems(conversation.messages, ("first",), developer=True)
     )
 
 
 def _systems_joined(conversation: Conversation) -> Conversation:
-    """Change as `_system_first`, for templates whose roles alternate: join a later rule with the
-    adjacent user turn or the preceding result."""
+    """Change as `_system_first`, for templates whose roles alternate: join a later system
+    turn with the adjacent user turn or the preceding result of a tool."""
     num_leading = num_leading_systems(conversation.messages)
     turns = [joined(conversation.messages[:num_leading])] if num_leading else []
     after_system = False
@@ -76,8 +76,8 @@ def _alternating(conversation: Conversation) -> Conversation:
     """Change as `_systems_joined`, for templates with strictly alternating roles.
 
     Such templates refuse adjacent turns of one role, user turns next to results, empty answers, an
-    answer before the first question, or rules alone. A user turn after a result becomes part of the
-    result, because these templates refuse any turn between.
+    answer before the first question, or system turns alone. A user turn after a result of a tool
+    becomes part of the result, because these templates refuse any turn between.
     """
     *earlier, last = _systems_joined(conversation).messages
     if last["role"] in SYSTEM_ROLES:
@@ -132,8 +132,8 @@ def _complete_tools(conversation: Conversation) -> Conversation:
 
 
 def _dicts_of_any(conversation: Conversation) -> Conversation:
-    """Change as `_complete_tools`, and allow objects any other properties explicitly, for templates
-    that always read that keyword. Without a type: such templates write "Any" for null."""
+    """Change as `_complete_tools`, and set additionalProperties of all objects, for templates that
+    always read that keyword. Its type is null, for which such templates write "Any"."""
     if conversation.tools is None:
         return conversation
     tools = []

@@ -53,7 +53,7 @@ _END = "\u2026"  # placeholder for an empty last message, only while rendering
 
 
 class _Refusal(TextError):
-    """The template itself fails on a conversation."""
+    """The template fails on a conversation."""
 
 
 class ChatTemplate:
@@ -141,12 +141,9 @@ class ChatTemplate:
         return self._rendered(request, Conversation(messages, tools))
 
     def _rendered(self, request: TemplateInput, conversation: Conversation) -> Rendered:
-        """Render the conversation, or the equivalent one with the fewest changes that the template
-        accepts.
-
-        Raises the TextError of the unchanged conversation if the template also refuses those with
-        the most changes.
-        """
+        """Render the conversation, or the equivalent one with the fewest changes on which the
+        template does not fail. If it also fails on those with the most changes, raises the
+        TextError of the unchanged conversation."""
         try:
             return self._render_once(request, conversation)
         except _Refusal:
@@ -159,8 +156,8 @@ class ChatTemplate:
     def _first_rendered(
         self, request: TemplateInput, conversations: Iterable[Conversation]
     ) -> Rendered | None:
-        """Render the first conversation that the template accepts; None if it refuses all. Raises
-        TextError for errors other than a refusal."""
+        """Render the first conversation on which the template does not fail; None if it fails on all.
+        Raises TextError for errors other than _Refusal."""
         for conversation in conversations:
             with suppress(_Refusal):
                 return self._render_once(request, conversation)

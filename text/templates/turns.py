@@ -19,7 +19,7 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def shaped(message: Message, capabilities: Capabilities) -> dict[str, Any]:
-    """Return a message with role, content, calls and reasoning in the template's form."""
+    """Return a message with role, content, calls and reasoning as the template expects them."""
     result = dict(message)
     if message["role"] == "tool":
         result["role"] = capabilities.results
@@ -154,11 +154,11 @@ class _OpenCalls:
 def with_known_systems(
     messages: Sequence[Message], places: Container[str], *, developer: bool
 ) -> list[dict[str, Any]]:
-    """Return the messages with rules (system turns) only in places that the template shows.
+    """Return the messages with system turns only in places that the template shows.
 
-    `places`: Capabilities.systems. Elsewhere, leading rules are joined and later ones become user
-    turns. Without "first", the leading rules become part of the first user turn. `developer`: the
-    template knows that role.
+    System turns have the role "system" or "developer". `places`: Capabilities.systems. Elsewhere,
+    leading system turns are joined and later ones become user turns. Without "first", the leading
+    ones become part of the first user turn. `developer`: the template knows that role.
     """
     num_leading = num_leading_systems(messages)
     turns = [dict(message) for message in messages]
@@ -185,7 +185,7 @@ def with_known_systems(
 
 
 def num_leading_systems(messages: Sequence[Message]) -> int:
-    """Return the number of rules at the beginning."""
+    """Return the number of system turns at the beginning."""
     others = (i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES)
     return next(others, len(messages))
 
@@ -198,7 +198,7 @@ def joined(turns: Sequence[Message]) -> dict[str, Any]:
 
 
 def tools_description(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
-    """Return a text that describes the tools and the form in which to call them."""
+    """Return a text that describes the tools and how to write a call."""
     functions = "\n".join(_json_text(tool["function"]) for tool in tools)
     return (
         "You can call these functions. Each has a name, and a JSON schema of its arguments:\n"
@@ -212,8 +212,8 @@ def tools_description(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str
 def with_plain_tools(
     messages: Sequence[Message], form: CallForm, *, calls: bool = True, results: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the messages with tool `calls` and `results` (role `tool`) as text. User turns that
-    become adjacent through this are joined, for templates whose roles alternate."""
+    """Return the messages with tool `calls` and `results` (role `tool`) as text. Joins user turns
+    that become adjacent through this, for templates whose roles alternate."""
     turns: list[dict[str, Any]] = []
     previous_is_result = False
     for turn in with_named_results(messages):
