@@ -156,8 +156,8 @@ class ChatTemplate:
     def _first_rendered(
         self, request: TemplateInput, conversations: Iterable[Conversation]
     ) -> Rendered | None:
-        """Render the first conversation on which the template does not fail; None if it fails on all.
-        Raises TextError for errors other than _Refusal."""
+        """Render the first conversation on which the template does not fail; None if it fails on
+        each. Raises TextError for errors other than _Refusal."""
         for conversation in conversations:
             with suppress(_Refusal):
                 return self._render_once(request, conversation)
