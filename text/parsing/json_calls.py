@@ -96,8 +96,7 @@ def streamed_call(schemas: ToolSchemas, name: str, pieces: Pieces[None], id: str
 
 def json_call(reader: BlockReader, schemas: ToolSchemas, *, needs_arguments: bool = False) -> Calls:
     """Read a call that is a JSON object. Raises CutOff, Malformed."""
-    yield from reader.space()
-    if (yield from reader.first()) not in ("{", ""):
+    if (yield from reader.first_after_space()) not in ("{", ""):
         raise Malformed
     start = reader.position
     head = _CallHead(reader, schemas)
@@ -121,12 +120,10 @@ def grammar_call(
 ) -> Generator[CallPiece | None, None, bool]:
     """Read a call in the form of a grammar, a JSON object, and its end tag. Returns whether one
     begins here. Raises CutOff, Malformed."""
-    yield from reader.space()
-    if (yield from reader.first()) != "{":
+    if (yield from reader.first_after_space()) != "{":
         return False
     yield from json_call(reader, schemas)
-    yield from reader.space()
-    yield from reader.take_end(end)
+    yield from reader.take_end_after_space(end)
     return True
 
 
@@ -152,8 +149,7 @@ class _CallHead:
                 opens = False
             yield from reader.space()
             key = json_value((yield from reader.string()))
-            yield from reader.space()
-            yield from reader.expect(":")
+            yield from reader.expect_after_space(":")
             yield from reader.space()
             self.has_arguments = key in ARGUMENT_KEYS and self.name in self._schemas
             first = yield from reader.first()
@@ -184,8 +180,7 @@ class _CallHead:
         start = reader.position
         key = ""
         yield from reader.expect("{")
-        yield from reader.space()
-        if (yield from reader.first()) == '"':
+        if (yield from reader.first_after_space()) == '"':
             key = (yield from reader.string())[1:-1]
         reader.position = start
         return key in SCHEMA_KEYS and not self._schemas.knows(self.name, key)
@@ -209,13 +204,11 @@ class _CallHead:
                 start = reader.position
                 if not (yield from reader.take(",")):
                     return
-                yield from reader.space()
-                if (yield from reader.first()) != '"':
+                if (yield from reader.first_after_space()) != '"':
                     reader.position = start
                     return
                 yield from reader.string()
-                yield from reader.space()
-                yield from reader.expect(":")
+                yield from reader.expect_after_space(":")
                 yield from _skip_value(reader)
         except CutOff:
             reader.position = len(reader.text)
@@ -224,8 +217,7 @@ class _CallHead:
 
 
 def _skip_value(reader: BlockReader) -> Reading[None]:
-    yield from reader.space()
-    first = yield from reader.first()
+    first = yield from reader.first_after_space()
     if first == '"':
         yield from reader.string()
     elif first and first in "{[":
@@ -239,8 +231,7 @@ def json_arguments(reader: BlockReader, schemas: ToolSchemas, name: str, id: str
     """Read the arguments of a call, a JSON object. Raises CutOff, Malformed."""
     name = name.strip()
     try:
-        yield from reader.space()
-        first = yield from reader.first()
+        first = yield from reader.first_after_space()
         if not first:
             yield from reader.more()
     except CutOff:
@@ -259,8 +250,7 @@ def json_list(reader: BlockReader, schemas: ToolSchemas) -> Calls:
         if (yield from reader.take_after_space("]")):
             return
         yield from json_call(reader, schemas)
-        yield from reader.space()
-        if (yield from reader.expect(",", "]")) == "]":
+        if (yield from reader.expect_after_space(",", "]")) == "]":
             return
 
 
@@ -302,8 +292,7 @@ def calls_in_section(
         return
     while True:
         yield from read_call()
-        yield from reader.space()
-        if (yield from reader.take_end(end)):
+        if (yield from reader.take_end_after_space(end)):
             return
         yield from reader.expect(begin)
 
@@ -313,8 +302,7 @@ def listed_calls(reader: BlockReader, read_call: Callable[[], Calls]) -> Calls:
     mark = ","
     while mark == ",":
         yield from read_call()
-        yield from reader.space()
-        mark = yield from reader.expect(",", "]")
+        mark = yield from reader.expect_after_space(",", "]")
 
 
 def object_pieces(members: Pieces[None]) -> Pieces[None]:
@@ -352,8 +340,7 @@ def bare_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
 def bare_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     """Read a sequence or a list of calls that are JSON objects without tags; xLAM 1 writes the list
     as {"tool_calls": [...]}. Raises CutOff, Malformed."""
-    yield from reader.space()
-    first = yield from reader.first()
+    first = yield from reader.first_after_space()
     wrapped = first == "{" and (yield from _first_key(reader)) == "tool_calls"
     if wrapped:
         head, _ = yield from reader.until("[", max_chars=MAX_NAME_CHARS)
@@ -367,5 +354,7 @@ def bare_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     has_next = True
     while has_next:
         yield from bare_call(reader, schemas)
-        yield from reader.space()
-        has_next = bool((yield from reader.take(";", ","))) or (yield from reader.first()) == "{"
+        has_next = (
+            bool((yield from reader.take_after_space(";", ",")))
+            or (yield from reader.first()) == "{"
+        )

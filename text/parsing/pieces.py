@@ -272,8 +272,7 @@ class OpenJson:
 
 
 def _object_pieces(reader: BlockReader) -> Pieces[None]:
-    yield from reader.space()
-    first = yield from reader.first()
+    first = yield from reader.first_after_space()
     if not first:
         yield "{}"
     elif first != "{":
@@ -324,8 +323,7 @@ class LiteralPieces:
         self.values_left -= 1
         if depth > MAX_VALUE_DEPTH or self.values_left < 0:
             raise Malformed
-        yield from reader.space()
-        first = yield from reader.first()
+        first = yield from reader.first_after_space()
         if first and first in "{[(":
             reader.position += 1
             if first == "{":
@@ -403,8 +401,7 @@ class LiteralPieces:
                 key += piece
                 if len(key) > MAX_NAME_CHARS:
                     raise Malformed
-        yield from self._reader.space()
-        yield from self._reader.expect(":")
+        yield from self._reader.expect_after_space(":")
         return f'"{key}"'
 
     def _opening(self) -> Reading[str]:

@@ -106,6 +106,11 @@ class BlockReader:
             yield
         return self.text[self.position : self.position + 1]
 
+    def first_after_space(self) -> Reading[str]:
+        """Read white space, then as `first`."""
+        yield from self.space()
+        return (yield from self.first())
+
     def take(self, *marks: str) -> Reading[str]:
         """Read the next mark; return "" if none of the marks follows."""
         while True:
@@ -133,6 +138,11 @@ class BlockReader:
         self.position = len(self.text)
         return True
 
+    def take_end_after_space(self, mark: str) -> Reading[bool]:
+        """Read white space, then as `take_end`."""
+        yield from self.space()
+        return (yield from self.take_end(mark))
+
     def expect(self, *marks: str) -> Reading[str]:
         """Read one of the marks. Raises CutOff, or Malformed if other text follows."""
         next_mark = yield from self.take(*marks)
@@ -142,6 +152,11 @@ class BlockReader:
                 raise CutOff
             raise Malformed
         return next_mark
+
+    def expect_after_space(self, *marks: str) -> Reading[str]:
+        """Read white space, then as `expect`."""
+        yield from self.space()
+        return (yield from self.expect(*marks))
 
     def until(self, *marks: str, max_chars: int = 0) -> Reading[tuple[str, str]]:
         """Read the text before the first of the marks, and that mark; return both.

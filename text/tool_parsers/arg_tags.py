@@ -23,18 +23,15 @@ def _members(
     value_end = f"</arg_value{suffix}>"
     gap = ""
     if not mark:
-        yield from reader.space()
-        mark = yield from reader.expect(begin, end)
+        mark = yield from reader.expect_after_space(begin, end)
     while mark != end:
         key, _ = yield from reader.until(f"</arg_key{suffix}>", max_chars=MAX_NAME_CHARS)
-        yield from reader.space()
-        yield from reader.expect(f"<arg_value{suffix}>")
+        yield from reader.expect_after_space(f"<arg_value{suffix}>")
         # An argument without a schema is JSON if it parses, else a string.
         texts = _value(reader, value_end, end)
         yield from arguments.member(gap, key, texts, json=not arguments.knows(key))
         gap = ", "
-        yield from reader.space()
-        mark = yield from reader.expect(begin, end)
+        mark = yield from reader.expect_after_space(begin, end)
 
 
 def _value(reader: BlockReader, value_end: str, call_end: str) -> Pieces[None]:
@@ -84,8 +81,7 @@ def _read_hy3(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
             raise Malformed
         members = _members(reader, schemas.call(name), suffix=_SUFFIX)
         yield from streamed_call(schemas, name, object_pieces(members))
-        yield from reader.space()
-        if (yield from reader.take_end(_HY3_END)):
+        if (yield from reader.take_end_after_space(_HY3_END)):
             return
         yield from reader.expect(_HY3_CALL)
 

@@ -26,8 +26,7 @@ _ENDS = (_CLOSE, *_NEXT)
 
 
 def _members(reader: BlockReader, arguments: CallArguments) -> Pieces[None]:
-    yield from reader.space()
-    end = yield from reader.expect(*_NEXT)
+    end = yield from reader.expect_after_space(*_NEXT)
     gap = ""
     while "<parameter=" in end:
         key, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
@@ -45,8 +44,7 @@ def _value(reader: BlockReader) -> Pieces[str]:
         if not end.endswith(_CLOSE):
             return end
         start = reader.position
-        yield from reader.space()
-        if following := (yield from reader.take(*_NEXT)):
+        if following := (yield from reader.take_after_space(*_NEXT)):
             return following
         rest = reader.text[reader.position :]
         if reader.ended and any(mark.startswith(rest) for mark in _NEXT):
@@ -68,8 +66,7 @@ def _family(name: str, begin: str, end: str, matches: Callable[[str], bool]) -> 
         name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
         members = _members(reader, schemas.call(name))
         yield from streamed_call(schemas, name, object_pieces(members))
-        yield from reader.space()
-        yield from reader.take_end(end)
+        yield from reader.take_end_after_space(end)
 
     return tagged_family(name, begin, end, read, matches=matches, space="\n", openers=(_FUNCTION,))
 

@@ -36,8 +36,7 @@ class _GemmaPieces(LiteralPieces):
         reader = self._reader
         if (yield from self._opening()):
             key, _ = yield from reader.until(self.quote, max_chars=MAX_NAME_CHARS)
-            yield from reader.space()
-            yield from reader.expect(":")
+            yield from reader.expect_after_space(":")
         else:
             key, mark = yield from reader.until(":", "}", max_chars=MAX_NAME_CHARS)
             key = key.strip()
@@ -57,8 +56,7 @@ def _family(name: str, begin: str, end: str, quote: str) -> ToolFamily:
             raise Malformed
         reader.position -= 1
         yield from streamed_call(schemas, name, _GemmaPieces(reader, quote).value())
-        yield from reader.space()
-        if not (yield from reader.take_end(end)):
+        if not (yield from reader.take_end_after_space(end)):
             raise Malformed
 
     return tagged_family(name, begin, end, read, special=(quote,))

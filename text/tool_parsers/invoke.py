@@ -94,7 +94,7 @@ def _read_members(
     invoke, parameter = tag_names
     close = f"</{invoke}>"
     gap = ""
-    while (yield from _tag(reader, f"<{parameter} name=", close)) != close:
+    while (yield from reader.expect_after_space(f"<{parameter} name=", close)) != close:
         head, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
         key, _, string_flag = head.partition(" string=")
         key = _unquoted(key)
@@ -107,11 +107,6 @@ def _read_members(
         else:
             yield from arguments.member(gap, key, texts, json=True)
         gap = ", "
-
-
-def _tag(reader: BlockReader, *tags: str) -> Reading[str]:
-    yield from reader.space()
-    return (yield from reader.expect(*tags))
 
 
 def _unquoted(text: str) -> str:
@@ -166,11 +161,9 @@ def _read_step3(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls
 
 def _read_step3_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     yield from reader.until(_STEP3_SEPARATOR, max_chars=MAX_NAME_CHARS)
-    yield from reader.space()
-    yield from reader.expect(f"<{_STEP3_PREFIX}invoke name=")
+    yield from reader.expect_after_space(f"<{_STEP3_PREFIX}invoke name=")
     yield from _read_invoke(reader, _STEP3_PREFIX, schemas)
-    yield from reader.space()
-    yield from reader.take_end(_STEP3_CALL_END)
+    yield from reader.take_end_after_space(_STEP3_CALL_END)
 
 
 _TO, _ATEM_BEGIN, _ATEM_END = "to=", "<atem:function_calls>", "</atem:function_calls>"
@@ -187,8 +180,7 @@ def _read_muse(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield from reader.expect(MUSE_MESSAGE)
         if recipient == "user":
             return
-        yield from reader.space()
-        yield from reader.expect(_ATEM_BEGIN)
+        yield from reader.expect_after_space(_ATEM_BEGIN)
         for first in calls:
             if first is not None:
                 break
@@ -212,11 +204,9 @@ def _read_minicpm5(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Ca
     if is_self_closing:
         yield CallPiece(name, "{}", last=True)
         return
-    yield from reader.space()
-    if (yield from reader.first()) == "{":  # the form of a grammar
+    if (yield from reader.first_after_space()) == "{":  # the form of a grammar
         yield from json_arguments(reader, schemas, name)
-        yield from reader.space()
-        yield from reader.take_end(_FUNCTION_END)
+        yield from reader.take_end_after_space(_FUNCTION_END)
         return
     members = _read_members(reader, ("function", "param"), schemas.call(name), _text_or_cdata)
     yield from streamed_call(schemas, name, object_pieces(members))
@@ -224,14 +214,12 @@ def _read_minicpm5(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Ca
 
 def _text_or_cdata(reader: BlockReader, end: str) -> Pieces[None]:
     start = reader.position
-    yield from reader.space()
-    if not (yield from reader.take(_CDATA)):
+    if not (yield from reader.take_after_space(_CDATA)):
         reader.position = start
         yield from reader.pieces_until(end)
         return
     yield from reader.pieces_until(_CDATA_END)
-    yield from reader.space()
-    yield from reader.expect(end)
+    yield from reader.expect_after_space(end)
 
 
 _MINICPM5 = ToolFamily(  # <function name=...> with <param name=...> tags

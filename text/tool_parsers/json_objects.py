@@ -31,8 +31,7 @@ def _read_between(tags: Mapping[str, str]) -> Callable[[BlockReader, str, ToolSc
             yield from mixed_calls(reader, schemas)
             return
         yield from json_calls(reader, schemas)
-        yield from reader.space()
-        yield from reader.take_end(tags[opener])
+        yield from reader.take_end_after_space(tags[opener])
 
     return read
 
@@ -98,8 +97,7 @@ def _read_generic(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Cal
         yield from _read_tool_call(reader, opener, schemas)
         return
     yield from python_calls(reader, schemas)
-    yield from reader.space()
-    yield from reader.take_end("```")
+    yield from reader.take_end_after_space("```")
 
 
 # Models whose prompt describes the form (text/templates/turns.py). Small ones omit the tags.
@@ -117,11 +115,9 @@ _ACTION, _FENCED = "Action:", "```json"
 
 
 def _read_command_r(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    yield from reader.space()
-    yield from reader.expect(_FENCED)
+    yield from reader.expect_after_space(_FENCED)
     yield from json_calls(reader, schemas)
-    yield from reader.space()
-    yield from reader.take_end("```")
+    yield from reader.take_end_after_space("```")
 
 
 _COMMAND_R = ToolFamily(  # Command R and R+: a list in fenced code, after the word Action
@@ -138,14 +134,12 @@ _PHI_CALL, _PHI_CALL_END, _FUNCTOOLS = "<|tool_call|>", "<|/tool_call|>", "funct
 
 
 def _read_phi4(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    yield from reader.space()
-    if opener == _PHI_CALL and (yield from reader.first()) == "{":
+    if opener == _PHI_CALL and (yield from reader.first_after_space()) == "{":
         yield from json_call(reader, schemas)
     else:
         yield from reader.expect("[")
         yield from json_list(reader, schemas)
-    yield from reader.space()
-    yield from reader.take_end(_PHI_CALL_END)
+    yield from reader.take_end_after_space(_PHI_CALL_END)
 
 
 _PHI4 = ToolFamily(  # Phi-4-mini and Firefunction: a list after functools, or between tags
@@ -165,11 +159,9 @@ def _read_llama3(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Call
     if opener == _FUNCTION:
         name, _ = yield from reader.until(">", max_chars=MAX_NAME_CHARS)
         yield from json_arguments(reader, schemas, name)
-        yield from reader.space()
-        yield from reader.take_end(_FUNCTION_END)
+        yield from reader.take_end_after_space(_FUNCTION_END)
         return
-    yield from reader.space()
-    first = yield from reader.first()
+    first = yield from reader.first_after_space()
     if opener and first.isidentifier():
         yield from python_calls(reader, schemas)
     else:

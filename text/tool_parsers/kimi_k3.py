@@ -63,8 +63,7 @@ def _value(reader: BlockReader) -> Pieces[None]:
     while True:
         end = yield from reader.pieces_until(_ARGUMENT_END)
         start = reader.position
-        yield from reader.space()
-        follows = yield from reader.take(_ARGUMENT, _CALL_END)
+        follows = yield from reader.take_after_space(_ARGUMENT, _CALL_END)
         rest = reader.text[reader.position :]
         reader.position = start
         if follows or (reader.ended and any(t.startswith(rest) for t in (_ARGUMENT, _CALL_END))):

@@ -22,20 +22,16 @@ _APERTUS_BEGIN, _APERTUS_END = "<|tools_prefix|>", "<|tools_suffix|>"
 
 
 def _read_apertus(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    yield from reader.space()
-    yield from reader.expect("[")
+    yield from reader.expect_after_space("[")
     yield from listed_calls(reader, lambda: _read_apertus_call(reader, schemas))
-    yield from reader.space()
-    yield from reader.take_end(_APERTUS_END)
+    yield from reader.take_end_after_space(_APERTUS_END)
 
 
 def _read_apertus_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    yield from reader.space()
-    yield from reader.expect("{")
+    yield from reader.expect_after_space("{")
     yield from reader.space()
     name = json_value((yield from reader.string()))
-    yield from reader.space()
-    yield from reader.expect(":")
+    yield from reader.expect_after_space(":")
     yield from json_arguments(reader, schemas, name)
     yield from reader.take_after_space("}")
 
@@ -60,8 +56,7 @@ def _read_deepseek(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Ca
     R1 sometimes write JSON in other tags."""
     if opener == _DISTILLED:
         yield from json_calls(reader, schemas)
-        yield from reader.space()
-        yield from reader.take_end(_DISTILLED_END)
+        yield from reader.take_end_after_space(_DISTILLED_END)
         return
     yield from reader.space()
     yield from calls_in_section(
@@ -71,8 +66,7 @@ def _read_deepseek(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Ca
 
 def _read_deepseek_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     name, _ = yield from reader.until(_DS_SEPARATOR, max_chars=MAX_NAME_CHARS)
-    yield from reader.space()
-    fenced = (yield from reader.first()) not in ("{", "")
+    fenced = (yield from reader.first_after_space()) not in ("{", "")
     if fenced:
         name, _ = yield from reader.until(_FENCED, max_chars=MAX_NAME_CHARS)
     yield from json_arguments(reader, schemas, name)
@@ -144,8 +138,10 @@ _KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
 def _read_kimi_k2(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     """Read calls with ids functions.NAME:INDEX, which later turns must repeat. The model sometimes
     omits the section's tags."""
-    yield from reader.space()
-    if opener == _KIMI_BEGIN and (yield from reader.expect(_KIMI_CALL, _KIMI_END)) == _KIMI_END:
+    if (
+        opener == _KIMI_BEGIN
+        and (yield from reader.expect_after_space(_KIMI_CALL, _KIMI_END)) == _KIMI_END
+    ):
         return
     while True:
         call_id, _ = yield from reader.until(_KIMI_ARGUMENTS, max_chars=MAX_NAME_CHARS)
@@ -154,12 +150,10 @@ def _read_kimi_k2(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Cal
         name, _, index = plain.rpartition(":")
         is_standard_id = name and call_id.startswith("functions.") and index.isdecimal()
         yield from json_arguments(reader, schemas, name or plain, call_id if is_standard_id else "")
-        yield from reader.space()
-        closed = yield from reader.take_end(_KIMI_CALL_END)
+        closed = yield from reader.take_end_after_space(_KIMI_CALL_END)
         if not (closed or opener == _KIMI_CALL):
             raise Malformed
-        yield from reader.space()
-        if (yield from reader.take_end(_KIMI_END)):
+        if (yield from reader.take_end_after_space(_KIMI_END)):
             return
         if opener == _KIMI_BEGIN:
             yield from reader.expect(_KIMI_CALL)
@@ -186,14 +180,12 @@ _ENDS_OF_NAME = (_MISTRAL_ARGUMENTS, _MISTRAL_ID, "{")
 
 def _read_mistral(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     """Read a JSON list, or NAME[ARGS]{...}, as newer models write."""
-    yield from reader.space()
-    if (yield from reader.take("[")):
+    if (yield from reader.take_after_space("[")):
         yield from json_list(reader, schemas)
         return
     name, mark = yield from reader.until(*_ENDS_OF_NAME, " ", "\n", max_chars=MAX_NAME_CHARS)
     if mark.isspace():
-        yield from reader.space()
-        mark = yield from reader.expect(*_ENDS_OF_NAME)
+        mark = yield from reader.expect_after_space(*_ENDS_OF_NAME)
     if mark == _MISTRAL_ID:
         yield from reader.until(_MISTRAL_ARGUMENTS, max_chars=MAX_NAME_CHARS)
     elif mark == "{":
@@ -224,8 +216,7 @@ def _read_solar(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls
     name, _ = yield from reader.until(_SOLAR_ARGUMENTS, max_chars=MAX_NAME_CHARS)
     id = id.strip()
     yield from json_arguments(reader, schemas, name, "" if id == _NO_ID else id)
-    yield from reader.space()
-    yield from reader.take_end(_SOLAR_END)
+    yield from reader.take_end_after_space(_SOLAR_END)
 
 
 _SOLAR = ToolFamily(

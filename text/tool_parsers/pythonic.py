@@ -61,16 +61,14 @@ def python_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool = Fals
     """Read a list of calls, or, unless `bare`, a sequence of calls. Raises CutOff, Malformed."""
     if bare or (yield from reader.take_after_space("[")):
         if bare:
-            yield from reader.space()
-            yield from reader.expect("[")
+            yield from reader.expect_after_space("[")
         yield from listed_calls(reader, lambda: python_call(reader, schemas))
         return
     first = "_"
     while first.isidentifier():
         yield from python_call(reader, schemas)
         yield from reader.take_after_space(";", ",")
-        yield from reader.space()
-        first = yield from reader.first()
+        first = yield from reader.first_after_space()
 
 
 def mixed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
