@@ -169,19 +169,19 @@ def test_a_tool_structure_binds_after_the_thought(
 
 
 def test_a_structure_of_the_client_binds_after_the_thought() -> None:
-    asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
-    made = shaped(asked, (HERMES, THINK), None, "assistant\n", continues=False)
-    assert made.structure == asked.structure
+    sampling = RequestedSampling(structure=Structure("json_object", None, "response_format"))
+    made = shaped(sampling, (HERMES, THINK), None, "assistant\n", continues=False)
+    assert made.structure == sampling.structure
     assert made.structure_after == "</think>"
     final = shaped(
-        asked, (None, reasoning_family("gpt_oss")), None, "<|start|>assistant", continues=False
+        sampling, (None, reasoning_family("gpt_oss")), None, "<|start|>assistant", continues=False
     )
     assert final.structure_after == "<|channel|>final"
     assert final.structure is not None
     assert final.structure.lead == "<|message|>"  # rules out <|constrain|>json in between
     begun = "<|start|>assistant<|channel|>final<|message|>"
-    final = shaped(asked, (None, reasoning_family("gpt_oss")), None, begun, continues=False)
-    assert (final.structure, final.structure_after) == (asked.structure, "")
+    final = shaped(sampling, (None, reasoning_family("gpt_oss")), None, begun, continues=False)
+    assert (final.structure, final.structure_after) == (sampling.structure, "")
     assert (
         shaped(RequestedSampling(), (HERMES, THINK), None, "x", continues=False)
         == RequestedSampling()
@@ -200,8 +200,10 @@ async def test_a_structure_binds_at_once_in_a_continued_message(content: Any) ->
         """Whether the structure binds at once, and whether the answer begins in a thought."""
         messages = [{"role": "assistant", "content": content}]
         conversation = TemplateInput(messages, False, continue_final_message=True)
-        asked = ChatCompletionRequest("tiny", conversation, RequestedSampling(structure=structure))
-        async with service.prepare(asked, Caller("r1")) as completion:
+        request = ChatCompletionRequest(
+            "tiny", conversation, RequestedSampling(structure=structure)
+        )
+        async with service.prepare(request, Caller("r1")) as completion:
             assert completion.prompts[0].params.grammar.source
             return not completion.prompts[0].params.grammar.begins_after, completion.format.open
 
@@ -234,11 +236,11 @@ def test_a_continued_message_of_harmony_shows_no_tags(called: bool, inline: bool
 
 
 def test_a_thinking_budget_uses_the_tags_of_the_model() -> None:
-    asked = RequestedSampling(thinking_budget=4, thinking_budget_field="reasoning_budget")
+    sampling = RequestedSampling(thinking_budget=4, thinking_budget_field="reasoning_budget")
 
     def tags(name: str) -> tuple[str, str] | None:
         families = None, reasoning_family(name)
-        return shaped(asked, families, None, "assistant\n", continues=False).thinking_tags
+        return shaped(sampling, families, None, "assistant\n", continues=False).thinking_tags
 
     assert tags("think") == ("<think>", "</think>")
     assert tags("mistral") == ("[THINK]", "[/THINK]")
@@ -249,9 +251,9 @@ def test_a_thinking_budget_uses_the_tags_of_the_model() -> None:
 
 
 def test_two_structures_are_refused() -> None:
-    asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
+    sampling = RequestedSampling(structure=Structure("json_object", None, "response_format"))
     with pytest.raises(TextError) as error:
-        shaped(asked, (HERMES, THINK), ToolUse([WEATHER], "required"), "", continues=False)
+        shaped(sampling, (HERMES, THINK), ToolUse([WEATHER], "required"), "", continues=False)
     assert error.value.param == "response_format"
 
 
@@ -259,10 +261,12 @@ def test_a_structure_beside_tools_leaves_room_for_calls(subtests: pytest.Subtest
     tagged = [name for name in NAMES if tool_family(name).has_tags]
     for name, tool in product(tagged, (WEATHER, STRICT)):
         with subtests.test(name=name, strict=tool.strict):
-            asked = RequestedSampling(structure=Structure("json_schema", SCHEMA, "response_format"))
+            sampling = RequestedSampling(
+                structure=Structure("json_schema", SCHEMA, "response_format")
+            )
             use = ToolUse([tool, CLOCK])
             family = tool_family(name)
-            found = shaped(asked, (family, THINK), use, "", continues=False)
+            found = shaped(sampling, (family, THINK), use, "", continues=False)
             assert found.structure_after == "</think>"
             assert found.structure is not None
             assert found.structure.param == "response_format"
@@ -379,25 +383,28 @@ def test_arguments_must_be_an_object(subtests: pytest.Subtests) -> None:
 @pytest.mark.parametrize("kind", ["json_object", "structural_tag"])
 def test_a_structure_without_room_for_calls_is_refused_beside_tools(kind: Any) -> None:
     value = {"structures": [], "triggers": []} if kind == "structural_tag" else None
-    asked = RequestedSampling(structure=Structure(kind, value, "response_format"))
+    sampling = RequestedSampling(structure=Structure(kind, value, "response_format"))
     family = HERMES if kind == "structural_tag" else tool_family("llama3_json")
     with pytest.raises(TextError, match="tools that the model may call") as error:
-        shaped(asked, (family, THINK), ToolUse([WEATHER]), "", continues=False)
+        shaped(sampling, (family, THINK), ToolUse([WEATHER]), "", continues=False)
     assert error.value.param == "response_format"
     for tools, use in ((HERMES, ToolUse([WEATHER], "none")), (None, ToolUse([WEATHER]))):
-        assert shaped(asked, (tools, None), use, "", continues=False).structure == asked.structure
+        assert (
+            shaped(sampling, (tools, None), use, "", continues=False).structure
+            == sampling.structure
+        )
 
 
 def test_a_structure_binds_only_the_final_message_of_harmony() -> None:
-    asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
+    sampling = RequestedSampling(structure=Structure("json_object", None, "response_format"))
     families = tool_family("gpt_oss"), reasoning_family("gpt_oss")
-    found = shaped(asked, families, ToolUse([WEATHER]), "<|start|>assistant", continues=False)
+    found = shaped(sampling, families, ToolUse([WEATHER]), "<|start|>assistant", continues=False)
     assert found.structure is not None
     assert (found.structure.kind, found.structure.lead) == ("json_object", "<|message|>")
     assert found.structure_after == "<|channel|>final"
     for use in (ToolUse([STRICT]), ToolUse([WEATHER], "required")):
         with pytest.raises(TextError, match="the form that") as error:
-            shaped(asked, families, use, "<|start|>assistant", continues=False)
+            shaped(sampling, families, use, "<|start|>assistant", continues=False)
         assert error.value.param == "response_format"
 
 
@@ -431,22 +438,22 @@ async def test_a_prepared_chat_has_the_structure_and_the_parsers() -> None:
     card, blobs = served()
     blobs[card.template_digest] = b"{{ (tools or []) | length }}<tool_call></think>assistant:"
     router = FakeRouter(saying("x"), [card], blobs)
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": "tiny",
         "conversation": TemplateInput([{"role": "user", "content": "hi"}]),
         "sampling": RequestedSampling(),
     }
     service = scripted_service(router)
-    request = ChatCompletionRequest(**asked, tool_use=ToolUse([WEATHER], "required"))
+    request = ChatCompletionRequest(**fields, tool_use=ToolUse([WEATHER], "required"))
     async with service.prepare(request, Caller("r1")) as completion:
         assert completion.sampling.structure is not None
         assert completion.sampling.structure_after == "</think>"
         assert (completion.format.tools, completion.format.reasoning) == (HERMES, THINK)
-    async with service.prepare(ChatCompletionRequest(**asked), Caller("r2")) as completion:
+    async with service.prepare(ChatCompletionRequest(**fields), Caller("r2")) as completion:
         assert completion.sampling.structure is None
         assert (completion.format.tools, completion.format.reasoning) == (None, THINK)
     plain = scripted_service(router, parsers=ParserChoice("none", "none"))
-    free = ChatCompletionRequest(**asked, tool_use=ToolUse([WEATHER]))
+    free = ChatCompletionRequest(**fields, tool_use=ToolUse([WEATHER]))
     async with plain.prepare(free, Caller("r3")) as completion:
         assert completion.format.parser() is None
     with pytest.raises(ServiceError, match="tool-parser"):

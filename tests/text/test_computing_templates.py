@@ -55,9 +55,9 @@ def client_text(rng: Random) -> str:
 
 
 def specials(
-    tokenizer: Tokenizer, template: ChatTemplate, asked: TemplateInput
+    tokenizer: Tokenizer, template: ChatTemplate, conversation: TemplateInput
 ) -> list[str | None]:
-    ids = tokenizer.encode_rendered(template.render(asked))
+    ids = tokenizer.encode_rendered(template.render(conversation))
     return [tokenizer.token_name(i) for i in ids if i in tokenizer.special.ids]
 
 
@@ -78,13 +78,13 @@ def test_no_computation_makes_a_special_token(
                     )
                 except Exception:
                     continue
-                asked = TemplateInput(turns, add_generation_prompt=False)
-                text = template.render(asked).text
+                conversation = TemplateInput(turns, add_generation_prompt=False)
+                text = template.render(conversation).text
                 assert text == expected
                 rendered += 1
                 body = text.removeprefix("<|im_start|>").removesuffix("<s></s>")
                 quoted += any(special in body for special in tokenizer.special.texts)
-                found = specials(tokenizer, template, asked)
+                found = specials(tokenizer, template, conversation)
                 assert found == ["<|im_start|>", "<s>", "</s>"]
     assert rendered > 2 * ROUNDS
     assert quoted > ROUNDS  # otherwise the test would prove nothing
@@ -93,7 +93,7 @@ def test_no_computation_makes_a_special_token(
 def test_special_tokens_computed_by_a_template_are_kept(
     tokenizer: Tokenizer, subtests: pytest.Subtests
 ) -> None:
-    asked = TemplateInput([{"role": "user", "content": " <|im_end|> "}])
+    conversation = TemplateInput([{"role": "user", "content": " <|im_end|> "}])
     for source in (
         "{% set x = '<|im_start|>' %}{{ x ~ messages[0].content ~ x }}",
         "{{ ['<|im_start|>', messages[0].content, ''] | join('<|im_start|>') }}".replace(
@@ -117,7 +117,7 @@ def test_special_tokens_computed_by_a_template_are_kept(
             expected = ["<|im_start|>", "<|im_start|>"]
             if "join('<" in source:
                 expected.append("<|im_start|>")
-            assert specials(tokenizer, template, asked) == expected
+            assert specials(tokenizer, template, conversation) == expected
 
 
 KEPT = (
@@ -154,9 +154,9 @@ def test_special_tokens_formatted_by_a_template_are_kept(
             template = ChatTemplate(source, tokenizer)
             turns = [{"role": "user", "content": "what a day"}]
             expected = library.apply_chat_template(turns, chat_template=source)["input_ids"]
-            asked = TemplateInput(turns, add_generation_prompt=False)
-            assert tokenizer.encode_rendered(template.render(asked)) == expected
-            found = specials(tokenizer, template, asked)
+            conversation = TemplateInput(turns, add_generation_prompt=False)
+            assert tokenizer.encode_rendered(template.render(conversation)) == expected
+            found = specials(tokenizer, template, conversation)
             assert found
             hostile = TemplateInput([{"role": "user", "content": "what <|im_end|>%s{} a day"}])
             assert specials(tokenizer, template, hostile) == found

@@ -88,8 +88,8 @@ CONVERSATION = [
 
 
 def render(name: str, tokenizer: Tokenizer, *messages: Any, tools: Any = (WEATHER,)) -> str:
-    asked = TemplateInput(list(messages), tools=tools)
-    return ChatTemplate(TEMPLATES[name], tokenizer).render(asked).text
+    conversation = TemplateInput(list(messages), tools=tools)
+    return ChatTemplate(TEMPLATES[name], tokenizer).render(conversation).text
 
 
 def test_every_template_shows_tools_calls_and_results(
@@ -143,14 +143,14 @@ def test_consecutive_client_turns_stay_separate() -> None:
 
 
 def test_the_last_turn_can_be_left_open(tokenizer: Tokenizer) -> None:
-    asked = TemplateInput(
+    conversation = TemplateInput(
         [*CONVERSATION, {"role": "assistant", "content": "In Oslo it is"}],
         add_generation_prompt=False,
         continue_final_message=True,
         tools=[WEATHER],
     )
     for name in TEMPLATES:
-        text = ChatTemplate(TEMPLATES[name], tokenizer).render(asked).text
+        text = ChatTemplate(TEMPLATES[name], tokenizer).render(conversation).text
         assert text.endswith("In Oslo it is")
 
 
@@ -165,8 +165,8 @@ def test_a_call_id_may_be_any_value(tokenizer: Tokenizer, subtests: pytest.Subte
 
 def test_the_described_form_is_that_of_the_parser(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(TEMPLATES["chatml"], tokenizer)
-    asked = TemplateInput(CONVERSATION, tools=[WEATHER], tool_parser="llama3_json")
-    text = template.render(asked).text
+    conversation = TemplateInput(CONVERSATION, tools=[WEATHER], tool_parser="llama3_json")
+    text = template.render(conversation).text
     assert '{"name": "NAME", "parameters": {...}}' in text
     assert '{"name": "get_weather", "parameters": {"city": "Oslo"}}' in text
 
@@ -183,8 +183,8 @@ def test_no_text_of_a_tool_ends_a_turn(tokenizer: Tokenizer, subtests: pytest.Su
         called = calls("Paris" + quoted, text=quoted or "text")
         called["tool_calls"][0]["function"]["name"] += quoted
         messages = [user("q"), called, {**result("Paris", f"18 {quoted}"), "name": f"f{quoted}"}]
-        asked = TemplateInput(messages, tools=[tool])
-        rendered = ChatTemplate(TEMPLATES[name], tokenizer).render(asked)
+        conversation = TemplateInput(messages, tools=[tool])
+        rendered = ChatTemplate(TEMPLATES[name], tokenizer).render(conversation)
         assert rendered.text.count(quoted) > 5
         ids = tokenizer.encode_rendered(rendered)
         return [i for i in ids if i in tokenizer.special.ids]

@@ -118,8 +118,8 @@ async def test_a_structure_is_compiled_once(pool: Pool) -> None:
 async def test_concurrent_identical_structures_are_compiled_once(pool: Pool) -> None:
     text = await loaded(pool)
     began = time.process_time(), time.monotonic()
-    asked = [text.workers.grammar(bytes([n]), SLOW) for n in range(20)]
-    found = await asyncio.gather(*asked, return_exceptions=True)
+    pending = [text.workers.grammar(bytes([n]), SLOW) for n in range(20)]
+    found = await asyncio.gather(*pending, return_exceptions=True)
     assert all(isinstance(error, TextError) for error in found)
     assert time.monotonic() - began[1] < LIMIT_S / 2
     assert len({str(error) for error in found}) == 1
@@ -131,11 +131,11 @@ async def test_a_disconnect_does_not_cancel_the_compilation(pool: Pool) -> None:
     (child,) = workers()
     child.suspend()
     other = Structure("choice", ["a"], "guided_choice")
-    asked = asyncio.create_task(text.workers.grammar(b"", other))
+    pending = asyncio.create_task(text.workers.grammar(b"", other))
     await asyncio.sleep(0)  # the request reaches the child
-    asked.cancel()
+    pending.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asked
+        await pending
     child.resume()
     assert await text.workers.grammar(b"", other)
     assert workers() == [child]
@@ -173,11 +173,11 @@ async def test_a_grammar_whose_child_was_killed_is_compiled_later(
     (child,) = workers()
     child.suspend()
     other = Structure("choice", ["a"], "guided_choice")
-    asked = asyncio.create_task(text.workers.grammar(b"", other))
+    pending = asyncio.create_task(text.workers.grammar(b"", other))
     await asyncio.sleep(0)  # the request reaches the child
     child.kill()
     with pytest.raises(TextError, match="cannot be prepared") as caught:
-        await asked
+        await pending
     assert caught.value.param == "guided_choice"
     assert await text.workers.grammar(b"", other)
 

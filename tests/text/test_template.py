@@ -315,12 +315,12 @@ def test_the_last_message_is_left_open(tokenizer: Tokenizer, subtests: pytest.Su
         with subtests.test(name=name, text=text):
             template = ChatTemplate(TEMPLATES[name], tokenizer)
             opened = template.render(TemplateInput([user("q")])).text
-            asked = TemplateInput(
+            conversation = TemplateInput(
                 [user("q"), assistant(text)],
                 add_generation_prompt=False,
                 continue_final_message=True,
             )
-            rendered = template.render(asked)
+            rendered = template.render(conversation)
             assert rendered.text.endswith(text)
             assert rendered.text.removesuffix(text).rstrip() == opened.rstrip()
             ids = tokenizer.encode_rendered(rendered)
@@ -335,11 +335,11 @@ def test_messages_that_cannot_be_continued(tokenizer: Tokenizer) -> None:
         with pytest.raises(TextError, match=match) as caught:
             TemplateInput(turns, continue_final_message=True, **options)
         assert caught.value.param == "continue_final_message"
-    asked = TemplateInput(
+    conversation = TemplateInput(
         [user("q"), assistant("a")], add_generation_prompt=False, continue_final_message=True
     )
     with pytest.raises(TextError, match="omits the last message"):
-        ChatTemplate("{{ messages[0].content }}", tokenizer).render(asked)
+        ChatTemplate("{{ messages[0].content }}", tokenizer).render(conversation)
 
 
 def test_model_without_a_template(tokenizer: Tokenizer) -> None:
@@ -626,14 +626,14 @@ def test_names_of_results(tokenizer: Tokenizer, subtests: pytest.Subtests) -> No
         {**results[0], "name": "own"},
     ]
     template = ChatTemplate(source.replace("RESULT", refusal + "{{ m.name }}:"), tokenizer)
-    for ids, told, expected in (
+    for ids, result_ids, expected in (
         ((None, None), (None, None), "f:rg:r"),
         (("1", "2"), ("1", None), "f:rg:r"),
         (("1", "2"), ("9", "2"), "f:rg:r"),
     ):
-        with subtests.test(ids=ids, told=told):
+        with subtests.test(ids=ids, result_ids=result_ids):
             made = [{**call(name, "{}"), "id": i} for name, i in zip("fg", ids, strict=True)]
-            answers = [{"role": "tool", "content": "r", "tool_call_id": i} for i in told]
+            answers = [{"role": "tool", "content": "r", "tool_call_id": i} for i in result_ids]
             said = {"role": "assistant", "content": None, "tool_calls": made}
             text = template.render(TemplateInput([user("q"), said, *answers])).text
             assert text == "q[{}][{}]" + expected

@@ -84,19 +84,19 @@ async def in_time(text: LoadedTokenizer) -> list[int]:
 def test_the_process_exits_quietly_when_the_gateway_is_gone() -> None:
     """Exit also if messages on the way are never read."""
     data, model_info = spm_file()
-    ours, theirs = socket.socketpair()
-    with theirs:
+    near, far = socket.socketpair()
+    with far:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "pdserve.text.workers.fork_server"),
-                *(str(theirs.fileno()), json.dumps(asdict(LIMITS)), "text"),
+                *(str(far.fileno()), json.dumps(asdict(LIMITS)), "text"),
             ],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[far.fileno()],
             stderr=subprocess.PIPE,
         )
     model = files(data)
-    ours.settimeout(LIMIT_S)
-    ours.sendall(
+    near.settimeout(LIMIT_S)
+    near.sendall(
         pack(
             WorkerMessage(
                 {"model_info": asdict(model_info), "files": list(model)}, [*model.values()]
@@ -106,13 +106,13 @@ def test_the_process_exits_quietly_when_the_gateway_is_gone() -> None:
     reader = MessageReader()
     messages: list[WorkerMessage] = []
     while len(messages) < 2:
-        messages += reader.feed(ours.recv(1 << 16))
+        messages += reader.feed(near.recv(1 << 16))
     assert "error" not in messages[1].head
     child, other = socket.socketpair()
     with child, other:
-        socket.send_fds(ours, [FORK], [other.fileno()])
-        assert select.select([ours], [], [], LIMIT_S)[0], "the process must report its child"
-        ours.close()
+        socket.send_fds(near, [FORK], [other.fileno()])
+        assert select.select([near], [], [], LIMIT_S)[0], "the process must report its child"
+        near.close()
         assert process.communicate(timeout=LIMIT_S)[1] == b""
     assert process.returncode == 0
 
@@ -258,11 +258,11 @@ async def test_a_worker_that_dies_is_replaced(pool: Pool, busy: bool) -> None:
     (worker,) = workers()
     if busy:
         worker.suspend()
-        asked = asyncio.create_task(chat(text))
+        pending = asyncio.create_task(chat(text))
         await asyncio.sleep(0)  # the request reaches the worker
         worker.kill()
         with pytest.raises(TextError, match="cannot be prepared"):
-            await asked
+            await pending
     else:
         worker.kill()
         await eventually(lambda: not workers())
@@ -280,11 +280,11 @@ async def test_a_disconnect_ends_no_worker(pool: Pool) -> None:
     text = await loaded(pool)
     await chat(text)
     for _ in range(20):
-        asked = asyncio.create_task(chat(text))
+        pending = asyncio.create_task(chat(text))
         await asyncio.sleep(0)
-        asked.cancel()
+        pending.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await pending
     assert await chat(text)
     assert len(workers()) <= 2
 
@@ -296,11 +296,11 @@ async def test_a_failure_after_a_disconnect_is_not_logged(
     await chat(text)
     (worker,) = workers()
     worker.suspend()
-    asked = asyncio.create_task(chat(text))
+    pending = asyncio.create_task(chat(text))
     await asyncio.sleep(0)  # the request reaches the worker
-    asked.cancel()
+    pending.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asked
+        await pending
     worker.kill()
     await eventually(lambda: "a tokenizer worker ended" in caplog.text)
     assert await chat(text)
@@ -329,12 +329,12 @@ async def test_the_wait_for_a_worker_is_bounded(make_pool: Callable[..., Pool]) 
     await eventually(lambda: in_time(text))
     (worker,) = workers()
     worker.suspend()
-    asked = asyncio.create_task(chat(text))
+    pending = asyncio.create_task(chat(text))
     await asyncio.sleep(0)  # the request reaches the worker
     with pytest.raises(ServiceError, match="could not be prepared in time"):
         await chat(text)
     worker.resume()
-    assert await asked == await chat(text)
+    assert await pending == await chat(text)
 
 
 @pytest.fixture

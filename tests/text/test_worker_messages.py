@@ -34,11 +34,11 @@ class ScriptedHost:
         self.killed = False
 
     def fork(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        self.children.append(theirs)
+        near, far = socket.socketpair()
+        far.setblocking(False)
+        self.children.append(far)
         self.control.sendall(pack(WorkerMessage({"forked": len(self.children)})))
-        return ours
+        return near
 
     def kill(self) -> None:
         self.killed = True
@@ -49,12 +49,12 @@ class ScriptedHost:
 
 @asynccontextmanager
 async def scripted_host() -> AsyncIterator[ScriptedHost]:
-    ours, theirs = socket.socketpair()
-    host = ScriptedHost(await MessageStream.over(ours), theirs)
+    near, far = socket.socketpair()
+    host = ScriptedHost(await MessageStream.over(near), far)
     try:
         yield host
     finally:
-        for sock in (theirs, *host.children):
+        for sock in (far, *host.children):
             sock.close()
 
 
@@ -92,7 +92,7 @@ def raw(head: Any, behind: bytes = b"") -> bytes:
 async def prompt(workers: TokenizerWorkers, host: ScriptedHost, answer: bytes) -> list[int]:
     """The ids of a prompt that a new child answers with these bytes."""
     before = len(host.children)
-    asking = asyncio.create_task(
+    pending = asyncio.create_task(
         workers.text_ids(b"", "x", add_special_tokens=False, max_len=MAX_LEN)
     )
     await eventually(lambda: len(host.children) == before + 1)
@@ -100,7 +100,7 @@ async def prompt(workers: TokenizerWorkers, host: ScriptedHost, answer: bytes) -
     async with asyncio.timeout(LIMIT_S):
         assert await loop.sock_recv(host.children[-1], 1 << 16)  # ensures that the request was sent
         await loop.sock_sendall(host.children[-1], answer)
-    return await asking
+    return await pending
 
 
 NO_ANSWERS = [
@@ -196,32 +196,32 @@ async def test_an_unrequested_answer_is_an_error(
 
 
 async def test_reading_stops_while_no_receiver_waits() -> None:
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    stream = await MessageStream.over(ours)
+    near, far = socket.socketpair()
+    far.setblocking(False)
+    stream = await MessageStream.over(near)
     sent = 0
     message = pack(WorkerMessage({}, [bytes(1 << 15)]))
     for _ in range(1000):
         with suppress(BlockingIOError):
-            sent += theirs.send(message)
+            sent += far.send(message)
         await asyncio.sleep(0)
     assert sent < 4 << 20
     for _ in range(5):
         assert (await stream.receive()).parts == [bytes(1 << 15)]
     stream.close()
-    theirs.close()
+    far.close()
 
 
 async def test_a_message_in_single_bytes() -> None:
-    ours, theirs = socket.socketpair()
-    stream = await MessageStream.over(ours)
+    near, far = socket.socketpair()
+    stream = await MessageStream.over(near)
     for byte in pack(WorkerMessage({"a": 1}, [b"bc", b""])):
-        theirs.send(bytes((byte,)))
+        far.send(bytes((byte,)))
         await asyncio.sleep(0)
     found = await stream.receive()
     assert (found.head["a"], found.parts) == (1, [b"bc", b""])
-    theirs.send(pack(WorkerMessage({}))[:-1])
-    theirs.close()
+    far.send(pack(WorkerMessage({}))[:-1])
+    far.close()
     with pytest.raises(OSError, match="closed the connection"):
         await stream.receive()
     stream.close()
@@ -233,11 +233,11 @@ async def test_an_invalid_grammar_answer(workers: TokenizerWorkers, host: Script
         WorkerMessage({}, [b"\xff"]),
         WorkerMessage({}, [b"a", b"b"]),
     ):
-        asking = asyncio.create_task(workers.grammar(b"", Structure("regex", "a", "regex")))
+        pending = asyncio.create_task(workers.grammar(b"", Structure("regex", "a", "regex")))
         count = len(host.children)
         await eventually(lambda before=count: len(host.children) == before + 1)
         loop = asyncio.get_running_loop()
         assert await loop.sock_recv(host.children[-1], 1 << 16)
         await loop.sock_sendall(host.children[-1], pack(answer))
         with pytest.raises(ServiceError, match="have ended"):
-            await asking
+            await pending

@@ -78,14 +78,14 @@ class ForkedWorker:
         and the worker's error.
         """
         files = {"tokenizer": self._tokenizer, "template": template.encode(), "generation": b""}
-        ours, theirs = socket.socketpair()
-        with ours:
+        near, far = socket.socketpair()
+        with near:
             pid = os.fork()
             if not pid:
-                ours.close()
-                os._exit(self._serve(theirs, files))
-            theirs.close()
-            return self._ask(ours, pid)
+                near.close()
+                os._exit(self._serve(far, files))
+            far.close()
+            return self._ask(near, pid)
 
     def _serve(self, sock: socket.socket, files: dict[str, bytes]) -> int:
         """Serve in the fork; exit code 3: the template cannot be used."""
@@ -102,10 +102,10 @@ class ForkedWorker:
 
     @staticmethod
     def _ask(sock: socket.socket, pid: int) -> tuple[str, str]:
-        asked = {"op": "chat", "conversation": {"messages": MESSAGES}, "max_len": 10_000}
+        request = {"op": "chat", "conversation": {"messages": MESSAGES}, "max_len": 10_000}
         reply = b""
         try:
-            sock.sendall(pack(WorkerMessage(asked)))
+            sock.sendall(pack(WorkerMessage(request)))
             reply = sock.recv(SIZE_BYTES, socket.MSG_WAITALL)
             if reply:
                 head = head_of(sock.recv(size_of(reply), socket.MSG_WAITALL))

@@ -20,11 +20,11 @@ class InProcessText:
     def __init__(self, model: TextModel) -> None:
         self._model = model
 
-    async def chat_ids(self, owner: bytes, asked: TemplateInput, *, max_len: int) -> list[int]:
+    async def chat_ids(self, owner: bytes, request: TemplateInput, *, max_len: int) -> list[int]:
         def work() -> list[int]:
             template = self._model.template
             assert template is not None
-            self.rendered = template.render(asked)
+            self.rendered = template.render(request)
             return self._model.tokenizer.encode_rendered(self.rendered)
 
         return await asyncio.to_thread(work)
