@@ -131,12 +131,12 @@ class TokenizerWorker:
 
     def __init__(self, stream: MessageStream) -> None:
         self.stream = stream
-        self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     @property
     def has_ended(self) -> bool:
         """Whether the worker can take no more work."""
-        return self.code.done() or self.stream.is_closed
+        return self.exit_code.done() or self.stream.is_closed
 
     async def request(self, message: WorkerMessage, limit_s: float) -> WorkerMessage:
         """Send a message and return the answer. Raises TextError if the work cannot be done,
@@ -152,11 +152,11 @@ class TokenizerWorker:
         except OSError:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ENDED_S):
-                    await asyncio.shield(self.code)
+                    await asyncio.shield(self.exit_code)
             raise self._failure(subject(message)) from None
 
     def _failure(self, work: str) -> Exception:
-        code = self.code.result() if self.code.done() else 0
+        code = self.exit_code.result() if self.exit_code.done() else 0
         if code in TOO_LONG:
             return TextError(TOO_LONG[code].format(work))
         if code == -messages.LATE_SIGNAL:

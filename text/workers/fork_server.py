@@ -111,9 +111,8 @@ class TextModel:
         worker that compiles grammars calls it."""
         if self.has_loaded_grammars:
             return
-        from pdserve.text.structured_output.compiler import (
-            GrammarCompiler,  # llguidance imports slowly
-        )
+        # Imports llguidance, which is slow.
+        from pdserve.text.structured_output.compiler import GrammarCompiler
 
         try:
             self._compiler = GrammarCompiler(self.tokenizer)
@@ -162,9 +161,8 @@ def _serve(control: socket.socket, limits: WorkerLimits) -> None:
     request = _receive(control)
     if request is None:
         return
-    control.sendall(
-        pack(WorkerMessage({"received": True}))
-    )  # from here, a crash is due to the files
+    # From here on, a crash is due to the files.
+    control.sendall(pack(WorkerMessage({"received": True})))
     try:
         _bound_memory(limits.load_bytes)
         _set_timer(LATE_SIGNAL, limits.load_s)

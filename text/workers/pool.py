@@ -100,7 +100,8 @@ class WorkerQueue:
             self._start()
 
     def _start(self) -> None:
-        """Start a worker. On failure, running workers serve the queue; if none runs, fail it."""
+        """Start a worker. On failure, the running workers serve the waiting requests; if none runs,
+        these fail."""
         try:
             self._fork(self)
         except OSError as error:
@@ -311,7 +312,7 @@ class TokenizerWorkers:
                     queue.offer(worker)
                 else:
                     worker = self._workers.pop(head["ended"])
-                    worker.code.set_result(head["code"])
+                    worker.exit_code.set_result(head["code"])
                     worker.stream.close()
         except (OSError, LookupError, TypeError) as error:
             log.error("the tokenizer workers of a model ended unexpectedly: %s", error)
