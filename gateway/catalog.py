@@ -18,9 +18,9 @@ from pdserve.protos.common_pb2 import (
 )
 from pdserve.services.common.errors import ServiceError, quoted
 from pdserve.text import UnsupportedTokenizer
-from pdserve.text.processes import LoadedText, TextPool
-from pdserve.text.tokenizer import TextCard
-from pdserve.text.tool_parsers import FALLBACK
+from pdserve.text.tokenizer import TextModelInfo
+from pdserve.text.tool_parsers import FALLBACK_PARSER
+from pdserve.text.workers import LoadedTokenizer, TokenizerPool
 
 log = logging.getLogger(__name__)
 Key = tuple[str, str, str]  # digests of tokenizer, template and generation defaults
@@ -34,7 +34,7 @@ class ServedModel:
     """A model that clients can name."""
 
     card: ModelCard
-    text: LoadedText
+    text: LoadedTokenizer
 
 
 class Catalog:
@@ -43,7 +43,7 @@ class Catalog:
     def __init__(
         self,
         upstream: Upstream,
-        text_pool: TextPool,
+        text_pool: TokenizerPool,
         aliases: Sequence[str] = (),
         any_model: bool = False,
     ) -> None:
@@ -54,7 +54,7 @@ class Catalog:
         self._upstream = upstream
         self._text_pool = text_pool
         self._seen: dict[str, ModelCard] = {}
-        self._loads: dict[Key, asyncio.Task[LoadedText]] = {}
+        self._loads: dict[Key, asyncio.Task[LoadedTokenizer]] = {}
         self._refused: dict[Key, tuple[str, float]] = {}  # reason and time
         self._closing: set[asyncio.Task[None]] = set()
         self._failures: dict[str, str] = {}  # last logged failure by model
@@ -101,7 +101,7 @@ class Catalog:
             raise _unknown(name) if cards else _no_model_served()
         return card
 
-    def loaded(self, card: ModelCard) -> LoadedText | None:
+    def loaded(self, card: ModelCard) -> LoadedTokenizer | None:
         """Return what was loaded from the model's files, or None if it is not loaded now."""
         load = self._loads.get(_key(card))
         if load is None or not load.done() or load.cancelled() or load.exception() is not None:
@@ -163,7 +163,7 @@ class Catalog:
         MAX_LOADED are loaded by their first request, and count as loaded.
         """
         self._remember(cards)
-        loads: dict[str, asyncio.Task[LoadedText]] = {}
+        loads: dict[str, asyncio.Task[LoadedTokenizer]] = {}
         for card in cards:
             load = self._loads.get(_key(card))
             if load is not None and load.done() and not _is_final(load):
@@ -181,7 +181,7 @@ class Catalog:
             if card.name not in loads or (loads[card.name].done() and _is_final(loads[card.name]))
         ]
 
-    async def _text(self, card: ModelCard) -> LoadedText:
+    async def _text(self, card: ModelCard) -> LoadedTokenizer:
         """Return what is loaded from the model's files. Retries a failed load, after REFUSED_S if
         its files are the reason, and a load whose processes have died."""
         if refused := self._refused.get(_key(card)):
@@ -191,13 +191,13 @@ class Catalog:
                 raise ServiceError(UNAVAILABLE, reason, retry_after_s=remaining_s)
         load = self._load(card)
         if load.done() and (
-            load.cancelled() or load.exception() is not None or not load.result().processes.alive
+            load.cancelled() or load.exception() is not None or not load.result().workers.alive
         ):
             self._drop(_key(card))
             load = self._load(card)
         return await asyncio.shield(load)  # other requests may wait for it too
 
-    def _load(self, card: ModelCard) -> "asyncio.Task[LoadedText]":
+    def _load(self, card: ModelCard) -> "asyncio.Task[LoadedTokenizer]":
         """Return the one load of these files, which the first call starts. The dict is ordered by
         last use; a running load is never dropped."""
         key = _key(card)
@@ -218,7 +218,7 @@ class Catalog:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
-    def _log_failure(self, name: str, load: "asyncio.Task[LoadedText]") -> None:
+    def _log_failure(self, name: str, load: "asyncio.Task[LoadedTokenizer]") -> None:
         """Log a failure once, however often the load is retried."""
         error = None if load.cancelled() else load.exception()
         failure = "" if error is None else str(error)
@@ -228,24 +228,24 @@ class Catalog:
         while len(self._failures) > MAX_LOADED:
             del self._failures[next(iter(self._failures))]
 
-    async def _fetch_and_build(self, card: ModelCard, key: Key) -> LoadedText:
+    async def _fetch_and_build(self, card: ModelCard, key: Key) -> LoadedTokenizer:
         files = {
             name: await self._upstream.blob(digest) if digest else b""
             for name, digest in zip(("tokenizer", "template", "generation"), key, strict=True)
         }
-        text_card = TextCard(
+        model_info = TextModelInfo(
             vocab_size=card.vocab_size,
             eos_ids=tuple(card.eos_ids),
             bos_id=card.bos_id if card.has_bos else None,
             adds_bos=card.adds_bos,
         )
         try:
-            text = await self._text_pool.load(text_card, files)
+            text = await self._text_pool.load(model_info, files)
         except UnsupportedTokenizer as error:
             reason = f"the model cannot be served: {error}"
             self._refused[key] = reason, asyncio.get_running_loop().time()
             raise ServiceError(UNAVAILABLE, reason) from error
-        if text.tool_parser == FALLBACK:
+        if text.tool_parser == FALLBACK_PARSER:
             log.warning(
                 "model %r: its chat template shows tools in an unknown format; its tool calls are "
                 "parsed as JSON at the beginning of an answer (--tool-parser sets another format)",
@@ -254,7 +254,7 @@ class Catalog:
         return text
 
     async def close(self) -> None:
-        """End the text processes."""
+        """End the tokenizer workers."""
         closing = [_close(load) for load in self._loads.values()]
         await asyncio.gather(*closing, *self._closing, self._text_pool.close())
 
@@ -265,18 +265,18 @@ def _alias(text: str) -> tuple[str, str]:
     return name, model
 
 
-async def _close(load: "asyncio.Task[LoadedText]") -> None:
+async def _close(load: "asyncio.Task[LoadedTokenizer]") -> None:
     load.cancel()
     await asyncio.wait([load])
     if not load.cancelled() and load.exception() is None:
-        await load.result().processes.close()
+        await load.result().workers.close()
 
 
 def _key(card: ModelCard) -> Key:
     return card.tokenizer_digest, card.template_digest, card.generation_config_digest
 
 
-def _is_final(load: "asyncio.Task[LoadedText]") -> bool:
+def _is_final(load: "asyncio.Task[LoadedTokenizer]") -> bool:
     """Return whether a retry would end the same way, because no network error was in the way."""
     if load.cancelled():
         return False

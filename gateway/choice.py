@@ -145,7 +145,7 @@ class Choice:
         self._scored = sampling.logprobs is not None
         self._parser = parser
         self._calls = False  # the content has tool calls
-        self._stop_ids = frozenset(sampling.stop_token_ids) - set(vocabulary.card.eos_ids)
+        self._stop_ids = frozenset(sampling.stop_token_ids) - set(vocabulary.model_info.eos_ids)
         self._cut_call = False  # a tool call is incomplete
         self._text = ChoiceText(
             vocabulary.incremental(
@@ -156,7 +156,7 @@ class Choice:
                 include_stop_str=sampling.include_stop,
                 min_tokens=sampling.min_tokens,
             ),
-            stop_ids={*vocabulary.card.eos_ids, *sampling.stop_token_ids},
+            stop_ids={*vocabulary.model_info.eos_ids, *sampling.stop_token_ids},
             include_stop=sampling.include_stop,
             offset=offset,
         )

@@ -63,7 +63,7 @@ from pdserve.services.common.server import GrpcHost
 from pdserve.services.common.tenants import ApiKeys, make_keys, make_rate_limits
 from pdserve.services.common.tracing import Tracer, tracing
 from pdserve.text import ParserChoice
-from pdserve.text.processes import TextLimits, TextPool
+from pdserve.text.workers import TokenizerPool, WorkerLimits
 
 log = logging.getLogger("pdserve.gateway")
 
@@ -136,7 +136,7 @@ async def _serve(
     client = RouterClient(settings.routers, access, secrets.token_bytes(16))
     listener = worker.listener if worker else listen(settings.host, settings.port)
     rates = make_rate_limits(settings, settings.text_seconds_per_minute)
-    text_pool = TextPool(
+    text_pool = TokenizerPool(
         make_text_limits(settings, settings.grammar_timeout_s),
         settings.text_processes,
         rates.text_spent,
@@ -319,9 +319,9 @@ def make_mcp(settings: GatewaySettings, metrics: GatewayMetrics) -> McpServers |
     return McpServers(read_config(settings.mcp_config), metrics.mcp_calls)
 
 
-def make_text_limits(settings: PromptSettings, grammar_s: float) -> TextLimits:
-    """Return what a text process may use, in seconds and bytes."""
-    return TextLimits(
+def make_text_limits(settings: PromptSettings, grammar_s: float) -> WorkerLimits:
+    """Return what a tokenizer worker may use, in seconds and bytes."""
+    return WorkerLimits(
         load_s=LOAD_S,
         load_bytes=settings.text_load_memory_mb << 20,
         render_s=min(RENDER_S, settings.text_timeout_s),

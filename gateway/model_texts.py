@@ -27,7 +27,7 @@ IDS_AT_ONCE = 256  # ids decoded before other tasks run
 
 
 class ModelTexts:
-    """Converter of texts and ids, in text processes or in turns. Raises ServiceError."""
+    """Converter of texts and ids, in tokenizer workers or in turns. Raises ServiceError."""
 
     def __init__(
         self, rates: RateLimits, template_kwargs: Collection[str], parsers: ParserChoice
@@ -57,7 +57,7 @@ class ModelTexts:
         max_chars = _max_prompt_chars(chars, model, conversation.messages_field)
         await self._rates.check_text(owner)
         with _prompt_errors(model, conversation.messages_field):
-            return await model.text.processes.chat_ids(owner, conversation, max_len=max_chars)
+            return await model.text.workers.chat_ids(owner, conversation, max_len=max_chars)
 
     def _with_parser(self, model: ServedModel, conversation: TemplateInput) -> TemplateInput:
         """Set the parser, for templates with no place for tools or calls. Raises ServiceError."""
@@ -86,7 +86,7 @@ class ModelTexts:
         max_chars = _max_prompt_chars(len(text), model, param)
         await self._rates.check_text(owner)
         with _prompt_errors(model, param):
-            return await model.text.processes.text_ids(
+            return await model.text.workers.text_ids(
                 owner,
                 text,
                 add_special_tokens=add_special_tokens,
@@ -149,11 +149,11 @@ def kept_ids(
         raise refuse("truncate_prompt_tokens", f"truncate_prompt_tokens must be {limits}")
     if len(ids) <= num_kept:
         return ids
-    card = model.text.vocabulary.card
+    model_info = model.text.vocabulary.model_info
     if from_start:
-        eos = ids[-1:] if ids[-1] in card.eos_ids else ids[:0]
+        eos = ids[-1:] if ids[-1] in model_info.eos_ids else ids[:0]
         return [*ids[: num_kept - len(eos)], *eos]
-    bos = ids[:1] if ids[0] == card.bos_id else ids[:0]
+    bos = ids[:1] if ids[0] == model_info.bos_id else ids[:0]
     return [*bos, *ids[len(ids) - num_kept + len(bos) :]]
 
 

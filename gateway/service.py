@@ -43,7 +43,12 @@ from pdserve.text import (
     thinking_bound,
 )
 from pdserve.text.answer_format import answer_format
-from pdserve.text.processes import LoadedText, TextPool, bind, prepared
+from pdserve.text.workers import (
+    LoadedTokenizer,
+    TokenizerPool,
+    apply_constraints,
+    prepare_constraints,
+)
 
 MAX_TOTAL_CHOICES = 512
 
@@ -68,7 +73,7 @@ class Service:
     def __init__(
         self,
         upstream: Upstream,
-        text_pool: TextPool,
+        text_pool: TokenizerPool,
         limits: AdmissionLimits,
         rates: RateLimits,
         metrics: GatewayMetrics,
@@ -287,9 +292,11 @@ class Service:
             return
         await self.rates.check_text(owner)
         with client_errors():
-            constraints = await prepared(sampling, model.text, owner)
+            constraints = await prepare_constraints(sampling, model.text, owner)
         for prompt in prompts:
-            bind(constraints, prompt.params, prompt.ids, model.text.vocabulary, continues=continues)
+            apply_constraints(
+                constraints, prompt.params, prompt.ids, model.text.vocabulary, continues=continues
+            )
 
     async def _chat_prompt(
         self, request: ChatCompletionRequest, model: ServedModel, owner: bytes
@@ -314,12 +321,12 @@ class Service:
             conversation = replace(conversation, tools=tools)
         return await self.texts.chat_ids(model, conversation, owner)
 
-    def may_call_tools(self, text: LoadedText) -> bool:
+    def may_call_tools(self, text: LoadedTokenizer) -> bool:
         """Return whether the model's template shows tools, and its calls are parsed."""
         family, _ = self.parsers.families(text.tool_parser, "")
         return bool(text.tool_parser) and family is not None
 
-    def may_reason(self, text: LoadedText) -> bool:
+    def may_reason(self, text: LoadedTokenizer) -> bool:
         """Return whether reasoning in the model's answers is parsed."""
         _, family = self.parsers.families("", text.reasoning_parser)
         return family is not None

@@ -55,7 +55,10 @@ class PromptSettings(KeySettings):
         min=1024,
     )
     text_processes: int = option(
-        2, "processes per model that tokenize text and render templates", min=1, max=64
+        2,
+        "tokenizer workers per model: processes that tokenize text and render templates",
+        min=1,
+        max=64,
     )
     text_timeout_s: float = option(
         10.0, "time limit for preparing one prompt, in seconds", min=0.001

@@ -114,7 +114,7 @@ class Generation:
         stops = StopMatcher(
             sampling.stop, include_stop_str=sampling.include_stop, min_tokens=sampling.min_tokens
         )
-        stop_ids = {*self._vocabulary.card.eos_ids, *sampling.stop_token_ids}
+        stop_ids = {*self._vocabulary.model_info.eos_ids, *sampling.stop_token_ids}
         text = ChoiceText(detokenizer, stops, stop_ids=stop_ids, include_stop=sampling.include_stop)
         return _Output(text, answer_format.parser())
 

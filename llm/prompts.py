@@ -1,7 +1,7 @@
 """Convert prompts, messages and params of the Python API to engine requests; thread-safe.
 
-The gateway does the same with the same parts, in separate text processes. Here, chat templates and
-structures run in this process, without the limits of the text processes.
+The gateway does the same with the same parts, in tokenizer workers. Here, chat templates and
+structures run in this process, without the limits of the tokenizer workers.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ from pdserve.text.answer_format import answer_format
 from pdserve.text.reasoning import reasoning_family_of, reasoning_parser_names
 from pdserve.text.structured_output import StructureCache
 from pdserve.text.templates import ChatTemplate
-from pdserve.text.tokenizer import TextCard
+from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.tokenizer.tokenizer import Rendered, Tokenizer
 from pdserve.text.tool_parsers import tool_family_of, tool_parser_names
 
@@ -60,8 +60,8 @@ class PromptMaker:
         """Load the tokenizer and chat template. Raises ValueError for an unknown parser."""
         _check_parser("tool_parser", parsers.tools, tool_parser_names())
         _check_parser("reasoning_parser", parsers.reasoning, reasoning_parser_names())
-        text_card = TextCard(card.vocab_size, card.eos_ids, card.bos_id, card.adds_bos)
-        self.tokenizer = Tokenizer(card.tokenizer_json, text_card)
+        model_info = TextModelInfo(card.vocab_size, card.eos_ids, card.bos_id, card.adds_bos)
+        self.tokenizer = Tokenizer(card.tokenizer_json, model_info)
         self._template = ChatTemplate(card.chat_template, self.tokenizer)
         self._shows_tools = self._template.shows_tools
         self._parsers = parsers

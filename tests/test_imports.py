@@ -65,7 +65,7 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("fastapi",),
     ),
     "text": (TEXT, ("torch", "fastapi", "starlette", "uvicorn", "grpc")),
-    "text/processes": (
+    "text/workers": (
         ("pdserve.protos.common_pb2", *PROCESSES, *TEXT),
         ("torch", "fastapi", "starlette", "uvicorn"),
     ),

@@ -15,7 +15,7 @@ from pdserve.text.parsing import (
     AnswerParser,
     CallStream,
     ContentParser,
-    InlineThoughts,
+    InlineReasoning,
     ReasoningFamily,
     ToolFamily,
     ToolSchemas,
@@ -25,7 +25,7 @@ from pdserve.text.reasoning import reasoning_family
 from pdserve.text.request import RequestedSampling, Structure, ToolUse
 from pdserve.text.structured_output import without_annotations
 from pdserve.text.tokenizer import Vocabulary
-from pdserve.text.tool_parsers import GENERIC, tool_family
+from pdserve.text.tool_parsers import GENERIC_PARSER, tool_family
 
 AUTO = "auto"
 PROMPT_END_TOKENS = 16  # in which a template may open or close reasoning
@@ -74,8 +74,8 @@ class AnswerFormat:
             thoughts = self.reasoning.make(self.open) if self.reasoning else None
             calls: ContentParser | None = None
             in_thought = after_thought = None
-            around = self.reasoning.around if self.reasoning else ()
-            if self.tools is not None or around:
+            answer_tags = self.reasoning.answer_tags if self.reasoning else ()
+            if self.tools is not None or answer_tags:
 
                 def stream(tools: ToolFamily | None) -> CallStream:
                     return CallStream(
@@ -85,7 +85,7 @@ class AnswerFormat:
                         self.parallel,
                         self.only_calls,
                         self.calls_first,
-                        around,
+                        answer_tags,
                     )
 
                 in_form = in_form_only(self.tools) if self.tools and self.constrained_from else None
@@ -94,14 +94,14 @@ class AnswerFormat:
                     partial(stream, in_form) if self.constrained_from == "thought" else None
                 )
             if self.tools is not None and self.tools.openers and thoughts is not None:
-                tagged = replace(self.tools, bare="", around=())
+                tagged = replace(self.tools, bare="", answer_tags=())
                 in_thought = partial(CallStream, tagged, self.schemas, str, parallel=True)
             parser = AnswerParser(thoughts, calls, in_thought, after_thought, opened=self.open)
         family = self.tools if self.tools is not None and self.tools.make_parser else self.reasoning
         if self.continues and family is not None and family.opening:
             parser.push(family.opening)
         if self.inline and self.reasoning is not None:
-            return InlineThoughts(parser, self.reasoning.begin, self.reasoning.end)
+            return InlineReasoning(parser, self.reasoning.begin, self.reasoning.end)
         return parser
 
 
@@ -120,7 +120,7 @@ class ParserChoice:
     def families(self, tool_parser: str, reasoning_parser: str) -> Families:
         """Return the families for a model whose template is of the named ones. Without a tool
         family, the prompt explains how to call tools."""
-        tools = (tool_parser or GENERIC) if self.tools == AUTO else self.tools
+        tools = (tool_parser or GENERIC_PARSER) if self.tools == AUTO else self.tools
         reasoning = reasoning_parser if self.reasoning == AUTO else self.reasoning
         return tool_family(tools), reasoning_family(reasoning)
 

@@ -43,7 +43,7 @@ class Structure:
     path: str = ""
 
     def encoded(self) -> bytes:
-        """Return the structure for the text processes; equal structures have equal bytes."""
+        """Return the structure for the tokenizer workers; equal structures have equal bytes."""
         return json.dumps({item.name: getattr(self, item.name) for item in fields(self)}).encode()
 
     @classmethod

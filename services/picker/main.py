@@ -33,7 +33,7 @@ from pdserve.services.picker.picker import EndpointPicker
 from pdserve.services.picker.prompts import PromptReader, PromptService
 from pdserve.services.picker.settings import PickerSettings
 from pdserve.text import ParserChoice
-from pdserve.text.processes import TextPool
+from pdserve.text.workers import TokenizerPool
 
 if TYPE_CHECKING:
     from pdserve.services.common.metrics.process_metrics import MetricsPort
@@ -90,7 +90,7 @@ class PickerProcess:
         self.endpoints = Endpoints(settings.endpoints, time.monotonic)
         rates = RateLimits(RateSettings())
         limit_s = settings.decide_timeout_s
-        self._text_pool = TextPool(
+        self._text_pool = TokenizerPool(
             make_text_limits(settings, settings.text_timeout_s),
             settings.text_processes,
             rates.text_spent,

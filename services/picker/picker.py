@@ -1,6 +1,6 @@
 """Chooses the endpoints of one request: by the routers' policy for its prompt, else any ready one.
 
-Invariant: a decision takes at most `limit_s`, however slow routers and text processes are.
+Invariant: a decision takes at most `limit_s`, however slow routers and tokenizer workers are.
 """
 
 import asyncio

@@ -1,13 +1,15 @@
-"""Hostile requests: addresses to fetch, and broken tool schemas."""
+"""Hostile requests: addresses to fetch, slow grammars, and broken tool schemas."""
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 from fakes.router import FakeRouter, saying
-from oracles.http_errors import CHAT, HI, PLAIN
-from systems.text_pools import Pool
+from oracles.http_errors import CHAT, HI, PLAIN, check
+from systems.eventually import eventually
+from systems.tokenizer_pools import Pool, workers
 
 pytestmark = pytest.mark.anyio
 RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
@@ -126,6 +128,20 @@ async def test_no_address_from_a_client_is_connected_to(
     socket.create_connection((host, port)).close()
     assert has_visitor(trap), "the trap must notice a connection"
     assert not has_visitor(trap), "only this test may have connected"
+
+
+async def test_other_requests_do_not_wait_for_grammars(make_http: Any, pool: Pool) -> None:
+    client = make_http(saying("hello"), text_pool=pool)
+    plain = {"model": "tiny", "messages": HI}
+    assert (await client.post(CHAT, json=plain)).status_code == 200
+    hostile = {"model": "tiny", "prompt": "a", "grammar": 'root ::= "a"' + " | root" * 7000}
+    pending = asyncio.create_task(client.post(PLAIN, json=hostile))
+    await eventually(lambda: len(workers()) == 2)
+    for _ in range(3):
+        assert (await client.post(CHAT, json=plain)).status_code == 200
+    assert not pending.done()
+    error = check(await pending, 400, "grammar")
+    assert "takes too long" in error["message"]
 
 
 BROKEN = {

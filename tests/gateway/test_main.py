@@ -134,7 +134,7 @@ async def test_from_start_to_stop(gateway):
 
 
 async def test_json_logs(anyio_backend):
-    """Include the log of the text processes, which warn here about an unusual default of the
+    """Include the log of the tokenizer workers, which warn here about an unusual default of the
     model."""
     card, blobs = served(generation={"temperature": 99.0})
     router = FakeRouter(saying("hello world"), [card], blobs)
@@ -164,12 +164,12 @@ async def test_json_logs(anyio_backend):
     assert answered["request_id"] == reply.json()["id"]
     assert f"header_id={reply.headers['x-request-id']}" in answered["message"]
     assert answered["logger"] == "pdserve.gateway.request"
-    (warning,) = (line for line in lines if line["component"] == "text")
+    (warning,) = (line for line in lines if line["component"] == "tokenizer")
     assert "temperature" in warning["message"]
 
 
 async def test_every_api_is_mounted(gateway):
-    """Send turns that exercise every field passed to the text processes."""
+    """Send turns that exercise every field passed to the tokenizer workers."""
     await gateway.event()
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
     items = [

@@ -8,7 +8,7 @@ from builders.broken_tokenizers import panics_on_load, panics_on_text
 from fakes.in_process_text import InProcessPool
 from fakes.router import FakeRouter, saying, served
 from systems.eventually import LIMIT_S, eventually
-from systems.text_pools import Pool, workers
+from systems.tokenizer_pools import Pool, workers
 
 from pdserve.gateway import GatewaySettings
 from pdserve.gateway.catalog import Catalog

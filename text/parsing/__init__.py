@@ -1,7 +1,9 @@
-"""The parts that tool and reasoning parsers are made of."""
+"""Parsers of answers: of one choice as a whole, its reasoning, and the calls in it."""
 
-from pdserve.text.parsing.answer import AnswerParser, InlineThoughts
+from pdserve.text.parsing import harmony
+from pdserve.text.parsing.answer_parser import AnswerParser, InlineReasoning
 from pdserve.text.parsing.arguments import CallArguments, ToolSchemas
+from pdserve.text.parsing.call_stream import CallStream
 from pdserve.text.parsing.family import (
     CallForm,
     CallPiece,
@@ -9,28 +11,32 @@ from pdserve.text.parsing.family import (
     ContentParser,
     ReasoningFamily,
     ToolFamily,
-    called,
+    object_form,
+    tagged_family,
+)
+from pdserve.text.parsing.harmony import HarmonyStream
+from pdserve.text.parsing.json_calls import (
+    bare_calls,
+    calls_in_section,
     grammar_call,
     in_form_only,
     json_arguments,
     json_call,
     json_calls,
     json_list,
+    listed_calls,
     object_pieces,
+    streamed_call,
 )
-from pdserve.text.parsing.harmony import CHANNEL, END, FINAL, MESSAGE, SPECIAL, HarmonyStream
-from pdserve.text.parsing.invoke import raw_text, read_head, read_invoke, read_invokes, read_members
-from pdserve.text.parsing.pieces import FunctionGemmaPieces, GemmaLiteralPieces
-from pdserve.text.parsing.pythonic import json_between, mixed_calls, python_between, python_calls
+from pdserve.text.parsing.pieces import LiteralPieces, encoded
 from pdserve.text.parsing.reader import (
-    BRACKETED,
     MAX_NAME_CHARS,
+    MISTRAL_CALLS,
     BlockReader,
     CutOff,
     Malformed,
     Pieces,
     Reading,
 )
-from pdserve.text.parsing.stream import CallStream
-from pdserve.text.parsing.thought import ThoughtStream, between_tags, lines_around
-from pdserve.text.parsing.values import MAX_DEPTH, json_text, json_value
+from pdserve.text.parsing.reasoning_stream import ReasoningStream
+from pdserve.text.parsing.values import MAX_VALUE_DEPTH, json_text, json_value

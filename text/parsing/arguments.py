@@ -72,16 +72,16 @@ class CallArguments:
 
     def may_contain(self, key: str) -> bool:
         """Return whether an argument may be an object or a list."""
-        types = self._types.of(key) if self._types is not None else _NO_TYPES
+        types = self._allowed_types(key)
         return not types or bool(types & _CONTAINERS)
 
     def may_be_list(self, key: str) -> bool:
-        types = self._types.of(key) if self._types is not None else _NO_TYPES
+        types = self._allowed_types(key)
         return not types or "array" in types
 
     def must_contain(self, key: str) -> bool:
         """Return whether an argument can only be an object or a list."""
-        types = self._types.of(key) if self._types is not None else _NO_TYPES
+        types = self._allowed_types(key)
         return bool(types) and types <= _CONTAINERS
 
     def knows(self, key: str) -> bool:
@@ -91,7 +91,7 @@ class CallArguments:
     def typed(self, key: str, text: str) -> Any:
         """Convert a text to a value of its schema's type. Returns the text if the schema has no
         type, the text does not match it, or the value is nested too deeply."""
-        types = self._types.of(key) if self._types is not None else _NO_TYPES
+        types = self._allowed_types(key)
         if not types or types == {"string"}:
             return text
         bare = text.strip()
@@ -126,10 +126,7 @@ class CallArguments:
         def convert(text: str) -> Any:
             return self._json_or_text(text) if json else self.typed(key, text)
 
-        types = (
-            _NON_STRINGS if json else self._types.of(key) if self._types is not None else _NO_TYPES
-        )
-        form = _Form(types, quoted=json)
+        form = _Form(_NON_STRINGS if json else self._allowed_types(key), quoted=json)
         while True:
             try:
                 text = next(texts)
@@ -149,6 +146,9 @@ class CallArguments:
             elif text and (piece := head + "".join(form.push(text))):
                 yield piece
                 head = ""
+
+    def _allowed_types(self, key: str) -> frozenset[str]:
+        return self._types.of(key) if self._types is not None else _NO_TYPES
 
     def _json(self, text: str) -> Any:
         """Parse JSON. Raises Malformed if it is invalid or nested too deeply in the arguments."""

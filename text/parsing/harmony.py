@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable, Generator
 
 from pdserve.text.parsing.arguments import ToolSchemas
-from pdserve.text.parsing.family import Calls, json_arguments
+from pdserve.text.parsing.call_stream import MAX_CALL_CHARS
+from pdserve.text.parsing.family import Calls
+from pdserve.text.parsing.json_calls import json_arguments
 from pdserve.text.parsing.reader import BlockReader, CutOff, Malformed, held
-from pdserve.text.parsing.stream import MAX_CALL_CHARS
 from pdserve.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
@@ -32,6 +33,11 @@ _HEADER = re.compile(
 _HALF_TAG = re.compile(r"<\|?[a-z]*\|?\Z")
 _TAG = re.compile(r"<\|[a-z]+\|>")
 _BEGINNINGS = (CHANNEL, MESSAGE, START, " to=", "to=", "assistant" + CHANNEL)
+
+
+def is_template(template: str) -> bool:
+    """Return whether a chat template writes Harmony messages."""
+    return CHANNEL in template and MESSAGE in template
 
 
 class HarmonyStream:

@@ -10,15 +10,15 @@ import re
 from collections.abc import Mapping
 
 from pdserve.text.parsing.reader import (
-    BRACKETED,
     MAX_NAME_CHARS,
+    MISTRAL_CALLS,
     BlockReader,
     CutOff,
     Malformed,
     Pieces,
     Reading,
 )
-from pdserve.text.parsing.values import MAX_DEPTH, MAX_VALUES, json_value, word_value
+from pdserve.text.parsing.values import MAX_VALUE_DEPTH, MAX_VALUES, json_value, word_value
 
 MAX_JSON_DEPTH = 200  # the limit of pydantic_core
 
@@ -128,10 +128,10 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
                     parts += held
                     held = []
             elif first in "{[" and is_value:
-                rest = text[position : position + len(BRACKETED)]
-                if rest != BRACKETED and BRACKETED.startswith(rest) and not reader.ended:
+                rest = text[position : position + len(MISTRAL_CALLS)]
+                if rest != MISTRAL_CALLS and MISTRAL_CALLS.startswith(rest) and not reader.ended:
                     break
-                malformed = rest == BRACKETED or len(brackets) == MAX_JSON_DEPTH
+                malformed = rest == MISTRAL_CALLS or len(brackets) == MAX_JSON_DEPTH
                 if malformed:
                     break
                 held.append(first)
@@ -272,8 +272,7 @@ class OpenJson:
 
 
 def _object_pieces(reader: BlockReader) -> Pieces[None]:
-    yield from reader.space()
-    first = yield from reader.first()
+    first = yield from reader.first_after_space()
     if not first:
         yield "{}"
     elif first != "{":
@@ -322,10 +321,9 @@ class LiteralPieces:
         quote, or a whole number or name; or when a long number begins. Raises CutOff, Malformed."""
         reader = self._reader
         self.values_left -= 1
-        if depth > MAX_DEPTH or self.values_left < 0:
+        if depth > MAX_VALUE_DEPTH or self.values_left < 0:
             raise Malformed
-        yield from reader.space()
-        first = yield from reader.first()
+        first = yield from reader.first_after_space()
         if first and first in "{[(":
             reader.position += 1
             if first == "{":
@@ -403,8 +401,7 @@ class LiteralPieces:
                 key += piece
                 if len(key) > MAX_NAME_CHARS:
                     raise Malformed
-        yield from self._reader.space()
-        yield from self._reader.expect(":")
+        yield from self._reader.expect_after_space(":")
         return f'"{key}"'
 
     def _opening(self) -> Reading[str]:
@@ -493,36 +490,3 @@ class JsonLiteralPieces(LiteralPieces):
     """Reads values in JSON notation, which may contain Python notation."""
 
     escapes: Mapping[str, str] = {**_ESCAPED, "/": "/"}
-
-
-class GemmaLiteralPieces(LiteralPieces):
-    """Reads Gemma's notation: bare keys, and strings without escapes between quote tokens."""
-
-    quote = '<|"|>'
-
-    def _opening(self) -> Reading[str]:
-        return self._reader.take(self.quote)
-
-    def _string(self, opening: str) -> Pieces[None]:
-        texts = self._reader.pieces_until(opening)
-        for text in texts:
-            yield None if text is None else encoded(text)
-
-    def _key(self) -> Reading[str]:
-        reader = self._reader
-        if (yield from self._opening()):
-            key, _ = yield from reader.until(self.quote, max_chars=MAX_NAME_CHARS)
-            yield from reader.space()
-            yield from reader.expect(":")
-        else:
-            key, mark = yield from reader.until(":", "}", max_chars=MAX_NAME_CHARS)
-            key = key.strip()
-            if mark != ":" or not key:
-                raise Malformed
-        return f'"{encoded(key)}"'
-
-
-class FunctionGemmaPieces(GemmaLiteralPieces):
-    """Reads Gemma's notation with FunctionGemma's quotes."""
-
-    quote = "<escape>"

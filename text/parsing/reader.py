@@ -15,15 +15,10 @@ MAX_NAME_CHARS = 512  # of a function's name, a key or a tag's attributes
 
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"\w[\w.-]*")
-_OUTSIDE = {  # the marks to find outside strings, by notation
-    "json": re.compile(r'["{}\[\]<]'),
-    "python": re.compile(r"""["'{}\[\]()<]"""),
-    "gemma": re.compile(r'<\|"\|>|<tool_call\|>|[{}\[\]]'),
-}
+_OUTSIDE_STRINGS = re.compile(r'["{}\[\]<]')
+_IN_STRING = re.compile(r'["\\]')
 # Begins a Mistral call. It looks like brackets, but no JSON contains it outside strings.
-BRACKETED = "[TOOL_CALLS]"
-_WITHIN = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
-_HALF = re.compile(r'<(?:\|(?:"\|?)?|[a-z_]{1,9}\|?)?\Z')  # may become a Gemma mark
+MISTRAL_CALLS = "[TOOL_CALLS]"
 
 
 class Malformed(Exception):
@@ -111,6 +106,11 @@ class BlockReader:
             yield
         return self.text[self.position : self.position + 1]
 
+    def first_after_space(self) -> Reading[str]:
+        """Read white space, then as `first`."""
+        yield from self.space()
+        return (yield from self.first())
+
     def take(self, *marks: str) -> Reading[str]:
         """Read the next mark; return "" if none of the marks follows."""
         while True:
@@ -138,6 +138,11 @@ class BlockReader:
         self.position = len(self.text)
         return True
 
+    def take_end_after_space(self, mark: str) -> Reading[bool]:
+        """Read white space, then as `take_end`."""
+        yield from self.space()
+        return (yield from self.take_end(mark))
+
     def expect(self, *marks: str) -> Reading[str]:
         """Read one of the marks. Raises CutOff, or Malformed if other text follows."""
         next_mark = yield from self.take(*marks)
@@ -147,6 +152,11 @@ class BlockReader:
                 raise CutOff
             raise Malformed
         return next_mark
+
+    def expect_after_space(self, *marks: str) -> Reading[str]:
+        """Read white space, then as `expect`."""
+        yield from self.space()
+        return (yield from self.expect(*marks))
 
     def until(self, *marks: str, max_chars: int = 0) -> Reading[tuple[str, str]]:
         """Read the text before the first of the marks, and that mark; return both.
@@ -204,60 +214,47 @@ class BlockReader:
         Malformed."""
         yield from self.expect('"')
         start = self.position - 1
-        self.position = yield from self._past_string('"', self.position)
+        self.position = yield from self._past_string(self.position)
         return self.text[start : self.position]
 
-    def balanced(self, strings: str = "json") -> Reading[str]:
-        """Read the bracketed text that begins here, up to its last bracket. Raises CutOff;
+    def balanced(self) -> Reading[str]:
+        """Read the bracketed JSON text that begins here, up to its last bracket. Raises CutOff;
         Malformed if a tag outside strings comes first."""
-        outside = _OUTSIDE[strings]
         start = scanned = self.position
         depth = 0
         while True:
-            match = outside.search(self.text, scanned)
+            match = _OUTSIDE_STRINGS.search(self.text, scanned)
             if match is None:
-                partial = _HALF.search(self.text, scanned) if strings == "gemma" else None
-                scanned = partial.start() if partial else len(self.text)
+                scanned = len(self.text)
                 yield from self.more()
                 continue
-            if match[0] == "[":
-                rest = self.text[match.start() : match.start() + len(BRACKETED)]
-                if rest == BRACKETED:
+            mark = match[0]
+            if mark == "[":
+                rest = self.text[match.start() : match.start() + len(MISTRAL_CALLS)]
+                if rest == MISTRAL_CALLS:
                     raise Malformed
-                if BRACKETED.startswith(rest):
+                if MISTRAL_CALLS.startswith(rest):
                     scanned = match.start()
                     yield from self.more()
                     continue
             scanned = match.end()
-            if match[0] in "{[(":
+            if mark in "{[":
                 depth += 1
-            elif match[0] in "}])":
+            elif mark in "}]":
                 depth -= 1
                 if not depth:
                     self.position = scanned
                     return self.text[start:scanned]
-            elif match[0].startswith("<") and match[0] != '<|"|>':
+            elif mark == "<":
                 raise Malformed
-            elif strings == "gemma":
-                scanned = yield from self._past(match[0], scanned)
             else:
-                scanned = yield from self._past_string(match[0], scanned)
+                scanned = yield from self._past_string(scanned)
 
-    def _past(self, mark: str, position: int) -> Reading[int]:
-        """Return the position after the next mark."""
-        while True:
-            index = self.text.find(mark, position)
-            if index >= 0:
-                return index + len(mark)
-            position = max(position, len(self.text) - len(mark) + 1)
-            yield from self.more()
-
-    def _past_string(self, quote: str, position: int) -> Reading[int]:
+    def _past_string(self, position: int) -> Reading[int]:
         """Return the position after a string's end quote; a backslash escapes a character."""
-        pattern = _WITHIN[quote]
         while True:
-            match = pattern.search(self.text, position)
-            if match and match[0] == quote:
+            match = _IN_STRING.search(self.text, position)
+            if match and match[0] == '"':
                 return match.end()
             if match and match.end() < len(self.text):
                 position = match.end() + 1

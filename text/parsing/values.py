@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from pdserve.text.parsing.reader import Malformed
 
-MAX_DEPTH = 64
+MAX_VALUE_DEPTH = 64
 MAX_VALUES = 2048  # of a text in Python notation: a few milliseconds
 
 _DIGITS = r"[0-9](?:_?[0-9])*"

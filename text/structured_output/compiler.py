@@ -1,6 +1,6 @@
 """Compiles the structures of requests, so that workers get only grammars that compile.
 
-Runs in the text processes, because grammars are untrusted and can take much time and memory.
+Runs in a tokenizer worker, because grammars are untrusted and can take much time and memory.
 """
 
 import json
@@ -25,8 +25,7 @@ from pdserve.text.structured_output.sources import (
     source,
     tag_source,
 )
-from pdserve.text.tokenizer.special import SpecialTokens
-from pdserve.text.tokenizer.tokenizer import Tokenizer
+from pdserve.text.tokenizer.tokenizer import SpecialTokens, Tokenizer
 
 _REGEX = re.compile(r"^\s*error: (.*)", re.MULTILINE)
 
@@ -40,14 +39,14 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises ValueError if llguidance does not support the vocabulary."""
-        card = tokenizer.card
+        model_info = tokenizer.model_info
         self._problem_of_part = lru_cache(MAX_PARTS)(self._problem)
-        self._tokenizer = make_tokenizer(tokenizer.file, card.vocab_size, card.eos_ids)
+        self._tokenizer = make_tokenizer(tokenizer.file, model_info.vocab_size, model_info.eos_ids)
         # llguidance also treats some tokens as special that tokenizer.json does not flag.
         special = {
             token: added
             for token, added in tokenizer.added.items()
-            if token < card.vocab_size and self._tokenizer.is_special_token(token)
+            if token < model_info.vocab_size and self._tokenizer.is_special_token(token)
         }
         unflagged = {token: added for token, added in special.items() if not added.special}
         self._tokens = ModelTokens(
@@ -55,7 +54,7 @@ class GrammarCompiler:
                 {i: _flagged(added, added.lstrip, added.rstrip) for i, added in special.items()}
             ).split,
             SpecialTokens({i: _flagged(added) for i, added in unflagged.items()}).split,
-            frozenset(special).difference(card.eos_ids),
+            frozenset(special).difference(model_info.eos_ids),
         )
 
     def compile(self, structure: Structure) -> str:

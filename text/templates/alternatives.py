@@ -1,14 +1,14 @@
-"""Equivalent conversations to try when a chat template refuses the first one; pure."""
+"""Equivalent conversations to try when a chat template fails on the first one; pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from pdserve.text.templates.turns import (
-    RULES,
+    SYSTEM_ROLES,
     Message,
     joined,
-    num_leading_rules,
+    num_leading_systems,
     text_of,
     with_known_systems,
 )
@@ -22,7 +22,7 @@ class Conversation(NamedTuple):
 
 
 def alternatives(first: Conversation) -> list[list[Conversation]]:
-    """Return equivalent conversations to try if a template refuses the first one. They are grouped
+    """Return equivalent conversations to try if a template fails on the first one. They are grouped
     by number of changes, fewest first; at most 23 in total."""
     groups: list[list[Conversation]] = []
     conversations = [first]
@@ -46,41 +46,41 @@ def alternatives(first: Conversation) -> list[list[Conversation]]:
 
 
 def _system_first(conversation: Conversation) -> Conversation:
-    """Join leading rules into one system turn, and make later rules user turns."""
+    """Join the leading system turns into one, and make later ones user turns."""
     return conversation._replace(
         messages=with_known_systems(conversation.messages, ("first",), developer=True)
     )
 
 
-def _rules_joined(conversation: Conversation) -> Conversation:
-    """Change as `_system_first`, for templates whose roles alternate: join a later rule with the
-    adjacent user turn or the preceding result."""
-    num_leading = num_leading_rules(conversation.messages)
+def _systems_joined(conversation: Conversation) -> Conversation:
+    """Change as `_system_first`, for templates whose roles alternate: join a later system
+    turn with the adjacent user turn or the preceding result of a tool."""
+    num_leading = num_leading_systems(conversation.messages)
     turns = [joined(conversation.messages[:num_leading])] if num_leading else []
-    after_rule = False
+    after_system = False
     for message in conversation.messages[num_leading:]:
-        is_rule = message["role"] in RULES
-        turn = {**message, "role": "user"} if is_rule else dict(message)
+        is_system = message["role"] in SYSTEM_ROLES
+        turn = {**message, "role": "user"} if is_system else dict(message)
         last = turns[-1]["role"] if turns else ""
-        if (is_rule and last in ("user", "tool")) or (
-            after_rule and last == turn["role"] == "user"
+        if (is_system and last in ("user", "tool")) or (
+            after_system and last == turn["role"] == "user"
         ):
             turns[-1] = joined([turns[-1], turn])
         else:
             turns.append(turn)
-        after_rule = is_rule
+        after_system = is_system
     return conversation._replace(messages=turns)
 
 
 def _alternating(conversation: Conversation) -> Conversation:
-    """Change as `_rules_joined`, for templates with strictly alternating roles.
+    """Change as `_systems_joined`, for templates with strictly alternating roles.
 
     Such templates refuse adjacent turns of one role, user turns next to results, empty answers, an
-    answer before the first question, or rules alone. A user turn after a result becomes part of the
-    result, because these templates refuse any turn between.
+    answer before the first question, or system turns alone. A user turn after a result of a tool
+    becomes part of the result, because these templates refuse any turn between.
     """
-    *earlier, last = _rules_joined(conversation).messages
-    if last["role"] in RULES:
+    *earlier, last = _systems_joined(conversation).messages
+    if last["role"] in SYSTEM_ROLES:
         last = {**last, "role": "user"}
     nonempty = [m for m in earlier if m["role"] != "assistant" or "tool_calls" in m or text_of(m)]
     groups: list[list[Message]] = []  # each is one turn
@@ -107,7 +107,7 @@ def _group(groups: list[list[Message]], messages: Sequence[Message]) -> None:
         if previous["role"] in joinable_roles and "tool_calls" not in {**previous, **message}:
             groups[-1].append(message)
             continue
-        if role == "assistant" and previous["role"] in RULES:
+        if role == "assistant" and previous["role"] in SYSTEM_ROLES:
             groups.append([{"role": "user", "content": ""}])
         groups.append([message])
 
@@ -132,8 +132,8 @@ def _complete_tools(conversation: Conversation) -> Conversation:
 
 
 def _dicts_of_any(conversation: Conversation) -> Conversation:
-    """Change as `_complete_tools`, and allow objects any other properties explicitly, for templates
-    that always read that keyword. Without a type: such templates write "Any" for null."""
+    """Change as `_complete_tools`, and set additionalProperties of all objects, for templates that
+    always read that keyword. Its type is null, for which such templates write "Any"."""
     if conversation.tools is None:
         return conversation
     tools = []
@@ -205,7 +205,7 @@ def _has_type(schema: Message) -> bool:
 
 _MAY_BE_NULL = ("default", "const")
 _INNER = ("items", "additionalProperties")  # keywords whose value is a schema
-_ORDERS = (_system_first, _rules_joined, _alternating)  # at most one is applied
+_ORDERS = (_system_first, _systems_joined, _alternating)  # at most one is applied
 _CHANGES: tuple[Callable[[Conversation], Conversation], ...] = (
     _complete_tools,
     _dicts_of_any,

@@ -15,9 +15,7 @@ Message = Mapping[str, Any]
 NoContent = Literal["null", "absent", "empty"]
 ThinkingForm = Literal["", "parts", "blocks"]
 Tools = Sequence[Message] | None
-# Renders messages and tools; None: the template fails on them.
-Render = Callable[[Sequence[Message], Tools], str | None]
-RenderWithEffort = Callable[[Sequence[Message], Tools, str], str | None]
+Render = Callable[[Sequence[Message]], str | None]  # None: the template fails on the messages
 
 RESULT_ROLES = ("tool", "observation")  # the second is GLM 4's
 ALWAYS = ("reasoning_content", "thinking")  # names by which transformers passes reasoning
@@ -111,26 +109,35 @@ class ContentForm(NamedTuple):
     parts: bool
 
 
-def probed(render: Render, render_with_effort: RenderWithEffort) -> Capabilities:
-    """Probe the template behind the two render functions and return its capabilities."""
+def probe_template(
+    render_with: Callable[[Sequence[Message], Tools], str | None],
+    render_with_effort: Callable[[Sequence[Message], Tools, str], str | None],
+) -> Capabilities:
+    """Return the capabilities of the template behind two functions, which render messages and
+    tools, and also an effort. They return None if the template fails."""
 
-    def lowered(messages: Sequence[Message], tools: Tools) -> str | None:
-        text = render(messages, tools)
-        return text if text is None else text.lower()
+    def rendering(tools: Tools) -> Render:
+        def render(messages: Sequence[Message]) -> str | None:
+            text = render_with(messages, tools)
+            return text if text is None else text.lower()
 
-    render_text: Render = lowered
+        return render
+
+    bare, tooled = rendering(None), rendering(_TOOLS)
     users: Sequence[Message] = _USER, {**_USER, "content": _parts(USER)}
-    accepted = [
-        (user, t) for t in (None, _TOOLS) for user in users if render_text([user], t) is not None
-    ]
+    accepted = [(user, f) for f in (bare, tooled) for user in users if f([user]) is not None]
     if not accepted:
         return Capabilities()
-    first, tools = accepted[0]  # some templates render only conversations with tools
-    offered_tools = accepted[-1][1]  # others fail on tools
-    forms = _content_forms(render_text, offered_tools)
-    render_text = _in_lists(render_text, [role for role, form in forms.items() if not form.text])
-    texts_as_object = _call_texts(render_text, offered_tools, {KEY: VALUE})
-    texts_as_text = _call_texts(render_text, offered_tools, f'{{"{KEY}": "{VALUE}"}}')
+    first, plain = accepted[0]  # some templates render only conversations with tools
+    tools = _TOOLS if plain is tooled else None
+    offering = accepted[-1][1]  # others fail on tools
+    forms = _content_forms(offering)
+    listed_roles = [role for role, form in forms.items() if not form.text]
+    bare, tooled, plain, offering = (
+        _in_lists(render, listed_roles) for render in (bare, tooled, plain, offering)
+    )
+    texts_as_object = _call_texts(offering, {KEY: VALUE})
+    texts_as_text = _call_texts(offering, f'{{"{KEY}": "{VALUE}"}}')
     text_arguments = _shows(texts_as_text, VALUE) and (
         not _shows(texts_as_object, VALUE)
         or (
@@ -142,34 +149,32 @@ def probed(render: Render, render_with_effort: RenderWithEffort) -> Capabilities
     no_content = _no_content(texts)
     malformed = _call(VALUE, no_content)
     call = _call(f'{{"{KEY}": "{VALUE}"}}' if text_arguments else {KEY: VALUE}, no_content)
-    results = _result_role(render_text, offered_tools, call)
+    results = _result_role(offering, call)
     result: Message = _RESULTS[results or "tool"]
     if results:
-        forms["tool"] = _content_form(render_text, offered_tools, [_USER, call], result)
+        forms["tool"] = _content_form(offering, [_USER, call], result)
         if not forms["tool"].text:
             result = _in_list(result)
     forms["developer"] = forms["system"]
-    names = _reasoning(render_text, offered_tools, call, result)
+    names = _reasoning(offering, call, result)
     return Capabilities(
-        tools=any(
-            render_text([user], _TOOLS) not in (None, render_text([user], None)) for user in users
-        ),
+        tools=any(tooled([user]) not in (None, bare([user])) for user in users),
         calls=any(map(_shows_call, texts.values())),
         results=results,
         text_arguments=text_arguments,
-        malformed_arguments=render_text([_USER, malformed, result], offered_tools) is not None,
-        parallel_calls=_shows_several(render_text, offered_tools, call, result),
+        malformed_arguments=offering([_USER, malformed, result]) is not None,
+        parallel_calls=_shows_several(offering, call, result),
         no_content=no_content,
         empty_beside_calls=no_content == "empty" or _shows_call(texts.get("empty", "")),
-        text_beside_calls=_shows_calls_beside_text(render_text, offered_tools, call, result),
-        named_results=_needs_names(render_text, offered_tools, call, result),
-        developer=_knows_developer(render_text, tools),
-        systems=_systems(render_text, tools, call, result),
+        text_beside_calls=_shows_calls_beside_text(offering, call, result),
+        named_results=_needs_names(offering, call, result),
+        developer=_knows_developer(plain),
+        systems=_systems(plain, call, result),
         reasoning=names or ALWAYS,
         efforts=tuple(
             effort for effort in EFFORTS if render_with_effort([first], tools, effort) is not None
         ),
-        thinking_form="" if names else _thinking_form(render_text, offered_tools),
+        thinking_form="" if names else _thinking_form(offering),
         list_roles=tuple(role for role, form in forms.items() if form.parts),
         text_roles=tuple(role for role, form in forms.items() if form.text),
     )
@@ -186,14 +191,14 @@ def _parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text, FIELD: FIELD} for text in texts]
 
 
-def _call_texts(render_text: Render, tools: Tools, arguments: Any) -> dict[NoContent, str]:
+def _call_texts(render: Render, arguments: Any) -> dict[NoContent, str]:
     """Return rendered texts with a call of these arguments, by the content beside the call."""
     texts: dict[NoContent, str] = {}
     for content in _CONTENT:
         call = _call(arguments, content)
         for result in _RESULTS.values():
             for form in (result, _in_list(result)):
-                text = render_text([_USER, call, form], tools)
+                text = render([_USER, call, form])
                 if text is not None:
                     texts.setdefault(content, text)
     return texts
@@ -216,14 +221,14 @@ def _no_content(texts: Mapping[NoContent, str]) -> NoContent:
     )
 
 
-def _result_role(render_text: Render, tools: Tools, call: Message) -> str:
+def _result_role(render: Render, call: Message) -> str:
     for role, result in _RESULTS.items():
-        if any(_shown(render_text, tools, [_USER, call], result)):
+        if any(_shown(render, [_USER, call], result)):
             return role
     return ""
 
 
-def _content_forms(render_text: Render, tools: Tools) -> dict[str, ContentForm]:
+def _content_forms(render: Render) -> dict[str, ContentForm]:
     """Return the content forms of the roles that need no preceding call."""
     forms: dict[str, ContentForm] = {}
     turns: dict[str, tuple[list[Message], list[Message]]] = {
@@ -231,49 +236,46 @@ def _content_forms(render_text: Render, tools: Tools) -> dict[str, ContentForm]:
         "system": ([], [_USER]),
         "assistant": ([_USER], [_USER]),
     }
-    in_lists = render_text
+    in_lists = render
     for role, (preceding, following) in turns.items():
-        forms[role] = _content_form(in_lists, tools, preceding, {"role": role}, following)
+        forms[role] = _content_form(in_lists, preceding, {"role": role}, following)
         if not forms["user"].text:
-            in_lists = _in_lists(render_text, ["user"])
+            in_lists = _in_lists(render, ["user"])
     return forms
 
 
 def _content_form(
-    render_text: Render,
-    tools: Tools,
+    render: Render,
     preceding: list[Message],
     turn: Message,
     following: Sequence[Message] = (),
 ) -> ContentForm:
-    text, part = _shown(render_text, tools, preceding, turn, following)
+    text, part = _shown(render, preceding, turn, following)
     parts = part and SECOND in (
-        render_text([*preceding, {**turn, "content": _parts(RULE, SECOND)}, *following], tools)
-        or ""
+        render([*preceding, {**turn, "content": _parts(RULE, SECOND)}, *following]) or ""
     )
     return ContentForm(text or not part, parts)
 
 
 def _shown(
-    render_text: Render,
-    tools: Tools,
+    render: Render,
     preceding: list[Message],
     turn: Message,
     following: Sequence[Message] = (),
 ) -> tuple[bool, bool]:
     """Return whether a turn's content is shown as a text, and as a list."""
     plain, listed = (
-        render_text([*preceding, {**turn, "content": content}, *following], tools) or ""
+        render([*preceding, {**turn, "content": content}, *following]) or ""
         for content in (RULE, _parts(RULE))
     )
     return RULE in plain, RULE in listed and FIELD not in listed
 
 
-def _in_lists(render_text: Render, roles: Collection[str]) -> Render:
-    """Return a variant of `render_text` that converts the contents of these roles to lists."""
+def _in_lists(render: Render, roles: Collection[str]) -> Render:
+    """Return a variant of `render` that converts the contents of these roles to lists."""
 
-    def render_in_lists(messages: Sequence[Message], tools: Tools) -> str | None:
-        return render_text([_in_list(m) if m["role"] in roles else m for m in messages], tools)
+    def render_in_lists(messages: Sequence[Message]) -> str | None:
+        return render([_in_list(m) if m["role"] in roles else m for m in messages])
 
     return render_in_lists
 
@@ -285,7 +287,7 @@ def _in_list(message: Message) -> Message:
     return {**message, "content": _parts(content)}
 
 
-def _shows_several(render_text: Render, tools: Tools, call: Message, result: Message) -> bool:
+def _shows_several(render: Render, call: Message, result: Message) -> bool:
     """Return whether the template shows several calls of one turn and their results. Also true if
     it does not show them with one call per turn either."""
     first, second = (_copied(call, number) for number in "12")
@@ -293,7 +295,7 @@ def _shows_several(render_text: Render, tools: Tools, call: Message, result: Mes
     results = [_copied(result, number) for number in "12"]
     words = [f"{word}{number}" for word in (VALUE, RESULT) for number in "12"]
     one_by_one = [_USER, first, results[0], second, results[1]]
-    together, apart = render_text([_USER, both, *results], tools), render_text(one_by_one, tools)
+    together, apart = render([_USER, both, *results]), render(one_by_one)
     return _shows_all(together, words) or not _shows_all(apart, words)
 
 
@@ -301,24 +303,22 @@ def _shows_all(text: str | None, words: Collection[str]) -> bool:
     return text is not None and all(word in text for word in words)
 
 
-def _shows_calls_beside_text(
-    render_text: Render, tools: Tools, call: Message, result: Message
-) -> bool:
+def _shows_calls_beside_text(render: Render, call: Message, result: Message) -> bool:
     """Return whether the template shows a call beside a text. Also true if it does not show them in
     two turns either."""
     text_turn, following = {"role": "assistant", "content": RULE}, [result, _ANSWER, _USER]
-    together = render_text([_USER, {**call, **text_turn}, *following], tools)
-    apart = render_text([_USER, text_turn, call, *following], tools)
+    together = render([_USER, {**call, **text_turn}, *following])
+    apart = render([_USER, text_turn, call, *following])
     return _shows_all(together, [VALUE]) or not _shows_all(apart, [RULE, VALUE, RESULT])
 
 
-def _needs_names(render_text: Render, tools: Tools, call: Message, result: Message) -> bool:
+def _needs_names(render: Render, call: Message, result: Message) -> bool:
     """Return whether the template fails on a result without the name of the called function, or
     writes nothing in its place."""
     unnamed = {key: value for key, value in result.items() if key != "name"}
     text, text_without_name = (
-        render_text([_USER, call, result], tools),
-        render_text([_USER, call, unnamed], tools),
+        render([_USER, call, result]),
+        render([_USER, call, unnamed]),
     )
     if text is None:
         return False
@@ -345,28 +345,28 @@ def thinking_content(form: ThinkingForm, thought: str | None, content: Any) -> A
     return {"blocks": parts} if form == "blocks" else parts
 
 
-def _thinking_form(render_text: Render, tools: Tools) -> ThinkingForm:
+def _thinking_form(render: Render) -> ThinkingForm:
     """Return the form of reasoning in the content that the template shows; empty if none."""
     for form in _THINKING:
         content = thinking_content(form, THOUGHT, ANSWER)
         for part in content["blocks"] if form == "blocks" else content:
             part[FIELD] = FIELD  # reveals a template that dumps parts as data
-        text = render_text([_USER, {**_ANSWER, "content": content}, _USER], tools) or ""
+        text = render([_USER, {**_ANSWER, "content": content}, _USER]) or ""
         if _shows_all(text, [THOUGHT, ANSWER]) and FIELD not in text:
             return form
     return ""
 
 
-def _knows_developer(render_text: Render, tools: Tools) -> bool:
+def _knows_developer(render: Render) -> bool:
     """Return whether the template treats "developer" unlike an unknown role."""
-    as_developer = render_text([{"role": "developer", "content": RULE}, _USER], tools) or ""
-    as_unknown = render_text([{"role": "qzrole", "content": RULE}, _USER], tools)
+    as_developer = render([{"role": "developer", "content": RULE}, _USER]) or ""
+    as_unknown = render([{"role": "qzrole", "content": RULE}, _USER])
     return RULE in as_developer and (
         as_unknown is None or as_unknown.replace("qzrole", "developer") != as_developer
     )
 
 
-def _systems(render_text: Render, tools: Tools, call: Message, result: Message) -> tuple[str, ...]:
+def _systems(render: Render, call: Message, result: Message) -> tuple[str, ...]:
     first, rule = {"role": "system", "content": SYSTEM}, {"role": "system", "content": RULE}
     places: dict[str, list[Message]] = {
         "first": [rule, _USER],
@@ -378,15 +378,13 @@ def _systems(render_text: Render, tools: Tools, call: Message, result: Message) 
     }
     shown_places = []
     for place, messages in places.items():
-        text = render_text(messages, tools) or ""
+        text = render(messages) or ""
         if RULE in text and (SYSTEM in text or first not in messages):
             shown_places.append(place)
     return tuple(shown_places)
 
 
-def _reasoning(
-    render_text: Render, tools: Tools, call: Message, result: Message
-) -> tuple[str, ...]:
+def _reasoning(render: Render, call: Message, result: Message) -> tuple[str, ...]:
     """Return the field names that reasoning must have; empty if no name shows it."""
 
     def is_shown(name: str) -> bool:
@@ -395,7 +393,7 @@ def _reasoning(
             [_USER, {**call, **extra_fields}, result],
             [_USER, {**_ANSWER, **extra_fields}, _USER],
         )
-        return any(THOUGHT in (render_text(messages, tools) or "") for messages in turns)
+        return any(THOUGHT in (render(messages) or "") for messages in turns)
 
     if any(map(is_shown, ALWAYS)):
         return ALWAYS

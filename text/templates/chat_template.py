@@ -5,7 +5,7 @@ Invariant: only text that the template writes becomes special tokens, not client
 a template can render (capabilities.py); messages are adapted to that (turns.py).
 
 This module does not bound a template's computation: untrusted templates are rendered in a process
-with limits (text/processes).
+with limits (text/workers).
 """
 
 import logging
@@ -23,20 +23,22 @@ from pdserve.text.messages import EFFORTS, TemplateInput, normalized
 from pdserve.text.parsing import CallForm
 from pdserve.text.template_text import CLIENT, LAST, TemplateText, constant, origin_of
 from pdserve.text.templates.alternatives import Conversation, alternatives
-from pdserve.text.templates.capabilities import RESULT_ROLES, Capabilities, probed
-from pdserve.text.templates.described_tools import described, in_system_turn, plain_turns
-from pdserve.text.templates.environment import compiled
+from pdserve.text.templates.capabilities import RESULT_ROLES, Capabilities, probe_template
+from pdserve.text.templates.environment import compile_template
 from pdserve.text.templates.turns import (
+    in_system_turn,
     shaped,
     text_of,
+    tools_description,
     with_calls_apart,
     with_known_systems,
     with_named_results,
+    with_plain_tools,
     with_single_calls,
     with_texts,
 )
 from pdserve.text.tokenizer.tokenizer import Rendered, Tokenizer
-from pdserve.text.tool_parsers import GENERIC, tool_family
+from pdserve.text.tool_parsers import GENERIC_PARSER, tool_family
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ _END = "\u2026"  # placeholder for an empty last message, only while rendering
 
 
 class _Refusal(TextError):
-    """The template itself fails on a conversation."""
+    """The template fails on a conversation."""
 
 
 class ChatTemplate:
@@ -65,13 +67,15 @@ class ChatTemplate:
     ) -> None:
         """Compile the template. With an empty `source`, `render` fails. `now` is for
         `strftime_now`. Raises UnsupportedTokenizer if the template does not parse."""
-        self._template = compiled(source, now) if source else None
+        self._template = compile_template(source, now) if source else None
         self._capabilities: Capabilities | None = None
         self._tokenizer = tokenizer
-        card = tokenizer.card
+        model_info = tokenizer.model_info
         tokens = {
-            "bos_token": tokenizer.token_name(card.bos_id),
-            "eos_token": tokenizer.token_name(card.eos_ids[0] if card.eos_ids else None),
+            "bos_token": tokenizer.token_name(model_info.bos_id),
+            "eos_token": tokenizer.token_name(
+                model_info.eos_ids[0] if model_info.eos_ids else None
+            ),
         }
         self._tokens = {name: constant(text) for name, text in tokens.items() if text is not None}
 
@@ -80,7 +84,7 @@ class ChatTemplate:
         """What the template can render; probed once on first use, unless set before."""
         if self._capabilities is None:
             computed_tokens: set[int] = set()
-            self._capabilities = probed(
+            self._capabilities = probe_template(
                 lambda messages, tools: self._probe(messages, tools, computed_tokens),
                 lambda messages, tools, effort: self._probe(
                     messages, tools, computed_tokens, reasoning_effort=effort
@@ -120,10 +124,10 @@ class ChatTemplate:
         uses_tools = any(m["role"] == "tool" or "tool_calls" in m for m in messages)
         if tools and not capabilities.tools:
             form = _form(request)
-            turns = plain_turns(with_texts(messages), form)
-            messages, tools = in_system_turn(turns, described(tools, form)), None
+            turns = with_plain_tools(with_texts(messages), form)
+            messages, tools = in_system_turn(turns, tools_description(tools, form)), None
         elif uses_tools and not (capabilities.calls and capabilities.results):
-            messages = plain_turns(
+            messages = with_plain_tools(
                 with_texts(messages),
                 _form(request),
                 calls=not capabilities.calls,
@@ -137,12 +141,9 @@ class ChatTemplate:
         return self._rendered(request, Conversation(messages, tools))
 
     def _rendered(self, request: TemplateInput, conversation: Conversation) -> Rendered:
-        """Render the conversation, or the equivalent one with the fewest changes that the template
-        accepts.
-
-        Raises the TextError of the unchanged conversation if the template also refuses those with
-        the most changes.
-        """
+        """Render the conversation, or the equivalent one with the fewest changes on which the
+        template does not fail. If it also fails on those with the most changes, raises the
+        TextError of the unchanged conversation."""
         try:
             return self._render_once(request, conversation)
         except _Refusal:
@@ -155,8 +156,8 @@ class ChatTemplate:
     def _first_rendered(
         self, request: TemplateInput, conversations: Iterable[Conversation]
     ) -> Rendered | None:
-        """Render the first conversation that the template accepts; None if it refuses all. Raises
-        TextError for errors other than a refusal."""
+        """Render the first conversation on which the template does not fail; None if it fails on
+        each. Raises TextError for errors other than _Refusal."""
         for conversation in conversations:
             with suppress(_Refusal):
                 return self._render_once(request, conversation)
@@ -249,7 +250,7 @@ class ChatTemplate:
 
 def _form(request: TemplateInput) -> CallForm:
     """Return the form of calls as text."""
-    family = tool_family(request.tool_parser or GENERIC)
+    family = tool_family(request.tool_parser or GENERIC_PARSER)
     assert family is not None  # the gateway's settings allow only existing parsers
     return family.form
 

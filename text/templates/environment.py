@@ -38,7 +38,7 @@ MAX_SOURCE_CHARS = 1 << 18
 _INSERTING = frozenset(("join", "replace"))
 
 
-def compiled(source: str, now: Callable[[], datetime]) -> jinja2.Template:
+def compile_template(source: str, now: Callable[[], datetime]) -> jinja2.Template:
     """Compile the source of a template, which then renders a TemplateText. Raises
     UnsupportedTokenizer if the source is too long or does not parse."""
     if len(source) > MAX_SOURCE_CHARS:

@@ -1,18 +1,25 @@
-"""Converts the messages of a conversation to the form that a chat template renders; pure."""
+"""Converts the messages of a conversation to the form that a chat template renders; pure.
 
+For a template without tool support, tools are written as plain text: one text describes the tools
+and how to call them, calls become text of the assistant's turns in the described form, and results
+become text of user turns. All of it counts as client text, so it never becomes special tokens.
+"""
+
+import json
 from collections.abc import Container, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from pdserve.text.messages import CallArguments, content_text
+from pdserve.text.parsing import CallForm
 from pdserve.text.templates.capabilities import Capabilities, thinking_content
 
 Message = Mapping[str, Any]
-RULES = ("system", "developer")
+SYSTEM_ROLES = ("system", "developer")
 
 
 def shaped(message: Message, capabilities: Capabilities) -> dict[str, Any]:
-    """Return a message with role, content, calls and reasoning in the template's form."""
+    """Return a message with role, content, calls and reasoning as the template expects them."""
     result = dict(message)
     if message["role"] == "tool":
         result["role"] = capabilities.results
@@ -147,24 +154,24 @@ class _OpenCalls:
 def with_known_systems(
     messages: Sequence[Message], places: Container[str], *, developer: bool
 ) -> list[dict[str, Any]]:
-    """Return the messages with rules (system turns) only in places that the template shows.
+    """Return the messages with system turns only in places that the template shows.
 
-    `places`: Capabilities.systems. Elsewhere, leading rules are joined and later ones become user
-    turns. Without "first", the leading rules become part of the first user turn. `developer`: the
-    template knows that role.
+    System turns have the role "system" or "developer". `places`: Capabilities.systems. Elsewhere,
+    leading system turns are joined and later ones become user turns. Without "first", the leading
+    ones become part of the first user turn. `developer`: the template knows that role.
     """
-    num_leading = num_leading_rules(messages)
+    num_leading = num_leading_systems(messages)
     turns = [dict(message) for message in messages]
     if not developer or len({turn["role"] for turn in turns[:num_leading]}) > 1:
         for turn in turns:
             if turn["role"] == "developer":
                 turn["role"] = "system"
-    later_rules = [i for i in range(num_leading, len(turns)) if turns[i]["role"] in RULES]
-    for index in later_rules:
+    later_systems = [i for i in range(num_leading, len(turns)) if turns[i]["role"] in SYSTEM_ROLES]
+    for index in later_systems:
         place = "last" if index == len(turns) - 1 else "middle"
         if messages[index - 1]["role"] == "tool":
             place = "result"
-        if num_leading == 0 and later_rules == [index] and "alone" in places:
+        if num_leading == 0 and later_systems == [index] and "alone" in places:
             continue
         if place not in places:
             turns[index]["role"] = "user"
@@ -177,9 +184,9 @@ def with_known_systems(
     return turns
 
 
-def num_leading_rules(messages: Sequence[Message]) -> int:
-    """Return the number of rules at the beginning."""
-    others = (i for i, message in enumerate(messages) if message["role"] not in RULES)
+def num_leading_systems(messages: Sequence[Message]) -> int:
+    """Return the number of system turns at the beginning."""
+    others = (i for i, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES)
     return next(others, len(messages))
 
 
@@ -188,3 +195,72 @@ def joined(turns: Sequence[Message]) -> dict[str, Any]:
     result = {**turns[0], "content": "\n\n".join(filter(None, map(text_of, turns)))}
     thoughts = [turn["reasoning_content"] for turn in turns if turn.get("reasoning_content")]
     return result | {"reasoning_content": "\n\n".join(thoughts)} if thoughts else result
+
+
+def tools_description(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
+    """Return a text that describes the tools and how to write a call."""
+    functions = "\n".join(_json_text(tool["function"]) for tool in tools)
+    return (
+        "You can call these functions. Each has a name, and a JSON schema of its arguments:\n"
+        f"{functions}\n\n"
+        "To call a function, write its name and its arguments as JSON in this form:\n"
+        f"{form.begin}{{...}}{form.end}\n"
+        "To call several, write several. The results are in the next message."
+    )
+
+
+def with_plain_tools(
+    messages: Sequence[Message], form: CallForm, *, calls: bool = True, results: bool = True
+) -> list[dict[str, Any]]:
+    """Return the messages with tool `calls` and `results` (role `tool`) as text. Joins user turns
+    that become adjacent through this, for templates whose roles alternate."""
+    turns: list[dict[str, Any]] = []
+    previous_is_result = False
+    for turn in with_named_results(messages):
+        turn_calls = turn.get("tool_calls", ())
+        if turn_calls and calls:
+            del turn["tool_calls"]
+            turn["content"] = _joined_lines(
+                turn.get("content"), *(_call_text(call, form) for call in turn_calls)
+            )
+        is_result = results and turn["role"] == "tool"
+        if is_result:
+            turn = {"role": "user", "content": _result_text(turn)}
+        if (
+            turns
+            and turns[-1]["role"] == turn["role"] == "user"
+            and (is_result or previous_is_result)
+        ):
+            turns[-1]["content"] = _joined_lines(turns[-1]["content"], turn["content"])
+        else:
+            turns.append(turn)
+        previous_is_result = is_result
+    return turns
+
+
+def in_system_turn(turns: Sequence[Message], text: str) -> list[dict[str, Any]]:
+    """Return the turns with a text appended to the system turn, which is added if missing."""
+    first, *others = turns
+    if first["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": text}, *map(dict, turns)]
+    content = _joined_lines(first["content"], text, separator="\n\n")
+    return [{**first, "content": content}, *map(dict, others)]
+
+
+def _call_text(call: Message, form: CallForm) -> str:
+    function = call["function"]
+    begin = form.begin.replace("NAME", function["name"])
+    value, text = function["arguments"].value, function["arguments"].text
+    return begin + (text if value is None else _json_text(value)) + form.end
+
+
+def _result_text(message: Message) -> str:
+    return f"Result of {message.get('name') or 'the call'}:\n{message['content']}"
+
+
+def _joined_lines(*texts: str | None, separator: str = "\n") -> str:
+    return separator.join(text for text in texts if text)
+
+
+def _json_text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

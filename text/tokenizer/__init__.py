@@ -3,8 +3,8 @@
 from pdserve.text.tokenizer.choice_text import ChoiceText, StopMatcher, TextUpdate
 from pdserve.text.tokenizer.vocabulary import (
     StoredTokens,
-    TextCard,
+    TextModelInfo,
     Vocabulary,
-    store,
+    store_tokens,
     stored_vocabulary,
 )

@@ -27,7 +27,7 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-class Pieces:
+class TokenBytes:
     """Bytes of single tokens, and the number of spaces to strip at the start of a text.
 
     strip: maximum number of spaces to strip, because the encoding added them.
@@ -113,12 +113,14 @@ class IncrementalDetokenizer:
     section 3.9), as soon as they are known to be invalid.
     """
 
-    def __init__(self, pieces: Pieces, skip: Collection[int] = (), continues: bool = False) -> None:
+    def __init__(
+        self, token_bytes: TokenBytes, skip: Collection[int] = (), continues: bool = False
+    ) -> None:
         """Initialize with `skip`, the ids without text; `continues` disables stripping, because
         other text precedes."""
-        self._pieces = pieces
+        self._token_bytes = token_bytes
         self._skip = skip
-        self._strip = 0 if continues else pieces.strip
+        self._strip = 0 if continues else token_bytes.strip
         self._is_partial = False  # the decoder holds bytes of an unfinished character
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -127,7 +129,7 @@ class IncrementalDetokenizer:
         parts = []
         for token in ids:
             if token not in self._skip:
-                part = self._pieces.bytes_of(token)
+                part = self._token_bytes.bytes_of(token)
                 parts.append(self._stripped(part) if self._strip else part)
         data = b"".join(parts)
         if not self._is_partial:
@@ -145,6 +147,6 @@ class IncrementalDetokenizer:
 
     def _stripped(self, data: bytes) -> bytes:
         spaces = min(len(data) - len(data.lstrip(b" ")), self._strip)
-        at_start = spaces == len(data) and not self._pieces.strip_within_first
+        at_start = spaces == len(data) and not self._token_bytes.strip_within_first
         self._strip = self._strip - spaces if at_start else 0
         return data[spaces:]

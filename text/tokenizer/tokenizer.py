@@ -5,7 +5,7 @@ prompt only text that the template wrote does. Immutable once built, so threads 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
@@ -13,18 +13,78 @@ from typing import Any, TypeVar
 import tokenizers
 
 from pdserve.text.errors import TextError, UnsupportedTokenizer
-from pdserve.text.tokenizer.detokenizer import Pieces
-from pdserve.text.tokenizer.special import SpecialTokens
-from pdserve.text.tokenizer.vocabulary import TextCard, Vocabulary
+from pdserve.text.template_text import CLIENT, LAST
+from pdserve.text.tokenizer.detokenizer import TokenBytes
+from pdserve.text.tokenizer.vocabulary import TextModelInfo, Vocabulary
 
+MAX_SPECIAL_CHARS = 1024  # of one special token; known ones have at most about 40
 _FIRST = b'"prepend_scheme":"first"'
 Step = TypeVar("Step", tokenizers.normalizers.Normalizer, tokenizers.pre_tokenizers.PreTokenizer)
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer; tokens of one character are never parsed."""
+
+    def __init__(self, added: Mapping[int, tokenizers.AddedToken]) -> None:
+        """Initialize with the tokenizer's added tokens by id; ignores those that are not special.
+        Raises UnsupportedTokenizer if a token is longer than MAX_SPECIAL_CHARS."""
+        self.ids = frozenset(i for i, token in added.items() if token.special)
+        self.texts = {added[i].content: i for i in self.ids if len(added[i].content) > 1}
+        self._lstrip = {i for i in self.ids if added[i].lstrip}
+        self._rstrip = {i for i in self.ids if added[i].rstrip}
+        lengths: dict[str, set[int]] = {}
+        for text in self.texts:
+            lengths.setdefault(text[0], set()).add(len(text))
+        self._lengths = {first: sorted(sizes, reverse=True) for first, sizes in lengths.items()}
+        longest = max(map(len, self.texts), default=0)
+        if longest > MAX_SPECIAL_CHARS:
+            raise UnsupportedTokenizer(
+                f"tokenizer.json has a special token of {longest} characters; "
+                f"the limit is {MAX_SPECIAL_CHARS}"
+            )
+
+    def split(self, text: str, origin: str | None = None) -> list[str | int]:
+        """Split text into plain texts and special token ids, in order.
+
+        The leftmost, then longest token wins. With `origin` (text/template_text.py), a special
+        token counts only if the template wrote all its characters.
+        """
+        parts: list[str | int] = []
+        start = 0
+        source = text if origin is None else origin
+        for position, length in self._matches(source):
+            span = source[position : position + length]
+            if position < start or (origin is not None and (CLIENT in span or LAST in span)):
+                continue
+            token = self.texts[span]
+            plain = text[start:position]
+            parts.append(plain.rstrip() if token in self._lstrip else plain)
+            parts.append(token)
+            start = position + length
+            while token in self._rstrip and text[start : start + 1].isspace():
+                start += 1
+        parts.append(text[start:])
+        return [part for part in parts if part != ""] if parts != [""] else []
+
+    def _matches(self, text: str) -> list[tuple[int, int]]:
+        """Return (position, length) of the longest special token at each position with one."""
+        matches = []
+        for first, lengths in self._lengths.items():
+            position = text.find(first)
+            while position >= 0:
+                length = next(
+                    (n for n in lengths if text[position : position + n] in self.texts), 0
+                )
+                if length:
+                    matches.append((position, length))
+                position = text.find(first, position + 1)
+        return sorted(matches)
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A prompt rendered by a chat template; `origin` marks the characters that the template wrote
-    (templates/template_text.py)."""
+    (text/template_text.py)."""
 
     text: str
     origin: str
@@ -34,7 +94,7 @@ class Tokenizer(Vocabulary):
     """A tokenizer.json and the model's special ids. This class splits off special tokens; the
     tokenizers library encodes the plain text between them."""
 
-    def __init__(self, tokenizer_json: bytes, card: TextCard) -> None:
+    def __init__(self, tokenizer_json: bytes, model_info: TextModelInfo) -> None:
         """Raises UnsupportedTokenizer if tokenizer.json is invalid or unsupported."""
         try:
             self._first = tokenizers.Tokenizer.from_buffer(tokenizer_json)
@@ -48,8 +108,8 @@ class Tokenizer(Vocabulary):
         self.added = self._first.get_added_tokens_decoder()
         self.special = SpecialTokens(self.added)
         self.decoder = json.loads(self._first.decoder.__getstate__())
-        pieces = Pieces(self._first.id_to_token, self.decoder)
-        super().__init__(card, pieces, self.special.ids)
+        token_bytes = TokenBytes(self._first.id_to_token, self.decoder)
+        super().__init__(model_info, token_bytes, self.special.ids)
         self._prefix, self._suffix = self._frame()
         self._first.encode_special_tokens = True  # encode the text of special tokens as plain text
         self._within = _without_prefix(self._first)  # for text that continues other text
@@ -64,8 +124,8 @@ class Tokenizer(Vocabulary):
         added = framed.special_tokens_mask
         text = [index for index, mask in enumerate(added) if not mask] or [len(added)]
         prefix, suffix = framed.ids[: text[0]], framed.ids[text[-1] + 1 :]
-        if self.card.adds_bos and self.card.bos_id is not None and not prefix:
-            prefix = [self.card.bos_id]
+        if self.model_info.adds_bos and self.model_info.bos_id is not None and not prefix:
+            prefix = [self.model_info.bos_id]
         return prefix, suffix
 
     def encode(self, text: str, *, add_special_tokens: bool, parse_special: bool) -> list[int]:

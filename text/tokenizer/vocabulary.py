@@ -10,14 +10,12 @@ from itertools import accumulate
 from typing import Any
 
 from pdserve.text.errors import TextError, UnsupportedTokenizer
-from pdserve.text.tokenizer.detokenizer import MAX_TOKEN_CHARS, IncrementalDetokenizer, Pieces
+from pdserve.text.tokenizer.detokenizer import MAX_TOKEN_CHARS, IncrementalDetokenizer, TokenBytes
 
 
 @dataclass(frozen=True, slots=True)
-class TextCard:
-    """Text properties of a model beyond its tokenizer.json.
-
-    The gateway builds it from the proto ModelCard, `pdserve.LLM` from CardData.
+class TextModelInfo:
+    """What a tokenizer and a chat template need to know of a model beyond tokenizer.json.
 
     vocab_size: rows of the model's embedding; may exceed the tokenizer's vocabulary.
     eos_ids: any of them ends a text; the first is the template's `eos_token`.
@@ -34,9 +32,11 @@ class TextCard:
 class Vocabulary:
     """Converts token ids to text, for one model."""
 
-    def __init__(self, card: TextCard, pieces: Pieces, special_ids: frozenset[int]) -> None:
-        self.card = card
-        self._pieces = pieces
+    def __init__(
+        self, model_info: TextModelInfo, token_bytes: TokenBytes, special_ids: frozenset[int]
+    ) -> None:
+        self.model_info = model_info
+        self._token_bytes = token_bytes
         self._special_ids = special_ids
         self._skipped: dict[frozenset[str], frozenset[int]] = {}  # by the kept texts
 
@@ -57,7 +57,7 @@ class Vocabulary:
         """Return a detokenizer for one choice. `keep`: texts whose special tokens are not
         skipped. `continues`: keep a leading space, since a prompt precedes."""
         skip = self._hidden_ids(keep) if skip_special_tokens else frozenset()
-        return IncrementalDetokenizer(self._pieces, skip, continues)
+        return IncrementalDetokenizer(self._token_bytes, skip, continues)
 
     def _hidden_ids(self, keep: frozenset[str]) -> frozenset[int]:
         """Return the ids of special tokens in no text of `keep`; cached, as parsers use few
@@ -72,22 +72,22 @@ class Vocabulary:
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raises TextError if an id is outside [0, vocab_size)."""
-        size = self.card.vocab_size
+        size = self.model_info.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < size):
             invalid_id = next(token for token in ids if not 0 <= token < size)
             raise TextError(f"token id {invalid_id} is outside the vocabulary of {size} tokens")
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token; they may contain partial characters."""
-        return self._pieces.bytes_of(token)
+        return self._token_bytes.bytes_of(token)
 
     def token_piece(self, token: int) -> str:
         """Return a token as the vocabulary writes it, e.g. "\u0120hello"; "" if it has none."""
-        return self._pieces.piece_of(token)
+        return self._token_bytes.piece_of(token)
 
     def token_text(self, token: int) -> str:
         """Return the text of one token alone; partial characters become U+FFFD."""
-        return self._pieces.bytes_of(token).decode("utf-8", "replace")
+        return self._token_bytes.bytes_of(token).decode("utf-8", "replace")
 
 
 class StoredTokens:
@@ -105,7 +105,7 @@ class StoredTokens:
         return self._text[self._ends[token] : self._ends[token + 1]].decode()
 
 
-def store(tokens: Sequence[str | None]) -> tuple[bytes, bytes]:
+def store_tokens(tokens: Sequence[str | None]) -> tuple[bytes, bytes]:
     """Return the sizes and the text of StoredTokens. Raises UnsupportedTokenizer if a token is
     longer than MAX_TOKEN_CHARS."""
     longest = max((len(token or "") for token in tokens), default=0)
@@ -118,8 +118,11 @@ def store(tokens: Sequence[str | None]) -> tuple[bytes, bytes]:
 
 
 def stored_vocabulary(
-    card: TextCard, decoder: Mapping[str, Any], special_ids: Sequence[int], tokens: StoredTokens
+    model_info: TextModelInfo,
+    decoder: Mapping[str, Any],
+    special_ids: Sequence[int],
+    tokens: StoredTokens,
 ) -> Vocabulary:
-    """Build a Vocabulary; `decoder` is the state of the tokenizer's decoder (pieces.py). Raises
+    """Build a Vocabulary. `decoder`: the state of the tokenizer's decoder (detokenizer.py). Raises
     UnsupportedTokenizer if the decoder is not supported."""
-    return Vocabulary(card, Pieces(tokens, decoder), frozenset(special_ids))
+    return Vocabulary(model_info, TokenBytes(tokens, decoder), frozenset(special_ids))

@@ -1,6 +1,6 @@
-"""Tool call formats of model families, one module per format.
+"""Tool call formats of model families, in one module per syntax.
 
-Each module is named after its parser, defines a ToolFamily FAMILY, and is found by discovery.
+Each module lists its families in FAMILIES and is found by discovery.
 """
 
 import pkgutil
@@ -9,28 +9,32 @@ from importlib import import_module
 
 from pdserve.text.parsing import ToolFamily
 
-FALLBACK = "json"  # for templates with tools that match no family
-GENERIC = "generic"  # for templates without tool support
-
-
-def tool_parser_names() -> tuple[str, ...]:
-    """Return the names of all tool parsers without importing them."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+FALLBACK_PARSER = "json"  # for templates with tools that match no family
+GENERIC_PARSER = "generic"  # for templates without tool support
 
 
 @cache
+def _families() -> dict[str, ToolFamily]:
+    """Return the families by name, sorted."""
+    modules = (
+        import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)
+    )
+    families = (family for module in modules for family in module.FAMILIES)
+    return {family.name: family for family in sorted(families, key=lambda family: family.name)}
+
+
+def tool_parser_names() -> tuple[str, ...]:
+    """Return the names of all tool parsers, sorted."""
+    return tuple(_families())
+
+
 def tool_family(name: str) -> ToolFamily | None:
     """Return the family of that name, or None."""
-    if name not in tool_parser_names():
-        return None
-    family: ToolFamily = import_module(f"{__name__}.{name}").FAMILY
-    return family
+    return _families().get(name)
 
 
 def tool_family_of(template: str) -> str:
-    """Return the name of a chat template's family; FALLBACK if none matches."""
-    for name in tool_parser_names():
-        family = tool_family(name)
-        if family is not None and family.matches(template):
-            return name
-    return FALLBACK
+    """Return the name of a chat template's family; FALLBACK_PARSER if none matches."""
+    return next(
+        (name for name, family in _families().items() if family.matches(template)), FALLBACK_PARSER
+    )

@@ -19,7 +19,7 @@ AREAS = {
     "hand-off": ("engine/handoff/", "engine/transport/"),
     "tenants": ("services/common/tenants/",),
     "auth": ("services/common/auth/",),
-    "parsers": ("text/parsing/", "text/tool_parsers/", "text/reasoning/"),
+    "parsers": ("text/parsing/", "text/tool_parsers/", "text/reasoning.py"),
 }
 AREA_WEIGHT = 2.0
 

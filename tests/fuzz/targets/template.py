@@ -1,4 +1,4 @@
-"""A chat template, rendered in a process under the limits of a text process: only there may it
+"""A chat template, rendered in a process under the limits of a tokenizer worker: only there may it
 hang, exhaust memory or crash.
 """
 
@@ -9,9 +9,9 @@ from builders.hostile_templates import ForkedWorker
 from fakes.router import TEMPLATE
 
 from fuzz.mutate import mutate
-from pdserve.text.processes import TextLimits
+from pdserve.text.workers import WorkerLimits
 
-LIMITS = TextLimits(
+LIMITS = WorkerLimits(
     load_s=5,
     load_bytes=64 << 20,
     render_s=0.05,

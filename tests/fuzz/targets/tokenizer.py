@@ -1,6 +1,6 @@
 """A tokenizer.json, and a text to encode with it.
 
-A panic of the Rust library is expected: its text process answers with an error.
+A panic of the Rust library is expected: its tokenizer worker answers with an error.
 """
 
 import json
@@ -13,7 +13,7 @@ from fakes.router import tokenizer_json
 from fuzz.mutate import STRINGS, change
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json as sentence_piece
 from pdserve.text import TextError, UnsupportedTokenizer
-from pdserve.text.tokenizer import TextCard
+from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 
 TEXT = "hello <|im_start|>wörld \u2581 🙂 \x00"
@@ -27,7 +27,7 @@ class Fuzzed:
         tree = rng.choice(self._trees)
         for _ in range(rng.randint(1, 3)):
             tree = change(rng, tree, ("normalizer", "pre_tokenizer", "post_processor", "decoder"))
-        card = TextCard(vocab_size=400, bos_id=1, eos_ids=(2,), adds_bos=True)
+        card = TextModelInfo(vocab_size=400, bos_id=1, eos_ids=(2,), adds_bos=True)
         try:
             tokenizer = Tokenizer(json.dumps(tree).encode(), card)
             text = TEXT + rng.choice(STRINGS)

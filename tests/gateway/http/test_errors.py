@@ -11,7 +11,7 @@ import pytest
 from fakes.router import FakeRouter, failed, saying, served
 from fakes.tool_model import TEMPLATE, ToolModel
 from oracles.http_errors import CHAT, HI, JSON, LARGE, PLAIN, check
-from systems.text_pools import Pool
+from systems.tokenizer_pools import Pool
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.errors import context_exceeded

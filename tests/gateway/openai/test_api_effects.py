@@ -25,7 +25,7 @@ TEMPLATE = (
     + "{{ reasoning_effort }}{{ verbosity }}{{ enable_thinking }}{{ add_generation_prompt }}"
 )
 ANSWER = f"<think>hm</think><|im_start|>hello {calls('f')}{calls('f')} world"
-NO_BOS = "the tokenizer of the fake model adds no token (tests/gateway/text/test_tokenizer.py)"
+NO_BOS = "the tokenizer of the fake model adds no token (tests/text/test_tokenizer.py)"
 WHOSE = "whom the usage is counted for (tests/gateway/stored/test_usage.py)"
 ONE = "it can have one value only, which says what is done anyway"
 SHOWN = "the answer repeats it, which is all that it is for"

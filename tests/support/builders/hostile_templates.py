@@ -16,10 +16,10 @@ from fakes.router import tokenizer_json
 
 from pdserve.services.common.process import die_with
 from pdserve.text import UnsupportedTokenizer
-from pdserve.text.processes import TextLimits
-from pdserve.text.processes.messages import SIZE_BYTES, TextMessage, head_of, pack, size_of
-from pdserve.text.processes.worker import TextModel, work
-from pdserve.text.tokenizer import TextCard
+from pdserve.text.tokenizer import TextModelInfo
+from pdserve.text.workers import WorkerLimits
+from pdserve.text.workers.fork_server import TextModel, work
+from pdserve.text.workers.messages import SIZE_BYTES, WorkerMessage, head_of, pack, size_of
 
 DOUBLED = (
     "{% set n = namespace(a=[0], b=[0]) %}{% for i in range(60) %}"
@@ -54,7 +54,7 @@ HUGE = {
 # Texts that a template renders in a moment and a tokenizer needs long for.
 LONG = {"special tokens": "{{ (eos_token + 'a') * 1400000 }}"}
 MESSAGES = [{"role": "user", "content": "hello <|im_end|>"}, {"role": "assistant", "content": "x"}]
-LIMITS = TextLimits(
+LIMITS = WorkerLimits(
     load_s=60,
     load_bytes=1 << 30,
     render_s=60,
@@ -66,26 +66,26 @@ LIMITS = TextLimits(
 
 
 class ForkedWorker:
-    """A worker of a text process for each prompt, in a fork of this process."""
+    """A tokenizer worker for each prompt, in a fork of this process."""
 
-    def __init__(self, limits: TextLimits) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         self._limits = limits
         self._tokenizer = tokenizer_json()
-        self._card = TextCard(vocab_size=400, bos_id=None, eos_ids=(2,), adds_bos=False)
+        self._model_info = TextModelInfo(vocab_size=400, bos_id=None, eos_ids=(2,), adds_bos=False)
 
     def chat(self, template: str) -> tuple[str, str]:
         """Return how MESSAGES ended ("rendered", "refused", "unsupported" or the name of a signal)
         and the worker's error.
         """
         files = {"tokenizer": self._tokenizer, "template": template.encode(), "generation": b""}
-        ours, theirs = socket.socketpair()
-        with ours:
+        near, far = socket.socketpair()
+        with near:
             pid = os.fork()
             if not pid:
-                ours.close()
-                os._exit(self._serve(theirs, files))
-            theirs.close()
-            return self._ask(ours, pid)
+                near.close()
+                os._exit(self._serve(far, files))
+            far.close()
+            return self._ask(near, pid)
 
     def _serve(self, sock: socket.socket, files: dict[str, bytes]) -> int:
         """Serve in the fork; exit code 3: the template cannot be used."""
@@ -93,7 +93,7 @@ class ForkedWorker:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, self._limits.load_s)
         try:
-            model = TextModel(self._card, files)
+            model = TextModel(self._model_info, files)
             signal.setitimer(signal.ITIMER_REAL, 0)
         except UnsupportedTokenizer:
             return 3
@@ -102,10 +102,10 @@ class ForkedWorker:
 
     @staticmethod
     def _ask(sock: socket.socket, pid: int) -> tuple[str, str]:
-        asked = {"op": "chat", "conversation": {"messages": MESSAGES}, "max_len": 10_000}
+        request = {"op": "chat", "conversation": {"messages": MESSAGES}, "max_len": 10_000}
         reply = b""
         try:
-            sock.sendall(pack(TextMessage(asked)))
+            sock.sendall(pack(WorkerMessage(request)))
             reply = sock.recv(SIZE_BYTES, socket.MSG_WAITALL)
             if reply:
                 head = head_of(sock.recv(size_of(reply), socket.MSG_WAITALL))

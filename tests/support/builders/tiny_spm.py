@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
-from pdserve.text.tokenizer import TextCard
+from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 
 
@@ -34,4 +34,4 @@ def spm_tokenizer(**more: Any) -> Tokenizer:
     """Return the tokenizer of `spm_metadata`, with bos before a prompt."""
     data = tokenizer_json(spm_metadata(**more))
     size = len(json.loads(data)["model"]["vocab"])
-    return Tokenizer(data, TextCard(size, eos_ids=(2,), bos_id=1, adds_bos=True))
+    return Tokenizer(data, TextModelInfo(size, eos_ids=(2,), bos_id=1, adds_bos=True))

@@ -1,14 +1,14 @@
-"""A text pool without processes, for tests of its users."""
+"""A tokenizer pool without processes, for tests of its users."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdserve.text import Structure, TemplateInput, UnsupportedTokenizer
-from pdserve.text.processes import LoadedText
-from pdserve.text.processes.worker import TextModel
-from pdserve.text.tokenizer import TextCard
+from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.tokenizer.tokenizer import Rendered
+from pdserve.text.workers import LoadedTokenizer
+from pdserve.text.workers.fork_server import TextModel
 
 
 class InProcessText:
@@ -20,11 +20,11 @@ class InProcessText:
     def __init__(self, model: TextModel) -> None:
         self._model = model
 
-    async def chat_ids(self, owner: bytes, asked: TemplateInput, *, max_len: int) -> list[int]:
+    async def chat_ids(self, owner: bytes, request: TemplateInput, *, max_len: int) -> list[int]:
         def work() -> list[int]:
             template = self._model.template
             assert template is not None
-            self.rendered = template.render(asked)
+            self.rendered = template.render(request)
             return self._model.tokenizer.encode_rendered(self.rendered)
 
         return await asyncio.to_thread(work)
@@ -56,17 +56,17 @@ class InProcessText:
 
 
 class InProcessPool:
-    """Loads as a text process does."""
+    """Loads as a fork server does."""
 
-    async def load(self, card: TextCard, files: Mapping[str, bytes]) -> LoadedText:
+    async def load(self, model_info: TextModelInfo, files: Mapping[str, bytes]) -> LoadedTokenizer:
         try:
-            model = await asyncio.to_thread(TextModel, card, dict(files))
+            model = await asyncio.to_thread(TextModel, model_info, dict(files))
         except UnsupportedTokenizer:
             raise
         except BaseException as error:
             raise UnsupportedTokenizer(f"{type(error).__name__}: {error}") from None
         processes: Any = InProcessText(model)
-        return LoadedText(
+        return LoadedTokenizer(
             processes,
             model.tokenizer,
             model.template is not None,

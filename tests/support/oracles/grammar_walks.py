@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits
 from pdserve.engine.api import GRAMMAR_LIMITS
 from pdserve.engine.api.grammar_tokenizer import make_tokenizer
 from pdserve.text.structured_output.compiler import GrammarCompiler
-from pdserve.text.tokenizer import TextCard
+from pdserve.text.tokenizer import TextModelInfo
 from pdserve.text.tokenizer.tokenizer import Tokenizer
 
 MAX_TOKENS = 4000
@@ -24,7 +24,7 @@ class Words:
     """A model's tokens, as the gateway and as a worker have them."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Collection[int]) -> None:
-        self.tokenizer = Tokenizer(tokenizer_json, TextCard(vocab_size, tuple(eos_ids)))
+        self.tokenizer = Tokenizer(tokenizer_json, TextModelInfo(vocab_size, tuple(eos_ids)))
         self._file = tokenizer_json
 
     @cached_property
@@ -34,8 +34,8 @@ class Words:
     @cached_property
     def of_worker(self) -> Any:
         """Return what a worker compiles grammars for."""
-        card = self.tokenizer.card
-        return make_tokenizer(self._file, card.vocab_size, card.eos_ids)
+        model_info = self.tokenizer.model_info
+        return make_tokenizer(self._file, model_info.vocab_size, model_info.eos_ids)
 
     @cached_property
     def ends(self) -> list[int]:
@@ -77,7 +77,7 @@ class Walk:
 
     def _bits(self) -> Any:
         """Return which tokens may come next: [vocab_size]."""
-        size = self._words.tokenizer.card.vocab_size
+        size = self._words.tokenizer.model_info.vocab_size
         if self._matcher.is_stopped():
             return np.zeros(size, np.uint8)
         mask = self._matcher.compute_bitmask()
@@ -101,7 +101,7 @@ class Walk:
         """Return the text after random tokens until it ends; those of `preferred`, each whole, are
         taken more often.
         """
-        eos = list(self._words.tokenizer.card.eos_ids)
+        eos = list(self._words.tokenizer.model_info.eos_ids)
         rest: Sequence[int] = ()  # the remaining part of a preferred text in progress
         while (bits := self._bits()).any():
             assert len(self.ids) < MAX_TOKENS, self.text[-200:]
