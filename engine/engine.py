@@ -421,7 +421,7 @@ class Engine:
         )
 
     def discrepancy(self, recount: bool = False) -> str:
-        """Return block inconsistencies (scheduling/accounting.py); empty if there are none."""
+        """Describe block inconsistencies (scheduling.discrepancy); empty if there are none."""
         return discrepancy(self.jobs, recount)
 
     def _oldest(self) -> dict[str, float]:

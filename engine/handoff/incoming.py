@@ -1,14 +1,31 @@
-"""The state of one attempt at decode.
+"""Attempts at decode: promises of blocks, one attempt's state and speed, and the queue of Claims.
 
-The engine thread owns it; threads of its connection call `write`, `arrives`, `frame_done`, `has`
-and `num_written`.
+The engine thread owns all of these; threads of an attempt's connection only call its `write`,
+`arrives`, `frame_done`, `has` and `num_written`.
+
+A promise pins nothing. It is made only if promised <= free + evictable - growth of the running
+sequences (or decode is idle), and released exactly once: at its reservation or at the attempt's
+end.
+
+No attempt gets blocks before the attempt ahead of it in the queue has all of its blocks. The order
+is FIFO, except that a tenant's attempts are sorted by priority within the places that the tenant
+holds.
+
+A prefill worker that sends Progress but no KV is neither silent nor frozen: its machine may be
+slow, or share its cores. Time in which its engine computes other prompts first does not count. The
+worker reports that time in Progress, and it ends: tenants take turns, and within a tenant a prompt
+waits for prompts of a lower priority value, and the longer it waits, the sooner it passes those of
+an equal value. Blocks that have arrived stay at decode as a cached prefix, so a retry elsewhere
+costs only the missing chunks.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from pdserve.engine.api import Request, prefix_ids
+from pdserve.engine.api import EngineError, Request, prefix_ids
 from pdserve.engine.handoff.endpoint import HandoffAttempt
 from pdserve.engine.handoff.open_blocks import BlocksReleased, OpenBlocks, WritableKv
 from pdserve.engine.handoff.protocol import (
@@ -20,8 +37,89 @@ from pdserve.engine.handoff.protocol import (
     Ticket,
     TicketKeys,
 )
-from pdserve.engine.handoff.slow_peer import SlowPeerDetector
 from pdserve.engine.kv import KvSpec
+from pdserve.engine.scheduling import by_priority
+
+GROWTH_TOKENS = 64  # tokens that a running sequence is expected to need before it ends
+
+
+def promise_blocks(num_tokens: int, num_choices: int, block_size: int) -> int:
+    """Return the blocks of a whole prompt, plus one per choice. A prefix hit does not reduce them,
+    since it may be evicted before the Claim."""
+    return -(-num_tokens // block_size) + num_choices
+
+
+class Promises:
+    """The sum of all promises; every operation is O(1)."""
+
+    def __init__(self, block_size: int) -> None:
+        self._growth = -(-GROWTH_TOKENS // block_size)
+        self.blocks = 0
+
+    def offer(self, blocks: int, available: int, running: int) -> bool:
+        """Promise `blocks` if they fit beside the existing promises; return False if not.
+
+        `available`: blocks that are free or can be evicted, including those of parked requests.
+        `running`: sequences in the batch. An idle decode worker promises whatever fits its whole
+        pool, since nothing else competes.
+        """
+        unpromised = available - self._growth * running - self.blocks
+        if blocks > unpromised and (self.blocks or running):
+            return False
+        self.blocks += blocks
+        return True
+
+    def give_back(self, blocks: int) -> None:
+        if blocks > self.blocks:
+            raise ValueError(f"cannot give back {blocks} blocks: {self.blocks} are promised")
+        self.blocks -= blocks
+
+
+SLOW_RATIO = 2.0  # slow: more than this many times the longest chunk so far
+SLOW_S = 2.0  # and longer than this
+LOOK_S = 0.5  # a longer gap between two `look` calls means that decode was slow, and does not count
+
+
+@dataclass(frozen=True, slots=True)
+class SlowPeerDetector:
+    """Tracks how fast the chunks of one prefill arrive; times are clock readings in seconds."""
+
+    # Time that does not count is added to `chunk_at` and `moved`.
+    chunk_at: float  # when the last chunk was complete; at first, when the blocks were granted
+    moved: float  # when a frame last arrived
+    looked: float  # when `look` was last called
+    longest: float | None = None  # seconds of the longest chunk; None before the first
+
+    @classmethod
+    def begin(cls, now: float) -> "SlowPeerDetector":
+        """Return the detector of a prefill whose blocks are granted at `now`."""
+        return cls(chunk_at=now, moved=now, looked=now)
+
+    def arrived(self, now: float, chunk: bool) -> "SlowPeerDetector":
+        """Record that frames were verified; `chunk` is true if they complete a chunk in all
+        layers."""
+        if not chunk:
+            return replace(self, moved=now)
+        longest = max(self.longest or 0.0, now - self.chunk_at)
+        return replace(self, moved=now, chunk_at=now, longest=longest)
+
+    def look(self, now: float, passed_over: bool = False) -> "SlowPeerDetector":
+        """Discount time that does not count; call it several times a second, before `slow`.
+
+        `passed_over`: prefill computes other prompts, so the time since the last look does not
+        count.
+        """
+        discounted = now - self.looked - (0.0 if passed_over else LOOK_S)
+        discounted = max(0.0, discounted)
+        chunk_at, moved = min(now, self.chunk_at + discounted), min(now, self.moved + discounted)
+        return replace(self, looked=now, chunk_at=chunk_at, moved=moved)
+
+    def slow(self, now: float) -> bool:
+        """Return whether nothing has arrived for more than max(SLOW_S, SLOW_RATIO * the longest
+        chunk)."""
+        if self.longest is None:
+            return False
+        return now - self.moved > max(SLOW_S, SLOW_RATIO * self.longest)
 
 
 class ReceivingEngine(Protocol):
@@ -171,3 +269,67 @@ class IncomingHandoff(HandoffAttempt):
         """Stop all writes: the blocks are about to leave the attempt."""
         if self.blocks is not None:
             self.blocks.close()
+
+
+log = logging.getLogger(__name__)
+
+
+class ClaimQueue:
+    """Grants Claims in order; calls `refused(incoming, reason)` for a Claim that can never be
+    granted."""
+
+    def __init__(
+        self,
+        engine: ReceivingEngine,
+        kv: WritableKv,
+        clock: Callable[[], float],
+        refused: Callable[[IncomingHandoff, str], None],
+    ) -> None:
+        self._engine = engine
+        self._kv = kv
+        self._clock = clock
+        self._refused = refused
+        self._queue: deque[IncomingHandoff] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[IncomingHandoff]:
+        return iter(self._queue)
+
+    def add(self, incoming: IncomingHandoff) -> None:
+        """Add an attempt that waits for blocks; one that ends first leaves the queue."""
+        self._queue.append(incoming)
+        ordered = by_priority(
+            self._queue,
+            lambda incoming: incoming.request.tenant,
+            lambda incoming: incoming.request.priority,
+        )
+        self._queue = deque(ordered)
+
+    def granted(self) -> Iterator[IncomingHandoff]:
+        """Reserve blocks for the attempts in order while there are enough blocks; yield each
+        attempt."""
+        while self._queue:
+            head = self._queue[0]
+            if head.state.final:
+                self._queue.popleft()
+                continue
+            try:
+                reservation = self._engine.reserve(head.request, head.sender)
+            except Exception as err:
+                if not isinstance(err, EngineError):
+                    log.exception("reserving blocks for a hand-off failed")
+                self._queue.popleft()
+                self._refused(head, f"reservation: {err}")
+                continue
+            if reservation is None:
+                return
+            try:
+                ready = self._kv.ready()
+            except Exception:
+                self._engine.release(reservation)  # no other object knows this reservation
+                raise
+            self._queue.popleft()
+            head.grant(reservation, self._kv.spec, self._clock(), ready)
+            yield head

@@ -14,15 +14,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pdserve.engine.api import Request, prefix_ids
-from pdserve.engine.handoff.claims import ClaimQueue
 from pdserve.engine.handoff.connection import DataLink, DataListeners
 from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
 from pdserve.engine.handoff.endpoint import HandoffEndpoint
 from pdserve.engine.handoff.incoming import (
+    ClaimQueue,
     IncomingHandoff,
+    Promises,
     Received,
     ReceiveTimes,
     ReceivingEngine,
+    promise_blocks,
 )
 from pdserve.engine.handoff.open_blocks import BlocksReleased, WritableKv
 from pdserve.engine.handoff.protocol import (
@@ -38,13 +40,11 @@ from pdserve.engine.handoff.protocol import (
     HandoffCompatibility,
     HandoffEnded,
     Piece,
-    Promises,
     Reserved,
     Side,
     Ticket,
     derive_keys,
     messages,
-    promise_blocks,
     verified_payload,
 )
 from pdserve.engine.handoff.recorder import EventLog, RecordKind

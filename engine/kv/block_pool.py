@@ -1,14 +1,56 @@
-"""The KV blocks of one layer group: free list, reference counts and prefix cache. Pure.
+"""The KV blocks of one layer group: free list, reference counts, and a prefix cache by chain hash.
+Pure.
 
 A block is in exactly one state, the first that applies: *used* (a sequence refers to it),
 *reserved* (an uncommitted KV transfer refers to it), *cached* (unreferenced, but its content can be
 found by hash) or *free*. So free + used + cached + reserved == num_blocks at every moment. Block 0
 is the null block: it pads block tables, has no owner and is not counted.
+
+In one cache, equal chain hashes mean equal tokens from token 0 on. They are SHA-256 cut to 128
+bits, so that a tenant cannot make a block that another tenant's prompt matches. The router computes
+them too.
 """
 
+import hashlib
+import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+HASH_BYTES = 16
+ID_BYTES = 4
+
+
+def cache_seed(kv_identity: bytes, cache_salt: bytes) -> bytes:
+    """Return the parent of a chain's first hash; it separates KV identities and tenants' salts."""
+    head = struct.pack("<II", len(kv_identity), len(cache_salt))
+    return _hash(b"pdserve kv cache" + head + kv_identity + cache_salt)
+
+
+def next_hash(parent: bytes, ids: Sequence[int]) -> bytes:
+    """Return the hash of one full block of token ids (each below 2**32) that follows `parent`."""
+    return _hash(parent + _pack(ids))
+
+
+def chain_hashes(ids: Sequence[int], block_size: int, seed: bytes) -> list[bytes]:
+    """Return one hash per full block of `ids`; `seed` is cache_seed(...)."""
+    num_blocks = len(ids) // block_size
+    packed = _pack(ids[: num_blocks * block_size])
+    hashes: list[bytes] = []
+    parent = seed
+    for start in range(0, len(packed), ID_BYTES * block_size):
+        parent = _hash(parent + packed[start : start + ID_BYTES * block_size])
+        hashes.append(parent)
+    return hashes
+
+
+def _pack(ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
+def _hash(block: bytes) -> bytes:
+    return hashlib.sha256(block).digest()[:HASH_BYTES]
+
 
 NULL_BLOCK = 0
 

@@ -5,6 +5,7 @@ depends on besides the token ids. The parts say what differs where it is not. Th
 part of the digest, but it must be equal too, because another tokenizer gives the ids another text.
 """
 
+import struct
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -106,3 +107,31 @@ def _part_text(identity: KvIdentity, part: str) -> str:
         return value
     label = f" ({identity.quantization})" if part == "weights" and identity.quantization else ""
     return value[:SHORT] + label
+
+
+_PART = struct.Struct("<H")  # length of one part of an encoded identity
+
+
+def encode_identity(identity: KvIdentity) -> bytes:
+    """Return the identity's parts in order, each after its length."""
+    parts = [v if isinstance(v, bytes) else v.encode() for v in identity.parts().values()]
+    return b"".join(_PART.pack(len(part)) + part for part in parts)
+
+
+def decode_identity(data: bytes) -> tuple[KvIdentity, bytes]:
+    """Return the identity at the start of `data`, and the bytes after it. Raises ValueError if it
+    is malformed."""
+    offset = 0
+    parts: list[bytes] = []
+    for _ in NAMES:
+        try:
+            (size,) = _PART.unpack_from(data, offset)
+        except struct.error as err:
+            raise ValueError(f"the KV identity is malformed: {err}") from None
+        offset += _PART.size
+        parts.append(data[offset : offset + size])
+        offset += size
+    if offset > len(data):
+        raise ValueError("the KV identity is truncated")
+    digest, *texts = parts
+    return KvIdentity(digest, *(text.decode() for text in texts)), data[offset:]

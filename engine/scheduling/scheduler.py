@@ -1,7 +1,7 @@
 """Decides what each step computes: decode rows first, then prefill chunks, under a token budget.
 
 Pure: time is an argument. Chunks end at multiples of the chunk size counted from token 0, so what
-is computed together does not depend on the load. Tenants take turns (turns.py). Within a tenant the
+is computed together does not depend on the load. Tenants take turns (Turns). Within a tenant the
 lowest priority value comes first, however long others wait. Prompts of one priority are ordered by
 waiting time divided by length (highest response ratio, Brinch Hansen 1971): a short prompt soon
 passes a long one, none starves, and of two equal ones the older comes first.
@@ -22,12 +22,11 @@ from collections.abc import Iterable
 from itertools import chain
 
 from pdserve.engine.api import Event, Evicted, PrefillComputed, Scheduled
-from pdserve.engine.scheduling.fairness import Fairness
+from pdserve.engine.scheduling.fairness import Fairness, Turns, by_priority
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Plan, Row
 from pdserve.engine.scheduling.request_state import RequestState, Sequence
-from pdserve.engine.scheduling.turns import Turns, by_priority
 
 
 class Scheduler:

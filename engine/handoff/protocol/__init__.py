@@ -43,4 +43,3 @@ from pdserve.engine.handoff.protocol.machine import (
     step,
 )
 from pdserve.engine.handoff.protocol.messages import HandoffCompatibility, Hello
-from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks

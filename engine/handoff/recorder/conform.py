@@ -40,12 +40,16 @@ from pdserve.engine.handoff.recorder.event_log import (
     MAX_ARGUMENT,
     PEER_NOTIFIED,
     ROUTE,
+    Entry,
     Record,
     Recording,
     RecordKind,
+    Timeline,
     action_bits,
+    describe,
+    event_name,
+    merge,
 )
-from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, describe, event_name, merge
 
 INF = float("inf")
 SLACK_S = 0.1  # maximum time between reading a clock and writing the record

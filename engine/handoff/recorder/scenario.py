@@ -11,8 +11,15 @@ from typing import Any
 from zlib import crc32
 
 from pdserve.engine.handoff.protocol import Phase, Side
-from pdserve.engine.handoff.recorder.event_log import FOLLOW, PEER_NOTIFIED, ROUTE, RecordKind
-from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, event_name
+from pdserve.engine.handoff.recorder.event_log import (
+    FOLLOW,
+    PEER_NOTIFIED,
+    ROUTE,
+    Entry,
+    RecordKind,
+    Timeline,
+    event_name,
+)
 
 BLOCK = 4  # tokens of a block in the simulation
 MAX_BLOCKS = 11  # of a prompt in the simulation
