@@ -1,5 +1,5 @@
-"""The architectures: each is one module here with a ModelSpec named SPEC, found by discovery; a
-module elsewhere calls `register`."""
+"""The architectures: each is a ModelSpec in a module here, found by discovery; a module elsewhere
+calls `register`."""
 
 import pkgutil
 from collections.abc import Mapping
@@ -24,7 +24,9 @@ def register(spec: ModelSpec) -> None:
 @cache
 def _discover() -> None:
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
-        register(import_module(module.name).SPEC)
+        for spec in vars(import_module(module.name)).values():
+            if isinstance(spec, ModelSpec):
+                register(spec)
 
 
 def known_specs() -> tuple[ModelSpec, ...]:

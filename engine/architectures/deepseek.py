@@ -34,9 +34,9 @@ from pdserve.engine.models.hf_config import (
     num_layers,
     read_rope,
     scores_magnitude,
+    standard,
     with_experts,
 )
-from pdserve.engine.models.hf_config.standard import standard
 
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
 FIRST_K_DENSE = {V3: 3, GLM: 1}  # defaults of first_k_dense_replace

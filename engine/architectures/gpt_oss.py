@@ -15,10 +15,10 @@ from pdserve.engine.models.hf_config import (
     positive,
     routing,
     sliding_window,
+    standard,
     windowed,
     with_experts,
 )
-from pdserve.engine.models.hf_config.standard import standard
 
 YARN = {  # transformers' default if config.json has no rope scaling
     "rope_type": "yarn",

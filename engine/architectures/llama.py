@@ -4,8 +4,7 @@ from typing import Any
 
 from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata, expert_config
 from pdserve.engine.models import ModelConfig, ModelSpec
-from pdserve.engine.models.hf_config import HfConfig
-from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.hf_config import HfConfig, standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:

@@ -10,9 +10,9 @@ from pdserve.engine.models.hf_config import (
     num_layers,
     plain_layers,
     sliding_window,
+    standard,
     windowed,
 )
-from pdserve.engine.models.hf_config.standard import standard
 
 
 def has_rope(hf: HfConfig) -> list[bool]:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 from pdserve.engine.handoff.connection import DataLink
 from pdserve.engine.handoff.incoming import IncomingHandoff
-from pdserve.engine.handoff.open_blocks import BlocksReleased, FrameCopy, OpenBlocks, PagedKv
+from pdserve.engine.handoff.open_blocks import BlocksReleased, FrameCopy, OpenBlocks
 from pdserve.engine.handoff.protocol import FrameError, FrameHeader, Piece
+from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.transport import DeviceSource
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class DeviceFrames:
     copy. The verdict follows the credit.
     """
 
-    def __init__(self, kv: PagedKv, verdicts: FrameVerdicts) -> None:
+    def __init__(self, kv: KvCache, verdicts: FrameVerdicts) -> None:
         self._kv = kv
         self._verdicts = verdicts
         self._waiting: deque[ReceivedFrame] = deque()

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from pdserve.engine.api import EngineError, Request, prefix_ids
 from pdserve.engine.handoff.endpoint import HandoffAttempt
-from pdserve.engine.handoff.open_blocks import BlocksReleased, OpenBlocks, WritableKv
+from pdserve.engine.handoff.open_blocks import BlocksReleased, OpenBlocks
 from pdserve.engine.handoff.protocol import (
     Bitmap,
     FrameError,
@@ -38,7 +38,8 @@ from pdserve.engine.handoff.protocol import (
     TicketKeys,
 )
 from pdserve.engine.kv import KvSpec
-from pdserve.engine.scheduling import by_priority
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.scheduling import Reservation, by_priority
 
 GROWTH_TOKENS = 64  # tokens that a running sequence is expected to need before it ends
 
@@ -134,13 +135,6 @@ class ReceivingEngine(Protocol):
     def stats(self) -> Any: ...
 
 
-class ReservationLike(Protocol):
-    num_tokens: int
-    blocks: list[list[int]]
-    first_block: list[int]
-    cached_tokens: int
-
-
 @dataclass(slots=True)
 class ReceiveTimes:
     """Clock readings of one attempt; 0 means not reached."""
@@ -184,7 +178,7 @@ class IncomingHandoff(HandoffAttempt):
         self.sender = b""  # digest of the KV identity that computes it; empty if it is local
         self.cancelled: set[int] = set()  # choices that were cancelled before the commit
         self.parked = False  # no client listens, so the request joins the engine parked
-        self.reservation: ReservationLike | None = None
+        self.reservation: Reservation | None = None
         self.bitmap: Bitmap | None = None  # what the engine thread knows to be written
         self.blocks: OpenBlocks | None = None
         self.num_verified = 0  # leading blocks that are verified in all layers
@@ -196,9 +190,7 @@ class IncomingHandoff(HandoffAttempt):
         self._idle_since = 0.0
         self.times = times
 
-    def grant(
-        self, reservation: ReservationLike, spec: KvSpec, now: float, ready: Any = None
-    ) -> None:
+    def grant(self, reservation: Reservation, spec: KvSpec, now: float, ready: Any = None) -> None:
         """Give the attempt its blocks, which may be written after `ready` (OpenBlocks)."""
         self.reservation = reservation
         bitmap_args = spec, reservation.num_tokens, reservation.first_block
@@ -259,7 +251,7 @@ class IncomingHandoff(HandoffAttempt):
         thread."""
         return self.blocks.num_leading if self.blocks is not None else 0
 
-    def write(self, kv: WritableKv, header: FrameHeader, payload: memoryview) -> Piece | None:
+    def write(self, kv: KvCache, header: FrameHeader, payload: memoryview) -> Piece | None:
         """Call OpenBlocks.write; also raises BlocksReleased if the attempt has no blocks yet."""
         if self.blocks is None:
             raise BlocksReleased
@@ -281,7 +273,7 @@ class ClaimQueue:
     def __init__(
         self,
         engine: ReceivingEngine,
-        kv: WritableKv,
+        kv: KvCache,
         clock: Callable[[], float],
         refused: Callable[[IncomingHandoff, str], None],
     ) -> None:

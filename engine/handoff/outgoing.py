@@ -8,11 +8,11 @@ new owner. On a device a frame's copy may still run at that point, and `settle` 
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from pdserve.engine.handoff.endpoint import HandoffAttempt
 from pdserve.engine.handoff.protocol import (
@@ -26,21 +26,14 @@ from pdserve.engine.handoff.protocol import (
     mark_of,
 )
 from pdserve.engine.handoff.recorder import EventLog, RecordKind
-from pdserve.engine.kv import KvSpec, Pages
+from pdserve.engine.kv import Pages
+from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.transport import Copy, DeviceError, DeviceSink, Frame
 
 log = logging.getLogger(__name__)
 
 
 HANDED_BACK = "handed back"  # reason of an attempt that ended before the engine began it
-
-
-class ReadableKv(Protocol):
-    spec: KvSpec
-
-    def read(self, group: int, layers: range, blocks: Sequence[int]) -> list[memoryview]: ...
-    def pages(self, group: int, layers: range, blocks: Sequence[int], ready: Any) -> Pages: ...
-    def ready(self) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -109,7 +102,7 @@ class OutgoingHandoff(HandoffAttempt):
         self.encrypted = encrypted  # payloads are sealed, not only tagged
         self.event_log = event_log
 
-    def push(self, kv: ReadableKv, pieces: Iterable[Piece], table: list[int], resends: int) -> None:
+    def push(self, kv: KvCache, pieces: Iterable[Piece], table: list[int], resends: int) -> None:
         """Queue frames of these pieces; each frame is read and signed when a slot is free."""
         if self.link is None:
             return
@@ -139,7 +132,7 @@ class OutgoingHandoff(HandoffAttempt):
     @contextmanager
     def _build(
         self,
-        kv: ReadableKv,
+        kv: KvCache,
         piece: Piece,
         blocks: tuple[int, ...],
         resends: int,
@@ -193,7 +186,7 @@ class OutgoingHandoff(HandoffAttempt):
 
     def _payload(
         self,
-        kv: ReadableKv,
+        kv: KvCache,
         piece: Piece,
         blocks: tuple[int, ...],
         pages: Pages | None,

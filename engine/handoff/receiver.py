@@ -26,7 +26,7 @@ from pdserve.engine.handoff.incoming import (
     ReceivingEngine,
     promise_blocks,
 )
-from pdserve.engine.handoff.open_blocks import BlocksReleased, WritableKv
+from pdserve.engine.handoff.open_blocks import BlocksReleased
 from pdserve.engine.handoff.protocol import (
     ID_BYTES,
     SECRET_BYTES,
@@ -49,6 +49,7 @@ from pdserve.engine.handoff.protocol import (
 )
 from pdserve.engine.handoff.recorder import EventLog, RecordKind
 from pdserve.engine.kv import NO_MIXING, KvIdentity, Mixing, num_blocks, spec_digest
+from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.transport import KvTransport, Payload
 
 
@@ -62,7 +63,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def __init__(
         self,
         engine: ReceivingEngine,
-        kv: WritableKv,
+        kv: KvCache,
         *,
         boot: bytes,
         identity: KvIdentity,

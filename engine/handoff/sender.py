@@ -32,7 +32,6 @@ from pdserve.engine.handoff.endpoint import HandoffEndpoint
 from pdserve.engine.handoff.outgoing import (
     HANDED_BACK,
     OutgoingHandoff,
-    ReadableKv,
     SendTimes,
     Sent,
 )
@@ -55,6 +54,7 @@ from pdserve.engine.handoff.protocol import (
 )
 from pdserve.engine.handoff.recorder import EventLog, RecordKind
 from pdserve.engine.kv import KvIdentity, encode_spec, num_blocks, spec_digest
+from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.transport import KvTransport, Payload, Target, TransportRefused
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
     def __init__(
         self,
         engine: SendingEngine,
-        kv: ReadableKv,
+        kv: KvCache,
         transports: Sequence[KvTransport],
         *,
         boot: bytes,

@@ -11,7 +11,7 @@ from oracles.rings import assert_conform
 from systems.eventually import LIMIT_S
 from systems.handoff_pair import MakePair, Pair
 
-from pdserve.engine.transport.registry import transports
+from pdserve.engine.transport.base import transports
 
 TRANSPORTS = list(transports())
 CHANGES = ("decode_identity", "mixing", "encrypted", "decode_encrypted")  # of Pair itself

@@ -21,7 +21,7 @@ from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
 from pdserve.engine.handoff.protocol import Domain, FrameHeader, TagKey
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.kv import KvIdentity
-from pdserve.engine.transport.registry import transports
+from pdserve.engine.transport.base import transports
 
 TRANSPORTS = list(transports())
 

@@ -20,7 +20,7 @@ import threading
 import time
 
 from pdserve.engine.api.grammar_tokenizer import make_tokenizer
-from pdserve.engine.constraints.grammars.compiled import (
+from pdserve.engine.constraints.grammars.matcher import (
     CompiledGrammar,
     GrammarError,
 )

@@ -13,11 +13,11 @@ from pdserve.kernels.cuda.experts import (
     Groups,
     MatrixStack,
     choose,
+    combine,
     group,
     grouped_product,
     tile_tokens,
 )
-from pdserve.kernels.cuda.experts.combine import combine
 from pdserve.kernels.cuda.layer import gated
 from pdserve.kernels.cuda.linear import DeviceMatrix
 

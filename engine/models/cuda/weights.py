@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.models.layers import HELD, Weights
 from pdserve.engine.models.parts import TensorSpec
+from pdserve.engine.models.torch_parts import PLAIN_FORMATS, Weights
 from pdserve.engine.weights import (
     PLAIN,
     VALUES,
@@ -22,8 +22,8 @@ from pdserve.engine.weights import (
     same_order,
     write_rounded,
 )
+from pdserve.engine.weights.convert import unpack
 from pdserve.engine.weights.formats import formats
-from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels.cuda.linear import BITS, DeviceMatrix, SplitSums, linear, pack, split_linear
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class DeviceWeights:
 
     def plain(self, name: str) -> Tensor:
         """Return a matrix in the dtype of the computation."""
-        values = as_plain(self.stored(name), HELD[self.dtype]).parts[VALUES]
+        values = as_plain(self.stored(name), PLAIN_FORMATS[self.dtype]).parts[VALUES]
         return torch.from_numpy(np.ascontiguousarray(values)).view(self.dtype).to(self.device)
 
     def product(self, weights: Sequence[TensorSpec], biases: Sequence[TensorSpec] = ()) -> Product:
@@ -116,7 +116,7 @@ class DeviceWeights:
             if raw.format in BITS and same_order(raw.columns, columns):
                 return raw
             self._note_expanded(raw.format)
-        plain = HELD[self.dtype]
+        plain = PLAIN_FORMATS[self.dtype]
         if columns is None:
             return as_plain(raw, plain)
         values = empty(raw.shape, plain)
@@ -132,11 +132,11 @@ class DeviceWeights:
                 raise
             self._note_expanded(raw.format)
             stored = RawTensor(raw.parts, raw.format, raw.shape)  # columns stay in stored order
-            return self._pack(as_plain(stored, HELD[self.dtype]), self.dtype)
+            return self._pack(as_plain(stored, PLAIN_FORMATS[self.dtype]), self.dtype)
 
     def _note_expanded(self, format: str) -> None:
         if not self.expanded[format]:
-            log.info("weights of format %s are stored as %s", format, HELD[self.dtype])
+            log.info("weights of format %s are stored as %s", format, PLAIN_FORMATS[self.dtype])
         self.expanded[format] += 1
 
     def _pack(self, raw: RawTensor, dtype: torch.dtype) -> DeviceMatrix:

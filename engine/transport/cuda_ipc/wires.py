@@ -29,15 +29,18 @@ from pdserve.engine.transport.base import (
 )
 from pdserve.engine.transport.cuda_ipc.handshake import (
     ANSWER_BYTES,
+    MAX_PROBES,
     OFFER_BYTES,
     PLACE_BYTES,
     PROBE_BYTES,
+    Cell,
     HandshakeOffer,
+    Probes,
     ProcessPlace,
     Refusal,
     namespace_refusal,
+    probe_pages,
 )
-from pdserve.engine.transport.cuda_ipc.probe import MAX_PROBES, Cell, Probes, probe_pages
 from pdserve.engine.transport.cuda_ipc.windows import DeviceWindow, DeviceWindows, handles_bytes
 from pdserve.engine.transport.device import (
     ALIGN_BYTES,

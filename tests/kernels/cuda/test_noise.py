@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from fakes import triton_interpreter  # noqa: F401  (before kernels run)
 
-from pdserve.kernels.cuda.sampling.noise import (
+from pdserve.kernels.cuda.sampling.picks import (
     LN2,
     SQRT2,
     noise_bits,

@@ -1,6 +1,9 @@
-"""Quantization to GGUF blocks with the native kernels: the same bytes on every machine."""
+"""Converts stored weights: from any format to plain numbers, and to GGUF blocks with the native
+kernels, which write the same bytes on every machine.
+"""
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,14 +11,59 @@ from numpy.typing import NDArray
 from pdserve.engine.weights.format import (
     BLOCKS,
     CHUNK_VALUES,
+    PLAIN,
+    VALUES,
     BlockFormat,
     Floats,
     RawTensor,
+    empty,
     row_runs,
+    widened,
+    write_rounded,
 )
 from pdserve.engine.weights.formats import formats
-from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels import _native
+
+
+def unpack(raw: RawTensor) -> Floats:
+    """Return the values of `raw`, float32 of raw.shape; a float32 weight is not copied.
+
+    Raises KeyError for an unregistered format.
+    """
+    if raw.format in PLAIN:
+        return widened(raw.parts[VALUES], raw.format)
+    out = empty(raw.shape, "F32")
+    unpack_into(raw, out, "F32")
+    return out
+
+
+def unpack_into(raw: RawTensor, out: NDArray[Any], format: str) -> None:
+    """Write the values of `raw` into `out`, of raw.shape, as plain numbers of `format`, in chunks
+    of rows; each value is rounded once."""
+    assert out.shape == raw.shape, (out.shape, raw.shape)
+    order = None if raw.columns is None else np.argsort(raw.columns)
+    for rows in row_runs(out.shape, CHUNK_VALUES):
+        part = raw.rows(rows)
+        if raw.format not in PLAIN:
+            with np.errstate(all="ignore"):  # infinite values from a file's scales are not an error
+                values: Any = formats()[raw.format].unpack(part)
+        elif raw.format == "F64":
+            values = part.parts[VALUES]
+        else:
+            values = widened(part.parts[VALUES], raw.format)
+        if order is not None:
+            values = values[..., order]
+        write_rounded(values, out[rows], format)
+
+
+def as_plain(raw: RawTensor, format: str) -> RawTensor:
+    """Convert `raw` to plain numbers of `format`; return `raw` if it already has this format."""
+    if raw.format == format:
+        return raw
+    out = empty(raw.shape, format)
+    unpack_into(raw, out, format)
+    return RawTensor({VALUES: out}, format, raw.shape)
+
 
 VERSION = 2  # increment with any change of results
 QUANTIZED = frozenset(_native.quantized_formats())
