@@ -46,7 +46,7 @@ from pdserve.engine.scheduling import (
     discrepancy,
     is_in_batch,
 )
-from pdserve.kernels.sampling_ops import Picks, SamplingOps
+from pdserve.kernels.sampling_ops import SampledTokens, SamplingOps
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +60,13 @@ class Pending:
     plan: Plan
     hidden: Any  # what ModelRunner.launch returned; None with an `error`
     started_s: float
-    picks: Picks | None = None  # sampling launched behind it, if rows and backend allow
+    tokens: SampledTokens | None = None  # sampling launched behind it, if rows and backend allow
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A held request, whose KV can be read."""
+class Frozen:
+    """A frozen request, whose KV can be read."""
 
     num_tokens: int  # leading tokens whose KV is in its blocks: all except the last
     cached_tokens: int  # as in its Finished event
@@ -164,8 +164,8 @@ class Engine:
         self.jobs.unpark(job)
         return True
 
-    def hold(self, key: str) -> Held | None:
-        """Exclude a request from steps until unhold and pin its blocks, so that they can be read.
+    def freeze(self, key: str) -> Frozen | None:
+        """Exclude a request from steps until `resume`; hold its blocks so that they can be read.
 
         Returns None and changes nothing unless the request has one sequence that lacks only the KV
         of its last token: not during prefill, with several unfinished choices, or without blocks.
@@ -178,10 +178,10 @@ class Engine:
         if job.sequences[0].num_left != 1:
             return None
         self.jobs.hold(job)
-        return Held(job.sequences[0].num_computed, job.cached_tokens)
+        return Frozen(job.sequences[0].num_computed, job.cached_tokens)
 
-    def unhold(self, key: str) -> bool:
-        """Let a held request continue where it stopped. Returns False if it is not held."""
+    def resume(self, key: str) -> bool:
+        """Let a frozen request continue where it stopped. Returns False if it is not frozen."""
         job = self.jobs.held.get(key)
         if job is None or job.request.prefill_only:
             return False
@@ -220,13 +220,13 @@ class Engine:
         step cannot be planned before the tokens are known.
         """
         self._poll_constraints()
-        if pending.picks is None or self._events:
+        if pending.tokens is None or self._events:
             return None
         ahead = plan_ahead(pending.plan, self.jobs)
         if ahead is None:
             return None
-        plan, picks = ahead
-        return self._launch(plan, UnreadTokens(pending.picks.tokens, np.array(picks)))
+        plan, indices = ahead
+        return self._launch(plan, UnreadTokens(pending.tokens.tokens, np.array(indices)))
 
     def _launch(self, plan: Plan, unread: UnreadTokens | None) -> Pending:
         pending = Pending(plan, None, self._clock())
@@ -234,7 +234,7 @@ class Engine:
             pending.hidden = hidden = self._runner.launch(plan, unread)
             if hidden is not None:
                 num_unread = int(unread is not None)
-                pending.picks = self._sampler.begin(
+                pending.tokens = self._sampler.begin(
                     plan.rows, hidden, self.model.logits, num_unread
                 )
         except Exception as error:
@@ -274,8 +274,8 @@ class Engine:
                 raise DeviceLost(f"{type(error).__name__}: {error}") from error
 
     def _outcomes(self, pending: Pending) -> list[Outcome]:
-        if pending.picks is not None:
-            return self._sampler.read(pending.picks)
+        if pending.tokens is not None:
+            return self._sampler.read(pending.tokens)
         rows = pending.plan.rows
         outcomes = self._sampler.sample(rows, pending.hidden, self.model.logits)
         return with_states(rows, outcomes, pending.hidden, self.model)

@@ -42,7 +42,7 @@ class Backend(ABC):
     name: ClassVar[str]  # value of --kernels
     kv_dtypes: ClassVar[Collection[str]] = ("float32", "bf16", "float16")  # accepted by --kv-dtype
     copies_weights: ClassVar[bool] = False  # if so, a loaded file's pages need not stay
-    sampling: SamplingOps  # picks tokens from the decoder's logits
+    sampling: SamplingOps  # samples tokens from the decoder's logits
 
     def __init__(self, config: EngineConfig) -> None:
         """Raise ValueError for options that the backend cannot follow."""

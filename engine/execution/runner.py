@@ -28,10 +28,10 @@ class GroupTable(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class UnreadTokens:
-    """Tokens that the host has not read yet: the token of row r is tokens[picks[r]]."""
+    """Tokens that the host has not read yet: the token of row r is tokens[indices[r]]."""
 
-    tokens: Any  # [picks of the previous step], on the device
-    picks: Ints  # [rows]
+    tokens: Any  # [sampled tokens of the previous step], on the device
+    indices: Ints  # [rows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Prefill's side of a hand-off: claims blocks at decode when the engine has picked the prompt, and
-sends what is computed. In a migration it is the source's side, where everything is computed from
-the start.
+"""Prefill's side of a hand-off: claims blocks at decode when the engine has scheduled the prompt,
+and sends what is computed. In a migration it is the source's side, where everything is computed
+from the start.
 
 Everything runs on the engine thread except the DataLink callbacks, dialling with its first Claims,
 and the building of frames (outgoing.py). Blocks are held from Picked until decode's Complete or the

@@ -22,7 +22,8 @@ ID_BYTES = 4
 
 
 def cache_seed(kv_identity: bytes, cache_salt: bytes) -> bytes:
-    """Return the parent of a chain's first hash; it separates KV identities and tenants' salts."""
+    """Return the parent of a chain's first hash, which differs by KV identity and by tenant's
+    salt."""
     head = struct.pack("<II", len(kv_identity), len(cache_salt))
     return _hash(b"pdserve kv cache" + head + kv_identity + cache_salt)
 
@@ -57,7 +58,7 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy a whole block of every layer of a group."""
+    """A copy of a whole block, in every layer of a group."""
 
     group: int
     source: int
@@ -108,8 +109,8 @@ class BlockPool:
         return BlockCounts(len(self._free), self._num_used, len(self._idle), self._num_reserved)
 
     def references(self) -> tuple[Counter[int], Counter[int]]:
-        """Return, by block, references held by sequences and by reservations; takes time in
-        proportion to the pool."""
+        """Count the references of sequences and of reservations, by block; takes time in proportion
+        to the pool."""
         used, reserved = (
             Counter({block: count for block, count in enumerate(refs) if count})
             for refs in (self._used, self._reserved)
@@ -117,8 +118,8 @@ class BlockPool:
         return used, reserved
 
     def allocate(self, count: int, reserved: bool = False) -> list[int]:
-        """Return `count` blocks with one reference each, evicting cached ones. Raises ValueError if
-        `count` exceeds num_available."""
+        """Allocate `count` blocks with one reference each, evicting cached ones. Raises ValueError
+        if `count` exceeds num_available."""
         if count > self.num_available:
             raise ValueError(f"cannot allocate {count} blocks: {self.num_available} are available")
         blocks = []
@@ -140,7 +141,7 @@ class BlockPool:
             self._refer(block, reserved)
 
     def release(self, blocks: Iterable[int], reserved: bool = False) -> None:
-        """Remove one reference of each block. The first of `blocks` will be evicted first. Raises
+        """Remove one reference of each block; the first of `blocks` is evicted first. Raises
         ValueError for a block without such a reference."""
         for block in blocks:
             refs = self._reserved if reserved else self._used
@@ -156,7 +157,7 @@ class BlockPool:
                     self._free.append(block)
 
     def commit(self, blocks: Iterable[int]) -> None:
-        """Turn a reservation's references into a sequence's. Raises ValueError if one is
+        """Turn references of a reservation into a sequence's. Raises ValueError if one is
         missing."""
         for block in blocks:
             if not self._reserved[block]:
@@ -167,7 +168,7 @@ class BlockPool:
             self._count(old_state, self._state(block))
 
     def writable(self, block: int) -> bool:
-        """Whether the block's one holder may write it: not shared, and not findable by hash."""
+        """Whether the only holder of a block may write it: not shared, and not findable by hash."""
         return self._used[block] + self._reserved[block] == 1 and block not in self._hash_of
 
     def is_cached(self, block: int) -> bool:
@@ -179,7 +180,7 @@ class BlockPool:
         return self._by_hash.get(chain_hash)
 
     def register(self, block: int, chain_hash: bytes) -> None:
-        """Make a full, computed block findable; of equal blocks the first one stays findable."""
+        """Make a full, computed block findable. Of equal blocks, the first stays findable."""
         if chain_hash in self._by_hash or block in self._hash_of:
             return
         self._by_hash[chain_hash] = block
@@ -202,7 +203,8 @@ class BlockPool:
                 self._removed[chain_hash] = None
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the net change of the findable hashes since the last call: (added, removed)."""
+        """Return the hashes that became findable, and those that no longer are, since the last
+        call."""
         events = list(self._added), list(self._removed)
         self._added, self._removed = {}, {}
         return events

@@ -1,9 +1,11 @@
-"""Geometry of cached keys and values, as a list of layer groups, and the location of blocks in
-memory. Pure, without torch.
+"""The layout of cached keys and values, as a list of layer groups, its encoding, and the location
+of blocks in memory. Pure, without torch.
 
 One block of one layer, on the wire and in the pool: [2, kv_heads, block_size, head_dim], keys
 first; a group may store its keys as [head_dim, block_size]. A latent group has only keys, a part of
 which is the value: [1, kv_heads, block_size, head_dim].
+
+The encoding begins with its version. Decoding accepts exactly what encoding produces.
 """
 
 import hashlib
@@ -68,17 +70,16 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def window_blocks(window: int, chunk_size: int, block_size: int) -> int:
-    """Return the number of blocks that hold a chunk and what its first token sees through a window,
-    wherever in a block the chunk begins."""
+    """Return how many blocks hold a chunk, wherever in a block it begins, and the window before
+    it."""
     return blocks_for(window - 1 + chunk_size, block_size) + 1
 
 
 def pool_sizes(spec: KvSpec, num_blocks: int, max_running: int, chunk_size: int) -> tuple[int, ...]:
-    """Return each group's number of blocks, given `num_blocks` for a full-attention group.
+    """Return each group's number of blocks, with `num_blocks` for a full-attention group.
 
-    Beside such a group, a window group has at most, per row of a full batch, the blocks that a
-    chunk needs and one more window, for prefix cache, parked requests and KV that a prefill worker
-    sends.
+    A window group gets, for each row of a full batch, the blocks that a chunk needs and one more
+    window, for the prefix cache, parked requests and KV from prefill workers.
     """
     if all(group.kind == "window" for group in spec.groups):
         return (num_blocks,) * len(spec.groups)  # they set how much the worker holds
@@ -94,8 +95,8 @@ def pool_sizes(spec: KvSpec, num_blocks: int, max_running: int, chunk_size: int)
 
 
 def spec_difference(local: KvSpec, remote: KvSpec, sides: tuple[str, str] = SIDES) -> str:
-    """Return a description of the first field that differs; empty if none does. `sides` names the
-    two processes in it."""
+    """Describe the first field that differs; empty if none does. `sides` names the two
+    processes."""
     local_side, remote_side = sides
     if local.block_size != remote.block_size:
         return f"block size {local.block_size} {local_side}, {remote.block_size} {remote_side}"

@@ -37,8 +37,8 @@ ACTIVE_S = 1.0  # a tenant counts as active this long after its last request has
 def by_priority(
     entries: Sequence[T], tenant: Callable[[T], bytes], priority: Callable[[T], int]
 ) -> list[T]:
-    """Return each tenant's entries in order of priority, stable within one priority. Each tenant
-    keeps the places it had, so none gains against another."""
+    """Sort each tenant's entries by priority, stably, within the places that the tenant has, so
+    that none gains against another."""
     by_tenant: dict[bytes, list[T]] = {}
     for entry in entries:
         by_tenant.setdefault(tenant(entry), []).append(entry)
@@ -50,10 +50,10 @@ def by_priority(
 
 
 class Turns:
-    """Order of tenants with prompts to compute, the one with the fewest computed tokens first.
+    """The order of tenants with prompts to compute, the one with the fewest computed tokens first.
 
-    A new tenant comes before those of which something has been computed, and behind earlier
-    arrivals and those passed over for more than MAX_PASSED steps.
+    A new tenant comes before tenants whose prompts have begun, but after earlier arrivals and
+    tenants passed over for more than MAX_PASSED steps.
     """
 
     def __init__(self) -> None:
@@ -74,8 +74,7 @@ class Turns:
         return len(self._active) > 1
 
     def order(self, entries: Sequence[T], tenant: Callable[[T], bytes]) -> Sequence[T]:
-        """Return the first entry of each tenant, then the second of each, and so on. With one
-        tenant the order does not change."""
+        """Return the first entry of each tenant, then the second of each, and so on."""
         tenants = {tenant(entry) for entry in entries}
         counts = {name: count for name, count in self._computed.items() if name in tenants}
         self._begun &= tenants

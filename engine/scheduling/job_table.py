@@ -58,7 +58,7 @@ from pdserve.engine.scheduling.request_state import RequestState, Sequence
 
 
 class ReservationState(Enum):
-    """State of a reservation: open -> committed | released | aborted; the JobTable changes it."""
+    """The state of a reservation: open -> committed | released | aborted."""
 
     OPEN = "open"
     COMMITTED = "committed"
@@ -274,12 +274,13 @@ class JobTable:
         return reservation, copies
 
     def verified(self, reservation: Reservation, num_tokens: int) -> int:
-        """Add full blocks of the first `num_tokens` received tokens to the prefix cache.
+        """Add full blocks of the first `num_tokens` received tokens to the prefix cache, and return
+        the number of prefix tokens cached so far.
 
-        Returns the number of prefix tokens cached so far. The blocks stay reserved; if the
-        reservation ends without a commit, they stay in the cache until they are evicted. With
-        window groups nothing is cached while the next token would lack a block that was not
-        requested. Raises ValueError if the reservation is not open or has fewer tokens.
+        The blocks stay reserved; if the reservation ends without a commit, they stay in the cache
+        until they are evicted. With window groups, nothing is cached while the next token would
+        lack a block that was not requested. Raises ValueError if the reservation is not open or has
+        fewer tokens.
         """
         reservation.check_open()
         if num_tokens > reservation.num_tokens:
@@ -298,8 +299,8 @@ class JobTable:
         return sequence.num_published * size
 
     def commit(self, reservation: Reservation) -> None:
-        """Queue the job of a reservation, all of whose KV is in its blocks. Raises ValueError if
-        the reservation is not open."""
+        """Queue the job of a reservation whose blocks have all KV. Raises ValueError if it is not
+        open."""
         reservation.check_open()
         job = reservation.job
         self.tables.commit(job.sequences[0], reservation.num_tokens)
@@ -308,8 +309,8 @@ class JobTable:
         self.waiting[job.key] = job
 
     def release(self, reservation: Reservation) -> None:
-        """Free the blocks of an open reservation; an aborted one has no blocks any more. Raises
-        ValueError if it was committed or released before."""
+        """Free the blocks of an open reservation; an aborted one has none. Raises ValueError if it
+        was committed or released before."""
         if reservation.state is ReservationState.ABORTED:
             return
         reservation.check_open()
@@ -345,7 +346,7 @@ class JobTable:
         return copies
 
     def _spare(self, job: RequestState) -> Seq[int]:
-        """Return the blocks to leave in each group for the growth of running jobs and for the job's
+        """Return the blocks to leave in each group for the growth of running jobs and of the job's
         other, longer choices."""
         tables = self.tables
         num_growing = sum(len(j.sequences) for j in self.running if j.request.generates)
@@ -381,9 +382,11 @@ class JobTable:
 
 
 def discrepancy(jobs: JobTable, recount: bool = False) -> str:
-    """Return what is inconsistent, with the numbers; empty if nothing is.
+    """Describe the first inconsistency between pools and jobs; empty if there is none.
 
-    Fast without `recount`; with it, the time is proportional to the blocks in use.
+    In each group free + used + cached + reserved must equal all blocks. With `recount`, the
+    references that the pool has counted must also be those of the sequences, which takes time in
+    proportion to the blocks in use.
     """
     for group, pool in enumerate(jobs.tables.pools):
         counts = pool.counts()

@@ -8,8 +8,7 @@ passes a long one, none starves, and of two equal ones the older comes first.
 
 While several tenants are active, each has a share of a step, in decode rows and in prompt tokens,
 so that no first token waits long for a step that another tenant fills. A chunk larger than the
-share runs if it is the first of its step. fairness.py has what a step owes those that it passed
-over.
+share runs if it is the first of its step. Fairness has what a step owes requests it passed over.
 
 When blocks run out, parked requests are evicted, the longest parked first; then the youngest
 request, or one of the same tenant with a higher priority value, is preempted: it loses its blocks,
@@ -111,8 +110,7 @@ class Scheduler:
         """Return the chunks that fill the token budget, the highest response ratio first.
 
         The first chunk runs whatever its size; further ones run within their tenant's share. After
-        a step in which a tenant got no chunk for that reason, the first chunk of every tenant runs
-        whatever its size.
+        a step in which a tenant got no chunk for that reason, the first chunk of every tenant runs.
 
         A job that cannot be admitted holds up the jobs behind it. If it lacks blocks, jobs that
         already have blocks still pass, because they will free the blocks that it waits for.

@@ -1,4 +1,4 @@
-"""Statistics of an engine for routing and metrics; its counters start at 0."""
+"""Statistics of an engine for routing and metrics."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,8 @@ class EngineStats:
 
 
 class StepMeter:
-    """Counters of steps, the measured prefill rate, and an estimate of a step's duration."""
+    """Counters of steps since the start, the measured prefill rate, and an estimate of a step's
+    duration."""
 
     def __init__(self, token_s: float = 0.0) -> None:
         self.step = 0

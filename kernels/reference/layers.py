@@ -160,7 +160,7 @@ def _decode(
     out = torch.empty_like(q)
     for rows, span in _buckets(spans):
         has_all_rows = len(rows) == len(spans)
-        pick = slice(None) if has_all_rows else torch.tensor(rows, device=q.device)
+        selected = slice(None) if has_all_rows else torch.tensor(rows, device=q.device)
         lens = torch.tensor([kv_lens[row] for row in rows], device=q.device)[:, None]
         key = torch.arange(span * block_size, device=q.device)  # [span * block_size]
         if window:
@@ -169,12 +169,14 @@ def _decode(
             seen = (key < lens) & (key >= lens - window)
             # Columns past a row's last block are clamped; the mask hides the keys found there.
             columns = first + torch.arange(span, device=q.device)
-            blocks = block_table[pick].gather(1, columns.clamp_(max=max_blocks - 1))
+            blocks = block_table[selected].gather(1, columns.clamp_(max=max_blocks - 1))
         else:
             seen = key < lens
-            blocks = block_table[pick, :span]
-        grouped = q[pick].reshape(len(rows), kv.shape[2], -1, q.shape[2])  # [B, K, G, D]
-        out[pick] = _attend_seen(grouped, kv, blocks, seen, scale, soft_cap, sinks).flatten(1, 2)
+            blocks = block_table[selected, :span]
+        grouped = q[selected].reshape(len(rows), kv.shape[2], -1, q.shape[2])  # [B, K, G, D]
+        out[selected] = _attend_seen(grouped, kv, blocks, seen, scale, soft_cap, sinks).flatten(
+            1, 2
+        )
     return out
 
 

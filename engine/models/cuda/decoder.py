@@ -149,7 +149,7 @@ def padded(batch: Batch[Ints], shape: GraphShape, block_size: int) -> Batch[Ints
         groups.append(GroupTable(table, padded_array(group.slots, -1)))
     unread = batch.unread
     if unread is not None:
-        unread = UnreadTokens(unread.tokens, padded_array(unread.picks))
+        unread = UnreadTokens(unread.tokens, padded_array(unread.indices))
     return replace(
         batch,
         token_ids=padded_array(batch.token_ids),

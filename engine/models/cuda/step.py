@@ -38,12 +38,12 @@ class StepInputs:
     positions: Tensor  # [tokens]
     outputs: Tensor  # [outputs]: tokens whose hidden states are returned
     groups: tuple[GroupInputs, ...]
-    picks: Tensor  # [rows]: of UnreadTokens
+    token_indices: Tensor  # [rows]: of UnreadTokens
 
     def take(self, tokens: Tensor) -> None:
-        """Write tokens that the host has not read over the token ids. A failed pick, which is
+        """Write tokens that the host has not read over the token ids. A failed token, which is
         negative, becomes an arbitrary token: its row's result is dropped."""
-        self.token_ids.copy_(tokens.index_select(0, self.picks).clamp_(min=0))
+        self.token_ids.copy_(tokens.index_select(0, self.token_indices).clamp_(min=0))
 
 
 class InputBuffer:
@@ -82,7 +82,7 @@ def _arrays(batch: Batch[Ints]) -> list[Numbers]:
         chunk_tiles(batch.starts, batch.kv_lens, batch.num_decode_rows),
     ]
     rows = len(batch.kv_lens)
-    arrays.append(batch.unread.picks if batch.unread else np.zeros(rows, np.int64))
+    arrays.append(batch.unread.indices if batch.unread else np.zeros(rows, np.int64))
     for group in batch.groups:
         arrays += [group.block_table, group.slots]
     return arrays
@@ -109,7 +109,7 @@ def _views(numbers: Tensor, arrays: Sequence[Numbers], offsets: Sequence[int]) -
 
 
 def _inputs(batch: Batch[Ints], tensors: Sequence[Tensor], max_kv_len: int) -> StepInputs:
-    token_ids, positions, outputs, starts, kv_lens, tiles, picks, *rest = tensors
+    token_ids, positions, outputs, starts, kv_lens, tiles, indices, *rest = tensors
     groups = tuple(
         GroupInputs(
             Rows(
@@ -124,7 +124,7 @@ def _inputs(batch: Batch[Ints], tensors: Sequence[Tensor], max_kv_len: int) -> S
         )
         for table, slots in zip(rest[::2], rest[1::2], strict=True)
     )
-    inputs = StepInputs(token_ids, positions, outputs, groups, picks)
+    inputs = StepInputs(token_ids, positions, outputs, groups, indices)
     if batch.unread is not None:
         inputs.take(batch.unread.tokens)
     return inputs

@@ -83,7 +83,7 @@ class CudaTokenStream:
         return [*ids, *(-1 - token for token in removed)] if removed else ids
 
 
-class CudaPicks:
+class CudaSampledTokens:
     """Launched picks, and their queued copy to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
@@ -128,7 +128,7 @@ class CudaSampling:
         if not rows:
             return []
         with torch.cuda.stream(self._stream):
-            return CudaPicks(self.launch(logits, rows, streams, generated, masks)).read()
+            return CudaSampledTokens(self.launch(logits, rows, streams, generated, masks)).read()
 
     def begin(
         self,
@@ -136,10 +136,12 @@ class CudaSampling:
         rows: list[int],
         streams: list[CudaTokenStream],
         num_generated: list[int],
-    ) -> CudaPicks:
+    ) -> CudaSampledTokens:
         """Implement AheadSampling.begin, for at least one pick."""
         with torch.cuda.stream(self._stream):
-            return CudaPicks(self.launch(logits, rows, streams, list(map(range, num_generated))))
+            return CudaSampledTokens(
+                self.launch(logits, rows, streams, list(map(range, num_generated)))
+            )
 
     @torch.inference_mode()
     def launch(
