@@ -91,8 +91,7 @@ class Engine:
         token_s: float = 0.0,
         grammars: GrammarBackend | None = None,
     ) -> None:
-        """`token_s`: seconds per token of a chunk; 0 if unknown. Without `grammars`, requests that
-        have a grammar are refused."""
+        """`token_s`: seconds per token of a chunk; 0: unknown. `grammars`: None refuses them."""
         self.model = model
         self.kv = kv
         self.limits = limits
@@ -209,8 +208,7 @@ class Engine:
         return Step(self._meter.step + 1, events, wall_s=0.0)
 
     def launch(self, plan: Plan) -> Pending:
-        """Start the step. If the model raises, only the requests of this step fail. Raises
-        DeviceLost if the device is lost."""
+        """Start the step. An error fails only its requests. Raises DeviceLost."""
         return self._launch(plan, None)
 
     def launch_ahead(self, pending: Pending) -> Pending | None:
@@ -438,8 +436,7 @@ class Engine:
         }
 
     def take_prefix_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Return net (added, removed) chain hashes of the first full-attention group since the last
-        call."""
+        """Return chain hashes (added, removed) since the last call, of the first full group."""
         return self.jobs.tables.take_prefix_events()
 
     def _new_job(
@@ -467,8 +464,7 @@ class Engine:
             self._constrained.append(job)
 
     def _poll_constraints(self) -> None:
-        """Fail requests whose grammar is wrong, and end choices that were complete before their
-        grammar could say so."""
+        """Fail requests with a wrong grammar; end choices that it now shows to be complete."""
         remaining: list[RequestState] = []
         for job in self._constrained:
             constraints = job.constraints

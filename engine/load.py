@@ -139,8 +139,7 @@ Progress = Callable[[str, float], None]
 
 
 def resolve_device(device: str) -> str:
-    """Return "cpu" or "cuda" for a --device value. Raises ValueError if the value requires a GPU
-    and none is usable."""
+    """Return "cpu" or "cuda" for --device. Raises ValueError if a required GPU is not usable."""
     if device == "cpu":
         return device
     problem = _gpu_problem()
@@ -234,8 +233,7 @@ def _stored_pooling(config: EngineConfig, checkpoint: Checkpoint) -> StoredPooli
 
 
 def score_ids(tokenizer_json: bytes) -> tuple[int, int]:
-    """Return the ids of the tokens `yes` and `no`. Raises CheckpointError if the vocabulary lacks
-    one."""
+    """Return the ids of the tokens `yes` and `no`. Raises CheckpointError if one is missing."""
     tokenizer = load_tokenizer(tokenizer_json)
     yes, no = tokenizer.token_to_id(YES), tokenizer.token_to_id(NO)
     if yes is None or no is None:

@@ -108,8 +108,7 @@ class EngineThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its current turn, cancel calls still posted, and close the
-        engine."""
+        """End the thread after its turn, cancel calls still posted, and close the engine."""
         with self._woken:
             self._closing = True
             self._woken.notify()
@@ -226,8 +225,7 @@ class EngineThread:
         self._liveness.beat(time.monotonic(), self._engine.expected_s(plan))
 
     def _fail_requests(self, error: Exception) -> bool:
-        """Fail all requests. Returns False if that raises; the next turn then comes after a
-        second."""
+        """Fail all requests; return False if that raises: the next turn comes after a second."""
         log.error("an engine step failed; all requests of the engine fail", exc_info=error)
         try:
             self._engine.fail_all(f"{type(error).__name__}: {error}")

@@ -116,5 +116,4 @@ class AheadSampling(Protocol):
     def begin(
         self, logits: Any, rows: list[int], streams: list[Any], num_generated: list[int]
     ) -> SampledTokens:
-        """Launch sampling for streams without masks and penalties, which need only the number of
-        generated tokens."""
+        """Launch sampling for streams without masks and penalties."""

@@ -37,8 +37,7 @@ def known_specs() -> tuple[ModelSpec, ...]:
 
 
 def find_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
-    """Return the spec of config.json's `architectures`. Raises UnsupportedModel with the known
-    names."""
+    """Return the spec of a config.json. Raises UnsupportedModel, which lists the known names."""
     _discover()
     architectures = hf_config.get("architectures")
     names = [str(name) for name in architectures] if isinstance(architectures, list | tuple) else []

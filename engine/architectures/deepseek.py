@@ -80,8 +80,8 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def sparse_layers(hf: HfConfig, default: int) -> Collection[int]:
-    """Return the layers that have experts: all after the first `first_k_dense_replace`, or those
-    that `mlp_layer_types` names."""
+    """Return the layers with experts: those that `mlp_layer_types` names or after the dense
+    ones."""
     kinds = hf.get("mlp_layer_types")
     if kinds is None:
         first = integer(hf, "first_k_dense_replace", default, minimum=0)

@@ -18,24 +18,22 @@ from pdserve.engine.models.hf_config import (
     sliding_window,
     sparse_layers,
     standard,
-    windowed,
+    windows,
     with_experts,
 )
 
 
-def windows(hf: HfConfig) -> Sequence[int]:
-    """Return the window of each layer; only with `use_sliding_window`, by default from layer
-    `max_window_layers` on."""
+def upper_windows(hf: HfConfig) -> Sequence[int]:
+    """Return the window of each layer, by default set only from `max_window_layers` on."""
     count = num_layers(hf)
     if not hf.get("use_sliding_window", False):
         return [0] * count
     first = integer(hf, "max_window_layers", 28, minimum=0)
-    has_window = windowed(hf, [n >= first for n in range(count)])
-    return [sliding_window(hf, 4096) if has else 0 for has in has_window]
+    return windows(hf, sliding_window(hf, 4096), [n >= first for n in range(count)])
 
 
 def parse_dense(hf: HfConfig) -> ModelConfig:
-    return standard(hf, qkv_bias=True, layers=plain_layers(hf, windows(hf)))
+    return standard(hf, qkv_bias=True, layers=plain_layers(hf, upper_windows(hf)))
 
 
 QWEN2 = ModelSpec(("Qwen2ForCausalLM",), parse_dense, GgufMapping("qwen2"))
@@ -44,10 +42,10 @@ QWEN2 = ModelSpec(("Qwen2ForCausalLM",), parse_dense, GgufMapping("qwen2"))
 def parse_moe(hf: HfConfig) -> ModelConfig:
     window = sliding_window(hf, 4096) if hf.get("use_sliding_window") else 0
     last = integer(hf, "max_window_layers", 28, minimum=0)
-    has_window = windowed(hf, [n % 2 == 0 and n < last for n in range(num_layers(hf))])
+    default = [n % 2 == 0 and n < last for n in range(num_layers(hf))]
     config = standard(
         hf,
-        layers=plain_layers(hf, [window if has else 0 for has in has_window]),
+        layers=plain_layers(hf, windows(hf, window, default)),
         qkv_bias=bool(hf.get("qkv_bias", True)),
     )
     mixture = MixtureOfExperts(

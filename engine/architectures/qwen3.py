@@ -5,11 +5,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.engine.architectures.qwen2 import windows
+from pdserve.engine.architectures.qwen2 import upper_windows
 from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata, expert_config
 from pdserve.engine.models import MixtureOfExperts, ModelConfig, ModelSpec, stored_experts
 from pdserve.engine.models.hf_config import (
     HfConfig,
+    attention_biases,
     integer,
     num_experts,
     num_layers,
@@ -23,20 +24,18 @@ from pdserve.engine.models.hf_config import (
 
 
 def parse_dense(hf: HfConfig) -> ModelConfig:
-    return with_windows(hf, windows(hf))
+    return with_windows(hf, upper_windows(hf))
 
 
 def with_windows(hf: HfConfig, windows: Sequence[int]) -> ModelConfig:
     """Return Qwen 3's config with these windows, by layer."""
-    bias = bool(hf.get("attention_bias", False))
     size = integer(hf, "head_dim", 128)
     return standard(
         hf,
         head_dim=size,
         attn_scale=size**-0.5,
         qk_norm="head",
-        qkv_bias=bias,
-        o_bias=bias,
+        **attention_biases(hf),
         layers=plain_layers({**hf, "head_dim": size}, windows),
     )
 

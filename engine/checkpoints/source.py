@@ -72,8 +72,7 @@ class Checkpoint(Protocol):
         """
 
     def release(self, name: str) -> None:
-        """Free the memory of a tensor that the caller does not need for now; later reads come from
-        the file again."""
+        """Free the memory of a tensor; later reads come from the file again."""
 
     def text_files(self) -> TextFiles:
         """Return tokenizer, template and defaults; may take seconds for a large vocabulary."""

@@ -161,8 +161,7 @@ class ConstraintManager:
         self.wake: Callable[[], None] = lambda: None  # any thread: a request may continue
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequest for a grammar if the engine supports none, and QueueFull if too many
-        grammars wait to be compiled."""
+        """Raise InvalidRequest if grammars are not supported, QueueFull if too many wait."""
         grammar = request.params.grammar
         if grammar is None or not request.generates:
             return
@@ -230,8 +229,7 @@ class ConstraintManager:
             self._grammars.release(compilation)
 
     def start_masks(self) -> None:
-        """Start computing the masks for tokens accepted since the last call, and renew the budget
-        for the next tokens."""
+        """Start computing masks for the newly accepted tokens, and renew the step budget."""
         self._budget.renew()
         self._threads.start()
 

@@ -71,8 +71,7 @@ class DeviceModel(Protocol):
 
 
 class DeviceLost(Exception):
-    """The device fails every operation, as a GPU does after a kernel's illegal access: only another
-    process can compute on it."""
+    """The device fails every operation, as after an illegal access; the process must restart."""
 
 
 class ModelRunner:

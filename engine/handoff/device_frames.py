@@ -43,8 +43,7 @@ class _RunningCopy:
 
 
 class FrameVerdicts(Protocol):
-    """The Receiver's reactions to the verdict on a frame; any thread may call them. A FrameError
-    ends the connection."""
+    """How the Receiver handles verdicts, on any thread. A FrameError ends the connection."""
 
     def accepted(self, frame: ReceivedFrame, written: Piece | None, wake: bool = True) -> None:
         """The frame is verified and in the pool; `written` is None if its blocks were there before.
@@ -115,8 +114,7 @@ class DeviceFrames:
                 pause = min(2 * pause, MAX_PAUSE_S)
 
     def poll(self) -> bool:
-        """Read the verdicts of finished copies and begin the copies that can begin. Return
-        whether there were any."""
+        """End the copies that are done, and begin those that can; return whether any did."""
         moved = False
         for pending in list(self._pending):
             copy, failure = pending.frame_copy.copy, None

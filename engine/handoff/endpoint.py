@@ -249,8 +249,7 @@ class HandoffEndpoint(Generic[AttemptT]):
             self._wake()
 
     def _authenticated_attempt(self, message: messages.Signed, link: DataLink) -> AttemptT | None:
-        """Return the live attempt of a message with a correct tag; None if the message is ignored.
-        Raises FrameError."""
+        """Return the live attempt of a message; None: ignore it. Raises FrameError."""
         attempt = self._live.get(message.ticket)
         if attempt is None:
             if isinstance(message.body, messages.Progress):  # some arrive after every end

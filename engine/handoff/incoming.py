@@ -97,8 +97,7 @@ class SlowPeerDetector:
         return cls(chunk_at=now, moved=now, looked=now)
 
     def arrived(self, now: float, chunk: bool) -> "SlowPeerDetector":
-        """Record that frames were verified; `chunk` is true if they complete a chunk in all
-        layers."""
+        """Record verified frames; `chunk`: they complete a chunk in all layers."""
         if not chunk:
             return replace(self, moved=now)
         longest = max(self.longest or 0.0, now - self.chunk_at)
@@ -116,8 +115,7 @@ class SlowPeerDetector:
         return replace(self, looked=now, chunk_at=chunk_at, moved=moved)
 
     def slow(self, now: float) -> bool:
-        """Return whether nothing has arrived for more than max(SLOW_S, SLOW_RATIO * the longest
-        chunk)."""
+        """Return whether the last arrival is too long ago, compared with the longest chunk."""
         if self.longest is None:
             return False
         return now - self.moved > max(SLOW_S, SLOW_RATIO * self.longest)
@@ -201,8 +199,7 @@ class IncomingHandoff(HandoffAttempt):
         self.slow_peer = SlowPeerDetector.begin(now)
 
     def arrives(self, header: FrameHeader) -> bool:
-        """Register a genuine record on the reader thread; return False if the frame arrived
-        before or contains nothing new."""
+        """Register a genuine frame on the reader thread; return False if it has nothing new."""
         if header.sequence in self.arriving or self.has(header):
             return False
         self.arriving.add(header.sequence)
@@ -247,8 +244,7 @@ class IncomingHandoff(HandoffAttempt):
 
     @property
     def num_written(self) -> int:
-        """Leading blocks that are verified and written; `num_verified` follows on the engine
-        thread."""
+        """Leading blocks that are verified and written; the engine thread may learn it later."""
         return self.blocks.num_leading if self.blocks is not None else 0
 
     def write(self, kv: KvCache, header: FrameHeader, payload: memoryview) -> Piece | None:
@@ -267,8 +263,7 @@ log = logging.getLogger(__name__)
 
 
 class ClaimQueue:
-    """Grants Claims in order; calls `refused(incoming, reason)` for a Claim that can never be
-    granted."""
+    """Grants Claims in order; calls `refused(incoming, reason)` for one that never can be."""
 
     def __init__(
         self,
@@ -300,8 +295,7 @@ class ClaimQueue:
         self._queue = deque(ordered)
 
     def granted(self) -> Iterator[IncomingHandoff]:
-        """Reserve blocks for the attempts in order while there are enough blocks; yield each
-        attempt."""
+        """Reserve blocks for attempts in order, while there are enough, and yield them."""
         while self._queue:
             head = self._queue[0]
             if head.state.final:

@@ -140,8 +140,8 @@ class OutgoingHandoff(HandoffAttempt):
         slot: int,
         sink: DeviceSink | None,
     ) -> Iterator[Frame | None]:
-        """Yield a frame, or None if the blocks were freed. The blocks stay valid while the context
-        lasts."""
+        """Yield a frame, whose blocks stay valid while the context lasts; None if they are
+        freed."""
         spec = kv.spec
         group = spec.groups[piece.group]
         size = len(piece.layers) * len(blocks) * group.block_bytes(spec.block_size)
@@ -172,8 +172,7 @@ class OutgoingHandoff(HandoffAttempt):
             yield Frame(record, parts)
 
     def answered(self, sequence: int) -> Pushed | None:
-        """Remove a frame that decode has acknowledged or refused; return None if it was not
-        pending."""
+        """Remove a frame that decode has acknowledged or refused; None: it was not pending."""
         pushed = self.pending.pop(sequence, None)
         if pushed is not None and self.link is not None:
             self.link.slot_returned(pushed.slot, pushed.mark)

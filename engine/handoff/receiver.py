@@ -141,8 +141,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return ticket
 
     def cancel_choices(self, attempt: bytes, choices: Sequence[int]) -> bool:
-        """Cancel single choices, so that they do not join the batch; return False if the attempt is
-        not live."""
+        """Keep these choices out of the batch; return False if the attempt is not live."""
         incoming = self.attempt(attempt)
         if incoming is None:
             return False
@@ -150,8 +149,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return True
 
     def park(self, attempt: bytes, parked: bool) -> bool:
-        """Set whether the request joins the engine parked; the hand-off continues. Return False if
-        the attempt is not live."""
+        """Set whether the request joins the engine parked; return False if it is not live."""
         if (incoming := self.attempt(attempt)) is not None:
             incoming.parked = parked
         return incoming is not None
@@ -166,8 +164,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return self.promises.blocks * self._kv.spec.block_size
 
     def close(self) -> None:
-        """End every attempt and connection. Call it on the engine thread, or after that thread has
-        ended."""
+        """End every attempt and connection. The engine thread calls it, or has ended."""
         self._device_frames.close()  # first, since it reads the windows
         self._listeners.close()
         for incoming in self.live:

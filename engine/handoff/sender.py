@@ -200,8 +200,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 self._safely(outgoing, partial(self._on_event, event))
 
     def close(self) -> None:
-        """End every attempt and connection. Call it on the engine thread, or after that thread has
-        ended."""
+        """End every attempt and connection. The engine thread calls it, or has ended."""
         for outgoing in self.live:
             self._advance(outgoing, HandoffEnded("prefill stops"))
         self._dial_threads.shutdown()

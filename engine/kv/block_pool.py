@@ -22,8 +22,7 @@ ID_BYTES = 4
 
 
 def cache_seed(kv_identity: bytes, cache_salt: bytes) -> bytes:
-    """Return the parent of a chain's first hash, which differs by KV identity and by tenant's
-    salt."""
+    """Return a chain's first parent, which differs by KV identity and by tenant's salt."""
     head = struct.pack("<II", len(kv_identity), len(cache_salt))
     return _hash(b"pdserve kv cache" + head + kv_identity + cache_salt)
 
@@ -109,8 +108,7 @@ class BlockPool:
         return BlockCounts(len(self._free), self._num_used, len(self._idle), self._num_reserved)
 
     def references(self) -> tuple[Counter[int], Counter[int]]:
-        """Count the references of sequences and of reservations, by block; takes time in proportion
-        to the pool."""
+        """Count references by block: of sequences, and of reservations. Reads the whole pool."""
         used, reserved = (
             Counter({block: count for block, count in enumerate(refs) if count})
             for refs in (self._used, self._reserved)
@@ -157,8 +155,7 @@ class BlockPool:
                     self._free.append(block)
 
     def commit(self, blocks: Iterable[int]) -> None:
-        """Turn references of a reservation into a sequence's. Raises ValueError if one is
-        missing."""
+        """Make references of a reservation a sequence's. Raises ValueError if one is missing."""
         for block in blocks:
             if not self._reserved[block]:
                 raise ValueError(f"block {block} is not reserved")
@@ -203,8 +200,7 @@ class BlockPool:
                 self._removed[chain_hash] = None
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes that became findable, and those that no longer are, since the last
-        call."""
+        """Return (added, removed) findable hashes since the last call."""
         events = list(self._added), list(self._removed)
         self._added, self._removed = {}, {}
         return events

@@ -86,8 +86,7 @@ class KvCache:
         return Pages(base, layer_bytes, self._block_bytes[group], layers, tuple(blocks), ready)
 
     def ready(self) -> Any:
-        """Return the event that follows everything the calling thread, which computes, has
-        launched; None if it is complete."""
+        """Return the event after all work launched by this, the computing, thread; None: done."""
         return None
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:

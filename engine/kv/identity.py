@@ -121,8 +121,7 @@ def encode_identity(identity: KvIdentity) -> bytes:
 
 
 def decode_identity(data: bytes) -> tuple[KvIdentity, bytes]:
-    """Return the identity at the start of `data`, and the rest. Raises ValueError if it is
-    malformed."""
+    """Return the identity at the start of `data`, and the rest. Raises ValueError."""
     offset = 0
     parts: list[bytes] = []
     for _ in NAMES:

@@ -70,8 +70,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def window_blocks(window: int, chunk_size: int, block_size: int) -> int:
-    """Return how many blocks hold a chunk, wherever in a block it begins, and the window before
-    it."""
+    """Return how many blocks hold a chunk, wherever it begins, and the window before it."""
     return blocks_for(window - 1 + chunk_size, block_size) + 1
 
 
@@ -95,8 +94,7 @@ def pool_sizes(spec: KvSpec, num_blocks: int, max_running: int, chunk_size: int)
 
 
 def spec_difference(local: KvSpec, remote: KvSpec, sides: tuple[str, str] = SIDES) -> str:
-    """Describe the first field that differs; empty if none does. `sides` names the two
-    processes."""
+    """Describe the first field that differs; empty: none. `sides` names the two processes."""
     local_side, remote_side = sides
     if local.block_size != remote.block_size:
         return f"block size {local.block_size} {local_side}, {remote.block_size} {remote_side}"

@@ -47,8 +47,7 @@ class DeviceKvCache(KvCache):
         return [layer.flatten().numpy().data for layer in pinned]
 
     def write(self, group: int, layers: range, blocks: Sequence[int], payload: memoryview) -> None:
-        """Queue the copy like KvCache.write: later computation waits for it, the caller does
-        not."""
+        """Queue the copy like KvCache.write: later computation waits for it."""
         self._check(group, layers, blocks, payload.nbytes)
         if not blocks or not layers:
             return
@@ -69,7 +68,7 @@ class DeviceKvCache(KvCache):
             super().copy(copies)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Upload block numbers through pinned memory; a copy from other memory would wait for the
+        """Upload block numbers from pinned memory, so that the copy does not wait for the
         stream."""
         pinned = torch.empty(len(blocks), dtype=torch.int64, pin_memory=True)
         pinned.copy_(torch.tensor(list(blocks)))

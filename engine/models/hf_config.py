@@ -250,6 +250,16 @@ def sliding_window(hf: HfConfig, default: int = 0) -> int:
     return integer(hf, "sliding_window", 0, minimum=0) if "sliding_window" in hf else default
 
 
+def windows(hf: HfConfig, window: int, default: Sequence[bool]) -> list[int]:
+    """Return the window of each layer: `window`, or 0 if it has none (`windowed`)."""
+    return [window if has_window else 0 for has_window in windowed(hf, default)]
+
+
+def attention_biases(hf: HfConfig) -> dict[str, bool]:
+    """Return the fields of ModelConfig that follow from `attention_bias`, by default False."""
+    return dict.fromkeys(("qkv_bias", "o_bias"), bool(hf.get("attention_bias", False)))
+
+
 def plain_layers(hf: HfConfig, windows: Sequence[int]) -> tuple[LayerConfig, ...]:
     """Return layers that differ only in the window."""
     rope = read_rope(hf, head_dim(hf))
@@ -305,8 +315,7 @@ def routing(hf: HfConfig, **fields: Any) -> ExpertRouting:
 def grouped_routing(
     hf: HfConfig, scores: Literal["softmax", "sigmoid"] = "sigmoid", group_best: int = 2
 ) -> ExpertRouting:
-    """Return DeepSeek V3's routing: groups by the sum of their two best experts (arXiv:2412.19437,
-    2.1.2)."""
+    """Return DeepSeek V3's routing by groups (arXiv:2412.19437, 2.1.2)."""
     count = num_experts(hf)
     groups = integer(hf, "n_group", 1)
     kept_groups = integer(hf, "topk_group", 1, maximum=groups)

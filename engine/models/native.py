@@ -108,8 +108,7 @@ class NativeDecoder:
 
     @property
     def shares(self) -> int:
-        """How many threads computed separate rows through all layers in the last step; 0 if the
-        threads shared every operation."""
+        """Threads that computed separate rows through all layers in the last step; 0: none did."""
         return self._stack.shares
 
     def logits(self, hidden: Floats) -> Floats:
@@ -148,8 +147,7 @@ class NativeDecoder:
         )
 
     def _fields(self, part: Part, weights: Weights, group: int) -> list[NativePart]:
-        """Convert a part to the form of the native stack. Raises UnsupportedModel for a kind that
-        it lacks."""
+        """Convert a part to the form of the native stack. Raises UnsupportedModel."""
         match part:
             case Norm():
                 return [("norm", _norm(part, part.weight, weights))]

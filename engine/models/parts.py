@@ -25,8 +25,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How queries, keys and values share a row: `q` heads of queries, then `kv` of keys, `kv` of
-    values."""
+    """How a row is divided: `q` heads of queries, then `kv` of keys and `kv` of values."""
 
     q: int
     kv: int
@@ -38,8 +37,7 @@ class Part:
     """One operation of a layer."""
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the tensors of the part, in the order in which they are loaded: that of its
-        fields."""
+        """Return the tensors of all fields, in the order in which they are loaded."""
         return tuple(tensor for name in self.__slots__ for tensor in _tensors(getattr(self, name)))
 
 

@@ -31,8 +31,7 @@ def none_unused(config: ModelConfig, name: str) -> bool:
 
 
 def is_mtp(config: ModelConfig, name: str) -> bool:
-    """Return whether a tensor belongs to a layer after the model's last one, which predicts further
-    tokens (MTP)."""
+    """Return whether a tensor belongs to the extra layers of multi-token prediction (MTP)."""
     prefix, _, rest = name.partition("model.layers.")
     number = rest.partition(".")[0]
     return not prefix and number.isdigit() and int(number) >= config.num_layers
@@ -95,8 +94,7 @@ def text_of(
 
 
 def text_views(config: ModelConfig) -> dict[str, View]:
-    """Return views of the model's tensors under the first of their prefixes that the checkpoint
-    has."""
+    """Return views of the model's tensors, under the first prefix that the checkpoint has."""
     views: dict[str, View] = {}
     for name in tensor_shapes(config):
         model_prefix = next(prefix for prefix in PREFIXES if name.startswith(prefix))

@@ -44,8 +44,7 @@ Weights = Callable[[str], RawTensor]  # by Hugging Face name; called once per na
 
 
 def to_device(raw: RawTensor, dtype: torch.dtype, device: torch.device) -> Weight:
-    """Turn plain numbers of `dtype` into a tensor on the device; return any other weight as it
-    is stored."""
+    """Put plain numbers of `dtype` on the device; return other weights as they are stored."""
     if raw.format != PLAIN_FORMATS[dtype]:
         return raw
     return torch.from_numpy(raw.parts[VALUES]).view(dtype).to(device)
@@ -61,8 +60,7 @@ def expand(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor:
 def stack(
     raws: Sequence[RawTensor], dtype: torch.dtype, device: torch.device
 ) -> tuple[Weight, ...]:
-    """Join matrices over one input, so that they cost one product; if any is in stored form, they
-    stay separate."""
+    """Join matrices over one input to one product; if one is in stored form, none are joined."""
     weights = [to_device(raw, dtype, device) for raw in raws]
     tensors = [weight for weight in weights if isinstance(weight, Tensor)]
     if len(tensors) < len(weights):
@@ -79,8 +77,7 @@ def rows(weight: Weight, index: Ints, dtype: torch.dtype, device: torch.device) 
 
 @dataclass(slots=True)
 class RopeTensors:
-    """cos and sin on a device, float32 [positions, rotary_dim / 2]; layers with equal settings
-    share one."""
+    """cos and sin on a device, float32 [positions, rotary_dim / 2], shared by layers."""
 
     table: RopeTable
     device: torch.device

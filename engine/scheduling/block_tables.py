@@ -87,8 +87,7 @@ class BlockTables:
         return max(0, position - window + 1) // self.block_size if window else 0
 
     def needed_at_once(self, num_blocks: int, window: int) -> int:
-        """Return how many of `num_blocks` unfilled blocks a sequence needs at once with this
-        window."""
+        """Return how many of `num_blocks` unfilled blocks a sequence needs at once."""
         if not window:
             return num_blocks
         return min(num_blocks, window_blocks(window, self._chunk_size, self.block_size))

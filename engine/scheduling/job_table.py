@@ -184,8 +184,7 @@ class JobTable:
     # --- sequences of running jobs
 
     def extend(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
-        """Add blocks for the first `num_tokens` tokens and make the next token's block writable;
-        return None if blocks are short."""
+        """Add blocks up to `num_tokens` tokens and make the next one's writable; None: too few."""
         return self.tables.extend(sequence, num_tokens)
 
     def advance(self, sequence: Sequence, num_computed: int) -> None:
@@ -194,8 +193,7 @@ class JobTable:
         self.tables.advance(sequence, num_computed)
 
     def fork(self, prefix: Sequence, choice: int) -> None:
-        """Continue a choice from a computed prefix as a separate sequence that shares all blocks
-        and takes one of the job's slots."""
+        """Continue a choice from a computed prefix; it shares all blocks and takes one slot."""
         job = prefix.job
         branch = self.tables.fork(prefix, job.branch_ids(choice), (choice,))
         branch.is_prefix = False
@@ -299,8 +297,7 @@ class JobTable:
         return sequence.num_published * size
 
     def commit(self, reservation: Reservation) -> None:
-        """Queue the job of a reservation whose blocks have all KV. Raises ValueError if it is not
-        open."""
+        """Queue the job of a fully written reservation. Raises ValueError if it is not open."""
         reservation.check_open()
         job = reservation.job
         self.tables.commit(job.sequences[0], reservation.num_tokens)
@@ -346,8 +343,7 @@ class JobTable:
         return copies
 
     def _spare(self, job: RequestState) -> Seq[int]:
-        """Return the blocks to leave in each group for the growth of running jobs and of the job's
-        other, longer choices."""
+        """Return the blocks to leave in each group for the growth of jobs and of other choices."""
         tables = self.tables
         num_growing = sum(len(j.sequences) for j in self.running if j.request.generates)
         extra_blocks: list[int] = []

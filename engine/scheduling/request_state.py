@@ -192,8 +192,7 @@ class RequestState:
         return [*self.request.prompt_ids, *self.generated[choice]]
 
     def hit_limit(self, prefix: Seq[int]) -> int:
-        """Return how many prefix tokens may come from the cache: the row that is sampled from or
-        pooled must run."""
+        """Return how many prefix tokens may come from the cache; rows with outputs must run."""
         if self.prompt_scores is not None or (self.pooled and self.pooled.needs_all):
             return 0
         return len(prefix) if self.request.prefill_only else len(prefix) - 1

@@ -53,8 +53,7 @@ class Scheduler:
         return job is not None
 
     def schedule(self, now_s: float, events: list[Event]) -> Plan | None:
-        """Plan the next step, with `events` to send first; return None if there is nothing to
-        do."""
+        """Plan the next step, which first sends `events`; return None if there is nothing to do."""
         plan = Plan(events)
         in_step: set[int] = set()  # orders of the jobs with rows; they are not preempted
         limits, jobs = self._limits, chain(self._jobs.running, self._waiting())

@@ -36,8 +36,7 @@ class EngineStats:
 
 
 class StepMeter:
-    """Counters of steps since the start, the measured prefill rate, and an estimate of a step's
-    duration."""
+    """Counters of steps, the measured prefill rate, and an estimate of a step's duration."""
 
     def __init__(self, token_s: float = 0.0) -> None:
         self.step = 0

@@ -126,8 +126,7 @@ class Wire(ABC):
         return bool(self._ahead) or bool(self._poll.poll(0))
 
     def take(self, size: int) -> bytes:
-        """Return the next `size` bytes of the stream and buffer any further bytes that are
-        available. Raises WireClosed."""
+        """Return the next `size` bytes, and buffer more if available. Raises WireClosed."""
         while len(self._ahead) < size:
             self._ahead += self._received(partial(self.sock.recv, READ_AHEAD_BYTES))
         data, self._ahead = self._ahead[:size], self._ahead[size:]
@@ -190,8 +189,7 @@ class Wire(ABC):
 
     @abstractmethod
     def proof(self) -> bytes:
-        """Return 16 bytes that both ends see only if payloads can get through. Raises
-        TransportRefused."""
+        """Return 16 bytes that both ends see only if payloads arrive. Raises TransportRefused."""
 
     def window(self) -> bytes:
         """decode: return what the peer, now trusted, needs to open the window; empty if it needs

@@ -104,8 +104,7 @@ class Device(Protocol):
         """Open a signal of another process. Raises DeviceError."""
 
     def share_stream(self) -> CopyStream:
-        """Return a stream for a connection; a bounded number of streams serves all. Raises
-        DeviceError."""
+        """Return a connection's stream, of a bounded number. Raises DeviceError."""
 
     def copy_out(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
         """Begin a copy from pool to slot after `pages.ready`, with its tag; the slot's signal is

@@ -79,8 +79,7 @@ def quantized_bytes(shape: tuple[int, ...], format: str) -> int:
 
 
 def quantized_empty(shape: tuple[int, ...], format: str) -> RawTensor:
-    """Allocate an uninitialized matrix or stack of matrices. Raises ValueError if a row is not a
-    whole number of blocks."""
+    """Allocate a matrix or a stack. Raises ValueError if a row is not whole blocks."""
     row_bytes = quantized_bytes(shape[-1:], format)
     return RawTensor({BLOCKS: np.empty((*shape[:-1], row_bytes), np.uint8)}, format, shape)
 

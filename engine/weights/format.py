@@ -60,8 +60,7 @@ class RawTensor:
         return RawTensor({VALUES: values}, self.format, values.shape)
 
     def of_heads(self, heads: int, begin: int, end: int) -> "RawTensor":
-        """Split a matrix's rows into `heads` heads and return the rows [begin, end) of each, as a
-        stack and a view."""
+        """Return the rows [begin, end) of each of a matrix's `heads` heads, as a stack (a view)."""
         parts = {
             name: part.reshape(heads, -1, *part.shape[1:])[:, begin:end]
             for name, part in self.parts.items()

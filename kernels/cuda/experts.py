@@ -39,8 +39,7 @@ TILE_LANES: tl.constexpr = tl.constexpr(64)
 
 @dataclass(frozen=True)
 class Groups:
-    """Pairs sorted by expert and then by token, divided into tiles of one expert each. All tensors
-    are int32."""
+    """Pairs by expert, then token, in tiles of one expert each. All tensors are int32."""
 
     pairs: Tensor  # [pairs]: token * top_k + rank
     places: Tensor  # [tokens, top_k]: position of each pair in `pairs`

@@ -11,17 +11,3 @@ from pdserve.kernels.reference.layers import (
     write_kv,
 )
 from pdserve.kernels.reference.sampling import logprobs, sample, stream
-
-__all__ = [
-    "activated",
-    "gated",
-    "layer_norm",
-    "linear",
-    "logprobs",
-    "paged_attention",
-    "rms_norm",
-    "rope",
-    "sample",
-    "stream",
-    "write_kv",
-]

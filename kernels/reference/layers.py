@@ -189,8 +189,7 @@ def _attend_seen(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with q [B, K, G, D], one token per row, over the `seen` [B, n * size] keys of blocks
-    [B, n]."""
+    """Attend with one token per row, q [B, K, G, D], over the `seen` keys of blocks [B, n]."""
     k, v = _gather(kv, blocks, q.dtype)
     mask = seen[:, None, None]
     if q.is_cpu:

@@ -54,27 +54,17 @@ TENSORS = {
 # The matrices that are quantized, and their roles in a mix of formats. All other matrices keep
 # their format: routers, position tables, convolutions, unknown ones.
 ROLES = {
-    "attn_q": MatrixRole.OTHER,
-    "attn_k": MatrixRole.KEY,
-    "attn_v": MatrixRole.VALUE,
-    "attn_qkv": MatrixRole.VALUE,
-    "attn_output": MatrixRole.OUTPUT,
-    "attn_q_a": MatrixRole.OTHER,
-    "attn_q_b": MatrixRole.OTHER,
-    "attn_kv_a_mqa": MatrixRole.OTHER,
-    "attn_kv_b": MatrixRole.VALUE,
-    "attn_k_b": MatrixRole.OTHER,
-    "attn_v_b": MatrixRole.OTHER,
-    "ffn_gate": MatrixRole.OTHER,
-    "ffn_up": MatrixRole.OTHER,
-    "ffn_down": MatrixRole.DOWN,
-    "ffn_gate_exps": MatrixRole.OTHER,
-    "ffn_up_exps": MatrixRole.OTHER,
-    "ffn_gate_up_exps": MatrixRole.OTHER,
-    "ffn_down_exps": MatrixRole.DOWN,
-    "ffn_gate_shexp": MatrixRole.OTHER,
-    "ffn_up_shexp": MatrixRole.OTHER,
-    "ffn_down_shexp": MatrixRole.DOWN,
+    name: role
+    for role, names in (
+        (MatrixRole.KEY, "attn_k"),
+        (MatrixRole.VALUE, "attn_v attn_qkv attn_kv_b"),
+        (MatrixRole.OUTPUT, "attn_output"),
+        (MatrixRole.DOWN, "ffn_down ffn_down_exps ffn_down_shexp"),
+        (MatrixRole.OTHER, "attn_q attn_q_a attn_q_b attn_kv_a_mqa attn_k_b attn_v_b"),
+        (MatrixRole.OTHER, "ffn_gate ffn_gate_exps ffn_gate_shexp ffn_gate_up_exps"),
+        (MatrixRole.OTHER, "ffn_up ffn_up_exps ffn_up_shexp"),
+    )
+    for name in names.split()
 }
 OF_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)(?:\.\d+)?\.weight")
 # Hugging Face's module that a `permuted` mapping permutes -> its head count in config.json.
@@ -114,15 +104,14 @@ class GgufMapping:
         return target.replace("{n}", layer).replace("{e}", expert) + dot + leaf
 
     def heads_key(self, hf_name: str) -> str:
-        """Return the config.json key with the head count of a tensor whose rows are permuted; empty
-        for other tensors."""
+        """Return the config.json key of a permuted tensor's head count; empty for others."""
         module = hf_name.split(".")[-2:-1]
         return PERMUTED.get(module[0], "") if self.permuted and module else ""
 
 
 def tensor_role(gguf_name: str, tied: bool) -> tuple[MatrixRole, int] | None:
-    """Return the role and the layer of a matrix; None if it is never quantized. `tied`: the
-    embedding also serves as the head."""
+    """Return role and layer of a matrix; None: never quantized. `tied`: the embedding is the
+    head."""
     if gguf_name in ("token_embd.weight", "output.weight"):
         is_head = tied or gguf_name == "output.weight"
         return (MatrixRole.HEAD if is_head else MatrixRole.OTHER), 0

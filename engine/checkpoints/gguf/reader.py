@@ -26,55 +26,19 @@ MAX_KEY_BYTES = 65535  # the format's own limit
 MAX_NAME_BYTES = 255
 MAX_DIMS = 4
 STRING, ARRAY, BOOL = 8, 9, 7
-NUMBERS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-# Number of a tensor type -> name.
+# struct's code of each metadata type of numbers.
+NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+# Number of a tensor type -> name; there are gaps.
 TYPES = {
-    0: "F32",
-    1: "F16",
-    2: "Q4_0",
-    3: "Q4_1",
-    6: "Q5_0",
-    7: "Q5_1",
-    8: "Q8_0",
-    9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    20: "IQ4_NL",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-    29: "IQ1_M",
-    30: "BF16",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
-    40: "NVFP4",
-    41: "Q1_0",
+    number: name
+    for first, names in (
+        (0, "F32 F16 Q4_0 Q4_1"),
+        (6, "Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S"),
+        (20, "IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16"),
+        (34, "TQ1_0 TQ2_0"),
+        (39, "MXFP4 NVFP4 Q1_0"),
+    )
+    for number, name in enumerate(names.split(), first)
 }
 # Values and bytes per block of types that no Format expands. engine/weights has the others.
 NOT_EXPANDED = {

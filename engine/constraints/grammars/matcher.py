@@ -20,8 +20,7 @@ from pdserve.engine.constraints.masks import Bitmask, SequenceSearch
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be used, with a message for its author; or an internal error, if the
-    grammar is not at fault."""
+    """A grammar's error, with a message for its author, or an internal error."""
 
     def __init__(self, message: str, is_internal: bool = False) -> None:
         super().__init__(message)

@@ -78,6 +78,5 @@ class ReaderSlots:
         self._lent[slot] = mark
 
     def credit(self, slot: int) -> bytes:
-        """End the loan and return the mark of the slot's frame. Raises KeyError if the slot is not
-        lent."""
+        """End a loan and return its frame's mark. Raises KeyError if the slot is not lent."""
         return self._lent.pop(slot)

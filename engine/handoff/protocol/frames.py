@@ -152,8 +152,8 @@ class Piece(NamedTuple):
 
 
 def cut(spec: KvSpec, group: int, blocks: range, limit: int) -> Iterator[Piece]:
-    """Yield pieces of at most `limit` bytes (at least one block of one layer) that cover `blocks`
-    of every layer of a group once."""
+    """Yield pieces of at most `limit` bytes, or one block, that cover all layers of `blocks`
+    once."""
     layer_group = spec.groups[group]
     block_bytes = layer_group.block_bytes(spec.block_size)
     num_layers = len(layer_group.layers)
@@ -193,8 +193,7 @@ class Bitmap:
 
     @property
     def num_leading(self) -> int:
-        """The number of leading blocks that every layer of every group has; blocks that were not
-        requested count."""
+        """Number of leading blocks that all layers have, or that were not requested."""
         lead = self._end
         for layers, first in zip(self._present, self._first, strict=True):
             present = (1 << first) - 1
@@ -205,8 +204,7 @@ class Bitmap:
         return lead
 
     def piece(self, header: FrameHeader) -> Piece:
-        """Return the piece that a frame with a verified header covers. Raises FrameError if it
-        does not fit this prompt."""
+        """Return the piece of a verified header. Raises FrameError if the prompt lacks it."""
         size = self._spec.block_size
         if header.group >= len(self._spec.groups):
             raise FrameError(f"layer group {header.group} does not exist")

@@ -236,8 +236,7 @@ class EventLog:
             self._sink.append(RecordKind.OPENED, attempt, _ROUTE, try_number, request_number)
 
     def unroute(self, attempt: bytes, reason: str) -> None:
-        """Record that the router has finished with the attempt; `reason` says why it is lost, if it
-        is."""
+        """Record that the router is done with the attempt; `reason`: why it is lost, if it is."""
         self._close(attempt, _ROUTE, reason)
 
     def follow(self, attempt: bytes, blocks: int, leader: bytes) -> None:
@@ -278,8 +277,7 @@ class Timeline:
         return self.recordings[entry.source]
 
     def attempts(self) -> dict[bytes, list[Entry]]:
-        """Return the entries by the attempt's first eight bytes, in the order in which the attempts
-        began."""
+        """Return the entries by attempt (its first eight bytes), the oldest attempt first."""
         by_attempt: dict[bytes, list[Entry]] = {}
         for entry in self.entries:
             if entry.record.code != RecordKind.END:
@@ -350,8 +348,7 @@ def _step(recording: Recording, record: Record) -> str:
 
 
 def event_name(record: Record) -> str:
-    """Return the machine event ("claim granted", "tick", ...) or kind ("opened", ...) in lower
-    case."""
+    """Return the machine event ("claim granted") or record kind ("opened") in lower case."""
     if record.event is None:
         return RecordKind(record.code).name.lower()
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", record.event.__name__).lower()

@@ -56,8 +56,7 @@ _EMPTY = bytes(RECORD_BYTES)
 
 
 class RingError(Exception):
-    """Raised if a file is not a ring that can be read here; the message names the file and the
-    reason."""
+    """Raised if a file is not a readable ring; the message names the file and the reason."""
 
 
 class Ring:
@@ -222,8 +221,7 @@ def read_rings(paths: Iterable[Path]) -> list[Recording]:
 
 
 def parse_ring(data: bytes) -> Recording:
-    """Parse the bytes of a ring; if the end is missing, its records are missing too. Raises
-    RingError."""
+    """Parse a ring; a truncated one has fewer records. Raises RingError."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
         raise RingError("the file is not a ring")
     head = data[: _HEADER.size]

@@ -86,8 +86,7 @@ class DecodeGraphs:
         max_rows: int,
         context_len: int,
     ) -> None:
-        """Record the graphs. `launch` runs a whole step of decode rows on its inputs and returns
-        their final hidden states."""
+        """Record the graphs. `launch` returns the final hidden states of a whole decode step."""
         self._buffer = buffer = InputBuffer(device)
         self._block_size = block_size = spec.block_size
         num_groups = len(spec.groups)
@@ -126,8 +125,7 @@ def row_counts(max_rows: int) -> list[int]:
 
 
 def key_counts(context_len: int) -> list[int]:
-    """Return key counts from FIRST_KEYS, each KEYS_FACTOR times the previous; the last is the
-    context."""
+    """Return powers of KEYS_FACTOR times FIRST_KEYS, up to the context."""
     counts = [min(FIRST_KEYS, context_len)]
     while counts[-1] < context_len:
         counts.append(min(counts[-1] * KEYS_FACTOR, context_len))

@@ -110,8 +110,7 @@ def _row_norms(norm: HeadNorm) -> Iterator[Part]:
 
 
 def _heads(parts: Iterable[tuple[int, Part]]) -> tuple[list[Part], int]:
-    """Fuse parts that begin with a norm of heads, rope or attention; return also how many parts are
-    consumed."""
+    """Fuse head norms, rope and attention; return also how many parts are consumed."""
     rest = list(parts)
     norm = rope = None
     consumed = 0

@@ -217,8 +217,7 @@ class LaunchedHeads:
 
 
 class LaunchedAttention:
-    """Maps x [T, columns], queries first, to [T, q heads * dim]; if latent, to [T, q heads *
-    latent]."""
+    """Maps x [T, columns], queries first, to [T, q heads * (dim, or latent if set)]."""
 
     def __init__(self, part: Attend, setup: LaunchSetup) -> None:
         self._part, self._layer = part.attention, part.layer

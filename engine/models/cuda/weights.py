@@ -82,8 +82,7 @@ class DeviceWeights:
         return torch.from_numpy(np.ascontiguousarray(values)).view(self.dtype).to(self.device)
 
     def product(self, weights: Sequence[TensorSpec], biases: Sequence[TensorSpec] = ()) -> Product:
-        """Return the product with these matrices over one input; rows of one format become one
-        matrix."""
+        """Return the product with these matrices; rows of one format become one matrix."""
         raws = [self.stored(spec.name) for spec in weights]
         bias = torch.cat([self.vector(spec) for spec in biases]) if biases else None
         return self.product_of(raws, bias)
@@ -97,8 +96,7 @@ class DeviceWeights:
     def matrices(
         self, raws: Sequence[RawTensor], columns: NDArray[np.int64] | None
     ) -> tuple[DeviceMatrix, ...]:
-        """Pack matrices for an input whose values are in the order of `columns`; None: in the
-        original order."""
+        """Pack matrices; `columns` is the order of the input's values, None the original one."""
         ordered = [self._ordered(raw, columns) for raw in raws]
         joined = [_joined(ordered)] if _can_join(ordered) else ordered
         return tuple(map(self._packed, joined))
@@ -109,8 +107,7 @@ class DeviceWeights:
         return Product((self._pack(raw, torch.float32),), bias, None)
 
     def _ordered(self, raw: RawTensor, columns: NDArray[np.int64] | None) -> RawTensor:
-        """Convert to a form that `pack` may accept, for an input whose values are in the order of
-        `columns`."""
+        """Convert to a form that `pack` may accept, for inputs in the order of `columns`."""
         if raw.format not in PLAIN:
             raw = formats()[raw.format].packable(raw)
             if raw.format in BITS and same_order(raw.columns, columns):

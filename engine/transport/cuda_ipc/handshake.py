@@ -163,8 +163,7 @@ class Cell:
         )
 
     def verify(self, device: Device, deadline: float) -> Refusal:
-        """Wait for the peer's copy until `deadline` (time.monotonic), then copy it out and check
-        its tag."""
+        """Wait for the peer's copy until `deadline` (time.monotonic); check its tag."""
         try:
             while not self.slot.signal.done():
                 if time.monotonic() > deadline:

@@ -124,8 +124,7 @@ class CudaWriter(WindowWriter):
         self._proof = b""
 
     def introduce(self, source: Memory) -> None:
-        """Do the handshake, with PROBE_BYTES of this process's memory. Raises TransportRefused,
-        WireClosed, ValueError."""
+        """Do the handshake, with `source` to copy from. Raises TransportRefused, or others."""
         self._send_place()
         _raise_if_refused(_answer(self))
         peer_place = ProcessPlace.unpack(self.take(PLACE_BYTES))
@@ -301,8 +300,7 @@ class CudaReader(WindowReader):
         return self.take(PLACE_BYTES)
 
     def _prepare(self, cell: Cell | None) -> Refusal:
-        """Check the peer and prepare its window now, while prefill can still choose another
-        transport."""
+        """Check the peer and prepare its window, while prefill can choose another transport."""
         if cell is None:
             return Refusal("busy", f"{MAX_PROBES} handshakes run already")
         try:

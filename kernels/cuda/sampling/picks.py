@@ -210,90 +210,63 @@ def choose_kernel(
 
 
 class Survey:
-    """The results of the programs over tiles, each [picks, tiles] on the device."""
+    """The picks of a step, with what the programs over tiles found: each [picks, tiles] on the
+    device."""
 
-    def __init__(self, num_picks: int, vocab: int, device: torch.device) -> None:
+    def __init__(
+        self, records: Tensor, logits: Tensor, edited_scores: Tensor, vocab: int, num_picks: int
+    ) -> None:
+        """Read the scores of every pick once."""
+        device = logits.device
+        self.records = records
+        self.scores = logits, logits.stride(0), edited_scores, vocab  # arguments of each kernel
         self.num_tiles = triton.cdiv(vocab, TILE)
         shape = num_picks, self.num_tiles
         self.best = torch.empty(shape, device=device)
         self.best_id = torch.empty(shape, dtype=torch.int32, device=device)
         self.mass = torch.empty(shape, dtype=torch.float64, device=device)
         self.bound = torch.empty(shape, device=device)
+        survey_kernel[self.num_tiles, num_picks](
+            records,
+            *self.scores,
+            self.best,
+            self.best_id,
+            self.mass,
+            self.bound,
+            TILE=TILE,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
+    def bound_filtered(self, filtered_picks: Tensor, floors: Tensor) -> None:
+        """Write the bounds of the filtered picks, int32 [n]; `floors` float32 [picks]."""
+        bound_kernel[self.num_tiles, len(filtered_picks)](
+            self.records,
+            filtered_picks,
+            floors,
+            *self.scores,
+            self.bound,
+            TILE=TILE,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
-def survey(
-    records: Tensor, logits: Tensor, edited_scores: Tensor, vocab: int, num_picks: int
-) -> Survey:
-    """Read the scores of every pick once; return the results per tile."""
-    results = Survey(num_picks, vocab, logits.device)
-    survey_kernel[results.num_tiles, num_picks](
-        records,
-        logits,
-        logits.stride(0),
-        edited_scores,
-        vocab,
-        results.best,
-        results.best_id,
-        results.mass,
-        results.bound,
-        TILE=TILE,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    return results
-
-
-def bound_filtered(
-    records: Tensor,
-    filtered_picks: Tensor,
-    floors: Tensor,
-    logits: Tensor,
-    edited_scores: Tensor,
-    vocab: int,
-    results: Survey,
-) -> None:
-    """Write bounds of the filtered picks (int32 [n]) into `results`; `floors` float32 [picks]."""
-    bound_kernel[results.num_tiles, len(filtered_picks)](
-        records,
-        filtered_picks,
-        floors,
-        logits,
-        logits.stride(0),
-        edited_scores,
-        vocab,
-        results.bound,
-        TILE=TILE,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-
-
-def choose(
-    records: Tensor,
-    floors: Tensor,
-    logits: Tensor,
-    edited_scores: Tensor,
-    vocab: int,
-    results: Survey,
-) -> Tensor:
-    """Choose the token of each pick, int32 [picks]."""
-    num_picks = len(results.best)
-    tokens = torch.empty(num_picks, dtype=torch.int32, device=logits.device)
-    choose_kernel[(num_picks,)](
-        records,
-        floors,
-        logits,
-        logits.stride(0),
-        edited_scores,
-        vocab,
-        results.num_tiles,
-        results.best,
-        results.best_id,
-        results.bound,
-        tokens,
-        TILES=triton.next_power_of_2(results.num_tiles),
-        TILE=TILE,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
-    return tokens
+    def choose(self, floors: Tensor) -> Tensor:
+        """Choose the token of each pick, int32 [picks]."""
+        num_picks = len(self.best)
+        tokens = torch.empty(num_picks, dtype=torch.int32, device=self.best.device)
+        choose_kernel[(num_picks,)](
+            self.records,
+            floors,
+            *self.scores,
+            self.num_tiles,
+            self.best,
+            self.best_id,
+            self.bound,
+            tokens,
+            TILES=triton.next_power_of_2(self.num_tiles),
+            TILE=TILE,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+        return tokens

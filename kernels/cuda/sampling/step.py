@@ -15,7 +15,7 @@ from torch import Tensor
 from pdserve.kernels.cuda.sampling.candidates import floors_of
 from pdserve.kernels.cuda.sampling.logit_edits import edit, new_bias, new_marks
 from pdserve.kernels.cuda.sampling.logprobs import logprobs
-from pdserve.kernels.cuda.sampling.picks import bound_filtered, choose, survey
+from pdserve.kernels.cuda.sampling.picks import Survey
 from pdserve.kernels.cuda.sampling.records import RECORD
 from pdserve.kernels.sampling_ops import GREEDY_BELOW, Mask, StreamSettings, TokenScores
 
@@ -186,12 +186,12 @@ class CudaSampling:
             scores = edit(records, numbers[len(lists) :], edited_picks, logits, vocab)
             for i in edited:
                 streams[i].num_counted = len(generated[i])
-        results = survey(records, logits, scores, vocab, num_picks)
-        floors = results.best  # read for filtered picks only
+        survey = Survey(records, logits, scores, vocab, num_picks)
+        floors = survey.best  # read for filtered picks only
         if filtered:
-            floors = floors_of(records, filtered_picks, logits, scores, vocab, results)
-            bound_filtered(records, filtered_picks, floors, logits, scores, vocab, results)
-        return choose(records, floors, logits, scores, vocab, results)
+            floors = floors_of(survey, filtered_picks)
+            survey.bound_filtered(filtered_picks, floors)
+        return survey.choose(floors)
 
     def logprobs(
         self, logits: Tensor, tokens: list[int], count: int, also: Sequence[int] = ()
