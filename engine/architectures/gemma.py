@@ -34,7 +34,6 @@ from pdserve.engine.models.hf_config import (
 )
 from pdserve.engine.models.spec import text_of
 
-
 NORMS = NormPlacement(
     attn_in="input_layernorm",
     attn_out="post_attention_layernorm",
