@@ -1,9 +1,9 @@
 """The engine accepts requests and runs steps that return events.
 
-One thread calls every method, unless its docstring says otherwise. The engine owns the KV pool
+One thread calls every method, unless its docstring allows others. The engine owns the KV pool
 through its parts: the JobTable gains and frees the blocks of requests, the KvCache holds their
 bytes. Every submitted request ends with exactly one Finished, RequestFailed or Evicted event,
-unless it is held and then released: a prefill_only request, whose last event is
+unless its blocks are held and then released: a prefill_only request, whose last event is
 PrefillComputed(done), or a migrated request. After the device is lost, steps raise DeviceLost and
 requests get no more events.
 """
@@ -73,10 +73,7 @@ class Frozen:
 
 
 class Engine:
-    """Engine with continuous batching over one model and one KV pool.
-
-    `jobs` is read-only for callers: only methods of the engine change a request.
-    """
+    """Continuous batching over one model and one KV pool. `jobs` is read-only for callers."""
 
     def __init__(
         self,
@@ -144,7 +141,7 @@ class Engine:
         return True
 
     def park(self, key: str) -> bool:
-        """Exclude a queued or running request from steps until unpark; it keeps its blocks.
+        """Exclude a queued or running request from steps until `unpark`; it keeps its blocks.
 
         If other requests lack blocks, the longest parked request is the first to lose its blocks,
         and ends with Evicted. Returns False if the request is neither queued nor running.
@@ -199,7 +196,8 @@ class Engine:
         return self._meter.expected_s(plan)
 
     def announce(self, plan: Plan) -> Step:
-        """Return a plan's events, above all Scheduled, before it runs, as a step without rows.
+        """Return a plan's events, above all Scheduled, as a step without rows, before the plan
+        runs.
 
         `collect` does not repeat them. The receiver must not change the engine before `collect`:
         the plan's rows refer to its blocks.
@@ -332,25 +330,20 @@ class Engine:
         return self.jobs.verified(reservation, num_tokens)
 
     def commit(self, reservation: Reservation) -> None:
-        """Queue a reservation's request; its blocks hold KV of all reservation.num_tokens tokens.
-
-        Raises ValueError if the reservation is not open.
-        """
+        """Queue the request of a reservation whose blocks have all KV. Raises ValueError if it is
+        not open."""
         self.jobs.commit(reservation)
         self._events += self._progress.end_complete(reservation.job)
 
     def release(self, reservation: Reservation) -> None:
-        """Free the blocks of a reservation that is open or was aborted; no event follows.
-
-        Raises ValueError if the reservation was already committed or released.
-        """
+        """Free the blocks of a reservation that is open or was aborted; no event follows. Raises
+        ValueError if it was committed or released."""
         self.jobs.release(reservation)
 
     def chain(self, request: Request) -> list[bytes]:
         """Return the chain hashes of the full blocks of a request's prefix; any thread may call it.
-
-        Empty without a prefix cache, and with window layers, which cannot reuse a part of a prompt.
-        """
+        Empty without a prefix cache, and with window layers, which cannot reuse a part of a
+        prompt."""
         tables = self.jobs.tables
         if any(tables.windows):
             return []
@@ -362,10 +355,11 @@ class Engine:
         return self.jobs.tables.num_found(chain)
 
     def held_blocks(self, key: str) -> list[list[int]]:
-        """Return the blocks, per group, of a held request, or a prefill_only one from Scheduled on.
+        """Return the blocks, per group, of a held request, or of a prefill_only one from Scheduled
+        on.
 
-        Block i holds tokens [i * block_size, (i + 1) * block_size); its entry is 0 if the window
-        has passed it. Raises KeyError if the request has no such blocks.
+        Block i holds tokens [i * block_size, (i + 1) * block_size); it is 0 if the window has
+        passed it. Raises KeyError if the request has no such blocks.
         """
         job = self.jobs.by_key[key]
         if not job.sequences or not (job.request.prefill_only or key in self.jobs.held):
@@ -377,10 +371,8 @@ class Engine:
         self.jobs.end(self.jobs.held[key])
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """Set the callback for when a request that waited for its grammar or mask may continue.
-
-        Any thread may call `wake`; the next schedule may then have work to do.
-        """
+        """Set the callback, for any thread, that a request that waited for its grammar may
+        continue."""
         self._constraints.wake = wake
 
     def load_grammars(self) -> None:

@@ -191,11 +191,8 @@ class ModelTask:
 
 
 def find_task(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> ModelTask:
-    """Return the task; `has_head` says whether the model can compute logits.
-
-    Raises ValueError for options that contradict each other, and CheckpointError for a model that
-    cannot do the task.
-    """
+    """Return the task of a model; `has_head`: it can compute logits. Raises ValueError for options
+    that contradict each other, CheckpointError if the model cannot do the task."""
     for field, value in CAUSAL.items():
         if checkpoint.hf_config.get(field) is value:
             raise CheckpointError(
@@ -256,8 +253,8 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     """Find, read and expand the model that `config` names.
 
     `progress` receives the current activity and its completed fraction, from any thread. Raises
-    CheckpointError with a message for the user who named the model, and ValueError for options that
-    contradict each other or name something unknown or not installed.
+    CheckpointError with a message for the user, and ValueError for options that contradict each
+    other, are unknown, or need something that is not installed.
     """
     if config.device == "auto":
         device = "cpu" if config.kernels == "native" else resolve_device("auto")

@@ -47,10 +47,10 @@ class LivenessCounter:
 
 
 class EngineThread:
-    """Thread that runs an engine and calls `on_step`, which must not block.
+    """Runs an engine and calls `on_step`, which must not block.
 
     Events that a plan already has (Scheduled) arrive before the step is computed, as a step without
-    rows. Therefore `on_step` may read the engine but must not change it.
+    rows; so `on_step` may read the engine but must not change it.
     """
 
     def __init__(self, engine: Engine, on_step: Callable[[Step], None]) -> None:
@@ -118,10 +118,8 @@ class EngineThread:
         self._engine.close()
 
     def post(self, fn: Callable[[Engine], object]) -> "Future[Any]":
-        """Call fn(engine) between steps, in posting order; its result is the future's.
-
-        After close() the future is cancelled.
-        """
+        """Call fn(engine) between steps, in posting order; the future has its result, and is
+        cancelled after `close`."""
         future: Future[Any] = Future()
         with self._woken:
             if self._closing:

@@ -59,7 +59,7 @@ class ReferenceBackend(Backend):
 
 
 def reference_numerics(device: torch.device, dtype: torch.dtype) -> str:
-    """Return kernel set and version, ISA class and compute dtype."""
+    """Return what decides the bits of results: kernels, torch, instruction set or GPU, dtype."""
     isa = (
         torch.cuda.get_device_name()
         if device.type == "cuda"

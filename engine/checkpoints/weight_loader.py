@@ -1,12 +1,10 @@
 """Loads the tensors of a checkpoint with several threads, in the order they are needed, and
 computes digests of weights.
 
-A loaded tensor is returned once and then belongs to the caller. The number of tensors loaded ahead
-is bounded.
-
-The digest is the root of a Merkle tree (RFC 6962: leaves prefixed 0, nodes 1) over the tensors
-sorted by name. A leaf hashes name, format, shape and the SHA-256 of the stored bytes in Hugging
-Face's row order, so the digest identifies the weights and not the files that hold them.
+A loaded tensor is returned once and then belongs to the caller; the number loaded ahead is bounded.
+A digest is the root of a Merkle tree (RFC 6962: leaves prefixed 0, nodes 1) over the tensors sorted
+by name. A leaf hashes name, format, shape and the SHA-256 of the stored bytes in Hugging Face's row
+order, so the digest identifies the weights and not the files that hold them.
 """
 
 import hashlib
@@ -138,11 +136,12 @@ class WeightLoader:
         progress: Callable[[float], None],
         quantized: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Load in the order of `shapes`. `format` names the plain numbers to which matrices are
-        expanded; None keeps the stored format, which vectors always keep. `quantized` maps names to
-        the block formats to which matrices are quantized before that. `copied`: the caller has
-        copied a tensor when it requests the next, so the file's pages may be freed. `progress` gets
-        a growing fraction, from one loading thread at a time.
+        """Load in the order of `shapes`.
+
+        `format`: plain numbers to which matrices are expanded; None keeps the stored format, which
+        vectors always keep. `quantized`: block formats, by name, to which matrices are quantized
+        first. `copied`: the caller has copied a tensor when it requests the next, so the file's
+        pages may be freed. `progress` gets a growing fraction, from one loading thread at a time.
         """
         self._checkpoint = checkpoint
         self._format = format

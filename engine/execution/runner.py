@@ -28,7 +28,7 @@ class GroupTable(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class UnreadTokens:
-    """Tokens that the host has not read yet: the token of row r is tokens[indices[r]]."""
+    """Sampled tokens that the host has not read: row r continues with tokens[indices[r]]."""
 
     tokens: Any  # [sampled tokens of the previous step], on the device
     indices: Ints  # [rows]
@@ -75,7 +75,7 @@ class DeviceLost(Exception):
 
 
 class ModelRunner:
-    """Runner of plans on the model; owns the block tables of the slots, not the KvCache."""
+    """Runs plans on the model; owns the block tables of the batch's slots, not the KvCache."""
 
     def __init__(self, model: Model, kv: KvCache, num_slots: int, context_len: int) -> None:
         self._model = model

@@ -25,7 +25,7 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.0001, 0.002  # pauses between polls while nothing m
 
 
 class ReceivedFrame(NamedTuple):
-    """A frame at decode; `source` is where its payload lies if the payload stays on a device."""
+    """A frame at decode; `source` is the slot that holds a payload on a device."""
 
     attempt: IncomingHandoff
     link: DataLink
@@ -35,7 +35,7 @@ class ReceivedFrame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RunningCopy:
-    """A copy that the device has not finished, or whose verdict is not read yet."""
+    """A copy that is running, or whose verdict has not been read."""
 
     frame: ReceivedFrame
     blocks: OpenBlocks
@@ -63,10 +63,10 @@ class FrameVerdicts(Protocol):
 
 
 class DeviceFrames:
-    """Runs the copying thread; threads of the connections call `arrived`.
+    """Runs the copying thread; the threads of connections call `arrived`.
 
-    Credits the slot of every frame exactly once: when its copy is done, or at once if it needs no
-    copy. The verdict follows the credit.
+    Returns the slot of every frame exactly once: when its copy is done, or at once if it needs
+    none. The verdict follows.
     """
 
     def __init__(self, kv: KvCache, verdicts: FrameVerdicts) -> None:

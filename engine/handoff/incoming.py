@@ -51,7 +51,7 @@ def promise_blocks(num_tokens: int, num_choices: int, block_size: int) -> int:
 
 
 class Promises:
-    """The sum of all promises; every operation is O(1)."""
+    """The number of blocks promised to all attempts; every operation is O(1)."""
 
     def __init__(self, block_size: int) -> None:
         self._growth = -(-GROWTH_TOKENS // block_size)
@@ -83,7 +83,8 @@ LOOK_S = 0.5  # a longer gap between two `look` calls means that decode was slow
 
 @dataclass(frozen=True, slots=True)
 class SlowPeerDetector:
-    """Tracks how fast the chunks of one prefill arrive; times are clock readings in seconds."""
+    """Measures how fast the KV of one prompt arrives in chunks; times are clock readings in
+    seconds."""
 
     # Time that does not count is added to `chunk_at` and `moved`.
     chunk_at: float  # when the last chunk was complete; at first, when the blocks were granted
@@ -104,9 +105,9 @@ class SlowPeerDetector:
         return replace(self, moved=now, chunk_at=now, longest=longest)
 
     def look(self, now: float, passed_over: bool = False) -> "SlowPeerDetector":
-        """Discount time that does not count; call it several times a second, before `slow`.
+        """Exclude time that does not count; call it several times a second, before `slow`.
 
-        `passed_over`: prefill computes other prompts, so the time since the last look does not
+        `passed_over`: prefill computes other prompts, so the time since the last call does not
         count.
         """
         discounted = now - self.looked - (0.0 if passed_over else LOOK_S)
@@ -146,7 +147,7 @@ class ReceiveTimes:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The report of a committed hand-off."""
+    """The report of a hand-off whose KV has all arrived."""
 
     attempt: bytes
     transport: str
@@ -217,8 +218,8 @@ class IncomingHandoff(HandoffAttempt):
             return False
 
     def newly_verified(self, block_size: int, now: float) -> int:
-        """Update the count after frames were written. Return how many leading tokens all layers
-        have now; 0 if that has not grown since the last call."""
+        """Count blocks after frames were written; return how many leading tokens all layers have,
+        or 0 if there are no more than at the last call."""
         if self.bitmap is None or self.slow_peer is None:
             return 0
         blocks = self.bitmap.num_leading
@@ -235,8 +236,8 @@ class IncomingHandoff(HandoffAttempt):
         return self.slow_peer.slow(now)
 
     def idle_block_s(self, now: float) -> float:
-        """Return the block-seconds of blocks that were reserved but unwritten since the last call;
-        a block whose layers are partly written counts in part."""
+        """Return the block-seconds since the last call for which blocks were reserved but not
+        written; a block whose layers are partly written counts in part."""
         if self.bitmap is None:
             return 0.0
         elapsed_s, self._idle_since = now - self._idle_since, now
@@ -254,7 +255,7 @@ class IncomingHandoff(HandoffAttempt):
         return self.blocks.write(kv, header, payload)
 
     def settle(self) -> None:
-        """Stop all writes: the blocks are about to leave the attempt."""
+        """Stop all writes, because the blocks are about to leave the attempt."""
         if self.blocks is not None:
             self.blocks.close()
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class BlocksReleased(Exception):
-    """Raised if the blocks no longer belong to this attempt."""
+    """Raised if the attempt has lost its blocks."""
 
 
 class FrameCopy(NamedTuple):
@@ -86,7 +86,8 @@ class OpenBlocks:
             return frame_copy
 
     def end_copy(self, frame_copy: FrameCopy) -> None:
-        """Record a finished copy; an intact one then counts as written. Raises BlocksReleased."""
+        """Record a finished copy, which counts as written if it is intact. Raises
+        BlocksReleased."""
         with self._lock:
             if not self._open:
                 raise BlocksReleased

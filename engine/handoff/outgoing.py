@@ -49,7 +49,7 @@ class SendTimes:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The report of an ended attempt; `reason` is empty if decode acknowledged every block."""
+    """The report of an ended attempt; `reason` is empty if decode has all blocks."""
 
     attempt: bytes
     reason: str
@@ -119,7 +119,7 @@ class OutgoingHandoff(HandoffAttempt):
         self.link.push(*jobs)
 
     def settle(self) -> None:
-        """Stop all reads: the blocks are about to be freed. Call it on the engine thread."""
+        """Stop all reads, because the blocks are about to be freed; the engine thread calls it."""
         with self.lock:
             self.readable = False
             copies, self.copies = self.copies, deque()

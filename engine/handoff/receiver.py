@@ -123,7 +123,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self, attempt: bytes, request: Request, prefill_boot: bytes, deadline: float
     ) -> Ticket | None:
         """Promise blocks to a prompt that `prefill_boot` will send; return None if decode is busy.
-        The duration is short and independent of what is queued."""
+        Takes the same short time whatever is queued."""
         choices = sum(c.finish is None for c in request.choices) or request.params.n
         tokens = len(prefix_ids(request))
         stats = self._engine.stats()
@@ -264,8 +264,8 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             self._advance(incoming, Filled())
 
     def _cache_verified(self, incoming: IncomingHandoff) -> None:
-        """Put blocks that are verified in all layers into the prefix cache at once. They outlive
-        the attempt, so a retry begins after them."""
+        """Add blocks that are verified in all layers to the prefix cache at once. They outlive the
+        attempt, so a retry begins after them."""
         if not incoming.state.holds:
             return
         tokens = incoming.newly_verified(self._kv.spec.block_size, self._clock())
@@ -424,7 +424,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
 
 def _request_resend(frame: ReceivedFrame) -> None:
-    """Request that frame again from prefill; any thread may call it."""
+    """Request a frame again from prefill; any thread may call it."""
     frame.attempt.frame_done(frame.header)
     frame.attempt.post(messages.Nack(frame.header.sequence))
 

@@ -82,7 +82,7 @@ class _DecodePeer:
 
 
 class PromptToSend(NamedTuple):
-    """A prompt whose KV prefill computes and sends: all ids except the last one of a prefix."""
+    """A prompt whose KV prefill computes and sends: all ids except the last."""
 
     ids: tuple[int, ...]
     cache_salt: bytes = b""
@@ -187,7 +187,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self._advance(outgoing, Picked())
 
     def hand_back(self) -> None:
-        """End the attempts that the engine has not begun: other workers may begin them sooner."""
+        """End the attempts that the engine has not begun, so that other workers may begin them."""
         for outgoing in self.live:
             if outgoing.state.phase is Phase.ADMITTED:
                 self._advance(outgoing, HandoffEnded(HANDED_BACK))
@@ -326,7 +326,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 self._count("stale")
 
     def _refused(self, outgoing: OutgoingHandoff, sequence: int) -> None:
-        """Resend a frame that decode read differently than signed, at most MAX_RESENDS times."""
+        """Resend a frame whose payload did not verify at decode, at most MAX_RESENDS times."""
         pushed = outgoing.answered(sequence)
         if pushed is None or not outgoing.state.holds or outgoing.link is None:
             self._count("stale")

@@ -179,7 +179,8 @@ class RequestState:
         return prefix_of(self.request.prompt_ids, [self.generated[c] for c in self.unfinished])
 
     def trunk_choices(self) -> tuple[int, ...]:
-        """Return the choices that sample from the prefix's last row; the others have later ids."""
+        """Return the choices that sample from the prefix's last token: those without generated ids,
+        or the only unfinished one."""
         if not self.request.generates:
             return ()
         unfinished = self.unfinished

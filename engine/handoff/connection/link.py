@@ -203,8 +203,8 @@ class DataLink:
         self.post(_credit(header.slot, self._lent.credit(header.slot)))
 
     def slot_returned(self, slot: int, mark: bytes) -> bool:
-        """prefill: record that decode no longer needs that frame's slot; return False if that was
-        known already, or if another frame is in the slot.
+        """prefill: record that decode no longer needs the slot of a frame; return False if that was
+        known, or if another frame is in the slot.
 
         Both the Credit and an answer to the frame report this: a Credit may be damaged on the way,
         and a frame of an ended attempt gets no answer.

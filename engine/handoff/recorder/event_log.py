@@ -41,7 +41,7 @@ MAX_ARGUMENT = (1 << 32) - 1  # of a deadline: none
 
 
 class RecordKind(IntEnum):
-    """What is recorded besides the machine's steps: (detail modulo 2^16, argument)."""
+    """Events other than steps of the machine; in parentheses: detail (modulo 2^16), argument."""
 
     OPENED = 128  # a side has the attempt (blocks promised, ms to its deadline); a router's route
     #               has (which try, number of the request); a follower's wait has (blocks awaited,
@@ -194,7 +194,7 @@ class RecordSink(Protocol):
         """Add a record with the next sequence number and the current time."""
 
     def reason_number(self, text: str) -> int:
-        """Return the number of a text in this sink; it is below PEER_NOTIFIED."""
+        """Return the number of a reason in this sink, which is below PEER_NOTIFIED."""
 
 
 class EventLog:
@@ -248,7 +248,7 @@ class EventLog:
             )
 
     def unfollow(self, attempt: bytes, reason: str) -> None:
-        """Record that this wait is over."""
+        """Record that the wait for another attempt is over."""
         self._close(attempt, _FOLLOW, reason)
 
     def _close(self, attempt: bytes, side: int, reason: str) -> None:

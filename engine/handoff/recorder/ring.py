@@ -149,11 +149,10 @@ def host_boot() -> bytes:
 
 
 def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | None:
-    """Create the ring of a process in `folder`, and the folder if it is missing. Remove all except
+    """Create the ring of a process in `folder`, which is created if missing, and remove all except
     the newest rings of dead processes.
 
-    Return None without a folder or a size, and also, with a warning, if the ring cannot be
-    created: the server runs without it.
+    Return None without a folder or a size, and also, with a warning, if the ring cannot be created.
     """
     if not folder or not megabytes:
         return None
@@ -203,11 +202,9 @@ def read_ring(path: Path) -> Recording:
 
 
 def read_rings(paths: Iterable[Path]) -> list[Recording]:
-    """Read several rings as they were at one moment, even while their processes run.
-
-    Records of this host that are younger than the start of the call are left out, so every record
-    comes with its cause. Raises RingError.
-    """
+    """Read several rings as they were at one moment, even while their processes write. Records of
+    this host made after the call began are left out, so every record comes with its cause. Raises
+    RingError."""
     now, local_host = time.monotonic_ns(), host_boot()
     recordings = []
     for recording in map(read_ring, paths):

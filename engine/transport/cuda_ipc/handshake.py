@@ -57,7 +57,8 @@ PLACE_BYTES, ANSWER_BYTES, OFFER_BYTES = _PLACE.size, _ANSWER.size, _OFFER.size
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """The place of a process. A namespace is (device, inode) of its file in /proc/self/ns."""
+    """The GPU and the namespaces of a process, each as (device, inode) of its file in
+    /proc/self/ns."""
 
     uuid: bytes
     pid_namespace: tuple[int, int]
@@ -71,7 +72,7 @@ class ProcessPlace:
 
     @classmethod
     def unpack(cls, data: bytes) -> "ProcessPlace":
-        """Decode a place. Raises ValueError."""
+        """Decode a ProcessPlace. Raises ValueError."""
         if len(data) != PLACE_BYTES or data[:4] != _MAGIC:
             raise ValueError("the peer does not use cuda_ipc")
         _, version, uuid, p0, p1, i0, i1 = _PLACE.unpack(data)
@@ -80,7 +81,7 @@ class ProcessPlace:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An answer: the reason for a refusal; without a reason the handshake continues."""
+    """An answer: why the handshake is refused, or no reason if it continues."""
 
     reason: str = ""
     text: str = ""
@@ -91,7 +92,7 @@ class Refusal:
 
     @classmethod
     def unpack(cls, data: bytes) -> "Refusal":
-        """Decode an answer. Raises ValueError."""
+        """Decode a Refusal. Raises ValueError."""
         if len(data) != ANSWER_BYTES:
             raise ValueError("an answer has a wrong length")
         reason, text = (part.rstrip(b"\0").decode() for part in _ANSWER.unpack(data))
@@ -146,7 +147,7 @@ def probe_pages(address: int) -> Pages:
 
 @dataclass(slots=True)
 class Cell:
-    """The memory of one handshake."""
+    """The memory that one handshake copies into."""
 
     memory: Memory
     offset: int
