@@ -168,8 +168,8 @@ def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | Non
     return ring
 
 
-def sweep(folder: Path, limit: int = MAX_DEAD_RINGS) -> None:
-    """Remove the oldest rings of this user whose writers have died; keep the newest `limit`."""
+def sweep(folder: Path) -> None:
+    """Remove the rings of this user's dead processes, except the newest MAX_DEAD_RINGS."""
     dead: list[tuple[float, Path]] = []
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError):
@@ -181,7 +181,7 @@ def sweep(folder: Path, limit: int = MAX_DEAD_RINGS) -> None:
                     dead.append((status.st_mtime, path))
             finally:
                 os.close(file)
-    for _, path in sorted(dead)[: max(0, len(dead) - limit)]:
+    for _, path in sorted(dead)[: max(0, len(dead) - MAX_DEAD_RINGS)]:
         with suppress(OSError):
             path.unlink()
 
