@@ -61,7 +61,8 @@ class EngineLimits:
         return FinishReason.LENGTH if len(ids) >= max_tokens else None
 
     def check(self, request: Request) -> int:
-        """Check a request; return its max_tokens. Raises InvalidRequest, ContextLengthExceeded."""
+        """Check a request against these limits; return its max_tokens. Raises InvalidRequest,
+        ContextLengthExceeded."""
         self._check_sampling(request)
         params, prompt_len = request.params, len(request.prompt_ids)
         if not prompt_len:

@@ -92,7 +92,7 @@ class Scheduler:
                     free_rows -= len(rows)
 
     def _decode_rows(self, job: RequestState) -> list[Row]:
-        """Return the rows of its sequences that lack the KV of exactly one token."""
+        """Return a row for each sequence of the job that lacks the KV of exactly one token."""
         rows: list[Row] = []
         for sequence in job.sequences:
             end = len(sequence.ids)

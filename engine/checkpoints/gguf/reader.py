@@ -254,7 +254,7 @@ def shard_names(name: str) -> list[str]:
         return [name]
     count = int(shard.group(2))
     if not 1 <= int(shard.group(1)) <= count <= MAX_SHARDS:
-        raise CheckpointError(f"{name}: invalid part number")
+        raise CheckpointError(f"{name}: invalid number of the part or of the parts")
     stem = name[: shard.start()]
     return [f"{stem}-{n:05}-of-{count:05}.gguf" for n in range(1, count + 1)]
 

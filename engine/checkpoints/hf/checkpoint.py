@@ -282,8 +282,12 @@ class DirectoryCheckpoint:
             assert self._method is not None
             with self._read_errors(name):
                 raw = self._method.read(self._stored_parts(name))
-                if (raw.format, raw.shape) != self.layout(name):
-                    raise ValueError(f"the weight was read as {raw.format} {list(raw.shape)}")
+                layout = self.layout(name)
+                if (raw.format, raw.shape) != layout:
+                    read = f"{raw.format} {list(raw.shape)}"
+                    raise ValueError(
+                        f"the parts give {read}, expected {layout.format} {list(layout.shape)}"
+                    )
                 return raw
         if name not in self._owner:
             raise unknown_tensor(name, self.names())

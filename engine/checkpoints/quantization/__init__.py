@@ -41,7 +41,7 @@ class QuantizationMethod(ABC):
 
     @abstractmethod
     def read(self, parts: Parts) -> RawTensor:
-        """Return the weight. Raises ValueError like `layout`."""
+        """Return the weight. Raises ValueError if the parts do not match."""
 
     def find(self, stored: Collection[str]) -> dict[str, dict[str, str]]:
         """Find the weights among the `stored` names: name -> part -> stored name."""

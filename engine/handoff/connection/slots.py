@@ -29,7 +29,7 @@ class WriterSlots:
     def open(self, count: int) -> None:
         """Make the slots available. Raises FrameError if they were available before."""
         if self._free or self._filling or self._in_flight:
-            raise FrameError("decode sent a second window")
+            raise FrameError("decode announced a second window")
         self._free.extend(range(count))
 
     def take(self) -> int:

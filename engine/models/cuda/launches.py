@@ -93,7 +93,7 @@ def _mapped(function: Callable[[Tensor], Tensor | SplitSums]) -> Launch:
 
 
 def _gate(part: Gate) -> Launch:
-    """Map x [T, 2 N], or the sums of its splits, to [T, N]."""
+    """Return the launch that maps x [T, 2 N], or the sums of its splits, to [T, N]."""
 
     def launch(run: Run) -> None:
         run.x = gated(run.sums, part.activation)
@@ -127,7 +127,7 @@ class LaunchedNorm:
 
 
 def _add_norm(part: AddNorm, setup: LaunchSetup) -> Launch:
-    """Add to the stream; x becomes the stream, or its norm."""
+    """Return the launch that adds x to the residual; x becomes the residual, or its norm."""
     stream_norm = LaunchedNorm(part.norm, setup) if part.norm else None
 
     def launch(run: Run) -> None:
@@ -151,7 +151,7 @@ def _add_norm(part: AddNorm, setup: LaunchSetup) -> Launch:
 
 
 def _slice_norm(part: SliceNorm, setup: LaunchSetup) -> Launch:
-    """Change the columns of x from `part.begin` on, in place."""
+    """Return the launch that replaces the columns of x from `part.begin` on by their norm."""
     weight = setup.weights.vector(part.weight)
 
     def launch(run: Run) -> None:
