@@ -197,7 +197,7 @@ class ConstraintManager:
         compiled: CompiledGrammar | None,
         allowed: AllowedIds | None,
     ) -> ChoiceConstraints:
-        """`allowed` has no state, so all choices share it."""
+        """Make the constraint of one choice; `allowed` has no state, so all choices share it."""
         params, vocab_size = request.params, self._vocab_size
         plain: list[Constraint] = []
         if params.thinking is not None:

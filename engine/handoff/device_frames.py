@@ -46,20 +46,20 @@ class FrameVerdicts(Protocol):
     """How the Receiver handles verdicts, on any thread. A FrameError ends the connection."""
 
     def accepted(self, frame: ReceivedFrame, written: Piece | None, wake: bool = True) -> None:
-        """The frame is verified and in the pool; `written` is None if its blocks were there before.
+        """Handle a verified frame in the pool; `written` is None if its blocks were there before.
         Without `wake` the engine thread may handle it later."""
 
     def damaged(self, frame: ReceivedFrame) -> None:
-        """The payload does not match its tag."""
+        """Handle a frame whose payload does not match its tag."""
 
     def refused(self, frame: ReceivedFrame, error: FrameError) -> None:
-        """The attempt may not send this frame."""
+        """Handle a frame that its attempt may not send."""
 
     def late(self, frame: ReceivedFrame) -> None:
-        """The attempt has ended."""
+        """Handle a frame whose attempt has ended."""
 
     def failed(self, frame: ReceivedFrame, error: Exception) -> None:
-        """The frame could not be written."""
+        """Handle a frame that could not be written."""
 
 
 class DeviceFrames:

@@ -29,7 +29,7 @@ def is_in_batch(row: Row) -> bool:
 
 
 class StepProgress:
-    """Applies outcomes to a job table; every method returns the events to send."""
+    """Applies what steps computed and sampled to the jobs; methods return the events to send."""
 
     def __init__(self, jobs: JobTable, limits: EngineLimits) -> None:
         self._jobs = jobs

@@ -265,7 +265,7 @@ def _heads_kernel(
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, HEADS heads of q, k or v)."""
+    """Normalize, rotate and store heads. Program (token, HEADS heads of q, k or v)."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (Q + HEADS - 1) // HEADS

@@ -106,7 +106,7 @@ class StepBudget:
         return token_s
 
     def renew(self) -> None:
-        """Start the budget of another step."""
+        """Start the time budget of another step."""
         self._used_s = 0.0
         self._began = time.thread_time()
 

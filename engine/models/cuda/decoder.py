@@ -36,7 +36,7 @@ FIRST_KEYS = 512
 
 
 class Recorder(Protocol):
-    """Records the launches of a function."""
+    """Records the launches of a function, to be replayed as one CUDA graph."""
 
     def record(self, launch: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Return a function that repeats the launches; it returns the recorded tensor."""

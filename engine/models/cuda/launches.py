@@ -102,7 +102,7 @@ def _gate(part: Gate) -> Launch:
 
 
 def hold(run: Run) -> None:
-    """Keep x for the next sum."""
+    """Set x aside until it is added to the residual; x becomes the residual."""
     run.x, run.held = run.residual, run.x
 
 
