@@ -1,9 +1,9 @@
 """The engine accepts requests and runs steps that return events.
 
-One thread calls every method, unless its docstring says otherwise. The engine owns the KV pool
+One thread calls every method, unless its docstring allows others. The engine owns the KV pool
 through its parts: the JobTable gains and frees the blocks of requests, the KvCache holds their
 bytes. Every submitted request ends with exactly one Finished, RequestFailed or Evicted event,
-unless it is held and then released: a prefill_only request, whose last event is
+unless its blocks are held and then released: a prefill_only request, whose last event is
 PrefillComputed(done), or a migrated request. After the device is lost, steps raise DeviceLost and
 requests get no more events.
 """
@@ -46,7 +46,7 @@ from pdserve.engine.scheduling import (
     discrepancy,
     is_in_batch,
 )
-from pdserve.kernels.sampling_ops import Picks, SamplingOps
+from pdserve.kernels.sampling_ops import SampledTokens, SamplingOps
 
 log = logging.getLogger(__name__)
 
@@ -60,23 +60,20 @@ class Pending:
     plan: Plan
     hidden: Any  # what ModelRunner.launch returned; None with an `error`
     started_s: float
-    picks: Picks | None = None  # sampling launched behind it, if rows and backend allow
+    tokens: SampledTokens | None = None  # sampling launched behind it, if rows and backend allow
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A held request, whose KV can be read."""
+class Frozen:
+    """A frozen request, whose KV can be read."""
 
     num_tokens: int  # leading tokens whose KV is in its blocks: all except the last
     cached_tokens: int  # as in its Finished event
 
 
 class Engine:
-    """Engine with continuous batching over one model and one KV pool.
-
-    `jobs` is read-only for callers: only methods of the engine change a request.
-    """
+    """Continuous batching over one model and one KV pool. `jobs` is read-only for callers."""
 
     def __init__(
         self,
@@ -91,8 +88,7 @@ class Engine:
         token_s: float = 0.0,
         grammars: GrammarBackend | None = None,
     ) -> None:
-        """`token_s`: seconds per token of a chunk; 0 if unknown. Without `grammars`, requests that
-        have a grammar are refused."""
+        """`token_s`: seconds per token of a chunk; 0: unknown. `grammars`: None refuses them."""
         self.model = model
         self.kv = kv
         self.limits = limits
@@ -145,7 +141,7 @@ class Engine:
         return True
 
     def park(self, key: str) -> bool:
-        """Exclude a queued or running request from steps until unpark; it keeps its blocks.
+        """Exclude a queued or running request from steps until `unpark`; it keeps its blocks.
 
         If other requests lack blocks, the longest parked request is the first to lose its blocks,
         and ends with Evicted. Returns False if the request is neither queued nor running.
@@ -164,8 +160,8 @@ class Engine:
         self.jobs.unpark(job)
         return True
 
-    def hold(self, key: str) -> Held | None:
-        """Exclude a request from steps until unhold and pin its blocks, so that they can be read.
+    def freeze(self, key: str) -> Frozen | None:
+        """Exclude a request from steps until `resume`; hold its blocks so that they can be read.
 
         Returns None and changes nothing unless the request has one sequence that lacks only the KV
         of its last token: not during prefill, with several unfinished choices, or without blocks.
@@ -178,10 +174,10 @@ class Engine:
         if job.sequences[0].num_left != 1:
             return None
         self.jobs.hold(job)
-        return Held(job.sequences[0].num_computed, job.cached_tokens)
+        return Frozen(job.sequences[0].num_computed, job.cached_tokens)
 
-    def unhold(self, key: str) -> bool:
-        """Let a held request continue where it stopped. Returns False if it is not held."""
+    def resume(self, key: str) -> bool:
+        """Let a frozen request continue where it stopped. Returns False if it is not frozen."""
         job = self.jobs.held.get(key)
         if job is None or job.request.prefill_only:
             return False
@@ -200,7 +196,8 @@ class Engine:
         return self._meter.expected_s(plan)
 
     def announce(self, plan: Plan) -> Step:
-        """Return a plan's events, above all Scheduled, before it runs, as a step without rows.
+        """Return a plan's events, above all Scheduled, as a step without rows, before the plan
+        runs.
 
         `collect` does not repeat them. The receiver must not change the engine before `collect`:
         the plan's rows refer to its blocks.
@@ -209,8 +206,7 @@ class Engine:
         return Step(self._meter.step + 1, events, wall_s=0.0)
 
     def launch(self, plan: Plan) -> Pending:
-        """Start the step. If the model raises, only the requests of this step fail. Raises
-        DeviceLost if the device is lost."""
+        """Start the step. An error fails only its requests. Raises DeviceLost."""
         return self._launch(plan, None)
 
     def launch_ahead(self, pending: Pending) -> Pending | None:
@@ -220,13 +216,13 @@ class Engine:
         step cannot be planned before the tokens are known.
         """
         self._poll_constraints()
-        if pending.picks is None or self._events:
+        if pending.tokens is None or self._events:
             return None
         ahead = plan_ahead(pending.plan, self.jobs)
         if ahead is None:
             return None
-        plan, picks = ahead
-        return self._launch(plan, UnreadTokens(pending.picks.tokens, np.array(picks)))
+        plan, indices = ahead
+        return self._launch(plan, UnreadTokens(pending.tokens.tokens, np.array(indices)))
 
     def _launch(self, plan: Plan, unread: UnreadTokens | None) -> Pending:
         pending = Pending(plan, None, self._clock())
@@ -234,7 +230,7 @@ class Engine:
             pending.hidden = hidden = self._runner.launch(plan, unread)
             if hidden is not None:
                 num_unread = int(unread is not None)
-                pending.picks = self._sampler.begin(
+                pending.tokens = self._sampler.begin(
                     plan.rows, hidden, self.model.logits, num_unread
                 )
         except Exception as error:
@@ -274,8 +270,8 @@ class Engine:
                 raise DeviceLost(f"{type(error).__name__}: {error}") from error
 
     def _outcomes(self, pending: Pending) -> list[Outcome]:
-        if pending.picks is not None:
-            return self._sampler.read(pending.picks)
+        if pending.tokens is not None:
+            return self._sampler.read(pending.tokens)
         rows = pending.plan.rows
         outcomes = self._sampler.sample(rows, pending.hidden, self.model.logits)
         return with_states(rows, outcomes, pending.hidden, self.model)
@@ -334,25 +330,20 @@ class Engine:
         return self.jobs.verified(reservation, num_tokens)
 
     def commit(self, reservation: Reservation) -> None:
-        """Queue a reservation's request; its blocks hold KV of all reservation.num_tokens tokens.
-
-        Raises ValueError if the reservation is not open.
-        """
+        """Queue the request of a reservation whose blocks have all KV. Raises ValueError if it is
+        not open."""
         self.jobs.commit(reservation)
         self._events += self._progress.end_complete(reservation.job)
 
     def release(self, reservation: Reservation) -> None:
-        """Free the blocks of a reservation that is open or was aborted; no event follows.
-
-        Raises ValueError if the reservation was already committed or released.
-        """
+        """Free the blocks of a reservation that is open or was aborted; no event follows. Raises
+        ValueError if it was committed or released."""
         self.jobs.release(reservation)
 
     def chain(self, request: Request) -> list[bytes]:
         """Return the chain hashes of the full blocks of a request's prefix; any thread may call it.
-
-        Empty without a prefix cache, and with window layers, which cannot reuse a part of a prompt.
-        """
+        Empty without a prefix cache, and with window layers, which cannot reuse a part of a
+        prompt."""
         tables = self.jobs.tables
         if any(tables.windows):
             return []
@@ -364,10 +355,11 @@ class Engine:
         return self.jobs.tables.num_found(chain)
 
     def held_blocks(self, key: str) -> list[list[int]]:
-        """Return the blocks, per group, of a held request, or a prefill_only one from Scheduled on.
+        """Return the blocks, per group, of a held request, or of a prefill_only one from Scheduled
+        on.
 
-        Block i holds tokens [i * block_size, (i + 1) * block_size); its entry is 0 if the window
-        has passed it. Raises KeyError if the request has no such blocks.
+        Block i holds tokens [i * block_size, (i + 1) * block_size); it is 0 if the window has
+        passed it. Raises KeyError if the request has no such blocks.
         """
         job = self.jobs.by_key[key]
         if not job.sequences or not (job.request.prefill_only or key in self.jobs.held):
@@ -379,10 +371,8 @@ class Engine:
         self.jobs.end(self.jobs.held[key])
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """Set the callback for when a request that waited for its grammar or mask may continue.
-
-        Any thread may call `wake`; the next schedule may then have work to do.
-        """
+        """Set the callback, for any thread, that a request that waited for its grammar may
+        continue."""
         self._constraints.wake = wake
 
     def load_grammars(self) -> None:
@@ -421,7 +411,7 @@ class Engine:
         )
 
     def discrepancy(self, recount: bool = False) -> str:
-        """Return block inconsistencies (scheduling/accounting.py); empty if there are none."""
+        """Describe block inconsistencies (scheduling.discrepancy); empty if there are none."""
         return discrepancy(self.jobs, recount)
 
     def _oldest(self) -> dict[str, float]:
@@ -438,8 +428,7 @@ class Engine:
         }
 
     def take_prefix_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Return net (added, removed) chain hashes of the first full-attention group since the last
-        call."""
+        """Return chain hashes (added, removed) since the last call, of the first full group."""
         return self.jobs.tables.take_prefix_events()
 
     def _new_job(
@@ -467,8 +456,7 @@ class Engine:
             self._constrained.append(job)
 
     def _poll_constraints(self) -> None:
-        """Fail requests whose grammar is wrong, and end choices that were complete before their
-        grammar could say so."""
+        """Fail requests with a wrong grammar; end choices that it now shows to be complete."""
         remaining: list[RequestState] = []
         for job in self._constrained:
             constraints = job.constraints

@@ -1,10 +1,10 @@
 """Loads a model by the engine's options: its device and task, the decoder with its weights, and the
-model card.
+model card. In-situ quantization (--isq) selects formats for the weights while they load.
 """
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from pdserve.engine.checkpoints import (
     StoredPooling,
     TextCache,
     TextFiles,
+    ViewedCheckpoint,
     WeightLoader,
     check_names,
     load_tokenizer,
@@ -32,18 +33,105 @@ from pdserve.engine.checkpoints.hf import DirectoryCheckpoint
 from pdserve.engine.checkpoints.resolve import resolve
 from pdserve.engine.models import (
     BY_CONTEXT,
+    EMBEDDING,
     HEAD,
     HEAD_BIAS,
+    Activate,
+    Attention,
+    Experts,
+    Gate,
+    HeadLinear,
+    Linear,
     ModelConfig,
+    Part,
     UnsupportedModel,
     configuration_digest,
+    layer_parts,
     tensor_shapes,
     under_model,
 )
-from pdserve.engine.quantize_on_load import isq_formats
-from pdserve.engine.weights import find_type
+from pdserve.engine.weights import MatrixRole, Mix, StoredMatrix, find_type
 
 log = logging.getLogger(__name__)
+
+QKV = (MatrixRole.OTHER, MatrixRole.KEY, MatrixRole.VALUE)
+
+
+def isq_formats(type: str, model: ModelConfig, checkpoint: ViewedCheckpoint) -> dict[str, str]:
+    """Return the format, by name, of each matrix that is stored as plain numbers.
+
+    Vectors, routers and matrices that are already quantized stay as they are. The formats equal
+    those in the file that `pdserve quantize` writes for the same model. Raises CheckpointError if
+    no matrix can be quantized.
+    """
+    n_gqa = model.num_heads // model.num_kv_heads
+    mix = Mix(type, model.num_layers, n_gqa, _num_experts(model))
+    matrices = (
+        StoredMatrix(name, role, layer, stored.format, stored.shape[-1])
+        for name, role, layer in _matrices(model, checkpoint)
+        for stored in [checkpoint.layout(name)]
+    )
+    formats, unfit, quantized = mix.plan(matrices)
+    if not formats:
+        reasons = ", ".join(quantized) or "no row length is a multiple of 32"
+        raise CheckpointError(f"--isq {type}: the model has nothing to quantize ({reasons})")
+    for format, count in quantized.items():
+        log.warning("%d matrices are stored as %s and are not quantized again", count, format)
+    for reason, count in unfit.items():
+        log.info("%d matrices: %s", count, reason)
+    return formats
+
+
+def _num_experts(model: ModelConfig) -> int:
+    parts = (part for n in range(model.num_layers) for part in layer_parts(model, n))
+    return next((len(part.experts) for part in parts if isinstance(part, Experts)), 0)
+
+
+def _matrices(
+    model: ModelConfig, checkpoint: ViewedCheckpoint
+) -> Iterator[tuple[str, MatrixRole, int]]:
+    """Yield name, role and layer of each matrix."""
+    yield EMBEDDING, MatrixRole.HEAD if model.tied_head else MatrixRole.OTHER, 0
+    for n in range(model.num_layers):
+        for name, role in _layer_matrices(layer_parts(model, n), checkpoint):
+            yield name, role, n
+    if not model.tied_head:
+        yield HEAD, MatrixRole.HEAD, model.num_layers - 1
+
+
+def _layer_matrices(
+    parts: tuple[Part, ...], checkpoint: ViewedCheckpoint
+) -> Iterator[tuple[str, MatrixRole]]:
+    previous: Part | None = None  # the last part that is not a norm
+    for part in parts:
+        match part:
+            case Linear():
+                names = [spec.name for spec in part.weights]
+                roles = [_role_after(previous)] * len(names)
+                if previous is None and len(names) == len(QKV):
+                    is_fused = len({checkpoint.source(name) for name in names}) == 1  # one tensor
+                    roles = [MatrixRole.VALUE] * len(QKV) if is_fused else [*QKV]
+                yield from zip(names, roles, strict=True)
+            case HeadLinear():
+                yield part.weight.name, MatrixRole.OTHER
+            case Experts():
+                for expert in (*part.experts, *((part.shared,) if part.shared else ())):
+                    yield from ((spec.name, MatrixRole.OTHER) for spec in expert.gate_up.weights)
+                    yield from ((spec.name, MatrixRole.DOWN) for spec in expert.down.weights)
+        if isinstance(part, Linear | Attention | Gate | Activate):
+            previous = part
+
+
+def _role_after(part: Part | None) -> MatrixRole:
+    """Return the role of the matrix that follows `part`."""
+    match part:
+        case Attention():
+            return MatrixRole.OUTPUT
+        case Gate() | Activate():
+            return MatrixRole.DOWN
+    return MatrixRole.OTHER
+
+
 YES, NO = "yes", "no"  # answers of a reranker (Qwen3-Reranker)
 CAUSAL = {"is_causal": False, "use_bidirectional_attention": True}  # fields of non-causal models
 MAX_THREADS = 16
@@ -51,8 +139,7 @@ Progress = Callable[[str, float], None]
 
 
 def resolve_device(device: str) -> str:
-    """Return "cpu" or "cuda" for a --device value. Raises ValueError if the value requires a GPU
-    and none is usable."""
+    """Return "cpu" or "cuda" for --device. Raises ValueError if a required GPU is not usable."""
     if device == "cpu":
         return device
     problem = _gpu_problem()
@@ -104,11 +191,8 @@ class ModelTask:
 
 
 def find_task(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> ModelTask:
-    """Return the task; `has_head` says whether the model can compute logits.
-
-    Raises ValueError for options that contradict each other, and CheckpointError for a model that
-    cannot do the task.
-    """
+    """Return the task of a model; `has_head`: it can compute logits. Raises ValueError for options
+    that contradict each other, CheckpointError if the model cannot do the task."""
     for field, value in CAUSAL.items():
         if checkpoint.hf_config.get(field) is value:
             raise CheckpointError(
@@ -146,8 +230,7 @@ def _stored_pooling(config: EngineConfig, checkpoint: Checkpoint) -> StoredPooli
 
 
 def score_ids(tokenizer_json: bytes) -> tuple[int, int]:
-    """Return the ids of the tokens `yes` and `no`. Raises CheckpointError if the vocabulary lacks
-    one."""
+    """Return the ids of the tokens `yes` and `no`. Raises CheckpointError if one is missing."""
     tokenizer = load_tokenizer(tokenizer_json)
     yes, no = tokenizer.token_to_id(YES), tokenizer.token_to_id(NO)
     if yes is None or no is None:
@@ -170,8 +253,8 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     """Find, read and expand the model that `config` names.
 
     `progress` receives the current activity and its completed fraction, from any thread. Raises
-    CheckpointError with a message for the user who named the model, and ValueError for options that
-    contradict each other or name something unknown or not installed.
+    CheckpointError with a message for the user, and ValueError for options that contradict each
+    other, are unknown, or need something that is not installed.
     """
     if config.device == "auto":
         device = "cpu" if config.kernels == "native" else resolve_device("auto")

@@ -47,10 +47,10 @@ class LivenessCounter:
 
 
 class EngineThread:
-    """Thread that runs an engine and calls `on_step`, which must not block.
+    """Runs an engine and calls `on_step`, which must not block.
 
     Events that a plan already has (Scheduled) arrive before the step is computed, as a step without
-    rows. Therefore `on_step` may read the engine but must not change it.
+    rows; so `on_step` may read the engine but must not change it.
     """
 
     def __init__(self, engine: Engine, on_step: Callable[[Step], None]) -> None:
@@ -108,8 +108,7 @@ class EngineThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its current turn, cancel calls still posted, and close the
-        engine."""
+        """End the thread after its turn, cancel calls still posted, and close the engine."""
         with self._woken:
             self._closing = True
             self._woken.notify()
@@ -119,10 +118,8 @@ class EngineThread:
         self._engine.close()
 
     def post(self, fn: Callable[[Engine], object]) -> "Future[Any]":
-        """Call fn(engine) between steps, in posting order; its result is the future's.
-
-        After close() the future is cancelled.
-        """
+        """Call fn(engine) between steps, in posting order; the future has its result, and is
+        cancelled after `close`."""
         future: Future[Any] = Future()
         with self._woken:
             if self._closing:
@@ -226,8 +223,7 @@ class EngineThread:
         self._liveness.beat(time.monotonic(), self._engine.expected_s(plan))
 
     def _fail_requests(self, error: Exception) -> bool:
-        """Fail all requests. Returns False if that raises; the next turn then comes after a
-        second."""
+        """Fail all requests; return False if that raises: the next turn comes after a second."""
         log.error("an engine step failed; all requests of the engine fail", exc_info=error)
         try:
             self._engine.fail_all(f"{type(error).__name__}: {error}")

@@ -76,12 +76,12 @@ class StreamSettings:
         return generated[max(new_begin, old_end) - prompt_len :], removed
 
 
-class Picks(Protocol):
+class SampledTokens(Protocol):
     """Tokens that a device samples while the host continues."""
 
     @property
     def tokens(self) -> Any:
-        """The sampled tokens [picks], on the device, for the next step."""
+        """The sampled tokens [streams], on the device, for the next step."""
 
     def read(self) -> list[int]:
         """Wait for the tokens and return them like `SamplingOps.sample`."""
@@ -115,6 +115,5 @@ class AheadSampling(Protocol):
 
     def begin(
         self, logits: Any, rows: list[int], streams: list[Any], num_generated: list[int]
-    ) -> Picks:
-        """Launch sampling for streams without masks and penalties, which need only the number of
-        generated tokens."""
+    ) -> SampledTokens:
+        """Launch sampling for streams without masks and penalties."""

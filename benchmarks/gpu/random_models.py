@@ -16,7 +16,7 @@ from builders.byte_tokenizer import VOCAB_SIZE, write_tokenizer
 from pdserve.engine.architectures import find_spec
 from pdserve.engine.models import EMBEDDING, ModelConfig, tensor_shapes
 from pdserve.engine.models.cuda import CudaDecoder, CudaRecorder
-from pdserve.engine.models.cuda.graphs import Recorder
+from pdserve.engine.models.cuda.decoder import Recorder
 from pdserve.engine.weights import BLOCKS, VALUES, RawTensor
 
 QWEN3_0_6B: dict[str, Any] = {

@@ -38,7 +38,7 @@ class Side:
         from pdserve.engine.handoff.protocol import TagKey
         from pdserve.engine.kv.torch_cache import DeviceKvCache, TorchKvCache
         from pdserve.engine.transport import TransportOptions
-        from pdserve.engine.transport.registry import transports
+        from pdserve.engine.transport.base import transports
 
         self.torch, self.fake, self.folder = torch, fake, folder
         self.spec = spec or spec_of()

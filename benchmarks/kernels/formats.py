@@ -19,7 +19,7 @@ import numpy as np
 from pdserve.engine.weights import BLOCKS, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.formats.grouped import GroupedFormat
-from pdserve.engine.weights.levels import LevelFormat
+from pdserve.engine.weights.formats.i_quants import LevelFormat
 from pdserve.kernels._native import Matrix, linear_into
 from pdserve.kernels.cpu import FORMATS, CpuKernels
 

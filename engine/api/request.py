@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class EngineError(Exception):
-    """A request that the engine rejects. The message is fit for a client."""
+    """A request that the engine rejects, with a message that clients may see."""
 
     def __init__(self, message: str, param: str = "") -> None:
         super().__init__(message)
@@ -146,8 +146,7 @@ def prefix_ids(request: Request) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability from the model's distribution before temperature, penalties and
-    masks."""
+    """Natural-log probability under the model, before temperature, penalties and masks."""
 
     logprob: float
     # (token id, logprob), best first; then those of logprob_token_ids.

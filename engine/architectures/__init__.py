@@ -1,5 +1,5 @@
-"""The architectures: each is one module here with a ModelSpec named SPEC, found by discovery; a
-module elsewhere calls `register`."""
+"""The architectures: each is a ModelSpec in a module here, found by discovery; a module elsewhere
+calls `register`."""
 
 import pkgutil
 from collections.abc import Mapping
@@ -24,7 +24,9 @@ def register(spec: ModelSpec) -> None:
 @cache
 def _discover() -> None:
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
-        register(import_module(module.name).SPEC)
+        for spec in vars(import_module(module.name)).values():
+            if isinstance(spec, ModelSpec):
+                register(spec)
 
 
 def known_specs() -> tuple[ModelSpec, ...]:
@@ -35,8 +37,7 @@ def known_specs() -> tuple[ModelSpec, ...]:
 
 
 def find_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
-    """Return the spec of config.json's `architectures`. Raises UnsupportedModel with the known
-    names."""
+    """Return the spec of a config.json. Raises UnsupportedModel, which lists the known names."""
     _discover()
     architectures = hf_config.get("architectures")
     names = [str(name) for name in architectures] if isinstance(architectures, list | tuple) else []

@@ -34,9 +34,9 @@ from pdserve.engine.models.hf_config import (
     num_layers,
     read_rope,
     scores_magnitude,
+    standard,
     with_experts,
 )
-from pdserve.engine.models.hf_config.standard import standard
 
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
 FIRST_K_DENSE = {V3: 3, GLM: 1}  # defaults of first_k_dense_replace
@@ -80,8 +80,8 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def sparse_layers(hf: HfConfig, default: int) -> Collection[int]:
-    """Return the layers that have experts: all after the first `first_k_dense_replace`, or those
-    that `mlp_layer_types` names."""
+    """Return the layers with experts: those that `mlp_layer_types` names or after the dense
+    ones."""
     kinds = hf.get("mlp_layer_types")
     if kinds is None:
         first = integer(hf, "first_k_dense_replace", default, minimum=0)

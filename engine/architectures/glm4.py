@@ -5,8 +5,7 @@ half of each head, gate and up in one tensor.
 from pdserve.engine.checkpoints import RopeRows, View, fused
 from pdserve.engine.checkpoints.gguf import GgufMapping
 from pdserve.engine.models import ModelConfig, ModelSpec, NormPlacement
-from pdserve.engine.models.hf_config import HfConfig
-from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.hf_config import HfConfig, standard
 
 NORMS = NormPlacement(
     attn_in="input_layernorm",

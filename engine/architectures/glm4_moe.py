@@ -11,9 +11,9 @@ from pdserve.engine.models.hf_config import (
     grouped_routing,
     integer,
     num_experts,
+    standard,
     with_experts,
 )
-from pdserve.engine.models.hf_config.standard import standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:

@@ -15,10 +15,10 @@ from pdserve.engine.models.hf_config import (
     positive,
     routing,
     sliding_window,
-    windowed,
+    standard,
+    windows,
     with_experts,
 )
-from pdserve.engine.models.hf_config.standard import standard
 
 YARN = {  # transformers' default if config.json has no rope scaling
     "rope_type": "yarn",
@@ -44,12 +44,11 @@ def parse(hf: HfConfig) -> ModelConfig:
     hf = {"rms_norm_eps": 1e-5, "rope_theta": 150_000.0, **hf}
     if not hf.get("rope_parameters") and not hf.get("rope_scaling"):
         hf = {**hf, "rope_scaling": YARN}
-    window = sliding_window(hf, 128)
-    has_window = windowed(hf, [n % 2 == 0 for n in range(num_layers(hf))])
+    default = [n % 2 == 0 for n in range(num_layers(hf))]
     bias = bool(hf.get("attention_bias", True))
     config = standard(
         hf,
-        layers=plain_layers(hf, [window if has else 0 for has in has_window]),
+        layers=plain_layers(hf, windows(hf, sliding_window(hf, 128), default)),
         qkv_bias=bias,
         o_bias=bias,
         sinks=True,

@@ -4,16 +4,13 @@ from typing import Any
 
 from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata
 from pdserve.engine.models import ModelConfig, ModelSpec
-from pdserve.engine.models.hf_config import HfConfig, positive
-from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.hf_config import HfConfig, attention_biases, positive, standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:
-    bias = bool(hf.get("attention_bias", False))
     return standard(
         hf,
-        qkv_bias=bias,
-        o_bias=bias,
+        **attention_biases(hf),
         ffn_bias=bool(hf.get("mlp_bias", False)),
         attn_scale=positive(hf, "attention_multiplier", 1.0),
         embed_scale=positive(hf, "embedding_multiplier", 1.0),

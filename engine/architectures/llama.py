@@ -4,13 +4,11 @@ from typing import Any
 
 from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata, expert_config
 from pdserve.engine.models import ModelConfig, ModelSpec
-from pdserve.engine.models.hf_config import HfConfig
-from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.hf_config import HfConfig, attention_biases, standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:
-    bias = bool(hf.get("attention_bias", False))
-    return standard(hf, qkv_bias=bias, o_bias=bias, ffn_bias=bool(hf.get("mlp_bias", False)))
+    return standard(hf, ffn_bias=bool(hf.get("mlp_bias", False)), **attention_biases(hf))
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from pdserve.engine.models.hf_config import (
     integer,
     num_experts,
     routing,
+    standard,
     with_experts,
 )
-from pdserve.engine.models.hf_config.standard import standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:

@@ -2,15 +2,13 @@
 
 from pdserve.engine.checkpoints.gguf import GgufMapping
 from pdserve.engine.models import ModelConfig, ModelSpec, NormPlacement
-from pdserve.engine.models.hf_config import HfConfig
-from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.hf_config import HfConfig, attention_biases, standard
 
 NORMS = NormPlacement(attn_out="post_attention_layernorm", ffn_out="post_feedforward_layernorm")
 
 
 def parse(hf: HfConfig) -> ModelConfig:
-    bias = bool(hf.get("attention_bias", False))
-    return standard(hf, norms=NORMS, qk_norm="row", qkv_bias=bias, o_bias=bias)
+    return standard(hf, norms=NORMS, qk_norm="row", **attention_biases(hf))
 
 
 GGUF = GgufMapping(

@@ -3,8 +3,7 @@
 from pdserve.engine.checkpoints import View, fused, renamed
 from pdserve.engine.checkpoints.gguf import GgufMapping
 from pdserve.engine.models import ModelConfig, ModelSpec, NormPlacement, UnsupportedModel, qkv_sizes
-from pdserve.engine.models.hf_config import HfConfig, positive
-from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.hf_config import HfConfig, positive, standard
 
 # Attention and feed-forward share one input norm.
 NORMS = NormPlacement(attn_in="input_layernorm", ffn_in="input_layernorm")

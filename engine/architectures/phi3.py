@@ -7,8 +7,13 @@ from typing import Any
 from pdserve.engine.checkpoints import View, fused
 from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata
 from pdserve.engine.models import ModelConfig, ModelSpec, qkv_sizes
-from pdserve.engine.models.hf_config import HfConfig, num_layers, plain_layers, sliding_window
-from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.hf_config import (
+    HfConfig,
+    num_layers,
+    plain_layers,
+    sliding_window,
+    standard,
+)
 
 
 def parse(hf: HfConfig) -> ModelConfig:

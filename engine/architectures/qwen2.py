@@ -1,33 +1,66 @@
-"""Qwen 2 and 2.5: Llama with biases on q, k and v, and an optional window on the upper layers."""
+"""Qwen 1.5, 2 and 2.5: Llama with biases on q, k and v, and an optional window on some layers.
+
+The mixtures of experts also have one expert that is always active (arXiv:2407.10671).
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
-from pdserve.engine.checkpoints.gguf import GgufMapping
-from pdserve.engine.models import ModelConfig, ModelSpec
+from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata, expert_config
+from pdserve.engine.models import MixtureOfExperts, ModelConfig, ModelSpec, stored_experts
 from pdserve.engine.models.hf_config import (
     HfConfig,
     integer,
+    num_experts,
     num_layers,
     plain_layers,
+    routing,
     sliding_window,
-    windowed,
+    sparse_layers,
+    standard,
+    windows,
+    with_experts,
 )
-from pdserve.engine.models.hf_config.standard import standard
 
 
-def windows(hf: HfConfig) -> Sequence[int]:
-    """Return the window of each layer; only with `use_sliding_window`, by default from layer
-    `max_window_layers` on."""
+def upper_windows(hf: HfConfig) -> Sequence[int]:
+    """Return the window of each layer, by default set only from `max_window_layers` on."""
     count = num_layers(hf)
     if not hf.get("use_sliding_window", False):
         return [0] * count
     first = integer(hf, "max_window_layers", 28, minimum=0)
-    has_window = windowed(hf, [n >= first for n in range(count)])
-    return [sliding_window(hf, 4096) if has else 0 for has in has_window]
+    return windows(hf, sliding_window(hf, 4096), [n >= first for n in range(count)])
 
 
-def parse(hf: HfConfig) -> ModelConfig:
-    return standard(hf, qkv_bias=True, layers=plain_layers(hf, windows(hf)))
+def parse_dense(hf: HfConfig) -> ModelConfig:
+    return standard(hf, qkv_bias=True, layers=plain_layers(hf, upper_windows(hf)))
 
 
-SPEC = ModelSpec(("Qwen2ForCausalLM",), parse, GgufMapping("qwen2"))
+QWEN2 = ModelSpec(("Qwen2ForCausalLM",), parse_dense, GgufMapping("qwen2"))
+
+
+def parse_moe(hf: HfConfig) -> ModelConfig:
+    window = sliding_window(hf, 4096) if hf.get("use_sliding_window") else 0
+    last = integer(hf, "max_window_layers", 28, minimum=0)
+    default = [n % 2 == 0 and n < last for n in range(num_layers(hf))]
+    config = standard(
+        hf,
+        layers=plain_layers(hf, windows(hf, window, default)),
+        qkv_bias=bool(hf.get("qkv_bias", True)),
+    )
+    mixture = MixtureOfExperts(
+        num_experts(hf),
+        integer(hf, "moe_intermediate_size"),
+        routing(hf, normalized=bool(hf.get("norm_topk_prob", False))),
+        shared_size=integer(hf, "shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return with_experts(config, mixture, sparse_layers(hf))
+
+
+def gguf_config(metadata: Metadata) -> dict[str, Any]:
+    return expert_config(metadata, "expert_shared_feed_forward_length")
+
+
+MOE_GGUF = GgufMapping("qwen2moe", config=gguf_config)
+QWEN2_MOE = ModelSpec(("Qwen2MoeForCausalLM",), parse_moe, MOE_GGUF, stored_experts)

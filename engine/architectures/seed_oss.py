@@ -2,8 +2,7 @@
 
 from pdserve.engine.checkpoints.gguf import GgufMapping
 from pdserve.engine.models import ModelConfig, ModelSpec
-from pdserve.engine.models.hf_config import HfConfig
-from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.hf_config import HfConfig, standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:

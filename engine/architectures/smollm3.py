@@ -6,13 +6,14 @@ from pdserve.engine.checkpoints.gguf import GgufMapping
 from pdserve.engine.models import LayerConfig, ModelConfig, ModelSpec, UnsupportedModel
 from pdserve.engine.models.hf_config import (
     HfConfig,
+    attention_biases,
     integer,
     num_layers,
     plain_layers,
     sliding_window,
-    windowed,
+    standard,
+    windows,
 )
-from pdserve.engine.models.hf_config.standard import standard
 
 
 def has_rope(hf: HfConfig) -> list[bool]:
@@ -35,21 +36,19 @@ def has_rope(hf: HfConfig) -> list[bool]:
 def layers(hf: HfConfig) -> tuple[LayerConfig, ...]:
     ropes = has_rope(hf)
     window = sliding_window(hf) if hf.get("use_sliding_window", False) else 0
-    windows = [window if has else 0 for has in windowed(hf, [not rope for rope in ropes])]
+    layer_windows = windows(hf, window, [not rope for rope in ropes])
     return tuple(
         layer if rope else replace(layer, rope=None)
-        for layer, rope in zip(plain_layers(hf, windows), ropes, strict=True)
+        for layer, rope in zip(plain_layers(hf, layer_windows), ropes, strict=True)
     )
 
 
 def parse(hf: HfConfig) -> ModelConfig:
     hf = {"rope_theta": 2e6, **hf}
-    bias = bool(hf.get("attention_bias", False))
     return standard(
         hf,
         layers=layers(hf),
-        qkv_bias=bias,
-        o_bias=bias,
+        **attention_biases(hf),
         ffn_bias=bool(hf.get("mlp_bias", False)),
         tied_head=bool(hf.get("tie_word_embeddings", True)),
     )

@@ -7,8 +7,7 @@ from typing import Any
 from pdserve.engine.architectures import phi
 from pdserve.engine.checkpoints.gguf import GgufMapping, Metadata
 from pdserve.engine.models import PRE_NORMS, ModelConfig, ModelSpec, UnsupportedModel
-from pdserve.engine.models.hf_config import HfConfig, positive
-from pdserve.engine.models.hf_config.standard import standard
+from pdserve.engine.models.hf_config import HfConfig, positive, standard
 
 
 def parse(hf: HfConfig) -> ModelConfig:

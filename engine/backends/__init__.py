@@ -37,12 +37,12 @@ class ModelDecoder(Model, Protocol):
 
 
 class Backend(ABC):
-    """Factory of one engine's decoder, KV pool and sampling."""
+    """Makes one engine's decoder, KV pool and sampling."""
 
     name: ClassVar[str]  # value of --kernels
     kv_dtypes: ClassVar[Collection[str]] = ("float32", "bf16", "float16")  # accepted by --kv-dtype
     copies_weights: ClassVar[bool] = False  # if so, a loaded file's pages need not stay
-    sampling: SamplingOps  # picks tokens from the decoder's logits
+    sampling: SamplingOps  # samples tokens from the decoder's logits
 
     def __init__(self, config: EngineConfig) -> None:
         """Raise ValueError for options that the backend cannot follow."""
@@ -50,7 +50,7 @@ class Backend(ABC):
 
     @classmethod
     def obstacle(cls, config: EngineConfig) -> str:
-        """Return the option that rules the backend out, in words; empty if none does."""
+        """Return the option that rules the backend out, as text; empty if none does."""
         return ""
 
     @property
@@ -78,7 +78,7 @@ class Backend(ABC):
 
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Return the bytes that the pools of all engines of this machine may take."""
+        """Return the bytes that the pools of all engines on this machine may take."""
 
     def prepare(self, decoder: ModelDecoder, kv: KvCache) -> None:  # noqa: B027  (not all need it)
         """Do slow work that must precede the first step over the engine's pool."""

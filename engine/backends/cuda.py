@@ -97,8 +97,7 @@ def steps_bytes(model: ModelConfig, rows: int) -> int:
 
 
 def cuda_numerics(capability: tuple[int, int], dtype: torch.dtype) -> str:
-    """Return kernel set, compiler version, compute capability and compute dtype: GPUs of one
-    capability compute the same results."""
+    """Return what decides the bits of results: kernels, compiler, GPU capability and dtype."""
     major, minor = capability
     name = str(dtype).removeprefix("torch.")
     return f"{KERNELS}+triton-{triton.__version__}/sm_{major}{minor}/{name}"

@@ -10,7 +10,7 @@ from pdserve.engine.kv import KvSpec
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.models import ModelConfig, NativeDecoder, int8_warning
 from pdserve.engine.weights import RawTensor
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.convert import unpack
 from pdserve.kernels.cpu import KV_BLOCK, CpuKernels, CpuSampling
 
 log = logging.getLogger(__name__)

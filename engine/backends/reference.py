@@ -12,7 +12,7 @@ from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.torch_cache import DeviceKvCache, TorchKvCache
 from pdserve.engine.models import ModelConfig
 from pdserve.engine.models.decoder import Decoder
-from pdserve.engine.models.layers import HELD
+from pdserve.engine.models.torch_parts import PLAIN_FORMATS
 from pdserve.engine.weights import RawTensor
 from pdserve.kernels import reference
 
@@ -38,7 +38,7 @@ class ReferenceBackend(Backend):
 
     @property
     def weights_format(self) -> str | None:
-        return None if self._config.weights == "quantized" else HELD[self._dtype]
+        return None if self._config.weights == "quantized" else PLAIN_FORMATS[self._dtype]
 
     @property
     def default_kv_dtype(self) -> str:
@@ -46,9 +46,7 @@ class ReferenceBackend(Backend):
 
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> Decoder:
         numerics = reference_numerics(self._device, self._dtype)
-        return Decoder(
-            model, weights, reference, self._dtype, self.kv_dtype, self._device, numerics
-        )
+        return Decoder(model, weights, self._dtype, self.kv_dtype, self._device, numerics)
 
     def kv_cache(self, spec: KvSpec, num_blocks: Sequence[int]) -> KvCache:
         kind = TorchKvCache if self._device.type == "cpu" else DeviceKvCache
@@ -61,7 +59,7 @@ class ReferenceBackend(Backend):
 
 
 def reference_numerics(device: torch.device, dtype: torch.dtype) -> str:
-    """Return kernel set and version, ISA class and compute dtype."""
+    """Return what decides the bits of results: kernels, torch, instruction set or GPU, dtype."""
     isa = (
         torch.cuda.get_device_name()
         if device.type == "cuda"

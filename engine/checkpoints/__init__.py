@@ -2,7 +2,6 @@
 
 from pdserve.engine.checkpoints.cache import DigestCache, TextCache
 from pdserve.engine.checkpoints.card import CardData, with_recommended
-from pdserve.engine.checkpoints.digest import quantization_label, quantized_digest
 from pdserve.engine.checkpoints.resolve import HubModel, Resolved, find
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, StoredPooling, TextFiles
 from pdserve.engine.checkpoints.tensor_remap import (
@@ -16,4 +15,9 @@ from pdserve.engine.checkpoints.tensor_remap import (
     renamed,
 )
 from pdserve.engine.checkpoints.text import load_tokenizer
-from pdserve.engine.checkpoints.weight_loader import WeightLoader, check_names
+from pdserve.engine.checkpoints.weight_loader import (
+    WeightLoader,
+    check_names,
+    quantization_label,
+    quantized_digest,
+)

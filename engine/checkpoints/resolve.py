@@ -125,8 +125,7 @@ def resolve(model: str, progress: Callable[[str, float], None]) -> Resolved:
 
 
 def find(model: str) -> Path | HubModel:
-    """Return a path on this machine, or a model of the hub, without a download. Raises
-    CheckpointError like `resolve`."""
+    """Find a path on this machine or name a model of the hub. Raises CheckpointError."""
     if not model:
         return shipped_model()
     path = Path(os.path.expanduser(model))  # os.path functions never raise here, unlike pathlib

@@ -1,12 +1,21 @@
-"""The engine's interface to checkpoints, in Hugging Face's terms for every file format.
+"""The engine's interface to checkpoints, in Hugging Face's terms for every file format, and the
+memory maps behind it.
 
-A checkpoint owns its file mappings; the tensors it returns are views that keep the mappings alive.
+A checkpoint owns its mapped files; the tensors it returns are views that keep the maps alive. A map
+is private (copy on write), so it never changes the file. A file that shrinks meanwhile kills the
+process, as with any memory map.
 """
 
 import difflib
+import math
+import mmap
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pdserve.engine.weights import RawTensor
 
@@ -63,8 +72,7 @@ class Checkpoint(Protocol):
         """
 
     def release(self, name: str) -> None:
-        """Free the memory of a tensor that the caller does not need for now; later reads come from
-        the file again."""
+        """Free the memory of a tensor; later reads come from the file again."""
 
     def text_files(self) -> TextFiles:
         """Return tokenizer, template and defaults; may take seconds for a large vocabulary."""
@@ -91,3 +99,34 @@ def unknown_tensor(name: str, names: Collection[str]) -> CheckpointError:
         else f"; the model has {len(names)} tensors"
     )
     return CheckpointError(f"tensor {name} is missing{hint}")
+
+
+class MappedFile:
+    """A privately mapped file. `map[a:b]` copies bytes; `array` does not."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the file. Raises CheckpointError if it cannot be opened or is empty."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        self.size = len(self.map)
+
+    def array(self, dtype: "np.dtype[Any]", shape: tuple[int, ...], start: int) -> NDArray[Any]:
+        """Return an array over the file's bytes from `start`; the caller checks that they exist.
+
+        Bytes that are not aligned for `dtype` are copied.
+        """
+        count = math.prod(shape)
+        if count == 0:
+            return np.empty(shape, dtype)
+        values = np.frombuffer(self.map, dtype, count, start).reshape(shape)
+        return values if values.flags.aligned else values.copy()
+
+    def release(self, start: int, count: int) -> None:
+        """Free the memory of `count` bytes; the next access reads them from the file again."""
+        begin = start - start % mmap.PAGESIZE
+        if count and hasattr(mmap, "MADV_DONTNEED"):
+            self.map.madvise(mmap.MADV_DONTNEED, begin, start + count - begin)

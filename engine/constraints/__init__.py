@@ -3,10 +3,10 @@
 Each says which tokens may come next, as a function of the ids that the choice has generated.
 """
 
-from pdserve.engine.constraints.check import check_constraints
 from pdserve.engine.constraints.manager import (
     ConstraintManager,
     RequestConstraints,
+    check_constraints,
     has_constraints,
     mask_deadline,
 )

@@ -1,14 +1,22 @@
-"""The constraints of a request's choices, from submit to its end.
+"""The constraints of a request's choices, from the check of its parameters to its end.
 
 They are a function of the params and of the generated ids, so a request that resumes here or on
 another worker rebuilds them and gets the same tokens.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
-from pdserve.engine.api import InvalidRequest, QueueFull, Request, SamplingParams
+from pdserve.engine.api import (
+    MAX_ENTRIES,
+    MAX_GRAMMAR_BYTES,
+    MAX_SEQUENCE_IDS,
+    InvalidRequest,
+    QueueFull,
+    Request,
+    SamplingParams,
+)
 from pdserve.engine.constraints.grammars import (
     Compilation,
     CompiledGrammar,
@@ -19,6 +27,74 @@ from pdserve.engine.constraints.grammars import (
     StepBudget,
 )
 from pdserve.engine.constraints.masks import AllowedIds, BadWords, Bitmask, ThinkingLimit
+
+
+def check_constraints(params: SamplingParams, vocab_size: int, eos_ids: Collection[int]) -> None:
+    """Raise InvalidRequest that names the parameter at fault."""
+    for name in ("allowed_token_ids", "bad_words", "logprob_token_ids"):
+        if len(getattr(params, name)) > MAX_ENTRIES[name]:
+            raise InvalidRequest(f"{name} has more than {MAX_ENTRIES[name]} entries", name)
+    for name, ids in _id_lists(params):
+        if not all(0 <= token < vocab_size for token in ids):
+            raise InvalidRequest(f"{name} has a token id outside the vocabulary", name)
+    for name, ids in _sequences(params):
+        if len(ids) > MAX_SEQUENCE_IDS:
+            raise InvalidRequest(
+                f"{name} has a sequence of more than {MAX_SEQUENCE_IDS} token ids", name
+            )
+    if not all(params.bad_words):
+        raise InvalidRequest("bad_words has an empty sequence", "bad_words")
+    if params.logprob_token_ids and params.logprobs is None:
+        raise InvalidRequest("logprob_token_ids requires logprobs", "logprob_token_ids")
+    _check_thinking(params, eos_ids)
+    _check_grammar(params)
+
+
+def _check_thinking(params: SamplingParams, eos_ids: Collection[int]) -> None:
+    budget = params.thinking
+    if budget is None:
+        return
+    if budget.max_tokens < 0:
+        raise InvalidRequest("thinking must allow at least 0 tokens", "thinking")
+    if not budget.end_ids:
+        raise InvalidRequest("thinking requires the token ids that end it", "thinking")
+    allowed = {*params.allowed_token_ids, *params.stop_token_ids, *eos_ids}
+    if params.allowed_token_ids and not allowed.issuperset(budget.end_ids):
+        raise InvalidRequest(
+            "allowed_token_ids must include the tokens that end thinking", "allowed_token_ids"
+        )
+
+
+def _check_grammar(params: SamplingParams) -> None:
+    grammar = params.grammar
+    if grammar is None:
+        return
+    if not grammar.source:
+        raise InvalidRequest("the grammar is empty", "grammar")
+    if len(grammar.source.encode()) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes", "grammar")
+    if params.min_tokens:
+        raise InvalidRequest(
+            "min_tokens cannot be used with a grammar, which defines where an answer may end",
+            "min_tokens",
+        )
+
+
+def _id_lists(params: SamplingParams) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "allowed_token_ids", params.allowed_token_ids
+    yield "logprob_token_ids", params.logprob_token_ids
+    yield from _sequences(params)
+
+
+def _sequences(params: SamplingParams) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for word in params.bad_words:
+        yield "bad_words", word
+    if params.thinking is not None:
+        yield "thinking", params.thinking.start_ids
+        yield "thinking", params.thinking.end_ids
+    if params.grammar is not None:
+        yield "grammar", params.grammar.begins_after
+
 
 COMPILE_S = 15.0  # maximum wait of a request for its grammar
 MASK_WAIT_S = 0.01  # maximum wait of a step for all masks
@@ -85,8 +161,7 @@ class ConstraintManager:
         self.wake: Callable[[], None] = lambda: None  # any thread: a request may continue
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequest for a grammar if the engine supports none, and QueueFull if too many
-        grammars wait to be compiled."""
+        """Raise InvalidRequest if grammars are not supported, QueueFull if too many wait."""
         grammar = request.params.grammar
         if grammar is None or not request.generates:
             return
@@ -122,7 +197,7 @@ class ConstraintManager:
         compiled: CompiledGrammar | None,
         allowed: AllowedIds | None,
     ) -> ChoiceConstraints:
-        """`allowed` has no state, so all choices share it."""
+        """Make the constraint of one choice; `allowed` has no state, so all choices share it."""
         params, vocab_size = request.params, self._vocab_size
         plain: list[Constraint] = []
         if params.thinking is not None:
@@ -154,8 +229,7 @@ class ConstraintManager:
             self._grammars.release(compilation)
 
     def start_masks(self) -> None:
-        """Start computing the masks for tokens accepted since the last call, and renew the budget
-        for the next tokens."""
+        """Start computing masks for the newly accepted tokens, and renew the step budget."""
         self._budget.renew()
         self._threads.start()
 

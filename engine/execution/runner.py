@@ -4,15 +4,49 @@ Block tables are arrays with one row per slot of the batch; a step updates only 
 """
 
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.execution.batch import Batch, GroupTable, Ints, UnreadTokens
 from pdserve.engine.kv import blocks_for
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.scheduling import Outcome, Plan, Row, Sequence
+
+Ints = NDArray[np.int64]
+T = TypeVar("T")  # Ints, or a backend's arrays of int64
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTable(Generic[T]):
+    """Location of one layer group's keys and values for this batch."""
+
+    block_table: T  # [rows, max_blocks]; padded with 0, the null block
+    slots: T  # [tokens]: block * block_size + offset, where each new token's KV goes
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadTokens:
+    """Sampled tokens that the host has not read: row r continues with tokens[indices[r]]."""
+
+    tokens: Any  # [sampled tokens of the previous step], on the device
+    indices: Ints  # [rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[T]):
+    """Flat batch: rows are sequences; row r has tokens [starts[r], starts[r + 1])."""
+
+    token_ids: T  # [tokens]
+    positions: T  # [tokens], absolute
+    starts: tuple[int, ...]  # rows + 1 offsets
+    kv_lens: tuple[int, ...]  # per row: keys visible to its last token, this step's included
+    num_decode_rows: int  # rows at the start, with one token each
+    groups: tuple[GroupTable[T], ...]  # in the order of KvSpec.groups
+    logit_tokens: T  # [outputs]: flat indices of the hidden states to return
+    kv_only: bool = False  # no outputs: the last layer computes only K and V
+    unread: UnreadTokens | None = None  # replaces token_ids if all rows are decode rows
 
 
 class Model(Protocol):
@@ -37,12 +71,11 @@ class DeviceModel(Protocol):
 
 
 class DeviceLost(Exception):
-    """The device fails every operation, as a GPU does after a kernel's illegal access: only another
-    process can compute on it."""
+    """The device fails every operation, as after an illegal access; the process must restart."""
 
 
 class ModelRunner:
-    """Runner of plans on the model; owns the block tables of the slots, not the KvCache."""
+    """Runs plans on the model; owns the block tables of the batch's slots, not the KvCache."""
 
     def __init__(self, model: Model, kv: KvCache, num_slots: int, context_len: int) -> None:
         self._model = model

@@ -21,39 +21,40 @@ from pdserve.engine.scheduling import (
     EngineLimits,
     JobTable,
     Outcome,
-    Pick,
     Plan,
     RequestState,
     Row,
+    SampledToken,
     is_in_batch,
 )
-from pdserve.kernels.sampling_ops import AheadSampling, Picks, SamplingOps, StreamSettings
+from pdserve.kernels.sampling_ops import AheadSampling, SampledTokens, SamplingOps, StreamSettings
 
 # Hidden states and logits are arrays of the backend; the sampler only indexes and passes them.
 Head = Callable[[Any], Any]  # hidden states [n, hidden] to float32 logits [n, vocab]
 SCORED_BYTES = 64 << 20  # maximum size of the logits computed at a time for prompt scores
 NOTHING = Outcome()
 LATE = Outcome(is_late=True)
-NOT_FINITE = Pick(-1, error="the logits are not finite")
+NOT_FINITE = SampledToken(-1, error="the logits are not finite")
 NO_TOKEN = "the request's parameters allow no further token"
 
 
 def plan_ahead(plan: Plan, jobs: JobTable) -> tuple[Plan, list[int]] | None:
-    """Return the step after the launched `plan`, and for each row the index of its pick in `plan`.
+    """Return the step after the launched `plan`, and for each row the index of its token
+    among those that `plan` samples.
 
-    That pick is the row's token. Returns None if planning needs the tokens: something else could
+    Returns None if planning needs the tokens: something else could
     then run, a row is not a plain decode row, or blocks are short.
     """
     if plan.num_decode_rows < len(plan.rows) or (jobs.waiting and jobs.num_free_slots):
         return None
-    live = [(pick, row) for pick, row in enumerate(plan.rows) if is_in_batch(row)]
+    live = [(index, row) for index, row in enumerate(plan.rows) if is_in_batch(row)]
     if len(live) < sum(len(job.sequences) for job in jobs.running):
         return None
     if not all(is_plain(row) for _, row in live):
         return None
     following = Plan([])
-    picks: list[int] = []
-    for pick, (sequence, _, end, choices, _) in live:
+    indices: list[int] = []
+    for index, (sequence, _, end, choices, _) in live:
         job = sequence.job
         if len(job.generated[choices[0]]) + 1 >= job.max_tokens:
             continue
@@ -63,9 +64,9 @@ def plan_ahead(plan: Plan, jobs: JobTable) -> tuple[Plan, list[int]] | None:
                 return None
             assert not copies, "the previous step already writes into that block"
         following.rows.append(Row(sequence, end, end + 1, choices, end))
-        picks.append(pick)
-    following.num_decode_rows = len(picks)
-    return (following, picks) if picks else None
+        indices.append(index)
+    following.num_decode_rows = len(indices)
+    return (following, indices) if indices else None
 
 
 def is_plain(row: Row) -> bool:
@@ -84,7 +85,9 @@ class Sampler:
         self._ops = ops
         self._ahead = ops if isinstance(ops, AheadSampling) else None
 
-    def begin(self, rows: Seq[Row], hidden: Any, head: Head, unread: int = 0) -> Picks | None:
+    def begin(
+        self, rows: Seq[Row], hidden: Any, head: Head, unread: int = 0
+    ) -> SampledTokens | None:
         """Launch the sampling of a step that has plain decode rows only.
 
         Returns None for other steps, and if the backend cannot sample ahead. `unread`: tokens of
@@ -101,9 +104,9 @@ class Sampler:
             num_generated.append(len(job.generated[choice]) + unread)
         return self._ahead.begin(logits, list(range(len(rows))), streams, num_generated)
 
-    def read(self, picks: Picks) -> list[Outcome]:
+    def read(self, tokens: SampledTokens) -> list[Outcome]:
         """Wait for what `begin` launched; return one outcome per row."""
-        return [Outcome((Pick(t) if t >= 0 else NOT_FINITE,)) for t in picks.read()]
+        return [Outcome((SampledToken(t) if t >= 0 else NOT_FINITE,)) for t in tokens.read()]
 
     def sample(self, rows: Seq[Row], hidden: Any, head: Head) -> list[Outcome]:
         """Return one outcome per row; `hidden` [outputs, hidden] has the outputs of row after row.
@@ -129,27 +132,27 @@ class Sampler:
             hidden = hidden[last]
         logits = head(hidden)
         late = _late(rows, constrained)
-        picks = iter(self._pick(rows, late, logits))
+        tokens = iter(self._sampled(rows, late, logits))
         outcomes: list[Outcome] = []
         for i, row in enumerate(rows):
             if i in late:
                 outcomes.append(LATE)
             else:
-                row_picks = tuple(islice(picks, len(row.choices)))
-                outcomes.append(Outcome(row_picks, scores.get(i, ())))
+                row_tokens = tuple(islice(tokens, len(row.choices)))
+                outcomes.append(Outcome(row_tokens, scores.get(i, ())))
         return outcomes
 
-    def _pick(self, rows: Seq[Row], late: set[int], logits: Any) -> list[Pick]:
-        """Return one pick per choice of row after row, without late rows; `logits` has a row for
+    def _sampled(self, rows: Seq[Row], late: set[int], logits: Any) -> list[SampledToken]:
+        """Return one token per choice of row after row, without late rows; `logits` has a row for
         each sampled token, including those of late rows."""
         outputs: list[int] = []
         streams: list[Any] = []
         generated: list[list[int]] = []
-        # Few picks need these: log-probabilities to return, and constraints.
+        # Few tokens need these: log-probabilities to return, and constraints.
         scored: dict[int, SamplingParams] = {}
         constrained: dict[int, tuple[RequestConstraints, int]] = {}
         masks: dict[int, Bitmask | None] = {}
-        errors: dict[int, Pick] = {}
+        errors: dict[int, SampledToken] = {}
         output = -1
         for i, row in enumerate(rows):
             output += bool(row.choices)
@@ -157,35 +160,35 @@ class Sampler:
                 continue
             job = row.sequence.job
             for choice in row.choices:
-                pick = len(outputs)
+                index = len(outputs)
                 if job.request.params.logprobs is not None:
-                    scored[pick] = job.request.params
+                    scored[index] = job.request.params
                 if job.constraints is not None:
-                    constrained[pick] = (job.constraints, choice)
+                    constrained[index] = (job.constraints, choice)
                     try:
-                        masks[pick] = job.constraints.bitmask(choice)
+                        masks[index] = job.constraints.bitmask(choice)
                     except GrammarError as error:
-                        errors[pick] = Pick(-1, error=str(error), param=error.param)
+                        errors[index] = SampledToken(-1, error=str(error), param=error.param)
                 outputs.append(output)
                 stream = job.streams.get(choice)
                 streams.append(stream or self._stream(job, choice, logits.shape[-1]))
                 generated.append(job.generated[choice])
-        all_masks = [masks.get(pick) for pick in range(len(outputs))] if masks else None
+        all_masks = [masks.get(index) for index in range(len(outputs))] if masks else None
         tokens = self._ops.sample(logits, outputs, streams, generated, all_masks)
-        picks = [Pick(token) if token >= 0 else NOT_FINITE for token in tokens]
+        sampled = [SampledToken(token) if token >= 0 else NOT_FINITE for token in tokens]
         for i, (constraints, choice) in constrained.items():
             if tokens[i] < 0 and self._is_finite(logits[outputs[i] : outputs[i] + 1]):
                 param = constraints.param(choice)
-                picks[i] = Pick(-1, error=NO_TOKEN, param=param, no_token=True)
+                sampled[i] = SampledToken(-1, error=NO_TOKEN, param=param, no_token=True)
         for i, params in scored.items():
             if tokens[i] >= 0:
                 row_logits = logits[outputs[i] : outputs[i] + 1]
                 count, extra_ids = params.logprobs or 0, params.logprob_token_ids
                 (token_logprob,) = self._logprobs(row_logits, [tokens[i]], count, extra_ids)
-                picks[i] = Pick(tokens[i], token_logprob)
-        for i, error_pick in errors.items():
-            picks[i] = error_pick
-        return picks
+                sampled[i] = SampledToken(tokens[i], token_logprob)
+        for i, error_token in errors.items():
+            sampled[i] = error_token
+        return sampled
 
     def _logprobs(
         self, logits: Any, tokens: list[int], count: int, extra_ids: Seq[int] = ()

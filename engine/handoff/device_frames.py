@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 from pdserve.engine.handoff.connection import DataLink
 from pdserve.engine.handoff.incoming import IncomingHandoff
-from pdserve.engine.handoff.open_blocks import BlocksReleased, FrameCopy, OpenBlocks, PagedKv
+from pdserve.engine.handoff.open_blocks import BlocksReleased, FrameCopy, OpenBlocks
 from pdserve.engine.handoff.protocol import FrameError, FrameHeader, Piece
+from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.transport import DeviceSource
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.0001, 0.002  # pauses between polls while nothing m
 
 
 class ReceivedFrame(NamedTuple):
-    """A frame at decode; `source` is where its payload lies if the payload stays on a device."""
+    """A frame at decode; `source` is the slot that holds a payload on a device."""
 
     attempt: IncomingHandoff
     link: DataLink
@@ -34,7 +35,7 @@ class ReceivedFrame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RunningCopy:
-    """A copy that the device has not finished, or whose verdict is not read yet."""
+    """A copy that is running, or whose verdict has not been read."""
 
     frame: ReceivedFrame
     blocks: OpenBlocks
@@ -42,34 +43,33 @@ class _RunningCopy:
 
 
 class FrameVerdicts(Protocol):
-    """The Receiver's reactions to the verdict on a frame; any thread may call them. A FrameError
-    ends the connection."""
+    """How the Receiver handles verdicts, on any thread. A FrameError ends the connection."""
 
     def accepted(self, frame: ReceivedFrame, written: Piece | None, wake: bool = True) -> None:
-        """The frame is verified and in the pool; `written` is None if its blocks were there before.
+        """Handle a verified frame in the pool; `written` is None if its blocks were there before.
         Without `wake` the engine thread may handle it later."""
 
     def damaged(self, frame: ReceivedFrame) -> None:
-        """The payload does not match its tag."""
+        """Handle a frame whose payload does not match its tag."""
 
     def refused(self, frame: ReceivedFrame, error: FrameError) -> None:
-        """The attempt may not send this frame."""
+        """Handle a frame that its attempt may not send."""
 
     def late(self, frame: ReceivedFrame) -> None:
-        """The attempt has ended."""
+        """Handle a frame whose attempt has ended."""
 
     def failed(self, frame: ReceivedFrame, error: Exception) -> None:
-        """The frame could not be written."""
+        """Handle a frame that could not be written."""
 
 
 class DeviceFrames:
-    """Runs the copying thread; threads of the connections call `arrived`.
+    """Runs the copying thread; the threads of connections call `arrived`.
 
-    Credits the slot of every frame exactly once: when its copy is done, or at once if it needs no
-    copy. The verdict follows the credit.
+    Returns the slot of every frame exactly once: when its copy is done, or at once if it needs
+    none. The verdict follows.
     """
 
-    def __init__(self, kv: PagedKv, verdicts: FrameVerdicts) -> None:
+    def __init__(self, kv: KvCache, verdicts: FrameVerdicts) -> None:
         self._kv = kv
         self._verdicts = verdicts
         self._waiting: deque[ReceivedFrame] = deque()
@@ -114,8 +114,7 @@ class DeviceFrames:
                 pause = min(2 * pause, MAX_PAUSE_S)
 
     def poll(self) -> bool:
-        """Read the verdicts of finished copies and begin the copies that can begin. Return
-        whether there were any."""
+        """End the copies that are done, and begin those that can; return whether any did."""
         moved = False
         for pending in list(self._pending):
             copy, failure = pending.frame_copy.copy, None

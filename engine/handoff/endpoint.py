@@ -44,7 +44,7 @@ MAX_INBOX = 1 << 16  # messages that the engine thread has not seen
 
 @dataclass(slots=True)
 class TransportFigures:
-    """Counters of one transport since the start; KV payload only."""
+    """Counters of one transport since the start, of KV payloads only."""
 
     num_bytes: int = 0
     frames: int = 0
@@ -53,7 +53,7 @@ class TransportFigures:
 
 
 class HandoffAttempt:
-    """One side of one hand-off."""
+    """The state of one attempt on this side."""
 
     def __init__(self, ticket: Ticket, state: Handoff, own_key: TagKey, peer_key: TagKey) -> None:
         self.ticket = ticket
@@ -198,10 +198,8 @@ class HandoffEndpoint(Generic[AttemptT]):
                 return
 
     def _safely(self, attempt: AttemptT, act: Callable[[AttemptT], None]) -> bool:
-        """Call `act`; return False if it raised. Then only this attempt ends, in the next poll.
-
-        It does not end at once, since the engine may be between the plan of a step and its end.
-        """
+        """Call `act`; if it raises, return False and end only this attempt, in the next poll: the
+        engine may be between a step's plan and its end."""
         try:
             act(attempt)
         except Exception:
@@ -240,7 +238,7 @@ class HandoffEndpoint(Generic[AttemptT]):
     # threads of the connections
 
     def _post(self, action: Callable[[], object], wake: bool = True) -> None:
-        """Add to the inbox; without `wake` the action waits for the next poll, at most one tick.
+        """Add to the inbox; without `wake`, the action waits for the next poll, at most one tick.
         Raises FrameError if the inbox is full."""
         if len(self._inbox) >= MAX_INBOX:
             raise FrameError("the inbox of the engine thread is full")
@@ -249,8 +247,7 @@ class HandoffEndpoint(Generic[AttemptT]):
             self._wake()
 
     def _authenticated_attempt(self, message: messages.Signed, link: DataLink) -> AttemptT | None:
-        """Return the live attempt of a message with a correct tag; None if the message is ignored.
-        Raises FrameError."""
+        """Return the live attempt of a message; None: ignore it. Raises FrameError."""
         attempt = self._live.get(message.ticket)
         if attempt is None:
             if isinstance(message.body, messages.Progress):  # some arrive after every end
@@ -272,9 +269,9 @@ class HandoffEndpoint(Generic[AttemptT]):
     ) -> AttemptT | None:
         """Return the live attempt whose peer signed a record that names no live ticket.
 
-        Usually the result is None, since the attempt has ended. But if the ticket's id was damaged
-        on the way, the tag matches under the id of an attempt of this connection, whose peer waits
-        for an answer.
+        Usually there is none, since the attempt has ended. But if the ticket's id was damaged on
+        the way, the tag matches under the id of an attempt of this connection, whose peer waits for
+        an answer.
         """
         if not link.genuine:
             return None

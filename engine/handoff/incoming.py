@@ -1,16 +1,33 @@
-"""The state of one attempt at decode.
+"""Attempts at decode: promises of blocks, one attempt's state and speed, and the queue of Claims.
 
-The engine thread owns it; threads of its connection call `write`, `arrives`, `frame_done`, `has`
-and `num_written`.
+The engine thread owns all of these; threads of an attempt's connection only call its `write`,
+`arrives`, `frame_done`, `has` and `num_written`.
+
+A promise pins nothing. It is made only if promised <= free + evictable - growth of the running
+sequences (or decode is idle), and released exactly once: at its reservation or at the attempt's
+end.
+
+No attempt gets blocks before the attempt ahead of it in the queue has all of its blocks. The order
+is FIFO, except that a tenant's attempts are sorted by priority within the places that the tenant
+holds.
+
+A prefill worker that sends Progress but no KV is neither silent nor frozen: its machine may be
+slow, or share its cores. Time in which its engine computes other prompts first does not count. The
+worker reports that time in Progress, and it ends: tenants take turns, and within a tenant a prompt
+waits for prompts of a lower priority value, and the longer it waits, the sooner it passes those of
+an equal value. Blocks that have arrived stay at decode as a cached prefix, so a retry elsewhere
+costs only the missing chunks.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from pdserve.engine.api import Request, prefix_ids
+from pdserve.engine.api import EngineError, Request, prefix_ids
 from pdserve.engine.handoff.endpoint import HandoffAttempt
-from pdserve.engine.handoff.open_blocks import BlocksReleased, OpenBlocks, WritableKv
+from pdserve.engine.handoff.open_blocks import BlocksReleased, OpenBlocks
 from pdserve.engine.handoff.protocol import (
     Bitmap,
     FrameError,
@@ -20,8 +37,89 @@ from pdserve.engine.handoff.protocol import (
     Ticket,
     TicketKeys,
 )
-from pdserve.engine.handoff.slow_peer import SlowPeerDetector
 from pdserve.engine.kv import KvSpec
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.scheduling import Reservation, by_priority
+
+GROWTH_TOKENS = 64  # tokens that a running sequence is expected to need before it ends
+
+
+def promise_blocks(num_tokens: int, num_choices: int, block_size: int) -> int:
+    """Return the blocks of a whole prompt, plus one per choice. A prefix hit does not reduce them,
+    since it may be evicted before the Claim."""
+    return -(-num_tokens // block_size) + num_choices
+
+
+class Promises:
+    """The number of blocks promised to all attempts; every operation is O(1)."""
+
+    def __init__(self, block_size: int) -> None:
+        self._growth = -(-GROWTH_TOKENS // block_size)
+        self.blocks = 0
+
+    def offer(self, blocks: int, available: int, running: int) -> bool:
+        """Promise `blocks` if they fit beside the existing promises; return False if not.
+
+        `available`: blocks that are free or can be evicted, including those of parked requests.
+        `running`: sequences in the batch. An idle decode worker promises whatever fits its whole
+        pool, since nothing else competes.
+        """
+        unpromised = available - self._growth * running - self.blocks
+        if blocks > unpromised and (self.blocks or running):
+            return False
+        self.blocks += blocks
+        return True
+
+    def give_back(self, blocks: int) -> None:
+        if blocks > self.blocks:
+            raise ValueError(f"cannot give back {blocks} blocks: {self.blocks} are promised")
+        self.blocks -= blocks
+
+
+SLOW_RATIO = 2.0  # slow: more than this many times the longest chunk so far
+SLOW_S = 2.0  # and longer than this
+LOOK_S = 0.5  # a longer gap between two `look` calls means that decode was slow, and does not count
+
+
+@dataclass(frozen=True, slots=True)
+class SlowPeerDetector:
+    """Measures how fast the KV of one prompt arrives in chunks; times are clock readings in
+    seconds."""
+
+    # Time that does not count is added to `chunk_at` and `moved`.
+    chunk_at: float  # when the last chunk was complete; at first, when the blocks were granted
+    moved: float  # when a frame last arrived
+    looked: float  # when `look` was last called
+    longest: float | None = None  # seconds of the longest chunk; None before the first
+
+    @classmethod
+    def begin(cls, now: float) -> "SlowPeerDetector":
+        """Return the detector of a prefill whose blocks are granted at `now`."""
+        return cls(chunk_at=now, moved=now, looked=now)
+
+    def arrived(self, now: float, chunk: bool) -> "SlowPeerDetector":
+        """Record verified frames; `chunk`: they complete a chunk in all layers."""
+        if not chunk:
+            return replace(self, moved=now)
+        longest = max(self.longest or 0.0, now - self.chunk_at)
+        return replace(self, moved=now, chunk_at=now, longest=longest)
+
+    def look(self, now: float, passed_over: bool = False) -> "SlowPeerDetector":
+        """Exclude time that does not count; call it several times a second, before `slow`.
+
+        `passed_over`: prefill computes other prompts, so the time since the last call does not
+        count.
+        """
+        discounted = now - self.looked - (0.0 if passed_over else LOOK_S)
+        discounted = max(0.0, discounted)
+        chunk_at, moved = min(now, self.chunk_at + discounted), min(now, self.moved + discounted)
+        return replace(self, looked=now, chunk_at=chunk_at, moved=moved)
+
+    def slow(self, now: float) -> bool:
+        """Return whether the last arrival is too long ago, compared with the longest chunk."""
+        if self.longest is None:
+            return False
+        return now - self.moved > max(SLOW_S, SLOW_RATIO * self.longest)
 
 
 class ReceivingEngine(Protocol):
@@ -34,13 +132,6 @@ class ReceivingEngine(Protocol):
     def abort(self, key: str, choices: Sequence[int] = ()) -> bool: ...
     def park(self, key: str) -> bool: ...
     def stats(self) -> Any: ...
-
-
-class ReservationLike(Protocol):
-    num_tokens: int
-    blocks: list[list[int]]
-    first_block: list[int]
-    cached_tokens: int
 
 
 @dataclass(slots=True)
@@ -56,7 +147,7 @@ class ReceiveTimes:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The report of a committed hand-off."""
+    """The report of a hand-off whose KV has all arrived."""
 
     attempt: bytes
     transport: str
@@ -86,7 +177,7 @@ class IncomingHandoff(HandoffAttempt):
         self.sender = b""  # digest of the KV identity that computes it; empty if it is local
         self.cancelled: set[int] = set()  # choices that were cancelled before the commit
         self.parked = False  # no client listens, so the request joins the engine parked
-        self.reservation: ReservationLike | None = None
+        self.reservation: Reservation | None = None
         self.bitmap: Bitmap | None = None  # what the engine thread knows to be written
         self.blocks: OpenBlocks | None = None
         self.num_verified = 0  # leading blocks that are verified in all layers
@@ -98,9 +189,7 @@ class IncomingHandoff(HandoffAttempt):
         self._idle_since = 0.0
         self.times = times
 
-    def grant(
-        self, reservation: ReservationLike, spec: KvSpec, now: float, ready: Any = None
-    ) -> None:
+    def grant(self, reservation: Reservation, spec: KvSpec, now: float, ready: Any = None) -> None:
         """Give the attempt its blocks, which may be written after `ready` (OpenBlocks)."""
         self.reservation = reservation
         bitmap_args = spec, reservation.num_tokens, reservation.first_block
@@ -111,8 +200,7 @@ class IncomingHandoff(HandoffAttempt):
         self.slow_peer = SlowPeerDetector.begin(now)
 
     def arrives(self, header: FrameHeader) -> bool:
-        """Register a genuine record on the reader thread; return False if the frame arrived
-        before or contains nothing new."""
+        """Register a genuine frame on the reader thread; return False if it has nothing new."""
         if header.sequence in self.arriving or self.has(header):
             return False
         self.arriving.add(header.sequence)
@@ -130,8 +218,8 @@ class IncomingHandoff(HandoffAttempt):
             return False
 
     def newly_verified(self, block_size: int, now: float) -> int:
-        """Update the count after frames were written. Return how many leading tokens all layers
-        have now; 0 if that has not grown since the last call."""
+        """Count blocks after frames were written; return how many leading tokens all layers have,
+        or 0 if there are no more than at the last call."""
         if self.bitmap is None or self.slow_peer is None:
             return 0
         blocks = self.bitmap.num_leading
@@ -148,8 +236,8 @@ class IncomingHandoff(HandoffAttempt):
         return self.slow_peer.slow(now)
 
     def idle_block_s(self, now: float) -> float:
-        """Return the block-seconds of blocks that were reserved but unwritten since the last call;
-        a block whose layers are partly written counts in part."""
+        """Return the block-seconds since the last call for which blocks were reserved but not
+        written; a block whose layers are partly written counts in part."""
         if self.bitmap is None:
             return 0.0
         elapsed_s, self._idle_since = now - self._idle_since, now
@@ -157,17 +245,78 @@ class IncomingHandoff(HandoffAttempt):
 
     @property
     def num_written(self) -> int:
-        """Leading blocks that are verified and written; `num_verified` follows on the engine
-        thread."""
+        """Leading blocks that are verified and written; the engine thread may learn it later."""
         return self.blocks.num_leading if self.blocks is not None else 0
 
-    def write(self, kv: WritableKv, header: FrameHeader, payload: memoryview) -> Piece | None:
+    def write(self, kv: KvCache, header: FrameHeader, payload: memoryview) -> Piece | None:
         """Call OpenBlocks.write; also raises BlocksReleased if the attempt has no blocks yet."""
         if self.blocks is None:
             raise BlocksReleased
         return self.blocks.write(kv, header, payload)
 
     def settle(self) -> None:
-        """Stop all writes: the blocks are about to leave the attempt."""
+        """Stop all writes, because the blocks are about to leave the attempt."""
         if self.blocks is not None:
             self.blocks.close()
+
+
+log = logging.getLogger(__name__)
+
+
+class ClaimQueue:
+    """Grants Claims in order; calls `refused(incoming, reason)` for one that never can be."""
+
+    def __init__(
+        self,
+        engine: ReceivingEngine,
+        kv: KvCache,
+        clock: Callable[[], float],
+        refused: Callable[[IncomingHandoff, str], None],
+    ) -> None:
+        self._engine = engine
+        self._kv = kv
+        self._clock = clock
+        self._refused = refused
+        self._queue: deque[IncomingHandoff] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[IncomingHandoff]:
+        return iter(self._queue)
+
+    def add(self, incoming: IncomingHandoff) -> None:
+        """Add an attempt that waits for blocks; one that ends first leaves the queue."""
+        self._queue.append(incoming)
+        ordered = by_priority(
+            self._queue,
+            lambda incoming: incoming.request.tenant,
+            lambda incoming: incoming.request.priority,
+        )
+        self._queue = deque(ordered)
+
+    def granted(self) -> Iterator[IncomingHandoff]:
+        """Reserve blocks for attempts in order, while there are enough, and yield them."""
+        while self._queue:
+            head = self._queue[0]
+            if head.state.final:
+                self._queue.popleft()
+                continue
+            try:
+                reservation = self._engine.reserve(head.request, head.sender)
+            except Exception as err:
+                if not isinstance(err, EngineError):
+                    log.exception("reserving blocks for a hand-off failed")
+                self._queue.popleft()
+                self._refused(head, f"reservation: {err}")
+                continue
+            if reservation is None:
+                return
+            try:
+                ready = self._kv.ready()
+            except Exception:
+                self._engine.release(reservation)  # no other object knows this reservation
+                raise
+            self._queue.popleft()
+            head.grant(reservation, self._kv.spec, self._clock(), ready)
+            yield head

@@ -14,30 +14,17 @@ over a verified block: a duplicate or damaged frame cannot undo a good one.
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pdserve.engine.handoff.protocol import Bitmap, FrameError, FrameHeader, Piece
-from pdserve.engine.kv import KvSpec, Pages
+from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.transport import Copy, DeviceError, DeviceSource
 
 log = logging.getLogger(__name__)
 
 
-class PagedKv(Protocol):
-    def pages(self, group: int, layers: range, blocks: Sequence[int], ready: Any) -> Pages: ...
-
-
-class WritableKv(PagedKv, Protocol):
-    spec: KvSpec
-
-    def write(
-        self, group: int, layers: range, blocks: Sequence[int], payload: memoryview
-    ) -> None: ...
-    def ready(self) -> Any: ...
-
-
 class BlocksReleased(Exception):
-    """Raised if the blocks no longer belong to this attempt."""
+    """Raised if the attempt has lost its blocks."""
 
 
 class FrameCopy(NamedTuple):
@@ -62,7 +49,7 @@ class OpenBlocks:
         self._lock = threading.Lock()
         self.num_leading = empty.num_leading  # leading blocks that all layers of all groups have
 
-    def write(self, kv: WritableKv, header: FrameHeader, payload: memoryview) -> Piece | None:
+    def write(self, kv: KvCache, header: FrameHeader, payload: memoryview) -> Piece | None:
         """Write a verified frame; return None if all of it was present before.
 
         Raises BlocksReleased, and FrameError if the frame does not fit or overlaps verified blocks.
@@ -78,7 +65,7 @@ class OpenBlocks:
             return piece
 
     def begin_copy(
-        self, kv: PagedKv, header: FrameHeader, source: DeviceSource, key: bytes
+        self, kv: KvCache, header: FrameHeader, source: DeviceSource, key: bytes
     ) -> FrameCopy | None:
         """Begin to copy a frame on the device.
 
@@ -99,7 +86,8 @@ class OpenBlocks:
             return frame_copy
 
     def end_copy(self, frame_copy: FrameCopy) -> None:
-        """Record a finished copy; an intact one then counts as written. Raises BlocksReleased."""
+        """Record a finished copy, which counts as written if it is intact. Raises
+        BlocksReleased."""
         with self._lock:
             if not self._open:
                 raise BlocksReleased

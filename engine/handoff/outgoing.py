@@ -8,11 +8,11 @@ new owner. On a device a frame's copy may still run at that point, and `settle` 
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from pdserve.engine.handoff.endpoint import HandoffAttempt
 from pdserve.engine.handoff.protocol import (
@@ -26,21 +26,14 @@ from pdserve.engine.handoff.protocol import (
     mark_of,
 )
 from pdserve.engine.handoff.recorder import EventLog, RecordKind
-from pdserve.engine.kv import KvSpec, Pages
+from pdserve.engine.kv import Pages
+from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.transport import Copy, DeviceError, DeviceSink, Frame
 
 log = logging.getLogger(__name__)
 
 
 HANDED_BACK = "handed back"  # reason of an attempt that ended before the engine began it
-
-
-class ReadableKv(Protocol):
-    spec: KvSpec
-
-    def read(self, group: int, layers: range, blocks: Sequence[int]) -> list[memoryview]: ...
-    def pages(self, group: int, layers: range, blocks: Sequence[int], ready: Any) -> Pages: ...
-    def ready(self) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -56,7 +49,7 @@ class SendTimes:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The report of an ended attempt; `reason` is empty if decode acknowledged every block."""
+    """The report of an ended attempt; `reason` is empty if decode has all blocks."""
 
     attempt: bytes
     reason: str
@@ -109,7 +102,7 @@ class OutgoingHandoff(HandoffAttempt):
         self.encrypted = encrypted  # payloads are sealed, not only tagged
         self.event_log = event_log
 
-    def push(self, kv: ReadableKv, pieces: Iterable[Piece], table: list[int], resends: int) -> None:
+    def push(self, kv: KvCache, pieces: Iterable[Piece], table: list[int], resends: int) -> None:
         """Queue frames of these pieces; each frame is read and signed when a slot is free."""
         if self.link is None:
             return
@@ -126,7 +119,7 @@ class OutgoingHandoff(HandoffAttempt):
         self.link.push(*jobs)
 
     def settle(self) -> None:
-        """Stop all reads: the blocks are about to be freed. Call it on the engine thread."""
+        """Stop all reads, because the blocks are about to be freed; the engine thread calls it."""
         with self.lock:
             self.readable = False
             copies, self.copies = self.copies, deque()
@@ -139,7 +132,7 @@ class OutgoingHandoff(HandoffAttempt):
     @contextmanager
     def _build(
         self,
-        kv: ReadableKv,
+        kv: KvCache,
         piece: Piece,
         blocks: tuple[int, ...],
         resends: int,
@@ -147,8 +140,8 @@ class OutgoingHandoff(HandoffAttempt):
         slot: int,
         sink: DeviceSink | None,
     ) -> Iterator[Frame | None]:
-        """Yield a frame, or None if the blocks were freed. The blocks stay valid while the context
-        lasts."""
+        """Yield a frame, whose blocks stay valid while the context lasts; None if they are
+        freed."""
         spec = kv.spec
         group = spec.groups[piece.group]
         size = len(piece.layers) * len(blocks) * group.block_bytes(spec.block_size)
@@ -179,8 +172,7 @@ class OutgoingHandoff(HandoffAttempt):
             yield Frame(record, parts)
 
     def answered(self, sequence: int) -> Pushed | None:
-        """Remove a frame that decode has acknowledged or refused; return None if it was not
-        pending."""
+        """Remove a frame that decode has acknowledged or refused; None: it was not pending."""
         pushed = self.pending.pop(sequence, None)
         if pushed is not None and self.link is not None:
             self.link.slot_returned(pushed.slot, pushed.mark)
@@ -193,7 +185,7 @@ class OutgoingHandoff(HandoffAttempt):
 
     def _payload(
         self,
-        kv: ReadableKv,
+        kv: KvCache,
         piece: Piece,
         blocks: tuple[int, ...],
         pages: Pages | None,

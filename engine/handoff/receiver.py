@@ -14,17 +14,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pdserve.engine.api import Request, prefix_ids
-from pdserve.engine.handoff.claims import ClaimQueue
 from pdserve.engine.handoff.connection import DataLink, DataListeners
 from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
 from pdserve.engine.handoff.endpoint import HandoffEndpoint
 from pdserve.engine.handoff.incoming import (
+    ClaimQueue,
     IncomingHandoff,
+    Promises,
     Received,
     ReceiveTimes,
     ReceivingEngine,
+    promise_blocks,
 )
-from pdserve.engine.handoff.open_blocks import BlocksReleased, WritableKv
+from pdserve.engine.handoff.open_blocks import BlocksReleased
 from pdserve.engine.handoff.protocol import (
     ID_BYTES,
     SECRET_BYTES,
@@ -38,17 +40,16 @@ from pdserve.engine.handoff.protocol import (
     HandoffCompatibility,
     HandoffEnded,
     Piece,
-    Promises,
     Reserved,
     Side,
     Ticket,
     derive_keys,
     messages,
-    promise_blocks,
     verified_payload,
 )
 from pdserve.engine.handoff.recorder import EventLog, RecordKind
 from pdserve.engine.kv import NO_MIXING, KvIdentity, Mixing, num_blocks, spec_digest
+from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.transport import KvTransport, Payload
 
 
@@ -62,7 +63,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def __init__(
         self,
         engine: ReceivingEngine,
-        kv: WritableKv,
+        kv: KvCache,
         *,
         boot: bytes,
         identity: KvIdentity,
@@ -122,7 +123,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self, attempt: bytes, request: Request, prefill_boot: bytes, deadline: float
     ) -> Ticket | None:
         """Promise blocks to a prompt that `prefill_boot` will send; return None if decode is busy.
-        The duration is short and independent of what is queued."""
+        Takes the same short time whatever is queued."""
         choices = sum(c.finish is None for c in request.choices) or request.params.n
         tokens = len(prefix_ids(request))
         stats = self._engine.stats()
@@ -140,8 +141,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return ticket
 
     def cancel_choices(self, attempt: bytes, choices: Sequence[int]) -> bool:
-        """Cancel single choices, so that they do not join the batch; return False if the attempt is
-        not live."""
+        """Keep these choices out of the batch; return False if the attempt is not live."""
         incoming = self.attempt(attempt)
         if incoming is None:
             return False
@@ -149,8 +149,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return True
 
     def park(self, attempt: bytes, parked: bool) -> bool:
-        """Set whether the request joins the engine parked; the hand-off continues. Return False if
-        the attempt is not live."""
+        """Set whether the request joins the engine parked; return False if it is not live."""
         if (incoming := self.attempt(attempt)) is not None:
             incoming.parked = parked
         return incoming is not None
@@ -165,8 +164,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return self.promises.blocks * self._kv.spec.block_size
 
     def close(self) -> None:
-        """End every attempt and connection. Call it on the engine thread, or after that thread has
-        ended."""
+        """End every attempt and connection. The engine thread calls it, or has ended."""
         self._device_frames.close()  # first, since it reads the windows
         self._listeners.close()
         for incoming in self.live:
@@ -266,8 +264,8 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             self._advance(incoming, Filled())
 
     def _cache_verified(self, incoming: IncomingHandoff) -> None:
-        """Put blocks that are verified in all layers into the prefix cache at once. They outlive
-        the attempt, so a retry begins after them."""
+        """Add blocks that are verified in all layers to the prefix cache at once. They outlive the
+        attempt, so a retry begins after them."""
         if not incoming.state.holds:
             return
         tokens = incoming.newly_verified(self._kv.spec.block_size, self._clock())
@@ -426,7 +424,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
 
 def _request_resend(frame: ReceivedFrame) -> None:
-    """Request that frame again from prefill; any thread may call it."""
+    """Request a frame again from prefill; any thread may call it."""
     frame.attempt.frame_done(frame.header)
     frame.attempt.post(messages.Nack(frame.header.sequence))
 

@@ -1,6 +1,6 @@
-"""Prefill's side of a hand-off: claims blocks at decode when the engine has picked the prompt, and
-sends what is computed. In a migration it is the source's side, where everything is computed from
-the start.
+"""Prefill's side of a hand-off: claims blocks at decode when the engine has scheduled the prompt,
+and sends what is computed. In a migration it is the source's side, where everything is computed
+from the start.
 
 Everything runs on the engine thread except the DataLink callbacks, dialling with its first Claims,
 and the building of frames (outgoing.py). Blocks are held from Picked until decode's Complete or the
@@ -32,7 +32,6 @@ from pdserve.engine.handoff.endpoint import HandoffEndpoint
 from pdserve.engine.handoff.outgoing import (
     HANDED_BACK,
     OutgoingHandoff,
-    ReadableKv,
     SendTimes,
     Sent,
 )
@@ -55,6 +54,7 @@ from pdserve.engine.handoff.protocol import (
 )
 from pdserve.engine.handoff.recorder import EventLog, RecordKind
 from pdserve.engine.kv import KvIdentity, encode_spec, num_blocks, spec_digest
+from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.transport import KvTransport, Payload, Target, TransportRefused
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class _DecodePeer:
 
 
 class PromptToSend(NamedTuple):
-    """A prompt whose KV prefill computes and sends: all ids except the last one of a prefix."""
+    """A prompt whose KV prefill computes and sends: all ids except the last."""
 
     ids: tuple[int, ...]
     cache_salt: bytes = b""
@@ -97,7 +97,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
     def __init__(
         self,
         engine: SendingEngine,
-        kv: ReadableKv,
+        kv: KvCache,
         transports: Sequence[KvTransport],
         *,
         boot: bytes,
@@ -187,7 +187,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self._advance(outgoing, Picked())
 
     def hand_back(self) -> None:
-        """End the attempts that the engine has not begun: other workers may begin them sooner."""
+        """End the attempts that the engine has not begun, so that other workers may begin them."""
         for outgoing in self.live:
             if outgoing.state.phase is Phase.ADMITTED:
                 self._advance(outgoing, HandoffEnded(HANDED_BACK))
@@ -200,8 +200,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 self._safely(outgoing, partial(self._on_event, event))
 
     def close(self) -> None:
-        """End every attempt and connection. Call it on the engine thread, or after that thread has
-        ended."""
+        """End every attempt and connection. The engine thread calls it, or has ended."""
         for outgoing in self.live:
             self._advance(outgoing, HandoffEnded("prefill stops"))
         self._dial_threads.shutdown()
@@ -327,7 +326,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 self._count("stale")
 
     def _refused(self, outgoing: OutgoingHandoff, sequence: int) -> None:
-        """Resend a frame that decode read differently than signed, at most MAX_RESENDS times."""
+        """Resend a frame whose payload did not verify at decode, at most MAX_RESENDS times."""
         pushed = outgoing.answered(sequence)
         if pushed is None or not outgoing.state.holds or outgoing.link is None:
             self._count("stale")

@@ -1,13 +1,14 @@
 """The KV pool: its geometry, blocks, prefix cache and identity."""
 
-from pdserve.engine.kv.block_hash import cache_seed, chain_hashes, next_hash
-from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy, BlockCounts, BlockPool, num_blocks
-from pdserve.engine.kv.codec import (
-    decode_identity,
-    decode_spec,
-    encode_identity,
-    encode_spec,
-    spec_digest,
+from pdserve.engine.kv.block_pool import (
+    NULL_BLOCK,
+    BlockCopy,
+    BlockCounts,
+    BlockPool,
+    cache_seed,
+    chain_hashes,
+    next_hash,
+    num_blocks,
 )
 from pdserve.engine.kv.identity import (
     NO_MIXING,
@@ -15,7 +16,9 @@ from pdserve.engine.kv.identity import (
     Difference,
     KvIdentity,
     Mixing,
+    decode_identity,
     differences,
+    encode_identity,
     refusal,
 )
 from pdserve.engine.kv.spec import (
@@ -24,7 +27,10 @@ from pdserve.engine.kv.spec import (
     LayerGroup,
     Pages,
     blocks_for,
+    decode_spec,
+    encode_spec,
     pool_sizes,
     spec_difference,
+    spec_digest,
     window_blocks,
 )

@@ -1,21 +1,63 @@
-"""The KV blocks of one layer group: free list, reference counts and prefix cache. Pure.
+"""The KV blocks of one layer group: free list, reference counts, and a prefix cache by chain hash.
+Pure.
 
 A block is in exactly one state, the first that applies: *used* (a sequence refers to it),
 *reserved* (an uncommitted KV transfer refers to it), *cached* (unreferenced, but its content can be
 found by hash) or *free*. So free + used + cached + reserved == num_blocks at every moment. Block 0
 is the null block: it pads block tables, has no owner and is not counted.
+
+In one cache, equal chain hashes mean equal tokens from token 0 on. They are SHA-256 cut to 128
+bits, so that a tenant cannot make a block that another tenant's prompt matches. The router computes
+them too.
 """
 
+import hashlib
+import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+HASH_BYTES = 16
+ID_BYTES = 4
+
+
+def cache_seed(kv_identity: bytes, cache_salt: bytes) -> bytes:
+    """Return a chain's first parent, which differs by KV identity and by tenant's salt."""
+    head = struct.pack("<II", len(kv_identity), len(cache_salt))
+    return _hash(b"pdserve kv cache" + head + kv_identity + cache_salt)
+
+
+def next_hash(parent: bytes, ids: Sequence[int]) -> bytes:
+    """Return the hash of one full block of token ids (each below 2**32) that follows `parent`."""
+    return _hash(parent + _pack(ids))
+
+
+def chain_hashes(ids: Sequence[int], block_size: int, seed: bytes) -> list[bytes]:
+    """Return one hash per full block of `ids`; `seed` is cache_seed(...)."""
+    num_blocks = len(ids) // block_size
+    packed = _pack(ids[: num_blocks * block_size])
+    hashes: list[bytes] = []
+    parent = seed
+    for start in range(0, len(packed), ID_BYTES * block_size):
+        parent = _hash(parent + packed[start : start + ID_BYTES * block_size])
+        hashes.append(parent)
+    return hashes
+
+
+def _pack(ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
+def _hash(block: bytes) -> bytes:
+    return hashlib.sha256(block).digest()[:HASH_BYTES]
+
 
 NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy a whole block of every layer of a group."""
+    """A copy of a whole block, in every layer of a group."""
 
     group: int
     source: int
@@ -66,8 +108,7 @@ class BlockPool:
         return BlockCounts(len(self._free), self._num_used, len(self._idle), self._num_reserved)
 
     def references(self) -> tuple[Counter[int], Counter[int]]:
-        """Return, by block, references held by sequences and by reservations; takes time in
-        proportion to the pool."""
+        """Count references by block: of sequences, and of reservations. Reads the whole pool."""
         used, reserved = (
             Counter({block: count for block, count in enumerate(refs) if count})
             for refs in (self._used, self._reserved)
@@ -75,8 +116,8 @@ class BlockPool:
         return used, reserved
 
     def allocate(self, count: int, reserved: bool = False) -> list[int]:
-        """Return `count` blocks with one reference each, evicting cached ones. Raises ValueError if
-        `count` exceeds num_available."""
+        """Allocate `count` blocks with one reference each, evicting cached ones. Raises ValueError
+        if `count` exceeds num_available."""
         if count > self.num_available:
             raise ValueError(f"cannot allocate {count} blocks: {self.num_available} are available")
         blocks = []
@@ -98,7 +139,7 @@ class BlockPool:
             self._refer(block, reserved)
 
     def release(self, blocks: Iterable[int], reserved: bool = False) -> None:
-        """Remove one reference of each block. The first of `blocks` will be evicted first. Raises
+        """Remove one reference of each block; the first of `blocks` is evicted first. Raises
         ValueError for a block without such a reference."""
         for block in blocks:
             refs = self._reserved if reserved else self._used
@@ -114,8 +155,7 @@ class BlockPool:
                     self._free.append(block)
 
     def commit(self, blocks: Iterable[int]) -> None:
-        """Turn a reservation's references into a sequence's. Raises ValueError if one is
-        missing."""
+        """Make references of a reservation a sequence's. Raises ValueError if one is missing."""
         for block in blocks:
             if not self._reserved[block]:
                 raise ValueError(f"block {block} is not reserved")
@@ -125,7 +165,7 @@ class BlockPool:
             self._count(old_state, self._state(block))
 
     def writable(self, block: int) -> bool:
-        """Whether the block's one holder may write it: not shared, and not findable by hash."""
+        """Whether the only holder of a block may write it: not shared, and not findable by hash."""
         return self._used[block] + self._reserved[block] == 1 and block not in self._hash_of
 
     def is_cached(self, block: int) -> bool:
@@ -137,7 +177,7 @@ class BlockPool:
         return self._by_hash.get(chain_hash)
 
     def register(self, block: int, chain_hash: bytes) -> None:
-        """Make a full, computed block findable; of equal blocks the first one stays findable."""
+        """Make a full, computed block findable. Of equal blocks, the first stays findable."""
         if chain_hash in self._by_hash or block in self._hash_of:
             return
         self._by_hash[chain_hash] = block
@@ -160,7 +200,7 @@ class BlockPool:
                 self._removed[chain_hash] = None
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the net change of the findable hashes since the last call: (added, removed)."""
+        """Return (added, removed) findable hashes since the last call."""
         events = list(self._added), list(self._removed)
         self._added, self._removed = {}, {}
         return events

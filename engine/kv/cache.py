@@ -1,8 +1,8 @@
 """The arrays of the KV pool.
 
-Callers decide who may write which block: the engine thread, or a KV transfer connection the blocks
-that are reserved for it. Each layer group has one array [layers, blocks, 2, kv_heads, block_size,
-head_dim], the canonical order (1 instead of 2 if latent), so blocks are sent and received without
+Callers decide who may write which block: the engine thread, or a KV transfer's connection the
+blocks that are reserved for it. Each layer group has one array [layers, blocks, 2, kv_heads,
+block_size, head_dim] (1 instead of 2 if latent), so blocks are sent and received without
 reordering. Block 0 is the null block: it pads tables and holds zeros.
 """
 
@@ -22,8 +22,8 @@ TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "i
 
 
 class KvCache:
-    """`num_blocks[g]` blocks of group g beside its null block, in host memory, which is committed
-    when it is touched. bfloat16 is stored as the uint16 of its bits."""
+    """`num_blocks[g]` blocks of group g and its null block, in host memory that is committed when
+    it is touched. bfloat16 is stored as the uint16 of its bits."""
 
     device: int | None = None  # number of the CUDA device that holds the pool; None: the host
 
@@ -41,10 +41,8 @@ class KvCache:
         self._bytes = self._as_bytes()
 
     def layer(self, n: int) -> tuple[Any, int]:
-        """Return (kv [blocks, 2, kv_heads, block_size, head_dim] of model layer n, its group).
-
-        int8 blocks are [blocks, bytes], with their scales after the values.
-        """
+        """Return (kv [blocks, 2, kv_heads, block_size, head_dim] of model layer n, its group). int8
+        blocks are [blocks, bytes], with their scales after the values."""
         return self._layers[n]
 
     def num_bytes(self, group: int, layers: range, blocks: Sequence[int]) -> int:
@@ -54,9 +52,9 @@ class KvCache:
     def read(self, group: int, layers: range, blocks: Sequence[int]) -> list[memoryview]:
         """Return whole blocks: bytes of [layers, blocks, 2, kv_heads, block_size, head_dim].
 
-        On a CPU the views are the pool's memory, which must not be written meanwhile. `layers`
-        counts within the group: layer i is model layer spec.groups[group].layers[i]. Raises
-        ValueError if a layer or block does not exist.
+        On a CPU the views are the pool's memory, which must not be written while they are in use.
+        `layers` counts within the group: layer i is model layer spec.groups[group].layers[i].
+        Raises ValueError if a layer or block does not exist.
         """
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
         pool, runs = self._bytes[group], _runs(tuple(blocks))
@@ -65,7 +63,7 @@ class KvCache:
     def write(self, group: int, layers: range, blocks: Sequence[int], payload: memoryview) -> None:
         """Copy `payload`, in the order of `read`, into whole blocks; any thread may call it.
 
-        On a device the copy is queued on the engine's stream: work launched later sees it. Raises
+        On a device the copy is queued on the engine's stream, before work launched later. Raises
         ValueError like `read`, and if the payload has another size.
         """
         self._check(group, layers, blocks, payload.nbytes)
@@ -79,10 +77,8 @@ class KvCache:
                 copy_past_caches(pool[n, run.start : run.stop].reshape(-1), source)
 
     def pages(self, group: int, layers: range, blocks: Sequence[int], ready: Any = None) -> Pages:
-        """Return where whole blocks lie, for a copy on the device after the event `ready`.
-
-        Raises ValueError like `read`, and if there are no blocks.
-        """
+        """Return where whole blocks lie, for a copy on the device after the event `ready`. Raises
+        ValueError like `read`, and if there are no blocks."""
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
         if not layers or not blocks:
             raise ValueError("layers and blocks must not be empty")
@@ -90,8 +86,7 @@ class KvCache:
         return Pages(base, layer_bytes, self._block_bytes[group], layers, tuple(blocks), ready)
 
     def ready(self) -> Any:
-        """Return the event that follows everything launched so far by the calling thread, the one
-        that computes; None if it is complete."""
+        """Return the event after all work launched by this, the computing, thread; None: done."""
         return None
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -109,7 +104,7 @@ class KvCache:
         return np.frombuffer(pages, dtype).reshape(shape)
 
     def _as_bytes(self) -> list[Any]:
-        """Return each group as [layers, blocks, bytes of a block], the units of read and write."""
+        """Return each group as [layers, blocks, bytes of a block]: the units of read and write."""
         return [data.reshape(*data.shape[:2], -1).view(np.uint8) for data in self.data]
 
     def _address(self, group: int) -> tuple[int, int]:

@@ -1,10 +1,13 @@
-"""Identity of the process that computed a KV cache, in named parts, and its accepted differences.
+"""The identity of the computation behind a KV cache, in named parts, and the differences between
+two processes that are accepted. Pure.
 
-Pure. KV is shared exactly only where `digest` is equal: it hashes everything that a key or value
-depends on besides the token ids. The parts say what differs where it is not. The tokenizer is not
-part of the digest, but it must be equal too, because another tokenizer gives the ids another text.
+KV is shared only where `digest` is equal: it hashes everything that a key or value depends on
+besides the token ids. The other parts say what differs. The tokenizer is not part of the digest,
+but must be equal too: another tokenizer gives the ids another text. An encoded identity is its
+parts in order, each after its length.
 """
 
+import struct
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -48,7 +51,7 @@ _COMPARED = {
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """Which differences are accepted; an answer that needed one is marked inexact."""
+    """Which differences are accepted. A response that needed one is marked inexact."""
 
     weights: bool = False  # another format of the same model; not verified to be the same
     numerics: bool = False  # another numerics id of the same weights
@@ -59,7 +62,7 @@ NO_MIXING = Mixing()
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Why two processes are not compatible. `what` is a short label for counters."""
+    """Why two processes are not compatible; `what` is a short label for counters."""
 
     what: str
     text: str
@@ -68,8 +71,8 @@ class Difference:
 def differences(
     local: KvIdentity, remote: KvIdentity, sides: tuple[str, str] = SIDES
 ) -> list[Difference]:
-    """Return all known differences; empty if both processes compute the same KV. `sides` names
-    the two processes in the texts."""
+    """Return all known differences; empty if both processes compute the same KV. `sides` names the
+    two processes in the texts."""
     result = []
     local_side, remote_side = sides
     for part, name in _COMPARED.items():
@@ -106,3 +109,30 @@ def _part_text(identity: KvIdentity, part: str) -> str:
         return value
     label = f" ({identity.quantization})" if part == "weights" and identity.quantization else ""
     return value[:SHORT] + label
+
+
+_PART = struct.Struct("<H")  # length of one part of an encoded identity
+
+
+def encode_identity(identity: KvIdentity) -> bytes:
+    """Encode an identity."""
+    parts = [v if isinstance(v, bytes) else v.encode() for v in identity.parts().values()]
+    return b"".join(_PART.pack(len(part)) + part for part in parts)
+
+
+def decode_identity(data: bytes) -> tuple[KvIdentity, bytes]:
+    """Return the identity at the start of `data`, and the rest. Raises ValueError."""
+    offset = 0
+    parts: list[bytes] = []
+    for _ in NAMES:
+        try:
+            (size,) = _PART.unpack_from(data, offset)
+        except struct.error as err:
+            raise ValueError(f"the KV identity is malformed: {err}") from None
+        offset += _PART.size
+        parts.append(data[offset : offset + size])
+        offset += size
+    if offset > len(data):
+        raise ValueError("the KV identity is truncated")
+    digest, *texts = parts
+    return KvIdentity(digest, *(text.decode() for text in texts)), data[offset:]

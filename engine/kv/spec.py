@@ -1,14 +1,18 @@
-"""Geometry of cached keys and values, as a list of layer groups, and the location of blocks in
-memory. Pure, without torch.
+"""The layout of cached keys and values, as a list of layer groups, its encoding, and the location
+of blocks in memory. Pure, without torch.
 
 One block of one layer, on the wire and in the pool: [2, kv_heads, block_size, head_dim], keys
 first; a group may store its keys as [head_dim, block_size]. A latent group has only keys, a part of
 which is the value: [1, kv_heads, block_size, head_dim].
+
+The encoding begins with its version. Decoding accepts exactly what encoding produces.
 """
 
+import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pdserve.engine.kv.identity import SIDES
 
@@ -66,17 +70,15 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def window_blocks(window: int, chunk_size: int, block_size: int) -> int:
-    """Return the number of blocks that hold a chunk and what its first token sees through a window,
-    wherever in a block the chunk begins."""
+    """Return how many blocks hold a chunk, wherever it begins, and the window before it."""
     return blocks_for(window - 1 + chunk_size, block_size) + 1
 
 
 def pool_sizes(spec: KvSpec, num_blocks: int, max_running: int, chunk_size: int) -> tuple[int, ...]:
-    """Return each group's number of blocks, given `num_blocks` for a full-attention group.
+    """Return each group's number of blocks, with `num_blocks` for a full-attention group.
 
-    Beside such a group, a window group has at most, per row of a full batch, the blocks that a
-    chunk needs and one more window, for prefix cache, parked requests and KV that a prefill worker
-    sends.
+    A window group gets, for each row of a full batch, the blocks that a chunk needs and one more
+    window, for the prefix cache, parked requests and KV from prefill workers.
     """
     if all(group.kind == "window" for group in spec.groups):
         return (num_blocks,) * len(spec.groups)  # they set how much the worker holds
@@ -92,8 +94,7 @@ def pool_sizes(spec: KvSpec, num_blocks: int, max_running: int, chunk_size: int)
 
 
 def spec_difference(local: KvSpec, remote: KvSpec, sides: tuple[str, str] = SIDES) -> str:
-    """Return a description of the first field that differs; empty if none does. `sides` names the
-    two processes in it."""
+    """Describe the first field that differs; empty: none. `sides` names the two processes."""
     local_side, remote_side = sides
     if local.block_size != remote.block_size:
         return f"block size {local.block_size} {local_side}, {remote.block_size} {remote_side}"
@@ -121,3 +122,73 @@ class Pages:
     @property
     def num_bytes(self) -> int:
         return len(self.layers) * len(self.blocks) * self.block_bytes
+
+
+SPEC_VERSION = 1
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_DTYPES = tuple(DTYPE_BYTES)
+_SPEC = struct.Struct("<BIB")  # version, block size, number of groups
+_GROUP = struct.Struct("<BIIIBIIBH")  # ends with the number of layers
+
+
+def encode_spec(spec: KvSpec) -> bytes:
+    """Return canonical bytes, equal only for equal specs."""
+    encoded = _SPEC.pack(SPEC_VERSION, spec.block_size, len(spec.groups))
+    for group in spec.groups:
+        encoded += _GROUP.pack(
+            _KINDS.index(group.kind),
+            group.window,
+            group.num_kv_heads,
+            group.head_dim,
+            _DTYPES.index(group.dtype),
+            group.head_start,
+            group.head_end,
+            group.keys_by_dim,
+            len(group.layers),
+        )
+        encoded += struct.pack(f"<{len(group.layers)}H", *group.layers)
+    return encoded
+
+
+def decode_spec(data: bytes) -> KvSpec:
+    """Decode the bytes of encode_spec. Raises ValueError if they are malformed."""
+    try:
+        version, block_size, count = _SPEC.unpack_from(data)
+        if version != SPEC_VERSION:
+            raise ValueError(
+                f"the KV layout has version {version}; expected version {SPEC_VERSION}"
+            )
+        offset = _SPEC.size
+        groups = []
+        for _ in range(count):
+            kind, window, heads, head_dim, dtype, start, end, by_dim, num_layers = (
+                _GROUP.unpack_from(data, offset)
+            )
+            if by_dim > 1:
+                raise ValueError(f"the KV layout has an invalid flag: {by_dim}")
+            offset += _GROUP.size
+            layers = struct.unpack_from(f"<{num_layers}H", data, offset)
+            offset += 2 * num_layers
+            groups.append(
+                LayerGroup(
+                    layers=layers,
+                    kind=_KINDS[kind],
+                    window=window,
+                    num_kv_heads=heads,
+                    head_dim=head_dim,
+                    dtype=_DTYPES[dtype],
+                    head_start=start,
+                    head_end=end,
+                    keys_by_dim=bool(by_dim),
+                )
+            )
+    except (struct.error, IndexError) as err:
+        raise ValueError(f"the KV layout is malformed: {err}") from None
+    if offset != len(data):
+        raise ValueError("the KV layout has trailing bytes")
+    return KvSpec(block_size, tuple(groups))
+
+
+def spec_digest(spec: KvSpec) -> bytes:
+    """Return the SHA-256 of the canonical bytes."""
+    return hashlib.sha256(encode_spec(spec)).digest()

@@ -20,7 +20,7 @@ class TorchKvCache(KvCache):
 
 
 class DeviceKvCache(KvCache):
-    """A pool on a CUDA device. Computation runs on `stream`; reads and writes of KV transfers go
+    """A pool on a CUDA device. The model runs on `stream`; reads and writes of KV transfers go
     through pinned memory on a separate stream, so that they overlap with steps."""
 
     def __init__(
@@ -47,7 +47,7 @@ class DeviceKvCache(KvCache):
         return [layer.flatten().numpy().data for layer in pinned]
 
     def write(self, group: int, layers: range, blocks: Sequence[int], payload: memoryview) -> None:
-        """Queue the copy, as KvCache.write: later computation waits for it, the caller does not."""
+        """Queue the copy like KvCache.write: later computation waits for it."""
         self._check(group, layers, blocks, payload.nbytes)
         if not blocks or not layers:
             return
@@ -68,7 +68,8 @@ class DeviceKvCache(KvCache):
             super().copy(copies)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Copy through pinned memory: a copy from other memory would wait for the stream."""
+        """Upload block numbers from pinned memory, so that the copy does not wait for the
+        stream."""
         pinned = torch.empty(len(blocks), dtype=torch.int64, pin_memory=True)
         pinned.copy_(torch.tensor(list(blocks)))
         return pinned.to(self._device_name, non_blocking=True)

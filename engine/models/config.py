@@ -23,8 +23,7 @@ class FeedForward(Protocol):
     """
 
     def parts(self, config: "ModelConfig", prefix: str) -> tuple[Part, ...]:
-        """Return the parts from [tokens, hidden] to [tokens, hidden]; tensor names begin with
-        `prefix`."""
+        """Return parts that map [tokens, hidden] to itself; tensor names begin with `prefix`."""
 
 
 class Latent(Protocol):
@@ -38,8 +37,7 @@ class Latent(Protocol):
         """Number of values in a head's result."""
 
     def parts(self, config: "ModelConfig", n: int) -> tuple[Part, ...]:
-        """Return the parts of layer n, from the normed stream to the results of all heads, side by
-        side."""
+        """Return the parts of layer n, from the normed stream to the results of all heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +101,7 @@ class ModelConfig:
         return len(self.layers)
 
     def kv_groups(self, kv_dtype: str) -> tuple[LayerGroup, ...]:
-        """Group the layers by the keys that they keep: layers that see everything first, then one
-        group per window."""
+        """Group the layers by window; layers that see everything come first."""
         full: Kind = "latent" if self.latent else "full"
         windows = sorted({layer.window for layer in self.layers})
         return tuple(

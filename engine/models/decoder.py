@@ -3,8 +3,6 @@
 Owns the weights, which never change; keys and values belong to the KvCache of the caller.
 """
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -12,29 +10,23 @@ from torch import Tensor
 
 from pdserve.engine.execution import Batch, GroupTable, Ints
 from pdserve.engine.kv import LayerGroup
+from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import EMBEDDING, HEAD, HEAD_BIAS, final_norm, layer_parts
-from pdserve.engine.models.layers import (
+from pdserve.engine.models.parts import Add, Attention, Hold
+from pdserve.engine.models.rope import RopeTable
+from pdserve.engine.models.torch_parts import (
     LayerStep,
     RopeTensors,
     Setup,
     TorchPart,
     Weights,
     expand,
-    hold,
     make_part,
     rows,
+    to_device,
 )
-from pdserve.engine.models.parts import Add, Attention, Hold
-from pdserve.engine.models.rope import RopeTable
-from pdserve.kernels.ops import Ops
-
-
-class LayerKv(Protocol):
-    """The part of a KvCache that the decoder uses."""
-
-    def layer(self, n: int) -> tuple[Tensor, int]:
-        """Return (kv [blocks, 2, K, block_size, D] of model layer n, its group's index)."""
+from pdserve.kernels import reference
 
 
 class Decoder:
@@ -48,7 +40,6 @@ class Decoder:
         self,
         config: ModelConfig,
         weights: Weights,
-        ops: Ops,
         dtype: torch.dtype,
         kv_dtype: str,
         device: torch.device,
@@ -65,18 +56,19 @@ class Decoder:
             for layer in config.layers
             if layer.rope
         }
-        self._embedding = hold(weights(EMBEDDING), dtype, device)
-        setup = Setup(ops, weights, dtype, device, self._ropes)
+        self._embedding = to_device(weights(EMBEDDING), dtype, device)
+        setup = Setup(weights, dtype, device, self._ropes)
         self._layers = [_Layer(config, n, setup) for n in range(config.num_layers)]
         self._norm = make_part(final_norm(config), setup)
-        self._head = self._embedding if config.tied_head else hold(weights(HEAD), dtype, device)
+        self._head = (
+            self._embedding if config.tied_head else to_device(weights(HEAD), dtype, device)
+        )
         self._head_bias = expand(weights(HEAD_BIAS), dtype, device) if config.head_bias else None
-        self._ops = ops
         # Rounded like the other weights, as in the training of the models.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
 
     @torch.inference_mode()
-    def forward(self, host_batch: Batch[Ints], kv: LayerKv) -> Tensor:
+    def forward(self, host_batch: Batch[Ints], kv: KvCache) -> Tensor:
         """Write the KV of batch's tokens; return final hidden states [len(batch.logit_tokens),
         hidden].
 
@@ -102,7 +94,7 @@ class Decoder:
         """Return the logits, float32 [n, vocab], of the states that `forward` returned, or of a
         slice of them: all can need much memory."""
         weight = expand(self._head, self.dtype, self._device)
-        logits = self._ops.linear(hidden, weight, self._head_bias).float()
+        logits = reference.linear(hidden, weight, self._head_bias).float()
         if self.config.logit_scale != 1:
             logits *= self.config.logit_scale
         cap = self.config.logit_soft_cap
@@ -141,18 +133,16 @@ class _Layer:
 def on(batch: Batch[Ints], device: torch.device | str) -> Batch[Tensor]:
     """Return the batch with its arrays as tensors on a device."""
 
-    def to_device(array: Ints) -> Tensor:
+    def tensor(array: Ints) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     return Batch(
-        token_ids=to_device(batch.token_ids),
-        positions=to_device(batch.positions),
+        token_ids=tensor(batch.token_ids),
+        positions=tensor(batch.positions),
         starts=batch.starts,
         kv_lens=batch.kv_lens,
         num_decode_rows=batch.num_decode_rows,
-        groups=tuple(
-            GroupTable(to_device(g.block_table), to_device(g.slots)) for g in batch.groups
-        ),
-        logit_tokens=to_device(batch.logit_tokens),
+        groups=tuple(GroupTable(tensor(g.block_table), tensor(g.slots)) for g in batch.groups),
+        logit_tokens=tensor(batch.logit_tokens),
         kv_only=batch.kv_only,
     )

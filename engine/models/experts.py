@@ -16,7 +16,7 @@ MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Mixtral's n
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """A mixture of experts; implements config.py's FeedForward."""
+    """A mixture of experts; implements FeedForward of config.py."""
 
     num_experts: int
     size: int  # width of an expert's hidden layer
@@ -44,12 +44,12 @@ class MixtureOfExperts:
                 TensorSpec(mlp + "gate.weight", (self.num_experts, hidden)),
                 TensorSpec(mlp + "gate.bias", (self.num_experts,)) if self.has_bias else None,
                 correction if self.has_correction else None,
+                shared_gate if self.shared_gate else None,
                 tuple(
                     expert(f"experts.{n}", self.size, self.has_bias)
                     for n in range(self.num_experts)
                 ),
                 expert("shared_experts", self.shared_size) if self.shared_size else None,
-                shared_gate if self.shared_gate else None,
                 self.routing,
                 self.activation or config.activation,
             ),

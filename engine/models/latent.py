@@ -29,7 +29,7 @@ NORM_EPS = 1e-6  # of both norms here, as in transformers, whatever the other no
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Latent attention; implements config.py's Latent. Sizes are of one head; each comment names
+    """Latent attention; implements Latent of config.py. Sizes are of one head; each comment names
     the field in config.json."""
 
     q_rank: int  # q_lora_rank: rank of the queries' product; 0: one full matrix

@@ -94,8 +94,7 @@ def qkv_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def linear(prefix: str, outputs: dict[str, int], inputs: int, has_bias: bool = False) -> Linear:
-    """Return the product with matrices [outputs, inputs] over one input, by the names of their
-    modules."""
+    """Return the product with matrices [outputs, inputs]; `outputs` is by name of their modules."""
     weights = (TensorSpec(f"{prefix}{name}.weight", (n, inputs)) for name, n in outputs.items())
     biases = (TensorSpec(f"{prefix}{name}.bias", (n,)) for name, n in outputs.items())
     return Linear(tuple(weights), tuple(biases) if has_bias else ())

@@ -7,13 +7,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.engine.execution import Batch, Ints
-from pdserve.engine.kv import KvSpec, LayerGroup
+from pdserve.engine.kv import LayerGroup
+from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.layer import EMBEDDING, HEAD, HEAD_BIAS, final_norm, layer_parts
 from pdserve.engine.models.parts import (
@@ -36,8 +36,8 @@ from pdserve.engine.models.parts import (
 )
 from pdserve.engine.models.rope import RopeTable
 from pdserve.engine.weights import PLAIN, RawTensor, as_plain, same_order
+from pdserve.engine.weights.convert import unpack
 from pdserve.engine.weights.formats import SCALES, ZEROS, formats, scales_of
-from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels import _native
 from pdserve.kernels.cpu import FORMATS, GROUPED, CpuKernels
 
@@ -46,15 +46,6 @@ log = logging.getLogger(__name__)
 Floats = NDArray[np.float32]
 Weights = Callable[[str], RawTensor]
 NativePart = tuple[str, dict[str, object]]  # kind and fields, in the form of the native stack
-
-
-class ArrayKv(Protocol):
-    """The part of a KvCache that the decoder uses."""
-
-    spec: KvSpec
-
-    def layer(self, n: int) -> tuple[NDArray[Any], int]:
-        """Return (blocks of model layer n, its group's index)."""
 
 
 class NativeDecoder:
@@ -71,7 +62,7 @@ class NativeDecoder:
         self.numerics = kernels.numerics
         self._kernels = kernels
         self._kv_dtype = kv_dtype
-        self._kv: ArrayKv | None = None
+        self._kv: KvCache | None = None
         self._group_of = {n: g for g, group in enumerate(self.kv_groups) for n in group.layers}
         self._stack = _native.Stack(
             kernels.context,
@@ -99,7 +90,7 @@ class NativeDecoder:
         for format, count in self._expanded.items():
             log.warning("%d weights of format %s are kept as float32", count, format)
 
-    def forward(self, batch: Batch[Ints], kv: ArrayKv) -> Floats:
+    def forward(self, batch: Batch[Ints], kv: KvCache) -> Floats:
         """Run Decoder.forward's step in float32. Raises ValueError for an index out of range."""
         if kv is not self._kv:
             self._attach(kv)
@@ -117,8 +108,7 @@ class NativeDecoder:
 
     @property
     def shares(self) -> int:
-        """How many threads computed separate rows through all layers in the last step; 0 if the
-        threads shared every operation."""
+        """Threads that computed separate rows through all layers in the last step; 0: none did."""
         return self._stack.shares
 
     def logits(self, hidden: Floats) -> Floats:
@@ -133,7 +123,7 @@ class NativeDecoder:
         """Return the states like Decoder.states; they are already in host memory."""
         return hidden
 
-    def _attach(self, kv: ArrayKv) -> None:
+    def _attach(self, kv: KvCache) -> None:
         pools = [kv.layer(n)[0] for n in range(self.config.num_layers)]
         blocks = [pool.reshape(len(pool), -1).view(np.uint8) for pool in pools]
         self._stack.set_kv(blocks, self._kv_dtype, kv.spec.block_size)
@@ -157,8 +147,7 @@ class NativeDecoder:
         )
 
     def _fields(self, part: Part, weights: Weights, group: int) -> list[NativePart]:
-        """Convert a part to the form of the native stack. Raises UnsupportedModel for a kind that
-        it lacks."""
+        """Convert a part to the form of the native stack. Raises UnsupportedModel."""
         match part:
             case Norm():
                 return [("norm", _norm(part, part.weight, weights))]

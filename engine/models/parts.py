@@ -2,10 +2,10 @@
 
 A layer has the residual stream and one value x, both [tokens, hidden]; at its start x is the
 stream. Its parts change x one after the other; `Add` adds x to the stream and continues with the
-sum. To add a kind, subclass `Part` and write a class that computes it (engine/models/layers).
+sum. To add a kind, subclass `Part` and write what computes it (engine/models/torch_parts.py).
 """
 
-from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,20 +25,31 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How queries, keys and values share a row: `q` heads of queries, then `kv` of keys, `kv` of
-    values."""
+    """How a row is divided: `q` heads of queries, then `kv` of keys and `kv` of values."""
 
     q: int
     kv: int
     dim: int
 
 
-class Part(ABC):
+@dataclass(frozen=True, slots=True)
+class Part:
     """One operation of a layer."""
 
-    @abstractmethod
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the tensors of the part, in the order in which they are loaded."""
+        """Return the tensors of all fields, in the order in which they are loaded."""
+        return tuple(tensor for name in self.__slots__ for tensor in _tensors(getattr(self, name)))
+
+
+def _tensors(value: object) -> Iterator[TensorSpec]:
+    match value:
+        case TensorSpec():
+            yield value
+        case Part():
+            yield from value.tensors()
+        case tuple():
+            for item in value:
+                yield from _tensors(item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +60,6 @@ class Norm(Part):
     offset: float
     eps: float
 
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return (self.weight,)
-
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm(Part):
@@ -61,9 +69,6 @@ class LayerNorm(Part):
     bias: TensorSpec | None
     eps: float
 
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return (self.weight, self.bias) if self.bias else (self.weight,)
-
 
 @dataclass(frozen=True, slots=True)
 class Linear(Part):
@@ -71,9 +76,6 @@ class Linear(Part):
 
     weights: tuple[TensorSpec, ...]
     biases: tuple[TensorSpec, ...] = ()
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return (*self.weights, *self.biases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,6 @@ class SliceNorm(Part):
     weight: TensorSpec
     begin: int
     eps: float
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return (self.weight,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +100,6 @@ class HeadLinear(Part):
     kept: int = 0
     rest: int = 0
 
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return (self.weight,)
-
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm(Part):
@@ -116,9 +112,6 @@ class HeadNorm(Part):
     offset: float
     eps: float
 
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return (self.q, self.k)
-
 
 @dataclass(frozen=True, slots=True)
 class Rope(Part):
@@ -127,9 +120,6 @@ class Rope(Part):
     heads: Heads
     config: RopeConfig
     begin: int = 0
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +138,12 @@ class Attention(Part):
     sinks: TensorSpec | None = None  # [q heads]
     latent: int = 0  # number of a key's values that are its value; 0: separate values
 
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return (self.sinks,) if self.sinks else ()
-
 
 @dataclass(frozen=True, slots=True)
 class Gate(Part):
     """activation(first half of x) * second half."""
 
     activation: Activation
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +152,6 @@ class Activate(Part):
 
     activation: Activation
 
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return ()
-
 
 @dataclass(frozen=True, slots=True)
 class Scale(Part):
@@ -178,16 +159,10 @@ class Scale(Part):
 
     factor: float
 
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return ()
-
 
 @dataclass(frozen=True, slots=True)
 class Hold(Part):
     """Keeps x for the next Add; x becomes the unchanged residual stream."""
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +170,6 @@ class Add(Part):
     """Adds x to the residual stream, plus the held value if `held`; x is then the stream."""
 
     held: bool = False
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,14 +193,11 @@ class ExpertRouting:
 
 
 @dataclass(frozen=True, slots=True)
-class Expert:
+class Expert(Part):
     """A gated MLP: gate and up, then down."""
 
     gate_up: Linear
     down: Linear
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return (*self.gate_up.tensors(), *self.down.tensors())
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,14 +211,8 @@ class Experts(Part):
     router: TensorSpec  # [experts, hidden]
     router_bias: TensorSpec | None  # [experts]
     correction: TensorSpec | None  # [experts], for the choice only
+    shared_gate: TensorSpec | None  # [1, hidden]
     experts: tuple[Expert, ...]
     shared: Expert | None
-    shared_gate: TensorSpec | None  # [1, hidden]
     routing: ExpertRouting
     activation: Gating
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        candidates = (self.router_bias, self.correction, self.shared_gate)
-        optional = (spec for spec in candidates if spec)
-        mlps = (*self.experts, self.shared) if self.shared else self.experts
-        return (self.router, *optional, *(spec for mlp in mlps for spec in mlp.tensors()))

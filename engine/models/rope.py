@@ -43,8 +43,7 @@ class RopeConfig:
 
 
 def for_context(rope: RopeConfig, context_len: int) -> RopeConfig:
-    """Return the settings for a server of contexts of `context_len` tokens, as a kind that does not
-    depend on it."""
+    """Return the settings for contexts of `context_len` tokens, as a kind independent of it."""
     is_long = context_len > rope.original_context_len
     if rope.kind == "longrope":
         factors = rope.long_factors if is_long else rope.factors

@@ -1,18 +1,21 @@
 """The description of an architecture for the rest of the engine: how to read its config, and its
-names in GGUF.
+names in checkpoints. The modules of engine/architectures define them.
 
-Each module of engine/architectures has one as SPEC.
+The text model inside a multimodal checkpoint is a separate architecture (`text_of`). Its config is
+config.json's `text_config`, and its tensors have another prefix; the vision towers and projectors
+beside them are not loaded.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from pdserve.engine.checkpoints import Checkpoint, View, ViewedCheckpoint
+from pdserve.engine.checkpoints import Checkpoint, View, ViewedCheckpoint, first_of
 from pdserve.engine.checkpoints.gguf import GgufMapping
-from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.layer import EMBEDDING
+from pdserve.engine.models.config import ModelConfig, UnsupportedModel
+from pdserve.engine.models.hf_config import HfConfig, table
+from pdserve.engine.models.layer import EMBEDDING, tensor_shapes
 
 PREFIX = "model."  # of all tensors except the head
 
@@ -28,8 +31,7 @@ def none_unused(config: ModelConfig, name: str) -> bool:
 
 
 def is_mtp(config: ModelConfig, name: str) -> bool:
-    """Return whether a tensor belongs to a layer after the model's last one, which predicts further
-    tokens (MTP)."""
+    """Return whether a tensor belongs to the extra layers of multi-token prediction (MTP)."""
     prefix, _, rest = name.partition("model.layers.")
     number = rest.partition(".")[0]
     return not prefix and number.isdigit() and int(number) >= config.num_layers
@@ -58,3 +60,49 @@ class ModelSpec:
     def view(self, checkpoint: Checkpoint, config: ModelConfig) -> ViewedCheckpoint:
         """Return the checkpoint under the names that the model loads."""
         return ViewedCheckpoint(checkpoint, self.stored(config), partial(self.unused, config))
+
+
+# Prefixes of a text model's tensors in transformers, before and since its version 4.52.
+PREFIXES = {"model.": ("language_model.model.", "model.language_model."), "": ("language_model.",)}
+UNUSED_PREFIXES = tuple(
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in ("vision_tower", "vision_model", "multi_modal_projector", "audio_tower")
+)
+
+
+def text_of(
+    architecture: str, spec: ModelSpec, model_type: str, defaults: Mapping[str, Any]
+) -> ModelSpec:
+    """Return the spec of `architecture`, whose text model is that of `spec`.
+
+    `text_config` must state `model_type`; `defaults` are the fields that it may omit, with
+    transformers' values.
+    """
+
+    def parse(hf: HfConfig) -> ModelConfig:
+        text = dict(table(hf, "text_config"))
+        if text.get("model_type") != model_type:
+            raise UnsupportedModel(
+                f"text model of {architecture} is {text.get('model_type')!r}: expected {model_type}"
+            )
+        outer = {key: hf[key] for key in ("tie_word_embeddings",) if key in hf}
+        text = {**defaults, **outer, **text, "architectures": list(spec.architectures)}
+        return replace(spec.parse(text), architecture=architecture)
+
+    return ModelSpec((architecture,), parse, stored=text_views, unused=is_unused)
+
+
+def text_views(config: ModelConfig) -> dict[str, View]:
+    """Return views of the model's tensors, under the first prefix that the checkpoint has."""
+    views: dict[str, View] = {}
+    for name in tensor_shapes(config):
+        model_prefix = next(prefix for prefix in PREFIXES if name.startswith(prefix))
+        views[name] = first_of(
+            *(View(p + name.removeprefix(model_prefix)) for p in PREFIXES[model_prefix])
+        )
+    return views
+
+
+def is_unused(config: ModelConfig, name: str) -> bool:
+    return name.startswith(UNUSED_PREFIXES)

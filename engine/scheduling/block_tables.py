@@ -1,10 +1,10 @@
 """Allocates blocks to sequences in every layer group at once, all groups or none. Pure.
 
 A new sequence gets blocks for its whole prompt in groups with full attention. In a window group it
-gets as many new blocks as a chunk and the window before it need, and later frees the blocks that
-the window has passed and gets as many further on; so the pool of such a group may be smaller
-(spec.pool_sizes). A shared block stays in use when one sequence releases it. That sequence then
-waits for the others, which joined later, are behind it, and have their own blocks to continue with.
+gets the blocks that a chunk and the window before it need; later it releases blocks that the window
+has passed and gets as many further on. So the pool of such a group may be smaller
+(spec.pool_sizes). A sequence that releases a shared block may then have to wait for blocks until
+the other sequences, which joined later, have passed it too.
 
 Only the JobTable calls the methods that gain or free blocks; its docstring says who frees which.
 Only one sequence writes a block: a block that is shared or in the prefix cache is copied before the
@@ -28,10 +28,8 @@ from pdserve.engine.scheduling.request_state import Sequence
 
 
 class BlockTables:
-    """The block pools of an engine, one per layer group, of `num_blocks[g]` blocks.
-
-    `chunk_size`: maximum tokens of a sequence that one step computes.
-    """
+    """The block pools of an engine: one per layer group, of `num_blocks[g]` blocks. `chunk_size`:
+    maximum tokens of a sequence that one step computes."""
 
     def __init__(
         self, spec: KvSpec, num_blocks: Seq[int], chunk_size: int, caching: bool = True
@@ -68,11 +66,8 @@ class BlockTables:
         return self.main_pool.take_events()
 
     def match(self, hashes: Seq[bytes], limit: int) -> int:
-        """Return how many leading tokens, at most `limit`, the cache has KV for.
-
-        Groups with full attention need every block; window groups need those that the next token
-        sees.
-        """
+        """Return how many leading tokens, at most `limit`, the cache has KV for. Groups with full
+        attention need every block; window groups need those that the next token sees."""
         max_hit = min(len(hashes), blocks_for(limit, self.block_size))
         for pool, window in zip(self.pools, self.windows, strict=True):
             if not window:
@@ -92,8 +87,7 @@ class BlockTables:
         return max(0, position - window + 1) // self.block_size if window else 0
 
     def needed_at_once(self, num_blocks: int, window: int) -> int:
-        """Return how many of `num_blocks` unfilled blocks a sequence needs at once in a group with
-        this window."""
+        """Return how many of `num_blocks` unfilled blocks a sequence needs at once."""
         if not window:
             return num_blocks
         return min(num_blocks, window_blocks(window, self._chunk_size, self.block_size))
@@ -106,7 +100,8 @@ class BlockTables:
         spare: Seq[int] = (),
         reserved: bool = False,
     ) -> list[BlockCopy] | None:
-        """Allocate a new sequence's first blocks, for its first `num_cached` tokens from the cache.
+        """Allocate a new sequence's first blocks; its first `num_cached` tokens come from the
+        cache.
 
         A reserved sequence gets blocks for all its ids at once, but in window groups only those
         that its last token sees, because this engine computes none of the others. Returns None and
@@ -155,7 +150,7 @@ class BlockTables:
     def extend(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
         """Add blocks for the first `num_tokens` tokens and make the next token's block writable.
 
-        `writable_to` records the end of that block. Returns None and changes nothing if a pool is
+        Sets `writable_to` to the end of that block. Returns None and changes nothing if a pool is
         short.
         """
         total = blocks_for(num_tokens, self.block_size)
@@ -206,8 +201,8 @@ class BlockTables:
             self._trim(sequence)
 
     def publish(self, sequence: Sequence, num_tokens: int, first_blocks: Seq[int]) -> None:
-        """Add full blocks of the first `num_tokens` tokens to the prefix cache; in group g only
-        those from `first_blocks[g]` on: earlier ones are cached already or not filled."""
+        """Add full blocks of the first `num_tokens` tokens to the prefix cache, in group g from
+        block `first_blocks[g]` on: earlier ones are cached already or not filled."""
         size = self.block_size
         while self.caching and (sequence.num_published + 1) * size <= num_tokens:
             block = sequence.num_published
@@ -228,7 +223,8 @@ class BlockTables:
 
     def _trim(self, sequence: Sequence) -> None:
         """Release the blocks that the window has passed, and allocate as many for tokens without
-        blocks. If released blocks are shared there may be fewer; extend then allocates the rest."""
+        blocks. There may be fewer if released blocks are shared; `extend` then allocates the
+        rest."""
         total = blocks_for(len(sequence.ids), self.block_size)
         for group, window in enumerate(self.windows):
             first = self.first_seen(sequence.num_computed, window)

@@ -40,13 +40,14 @@ A request (a *job* here) is in one of these states:
   +------------------------------------------------------------------------------------------------+
 
 A sequence has blocks exactly while it is in `job.sequences` of a job in `by_key`, and its
-references are reserved exactly while the job is in `reserved`. accounting.discrepancy compares this
-with the counts of the pools: after every turn of the simulation, at the end of every test that uses
+references are reserved exactly while the job is in `reserved`. `discrepancy` compares this with the
+counts of the pools: after every turn of the simulation, at the end of every test that uses
 an engine, and in every running worker. tests/engine/scheduling checks it after each of thousands of
 random operations, and checks that no other module changes a block table.
 """
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from enum import Enum
@@ -57,7 +58,7 @@ from pdserve.engine.scheduling.request_state import RequestState, Sequence
 
 
 class ReservationState(Enum):
-    """State of a reservation: open -> committed | released | aborted; the JobTable changes it."""
+    """The state of a reservation: open -> committed | released | aborted."""
 
     OPEN = "open"
     COMMITTED = "committed"
@@ -183,8 +184,7 @@ class JobTable:
     # --- sequences of running jobs
 
     def extend(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
-        """Add blocks for the first `num_tokens` tokens and make the next token's block writable;
-        return None if blocks are short."""
+        """Add blocks up to `num_tokens` tokens and make the next one's writable; None: too few."""
         return self.tables.extend(sequence, num_tokens)
 
     def advance(self, sequence: Sequence, num_computed: int) -> None:
@@ -193,8 +193,7 @@ class JobTable:
         self.tables.advance(sequence, num_computed)
 
     def fork(self, prefix: Sequence, choice: int) -> None:
-        """Continue a choice from a computed prefix as a separate sequence that shares all blocks
-        and takes one of the job's slots."""
+        """Continue a choice from a computed prefix; it shares all blocks and takes one slot."""
         job = prefix.job
         branch = self.tables.fork(prefix, job.branch_ids(choice), (choice,))
         branch.is_prefix = False
@@ -273,12 +272,13 @@ class JobTable:
         return reservation, copies
 
     def verified(self, reservation: Reservation, num_tokens: int) -> int:
-        """Add full blocks of the first `num_tokens` received tokens to the prefix cache.
+        """Add full blocks of the first `num_tokens` received tokens to the prefix cache, and return
+        the number of prefix tokens cached so far.
 
-        Returns the number of prefix tokens cached so far. The blocks stay reserved; if the
-        reservation ends without a commit, they stay in the cache until they are evicted. With
-        window groups nothing is cached while the next token would lack a block that was not
-        requested. Raises ValueError if the reservation is not open or has fewer tokens.
+        The blocks stay reserved; if the reservation ends without a commit, they stay in the cache
+        until they are evicted. With window groups, nothing is cached while the next token would
+        lack a block that was not requested. Raises ValueError if the reservation is not open or has
+        fewer tokens.
         """
         reservation.check_open()
         if num_tokens > reservation.num_tokens:
@@ -297,8 +297,7 @@ class JobTable:
         return sequence.num_published * size
 
     def commit(self, reservation: Reservation) -> None:
-        """Queue the job of a reservation, all of whose KV is in its blocks. Raises ValueError if
-        the reservation is not open."""
+        """Queue the job of a fully written reservation. Raises ValueError if it is not open."""
         reservation.check_open()
         job = reservation.job
         self.tables.commit(job.sequences[0], reservation.num_tokens)
@@ -307,8 +306,8 @@ class JobTable:
         self.waiting[job.key] = job
 
     def release(self, reservation: Reservation) -> None:
-        """Free the blocks of an open reservation; an aborted one has no blocks any more. Raises
-        ValueError if it was committed or released before."""
+        """Free the blocks of an open reservation; an aborted one has none. Raises ValueError if it
+        was committed or released before."""
         if reservation.state is ReservationState.ABORTED:
             return
         reservation.check_open()
@@ -344,8 +343,7 @@ class JobTable:
         return copies
 
     def _spare(self, job: RequestState) -> Seq[int]:
-        """Return the blocks to leave in each group for the growth of running jobs and for the job's
-        other, longer choices."""
+        """Return the blocks to leave in each group for the growth of jobs and of other choices."""
         tables = self.tables
         num_growing = sum(len(j.sequences) for j in self.running if j.request.generates)
         extra_blocks: list[int] = []
@@ -377,3 +375,36 @@ class JobTable:
                 sequence.slot = -1
         self._free_slots.extend(job.slots)
         job.slots = []
+
+
+def discrepancy(jobs: JobTable, recount: bool = False) -> str:
+    """Describe the first inconsistency between pools and jobs; empty if there is none.
+
+    In each group free + used + cached + reserved must equal all blocks. With `recount`, the
+    references that the pool has counted must also be those of the sequences, which takes time in
+    proportion to the blocks in use.
+    """
+    for group, pool in enumerate(jobs.tables.pools):
+        counts = pool.counts()
+        if counts.total != pool.num_blocks or min(counts.used, counts.reserved) < 0:
+            return f"group {group}: {counts} do not add up to {pool.num_blocks} blocks"
+        if not jobs.by_key and (counts.used or counts.reserved):
+            return f"group {group}: {counts}, but the engine has no requests"
+        if recount:
+            used, reserved = _references(jobs, group)
+            if (used, reserved) != pool.references():
+                return (
+                    f"group {group}: {counts}; the references of sequences are {used}, of "
+                    f"reservations {reserved}"
+                )
+    return ""
+
+
+def _references(jobs: JobTable, group: int) -> tuple[Counter[int], Counter[int]]:
+    """Return, by block, the references of sequences and those of reservations."""
+    used, reserved = Counter[int](), Counter[int]()
+    for job in jobs.by_key.values():
+        references = reserved if job.key in jobs.reserved else used
+        for sequence in job.sequences:
+            references.update(b for b in sequence.block_tables[group] if b != NULL_BLOCK)
+    return used, reserved

@@ -61,7 +61,7 @@ class EngineLimits:
         return FinishReason.LENGTH if len(ids) >= max_tokens else None
 
     def check(self, request: Request) -> int:
-        """Check a request and return its resolved max_tokens. Raises InvalidRequest or
+        """Check a request against these limits; return its max_tokens. Raises InvalidRequest,
         ContextLengthExceeded."""
         self._check_sampling(request)
         params, prompt_len = request.params, len(request.prompt_ids)
@@ -128,10 +128,8 @@ class EngineLimits:
         check_constraints(params, self.vocab_size, self.eos_ids)
 
     def _pool_capacity(self, prompt_len: int, n: int) -> int:
-        """Return the tokens that each of n choices can generate in an otherwise empty pool.
-
-        Full prompt blocks are shared; no KV is kept for the last token of a choice.
-        """
+        """Return the tokens that each of n choices can generate in an otherwise empty pool. Full
+        prompt blocks are shared; no KV is kept for the last token of a choice."""
         shared = prompt_len // self.block_size
         blocks_per_choice = (self.num_blocks - shared) // n
         return max(0, blocks_per_choice * self.block_size - prompt_len % self.block_size + 1)

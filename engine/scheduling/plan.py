@@ -1,4 +1,4 @@
-"""Plan of a step, and the outcomes sampled from its logits, as plain data. Pure.
+"""The plan of a step, and the outcomes sampled from its logits, as plain data. Pure.
 
 Objects made for every row of every step are named tuples: making a frozen dataclass takes three
 times as long.
@@ -16,7 +16,8 @@ from pdserve.engine.scheduling.request_state import Sequence
 
 
 class Row(NamedTuple):
-    """Tokens [start, end) of one sequence; hidden states are needed from `first_output` on."""
+    """A row of the batch: tokens [start, end) of one sequence. A decode row has one token. Hidden
+    states are needed from `first_output` on."""
 
     sequence: Sequence
     start: int
@@ -44,8 +45,8 @@ class Plan:
         return self.num_decode_rows + sum(row.num_tokens for row in chunks)
 
 
-class Pick(NamedTuple):
-    """The sampled token of one choice, or an error."""
+class SampledToken(NamedTuple):
+    """The next token of one choice, or an error."""
 
     token: int
     logprob: TokenLogprob | None = None
@@ -55,9 +56,9 @@ class Pick(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the sampler returned for one row."""
+    """The results of one row."""
 
-    picks: tuple[Pick, ...] = ()  # one per choice of the row
+    tokens: tuple[SampledToken, ...] = ()  # one per choice of the row
     scores: tuple[TokenLogprob, ...] = ()  # of prompt tokens start + 1 .. end, if requested
     # For a pooled row: float32 [outputs, hidden] of tokens first_output .. end - 1.
     states: NDArray[np.float32] | None = None

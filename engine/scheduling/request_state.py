@@ -1,7 +1,4 @@
-"""The scheduler's state of a request, and the pooled hidden state of its prompt. Pure.
-
-The pooled state is bitwise the same however the prompt is cut into chunks: the mean adds one token
-after the other.
+"""The scheduler's state of a request. Pure.
 
 A `RequestState` is a request in any state; it has `Sequence`s while it holds blocks. A prompt is
 one sequence until its last token has run; then each choice continues as a separate sequence.
@@ -18,7 +15,9 @@ from pdserve.engine.constraints import RequestConstraints
 
 
 class PooledState:
-    """Mean of a prompt's final hidden states, or the last state alone."""
+    """The pooled state of a prompt: the mean of its final hidden states, or the last one. It is
+    bitwise the same however the prompt is cut into chunks, because the mean adds one token after
+    the other."""
 
     def __init__(self, kind: str) -> None:
         """`kind`: "mean" or "last"."""
@@ -48,10 +47,9 @@ class Sequence:
     """A chain of token ids and the blocks of its KV, per layer group.
 
     `block_tables[g][i]` holds the KV of tokens [i * block_size, (i + 1) * block_size); it is 0
-    after the window has passed these. Only block_tables.py changes the tables and their counters.
+    after the window has passed them. Only block_tables.py changes the tables and their counters.
     `rewritten_from[g]` is the first index of table g that the runner must read again: a changed
-    table or a new slot (JobTable.admit) lowers it, and the runner raises it after reading the
-    table.
+    table or a new slot (JobTable.admit) lowers it, and the runner raises it after reading.
     """
 
     __slots__ = (
@@ -134,7 +132,7 @@ class RequestState:
         self.prompt_scores: list[TokenLogprob] | None = [] if wants_scores else None
         self.streams: dict[int, Any] = {}  # the sampler's state of each choice
         self.pooled = PooledState(pooling) if request.pool else None
-        self.constraints: RequestConstraints | None = None  # None: every token may be picked
+        self.constraints: RequestConstraints | None = None  # None: every token may be sampled
         # Whether a next token depends only on the logits and the number of earlier tokens, and only
         # the token is returned.
         self.is_plain = (
@@ -181,7 +179,8 @@ class RequestState:
         return prefix_of(self.request.prompt_ids, [self.generated[c] for c in self.unfinished])
 
     def trunk_choices(self) -> tuple[int, ...]:
-        """Return the choices that sample from the prefix's last row; the others have later ids."""
+        """Return the choices that sample from the prefix's last token: those without generated ids,
+        or the only unfinished one."""
         if not self.request.generates:
             return ()
         unfinished = self.unfinished
@@ -194,8 +193,7 @@ class RequestState:
         return [*self.request.prompt_ids, *self.generated[choice]]
 
     def hit_limit(self, prefix: Seq[int]) -> int:
-        """Return how many prefix tokens may come from the cache: the row that is sampled from or
-        pooled must run."""
+        """Return how many prefix tokens may come from the cache; rows with outputs must run."""
         if self.prompt_scores is not None or (self.pooled and self.pooled.needs_all):
             return 0
         return len(prefix) if self.request.prefill_only else len(prefix) - 1

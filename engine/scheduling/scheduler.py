@@ -1,15 +1,14 @@
 """Decides what each step computes: decode rows first, then prefill chunks, under a token budget.
 
 Pure: time is an argument. Chunks end at multiples of the chunk size counted from token 0, so what
-is computed together does not depend on the load. Tenants take turns (turns.py). Within a tenant the
+is computed together does not depend on the load. Tenants take turns (Turns). Within a tenant the
 lowest priority value comes first, however long others wait. Prompts of one priority are ordered by
 waiting time divided by length (highest response ratio, Brinch Hansen 1971): a short prompt soon
 passes a long one, none starves, and of two equal ones the older comes first.
 
 While several tenants are active, each has a share of a step, in decode rows and in prompt tokens,
 so that no first token waits long for a step that another tenant fills. A chunk larger than the
-share runs if it is the first of its step. fairness.py has what a step owes those that it passed
-over.
+share runs if it is the first of its step. Fairness has what a step owes requests it passed over.
 
 When blocks run out, parked requests are evicted, the longest parked first; then the youngest
 request, or one of the same tenant with a higher priority value, is preempted: it loses its blocks,
@@ -22,12 +21,11 @@ from collections.abc import Iterable
 from itertools import chain
 
 from pdserve.engine.api import Event, Evicted, PrefillComputed, Scheduled
-from pdserve.engine.scheduling.fairness import Fairness
+from pdserve.engine.scheduling.fairness import Fairness, Turns, by_priority
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Plan, Row
 from pdserve.engine.scheduling.request_state import RequestState, Sequence
-from pdserve.engine.scheduling.turns import Turns, by_priority
 
 
 class Scheduler:
@@ -55,8 +53,7 @@ class Scheduler:
         return job is not None
 
     def schedule(self, now_s: float, events: list[Event]) -> Plan | None:
-        """Plan the next step, with `events` to send first; return None if there is nothing to
-        do."""
+        """Plan the next step, which first sends `events`; return None if there is nothing to do."""
         plan = Plan(events)
         in_step: set[int] = set()  # orders of the jobs with rows; they are not preempted
         limits, jobs = self._limits, chain(self._jobs.running, self._waiting())
@@ -95,7 +92,7 @@ class Scheduler:
                     free_rows -= len(rows)
 
     def _decode_rows(self, job: RequestState) -> list[Row]:
-        """Return the rows of its sequences that lack the KV of exactly one token."""
+        """Return a row for each sequence of the job that lacks the KV of exactly one token."""
         rows: list[Row] = []
         for sequence in job.sequences:
             end = len(sequence.ids)
@@ -112,8 +109,7 @@ class Scheduler:
         """Return the chunks that fill the token budget, the highest response ratio first.
 
         The first chunk runs whatever its size; further ones run within their tenant's share. After
-        a step in which a tenant got no chunk for that reason, the first chunk of every tenant runs
-        whatever its size.
+        a step in which a tenant got no chunk for that reason, the first chunk of every tenant runs.
 
         A job that cannot be admitted holds up the jobs behind it. If it lacks blocks, jobs that
         already have blocks still pass, because they will free the blocks that it waits for.

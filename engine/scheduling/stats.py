@@ -1,4 +1,4 @@
-"""Statistics of an engine for routing and metrics; its counters start at 0."""
+"""Statistics of an engine for routing and metrics."""
 
 from dataclasses import dataclass
 

@@ -18,7 +18,7 @@ from pdserve.engine.api import (
 )
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.engine.scheduling.plan import Outcome, Pick, Plan, Row
+from pdserve.engine.scheduling.plan import Outcome, Plan, Row, SampledToken
 from pdserve.engine.scheduling.request_state import PooledState, RequestState, Sequence
 
 
@@ -29,7 +29,7 @@ def is_in_batch(row: Row) -> bool:
 
 
 class StepProgress:
-    """State changes that outcomes cause in a job table; every method returns the events to send."""
+    """Applies what steps computed and sampled to the jobs; methods return the events to send."""
 
     def __init__(self, jobs: JobTable, limits: EngineLimits) -> None:
         self._jobs = jobs
@@ -38,7 +38,7 @@ class StepProgress:
 
     def end_complete(self, job: RequestState) -> list[Event]:
         """End the choices that need no more tokens: when a request arrives at this engine, and when
-        a grammar has accepted the ids it was behind with."""
+        a grammar has accepted ids that it had not seen."""
         events: list[Event] = []
         if not job.request.generates:
             return events
@@ -52,8 +52,8 @@ class StepProgress:
         return events
 
     def apply(self, plan: Plan, outcomes: Seq[Outcome]) -> list[Event]:
-        """Apply the outcomes of a computed step, one per row of the plan. A row whose sequence has
-        left the batch since planning counts as not run."""
+        """Apply the outcomes of a computed step, one per row. A row whose sequence has left the
+        batch since planning counts as not run."""
         events: list[Event] = []
         for row, outcome in zip(plan.rows, outcomes, strict=True):
             if is_in_batch(row):
@@ -61,7 +61,7 @@ class StepProgress:
         return events
 
     def abort(self, job: RequestState, choices: Seq[int]) -> list[Event]:
-        """Abort the given choices, or the whole job if `choices` is empty."""
+        """Abort these choices, or the whole job if `choices` is empty."""
         events: list[Event] = []
         for choice in choices or job.unfinished:
             if job.finish[choice] is None and not job.request.prefill_only:
@@ -81,12 +81,12 @@ class StepProgress:
     def _apply_row(self, row: Row, outcome: Outcome, events: list[Event]) -> None:
         sequence = row.sequence
         job = sequence.job
-        picks = outcome.picks
-        if not sequence.is_prefix and len(picks) == 1 and not picks[0].error:  # common case
+        tokens = outcome.tokens
+        if not sequence.is_prefix and len(tokens) == 1 and not tokens[0].error:  # common case
             self._jobs.advance(sequence, row.end)
-            tokens = self._append(sequence, row.choices[0], picks[0])
-            events.append(tokens)
-            if tokens.finish is not None and not job.unfinished:
+            event = self._append(sequence, row.choices[0], tokens[0])
+            events.append(event)
+            if event.finish is not None and not job.unfinished:
                 events += self._end(job)
             return
         if outcome.is_late:
@@ -111,24 +111,24 @@ class StepProgress:
                 events.append(PromptScored(job.key, tuple(job.prompt_scores)))
                 job.prompt_scores = None
             self._fork(job, sequence)
-        failed = [pick for pick in outcome.picks if pick.error]
-        for pick in failed:
+        failed = [token for token in tokens if token.error]
+        for token in failed:
             # A choice whose constraints allow no token ends alone if others remain.
-            if not pick.no_token or not pick.param or len(failed) == job.request.params.n:
+            if not token.no_token or not token.param or len(failed) == job.request.params.n:
                 # Its KV may be wrong: requests that would share it must not fail too.
-                if not pick.param:
+                if not token.param:
                     self._jobs.forget(job)
-                events += self.fail(job, pick.error, pick.param)
+                events += self.fail(job, token.error, token.param)
                 return
         ended = False
-        for choice, pick in zip(row.choices, outcome.picks, strict=True):
+        for choice, token in zip(row.choices, tokens, strict=True):
             if job.finish[choice] is None:
-                if pick.error:
+                if token.error:
                     new = self._finish(job, choice, FinishReason.LENGTH)
                     self._drop(job, choice)
                 else:
                     branch = next(s for s in job.sequences if s.choices == (choice,))
-                    new = [self._append(branch, choice, pick)]
+                    new = [self._append(branch, choice, token)]
                 ended |= job.finish[choice] is not None
                 events += new
         if ended and not job.unfinished:
@@ -151,9 +151,9 @@ class StepProgress:
         prefix.ids = job.branch_ids(first)
         prefix.choices = (first,)
 
-    def _append(self, sequence: Sequence, choice: int, pick: Pick) -> NewTokens:
+    def _append(self, sequence: Sequence, choice: int, sampled: SampledToken) -> NewTokens:
         """Append the sampled token to a choice and to its sequence."""
-        job, token = sequence.job, pick.token
+        job, token = sequence.job, sampled.token
         ids = job.generated[choice]
         ids.append(token)
         self.generated_tokens += 1
@@ -164,7 +164,7 @@ class StepProgress:
         if reason is not None:
             job.finish[choice] = reason
             self._jobs.end_sequence(sequence)
-        logprobs = () if pick.logprob is None else (pick.logprob,)
+        logprobs = () if sampled.logprob is None else (sampled.logprob,)
         return NewTokens(job.key, choice, len(ids) - 1, (token,), logprobs, reason)
 
     def _finish_reason(self, job: RequestState, choice: int) -> FinishReason | None:

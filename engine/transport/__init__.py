@@ -15,6 +15,6 @@ from pdserve.engine.transport.base import (
     TransportRefused,
     Wire,
     WireClosed,
+    make_transports,
 )
 from pdserve.engine.transport.device import Copy, DeviceError
-from pdserve.engine.transport.registry import make_transports

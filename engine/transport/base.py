@@ -1,15 +1,18 @@
-"""The interface of a KV transport, which opens wires between a prefill and a decode process.
+"""The interface of a KV transport, which opens wires between a prefill and a decode process; the
+choice of a transport.
 
 A wire is a stream socket for records plus a transport-specific way to move a frame's payload
 through numbered slots. A transport never sees a ticket, a block or a key: the hand-off owns these
-and uses wires in engine/handoff/connection/link.py. A new transport is a file in this folder with a
-KvTransport subclass.
+and uses wires in engine/handoff/connection/link.py. A new transport is a KvTransport subclass in a
+module of this folder or of its subfolders, found by discovery.
 """
 
 import contextlib
 import errno
+import importlib
 import logging
 import os
+import pkgutil
 import select
 import socket
 import threading
@@ -21,6 +24,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import ClassVar, Protocol, TypeVar
 
 from pdserve.engine.kv import Pages
@@ -122,8 +126,7 @@ class Wire(ABC):
         return bool(self._ahead) or bool(self._poll.poll(0))
 
     def take(self, size: int) -> bytes:
-        """Return the next `size` bytes of the stream and buffer any further bytes that are
-        available. Raises WireClosed."""
+        """Return the next `size` bytes, and buffer more if available. Raises WireClosed."""
         while len(self._ahead) < size:
             self._ahead += self._received(partial(self.sock.recv, READ_AHEAD_BYTES))
         data, self._ahead = self._ahead[:size], self._ahead[size:]
@@ -186,8 +189,7 @@ class Wire(ABC):
 
     @abstractmethod
     def proof(self) -> bytes:
-        """Return 16 bytes that both ends see only if payloads can get through. Raises
-        TransportRefused."""
+        """Return 16 bytes that both ends see only if payloads arrive. Raises TransportRefused."""
 
     def window(self) -> bytes:
         """decode: return what the peer, now trusted, needs to open the window; empty if it needs
@@ -354,3 +356,26 @@ class KvTransport(ABC):
     @abstractmethod
     def dial(self, target: Target, timeout_s: float) -> Wire:
         """prefill: open a wire to that process. Raises TransportRefused."""
+
+
+def transports() -> dict[str, type[KvTransport]]:
+    """Return name -> class, in the order in which `auto` tries them."""
+    for module in pkgutil.walk_packages([str(Path(__file__).parent)], f"{__package__}."):
+        importlib.import_module(module.name)
+    classes = KvTransport.__subclasses__()
+    return {cls.name: cls for cls in sorted(classes, key=lambda cls: cls.preference)}
+
+
+def make_transports(choice: str, options: TransportOptions) -> list[KvTransport]:
+    """Return the transports that `choice` (a name, or auto) allows, best first.
+
+    Raises ValueError.
+    """
+    by_name = transports()
+    if choice != "auto" and choice not in by_name:
+        raise ValueError(
+            f"unknown transport {choice!r}; known transports: auto, {', '.join(by_name)}"
+        )
+    if choice != "auto":
+        return [by_name[choice](options)]
+    return [cls(options) for cls in by_name.values() if cls.applies(options)]

@@ -1,5 +1,4 @@
-"""The interface of a device for the cuda_ipc transport; cuda_ipc/device_cupy.py implements it by
-CuPy.
+"""The interface of a device for the cuda_ipc transport; cuda_ipc/device_cupy.py implements it.
 
 Ownership: decode owns windows and their signals for the life of its process; prefill opens them.
 Only decode copies into decode's pool.
@@ -64,7 +63,7 @@ class Signal(Protocol):
 
 
 class CopyStream(Protocol):
-    """The order in which the copies of a connection run."""
+    """The stream on which the copies of a connection run in order."""
 
     def close(self) -> None:
         """Leave the stream: the connection copies no more."""
@@ -83,7 +82,7 @@ class Slot:
 
 
 class Device(Protocol):
-    """A device; thread-safe. Its work runs beside the engine and is ordered with the engine's work
+    """A device; thread-safe. Its work runs beside the engine, and is ordered with the engine's work
     only by `Pages.ready` and by waiting for a copy."""
 
     uuid: bytes  # 16 bytes
@@ -104,8 +103,7 @@ class Device(Protocol):
         """Open a signal of another process. Raises DeviceError."""
 
     def share_stream(self) -> CopyStream:
-        """Return a stream for a connection; a bounded number of streams serves all. Raises
-        DeviceError."""
+        """Return a connection's stream, of a bounded number. Raises DeviceError."""
 
     def copy_out(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
         """Begin a copy from pool to slot after `pages.ready`, with its tag; the slot's signal is

@@ -39,7 +39,7 @@ PROOF_BYTES = 16
 
 
 class ShmWriter(WindowWriter):
-    """prefill's end: owns the memfd."""
+    """Prefill's end of the shared memory; owns the memfd."""
 
     def __init__(self, sock: socket.socket, slot_bytes: int) -> None:
         super().__init__(sock, slot_bytes)

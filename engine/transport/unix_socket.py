@@ -12,7 +12,7 @@ _MAX_PATH = 107  # sun_path minus its terminating zero
 
 
 def socket_path(folder: str, boot: bytes, suffix: str) -> Path:
-    """Return the path of decode's socket. Raises TransportRefused without a folder."""
+    """Return the path of decode's socket. Raises TransportRefused if no folder is set."""
     if not folder:
         raise TransportRefused("no directory for unix sockets is set (--shm-dir)")
     return Path(folder) / f"{boot.hex()}{suffix}"

@@ -1,12 +1,14 @@
 """A stored weight and its storage format: the parts that hold the values, and how to read them.
 
-All parts are numpy arrays; bfloat16 numbers are held as uint16 with the same bits.
+All parts are numpy arrays. bfloat16 is the upper half of float32; numpy has no type for it, so its
+bits are held as uint16. Packed blocks have GGML's layouts (ggml-common.h).
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -58,8 +60,7 @@ class RawTensor:
         return RawTensor({VALUES: values}, self.format, values.shape)
 
     def of_heads(self, heads: int, begin: int, end: int) -> "RawTensor":
-        """Split a matrix's rows into `heads` heads and return the rows [begin, end) of each, as a
-        stack and a view."""
+        """Return the rows [begin, end) of each of a matrix's `heads` heads, as a stack (a view)."""
         parts = {
             name: part.reshape(heads, -1, *part.shape[1:])[:, begin:end]
             for name, part in self.parts.items()
@@ -116,3 +117,87 @@ class BlockFormat(Format):
     def unpack(self, raw: RawTensor) -> Floats:
         blocks = raw.parts[BLOCKS].reshape(-1, self.block_bytes)
         return self.expand(blocks).reshape(raw.shape)
+
+
+# Format name -> numpy type that holds a number.
+PLAIN: Mapping[str, "np.dtype[Any]"] = MappingProxyType(
+    {
+        "F32": np.dtype(np.float32),
+        "F16": np.dtype(np.float16),
+        "BF16": np.dtype(np.uint16),
+        "F64": np.dtype(np.float64),
+    }
+)
+NAN_BF16 = 0x7FC0
+
+
+def widened(values: NDArray[Any], format: str) -> Floats:
+    """Convert plain numbers to float32; return float32 numbers without a copy."""
+    if format == "BF16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+def write_rounded(values: NDArray[Any], out: NDArray[Any], format: str) -> None:
+    """Write float32 or float64 values as plain numbers of `format`, rounded to nearest even."""
+    if format != "BF16":
+        with np.errstate(over="ignore"):  # values out of range become infinite, as in every format
+            out[...] = values
+        return
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded[np.isnan(values)] = NAN_BF16
+    out[...] = rounded.astype(np.uint16)
+
+
+def empty(shape: tuple[int, ...], format: str) -> NDArray[Any]:
+    """Allocate an uninitialized array for plain numbers of `format`."""
+    return np.empty(shape, PLAIN[format])
+
+
+Bytes = NDArray[np.uint8]
+
+
+def half(blocks: Bytes, offset: int) -> Floats:
+    """Return the float16 at byte `offset` of each block, as float32 [blocks, 1]."""
+    return np.ascontiguousarray(blocks[:, offset : offset + 2]).view(np.float16).astype(np.float32)
+
+
+def fields(packed: Bytes, width: int) -> Bytes:
+    """Split uint8 [..., bytes] into `width`-bit fields, lowest first: [..., 8 / width, bytes]."""
+    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
+    values: Bytes = (packed[..., None, :] >> shifts) & np.uint8((1 << width) - 1)
+    return values
+
+
+def signed(packed: NDArray[Any]) -> Floats:
+    """Interpret bytes as int8; return float32 of the same shape."""
+    return np.ascontiguousarray(packed).view(np.int8).astype(np.float32)
+
+
+def floats(levels: NDArray[Any]) -> Floats:
+    """Convert unsigned levels to float32 of the same shape."""
+    return levels.astype(np.float32)
+
+
+def flat(values: NDArray[Any]) -> Floats:
+    """Reshape float32 [blocks, ...] to [blocks, values]."""
+    rows: Floats = values.reshape(len(values), -1)
+    return rows
+
+
+def gguf_expand(name: str) -> Callable[[Bytes], Floats]:
+    """Return a function that unpacks blocks of a GGUF type: [blocks, bytes] to [blocks, values]."""
+
+    def expand(blocks: Bytes) -> Floats:
+        import gguf  # slow to import, and most models do not need it
+
+        values: Floats = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+        return values
+
+    return expand
+
+
+def gguf_format(name: str, block_values: int, block_bytes: int) -> BlockFormat:
+    """Return the format of a GGUF type."""
+    return BlockFormat(name, block_values, block_bytes, gguf_expand(name))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
-from pdserve.engine.weights.plain import PLAIN
+from pdserve.engine.weights.format import PLAIN
 
 TYPES = {name.lower(): name for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")} | {
     f"q{bits}k": f"Q{bits}_K" for bits in range(2, 7)

@@ -1,7 +1,7 @@
 """Launches copy_hash.cu with CuPy, which compiles it for the current device."""
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -12,21 +12,6 @@ OPTIONS = ("-std=c++17", f"-I{FOLDER}")
 THREADS = 256
 SHARES_AT, SHARE_BYTES = 16, 16  # struct Scratch of copy_hash.cu: a count, then a share per tile
 INTACT = 1  # verdict of a copy from a slot whose tag matches
-
-
-class PagesLike(Protocol):
-    """Whole blocks of a run of layers; block_bytes is a multiple of UNIT_BYTES."""
-
-    @property
-    def base(self) -> int: ...
-    @property
-    def layer_bytes(self) -> int: ...
-    @property
-    def block_bytes(self) -> int: ...
-    @property
-    def layers(self) -> range: ...
-    @property
-    def blocks(self) -> tuple[int, ...]: ...
 
 
 class _Stream:
@@ -51,7 +36,7 @@ class CopyHash:
     def launch(
         self,
         *,
-        pages: PagesLike,
+        pages: Any,
         slot: int,
         tag: int,
         plan: int,
@@ -60,7 +45,8 @@ class CopyHash:
         to_slot: bool,
         stream: int,
     ) -> None:
-        """Queue a copy on a stream. Device addresses: `slot` (payload), `tag`, `plan` (key words,
+        """Queue a copy of `pages` (engine.kv.Pages, with blocks of whole units) on a stream. Device
+        addresses: `slot` (payload), `tag`, `plan` (key words,
         then block numbers as int32), `shares` (SHARES_AT bytes plus SHARE_BYTES per tile, zeros
         before the first launch); `verdict` is in pinned host memory."""
         num_bytes = len(pages.layers) * len(pages.blocks) * pages.block_bytes

@@ -1,19 +1,13 @@
 """Every operation in plain torch, for any device: the reference for faster backends."""
 
-from pdserve.kernels.reference.attention import paged_attention, write_kv
-from pdserve.kernels.reference.layers import activated, gated, layer_norm, linear, rms_norm, rope
+from pdserve.kernels.reference.layers import (
+    activated,
+    gated,
+    layer_norm,
+    linear,
+    paged_attention,
+    rms_norm,
+    rope,
+    write_kv,
+)
 from pdserve.kernels.reference.sampling import logprobs, sample, stream
-
-__all__ = [
-    "activated",
-    "gated",
-    "layer_norm",
-    "linear",
-    "logprobs",
-    "paged_attention",
-    "rms_norm",
-    "rope",
-    "sample",
-    "stream",
-    "write_kv",
-]

@@ -3,7 +3,7 @@ it."""
 
 from dataclasses import dataclass
 
-from pdserve.engine.api.option import option as option
+from pdserve.engine.api.config import option as option
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")

@@ -23,10 +23,8 @@ from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints import CheckpointError
 from pdserve.engine.load import load_model
 from pdserve.engine.models import Part, UnsupportedModel
-from pdserve.engine.models.layers import make_part
-from pdserve.engine.models.layers.linear import TorchNorm
-from pdserve.engine.models.layers.torch_part import computes
-from pdserve.engine.models.parts import Norm, TensorSpec
+from pdserve.engine.models.parts import Norm
+from pdserve.engine.models.torch_parts import TorchLinear, computes, make_part
 
 
 def load(path: Path, **options: Any) -> Any:
@@ -50,14 +48,13 @@ def test_a_new_part_of_a_layer(tmp_path: Path) -> None:
 
 def test_a_part_is_computed_by_one_class() -> None:
     class Unheard(Part):
-        def tensors(self) -> tuple[TensorSpec, ...]:
-            return ()
+        pass
 
     nothing: Any = None
     with pytest.raises(UnsupportedModel, match="reference kernels cannot compute Unheard"):
         make_part(Unheard(), nothing)
     with pytest.raises(ValueError, match="part Norm is registered twice"):
-        computes(Norm)(TorchNorm)
+        computes(Norm)(TorchLinear)
 
 
 def test_a_new_weight_format_of_three_parts(tmp_path: Path) -> None:

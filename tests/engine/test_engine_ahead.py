@@ -118,13 +118,13 @@ def test_an_error_of_a_step_ahead_fails_requests_that_are_still_in_it() -> None:
     sampling.error = "the device has failed"
     events = stepped(engine, 1)  # the launch of the next step fails
     assert engine.ahead is not None
-    assert engine.hold("held")
+    assert engine.freeze("held")
     assert engine.park("parked")
     sampling.error = ""
     events += stepped(engine, 1)
     assert {event.key for event in of(events, RequestFailed)} == {"runs"}
     assert engine.held_blocks("held")
-    assert engine.unhold("held")
+    assert engine.resume("held")
     assert engine.unpark("parked")
     found = tokens(run(engine))
     assert all(found[key, 0] == greedy(12)[-len(found[key, 0]) :] for key in ("held", "parked"))

@@ -1,4 +1,4 @@
-"""Held requests run no steps and keep their blocks; they are then continued or released."""
+"""Frozen requests run no steps and keep their blocks; they are then continued or released."""
 
 from itertools import product
 
@@ -6,7 +6,7 @@ import pytest
 from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 
 from pdserve.engine.api import ChoiceState, Event, Finished, FinishReason
-from pdserve.engine.engine import Held
+from pdserve.engine.engine import Frozen
 
 
 def test_a_held_request_continues_where_it_was(subtests: pytest.Subtests) -> None:
@@ -23,14 +23,14 @@ def test_a_held_request_continues_where_it_was(subtests: pytest.Subtests) -> Non
                 events += step.events
             said = len(tokens(events)["r", 0])
             computed = 20 + said - 1
-            assert engine.hold("r") == Held(computed, 0)
-            assert engine.hold("r") is not None, "a request may be held twice"
+            assert engine.freeze("r") == Frozen(computed, 0)
+            assert engine.freeze("r") is not None, "a request may be held twice"
             assert not engine.has_work
             assert (engine.stats().held, engine.stats().running) == (1, 0)
             assert sum(block != 0 for block in engine.held_blocks("r")[0]) == -(-computed // 4)
             events += run(engine, ask("other", range(30, 40)))
-            assert engine.unhold("r")
-            assert not engine.unhold("r")
+            assert engine.resume("r")
+            assert not engine.resume("r")
             events += run(engine)
             assert tokens(events)["r", 0] == tokens(whole)["r", 0]
             assert len(of(events, Finished, "r")) == 1
@@ -45,7 +45,7 @@ def test_blocks_of_a_held_request_are_not_taken() -> None:
     engine.submit(ask("r", range(30), max_tokens=40))
     for _ in range(3):
         engine.step()
-    blocks = engine.held_blocks("r") if engine.hold("r") else []
+    blocks = engine.held_blocks("r") if engine.freeze("r") else []
     engine.submit(ask("parked", range(8)))
     engine.step()
     engine.park("parked")
@@ -53,7 +53,7 @@ def test_blocks_of_a_held_request_are_not_taken() -> None:
     assert engine.stats().preemptions > 0
     assert {e.key for e in of(events, Finished)} == {"a", "b"}
     assert engine.held_blocks("r") == blocks
-    engine.unhold("r")
+    engine.resume("r")
     alone = run(fake_engine(), ask("r", range(30), max_tokens=40))
     assert tokens(run(engine))["r", 0] == tokens(alone)["r", 0][2:]
     assert engine.stats().recomputed_tokens > 0, "preempted requests must be recomputed"
@@ -64,7 +64,7 @@ def test_a_released_request_ends_without_an_event() -> None:
     engine.submit(ask("r", range(20), max_tokens=40))
     for _ in range(4):
         engine.step()
-    engine.hold("r")
+    engine.freeze("r")
     engine.release_held("r")
     assert run(engine) == []
     assert_at_rest(engine)
@@ -75,7 +75,7 @@ def test_an_aborted_held_request_ends() -> None:
     engine.submit(ask("r", range(20), max_tokens=40))
     for _ in range(4):
         engine.step()
-    engine.hold("r")
+    engine.freeze("r")
     engine.abort("r")
     (finished,) = of(run(engine), Finished)
     assert finished.key == "r"
@@ -88,13 +88,13 @@ def test_only_a_request_with_one_running_sequence_can_be_held() -> None:
     engine.submit(ask("two", range(8), n=2, max_tokens=20))
     engine.submit(ask("hidden", range(8), prefill_only=True))
     engine.submit(ask("waits", range(8)))
-    assert [engine.hold(key) for key in ("long", "two", "hidden", "waits", "none")] == [None] * 5
+    assert [engine.freeze(key) for key in ("long", "two", "hidden", "waits", "none")] == [None] * 5
     for _ in range(3):
         engine.step()
-    assert engine.hold("two") is None
+    assert engine.freeze("two") is None
     engine.abort("two", (0,))
-    assert engine.hold("two") is not None, "a single choice remains"
-    engine.unhold("two")
+    assert engine.freeze("two") is not None, "a single choice remains"
+    engine.resume("two")
     for key in ("long", "two", "hidden", "waits"):
         engine.abort(key)
     run(engine)

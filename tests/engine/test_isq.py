@@ -18,9 +18,8 @@ from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints import CheckpointError, WeightLoader
 from pdserve.engine.checkpoints.gguf import quantize_gguf
 from pdserve.engine.checkpoints.gguf.mapping import tensor_role
-from pdserve.engine.load import load_model, open_checkpoint
+from pdserve.engine.load import isq_formats, load_model, open_checkpoint
 from pdserve.engine.models import tensor_shapes
-from pdserve.engine.quantize_on_load import isq_formats
 from pdserve.engine.weights import BLOCKS, TYPES, MatrixRole
 
 WIDE: dict[str, Any] = {

@@ -234,7 +234,7 @@ def test_an_embedding_request_can_be_neither_reserved_nor_held() -> None:
     engine.submit(pool("b", list(range(17))))
     engine.step()
     assert engine.jobs.by_key["b"].sequences[0].num_left == 1
-    assert engine.hold("b") is None
+    assert engine.freeze("b") is None
 
 
 class NotFinite(FakeDecoder):

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from pdserve.engine.weights import BLOCKS as STORED_BLOCKS
 from pdserve.engine.weights import VALUES, BlockFormat, RawTensor, as_plain
+from pdserve.engine.weights.convert import unpack
 from pdserve.engine.weights.formats import FP4, FP8, INT4, INT8, float4, formats
 from pdserve.engine.weights.formats import SCALES as SCALE_PART
 from pdserve.engine.weights.formats.grouped import GroupedFormat, grouped
-from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels import _native
 from pdserve.kernels.cpu import SCALES as SCALE_TYPES
 

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pdserve.engine.weights.convert import unpack
 from pdserve.engine.weights.formats import INT4
 from pdserve.engine.weights.formats import SCALES as SCALE_PART
 from pdserve.engine.weights.formats.grouped import grouped
-from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels import _native
 from pdserve.kernels.cpu import SCALES as SCALE_TYPES
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.kernels import reference
-from pdserve.kernels.reference import attention
+from pdserve.kernels.reference import layers
 
 
 @dataclass(frozen=True)
@@ -163,15 +163,15 @@ def test_scores_over_many_keys_take_bounded_memory(
     soft_cap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 10 * 6 * 80  # ten queries of six heads over 80 keys
-    monkeypatch.setattr("pdserve.kernels.reference.attention.TILE_SCORES", limit)
+    monkeypatch.setattr("pdserve.kernels.reference.layers.TILE_SCORES", limit)
     sizes: list[int] = []
-    whole = attention._attend
+    whole = layers._attend
 
     def attend_tile(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
         sizes.append(q.shape[:3].numel() * k.shape[2])
         return whole(q, k, *rest)
 
-    monkeypatch.setattr(attention, "_attend", attend_tile)
+    monkeypatch.setattr(layers, "_attend", attend_tile)
     case = Case(((45, 80),), soft_cap=soft_cap)
     filled = fill(case)
     ours = attend(case, filled, 0.3)

@@ -22,7 +22,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from pdserve.engine.models import ExpertRouting
-from pdserve.engine.models.layers.experts import choose_experts
+from pdserve.engine.models.torch_parts import choose_experts
 from pdserve.kernels import _native
 
 ROWS, EXPERTS, TOP_K = 10_000, 64, 8

@@ -11,7 +11,7 @@ from oracles.rings import assert_conform
 from systems.eventually import LIMIT_S
 from systems.handoff_pair import MakePair, Pair
 
-from pdserve.engine.transport.registry import transports
+from pdserve.engine.transport.base import transports
 
 TRANSPORTS = list(transports())
 CHANGES = ("decode_identity", "mixing", "encrypted", "decode_encrypted")  # of Pair itself
@@ -24,7 +24,7 @@ def make_pair(
     """Return a function that makes pairs; patches of the test stay until the rings are checked."""
     made: list[Pair] = []
     # There is no router here to retry where a machine is too busy to connect in time.
-    monkeypatch.setattr("pdserve.engine.handoff.connection.dial.DIAL_S", LIMIT_S)
+    monkeypatch.setattr("pdserve.engine.handoff.connection.connect.DIAL_S", LIMIT_S)
     rings = tmp_path_factory.mktemp("rings")
 
     def make(transport: str = "tcp", decode: dict[str, Any] | None = None, **engine: Any) -> Pair:

@@ -8,7 +8,7 @@ from systems.handoff_pair import DIRECT_TRANSPORTS
 from systems.shuffled_frames import ShuffledPair
 from systems.victim import Victim
 
-from pdserve.engine.transport.registry import transports
+from pdserve.engine.transport.base import transports
 
 # A direct transport has no payload bytes that pass through the host: its own tests attack it.
 HOST_TRANSPORTS = [name for name in transports() if name not in DIRECT_TRANSPORTS]

@@ -17,8 +17,8 @@ from systems.link_ends import slots_returned
 from pdserve.engine.handoff.connection import DataLink
 from pdserve.engine.handoff.connection import link as link_module
 from pdserve.engine.transport import SLOTS, Wire, shm, tcp
+from pdserve.engine.transport.base import transports
 from pdserve.engine.transport.cuda_ipc import wires
-from pdserve.engine.transport.registry import transports
 
 Parts = Sequence[memoryview]
 Taken = Callable[[], None]
@@ -35,7 +35,7 @@ def test_every_transport_has_a_row() -> None:
 
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send a frame for each block of each layer, so that slots are reused many times."""
-    monkeypatch.setattr("pdserve.engine.handoff.protocol.layout.SLOT_BYTES", 1)
+    monkeypatch.setattr("pdserve.engine.handoff.protocol.frames.SLOT_BYTES", 1)
 
 
 @contextmanager

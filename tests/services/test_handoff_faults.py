@@ -16,12 +16,12 @@ from systems.handoff_pair import MakePair, Pair, fresh, local, promise_anything,
 
 from pdserve.engine.api import PrefillComputed
 from pdserve.engine.handoff.connection import DataLink
-from pdserve.engine.handoff.connection.data_listeners import MAX_UNPROVEN
+from pdserve.engine.handoff.connection.connect import MAX_UNPROVEN
 from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
 from pdserve.engine.handoff.protocol import Domain, FrameHeader, TagKey
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.kv import KvIdentity
-from pdserve.engine.transport.registry import transports
+from pdserve.engine.transport.base import transports
 
 TRANSPORTS = list(transports())
 

@@ -21,7 +21,7 @@ from pdserve.engine.handoff.protocol import frames, messages
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.kv import KvIdentity, Mixing, cache_seed, chain_hashes, encode_spec
 from pdserve.engine.transport import Frame, Target
-from pdserve.engine.transport.registry import transports
+from pdserve.engine.transport.base import transports
 
 TRANSPORTS = list(transports())
 HOST_TRANSPORTS = [name for name in transports() if name not in DIRECT_TRANSPORTS]

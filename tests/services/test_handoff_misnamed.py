@@ -12,7 +12,7 @@ from systems.handoff_pair import DIRECT_TRANSPORTS, MakePair, Pair, claims_of, f
 from pdserve.engine.handoff.connection import DataLink
 from pdserve.engine.handoff.protocol import FRAME_TYPE, ID_BYTES, PREFIX_BYTES, messages
 from pdserve.engine.transport import Frame, FrameJob
-from pdserve.engine.transport.registry import transports
+from pdserve.engine.transport.base import transports
 
 CACHELESS: dict[str, Any] = {"prefix_cache": False}
 

@@ -11,7 +11,7 @@ from systems.handoff_pair import MakePair, Pair, claims_of, fresh, local, reques
 from pdserve.engine.api import ChoiceState, NewTokens, Request, Step
 from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol import Ticket
-from pdserve.engine.transport.registry import transports
+from pdserve.engine.transport.base import transports
 from pdserve.services.decode.migration import OutgoingMigrations
 
 

@@ -12,7 +12,7 @@ from systems.open_files import open_files
 
 from pdserve.engine.api import ChoiceState, PrefillComputed, Request, Step
 from pdserve.engine.handoff.protocol import Action
-from pdserve.engine.transport.registry import transports
+from pdserve.engine.transport.base import transports
 
 TRANSPORTS = list(transports())
 

@@ -14,7 +14,7 @@ from systems.eventually import LIMIT_S, wait_until
 from systems.handoff_pair import MakePair, Pair, fresh, local, request
 
 from pdserve.engine.api import PrefillComputed, Request
-from pdserve.engine.handoff.slow_peer import SLOW_RATIO
+from pdserve.engine.handoff.incoming import SLOW_RATIO
 from pdserve.engine.kv import KvIdentity, Mixing
 
 BLOCK = 4
@@ -169,7 +169,7 @@ def test_a_window_model_never_finds_a_prefix_without_its_window(
 def test_a_slow_prefill_is_given_up_and_costs_only_the_missing_chunks(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.engine.handoff.slow_peer.SLOW_S", 0.3)
+    monkeypatch.setattr("pdserve.engine.handoff.incoming.SLOW_S", 0.3)
     asked = request(200)
     stop = Stop(pair, 96)
     attempt = pair.hand_off(asked)
@@ -191,7 +191,7 @@ def test_a_slow_prefill_is_given_up_and_costs_only_the_missing_chunks(
 def test_a_prefill_that_computes_others_first_is_not_slow(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit = "pdserve.engine.handoff.slow_peer.SLOW_S"
+    limit = "pdserve.engine.handoff.incoming.SLOW_S"
     monkeypatch.setattr(limit, 1e6)
     asked, other = request(200), request(20, seed=1)
     began = time.monotonic()

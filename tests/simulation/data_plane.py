@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from pdserve.engine.handoff.connection import DataLink
-from pdserve.engine.handoff.connection.dial import DIAL_S
+from pdserve.engine.handoff.connection.connect import DIAL_S
 from pdserve.engine.handoff.protocol import FrameError
 from pdserve.engine.transport import Target, TransportRefused, WireClosed
 from pdserve.engine.transport.tcp import TcpWire

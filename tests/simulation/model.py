@@ -112,7 +112,7 @@ class Model:
 
 
 class Sampling:
-    """Implements SamplingOps of kernels/ops.py: a token is a function of digest, seed, choice and
+    """Implements SamplingOps: a token is a function of digest, seed, choice and
     position."""
 
     def stream(self, settings: StreamSettings, vocab: int) -> StreamSettings:

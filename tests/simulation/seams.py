@@ -274,9 +274,8 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
     # Bound class methods find the network on the class, so one simulation runs at a time.
     LoopSender.network = LoopLease.network = LoopHost.network = network
     replaced: dict[str, Any] = {
-        "pdserve.engine.handoff.protocol.layout.SLOT_BYTES": SLOT_BYTES,
-        "pdserve.engine.handoff.connection.data_listeners.DataLink": SimLink,
-        "pdserve.engine.handoff.connection.dial.DataLink": SimLink,
+        "pdserve.engine.handoff.protocol.frames.SLOT_BYTES": SLOT_BYTES,
+        "pdserve.engine.handoff.connection.connect.DataLink": SimLink,
         "pdserve.services.worker.runtime.EngineThread": LoopEngineThread,
         "pdserve.services.decode.runtime.Receiver": LoopReceiver,
         "pdserve.services.worker.runtime.Sender": LoopSender,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pdserve.engine.architectures import known_specs
 from pdserve.engine.checkpoints.quantization import QuantizationMethod, methods
 from pdserve.engine.models import ModelSpec
-from pdserve.engine.models.hf_config.standard import ACTIVATIONS
+from pdserve.engine.models.hf_config import ACTIVATIONS
 from pdserve.engine.models.rope import ROPE_KINDS
 from pdserve.engine.weights import BLOCKS, PLAIN, TYPES, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats

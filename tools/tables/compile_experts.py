@@ -10,8 +10,16 @@ import torch
 from compile_only import MOST_SHARED
 from triton.runtime import driver
 
-from pdserve.kernels.cuda.experts import Groups, choose, group, grouped
-from pdserve.kernels.cuda.experts.combine import combine
+from pdserve.kernels.cuda.experts import (
+    Groups,
+    MatrixStack,
+    choose,
+    combine,
+    group,
+    grouped_product,
+    tile_width,
+    tiles_of_group,
+)
 from pdserve.kernels.cuda.linear import DeviceMatrix, ProductTarget
 
 EXPERTS, TOP_K = 8, 2
@@ -49,11 +57,11 @@ def launch(made: DeviceMatrix, tokens: int) -> None:
         None if part is None else part[None].expand(EXPERTS, *part.shape).contiguous()
         for part in parts
     )
-    stack = grouped.MatrixStack(made, tensors, torch.arange(EXPERTS, dtype=torch.int32))
+    stack = MatrixStack(made, tensors, torch.arange(EXPERTS, dtype=torch.int32))
     arch = driver.active.get_current_target().arch
     target = ProductTarget(arch == 90, MOST_SHARED[arch])
-    width = grouped.tile_width(made, EXPERTS * tokens // 2, EXPERTS, target)
-    tiles = grouped.tiles_of_group(made, width, target)
+    width = tile_width(made, EXPERTS * tokens // 2, EXPERTS, target)
+    tiles = tiles_of_group(made, width, target)
     groups = replace(groups_of(EXPERTS * tokens // 2 // TOP_K, 16), tile_tokens=width)
     pairs = len(groups.pairs)
     bias = torch.zeros(EXPERTS, ROWS)
@@ -61,7 +69,7 @@ def launch(made: DeviceMatrix, tokens: int) -> None:
         x = torch.zeros(pairs if by_pair else pairs // TOP_K, COLS, dtype=made.dtype)
         out = torch.zeros(pairs, ROWS, dtype=made.dtype)
         given = bias if by_pair else None
-        grouped.grouped_product(x, stack, groups, given, out, by_pair=by_pair, tiles=tiles)
+        grouped_product(x, stack, groups, given, out, by_pair=by_pair, tiles=tiles)
 
 
 def sums(tokens: int, top_k: int, shared: bool) -> None:

@@ -13,9 +13,9 @@ from pdserve.kernels.cuda.layer import (
     add,
     add_norm,
     gated,
+    norm,
     prepare_heads,
 )
-from pdserve.kernels.cuda.layer.norm import norm
 from pdserve.kernels.cuda.linear import SplitSums
 
 BF16 = torch.bfloat16

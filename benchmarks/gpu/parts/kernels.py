@@ -23,10 +23,10 @@ from pdserve.engine.models import ExpertRouting, Experts, Linear
 from pdserve.engine.models.cuda.experts import LaunchedExperts
 from pdserve.engine.models.cuda.step import Run
 from pdserve.engine.models.cuda.weights import DeviceWeights
-from pdserve.engine.models.layers.experts import choose_experts
 from pdserve.engine.models.parts import Expert, TensorSpec
+from pdserve.engine.models.torch_parts import choose_experts
 from pdserve.engine.weights import RawTensor
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.convert import unpack
 from pdserve.kernels import reference
 from pdserve.kernels.cuda.attention import paged_attention
 from pdserve.kernels.cuda.layer import (
@@ -37,9 +37,9 @@ from pdserve.kernels.cuda.layer import (
     add,
     add_norm,
     gated,
+    norm,
     prepare_heads,
 )
-from pdserve.kernels.cuda.layer.norm import norm
 from pdserve.kernels.cuda.linear import linear, pack
 from pdserve.kernels.cuda.sampling import CudaSampling
 from pdserve.kernels.sampling_ops import StreamSettings
@@ -223,7 +223,7 @@ def experts(part: MeasuredPart) -> Iterator[Case]:
         for n in range(count)
     )
     routing = ExpertRouting(top_k, normalized=True)
-    layer = Experts(spec("router"), None, None, mlps, None, None, routing, "silu")
+    layer = Experts(spec("router"), None, None, None, mlps, None, routing, "silu")
     held = DeviceWeights(raws.__getitem__, torch.bfloat16, torch.device(part.device))
     launched = LaunchedExperts(layer, held)
     for tokens in (1, 7) if small else (1, 64, 256):

@@ -1,13 +1,14 @@
 """Reads and writes GGUF files."""
 
 from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
-from pdserve.engine.checkpoints.gguf.config import (
+from pdserve.engine.checkpoints.gguf.mapping import (
     GROUPED,
     SCORES,
+    GgufMapping,
+    Metadata,
     expert_config,
     one_number,
     rope_scaling,
 )
-from pdserve.engine.checkpoints.gguf.files import shard_names
-from pdserve.engine.checkpoints.gguf.mapping import GgufMapping, Metadata
+from pdserve.engine.checkpoints.gguf.reader import shard_names
 from pdserve.engine.checkpoints.gguf.writer import quantize_gguf

@@ -1,15 +1,16 @@
-"""Mappings of an architecture's GGUF names and values to Hugging Face's.
+"""Translates GGUF to Hugging Face: tensor names, and metadata to the entries of config.json.
 
-The defaults apply to every architecture; a mapping's fields hold its differences. Data only: each
-module of engine/architectures defines its mapping, and engine/checkpoints/gguf/checkpoint.py
-applies it.
+The defaults apply to every architecture; a GgufMapping holds the differences of one. Each module of
+engine/architectures defines its mapping, and GgufCheckpoint applies it.
 """
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.engine.checkpoints.source import CheckpointError
 from pdserve.engine.weights import MatrixRole
 
 Metadata = Mapping[str, Any]  # GGUF key -> number, bool, str or list of them
@@ -53,27 +54,17 @@ TENSORS = {
 # The matrices that are quantized, and their roles in a mix of formats. All other matrices keep
 # their format: routers, position tables, convolutions, unknown ones.
 ROLES = {
-    "attn_q": MatrixRole.OTHER,
-    "attn_k": MatrixRole.KEY,
-    "attn_v": MatrixRole.VALUE,
-    "attn_qkv": MatrixRole.VALUE,
-    "attn_output": MatrixRole.OUTPUT,
-    "attn_q_a": MatrixRole.OTHER,
-    "attn_q_b": MatrixRole.OTHER,
-    "attn_kv_a_mqa": MatrixRole.OTHER,
-    "attn_kv_b": MatrixRole.VALUE,
-    "attn_k_b": MatrixRole.OTHER,
-    "attn_v_b": MatrixRole.OTHER,
-    "ffn_gate": MatrixRole.OTHER,
-    "ffn_up": MatrixRole.OTHER,
-    "ffn_down": MatrixRole.DOWN,
-    "ffn_gate_exps": MatrixRole.OTHER,
-    "ffn_up_exps": MatrixRole.OTHER,
-    "ffn_gate_up_exps": MatrixRole.OTHER,
-    "ffn_down_exps": MatrixRole.DOWN,
-    "ffn_gate_shexp": MatrixRole.OTHER,
-    "ffn_up_shexp": MatrixRole.OTHER,
-    "ffn_down_shexp": MatrixRole.DOWN,
+    name: role
+    for role, names in (
+        (MatrixRole.KEY, "attn_k"),
+        (MatrixRole.VALUE, "attn_v attn_qkv attn_kv_b"),
+        (MatrixRole.OUTPUT, "attn_output"),
+        (MatrixRole.DOWN, "ffn_down ffn_down_exps ffn_down_shexp"),
+        (MatrixRole.OTHER, "attn_q attn_q_a attn_q_b attn_kv_a_mqa attn_k_b attn_v_b"),
+        (MatrixRole.OTHER, "ffn_gate ffn_gate_exps ffn_gate_shexp ffn_gate_up_exps"),
+        (MatrixRole.OTHER, "ffn_up ffn_up_exps ffn_up_shexp"),
+    )
+    for name in names.split()
 }
 OF_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)(?:\.\d+)?\.weight")
 # Hugging Face's module that a `permuted` mapping permutes -> its head count in config.json.
@@ -113,15 +104,14 @@ class GgufMapping:
         return target.replace("{n}", layer).replace("{e}", expert) + dot + leaf
 
     def heads_key(self, hf_name: str) -> str:
-        """Return the config.json key with the head count of a tensor whose rows are permuted; empty
-        for other tensors."""
+        """Return the config.json key of a permuted tensor's head count; empty for others."""
         module = hf_name.split(".")[-2:-1]
         return PERMUTED.get(module[0], "") if self.permuted and module else ""
 
 
 def tensor_role(gguf_name: str, tied: bool) -> tuple[MatrixRole, int] | None:
-    """Return the role and the layer of a matrix; None if it is never quantized. `tied`: the
-    embedding also serves as the head."""
+    """Return role and layer of a matrix; None: never quantized. `tied`: the embedding is the
+    head."""
     if gguf_name in ("token_embd.weight", "output.weight"):
         is_head = tied or gguf_name == "output.weight"
         return (MatrixRole.HEAD if is_head else MatrixRole.OTHER), 0
@@ -129,3 +119,216 @@ def tensor_role(gguf_name: str, tied: bool) -> tuple[MatrixRole, int] | None:
     if match is None or match[2] not in ROLES:
         return None
     return ROLES[match[2]], int(match[1])
+
+
+REQUIRED = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+EPSILONS = {  # one of these is required
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+}
+OPTIONAL = {
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+}
+# Keys that do not affect results, or whose content is known from other data.
+HARMLESS = frozenset(
+    {
+        "vocab_size",
+        "rope.scaling.finetuned",
+        "rope.scaling.original_context_length",
+        "tensor_data_layout",
+        "pooling_type",
+        "expert_feed_forward_length",
+    }
+)
+# Values at which other keys do not affect results.
+NEUTRAL = {
+    "attention.causal": True,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "attention.scale": 0.0,
+    "logit_scale": 0.0,
+    "attention.sliding_window": 0,
+    "rope.dimension_count_swa": 0,
+    "expert_shared_count": 0,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
+    "expert_weights_scale": 1.0,
+    "leading_dense_block_count": 0,
+}
+COMMON = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+# Keys of grouped experts after dense layers (DeepSeek V3).
+GROUPED = (
+    "expert_shared_count",
+    "expert_group_count",
+    "expert_group_used_count",
+    "expert_weights_scale",
+    "expert_weights_norm",
+    "leading_dense_block_count",
+)
+KEYS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+SCORES = {1: "softmax", 2: "sigmoid"}  # values of expert_gating_func
+
+
+def common_config(
+    metadata: Metadata, tensors: Collection[str], rope_factors: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
+    """Return the config entries that every architecture may have.
+
+    `tensors` are GGUF's names; `rope_factors` holds the stored ones of "factors", "short_factor"
+    and "long_factor". Raises CheckpointError if a required key is missing or differs by layer.
+    """
+    arch = metadata["general.architecture"]
+    config: dict[str, Any] = {
+        hf: one_number(metadata, f"{arch}.{key}") for key, hf in REQUIRED.items()
+    }
+    if f"{arch}.nextn_predict_layers" in metadata:  # block_count includes these layers
+        config["num_hidden_layers"] -= one_number(metadata, f"{arch}.nextn_predict_layers")
+    epsilons = [key for key in EPSILONS if f"{arch}.{key}" in metadata]
+    for key in epsilons or EPSILONS:
+        config[EPSILONS[key]] = one_number(metadata, f"{arch}.{key}")
+    for key, hf in OPTIONAL.items():
+        if f"{arch}.{key}" in metadata:
+            config[hf] = one_number(metadata, f"{arch}.{key}")
+    value_length = metadata.get(f"{arch}.attention.value_length")
+    is_latent = f"{arch}.attention.kv_lora_rank" in metadata
+    if not is_latent and value_length not in (None, metadata.get(f"{arch}.attention.key_length")):
+        raise CheckpointError(
+            f"GGUF values have {value_length} dims and keys have a different number"
+        )
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    config["attention_out_bias"] = "blk.0.attn_output.bias" in tensors
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
+    scaling = rope_scaling(metadata, rope_factors)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    config["partial_rotary_factor"] = _rotary_share(metadata, config)
+    for kind in ("bos", "eos"):
+        if (token := metadata.get(f"tokenizer.ggml.{kind}_token_id")) is not None:
+            config[f"{kind}_token_id"] = token
+    return config
+
+
+class ReadMetadata(Mapping[str, Any]):
+    """Metadata that records which keys are read."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self._read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return self._metadata[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metadata)
+
+    def __len__(self) -> int:
+        return len(self._metadata)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._metadata
+
+    def unread_keys(self) -> list[str]:
+        """Return the architecture's keys that were not read and could affect results."""
+        arch = self._metadata["general.architecture"]
+        unscaled = self._metadata.get(f"{arch}.rope.scaling.type", "none") == "none"
+        unknown = []
+        for key, value in self._metadata.items():
+            suffix = key.removeprefix(f"{arch}.")
+            if suffix == key or key in self._read or suffix in HARMLESS:
+                continue
+            if value == NEUTRAL.get(suffix) or (unscaled and suffix.startswith("rope.scaling.")):
+                continue
+            unknown.append(key)
+        return sorted(unknown)
+
+
+def one_number(metadata: Metadata, key: str) -> int | float:
+    """Return a number; one value per layer is accepted if all are equal. Raises CheckpointError."""
+    value = metadata.get(key)
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(set(value)) == 1:
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        problem = "is missing" if value is None else "is not one number"
+        raise CheckpointError(f"GGUF metadata key {key} {problem}")
+    return value
+
+
+def rope_scaling(
+    metadata: Metadata, factors: Mapping[str, Sequence[float]]
+) -> dict[str, Any] | None:
+    """Return config.json's `rope_scaling`, or None.
+
+    Llama 3 files store one divisor per frequency in a tensor in place of the scaling parameters;
+    the divisors are passed on. Files with longrope have two such tensors.
+    """
+    prefix = f"{metadata['general.architecture']}.rope.scaling."
+    scaling: dict[str, Any]
+    kind = metadata.get(prefix + "type", "none")
+    if set(factors) == {"short_factor", "long_factor"} and kind in ("none", "longrope"):
+        original = one_number(metadata, prefix + "original_context_length")
+        scaling = {"rope_type": "longrope", "original_max_position_embeddings": original, **factors}
+        if prefix + "attn_factor" in metadata:
+            scaling["attention_factor"] = one_number(metadata, prefix + "attn_factor")
+        return scaling
+    if factors:
+        if kind != "none" or set(factors) != {"factors"}:
+            raise CheckpointError(
+                f"GGUF rope tensors {sorted(factors)} do not match scaling type {kind!r}"
+            )
+        return {"rope_type": "factors", **factors}
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": one_number(metadata, prefix + "factor")}
+    if kind == "yarn":
+        key = prefix + "original_context_length"
+        scaling["original_max_position_embeddings"] = one_number(metadata, key)
+        for key, hf in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            if prefix + key in metadata:
+                scaling[hf] = one_number(metadata, prefix + key)
+        if prefix + "attn_factor" in metadata:
+            # GGML multiplies attn_factor by yarn's magnitude; config.json holds the product.
+            magnitude = 0.1 * math.log(scaling["factor"]) + 1.0
+            scaling["attention_factor"] = magnitude * one_number(metadata, prefix + "attn_factor")
+    return scaling
+
+
+def _rotary_share(metadata: Metadata, config: dict[str, Any]) -> float:
+    """Return the fraction of a head that rotates; 1 if the file does not say."""
+    key = f"{metadata['general.architecture']}.rope.dimension_count"
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or (config["hidden_size"] // heads if heads else 0)
+    return one_number(metadata, key) / head_dim if key in metadata and head_dim else 1.0
+
+
+def expert_config(metadata: Metadata, *extra_keys: str, scores: str = "softmax") -> dict[str, Any]:
+    """Return the config entries of the COMMON and the `extra_keys` that exist. Other keys stay
+    unread, so that the checkpoint rejects them. Raises CheckpointError if the file needs other
+    scores than `scores`."""
+    arch = metadata["general.architecture"]
+    gating = metadata.get(f"{arch}.expert_gating_func", 0)  # 0: not specified
+    if gating and SCORES.get(gating) != scores:
+        raise CheckpointError(f"GGUF key {arch}.expert_gating_func is {gating}: expected {scores}")
+    keys = (key for key in (*COMMON, *extra_keys) if f"{arch}.{key}" in metadata)
+    return {KEYS[key]: metadata[f"{arch}.{key}"] for key in keys}

@@ -1,20 +1,23 @@
-"""The GGUF container (versions 2 and 3): metadata and the position of each tensor in a mapped file.
+"""The GGUF container (versions 2 and 3), in one file or split over several: metadata and the
+position of each tensor in a mapped file.
 
-No value read from the file is trusted: every count and length is compared with the rest of the file
+No value read from a file is trusted: every count and length is compared with the rest of the file
 before any allocation, so parsing needs at most a small multiple of the file's size.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import math
+import re
 import struct
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdserve.engine.checkpoints.mapped import MappedFile
-from pdserve.engine.checkpoints.source import CheckpointError
-from pdserve.engine.weights import PLAIN, BlockFormat
+import numpy as np
+
+from pdserve.engine.checkpoints.source import CheckpointError, MappedFile
+from pdserve.engine.weights import BLOCKS, PLAIN, VALUES, BlockFormat, RawTensor
 from pdserve.engine.weights.formats import formats
 
 VERSIONS = (2, 3)
@@ -23,55 +26,19 @@ MAX_KEY_BYTES = 65535  # the format's own limit
 MAX_NAME_BYTES = 255
 MAX_DIMS = 4
 STRING, ARRAY, BOOL = 8, 9, 7
-NUMBERS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-# Number of a tensor type -> name.
+# struct's code of each metadata type of numbers.
+NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+# Number of a tensor type -> name; there are gaps.
 TYPES = {
-    0: "F32",
-    1: "F16",
-    2: "Q4_0",
-    3: "Q4_1",
-    6: "Q5_0",
-    7: "Q5_1",
-    8: "Q8_0",
-    9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    20: "IQ4_NL",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-    29: "IQ1_M",
-    30: "BF16",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
-    40: "NVFP4",
-    41: "Q1_0",
+    number: name
+    for first, names in (
+        (0, "F32 F16 Q4_0 Q4_1"),
+        (6, "Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S"),
+        (20, "IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16"),
+        (34, "TQ1_0 TQ2_0"),
+        (39, "MXFP4 NVFP4 Q1_0"),
+    )
+    for number, name in enumerate(names.split(), first)
 }
 # Values and bytes per block of types that no Format expands. engine/weights has the others.
 NOT_EXPANDED = {
@@ -270,3 +237,75 @@ def _positioned(cursor: _Cursor, infos: dict[str, TensorInfo], base: int) -> dic
             )
         positioned[name] = TensorInfo(info.format, info.shape, start, info.num_bytes)
     return positioned
+
+
+SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+MAX_SHARDS = 1000
+Place = tuple[MappedFile, TensorInfo]
+
+
+def shard_names(name: str) -> list[str]:
+    """Return all file names of the model that `name` belongs to, in order.
+
+    Raises CheckpointError if the part numbers are invalid.
+    """
+    shard = SHARD.search(name)
+    if shard is None:
+        return [name]
+    count = int(shard.group(2))
+    if not 1 <= int(shard.group(1)) <= count <= MAX_SHARDS:
+        raise CheckpointError(f"{name}: invalid number of the part or of the parts")
+    stem = name[: shard.start()]
+    return [f"{stem}-{n:05}-of-{count:05}.gguf" for n in range(1, count + 1)]
+
+
+def read_shards(path: Path) -> list[GgufReader]:
+    """Open all files of the model that `path` belongs to, in order. Raises CheckpointError."""
+    paths = [path.with_name(name) for name in shard_names(path.name)]
+    if len(paths) == 1:
+        return [GgufReader(path)]
+    missing = [part.name for part in paths if not part.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {len(missing)} of {len(paths)} parts are missing: {', '.join(missing[:5])}"
+        )
+    readers = [GgufReader(part) for part in paths]
+    for n, reader in enumerate(readers):
+        stated = (
+            reader.metadata.get("split.no", n),
+            reader.metadata.get("split.count", len(paths)),
+        )
+        if stated != (n, len(paths)):
+            raise CheckpointError(
+                f"{reader.path}: its metadata says part {stated[0]} (from 0) of {stated[1]}"
+            )
+    return readers
+
+
+def merge(readers: list[GgufReader]) -> dict[str, Place]:
+    """Return the tensors of all files, by GGUF's names. Raises CheckpointError."""
+    stored: dict[str, Place] = {}
+    for reader in readers:
+        for name, info in reader.tensors.items():
+            if name in stored:
+                raise CheckpointError(f"{reader.path}: tensor {name} is also in another part")
+            stored[name] = (reader.file, info)
+    total = readers[0].metadata.get("split.tensors.count", len(stored))
+    if total != len(stored):
+        raise CheckpointError(
+            f"{readers[0].path}: all parts hold {len(stored)} tensors, expected {total}"
+        )
+    return stored
+
+
+def raw_tensor(file: MappedFile, info: TensorInfo, name: str) -> RawTensor:
+    """Return a tensor as a view of the file. Raises CheckpointError for a non-weight format."""
+    if info.format in PLAIN:
+        values = file.array(PLAIN[info.format], info.shape, info.start)
+        return RawTensor({VALUES: values}, info.format, info.shape)
+    kind = formats().get(info.format)
+    if not isinstance(kind, BlockFormat):
+        raise CheckpointError(f"{file.path}: tensor {name} is {info.format}, not a weight format")
+    shape = (*info.shape[:-1], kind.row_bytes(info.shape[-1]))
+    blocks = file.array(np.dtype(np.uint8), shape, info.start)
+    return RawTensor({BLOCKS: blocks}, info.format, info.shape)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.checkpoints.gguf.files import Place, merge, raw_tensor, read_shards
 from pdserve.engine.checkpoints.gguf.mapping import tensor_role
+from pdserve.engine.checkpoints.gguf.reader import Place, merge, raw_tensor, read_shards
 from pdserve.engine.checkpoints.source import CheckpointError, Layout
 from pdserve.engine.weights import (
     BLOCKS,

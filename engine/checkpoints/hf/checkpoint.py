@@ -1,5 +1,5 @@
-"""A Hugging Face model directory: config.json and safetensors, in one file or sharded, and the
-pooling of an embedding model.
+"""A Hugging Face model directory: config.json and safetensors, in one file or sharded; tokenizer,
+template and token ids; and the pooling of an embedding model.
 
 The pooling is read from sentence-transformers' files: modules.json lists the modules in the order
 of application. The first is the model; each other module has a config.json in a separate folder.
@@ -8,20 +8,16 @@ A weight is one tensor of plain numbers, or several parts that the config's quan
 reads (checkpoints/quantization): `x.weight` is then stored as `x.qweight`, `x.scales` and so on.
 """
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
-from pdserve.engine.checkpoints.hf.json_file import (
-    read_json,
-    read_json_if_exists,
-    read_json_list,
-)
 from pdserve.engine.checkpoints.hf.safetensors import SafetensorsReader
-from pdserve.engine.checkpoints.hf.text import directory_text_files
 from pdserve.engine.checkpoints.quantization import QuantizationMethod, methods
 from pdserve.engine.checkpoints.source import (
     CheckpointError,
@@ -30,7 +26,135 @@ from pdserve.engine.checkpoints.source import (
     TextFiles,
     unknown_tensor,
 )
+from pdserve.engine.checkpoints.text import (
+    checked_ids,
+    load_tokenizer,
+    one_template,
+    puts_before_prompt,
+    with_token_names,
+)
 from pdserve.engine.weights import PLAIN, VALUES, RawTensor
+
+MAX_BYTES = 64 << 20
+MAX_JSON_BYTES = 4 << 20  # parsing may take thirty times as much; Gemma's largest has 1.1 MiB
+
+
+def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """Read a whole file. Raises CheckpointError if it is unreadable or larger than `limit`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if len(data) > limit:
+        raise CheckpointError(f"{path} is larger than {limit} bytes")
+    return data
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file. Raises CheckpointError if the content is anything else."""
+    value = _parsed(path)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return value
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """Read a list of JSON objects from a file. Raises CheckpointError."""
+    value = _parsed(path)
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise CheckpointError(f"{path} is not a list of JSON objects")
+    return value
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        return json.loads(read_bytes(path, MAX_JSON_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+
+
+def read_json_if_exists(path: Path) -> dict[str, Any]:
+    """Read a JSON object like read_json; return an empty one if the file is missing."""
+    return read_json(path) if path.exists() else {}
+
+
+def directory_text_files(path: Path, config: dict[str, Any]) -> TextFiles:
+    """Read the files. Raises CheckpointError without tokenizer.json and for a malformed file."""
+    if not (path / "tokenizer.json").exists():
+        raise CheckpointError(f"{path} has no tokenizer.json")
+    encoded = read_bytes(path / "tokenizer.json")
+    tokenizer = load_tokenizer(encoded)
+    tokenizer_config = read_json_if_exists(path / "tokenizer_config.json")
+    generation = read_json_if_exists(path / "generation_config.json")
+    size = tokenizer.get_vocab_size()
+    ends = [_token_id(tokenizer, tokenizer_config.get("eos_token"))]
+    for source in (generation, config):
+        ids = source.get("eos_token_id")
+        ends += ids if isinstance(ids, list) else [ids]
+    starts = (
+        _token_id(tokenizer, tokenizer_config.get("bos_token")),
+        generation.get("bos_token_id"),
+        config.get("bos_token_id"),
+    )
+    bos = next((start for start in starts if checked_ids([start], size)), None)
+    return TextFiles(
+        tokenizer_json=encoded,
+        chat_template=_template(path, tokenizer_config),
+        generation_config=generation,
+        eos_ids=checked_ids(ends, size),
+        bos_id=bos,
+        adds_bos=puts_before_prompt(tokenizer, bos),
+    )
+
+
+def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
+    """Return the id of a token given as text or as {"content": text}."""
+    text = token.get("content") if isinstance(token, dict) else token
+    token_id: int | None = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    return token_id
+
+
+def _template(path: Path, tokenizer_config: dict[str, Any]) -> str:
+    """Read the first of chat_template.jinja, chat_template.json and tokenizer_config.json."""
+    if (path / "chat_template.jinja").exists():
+        files = {"default": path / "chat_template.jinja"}
+        files |= {f.stem: f for f in sorted((path / "additional_chat_templates").glob("*.jinja"))}
+        templates = {
+            name: read_bytes(file).decode("utf-8", "replace") for name, file in files.items()
+        }
+        return with_token_names(one_template(templates), _token_names(tokenizer_config))
+    template = read_json_if_exists(path / "chat_template.json").get("chat_template")
+    template = template or tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = {e["name"]: e.get("template") for e in template if _is_named(e)}
+    if isinstance(template, str):
+        template = {"default": template}
+    templates = template if isinstance(template, dict) else {}
+    texts = {name: text for name, text in templates.items() if isinstance(text, str)}
+    return with_token_names(one_template(texts), _token_names(tokenizer_config))
+
+
+def _is_named(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str)
+
+
+def _token_names(tokenizer_config: dict[str, Any]) -> dict[str, str | None]:
+    """Return the special tokens of tokenizer_config.json by name. Omit bos and eos, whose ids come
+    from the model, unless the file says that the model has none."""
+    tokens = {name: token for name, token in tokenizer_config.items() if name.endswith("_token")}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        tokens |= tokenizer_config[key] if isinstance(tokenizer_config.get(key), dict) else {}
+    names: dict[str, str | None] = {}
+    for name, token in tokens.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name in ("bos_token", "eos_token"):
+            if token is None:
+                names[name] = None
+        elif isinstance(text, str):
+            names[name] = text
+    return names
+
 
 MODULES = "modules.json"
 KINDS = {"lasttoken": "last", "mean_tokens": "mean"}
@@ -158,8 +282,12 @@ class DirectoryCheckpoint:
             assert self._method is not None
             with self._read_errors(name):
                 raw = self._method.read(self._stored_parts(name))
-                if (raw.format, raw.shape) != self.layout(name):
-                    raise ValueError(f"the weight was read as {raw.format} {list(raw.shape)}")
+                layout = self.layout(name)
+                if (raw.format, raw.shape) != layout:
+                    read = f"{raw.format} {list(raw.shape)}"
+                    raise ValueError(
+                        f"the parts give {read}, expected {layout.format} {list(layout.shape)}"
+                    )
                 return raw
         if name not in self._owner:
             raise unknown_tensor(name, self.names())

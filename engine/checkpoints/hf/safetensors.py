@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.checkpoints.mapped import MappedFile
-from pdserve.engine.checkpoints.source import CheckpointError, Layout
+from pdserve.engine.checkpoints.source import CheckpointError, Layout, MappedFile
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # Types that numpy lacks are held as integers of the same size.

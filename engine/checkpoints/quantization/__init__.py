@@ -41,7 +41,7 @@ class QuantizationMethod(ABC):
 
     @abstractmethod
     def read(self, parts: Parts) -> RawTensor:
-        """Return the weight. Raises ValueError like `layout`."""
+        """Return the weight. Raises ValueError if the parts do not match."""
 
     def find(self, stored: Collection[str]) -> dict[str, dict[str, str]]:
         """Find the weights among the `stored` names: name -> part -> stored name."""
@@ -84,8 +84,7 @@ def methods() -> Mapping[str, type[QuantizationMethod]]:
 def choice(
     config: Mapping[str, Any], keys: tuple[str, ...], allowed: tuple[Any, ...], default: Any = None
 ) -> Any:
-    """Return the value of the first of `keys` that is set, or `default`. Raises ValueError, which
-    names the allowed values."""
+    """Return the first of `keys` that is set, or `default`. Raises ValueError if not `allowed`."""
     value = next((config[key] for key in keys if config.get(key) is not None), default)
     if not isinstance(value, int | str) or value not in allowed:
         expected = " or ".join(map(str, allowed))

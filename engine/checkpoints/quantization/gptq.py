@@ -77,8 +77,7 @@ class Gptq(QuantizationMethod):
 
 
 def order_of_groups(group_of: NDArray[Any], group: int) -> NDArray[np.int64] | None:
-    """Return the inputs sorted by group; None if they are in order. Raises ValueError if a group
-    has another size than `group`."""
+    """Return the inputs sorted by group; None if they are. Raises ValueError for uneven groups."""
     columns = np.argsort(group_of, kind="stable")
     if not np.array_equal(group_of[columns], np.arange(len(group_of)) // group):
         raise ValueError(f"g_idx does not have {group} inputs in each group")

@@ -1,26 +1,185 @@
 """Compiles grammars on dedicated threads, and keeps the most recent ones.
 
-A sandbox compiles each grammar first (sandbox.py); only a grammar that passes there in time is
-compiled here.
+A separate process (sandbox_process.py) compiles each grammar first, to see if that does any harm;
+only a grammar that passes there in time is compiled here. The process starts on demand. Whatever
+happens to it, `CompileSandbox.check` returns or raises within CHECK_S, or twice that if the process
+ended and another was tried.
 """
 
+import contextlib
+import json
 import logging
+import os
+import signal
+import struct
+import subprocess
+import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import CancelledError, Future
+from queue import SimpleQueue
+from typing import IO, Any
 from weakref import WeakKeyDictionary
 
 from pdserve.engine.api.grammar_tokenizer import make_tokenizer
-from pdserve.engine.constraints.grammars.compiled import (
+from pdserve.engine.constraints.grammars.matcher import (
     CompiledGrammar,
     GrammarError,
 )
-from pdserve.engine.constraints.grammars.sandbox import CompileSandbox
 from pdserve.engine.constraints.grammars.threads import FairThreadPool
 
 log = logging.getLogger(__name__)
+
+CHECK_S = 30.0  # including process start and grammars ahead in the queue
+MAX_TRIES = 2  # if the process ends unexpectedly
+
+
+class CompileSandbox:
+    """Owner of the process; `close` or garbage collection of this object ends the process."""
+
+    def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        vocabulary = json.dumps({"size": vocab_size, "eos_ids": list(eos_ids)}).encode()
+        self._preamble = _framed(vocabulary) + _framed(tokenizer_json)
+        self._lock = threading.Lock()  # never held while waiting for the process
+        self._process: _SandboxProcess | None = None
+        self._end: weakref.finalize[[], CompileSandbox] | None = None
+        self._closed = False
+
+    def check(self, source: str) -> None:
+        """Wait until the process has compiled the grammar. Raises GrammarError if the grammar is
+        wrong or takes too much, and an internal GrammarError for other failures."""
+        for _ in range(MAX_TRIES):
+            process, answer = self._send(source.encode())
+            try:
+                error, is_internal = answer.result(CHECK_S)
+            except TimeoutError:
+                process.kill()
+                raise GrammarError("the grammar could not be checked in time", True) from None
+            except CancelledError:
+                continue
+            if error:
+                raise GrammarError(error, is_internal)
+            return
+        raise GrammarError(
+            "the process that checks grammars has ended unexpectedly", is_internal=True
+        )
+
+    def close(self) -> None:
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._stop()
+
+    def _send(self, source: bytes) -> "tuple[_SandboxProcess, Future[tuple[str, bool]]]":
+        with self._lock:
+            if self._closed:
+                raise GrammarError("the grammar sandbox is closed", is_internal=True)
+            if self._process is None or self._process.ended:
+                self._stop()
+                self._process = _SandboxProcess(self._preamble)
+                self._end = weakref.finalize(self, self._process.close)
+            return self._process, self._process.send(source)
+
+    def _stop(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+
+
+class _SandboxProcess:
+    """One run of the process. A thread writes to it, so that no caller waits until it reads."""
+
+    def __init__(self, preamble: bytes) -> None:
+        self.ended = False
+        self._answers: dict[int, Future[tuple[str, bool]]] = {}
+        self._num_sent = 0
+        self._kill_lock = threading.Lock()
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "pdserve.engine.constraints.grammars.sandbox_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # otherwise `close` would write data left for a dead process
+            start_new_session=True,  # a terminal's interrupt goes to the worker, which ends it
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._threads = [
+            threading.Thread(target=work, args=(pipe,), daemon=True, name="grammar-sandbox")
+            for work, pipe in (
+                (self._read, self._process.stdout),
+                (self._write, self._process.stdin),
+            )
+        ]
+        self._outbox.put(preamble)
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # no more threads can start
+            self.kill()
+            self._outbox.put(None)
+            raise
+
+    def send(self, source: bytes) -> "Future[tuple[str, bool]]":
+        """Return a future of (error, whether it is internal) for a grammar; it is cancelled if the
+        process ends before. Only one thread at a time may call this."""
+        self._num_sent += 1
+        answer = self._answers[self._num_sent] = Future()
+        self._outbox.put(struct.pack("<I", self._num_sent) + _framed(source))
+        if self.ended:
+            answer.cancel()
+        return answer
+
+    def kill(self) -> None:
+        """End the process and its forks, and so any wait for them; any thread may call this."""
+        self.ended = True
+        with self._kill_lock:
+            if self._process.returncode is None:  # not reaped yet, so the id is valid
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        with self._kill_lock:
+            self._process.wait()
+        self._outbox.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # garbage collection runs on any thread
+                thread.join()
+
+    def _write(self, pipe: IO[bytes]) -> None:
+        try:
+            with contextlib.suppress(OSError), pipe:
+                while (data := self._outbox.get()) is not None:
+                    unwritten = memoryview(data)
+                    while unwritten:
+                        unwritten = unwritten[pipe.write(unwritten) :]
+        finally:
+            self.ended = True
+
+    def _read(self, lines: IO[bytes]) -> None:
+        try:
+            with lines:
+                for line in lines:
+                    answer: dict[str, Any] = json.loads(line)
+                    future = self._answers.pop(answer["id"], None)
+                    if future is not None and future.set_running_or_notify_cancel():
+                        future.set_result((answer["error"], answer["is_internal"]))
+        except Exception:
+            log.exception("cannot read the answer of the grammar sandbox")
+        finally:
+            self.ended = True
+            for unanswered in list(self._answers.values()):
+                unanswered.cancel()
+
+
+def _framed(data: bytes) -> bytes:
+    return struct.pack("<I", len(data)) + data
+
 
 NUM_THREADS = 4  # they mostly wait for the sandbox
 MAX_CACHED = 64  # compiled grammars

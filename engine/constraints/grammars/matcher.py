@@ -1,4 +1,5 @@
-"""The grammar of one choice: a matcher accepts its ids, and the next bitmask is computed ahead.
+"""A grammar compiled by llguidance for a model's tokenizer, and its matcher for one choice, which
+accepts the choice's ids and computes the next bitmask ahead.
 
 The engine's thread calls everything except `run`. While `run` is under way on a mask thread, that
 thread owns the matcher and its state, and the engine's thread calls only `is_ready`, `is_behind`,
@@ -10,15 +11,62 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pdserve.engine.api import Grammar
-from pdserve.engine.constraints.grammars.compiled import (
-    CompiledGrammar,
-    GrammarError,
-    fill_bitmask,
-    raise_error,
-)
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+
+from pdserve.engine.api import GRAMMAR_LIMITS, Grammar
 from pdserve.engine.constraints.grammars.threads import MaskThreads
 from pdserve.engine.constraints.masks import Bitmask, SequenceSearch
+
+
+class GrammarError(Exception):
+    """A grammar's error, with a message for its author, or an internal error."""
+
+    def __init__(self, message: str, is_internal: bool = False) -> None:
+        super().__init__(message)
+        self.is_internal = is_internal
+
+    @property
+    def param(self) -> str:
+        """Request field at fault; empty for an internal error."""
+        return "" if self.is_internal else "grammar"
+
+
+class CompiledGrammar:
+    """A grammar before the first token of an answer."""
+
+    def __init__(self, tokenizer: Any, source: str) -> None:
+        """Compile `source`. Raises GrammarError."""
+        limits = LLParserLimits(**GRAMMAR_LIMITS)
+        self._matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
+        raise_error(self._matcher)
+        self._first = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.uint32)
+        fill_bitmask(self._matcher, self._first.ctypes.data, self._first.nbytes)
+        if not self._first.any() and not self._matcher.is_accepting():
+            raise GrammarError("no text matches the grammar")
+
+    def matcher(self) -> Any:
+        """Return a new matcher for one choice."""
+        return self._matcher.deep_copy()
+
+    def buffer(self) -> Bitmask:
+        """Return the tokens that may come first, in a new array that the caller owns; it may be
+        longer than the model's vocabulary needs."""
+        return self._first.copy()
+
+
+def fill_bitmask(matcher: Any, address: int, num_bytes: int) -> None:
+    """Write the tokens that may come next to the bitmask at an address. Raises GrammarError."""
+    matcher.unsafe_compute_mask_ptr(address, num_bytes)
+    raise_error(matcher)
+
+
+def raise_error(matcher: Any) -> None:
+    """Raise GrammarError if the matcher has failed, which is permanent."""
+    if matcher.is_error():
+        text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+        raise GrammarError(text or "the grammar cannot be used")
+
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +106,7 @@ class StepBudget:
         return token_s
 
     def renew(self) -> None:
-        """Start the budget of another step."""
+        """Start the time budget of another step."""
         self._used_s = 0.0
         self._began = time.thread_time()
 

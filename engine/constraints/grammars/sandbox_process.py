@@ -20,7 +20,7 @@ import threading
 import time
 
 from pdserve.engine.api.grammar_tokenizer import make_tokenizer
-from pdserve.engine.constraints.grammars.compiled import (
+from pdserve.engine.constraints.grammars.matcher import (
     CompiledGrammar,
     GrammarError,
 )
@@ -121,8 +121,7 @@ def _read_framed() -> bytes:
 
 
 def _read(length: int) -> bytes:
-    """Return `length` bytes, or none at the end of input. Unbuffered, since `poll` sees no
-    buffer."""
+    """Return `length` bytes, or none at the end of input; unbuffered, as `poll` requires."""
     parts: list[bytes] = []
     while length and (part := os.read(STDIN, length)):
         parts.append(part)

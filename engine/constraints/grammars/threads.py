@@ -168,8 +168,7 @@ class MaskThreads:
         self._slow.start(self._slow.num_waiting)
 
     def notify(self) -> None:
-        """Signal, on a mask thread, that a mask is ready. Costs nothing while no step waits, which
-        is nearly always the case."""
+        """Signal, on a mask thread, that a mask is ready; nearly free while no step waits."""
         if self._is_waiting:
             with self._mask_ready:
                 self._mask_ready.notify_all()

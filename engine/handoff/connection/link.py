@@ -37,8 +37,7 @@ MAX_POSTED = 4096  # control records that may wait for a peer that does not read
 
 
 class DataLinkHandler(Protocol):
-    """Handles the events of a link on the link's threads; it must not block. A FrameError closes
-    the link."""
+    """Handles a link's events on its threads, without blocking. A FrameError closes the link."""
 
     def introduced(self, link: "DataLink", hello: messages.Hello) -> str:
         """decode: return why this peer is refused; empty if it is accepted."""
@@ -161,8 +160,7 @@ class DataLink:
         return self._genuine
 
     def trust(self) -> None:
-        """decode: register that a message with a correct tag has arrived; the handler calls it on
-        the reader thread."""
+        """decode: lift the limits of an unproven peer; called on the reader thread."""
         if not self._genuine:
             self._genuine = True
             self._wire.trust()
@@ -170,8 +168,7 @@ class DataLink:
                 self.post(messages.encode(messages.SlotWindow(window)))
 
     def post(self, record: bytes) -> None:
-        """Send a control record, ahead of waiting frames. Never blocks; a closed link drops the
-        record."""
+        """Send a control record before waiting frames; never blocks. A closed link drops it."""
         failure = ""
         with self._wake:
             self._posted.append(memoryview(record))
@@ -185,8 +182,7 @@ class DataLink:
             self.end(failure)
 
     def _write_now(self) -> str:
-        """Write at once instead of waking the idle writer thread; called with the lock. Return why
-        the wire is closed, if it is."""
+        """Write while the writer thread is idle, under the lock; return why the wire is closed."""
         if not self._reason:
             try:
                 self._wire.write_some(self._posted, socket.MSG_DONTWAIT)
@@ -203,13 +199,12 @@ class DataLink:
             self._wake.notify()
 
     def credit(self, header: FrameHeader) -> None:
-        """decode, direct: declare that nothing reads that frame's slot any more. Raises KeyError if
-        it was credited before."""
+        """decode, direct: return a frame's slot. Raises KeyError if it was returned before."""
         self.post(_credit(header.slot, self._lent.credit(header.slot)))
 
     def slot_returned(self, slot: int, mark: bytes) -> bool:
-        """prefill: record that decode no longer needs that frame's slot; return False if that was
-        known already, or if another frame is in the slot.
+        """prefill: record that decode no longer needs the slot of a frame; return False if that was
+        known, or if another frame is in the slot.
 
         Both the Credit and an answer to the frame report this: a Credit may be damaged on the way,
         and a frame of an ended attempt gets no answer.
@@ -222,8 +217,7 @@ class DataLink:
         return True
 
     def close(self, reason: str = "closed locally") -> None:
-        """End the link and wait for its threads, unless the caller is one of them or they could not
-        be started."""
+        """End the link and wait for its threads, unless called on one of them."""
         self.end(reason)
         on_link_thread = threading.current_thread() in (self._reader, self._writer)
         if self._reader.is_alive() and not on_link_thread:

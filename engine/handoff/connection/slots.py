@@ -29,7 +29,7 @@ class WriterSlots:
     def open(self, count: int) -> None:
         """Make the slots available. Raises FrameError if they were available before."""
         if self._free or self._filling or self._in_flight:
-            raise FrameError("decode sent a second window")
+            raise FrameError("decode announced a second window")
         self._free.extend(range(count))
 
     def take(self) -> int:
@@ -78,6 +78,5 @@ class ReaderSlots:
         self._lent[slot] = mark
 
     def credit(self, slot: int) -> bytes:
-        """End the loan and return the mark of the slot's frame. Raises KeyError if the slot is not
-        lent."""
+        """End a loan and return its frame's mark. Raises KeyError if the slot is not lent."""
         return self._lent.pop(slot)

@@ -6,12 +6,16 @@ from pdserve.engine.handoff.protocol.frames import (
     PREFIX_BYTES,
     TAG_BYTES,
     WIRE_VERSION,
+    Bitmap,
     FrameError,
     FrameHeader,
     OtherVersion,
+    Piece,
     Prefix,
+    cut,
     mark_of,
     renamed,
+    slot_bytes,
 )
 from pdserve.engine.handoff.protocol.keys import (
     SECRET_BYTES,
@@ -22,7 +26,6 @@ from pdserve.engine.handoff.protocol.keys import (
     derive_keys,
     verified_payload,
 )
-from pdserve.engine.handoff.protocol.layout import Bitmap, Piece, cut, slot_bytes
 from pdserve.engine.handoff.protocol.machine import (
     PROGRESS_S,
     Action,
@@ -43,4 +46,3 @@ from pdserve.engine.handoff.protocol.machine import (
     step,
 )
 from pdserve.engine.handoff.protocol.messages import HandoffCompatibility, Hello
-from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks

@@ -31,8 +31,7 @@ class Domain(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One attempt between one prefill boot and one decode boot. `secret` never travels on the data
-    connection."""
+    """One attempt between two processes. `secret` never travels on the data connection."""
 
     id: bytes
     secret: bytes
@@ -76,8 +75,7 @@ class TagKey:
             return None
 
     def copy_key(self, sequence: int) -> bytes:
-        """Derive the key of one frame's hash on a device (kernels/copy_hash.py): 32 bytes, used
-        once."""
+        """Derive the 32-byte key of one frame's hash on a device (kernels/copy_hash.py)."""
         return hmac.digest(self._copy_key, sequence.to_bytes(8, "little"), "sha256")
 
 

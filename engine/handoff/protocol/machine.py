@@ -157,14 +157,12 @@ class Handoff:
 
     @property
     def linked(self) -> bool:
-        """Whether the attempt is between Claim and the last acknowledgement, when both sides send
-        Progress."""
+        """Whether the attempt has a connection on which both sides send Progress."""
         return self.phase in (Phase.CLAIMED, Phase.RECEIVING)
 
 
 def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
-    """Return the next state and the actions to carry out; total: any event is allowed in any
-    state."""
+    """Return the next state and the actions to carry out; any event is allowed in any state."""
     if state.final:
         late = (Action.COUNT_STALE,) if not isinstance(event, Tick | Heard | PeerProgress) else ()
         return state, (*late, Action.SEND_GONE) if isinstance(event, Claimed) else late

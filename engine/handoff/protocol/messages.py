@@ -42,8 +42,7 @@ SIDES = ("at decode", "at prefill")
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """prefill -> decode, first message. `spec` is the encoded KvSpec, so a refusal can say what
-    differs."""
+    """prefill -> decode, first message. `spec`: the encoded KvSpec, to say what differs."""
 
     TYPE: ClassVar[int] = 2
     prefill_boot: bytes
@@ -87,8 +86,7 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class SlotWindow:
-    """decode -> prefill, after a genuine Claim: the data that a device transport opens the window
-    with."""
+    """decode -> prefill, after a genuine Claim: how to open the window of a device."""
 
     TYPE: ClassVar[int] = 7
     data: bytes
@@ -189,8 +187,7 @@ def encode(message: Plain) -> bytes:
 
 
 def sign(body: Body, ticket: bytes, sequence: int, key: TagKey) -> bytes:
-    """Encode a message about an attempt as a whole record, with its tag. Raises FrameError if it
-    is too long."""
+    """Encode a message about an attempt as a record with its tag. Raises FrameError if too long."""
     content = _ENVELOPE.pack(ticket, sequence) + _pack(body)
     covered = _record(body.TYPE, content, TAG_BYTES)
     return covered + key.tag(Domain.CONTROL, sequence, covered)
@@ -312,8 +309,7 @@ class HandoffCompatibility:
     encrypted: bool
 
     def refusal(self, hello: Hello) -> str:
-        """Return what differs and is not admitted; empty if the peer is compatible. Raises
-        FrameError."""
+        """Return a difference that is not accepted; empty if there is none. Raises FrameError."""
         if hello.encrypted != self.encrypted:
             local, remote = ("on" if x else "off" for x in (self.encrypted, hello.encrypted))
             return f"KV encryption {local} at decode, {remote} at prefill (--encrypt-kv)"

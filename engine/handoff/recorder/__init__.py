@@ -4,9 +4,12 @@ from pdserve.engine.handoff.recorder.conform import check
 from pdserve.engine.handoff.recorder.event_log import (
     MAX_ARGUMENT,
     ROUTE,
+    Entry,
     EventLog,
     Recording,
     RecordKind,
+    Timeline,
+    describe,
+    merge,
 )
 from pdserve.engine.handoff.recorder.ring import SUFFIX, RingError, open_ring, read_rings
-from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, describe, merge

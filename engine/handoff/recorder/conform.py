@@ -40,12 +40,16 @@ from pdserve.engine.handoff.recorder.event_log import (
     MAX_ARGUMENT,
     PEER_NOTIFIED,
     ROUTE,
+    Entry,
     Record,
     Recording,
     RecordKind,
+    Timeline,
     action_bits,
+    describe,
+    event_name,
+    merge,
 )
-from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, describe, event_name, merge
 
 INF = float("inf")
 SLACK_S = 0.1  # maximum time between reading a clock and writing the record
@@ -339,8 +343,7 @@ def _check_pairs(timeline: Timeline, sides: Sides) -> Iterator[BrokenRule]:
 
 
 def _complete(timeline: Timeline, sides: Sides, side: str) -> list[Entry] | None:
-    """Return the entries of a side in a process that has all of them; None if there is no such
-    process."""
+    """Return the entries of a side in a process that has all of them; None if none has."""
     for entries in sides.get(side, {}).values():
         if entries[0].record.kind is RecordKind.OPENED and not timeline.of(entries[0]).damaged:
             return entries

@@ -1,4 +1,5 @@
-"""The event log of hand-offs: records of 32 bytes, their codes, and who writes them; pure.
+"""The event log of hand-offs: its records of 32 bytes, its writer, and timelines of several logs;
+pure.
 
     bytes   field
     0-7     time << 8 | code   ns since the ring began; the code of a machine event or a RecordKind
@@ -16,9 +17,15 @@ and a reader with another vocabulary refuses it.
 
 Steps that change nothing (bytes heard, progress, ticks that find nothing) are not recorded. The
 checker (conform.py) derives what it needs from the reason of the tick that ended the attempt.
+
+Processes on one host share a monotonic clock, so their records merge in the order in which they
+were made. Records of several hosts merge by the time of day, so the order between hosts is not
+reliable.
 """
 
+import re
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol, get_args
@@ -34,7 +41,7 @@ MAX_ARGUMENT = (1 << 32) - 1  # of a deadline: none
 
 
 class RecordKind(IntEnum):
-    """What is recorded besides the machine's steps: (detail modulo 2^16, argument)."""
+    """Events other than steps of the machine; in parentheses: detail (modulo 2^16), argument."""
 
     OPENED = 128  # a side has the attempt (blocks promised, ms to its deadline); a router's route
     #               has (which try, number of the request); a follower's wait has (blocks awaited,
@@ -187,7 +194,7 @@ class RecordSink(Protocol):
         """Add a record with the next sequence number and the current time."""
 
     def reason_number(self, text: str) -> int:
-        """Return the number of a text in this sink; it is below PEER_NOTIFIED."""
+        """Return the number of a reason in this sink, which is below PEER_NOTIFIED."""
 
 
 class EventLog:
@@ -229,8 +236,7 @@ class EventLog:
             self._sink.append(RecordKind.OPENED, attempt, _ROUTE, try_number, request_number)
 
     def unroute(self, attempt: bytes, reason: str) -> None:
-        """Record that the router has finished with the attempt; `reason` says why it is lost, if it
-        is."""
+        """Record that the router is done with the attempt; `reason`: why it is lost, if it is."""
         self._close(attempt, _ROUTE, reason)
 
     def follow(self, attempt: bytes, blocks: int, leader: bytes) -> None:
@@ -242,10 +248,107 @@ class EventLog:
             )
 
     def unfollow(self, attempt: bytes, reason: str) -> None:
-        """Record that this wait is over."""
+        """Record that the wait for another attempt is over."""
         self._close(attempt, _FOLLOW, reason)
 
     def _close(self, attempt: bytes, side: int, reason: str) -> None:
         if self._sink is not None:
             number = self._sink.reason_number(reason)
             self._sink.append(RecordKind.CLOSED, attempt, side, number, 0)
+
+
+class Entry(NamedTuple):
+    """A record in its place among the records of all processes."""
+
+    at_ns: int
+    source: int  # index of its recording
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """All records of some recordings, in order of time."""
+
+    recordings: tuple[Recording, ...]
+    entries: tuple[Entry, ...]
+    one_host: bool  # all recordings share one clock
+
+    def of(self, entry: Entry) -> Recording:
+        return self.recordings[entry.source]
+
+    def attempts(self) -> dict[bytes, list[Entry]]:
+        """Return the entries by attempt (its first eight bytes), the oldest attempt first."""
+        by_attempt: dict[bytes, list[Entry]] = {}
+        for entry in self.entries:
+            if entry.record.code != RecordKind.END:
+                by_attempt.setdefault(entry.record.attempt, []).append(entry)
+        return by_attempt
+
+
+def merge(recordings: Iterable[Recording]) -> Timeline:
+    """Merge recordings, each with its records in order, into one timeline."""
+    all_recordings = tuple(recordings)
+    one_host = len({recording.host for recording in all_recordings}) < 2
+    entries = [
+        Entry((r.epoch_ns if one_host else r.wall_ns) + record.time_ns, source, record)
+        for source, r in enumerate(all_recordings)
+        for record in r.records
+    ]
+    entries.sort(key=lambda entry: entry.at_ns)  # stable: each recording keeps its order
+    return Timeline(all_recordings, tuple(entries), one_host)
+
+
+def describe(recording: Recording, record: Record) -> str:
+    """Describe a record in one line of text, without its time and attempt."""
+    detail, argument = record.detail, record.argument
+    match record.kind:
+        case None:
+            return _step(recording, record)
+        case RecordKind.OPENED if record.side == ROUTE:
+            return f"opened: try {detail} of request {argument}"
+        case RecordKind.OPENED if record.side == FOLLOW:
+            return f"waits for {detail} blocks of attempt {argument:08x}"
+        case RecordKind.OPENED:
+            deadline = (
+                "no deadline" if argument == MAX_ARGUMENT else f"deadline in {argument / 1000:g} s"
+            )
+            promised = f", {detail} blocks promised" if detail else ""
+            return f"opened: {deadline}{promised}"
+        case RecordKind.TAKEN:
+            return f"took {detail} blocks" + (f", {argument} cells to fill" if argument else "")
+        case RecordKind.FREED:
+            return "freed the blocks"
+        case RecordKind.HANDED:
+            return "handed the blocks to the sequence"
+        case RecordKind.UNDONE:
+            return f"the commit failed; the phase is {record.after.value} again"
+        case RecordKind.SENT:
+            return f"frame {detail} sent: {argument} cells"
+        case RecordKind.WRITTEN:
+            return f"frame {detail} written: {argument} new cells"
+        case RecordKind.LATE:
+            return f"frame {detail} dropped: late"
+        case RecordKind.GONE:
+            return "answered the Claim with Gone"
+        case RecordKind.CLOSED:
+            reason = recording.reason(detail)
+            return f"closed: {reason}" if reason else "closed"
+        case _:
+            return "the process ended in order"
+
+
+def _step(recording: Recording, record: Record) -> str:
+    reason = recording.reason(record.detail)
+    event = event_name(record)
+    notified = ", peer notified" if record.detail & PEER_NOTIFIED else ""
+    reason_text = f" ({reason}{notified})" if reason else ""
+    moved = record.before is not record.after
+    phases = f"{record.before.value} -> {record.after.value}" if moved else record.before.value
+    return f"{event}{reason_text}: {phases}; {', '.join(a.value for a in record.actions)}"
+
+
+def event_name(record: Record) -> str:
+    """Return the machine event ("claim granted") or record kind ("opened") in lower case."""
+    if record.event is None:
+        return RecordKind(record.code).name.lower()
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", record.event.__name__).lower()

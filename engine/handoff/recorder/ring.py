@@ -56,8 +56,7 @@ _EMPTY = bytes(RECORD_BYTES)
 
 
 class RingError(Exception):
-    """Raised if a file is not a ring that can be read here; the message names the file and the
-    reason."""
+    """Raised if a file is not a readable ring; the message names the file and the reason."""
 
 
 class Ring:
@@ -150,11 +149,10 @@ def host_boot() -> bytes:
 
 
 def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | None:
-    """Create the ring of a process in `folder`, and the folder if it is missing. Remove all except
+    """Create the ring of a process in `folder`, which is created if missing, and remove all except
     the newest rings of dead processes.
 
-    Return None without a folder or a size, and also, with a warning, if the ring cannot be
-    created: the server runs without it.
+    Return None without a folder or a size, and also, with a warning, if the ring cannot be created.
     """
     if not folder or not megabytes:
         return None
@@ -170,8 +168,8 @@ def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | Non
     return ring
 
 
-def sweep(folder: Path, limit: int = MAX_DEAD_RINGS) -> None:
-    """Remove the oldest rings of this user whose writers have died; keep the newest `limit`."""
+def sweep(folder: Path) -> None:
+    """Remove the rings of this user's dead processes, except the newest MAX_DEAD_RINGS."""
     dead: list[tuple[float, Path]] = []
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError):
@@ -183,7 +181,7 @@ def sweep(folder: Path, limit: int = MAX_DEAD_RINGS) -> None:
                     dead.append((status.st_mtime, path))
             finally:
                 os.close(file)
-    for _, path in sorted(dead)[: max(0, len(dead) - limit)]:
+    for _, path in sorted(dead)[: max(0, len(dead) - MAX_DEAD_RINGS)]:
         with suppress(OSError):
             path.unlink()
 
@@ -204,11 +202,9 @@ def read_ring(path: Path) -> Recording:
 
 
 def read_rings(paths: Iterable[Path]) -> list[Recording]:
-    """Read several rings as they were at one moment, even while their processes run.
-
-    Records of this host that are younger than the start of the call are left out, so every record
-    comes with its cause. Raises RingError.
-    """
+    """Read several rings as they were at one moment, even while their processes write. Records of
+    this host made after the call began are left out, so every record comes with its cause. Raises
+    RingError."""
     now, local_host = time.monotonic_ns(), host_boot()
     recordings = []
     for recording in map(read_ring, paths):
@@ -222,8 +218,7 @@ def read_rings(paths: Iterable[Path]) -> list[Recording]:
 
 
 def parse_ring(data: bytes) -> Recording:
-    """Parse the bytes of a ring; if the end is missing, its records are missing too. Raises
-    RingError."""
+    """Parse a ring; a truncated one has fewer records. Raises RingError."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
         raise RingError("the file is not a ring")
     head = data[: _HEADER.size]

@@ -11,8 +11,15 @@ from typing import Any
 from zlib import crc32
 
 from pdserve.engine.handoff.protocol import Phase, Side
-from pdserve.engine.handoff.recorder.event_log import FOLLOW, PEER_NOTIFIED, ROUTE, RecordKind
-from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, event_name
+from pdserve.engine.handoff.recorder.event_log import (
+    FOLLOW,
+    PEER_NOTIFIED,
+    ROUTE,
+    Entry,
+    RecordKind,
+    Timeline,
+    event_name,
+)
 
 BLOCK = 4  # tokens of a block in the simulation
 MAX_BLOCKS = 11  # of a prompt in the simulation
@@ -87,8 +94,7 @@ def _requests(attempts: Mapping[bytes, Sequence[Entry]]) -> dict[str, list[Seque
 
 
 def _owners(requests: Mapping[str, Sequence[Sequence[Entry]]]) -> dict[str, str]:
-    """Map each request to the request whose prompt it has: itself, or the one whose KV it waited
-    for."""
+    """Map each request to the one whose prompt it has: itself, or the one that it followed."""
     names = {t[0].record.attempt[:4]: name for name, tries in requests.items() for t in tries}
     owners: dict[str, str] = {}
     for name, tries in requests.items():
@@ -113,8 +119,7 @@ def _scenario_request(
 
 
 def _fault(timeline: Timeline, entries: Sequence[Entry]) -> tuple[str, Entry]:
-    """Return (the fault that ended an attempt, the entry that shows it); without a fault the first
-    is empty."""
+    """Return (the fault that ended an attempt or "", the entry that shows it)."""
     for entry in entries:
         record = entry.record
         released = record.event is not None and record.after is Phase.RELEASED
@@ -135,8 +140,7 @@ def _fault(timeline: Timeline, entries: Sequence[Entry]) -> tuple[str, Entry]:
 
 
 def _died(timeline: Timeline, entries: Sequence[Entry], role: str, end: Entry) -> bool:
-    """Return whether a process of the attempt recorded nothing after `end` and did not end in
-    order."""
+    """Return whether a process of the attempt recorded nothing after `end`, not even its end."""
     for entry in entries:
         recording = timeline.of(entry)
         if recording.role == role and recording.records[-1].kind is not RecordKind.END:

@@ -1,4 +1,3 @@
 """The decoder on the CUDA kernels."""
 
-from pdserve.engine.models.cuda.decoder import CudaDecoder
-from pdserve.engine.models.cuda.graphs import CudaRecorder, row_counts
+from pdserve.engine.models.cuda.decoder import CudaDecoder, CudaRecorder, row_counts

@@ -13,27 +13,25 @@ from pdserve.kernels.cuda.experts import (
     Groups,
     MatrixStack,
     choose,
+    combine,
     group,
     grouped_product,
     tile_tokens,
 )
-from pdserve.kernels.cuda.experts.combine import combine
 from pdserve.kernels.cuda.layer import gated
 from pdserve.kernels.cuda.linear import DeviceMatrix
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertProduct:
-    """A product with a matrix of each expert, or with several side by side: [pairs, N] to [pairs,
-    rows]."""
+    """A product with one or several matrices of each expert: [pairs, N] to [pairs, rows]."""
 
     stacks: tuple[tuple[int, MatrixStack], ...]  # (first output row, stack)
     rows: int
     bias: Tensor | None  # float32 [experts, rows]
 
     def __call__(self, x: Tensor, groups: Groups, *, by_pair: bool) -> Tensor:
-        """Return the product; x is [pairs, N] in the order of the groups if `by_pair`, else
-        [tokens, N]."""
+        """Multiply x: [pairs, N] in group order if `by_pair`, else [tokens, N]."""
         out = torch.empty((len(groups.pairs), self.rows), dtype=x.dtype, device=x.device)
         for begin, stack in self.stacks:
             end = begin + stack.first.rows

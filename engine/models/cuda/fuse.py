@@ -23,7 +23,6 @@ from pdserve.engine.models.parts import (
     Rope,
     Scale,
     SliceNorm,
-    TensorSpec,
 )
 from pdserve.engine.models.rope import RopeConfig
 
@@ -40,9 +39,6 @@ class PrepareHeads(Part):
     layer: int | None = None
     has_values: bool = True
 
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return self.norm.tensors() if self.norm else ()
-
 
 @dataclass(frozen=True, slots=True)
 class Attend(Part):
@@ -50,9 +46,6 @@ class Attend(Part):
 
     attention: Attention
     layer: int
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return self.attention.tensors()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +57,12 @@ class AddNorm(Part):
     factor: float
     norm: Norm | LayerNorm | None
 
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return self.norm.tensors() if self.norm else ()
-
 
 @dataclass(frozen=True, slots=True)
 class SplitLinear(Part):
     """A product whose split sums the next part adds."""
 
     linear: Linear
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return self.linear.tensors()
 
 
 def fused_parts(config: ModelConfig) -> list[Part]:
@@ -123,8 +110,7 @@ def _row_norms(norm: HeadNorm) -> Iterator[Part]:
 
 
 def _heads(parts: Iterable[tuple[int, Part]]) -> tuple[list[Part], int]:
-    """Fuse parts that begin with a norm of heads, rope or attention; return also how many parts are
-    consumed."""
+    """Fuse head norms, rope and attention; return also how many parts are consumed."""
     rest = list(parts)
     norm = rope = None
     consumed = 0

@@ -1,5 +1,6 @@
-"""The launches of each part of a model. None of them waits for the device."""
+"""The launches of each kind of part. None of them waits for the device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,9 +34,10 @@ from pdserve.kernels.cuda.layer import (
     add,
     add_norm,
     gated,
+    norm,
     prepare_heads,
 )
-from pdserve.kernels.cuda.layer.norm import norm
+from pdserve.kernels.cuda.linear import SplitSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +49,19 @@ class LaunchSetup:
 
 
 def launch_of(part: Part, setup: LaunchSetup) -> Launch:
-    """Make the object that computes a part. Raises UnsupportedModel for a kind that no class
-    computes."""
+    """Make what computes a part. Raises UnsupportedModel for a kind that nothing computes."""
+    weights = setup.weights
     match part:
         case Norm() | LayerNorm():
             return LaunchedNorm(part, setup)
         case AddNorm():
-            return LaunchedSum(part, setup)
+            return _add_norm(part, setup)
         case SliceNorm():
-            return LaunchedSliceNorm(part, setup)
+            return _slice_norm(part, setup)
         case Linear():
-            return LaunchedLinear(part, setup)
-        case SplitLinear():
-            return LaunchedSplitLinear(part, setup)
+            return _mapped(weights.product(part.weights, part.biases))
+        case SplitLinear():  # the next part accepts x or the sums of its splits
+            return _mapped(weights.product(part.linear.weights, part.linear.biases).split)
         case HeadLinear():
             return LaunchedHeadLinear(part, setup)
         case PrepareHeads():
@@ -67,22 +69,40 @@ def launch_of(part: Part, setup: LaunchSetup) -> Launch:
         case Attend():
             return LaunchedAttention(part, setup)
         case Gate():
-            return LaunchedGate(part)
+            return _gate(part)
         case Activate():
-            return LaunchedActivation(part)
+            return _mapped(lambda x: activated(x, part.activation))
         case Scale():
-            return LaunchedScale(part)
+            return _mapped(lambda x: x * part.factor)  # rounded to x's dtype
         case Hold():
             return hold
         case Experts():
-            return LaunchedExperts(part, setup.weights)
+            return LaunchedExperts(part, weights)
     raise UnsupportedModel(
         f"the cuda kernels cannot compute {type(part).__name__}; use --kernels reference"
     )
 
 
+def _mapped(function: Callable[[Tensor], Tensor | SplitSums]) -> Launch:
+    """Return the launch that replaces x by the function of x."""
+
+    def launch(run: Run) -> None:
+        run.x = function(run.x)
+
+    return launch
+
+
+def _gate(part: Gate) -> Launch:
+    """Return the launch that maps x [T, 2 N], or the sums of its splits, to [T, N]."""
+
+    def launch(run: Run) -> None:
+        run.x = gated(run.sums, part.activation)
+
+    return launch
+
+
 def hold(run: Run) -> None:
-    """Keep x for the next sum."""
+    """Set x aside until it is added to the residual; x becomes the residual."""
     run.x, run.held = run.residual, run.x
 
 
@@ -106,18 +126,14 @@ class LaunchedNorm:
         return norm(x, self.weight, self.bias, self.eps, is_layer=self.is_layer)
 
 
-class LaunchedSum:
-    """Adds to the stream; x becomes the stream, or its norm."""
+def _add_norm(part: AddNorm, setup: LaunchSetup) -> Launch:
+    """Return the launch that adds x to the residual; x becomes the residual, or its norm."""
+    stream_norm = LaunchedNorm(part.norm, setup) if part.norm else None
 
-    def __init__(self, part: AddNorm, setup: LaunchSetup) -> None:
-        self._part = part
-        self._norm = LaunchedNorm(part.norm, setup) if part.norm else None
-
-    def __call__(self, run: Run) -> None:
-        held = run.held if self._part.held else None
-        factor, stream_norm = self._part.factor, self._norm
+    def launch(run: Run) -> None:
+        held = run.held if part.held else None
         if stream_norm is None:
-            add(run.residual, run.sums, held, factor)
+            add(run.residual, run.sums, held, part.factor)
             run.x = run.residual
         else:
             run.x = add_norm(
@@ -128,40 +144,21 @@ class LaunchedSum:
                 stream_norm.eps,
                 is_layer=stream_norm.is_layer,
                 held=held,
-                factor=factor,
+                factor=part.factor,
             )
 
-
-class LaunchedSliceNorm:
-    """Changes its columns of x in place."""
-
-    def __init__(self, part: SliceNorm, setup: LaunchSetup) -> None:
-        self._weight = setup.weights.vector(part.weight)
-        self._part = part
-
-    def __call__(self, run: Run) -> None:
-        columns = run.x[:, self._part.begin : self._part.begin + len(self._weight)]
-        norm(columns, self._weight, None, self._part.eps, out=columns)
+    return launch
 
 
-class LaunchedLinear:
-    """Maps x [T, N] to [T, rows of all weights]."""
+def _slice_norm(part: SliceNorm, setup: LaunchSetup) -> Launch:
+    """Return the launch that replaces the columns of x from `part.begin` on by their norm."""
+    weight = setup.weights.vector(part.weight)
 
-    def __init__(self, part: Linear, setup: LaunchSetup) -> None:
-        self._product = setup.weights.product(part.weights, part.biases)
+    def launch(run: Run) -> None:
+        columns = run.x[:, part.begin : part.begin + len(weight)]
+        norm(columns, weight, None, part.eps, out=columns)
 
-    def __call__(self, run: Run) -> None:
-        run.x = self._product(run.x)
-
-
-class LaunchedSplitLinear:
-    """Maps like LaunchedLinear, before a part that accepts x or the sums of its splits."""
-
-    def __init__(self, part: SplitLinear, setup: LaunchSetup) -> None:
-        self._product = setup.weights.product(part.linear.weights, part.linear.biases)
-
-    def __call__(self, run: Run) -> None:
-        run.x = self._product.split(run.x)
+    return launch
 
 
 class LaunchedHeadLinear:
@@ -220,8 +217,7 @@ class LaunchedHeads:
 
 
 class LaunchedAttention:
-    """Maps x [T, columns], queries first, to [T, q heads * dim]; if latent, to [T, q heads *
-    latent]."""
+    """Maps x [T, columns], queries first, to [T, q heads * (dim, or latent if set)]."""
 
     def __init__(self, part: Attend, setup: LaunchSetup) -> None:
         self._part, self._layer = part.attention, part.layer
@@ -248,33 +244,3 @@ class LaunchedAttention:
             part.latent,
         )
         run.x = attended.flatten(1)
-
-
-class LaunchedGate:
-    """Maps x [T, 2 N] to [T, N]."""
-
-    def __init__(self, part: Gate) -> None:
-        self._activation = part.activation
-
-    def __call__(self, run: Run) -> None:
-        run.x = gated(run.sums, self._activation)
-
-
-class LaunchedActivation:
-    """Maps x [T, N] to its activation."""
-
-    def __init__(self, part: Activate) -> None:
-        self._activation = part.activation
-
-    def __call__(self, run: Run) -> None:
-        run.x = activated(run.x, self._activation)
-
-
-class LaunchedScale:
-    """Multiplies x by a number, rounded to x's dtype."""
-
-    def __init__(self, part: Scale) -> None:
-        self._factor = part.factor
-
-    def __call__(self, run: Run) -> None:
-        run.x = run.x * self._factor

@@ -1,5 +1,5 @@
-"""What passes to and between the launches of a step: its integers on the device, and the values of
-each launch.
+"""The data that passes to and between the launches of a step: its integers on the device, and the
+values of each launch.
 
 The integers are in one array of int32, so that a step costs one copy. The offsets of a launch's
 numbers depend only on the step's shape, so that a recorded graph finds them again.
@@ -38,23 +38,23 @@ class StepInputs:
     positions: Tensor  # [tokens]
     outputs: Tensor  # [outputs]: tokens whose hidden states are returned
     groups: tuple[GroupInputs, ...]
-    picks: Tensor  # [rows]: of UnreadTokens
+    token_indices: Tensor  # [rows]: of UnreadTokens
 
     def take(self, tokens: Tensor) -> None:
-        """Write tokens that the host has not read over the token ids. A failed pick, which is
-        negative, becomes an arbitrary token: its row's result is dropped."""
-        self.token_ids.copy_(tokens.index_select(0, self.picks).clamp_(min=0))
+        """Replace the token ids by tokens that the host has not read. A token that could not be
+        sampled, which is negative, becomes an arbitrary one: its row is discarded."""
+        self.token_ids.copy_(tokens.index_select(0, self.token_indices).clamp_(min=0))
 
 
 class InputBuffer:
-    """Memory for the inputs of one step after the other, at constant addresses."""
+    """Memory for the inputs of one step at a time, at constant addresses."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._numbers: Tensor | None = None
 
     def put(self, batch: Batch[Ints], max_kv_len: int) -> StepInputs:
-        """Upload a batch like `upload`; the first step must be the largest."""
+        """Upload a batch to the same addresses; the first batch must be the largest."""
         arrays = _arrays(batch)
         staged, offsets = _staged(arrays, self._device)
         if self._numbers is None:
@@ -64,7 +64,7 @@ class InputBuffer:
 
 
 def upload(batch: Batch[Ints], device: torch.device) -> StepInputs:
-    """Return the batch in newly allocated memory."""
+    """Upload a batch to newly allocated memory."""
     arrays = _arrays(batch)
     staged, offsets = _staged(arrays, device)
     on_device = staged.to(device, non_blocking=True)
@@ -82,14 +82,14 @@ def _arrays(batch: Batch[Ints]) -> list[Numbers]:
         chunk_tiles(batch.starts, batch.kv_lens, batch.num_decode_rows),
     ]
     rows = len(batch.kv_lens)
-    arrays.append(batch.unread.picks if batch.unread else np.zeros(rows, np.int64))
+    arrays.append(batch.unread.indices if batch.unread else np.zeros(rows, np.int64))
     for group in batch.groups:
         arrays += [group.block_table, group.slots]
     return arrays
 
 
 def _staged(arrays: Sequence[Numbers], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Return all numbers in memory that the device can read, and where each array begins."""
+    """Return all numbers in one array that the device can read, and the offset of each."""
     offsets, total = list[int](), 0
     for array in arrays:
         offsets.append(total)
@@ -109,7 +109,7 @@ def _views(numbers: Tensor, arrays: Sequence[Numbers], offsets: Sequence[int]) -
 
 
 def _inputs(batch: Batch[Ints], tensors: Sequence[Tensor], max_kv_len: int) -> StepInputs:
-    token_ids, positions, outputs, starts, kv_lens, tiles, picks, *rest = tensors
+    token_ids, positions, outputs, starts, kv_lens, tiles, indices, *rest = tensors
     groups = tuple(
         GroupInputs(
             Rows(
@@ -124,15 +124,15 @@ def _inputs(batch: Batch[Ints], tensors: Sequence[Tensor], max_kv_len: int) -> S
         )
         for table, slots in zip(rest[::2], rest[1::2], strict=True)
     )
-    inputs = StepInputs(token_ids, positions, outputs, groups, picks)
+    inputs = StepInputs(token_ids, positions, outputs, groups, indices)
     if batch.unread is not None:
         inputs.take(batch.unread.tokens)
     return inputs
 
 
 class Run:
-    """One pass over the parts: `residual` is the residual stream [tokens, hidden], which sums
-    change in place; `kv` has, by model layer, its blocks and its group."""
+    """The values of one pass over the parts. `residual` is the residual stream [tokens, hidden],
+    which sums change in place; `kv` has, by model layer, its blocks and its group."""
 
     def __init__(
         self,

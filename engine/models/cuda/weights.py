@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.models.layers import HELD, Weights
 from pdserve.engine.models.parts import TensorSpec
+from pdserve.engine.models.torch_parts import PLAIN_FORMATS, Weights
 from pdserve.engine.weights import (
     PLAIN,
     VALUES,
@@ -22,8 +22,8 @@ from pdserve.engine.weights import (
     same_order,
     write_rounded,
 )
+from pdserve.engine.weights.convert import unpack
 from pdserve.engine.weights.formats import formats
-from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels.cuda.linear import BITS, DeviceMatrix, SplitSums, linear, pack, split_linear
 
 log = logging.getLogger(__name__)
@@ -78,12 +78,11 @@ class DeviceWeights:
 
     def plain(self, name: str) -> Tensor:
         """Return a matrix in the dtype of the computation."""
-        values = as_plain(self.stored(name), HELD[self.dtype]).parts[VALUES]
+        values = as_plain(self.stored(name), PLAIN_FORMATS[self.dtype]).parts[VALUES]
         return torch.from_numpy(np.ascontiguousarray(values)).view(self.dtype).to(self.device)
 
     def product(self, weights: Sequence[TensorSpec], biases: Sequence[TensorSpec] = ()) -> Product:
-        """Return the product with these matrices over one input; rows of one format become one
-        matrix."""
+        """Return the product with these matrices; rows of one format become one matrix."""
         raws = [self.stored(spec.name) for spec in weights]
         bias = torch.cat([self.vector(spec) for spec in biases]) if biases else None
         return self.product_of(raws, bias)
@@ -97,8 +96,7 @@ class DeviceWeights:
     def matrices(
         self, raws: Sequence[RawTensor], columns: NDArray[np.int64] | None
     ) -> tuple[DeviceMatrix, ...]:
-        """Pack matrices for an input whose values are in the order of `columns`; None: in the
-        original order."""
+        """Pack matrices; `columns` is the order of the input's values, None the original one."""
         ordered = [self._ordered(raw, columns) for raw in raws]
         joined = [_joined(ordered)] if _can_join(ordered) else ordered
         return tuple(map(self._packed, joined))
@@ -109,14 +107,13 @@ class DeviceWeights:
         return Product((self._pack(raw, torch.float32),), bias, None)
 
     def _ordered(self, raw: RawTensor, columns: NDArray[np.int64] | None) -> RawTensor:
-        """Convert to a form that `pack` may accept, for an input whose values are in the order of
-        `columns`."""
+        """Convert to a form that `pack` may accept, for inputs in the order of `columns`."""
         if raw.format not in PLAIN:
             raw = formats()[raw.format].packable(raw)
             if raw.format in BITS and same_order(raw.columns, columns):
                 return raw
             self._note_expanded(raw.format)
-        plain = HELD[self.dtype]
+        plain = PLAIN_FORMATS[self.dtype]
         if columns is None:
             return as_plain(raw, plain)
         values = empty(raw.shape, plain)
@@ -132,11 +129,11 @@ class DeviceWeights:
                 raise
             self._note_expanded(raw.format)
             stored = RawTensor(raw.parts, raw.format, raw.shape)  # columns stay in stored order
-            return self._pack(as_plain(stored, HELD[self.dtype]), self.dtype)
+            return self._pack(as_plain(stored, PLAIN_FORMATS[self.dtype]), self.dtype)
 
     def _note_expanded(self, format: str) -> None:
         if not self.expanded[format]:
-            log.info("weights of format %s are stored as %s", format, HELD[self.dtype])
+            log.info("weights of format %s are stored as %s", format, PLAIN_FORMATS[self.dtype])
         self.expanded[format] += 1
 
     def _pack(self, raw: RawTensor, dtype: torch.dtype) -> DeviceMatrix:

@@ -82,8 +82,7 @@ class CudaDevice:
 
     @contextmanager
     def active(self) -> Iterator[Any]:
-        """Yield the CUDA runtime, on this device in this thread; what it raises becomes a
-        DeviceError."""
+        """Yield the CUDA runtime on this device; its errors become DeviceErrors."""
         try:
             self._cuda.setDevice(self._index)
             yield self._cuda
@@ -320,8 +319,7 @@ class _Event:
 
 @dataclass(eq=False, slots=True)
 class _Scratch:
-    """The memory that one launch at a time uses; lives as long as the process, in one slot after
-    another."""
+    """The memory of one launch at a time, for the life of the process, in one slot at a time."""
 
     plan: int  # device: lanes and block numbers
     plan_bytes: int
@@ -337,8 +335,7 @@ class _Scratch:
 
 
 class _Copy:
-    """A queued copy. It reads its verdict when it is found to be done, before its scratch is
-    reused."""
+    """A queued copy; it reads its verdict when it is done, before its scratch is reused."""
 
     def __init__(self, scratch: _Scratch) -> None:
         self._scratch: _Scratch | None = scratch

@@ -27,8 +27,7 @@ from pdserve.engine.transport.base import (
     Wire,
     WireClosed,
 )
-from pdserve.engine.transport.cuda_ipc.handshake import PROBE_BYTES
-from pdserve.engine.transport.cuda_ipc.probe import Probes
+from pdserve.engine.transport.cuda_ipc.handshake import PROBE_BYTES, Probes
 from pdserve.engine.transport.cuda_ipc.windows import DeviceWindow, DeviceWindows
 from pdserve.engine.transport.cuda_ipc.wires import CudaReader, CudaWriter, slot_stride
 from pdserve.engine.transport.device import Device, DeviceError, Memory, Slot

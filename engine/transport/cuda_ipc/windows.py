@@ -45,7 +45,7 @@ class DeviceWindow:
         return self.memory.handle() + b"".join(slot.signal.handle() for slot in self.slots)
 
     def is_unused(self) -> bool:
-        """Forget the writers that have gone; return whether no process has the window open."""
+        """Drop processes that have exited or closed it; return whether none has it open."""
         for writer in [writer for writer in self.writers if writer.gone()]:
             self.writers.remove(writer)
             writer.close()
@@ -63,7 +63,8 @@ def handles_bytes(num_slots: int) -> int:
 
 
 class DeviceWindows:
-    """Lends windows to writers; thread-safe. `make` allocates one; its errors pass through."""
+    """Lends windows to prefill processes; thread-safe. `make` allocates one; its errors pass
+    through."""
 
     def __init__(self, make: Callable[[], DeviceWindow]) -> None:
         self._make = make
@@ -100,7 +101,7 @@ class DeviceWindows:
         self._free(window)
 
     def close(self) -> None:
-        """Free what is not lent, and the rest as it is returned."""
+        """Free all windows that are not lent now, and the others when they are given back."""
         with self._lock:
             self._end = time.monotonic() + CLOSE_S
             windows = self._spare + self._abandoned

@@ -29,15 +29,18 @@ from pdserve.engine.transport.base import (
 )
 from pdserve.engine.transport.cuda_ipc.handshake import (
     ANSWER_BYTES,
+    MAX_PROBES,
     OFFER_BYTES,
     PLACE_BYTES,
     PROBE_BYTES,
+    Cell,
     HandshakeOffer,
+    Probes,
     ProcessPlace,
     Refusal,
     namespace_refusal,
+    probe_pages,
 )
-from pdserve.engine.transport.cuda_ipc.probe import MAX_PROBES, Cell, Probes, probe_pages
 from pdserve.engine.transport.cuda_ipc.windows import DeviceWindow, DeviceWindows, handles_bytes
 from pdserve.engine.transport.device import (
     ALIGN_BYTES,
@@ -121,8 +124,7 @@ class CudaWriter(WindowWriter):
         self._proof = b""
 
     def introduce(self, source: Memory) -> None:
-        """Do the handshake, with PROBE_BYTES of this process's memory. Raises TransportRefused,
-        WireClosed, ValueError."""
+        """Do the handshake, with `source` to copy from. Raises TransportRefused, or others."""
         self._send_place()
         _raise_if_refused(_answer(self))
         peer_place = ProcessPlace.unpack(self.take(PLACE_BYTES))
@@ -298,8 +300,7 @@ class CudaReader(WindowReader):
         return self.take(PLACE_BYTES)
 
     def _prepare(self, cell: Cell | None) -> Refusal:
-        """Check the peer and prepare its window now, while prefill can still choose another
-        transport."""
+        """Check the peer and prepare its window, while prefill can choose another transport."""
         if cell is None:
             return Refusal("busy", f"{MAX_PROBES} handshakes run already")
         try:

@@ -41,6 +41,6 @@ def _discover() -> None:
 
 
 def formats() -> Mapping[str, Format]:
-    """Return all formats except plain numbers (engine/weights/plain.py), by name."""
+    """Return all formats except plain numbers (engine/weights/format.py), by name."""
     _discover()
     return MappingProxyType(_formats)

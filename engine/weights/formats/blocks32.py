@@ -5,8 +5,7 @@ The low nibbles of a block's bytes are its first 16 values, the high nibbles the
 
 import numpy as np
 
-from pdserve.engine.weights.bits import Bytes, fields, floats, half, signed
-from pdserve.engine.weights.format import BlockFormat, Floats
+from pdserve.engine.weights.format import BlockFormat, Bytes, Floats, fields, floats, half, signed
 
 
 def nibbles(packed: Bytes) -> Bytes:

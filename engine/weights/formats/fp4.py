@@ -2,9 +2,15 @@
 
 import numpy as np
 
-from pdserve.engine.weights.bits import Bytes
-from pdserve.engine.weights.format import BLOCKS, BlockFormat, Floats, RawTensor
-from pdserve.engine.weights.levels import gguf_expand, gguf_format
+from pdserve.engine.weights.format import (
+    BLOCKS,
+    BlockFormat,
+    Bytes,
+    Floats,
+    RawTensor,
+    gguf_expand,
+    gguf_format,
+)
 
 CODES, EXPONENTS = "codes", "exponents"
 

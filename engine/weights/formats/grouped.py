@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.weights.bits import Bytes
-from pdserve.engine.weights.format import Floats, Format, RawTensor
-from pdserve.engine.weights.plain import PLAIN, widened
+from pdserve.engine.weights.format import PLAIN, Bytes, Floats, Format, RawTensor, widened
 
 CODES, SCALES, ZEROS, DIVISORS = "codes", "scales", "zeros", "divisors"
 NAMES = {PLAIN[name]: name for name in ("F32", "F16", "BF16")}  # format by dtype of the scales

@@ -5,8 +5,16 @@ Formats without a minimum centre their levels on zero by a constant.
 
 import numpy as np
 
-from pdserve.engine.weights.bits import Bytes, fields, flat, floats, half, signed
-from pdserve.engine.weights.format import BlockFormat, Floats
+from pdserve.engine.weights.format import (
+    BlockFormat,
+    Bytes,
+    Floats,
+    fields,
+    flat,
+    floats,
+    half,
+    signed,
+)
 
 
 def scales_and_minima(packed: Bytes) -> tuple[Floats, Floats]:

@@ -1,22 +1,207 @@
-"""The Triton kernels of paged attention.
+"""The Triton kernels of paged attention; shared functions make all give a token the same bits.
 
 Either each program of `attend_kernel` processes the splits of its keys one after the other, or each
 program of `split_kernel` processes one split and `merge_kernel` merges them (Flash-Decoding). All
 kernels must be launched with enable_fp_fusion=False: fused operations are explicit fma calls.
+
+Scores are S^T = K Q^T, keys by columns, and results O^T += V^T P^T, values by columns. A column is
+one query head of one token, so a tile of columns only groups independent sums. Keys are processed
+in tiles of TILE at absolute positions, and tiles in splits, which start empty (`attend_split`) and
+are merged in ascending order (`merge`). A key that a column does not see has weight exactly 0, and
+so has a tile of such keys. The online softmax is FlashAttention-2's (arXiv:2307.08691), in powers
+of two.
+
+A head is computed in one or two parts, of MAIN and SIDE values including padding to powers of two;
+SIDE is 0 if there is one part. Unless LATENT is 0, the last LATENT values of a key are its value
+and its main part.
 """
 
 import triton
 import triton.language as tl
 
-from pdserve.kernels.cuda.attention.tiles import (
-    attend_split,
-    load_part,
-    load_queries,
-    merge,
-    no_split,
-    store_result,
-    store_values,
-)
+NO_SCORE = tl.constexpr(float("-inf"))  # the score of no key
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _finite(peak):
+    return tl.where(peak == NO_SCORE, 0.0, peak)
+
+
+@triton.jit
+def load_part(base, rows, used, LENGTH: tl.constexpr, PADDED: tl.constexpr):
+    """Load [rows, PADDED]: LENGTH values, then zeros; unused rows are 0."""
+    d = tl.arange(0, PADDED)
+    mask = used[:, None]
+    if LENGTH < PADDED:
+        mask = mask & (d < LENGTH)[None, :]
+    return tl.load(base + rows[:, None] + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_main(base, rows, used, D: tl.constexpr, LATENT: tl.constexpr, MAIN: tl.constexpr):
+    if LATENT:
+        return load_part(base + (D - LATENT), rows, used, LATENT, MAIN)
+    else:
+        return load_part(base, rows, used, MAIN if MAIN < D else D, MAIN)
+
+
+@triton.jit
+def _load_side(
+    base, rows, used, D: tl.constexpr, LATENT: tl.constexpr, MAIN: tl.constexpr, SIDE: tl.constexpr
+):
+    if LATENT:
+        return load_part(base, rows, used, D - LATENT, SIDE)
+    else:
+        return load_part(base + MAIN, rows, used, D - MAIN, SIDE)
+
+
+@triton.jit
+def _store_part(base, columns, used, value, LENGTH: tl.constexpr, PADDED: tl.constexpr):
+    """Store the first LENGTH values of value [PADDED, columns], for the used columns."""
+    d = tl.arange(0, PADDED)
+    mask = used[None, :]
+    if LENGTH < PADDED:
+        mask = mask & (d < LENGTH)[:, None]
+    tl.store(base + columns[None, :] + d[:, None], value, mask=mask)
+
+
+@triton.jit
+def store_values(
+    base,
+    heads,
+    used,
+    main,
+    side,
+    D: tl.constexpr,
+    LATENT: tl.constexpr,
+    MAIN: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """Store main [MAIN, N] and side [SIDE, N] as [heads, values]."""
+    if LATENT:
+        _store_part(base, heads * LATENT, used, main, LATENT, MAIN)
+    else:
+        _store_part(base, heads * D, used, main, MAIN if MAIN < D else D, MAIN)
+        if SIDE:
+            _store_part(base + MAIN, heads * D, used, side, D - MAIN, SIDE)
+
+
+@triton.jit
+def no_split(LATENT: tl.constexpr, MAIN: tl.constexpr, SIDE: tl.constexpr, N: tl.constexpr):
+    """Return the state before any key: largest score [N], sum of weights [N], sums of weighted
+    values [MAIN, N] and [SIDE, N] (unused if values have one part)."""
+    OTHER: tl.constexpr = 16 if LATENT or not SIDE else SIDE
+    peak = tl.full((N,), NO_SCORE, tl.float32)
+    total = tl.zeros((N,), tl.float32)
+    return peak, total, tl.zeros((MAIN, N), tl.float32), tl.zeros((OTHER, N), tl.float32)
+
+
+@triton.jit
+def attend_split(
+    q_main,  # [N, MAIN]
+    q_side,  # [N, SIDE]
+    keys,  # of one kv head, in block 0
+    values,
+    blocks,  # the row's part of the block table
+    block_stride,
+    first,  # position of the first tile
+    low,  # [low, end): the keys that any column sees
+    end,
+    position,  # [N]
+    window,
+    inner,  # score: product * factor, or tanh(product * inner) * factor, in powers of two
+    factor,
+    CAPPED: tl.constexpr,
+    LATENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    MAIN: tl.constexpr,
+    SIDE: tl.constexpr,
+    N: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Process one split; return a state like `no_split`."""
+    dtype: tl.constexpr = q_main.dtype
+    peak, total, main, side = no_split(LATENT, MAIN, SIDE, N)
+    for tile_begin in range(first, end, TILE):
+        key = tile_begin + tl.arange(0, TILE)
+        valid = (key >= low) & (key < end)
+        block = tl.load(blocks + key // BLOCK, mask=valid, other=0).to(tl.int64)
+        rows = block * block_stride + (key % BLOCK) * D
+        k = _load_main(keys, rows, valid, D, LATENT, MAIN).to(dtype)
+        score = tl.dot(k, tl.trans(q_main), input_precision="ieee")  # [TILE, N]
+        if SIDE:
+            k_side = _load_side(keys, rows, valid, D, LATENT, MAIN, SIDE).to(dtype)
+            score = tl.dot(k_side, tl.trans(q_side), score, input_precision="ieee")
+        if CAPPED:
+            score = 1.0 - 2.0 / (tl.exp2(score * inner) + 1.0)  # tanh
+        seen = (position[None, :] - key[:, None]).to(tl.uint32) < window
+        score = tl.where(seen, score, NO_SCORE)
+        previous_peak = peak
+        peak = tl.maximum(previous_peak, tl.max(score, 0) * factor)
+        shift = _finite(peak)
+        decay = tl.exp2(previous_peak - shift)
+        weight = tl.exp2(tl.fma(score, factor, -shift[None, :]))
+        total = tl.fma(total, decay, tl.sum(weight, 0))
+        weight = weight.to(dtype)
+        v = k if LATENT else _load_main(values, rows, valid, D, LATENT, MAIN).to(dtype)
+        main = tl.dot(tl.trans(v), weight, main * decay[None, :], input_precision="ieee")
+        if SIDE and not LATENT:
+            v_side = _load_side(values, rows, valid, D, LATENT, MAIN, SIDE).to(dtype)
+            side = tl.dot(tl.trans(v_side), weight, side * decay[None, :], input_precision="ieee")
+    return peak, total, main, side
+
+
+@triton.jit
+def merge(peak, total, main, side, split_peak, split_total, split_main, split_side):
+    """Merge a later split into the state of the earlier splits."""
+    highest = tl.maximum(peak, split_peak)
+    shift = _finite(highest)
+    scale, split_scale = tl.exp2(peak - shift), tl.exp2(split_peak - shift)
+    total = tl.fma(total, scale, split_total * split_scale)
+    main = tl.fma(main, scale[None, :], split_main * split_scale[None, :])
+    side = tl.fma(side, scale[None, :], split_side * split_scale[None, :])
+    return highest, total, main, side
+
+
+@triton.jit
+def store_result(
+    out,
+    heads,  # [N] int64
+    sinks,  # of these heads, or None
+    used,
+    peak,
+    total,
+    main,
+    side,
+    D: tl.constexpr,
+    LATENT: tl.constexpr,
+    MAIN: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """Add the sinks, divide by the sum of weights and store. Columns without any key are 0."""
+    factor = tl.full(peak.shape, 1.0, tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks, mask=used, other=0.0) * LOG2_E
+        highest = tl.maximum(peak, sink)
+        factor = tl.exp2(peak - highest)
+        total = tl.fma(total, factor, tl.exp2(sink - highest))
+    factor = tl.where(total == 0.0, 0.0, factor / total)
+    dtype: tl.constexpr = out.dtype.element_ty
+    main, side = (main * factor[None, :]).to(dtype), (side * factor[None, :]).to(dtype)
+    store_values(out, heads, used, main, side, D, LATENT, MAIN, SIDE)
+
+
+@triton.jit
+def load_queries(
+    q, rows, used, D: tl.constexpr, LATENT: tl.constexpr, MAIN: tl.constexpr, SIDE: tl.constexpr
+):
+    main = _load_main(q, rows, used, D, LATENT, MAIN)
+    if SIDE:
+        return main, _load_side(q, rows, used, D, LATENT, MAIN, SIDE)
+    else:
+        return main, main
 
 
 @triton.jit(do_not_specialize=["starts", "kv_lens", "tiles", "table", "table_stride", "window"])

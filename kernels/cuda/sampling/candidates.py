@@ -273,31 +273,21 @@ def floors_kernel(
         tl.store(floors + pick, tl.minimum(floor, peak))
 
 
-def floors_of(
-    records: Tensor,
-    filtered_picks: Tensor,
-    logits: Tensor,
-    edited_scores: Tensor,
-    vocab: int,
-    results: Survey,
-) -> Tensor:
+def floors_of(survey: Survey, filtered_picks: Tensor) -> Tensor:
     """Return float32 [picks]: floors of the filtered picks, int32 [n]; others are undefined."""
-    num_picks, num_filtered = len(results.best), len(filtered_picks)
-    floors = torch.empty(num_picks, device=logits.device)
-    gathered = torch.empty(num_filtered, BLOCK, device=logits.device)
+    num_picks, num_filtered, device = len(survey.best), len(filtered_picks), survey.best.device
+    floors = torch.empty(num_picks, device=device)
+    gathered = torch.empty(num_filtered, BLOCK, device=device)
     floors_kernel[(num_filtered,)](
-        records,
+        survey.records,
         filtered_picks,
-        logits,
-        logits.stride(0),
-        edited_scores,
-        vocab,
-        results.num_tiles,
-        results.best,
-        results.mass,
+        *survey.scores,
+        survey.num_tiles,
+        survey.best,
+        survey.mass,
         gathered,
         floors,
-        TILES=triton.next_power_of_2(results.num_tiles),
+        TILES=triton.next_power_of_2(survey.num_tiles),
         BLOCK=BLOCK,
         num_warps=8,
         enable_fp_fusion=False,

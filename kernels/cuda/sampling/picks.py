@@ -1,10 +1,15 @@
-"""The best token of each pick: argmax of scores, or of scores / T + noise.
+"""The best token of each pick: argmax of scores, or of scores / T + Gumbel noise.
 
 Programs over tiles of the vocabulary find each tile's best score and, for picks with a temperature,
 an upper bound of score + noise in the tile. One program per pick then computes the noise in doubles
 for the tile with the highest bound, and for others only while their bound reaches the best sum.
 Sums are monotonic under rounding, so a skipped tile cannot win. The pick is therefore exactly the
 reference's, does not depend on the tiles, and ties go to the lowest id.
+
+The noise has the bits of kernels/reference/sampling.py. Kernels that call `noise_of` must be
+launched with enable_fp_fusion=False, so that each addition and multiplication is rounded
+separately. A division of doubles is div.rn.f64, which uses fused operations but returns the
+correctly rounded quotient.
 """
 
 import torch
@@ -12,8 +17,84 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.cuda.sampling.noise import noise_bits, noise_bound, noise_key, noise_of
-from pdserve.kernels.cuda.sampling.records import TEMPERATURE, TOP_P, field, is_filtered, scores_of
+from pdserve.kernels.cuda.sampling.records import (
+    CHOICE,
+    POSITION,
+    SEED,
+    TEMPERATURE,
+    TOP_P,
+    field,
+    is_filtered,
+    scores_of,
+)
+
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
+LN2 = tl.constexpr(0.6931471805599453)
+SQRT2 = tl.constexpr(1.4142135623730951)
+LAST = tl.constexpr(10)  # of the series 1, 1/3, 1/5, ...
+
+
+@triton.jit
+def _mix(x):
+    """Apply SplitMix64's finalizer to uint64."""
+    x = (x ^ (x >> 30)) * MULTIPLIER_1
+    x = (x ^ (x >> 27)) * MULTIPLIER_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def noise_key(records, pick):
+    """Return a uint64 hash of the pick's seed, choice and position."""
+    key = _mix(field(records, pick, SEED, tl.uint64) + GOLDEN)
+    key = _mix((key ^ field(records, pick, CHOICE, tl.uint64)) + GOLDEN)
+    return _mix((key ^ field(records, pick, POSITION, tl.uint64)) + GOLDEN)
+
+
+@triton.jit
+def noise_bits(key, token_ids):
+    """Return 32 random bits per token id, uint32."""
+    return (_mix(key + (token_ids + 1).to(tl.uint64) * GOLDEN) >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _log(x):
+    """Return the reference's logarithm of positive normal doubles, in the same operation order."""
+    bits = x.to(tl.int64, bitcast=True)
+    mantissa = ((bits & ((1 << 52) - 1)) | (1023 << 52)).to(tl.float64, bitcast=True)
+    high = mantissa > tl.full((), SQRT2, tl.float64)  # Triton compares bare numbers as float32
+    mantissa = tl.where(high, mantissa * 0.5, mantissa)
+    k = ((bits >> 52).to(tl.int32) - 1023 + high.to(tl.int32)).to(tl.float64)
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    z = s * s
+    p = tl.full(z.shape, 1.0 / (2 * LAST + 1), tl.float64)
+    for i in tl.static_range(LAST):
+        p = p * z
+        p = p + 1.0 / (2 * (LAST - 1 - i) + 1)
+    return k * LN2 + (2.0 * s) * p
+
+
+@triton.jit
+def noise_of(bits):
+    """Return the noise of uint32 bits, float32, bit-identical to the reference."""
+    u = (bits.to(tl.float64) + 0.5) * (2.0**-32)
+    return (-_log(-_log(u))).to(tl.float32)
+
+
+@triton.jit
+def noise_bound(bits):
+    """Return an upper bound of `noise_of`, at most 0.085 too high for noise from 3 to 18.
+
+    With v = 1 - u: -log(-log(u)) <= -log(v). `half` is 2^31 v rounded down, and log2(half) is at
+    least exponent + fraction, the value of a float's bits read as an integer. 2e-4 covers rounding
+    here and in `noise_of`: half as a float has a relative error of 2^-24, its bits as a float one
+    of 2^6 units of 2^-23, and the sum 2^-19. half = 0 gives 109; the largest noise is 22.9.
+    """
+    half = ((bits ^ 0xFFFFFFFF) >> 1).to(tl.int32).to(tl.float32)
+    log2 = half.to(tl.int32, bitcast=True).to(tl.float32)
+    return log2 * (-0.6931471805599453 / 8388608) + (158 * 0.6931471805599453 + 2e-4)
+
 
 TILE = 2048
 
@@ -129,90 +210,63 @@ def choose_kernel(
 
 
 class Survey:
-    """The results of the programs over tiles, each [picks, tiles] on the device."""
+    """The picks of a step, with what the programs over tiles found: each [picks, tiles] on the
+    device."""
 
-    def __init__(self, num_picks: int, vocab: int, device: torch.device) -> None:
+    def __init__(
+        self, records: Tensor, logits: Tensor, edited_scores: Tensor, vocab: int, num_picks: int
+    ) -> None:
+        """Read the scores of every pick once."""
+        device = logits.device
+        self.records = records
+        self.scores = logits, logits.stride(0), edited_scores, vocab  # arguments of each kernel
         self.num_tiles = triton.cdiv(vocab, TILE)
         shape = num_picks, self.num_tiles
         self.best = torch.empty(shape, device=device)
         self.best_id = torch.empty(shape, dtype=torch.int32, device=device)
         self.mass = torch.empty(shape, dtype=torch.float64, device=device)
         self.bound = torch.empty(shape, device=device)
+        survey_kernel[self.num_tiles, num_picks](
+            records,
+            *self.scores,
+            self.best,
+            self.best_id,
+            self.mass,
+            self.bound,
+            TILE=TILE,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
+    def bound_filtered(self, filtered_picks: Tensor, floors: Tensor) -> None:
+        """Write the bounds of the filtered picks, int32 [n]; `floors` float32 [picks]."""
+        bound_kernel[self.num_tiles, len(filtered_picks)](
+            self.records,
+            filtered_picks,
+            floors,
+            *self.scores,
+            self.bound,
+            TILE=TILE,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
-def survey(
-    records: Tensor, logits: Tensor, edited_scores: Tensor, vocab: int, num_picks: int
-) -> Survey:
-    """Read the scores of every pick once; return the results per tile."""
-    results = Survey(num_picks, vocab, logits.device)
-    survey_kernel[results.num_tiles, num_picks](
-        records,
-        logits,
-        logits.stride(0),
-        edited_scores,
-        vocab,
-        results.best,
-        results.best_id,
-        results.mass,
-        results.bound,
-        TILE=TILE,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    return results
-
-
-def bound_filtered(
-    records: Tensor,
-    filtered_picks: Tensor,
-    floors: Tensor,
-    logits: Tensor,
-    edited_scores: Tensor,
-    vocab: int,
-    results: Survey,
-) -> None:
-    """Write bounds of the filtered picks (int32 [n]) into `results`; `floors` float32 [picks]."""
-    bound_kernel[results.num_tiles, len(filtered_picks)](
-        records,
-        filtered_picks,
-        floors,
-        logits,
-        logits.stride(0),
-        edited_scores,
-        vocab,
-        results.bound,
-        TILE=TILE,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-
-
-def choose(
-    records: Tensor,
-    floors: Tensor,
-    logits: Tensor,
-    edited_scores: Tensor,
-    vocab: int,
-    results: Survey,
-) -> Tensor:
-    """Choose the token of each pick, int32 [picks]."""
-    num_picks = len(results.best)
-    tokens = torch.empty(num_picks, dtype=torch.int32, device=logits.device)
-    choose_kernel[(num_picks,)](
-        records,
-        floors,
-        logits,
-        logits.stride(0),
-        edited_scores,
-        vocab,
-        results.num_tiles,
-        results.best,
-        results.best_id,
-        results.bound,
-        tokens,
-        TILES=triton.next_power_of_2(results.num_tiles),
-        TILE=TILE,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
-    return tokens
+    def choose(self, floors: Tensor) -> Tensor:
+        """Choose the token of each pick, int32 [picks]."""
+        num_picks = len(self.best)
+        tokens = torch.empty(num_picks, dtype=torch.int32, device=self.best.device)
+        choose_kernel[(num_picks,)](
+            self.records,
+            floors,
+            *self.scores,
+            self.num_tiles,
+            self.best,
+            self.best_id,
+            self.bound,
+            tokens,
+            TILES=triton.next_power_of_2(self.num_tiles),
+            TILE=TILE,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+        return tokens

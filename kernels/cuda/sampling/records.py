@@ -1,9 +1,10 @@
-"""The data that the host sends to the device for each pick of a step: one packed RECORD.
+"""The data that the host sends to the device for each pick of a step, which samples one token: one
+packed RECORD.
 
 `position` is the number of generated ids. `edited` is the pick's row in the edited scores, -1 if
 the logits are not edited. `mask` is the start of its mask in the step's words, -1 for none. `fresh`
-and `num_fresh` select the step's words for its marks: ids that the marks do not count yet, and
--1 - id for ids that have left the penalty window. `marks` and `bias` are addresses of the stream's
+and `num_fresh` select the step's words for its marks: ids that the marks do not count yet, and -1 -
+id for ids that have left the penalty window. `marks` and `bias` are addresses of the stream's
 tensors [vocab], 0 for none.
 """
 

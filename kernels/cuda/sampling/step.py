@@ -15,7 +15,7 @@ from torch import Tensor
 from pdserve.kernels.cuda.sampling.candidates import floors_of
 from pdserve.kernels.cuda.sampling.logit_edits import edit, new_bias, new_marks
 from pdserve.kernels.cuda.sampling.logprobs import logprobs
-from pdserve.kernels.cuda.sampling.picks import bound_filtered, choose, survey
+from pdserve.kernels.cuda.sampling.picks import Survey
 from pdserve.kernels.cuda.sampling.records import RECORD
 from pdserve.kernels.sampling_ops import GREEDY_BELOW, Mask, StreamSettings, TokenScores
 
@@ -83,7 +83,7 @@ class CudaTokenStream:
         return [*ids, *(-1 - token for token in removed)] if removed else ids
 
 
-class CudaPicks:
+class CudaSampledTokens:
     """Launched picks, and their queued copy to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
@@ -128,7 +128,7 @@ class CudaSampling:
         if not rows:
             return []
         with torch.cuda.stream(self._stream):
-            return CudaPicks(self.launch(logits, rows, streams, generated, masks)).read()
+            return CudaSampledTokens(self.launch(logits, rows, streams, generated, masks)).read()
 
     def begin(
         self,
@@ -136,10 +136,12 @@ class CudaSampling:
         rows: list[int],
         streams: list[CudaTokenStream],
         num_generated: list[int],
-    ) -> CudaPicks:
+    ) -> CudaSampledTokens:
         """Implement AheadSampling.begin, for at least one pick."""
         with torch.cuda.stream(self._stream):
-            return CudaPicks(self.launch(logits, rows, streams, list(map(range, num_generated))))
+            return CudaSampledTokens(
+                self.launch(logits, rows, streams, list(map(range, num_generated)))
+            )
 
     @torch.inference_mode()
     def launch(
@@ -184,12 +186,12 @@ class CudaSampling:
             scores = edit(records, numbers[len(lists) :], edited_picks, logits, vocab)
             for i in edited:
                 streams[i].num_counted = len(generated[i])
-        results = survey(records, logits, scores, vocab, num_picks)
-        floors = results.best  # read for filtered picks only
+        survey = Survey(records, logits, scores, vocab, num_picks)
+        floors = survey.best  # read for filtered picks only
         if filtered:
-            floors = floors_of(records, filtered_picks, logits, scores, vocab, results)
-            bound_filtered(records, filtered_picks, floors, logits, scores, vocab, results)
-        return choose(records, floors, logits, scores, vocab, results)
+            floors = floors_of(survey, filtered_picks)
+            survey.bound_filtered(filtered_picks, floors)
+        return survey.choose(floors)
 
     def logprobs(
         self, logits: Tensor, tokens: list[int], count: int, also: Sequence[int] = ()

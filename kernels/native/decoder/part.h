@@ -19,7 +19,7 @@ struct StepGroup {
   const int64_t* slots = nullptr;        // [tokens]
 };
 
-// A flat batch: row r has tokens [starts[r], starts[r + 1]); see engine/execution/batch.py.
+// A flat batch: row r has tokens [starts[r], starts[r + 1]); see engine/execution/runner.py.
 struct StepBatch {
   int64_t tokens = 0;
   int64_t rows = 0;

@@ -13,7 +13,7 @@ same tokens, and the router takes those of one attempt.
 import time
 from collections.abc import Callable
 
-from pdserve.engine.engine import Engine, Held
+from pdserve.engine.engine import Engine, Frozen
 from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol import Ticket
 from pdserve.engine.handoff.sender import Sender
@@ -33,13 +33,13 @@ class OutgoingMigrations:
         self._engine = engine
         self._sender = sender
         self._on_ended = on_ended
-        self._held: dict[bytes, Held] = {}
+        self._held: dict[bytes, Frozen] = {}
         self._sent: dict[bytes, bytes] = {}  # attempt here -> attempt at the other worker
         self._sources: dict[bytes, bytes] = {}  # attempt at the other worker -> attempt here
 
-    def hold(self, attempt: bytes) -> Held | None:
+    def hold(self, attempt: bytes) -> Frozen | None:
         """Stop the request's steps; None if it cannot move now."""
-        held = self._engine.hold(attempt.hex())
+        held = self._engine.freeze(attempt.hex())
         if held is not None:
             self._held[attempt] = held
         return held
@@ -67,7 +67,7 @@ class OutgoingMigrations:
             del self._sources[target_attempt]
             self._sender.cancel(target_attempt, "the request stays at the source")
         self.num_stayed += 1
-        self._engine.unhold(attempt.hex())
+        self._engine.resume(attempt.hex())
         return True
 
     def ended(self, sent: Sent) -> None:
@@ -78,7 +78,7 @@ class OutgoingMigrations:
         del self._sent[attempt], self._held[attempt]
         if sent.reason:
             self.num_stayed += 1
-            self._engine.unhold(attempt.hex())
+            self._engine.resume(attempt.hex())
         else:
             self.num_gone += 1
         self._on_ended(attempt, sent)

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.engine.checkpoints import CheckpointError
 from pdserve.engine.checkpoints.hf import DirectoryCheckpoint
-from pdserve.engine.checkpoints.hf.json_file import read_json
+from pdserve.engine.checkpoints.hf.checkpoint import read_json
 from pdserve.engine.checkpoints.hf.safetensors import SafetensorsReader
 from pdserve.engine.checkpoints.source import Layout
 from pdserve.engine.checkpoints.text import one_template
 from pdserve.engine.load import open_checkpoint
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.convert import unpack
 
 
 def write_header(path: Path, header: Any, data: bytes = b"") -> Path:

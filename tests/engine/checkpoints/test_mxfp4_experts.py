@@ -18,7 +18,7 @@ from pdserve.engine.api import EngineConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints import CheckpointError
 from pdserve.engine.load import load_model, open_checkpoint
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.convert import unpack
 
 SIZES = {
     "hidden_size": 64,

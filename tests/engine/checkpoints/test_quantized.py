@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from pdserve.engine.api import EngineConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints import CheckpointError, quantization
-from pdserve.engine.checkpoints.digest import leaf
+from pdserve.engine.checkpoints.weight_loader import leaf
 from pdserve.engine.load import load_model, open_checkpoint
+from pdserve.engine.weights.convert import unpack
 from pdserve.engine.weights.formats import INT4
 from pdserve.engine.weights.formats.grouped import grouped
-from pdserve.engine.weights.unpack import unpack
 
 INT, FLOAT = {"type": "int"}, {"type": "float"}
 HOW: dict[str, Quantized] = {

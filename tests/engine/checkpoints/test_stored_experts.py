@@ -10,7 +10,7 @@ from builders.viewed import assert_same_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pdserve.engine.architectures.qwen3_moe import GGUF
+from pdserve.engine.architectures.qwen3 import MOE_GGUF
 
 Tensors = dict[str, Tensor]
 EXPERTS, LAYERS = 5, 3
@@ -68,8 +68,8 @@ def test_values_are_the_same_in_every_form(
 
 
 def test_names_of_single_experts_in_gguf() -> None:
-    found = GGUF.hf_name("blk.12.ffn_up.7.weight")
+    found = MOE_GGUF.hf_name("blk.12.ffn_up.7.weight")
     assert found == "model.layers.12.mlp.experts.7.up_proj.weight"
-    assert GGUF.hf_name("blk.12.ffn_up.weight") == "model.layers.12.mlp.up_proj.weight"
-    assert GGUF.hf_name("blk.12.ffn_up.x.weight") is None
-    assert GGUF.hf_name("blk.12.ffn_norm.7.weight") is None
+    assert MOE_GGUF.hf_name("blk.12.ffn_up.weight") == "model.layers.12.mlp.up_proj.weight"
+    assert MOE_GGUF.hf_name("blk.12.ffn_up.x.weight") is None
+    assert MOE_GGUF.hf_name("blk.12.ffn_norm.7.weight") is None

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from pdserve.engine.api import EngineConfig
 from pdserve.engine.checkpoints import CheckpointError, Nth, View, ViewedCheckpoint, first_of
 from pdserve.engine.load import LoadedModel, load_model, open_checkpoint
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.convert import unpack
 
 
 def load(path: Path) -> LoadedModel:

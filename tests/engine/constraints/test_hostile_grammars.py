@@ -20,8 +20,8 @@ from llguidance import LLMatcher
 from systems.eventually import wait_until
 
 from pdserve.engine.api import MAX_GRAMMAR_BYTES
-from pdserve.engine.constraints.grammars import GrammarBackend, GrammarError, sandbox
-from pdserve.engine.constraints.grammars.sandbox import CompileSandbox
+from pdserve.engine.constraints.grammars import GrammarBackend, GrammarError, backend
+from pdserve.engine.constraints.grammars.backend import CompileSandbox
 from pdserve.engine.constraints.grammars.sandbox_process import answer_line
 
 SLOW = of_regex("a?" * 30000).source
@@ -196,12 +196,12 @@ def test_processes_that_end_at_once_are_an_internal_error(
 def test_a_process_that_does_not_read_blocks_no_caller(
     tokenizer_json: bytes, stopped: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "CHECK_S", 1.0)
+    monkeypatch.setattr(backend, "CHECK_S", 1.0)
     box = CompileSandbox(tokenizer_json + b" " * 3_000_000, 259, (258,))
     with pytest.raises(GrammarError, match="in time") as failed:
         box.check(of_regex("a").source)
     assert failed.value.is_internal
-    monkeypatch.setattr(sandbox, "CHECK_S", 60.0)
+    monkeypatch.setattr(backend, "CHECK_S", 60.0)
     errors: list[GrammarError] = []
 
     def ask() -> None:

@@ -19,14 +19,14 @@ from pdserve.engine.constraints.grammars import (
     CompiledGrammar,
     GrammarBackend,
     GrammarError,
-    sandbox,
+    backend,
 )
 from pdserve.engine.constraints.grammars.backend import (
     MAX_QUEUED,
     MAX_QUEUED_OF_TENANT,
     NUM_THREADS,
+    CompileSandbox,
 )
-from pdserve.engine.constraints.grammars.sandbox import CompileSandbox
 from pdserve.engine.constraints.manager import COMPILE_S
 from pdserve.engine.thread import EngineThread
 
@@ -236,7 +236,7 @@ def test_only_errors_of_the_grammar_are_cached(
     where = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     assert "poll" not in where  # the error keeps no frames of requests
     with monkeypatch.context() as patched:
-        patched.setattr(sandbox, "CHECK_S", 0.0)
+        patched.setattr(backend, "CHECK_S", 0.0)
         late = compiler.compile(PATTERN.source)
         assert late.exception(60)
     assert compiler.compile(PATTERN.source).result(60)

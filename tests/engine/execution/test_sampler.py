@@ -36,7 +36,7 @@ def sample(rows: list[Row], logits: torch.Tensor) -> list[Outcome]:
 
 
 def token(one: Row, logits: torch.Tensor) -> int:
-    ((pick,),) = [o.picks for o in sample([one], logits[None])]
+    ((pick,),) = [o.tokens for o in sample([one], logits[None])]
     assert not pick.error
     return pick.token
 
@@ -86,7 +86,7 @@ def test_a_batch_gives_the_same_tokens_as_each_row_alone() -> None:
     ]
     logits = some_logits(4, len(kinds))
     rows = [row((5, 6, 5), **kind) for kind in kinds]
-    together = [o.picks[0].token for o in sample(rows, logits)]
+    together = [o.tokens[0].token for o in sample(rows, logits)]
     alone = [token(row((5, 6, 5), **kind), one) for kind, one in zip(kinds, logits, strict=True)]
     assert together == alone
 
@@ -97,7 +97,7 @@ def test_choices_of_one_row_differ_in_their_noise() -> None:
     logits = some_logits(1)
     (outcome,) = sample([shared], logits)
     expected = [int((logits[0] + noise(5, c, 0)).argmax()) for c in range(8)]
-    assert [p.token for p in outcome.picks] == expected
+    assert [p.token for p in outcome.tokens] == expected
     assert len(set(expected)) > 1
 
 
@@ -134,8 +134,8 @@ def test_penalty_counts_follow_the_generated_ids() -> None:
         logits = some_logits(turn) * 0.3
         (outcome,) = sampler.sample([one], logits, torch.clone)
         fresh = row(tuple(job.generated[0]), **params)
-        assert outcome.picks[0].token == token(fresh, logits[0])
-        job.generated[0].append(outcome.picks[0].token)
+        assert outcome.tokens[0].token == token(fresh, logits[0])
+        job.generated[0].append(outcome.tokens[0].token)
     assert len(set(job.generated[0])) > 3
 
 
@@ -202,18 +202,18 @@ def test_logprobs_come_from_the_raw_distribution() -> None:
     ]
     first, second = sample(rows, logits)
     raw = torch.log_softmax(logits, dim=-1)
-    assert first.picks[0].token == 8
-    found = first.picks[0].logprob
+    assert first.tokens[0].token == 8
+    found = first.tokens[0].logprob
     assert found is not None
     assert found.logprob == pytest.approx(float(raw[0, 8]), abs=1e-5)
     best = raw[0].topk(4)
     assert [i for i, _ in found.top] == best.indices.tolist()
     assert [v for _, v in found.top] == pytest.approx(best.values.tolist(), abs=1e-5)
-    tied = second.picks[0].logprob
+    tied = second.tokens[0].logprob
     assert tied is not None
     assert [i for i, _ in tied.top] == [20, 21]
-    assert sample([row(logprobs=0)], logits[:1])[0].picks[0].logprob.top == ()
-    assert sample([row()], logits[:1])[0].picks[0].logprob is None
+    assert sample([row(logprobs=0)], logits[:1])[0].tokens[0].logprob.top == ()
+    assert sample([row()], logits[:1])[0].tokens[0].logprob is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -222,13 +222,13 @@ def test_a_bad_row_fails_alone(bad: float) -> None:
     logits[1, 3] = bad
     rows = [row(), row(temperature=1.0, top_p=0.5, logprobs=1), row(temperature=1.0)]
     outcomes = sample(rows, logits)
-    assert [bool(o.picks[0].error) for o in outcomes] == [False, True, False]
+    assert [bool(o.tokens[0].error) for o in outcomes] == [False, True, False]
 
 
 def test_a_row_without_allowed_tokens_fails() -> None:
     everything = {"min_tokens": 3, "stop_token_ids": tuple(range(VOCAB))}
     (outcome,) = sample([row((), **everything)], some_logits())
-    assert outcome.picks[0].error
+    assert outcome.tokens[0].error
 
 
 def test_prompt_scores_follow_the_prompt() -> None:
@@ -243,7 +243,7 @@ def test_prompt_scores_follow_the_prompt() -> None:
     expected = [float(raw[i, 11 + i]) for i in range(4)]
     assert [s.logprob for s in scores] == pytest.approx(expected, abs=1e-5)
     assert [s.top[0][0] for s in scores] == raw[:4].argmax(-1).tolist()
-    assert last.picks[0].token == int(logits[4].argmax())
+    assert last.tokens[0].token == int(logits[4].argmax())
 
 
 def test_prompt_scores_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,4 +265,4 @@ def test_prompt_scores_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> N
     expected = [float(raw[i, 11 + i]) for i in range(9)]
     assert [s.logprob for s in outcomes[1].scores] == pytest.approx(expected, abs=1e-5)
     best = logits[[0, 10, 11]].argmax(-1).tolist()
-    assert [o.picks[0].token for o in outcomes] == best
+    assert [o.tokens[0].token for o in outcomes] == best

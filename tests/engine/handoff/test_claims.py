@@ -8,7 +8,7 @@ import pytest
 from builders.engine_kit import ask, fake_engine, of
 
 from pdserve.engine.api import NewTokens, Request
-from pdserve.engine.handoff.claims import ClaimQueue
+from pdserve.engine.handoff.incoming import ClaimQueue
 
 
 def claim(number: int, tenant: bytes, priority: int) -> Any:

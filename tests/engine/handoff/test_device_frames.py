@@ -18,7 +18,7 @@ from systems.handoff_pair import Pair, request
 
 from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
 from pdserve.engine.handoff.open_blocks import OpenBlocks
-from pdserve.engine.handoff.protocol import Bitmap, FrameHeader, Piece, cut, layout
+from pdserve.engine.handoff.protocol import Bitmap, FrameHeader, Piece, cut, frames
 from pdserve.engine.kv import KvSpec, LayerGroup, Pages
 from pdserve.engine.transport import SLOTS, DeviceError
 
@@ -275,7 +275,7 @@ def test_frames_arrive_during_a_single_step_of_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are many times more frames than slots of the connection."""
-    monkeypatch.setattr(layout, "SLOT_BYTES", 1)  # so that a frame is one block of one layer
+    monkeypatch.setattr(frames, "SLOT_BYTES", 1)  # so that a frame is one block of one layer
     device = FakeDevice()
     decode = fake_engine()
     pair = Pair(fake_engine(), decode, "cuda_ipc", tmp_path, device=lambda: device)

@@ -7,7 +7,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from pdserve.engine.handoff.protocol import Bitmap, FrameError, FrameHeader, Piece, cut, slot_bytes
-from pdserve.engine.handoff.protocol.layout import SLOT_BYTES
+from pdserve.engine.handoff.protocol.frames import SLOT_BYTES
 from pdserve.engine.kv import KvSpec, LayerGroup
 
 FULL = LayerGroup(tuple(range(0, 30, 2)), "full", 0, 3, 64, "float32", 0, 3)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.handoff.protocol import Promises, promise_blocks
+from pdserve.engine.handoff.incoming import Promises, promise_blocks
 
 
 def test_a_promise_covers_the_prompt_and_a_block_per_choice(subtests: pytest.Subtests) -> None:

@@ -4,7 +4,7 @@ decode."""
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from pdserve.engine.handoff.slow_peer import LOOK_S, SLOW_RATIO, SLOW_S, SlowPeerDetector
+from pdserve.engine.handoff.incoming import LOOK_S, SLOW_RATIO, SLOW_S, SlowPeerDetector
 
 STEP_S = 0.1
 

@@ -4,7 +4,7 @@ import hashlib
 import struct
 
 from pdserve.engine.kv import cache_seed, chain_hashes, next_hash
-from pdserve.engine.kv.block_hash import HASH_BYTES
+from pdserve.engine.kv.block_pool import HASH_BYTES
 
 
 def test_one_hash_per_full_block_chained() -> None:

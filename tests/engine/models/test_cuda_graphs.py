@@ -10,7 +10,7 @@ from torch import Tensor
 from pdserve.engine.execution import Batch, GroupTable, UnreadTokens
 from pdserve.engine.kv import KvSpec, LayerGroup
 from pdserve.engine.models.cuda import row_counts
-from pdserve.engine.models.cuda.graphs import DecodeGraphs, GraphShape, key_counts
+from pdserve.engine.models.cuda.decoder import DecodeGraphs, GraphShape, key_counts
 from pdserve.engine.models.cuda.step import StepInputs
 
 SPEC = KvSpec(16, (LayerGroup((0,), "full", 0, 1, 16, "bfloat16", 0, 1),))

@@ -16,7 +16,7 @@ from pdserve.engine.models.cuda.experts import ExpertMatrices, ExpertProduct
 from pdserve.engine.models.cuda.weights import DeviceWeights
 from pdserve.engine.models.parts import TensorSpec
 from pdserve.engine.weights import RawTensor
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.convert import unpack
 from pdserve.kernels.cuda.experts import group, tile_tokens
 
 ROWS, COLS = 6, 256

@@ -13,7 +13,7 @@ from pdserve.engine.architectures import parse_config
 from pdserve.engine.backends.native import NativeBackend
 from pdserve.engine.load import load_model, open_checkpoint
 from pdserve.engine.models.kv_error import int8_score_error
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.convert import unpack
 
 IDS = random.Random(3).choices(range(256), k=256)
 

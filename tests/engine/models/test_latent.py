@@ -22,11 +22,10 @@ from pdserve.engine.build import build_engine
 from pdserve.engine.checkpoints import CheckpointError, HeadRows, RopeRows, View
 from pdserve.engine.kv import KvSpec, LayerGroup
 from pdserve.engine.kv.cache import KvCache
-from pdserve.engine.load import LoadedModel, find_spec, load_model, open_checkpoint
+from pdserve.engine.load import LoadedModel, find_spec, isq_formats, load_model, open_checkpoint
 from pdserve.engine.models import UnsupportedModel
-from pdserve.engine.quantize_on_load import isq_formats
 from pdserve.engine.weights import VALUES, RawTensor
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.convert import unpack
 
 WIDE = {
     "hidden_size": 64,

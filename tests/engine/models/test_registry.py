@@ -139,8 +139,8 @@ STARCODER2 = '''
 from pdserve.engine.architectures import register
 from pdserve.engine.checkpoints.tensor_remap import View, renamed
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.hf_config.fields import HfConfig, positive
-from pdserve.engine.models.hf_config.standard import (
+from pdserve.engine.models.hf_config import HfConfig, positive
+from pdserve.engine.models.hf_config import (
     num_layers, plain_layers, sliding_window, standard,
 )
 from pdserve.engine.models.spec import ModelSpec

@@ -11,7 +11,7 @@ from builders.tiny_models import write_tiny
 
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.models.decoder import Decoder
-from pdserve.engine.models.layers import HELD
+from pdserve.engine.models.torch_parts import PLAIN_FORMATS
 from pdserve.engine.weights import BLOCKS, RawTensor, as_plain
 from pdserve.kernels import reference
 
@@ -42,7 +42,7 @@ def test_logits_equal_those_of_expanded_weights(
     config = parse_config(read_config(path))
     # q, k and v share a product but have different formats.
     stored = quantized(path, {"embed": "Q8_0", "v_proj": "Q5_1", "proj": "Q4_0", "lm_head": "Q4_1"})
-    expanded = {name: as_plain(raw, HELD[dtype]) for name, raw in stored.items()}
+    expanded = {name: as_plain(raw, PLAIN_FORMATS[dtype]) for name, raw in stored.items()}
     asked: list[str] = []
 
     def as_stored(name: str) -> RawTensor:

@@ -25,7 +25,7 @@ from pdserve.engine.api import (
     Scheduled,
 )
 from pdserve.engine.scheduling import EngineLimits, Plan, RequestState, Row, Scheduler
-from pdserve.engine.scheduling.turns import ACTIVE_S, Turns
+from pdserve.engine.scheduling.fairness import ACTIVE_S, Turns
 
 RUNS = 700
 

@@ -21,10 +21,10 @@ from pdserve.engine.api import (
 from pdserve.engine.scheduling import (
     EngineLimits,
     Outcome,
-    Pick,
     Plan,
     RequestState,
     Row,
+    SampledToken,
     Sequence,
     StepProgress,
 )
@@ -103,7 +103,7 @@ class Bench:
             scores = (TokenLogprob(-1.0),) * max(0, count)
         if row.choices and self.rng.random() < 0.01:
             self.reached["picks failed"] += 1
-            return Outcome((Pick(-1, error="no token"),) * len(row.choices), scores)
+            return Outcome((SampledToken(-1, error="no token"),) * len(row.choices), scores)
         picks = tuple(self.pick() for _ in row.choices)
         for choice, pick in zip(row.choices, picks, strict=True):
             if pick.error:
@@ -112,10 +112,10 @@ class Bench:
                 self.picked[job.key, choice].append(pick.token)
         return Outcome(picks, scores)
 
-    def pick(self) -> Pick:
+    def pick(self) -> SampledToken:
         if self.rng.random() < 0.02:
-            return Pick(-1, error="no token", param="grammar", no_token=True)
-        return Pick(self.rng.randrange(VOCAB))
+            return SampledToken(-1, error="no token", param="grammar", no_token=True)
+        return SampledToken(self.rng.randrange(VOCAB))
 
     def hear(self, events: list[Event]) -> None:
         for event in events:

@@ -34,7 +34,7 @@ from pdserve.engine.transport import (
     TransportOptions,
     TransportRefused,
 )
-from pdserve.engine.transport.registry import transports
+from pdserve.engine.transport.base import transports
 from pdserve.engine.transport.unix_socket import dial_unix
 
 

@@ -23,8 +23,7 @@ from pdserve.engine.transport import (
     make_transports,
 )
 from pdserve.engine.transport.cuda_ipc import wires
-from pdserve.engine.transport.cuda_ipc.handshake import REASONS, ProcessPlace
-from pdserve.engine.transport.cuda_ipc.probe import MAX_PROBES, Probes
+from pdserve.engine.transport.cuda_ipc.handshake import MAX_PROBES, REASONS, Probes, ProcessPlace
 from pdserve.engine.transport.cuda_ipc.transport import CudaIpcTransport, make_window
 from pdserve.engine.transport.device import Slot
 from pdserve.engine.transport.unix_socket import dial_unix

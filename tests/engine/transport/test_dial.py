@@ -13,7 +13,7 @@ from systems.link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder, frame_job
 
 from pdserve.engine.handoff.connection import DataLink, Dialer
 from pdserve.engine.transport import Target, TransportOptions, TransportRefused, make_transports
-from pdserve.engine.transport.registry import transports
+from pdserve.engine.transport.base import transports
 from pdserve.engine.transport.unix_socket import dial_unix
 
 

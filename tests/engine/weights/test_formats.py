@@ -18,9 +18,9 @@ from pdserve.engine.weights import (
     empty,
     unpack_into,
 )
+from pdserve.engine.weights.convert import unpack
 from pdserve.engine.weights.formats import formats
-from pdserve.engine.weights.levels import LevelFormat
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.formats.i_quants import LevelFormat
 
 BLOCK_FORMATS = {name: kind for name, kind in formats().items() if isinstance(kind, BlockFormat)}
 

@@ -11,9 +11,9 @@ import pytest
 from pdserve.engine.checkpoints.gguf.writer import new_formats
 from pdserve.engine.checkpoints.source import Layout
 from pdserve.engine.weights import TYPES, find_type
+from pdserve.engine.weights.convert import QUANTIZED
 from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.mix import BLOCK_VALUES, fitting
-from pdserve.engine.weights.quantize import QUANTIZED
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_mixes.json").read_text())
 

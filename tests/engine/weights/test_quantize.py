@@ -17,8 +17,7 @@ from pdserve.engine.weights import (
     quantized_bytes,
     quantized_empty,
 )
-from pdserve.engine.weights.quantize import QUANTIZED
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.convert import QUANTIZED, unpack
 
 BY_GGUF = sorted(name for name in QUANTIZED if not name.endswith("K"))
 # Error of normally distributed values relative to their deviation: 1.05 times the measured one.

@@ -11,17 +11,17 @@ from fakes import triton_interpreter  # noqa: F401
 from torch import Tensor
 
 from pdserve.engine.models import ExpertRouting
-from pdserve.engine.models.layers.experts import choose_experts
+from pdserve.engine.models.torch_parts import choose_experts
 from pdserve.kernels.cuda.experts import (
     Groups,
     MatrixStack,
     choose,
+    combine,
     group,
     grouped_product,
+    max_tiles,
     tile_tokens,
 )
-from pdserve.kernels.cuda.experts.combine import combine
-from pdserve.kernels.cuda.experts.grouping import max_tiles
 from pdserve.kernels.cuda.layer import gated
 from pdserve.kernels.cuda.linear import DeviceMatrix, linear, splits_of
 

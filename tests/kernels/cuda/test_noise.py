@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from fakes import triton_interpreter  # noqa: F401  (before kernels run)
 
-from pdserve.kernels.cuda.sampling.noise import (
+from pdserve.kernels.cuda.sampling.picks import (
     LN2,
     SQRT2,
     noise_bits,
@@ -89,9 +89,8 @@ described = compile_only._described
 compile_only._described = lambda kernel: compiled.append(kernel) or described(kernel)
 with compile_only.compile_only(90):
     logits, bytes_of = torch.zeros(1, 5000), torch.zeros(96, dtype=torch.uint8)
-    found = picks.Survey(1, 5000, logits.device)
-    picks.choose(bytes_of, logits, logits, logits, 5000, found)
-print(compiled[0].asm["ptx"])
+    picks.Survey(bytes_of, logits, logits, 5000, 1).choose(logits)
+print(compiled[-1].asm["ptx"])
 """
 
 

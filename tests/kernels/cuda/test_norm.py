@@ -6,8 +6,7 @@ from builders.linear_cases import BF16, made
 from fakes import triton_interpreter  # noqa: F401  (before kernels run)
 from torch import Tensor
 
-from pdserve.kernels.cuda.layer import add, add_norm, gated
-from pdserve.kernels.cuda.layer.norm import norm
+from pdserve.kernels.cuda.layer import add, add_norm, gated, norm
 from pdserve.kernels.cuda.linear import SplitSums, linear, split_linear
 
 pytestmark = pytest.mark.kernels

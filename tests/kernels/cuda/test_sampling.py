@@ -99,9 +99,8 @@ def floor_of(logits: torch.Tensor, one: StreamSettings) -> float:
     vocab = logits.shape[1]
     packed = np.frombuffer(OPS.stream(one, vocab).record, RECORD)
     records = torch.from_numpy(packed.view(np.uint8).copy())
-    found = picks.survey(records, logits, logits, vocab, 1)
-    which = torch.zeros(1, dtype=torch.int32)
-    return float(candidates.floors_of(records, which, logits, logits, vocab, found)[0])
+    survey = picks.Survey(records, logits, logits, vocab, 1)
+    return float(candidates.floors_of(survey, torch.zeros(1, dtype=torch.int32))[0])
 
 
 def kept_by(scaled: torch.Tensor, one: StreamSettings, top_p: float) -> list[int]:

@@ -11,17 +11,12 @@ from pdserve.engine.architectures import llama, register
 from pdserve.engine.models import ModelConfig, ModelSpec, Part
 from pdserve.engine.models.hf_config import HfConfig
 from pdserve.engine.models.layer import linear
-from pdserve.engine.models.layers import LayerStep, Setup
-from pdserve.engine.models.layers.torch_part import computes
-from pdserve.engine.models.parts import TensorSpec
+from pdserve.engine.models.torch_parts import LayerStep, Setup, computes
 
 
 @dataclass(frozen=True, slots=True)
 class SquaredRelu(Part):
     """max(x, 0) squared."""
-
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return ()
 
 
 @computes(SquaredRelu)

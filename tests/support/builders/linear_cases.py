@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.engine.weights import RawTensor
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.convert import unpack
 from pdserve.kernels.cuda.linear import DeviceMatrix, pack
 
 F16, BF16, F32 = np.float16, np.uint16, np.float32

@@ -23,9 +23,9 @@ from pdserve.engine.load import open_checkpoint
 from pdserve.engine.models import HEAD, NativeDecoder, tensor_shapes
 from pdserve.engine.models.cuda import CudaDecoder
 from pdserve.engine.models.decoder import Decoder
-from pdserve.engine.models.layers import HELD
+from pdserve.engine.models.torch_parts import PLAIN_FORMATS
 from pdserve.engine.weights import PLAIN, VALUES, RawTensor
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.convert import unpack
 from pdserve.kernels import reference
 from pdserve.kernels.cpu import CpuKernels
 
@@ -73,7 +73,7 @@ def load_decoder(
 
 def as_raw(tensor: Tensor) -> RawTensor:
     """Return a tensor of plain numbers as a checkpoint would give it."""
-    format = HELD[tensor.dtype]
+    format = PLAIN_FORMATS[tensor.dtype]
     values = tensor.contiguous().view(-1).view(torch.uint8).numpy().view(PLAIN[format])
     return RawTensor({VALUES: values.reshape(tensor.shape)}, format, tuple(tensor.shape))
 

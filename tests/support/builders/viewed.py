@@ -6,7 +6,7 @@ import numpy as np
 
 from pdserve.engine.checkpoints import ViewedCheckpoint
 from pdserve.engine.load import find_spec, open_checkpoint
-from pdserve.engine.weights.unpack import unpack
+from pdserve.engine.weights.convert import unpack
 
 
 def viewed(path: Path) -> ViewedCheckpoint:

@@ -71,7 +71,7 @@ class FakeDecoder:
     def forward(self, host_batch: Batch[Ints], kv: KvCache) -> Tensor:
         batch = on(host_batch, "cpu")
         if host_batch.unread is not None:
-            tokens = host_batch.unread.tokens[torch.from_numpy(host_batch.unread.picks)]
+            tokens = host_batch.unread.tokens[torch.from_numpy(host_batch.unread.indices)]
             batch = replace(batch, token_ids=tokens)
         self.steps += 1
         self.widest = max(self.widest, batch.num_decode_rows)

@@ -27,8 +27,7 @@ from pdserve.engine.handoff.recorder import (
     check,
     read_rings,
 )
-from pdserve.engine.handoff.recorder.event_log import Record, RecordSink
-from pdserve.engine.handoff.recorder.timeline import event_name
+from pdserve.engine.handoff.recorder.event_log import Record, RecordSink, event_name
 
 HOST = b"one kernel's id."
 CELLS = 6

@@ -21,7 +21,7 @@ from fakes.router_workers import FakeDecode
 from oracles.promtool import Pages
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pdserve.engine.handoff.connection.data_listeners import MAX_UNPROVEN
+from pdserve.engine.handoff.connection.connect import MAX_UNPROVEN
 from pdserve.engine.kv import NO_MIXING
 from pdserve.gateway import AdmissionLimits
 from pdserve.protos import common_pb2 as pb

@@ -12,9 +12,9 @@ from fakes.device import FakeDevice
 
 from pdserve.engine.api import Finished, NewTokens, Request, Step, prefix_ids
 from pdserve.engine.engine import Engine
-from pdserve.engine.handoff.incoming import IncomingHandoff, Received
+from pdserve.engine.handoff.incoming import IncomingHandoff, Promises, Received
 from pdserve.engine.handoff.outgoing import Sent
-from pdserve.engine.handoff.protocol import Phase, Promises, Ticket, slot_bytes
+from pdserve.engine.handoff.protocol import Phase, Ticket, slot_bytes
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.recorder import EventLog, open_ring
 from pdserve.engine.handoff.sender import PromptToSend, Sender

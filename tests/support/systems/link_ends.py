@@ -23,7 +23,7 @@ from pdserve.engine.transport import (
     TransportOptions,
     Wire,
 )
-from pdserve.engine.transport.registry import transports
+from pdserve.engine.transport.base import transports
 from systems.eventually import LIMIT_S
 
 SLOT_BYTES = 1 << 18

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
-from pdserve.engine.handoff import slow_peer
+from pdserve.engine.handoff import incoming
 from pdserve.engine.handoff.protocol import machine
 from pdserve.services.decode import lease_machine
 
 LIMITS = (
-    *((machine, "SILENCE_S"), (machine, "FROZEN_S"), (slow_peer, "SLOW_S")),
+    *((machine, "SILENCE_S"), (machine, "FROZEN_S"), (incoming, "SLOW_S")),
     (lease_machine, "PARK_S"),
 )
 

@@ -22,7 +22,8 @@ from oracles.handoff_model.writes import (
     put,
     without,
 )
-from pdserve.engine.handoff.protocol import Action, FrameError, Promises, promise_blocks
+from pdserve.engine.handoff.incoming import Promises, promise_blocks
+from pdserve.engine.handoff.protocol import Action, FrameError
 from pdserve.services.decode import lease_machine as lease
 
 
@@ -286,7 +287,7 @@ def find_deadline(w: World, a: int) -> None:
 
 
 def grant(w: World, a: int) -> bool:
-    """Implements granted of engine/handoff/claims.py: the head of the line, or none. False: not
+    """Implements granted of engine/handoff/incoming.py: the head of the line, or none. False: not
     yet.
     """
     granted: Granted | None = w.do_decode("reserve", a)

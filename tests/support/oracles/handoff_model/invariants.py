@@ -7,7 +7,7 @@ value in the batch, a second answer, a block or a promise returned twice.
 from oracles.handoff_model.memory import BLOCK_SIZE
 from oracles.handoff_model.rules import Violation
 from oracles.handoff_model.state import World
-from pdserve.engine.handoff.protocol import promise_blocks
+from pdserve.engine.handoff.incoming import promise_blocks
 
 
 def check_state(w: World) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from oracles.handoff_model.machines import DECODE, FAILED, prefill_boot
 from oracles.handoff_model.rules import Violation
 from oracles.handoff_model.state import Attempt, Req, World
-from pdserve.engine.handoff.protocol import Promises, promise_blocks
+from pdserve.engine.handoff.incoming import Promises, promise_blocks
 from pdserve.services.router.request import Reachability
 from pdserve.services.router.request import actions as do
 from pdserve.services.router.request import events as on

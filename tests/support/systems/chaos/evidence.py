@@ -20,9 +20,14 @@ from pdserve.engine.handoff.recorder import (
     merge,
     read_rings,
 )
-from pdserve.engine.handoff.recorder.event_log import RECORD_BYTES, SIDES, Record, unpack
+from pdserve.engine.handoff.recorder.event_log import (
+    RECORD_BYTES,
+    SIDES,
+    Record,
+    event_name,
+    unpack,
+)
 from pdserve.engine.handoff.recorder.ring import HEADER_BYTES, POSITION_AT
-from pdserve.engine.handoff.recorder.timeline import event_name
 
 SEND, RECEIVE = Side.SEND.value, Side.RECEIVE.value
 EARLY = 3  # frames; the prompts of the chaos runs have six or more
