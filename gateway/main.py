@@ -56,11 +56,12 @@ from pdserve.services.common import lifecycle
 from pdserve.services.common.auth import make_access, make_tls
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging
-from pdserve.services.common.metrics.process_metrics import certificates_of, watch_loop
+from pdserve.services.common.metrics import certificates_of, watch_loop
 from pdserve.services.common.process import freeze_heap
+from pdserve.services.common.rate_limits import make_rate_limits
 from pdserve.services.common.rpc import Backpressure
 from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants import ApiKeys, make_keys, make_rate_limits
+from pdserve.services.common.tenants import ApiKeys, make_keys
 from pdserve.services.common.tracing import Tracer, tracing
 from pdserve.text import ParserChoice
 from pdserve.text.processes import TextLimits, TextPool

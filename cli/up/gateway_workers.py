@@ -20,7 +20,7 @@ from pdserve.gateway import GatewaySettings, GatewayWorker, worker_name
 from pdserve.gateway.http.serving import ConnectionCounts, hold_port, listen, unix_listener
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.options import GRACE_S, STOP_S
-from pdserve.services.common.tenants import FILE, MEMORY
+from pdserve.services.common.rate_limits import FILE, MEMORY
 from pdserve.services.common.tracing import KEY_BYTES
 
 log = logging.getLogger("pdserve.gateway")

@@ -23,8 +23,9 @@ from pdserve.services.common.auth import make_access, make_tls
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import freeze_heap
+from pdserve.services.common.rate_limits import RateLimits, RateSettings
 from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants import RateLimits, RateSettings, make_keys
+from pdserve.services.common.tenants import make_keys
 from pdserve.services.common.tracing import NO_TRACER, Tracer, tracing
 from pdserve.services.picker.endpoints import Endpoints
 from pdserve.services.picker.exchange import Exchange, HeldBodies
@@ -36,7 +37,7 @@ from pdserve.text import ParserChoice
 from pdserve.text.processes import TextPool
 
 if TYPE_CHECKING:
-    from pdserve.services.common.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics import MetricsPort
 
 log = logging.getLogger("pdserve.picker")
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -205,7 +206,7 @@ async def serve(settings: PickerSettings, report: Report, tracer: Tracer = NO_TR
 def _serve_metrics(picker: PickerProcess, settings: PickerSettings) -> "MetricsPort | None":
     if not settings.metrics_port:
         return None
-    from pdserve.services.common.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics import MetricsPort
 
     return MetricsPort(settings, settings.bind, settings.tls_cert, picker.metrics)
 

@@ -216,7 +216,7 @@ class RouterCore:
         self.dispatcher.client_gone(client, self._loop.time())
 
     def pick(self, query: PickQuery) -> list[PickedHost]:
-        """Pick hosts for an endpoint picker (requests/placer.py)."""
+        """Pick hosts for an endpoint picker."""
         return self.dispatcher.placer.pick(query, self._loop.time())
 
     def decodes_at(self, hosts: Collection[str]) -> bool:

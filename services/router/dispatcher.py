@@ -18,7 +18,7 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.common.errors import ServiceError, quoted
-from pdserve.services.common.metrics import Observations
+from pdserve.services.common.observations import Observations
 from pdserve.services.common.rpc import RequestProgress, TokenRow
 from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.router.fleet import Fleet, ServedModels, Worker

@@ -15,9 +15,10 @@ from pdserve.services.common.auth import make_access, make_tls
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import freeze_heap
+from pdserve.services.common.rate_limits import make_rate_limits
 from pdserve.services.common.rpc import BlobService
 from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants import make_keys, make_rate_limits
+from pdserve.services.common.tenants import make_keys
 from pdserve.services.common.tracing import NO_TRACER, Tracer, tracing
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.fleet import FleetBlobs
@@ -26,7 +27,7 @@ from pdserve.services.router.servicer import OPEN_METHODS, JoinService, RouterSe
 from pdserve.services.router.settings import RouterSettings
 
 if TYPE_CHECKING:
-    from pdserve.services.common.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics import MetricsPort
 
 SERVICES = ("pdserve.v1.Router", "pdserve.v1.Fleet", "pdserve.v1.Blobs")
 
@@ -130,7 +131,7 @@ async def serve(
 def _serve_metrics(router: RouterProcess, settings: RouterSettings) -> "MetricsPort | None":
     if not settings.metrics_port:
         return None
-    from pdserve.services.common.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics import MetricsPort
     from pdserve.services.router.metrics import RouterMetrics
 
     collector = RouterMetrics(router.core)

@@ -21,6 +21,7 @@ from pdserve.protos.router_pb2_grpc import RouterServicer
 from pdserve.services.common.auth import Access, Role
 from pdserve.services.common.errors import ServiceError, abort, context_exceeded
 from pdserve.services.common.fairness import FairShare
+from pdserve.services.common.rate_limits import RateLimits
 from pdserve.services.common.rpc import (
     AUTHORIZATION,
     PROTOCOL_VERSION,
@@ -32,7 +33,7 @@ from pdserve.services.common.rpc import (
     deliver,
     host_of,
 )
-from pdserve.services.common.tenants import EVERYBODY, ApiKeys, RateLimits, Tenant
+from pdserve.services.common.tenants import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.common.tracing import NO_TRACER, Tracer, context_of
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.request import PickQuery

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
-from pdserve.services.common.metrics.engine_metrics import engine_metrics
+from pdserve.services.common.metrics import engine_metrics
 
 BLOCK_STATES = ("free", "used", "cached", "reserved", "total", "held", "parked")
 

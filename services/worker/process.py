@@ -1,7 +1,7 @@
 """The life of a worker process: listen, load, join the routers, report, drain, stop.
 
 gRPC health answers NOT_SERVING until the model is loaded, and while the engine is frozen
-(host/stall_detector.py). The engine has work at least once a second, because its load is read that
+(services/common/stall_detector.py). The engine has work at least once a second, because its load is read that
 often.
 """
 
@@ -32,7 +32,7 @@ from pdserve.services.worker.runtime import WorkerRuntime
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S, WorkerSettings
 
 if TYPE_CHECKING:
-    from pdserve.services.common.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics import MetricsPort
     from pdserve.services.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ class WorkerProcess:
         )
         if self._settings.metrics_port:
             # Imported here, because few processes have a metrics port and the imports take 50 ms.
-            from pdserve.services.common.metrics.process_metrics import MetricsPort
+            from pdserve.services.common.metrics import MetricsPort
             from pdserve.services.worker.metrics import WorkerMetrics
 
             self._metrics = WorkerMetrics(hello)

@@ -27,9 +27,10 @@ from pdserve.gateway.rerank import RerankDialect
 from pdserve.gateway.storage import ResponseStore
 from pdserve.gateway.web import add_fleet, add_pages
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
+from pdserve.services.common.rate_limits import RateLimits
 from pdserve.services.common.rpc import Backpressure
 from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants import ApiKeys, RateLimits
+from pdserve.services.common.tenants import ApiKeys
 from pdserve.text import ParserChoice
 
 BOUNDS = HttpLimits(

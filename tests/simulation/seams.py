@@ -298,7 +298,7 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
         "pdserve.services.router.main.GrpcHost": LoopHost,
         "pdserve.services.router.main.make_access": lambda settings: LoopAccess(network),
         "pdserve.services.worker.process.make_access": lambda settings: LoopAccess(network),
-        "pdserve.services.common.discovery.discovery.resolve": lambda name: [name],
+        "pdserve.services.common.discovery.resolve": lambda name: [name],
     }
     with ExitStack() as stack:
         for name, value in replaced.items():

@@ -45,9 +45,10 @@ from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.request_models import ChatBody
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest
 from pdserve.protos.text_pb2_grpc import TextStub, add_TextServicer_to_server
+from pdserve.services.common.rate_limits import RateLimits, RateSettings
 from pdserve.services.common.rpc import Backpressure
 from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants import EVERYBODY, ApiKeys, RateLimits, RateSettings
+from pdserve.services.common.tenants import EVERYBODY, ApiKeys
 from pdserve.text import (
     ChatCompletionRequest,
     ParserChoice,

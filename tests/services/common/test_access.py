@@ -47,10 +47,8 @@ from pdserve.services.common.auth import (
     make_tls,
     tls,
 )
-from pdserve.services.common.auth.access import SecretAccess
-from pdserve.services.common.auth.certificates import role_in
-from pdserve.services.common.auth.roles import RIGHTS
-from pdserve.services.common.auth.tls import REPLACING_S
+from pdserve.services.common.auth.access import REPLACING_S, SecretAccess
+from pdserve.services.common.auth.certificates import RIGHTS, role_in
 from pdserve.services.common.options import HostSettings
 from pdserve.services.common.server import HEALTH_CHECK, GrpcHost
 

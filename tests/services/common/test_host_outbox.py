@@ -14,8 +14,7 @@ from systems.eventually import LIMIT_S
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.common.rpc import NumberedChoice, RowReader, TokensOutbox, token_rows
-from pdserve.services.common.rpc.outbox import MAX_BATCH_BYTES, MAX_MERGED_IDS
-from pdserve.services.common.rpc.token_rows import MAX_NAMED, MAX_ROWS
+from pdserve.services.common.rpc.outbox import MAX_BATCH_BYTES, MAX_MERGED_IDS, MAX_NAMED, MAX_ROWS
 
 steps = st.lists(
     st.tuples(

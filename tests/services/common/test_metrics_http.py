@@ -9,8 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from systems.eventually import LIMIT_S, wait_until
 
-from pdserve.services.common.metrics import process_metrics
-from pdserve.services.common.metrics.process_metrics import MAX_CONNECTIONS, MetricsHttp
+from pdserve.services.common.metrics import MAX_CONNECTIONS, MetricsHttp, process_metrics
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from systems.eventually import eventually
 
 from pdserve.services.common.auth import Role, issue, make_authority
-from pdserve.services.common.metrics import process_metrics
-from pdserve.services.common.metrics.process_metrics import (
+from pdserve.services.common.metrics import (
     MetricsPort,
     ProcessFacts,
     lag_histogram,
+    process_metrics,
     watch_loop,
 )
 from pdserve.services.common.options import BackendSettings

@@ -7,7 +7,7 @@ import pytest
 from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import VersionGate, host_of, protocol_version
-from pdserve.services.common.rpc.protocol_version import MAX_LOGGED_PEERS, incompatibility
+from pdserve.services.common.rpc.channel import MAX_LOGGED_PEERS, incompatibility
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,9 @@ from systems.cluster_secret import SECRET
 from systems.eventually import LIMIT_S, eventually, wait_until
 
 from pdserve.gateway import GatewaySettings
-from pdserve.services.common.discovery import Discovery, kubernetes
-from pdserve.services.common.discovery.api_server import ApiServerError
-from pdserve.services.common.discovery.discovery import resolve
-from pdserve.services.common.discovery.endpoint_slices import EndpointSlices
-from pdserve.services.common.discovery.target import parse_kubernetes
+from pdserve.services.common.discovery import Discovery, kubernetes, resolve
+from pdserve.services.common.endpoint_slices import EndpointSlices, parse_kubernetes
+from pdserve.services.common.kubernetes import ApiServerError
 from pdserve.services.picker import endpoints
 from pdserve.services.picker.endpoints import Endpoints
 from pdserve.services.worker import WorkerSettings

@@ -1,4 +1,4 @@
-"""Metrics that every process exports about itself, and the port for them in processes without a web
+"""Metrics of every process and of every engine, and the port for them in processes without a web
 server.
 
 The port needs no authentication, so connections, each with its thread, are bounded in number.
@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata, resources
 from math import ceil
@@ -18,10 +18,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
+from pdserve.protos.fleet_pb2 import Load, WorkerHello
 from pdserve.services.common.auth import ends_of, read_pem
 from pdserve.services.common.options import CertificateSettings, ProbedSettings
 
@@ -32,6 +33,8 @@ MAX_CONNECTIONS = 16  # a further one closes the oldest; a scrape takes millisec
 LOOK_S = 0.25  # between two measurements of the event loop
 COMMIT_FILE = "commit.txt"  # in the package; images have it (Dockerfile)
 _LAG_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+# (label values, hello, load) of a worker
+Worker = tuple[Sequence[str], WorkerHello, Load]
 
 
 class MetricsHttp:
@@ -208,3 +211,63 @@ class MetricsPort:
         """Stop listening."""
         self._watching.cancel()
         await asyncio.to_thread(self._http.close)
+
+
+def kv_usage(load: Load) -> float:
+    """The share of the KV blocks that requests hold; cached blocks can be evicted and count as
+    free."""
+    held = load.blocks_used + load.blocks_reserved
+    return held / load.blocks_total if load.blocks_total else 0.0
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
+    ("vllm:num_requests_running", "Requests in the batch", lambda load: load.running),
+    (
+        "vllm:num_requests_waiting",
+        "Requests that wait to enter the batch",
+        lambda load: load.waiting,
+    ),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Share of the KV blocks that requests hold, from 0 to 1",
+        kv_usage,
+    ),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
+    ("vllm:num_preemptions", "Preemptions", lambda load: load.preemptions),
+    (
+        "vllm:prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache",
+        lambda load: load.prefix_queries,
+    ),
+    (
+        "vllm:prefix_cache_hits",
+        "Prompt tokens found in the prefix cache",
+        lambda load: load.prefix_hits,
+    ),
+)
+
+
+def engine_metrics(labels: Sequence[str], workers: Iterable[Worker]) -> Iterator[Metric]:
+    """Yield vLLM's engine metrics with a sample per worker. Workers' metrics ports and the
+    gateways use it, so that a name means the same in both."""
+    rows = list(workers)
+    for name, text, value in _GAUGES:
+        gauge = GaugeMetricFamily(name, text, labels=labels)
+        for label_values, _, load in rows:
+            gauge.add_metric(label_values, value(load))
+        yield gauge
+    for name, text, value in _COUNTERS:
+        counter = CounterMetricFamily(name, text, labels=labels)
+        for label_values, _, load in rows:
+            counter.add_metric(label_values, value(load))
+        yield counter
+    config = GaugeMetricFamily(
+        "vllm:cache_config_info",
+        "Tokens per KV block and number of blocks, as labels; the value is 1",
+        labels=(*labels, "block_size", "num_gpu_blocks"),
+    )
+    for label_values, hello, load in rows:
+        if load.blocks_total:
+            config.add_metric((*label_values, str(hello.block_size), str(load.blocks_total)), 1)
+    yield config

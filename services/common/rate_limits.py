@@ -118,7 +118,7 @@ class RateSettings(NamedTuple):
 
 
 class RateLimits:
-    """Counts what keys use; `owner` is a Tenant's id (services/common/tenants)."""
+    """Counts what keys use; `owner` is a Tenant's id (services/common/tenants.py)."""
 
     def __init__(self, settings: RateSettings) -> None:
         """Raises ValueError if the storage is unknown."""
