@@ -30,7 +30,7 @@ from pdserve.protos.worker_pb2_grpc import (
 )
 from pdserve.services.common.auth import Access
 from pdserve.services.common.rpc import (
-    BlobService,
+    BlobsServicer,
     IdsCollector,
     NumberedChoice,
     Outbox,
@@ -104,7 +104,7 @@ class FakeWorker:
         return (self.shape.routers - 1) * self.shape.starts_s / self.peers
 
     async def start(self, routers: list[str], get_blob: GetBlob) -> None:
-        add_BlobsServicer_to_server(BlobService(get_blob), self.host.server)
+        add_BlobsServicer_to_server(BlobsServicer(get_blob), self.host.server)
         address = f"127.0.0.1:{self.host.listen('127.0.0.1:0')}"
         await self.host.start()
         hello = fleet_pb2.WorkerHello(

@@ -2,8 +2,8 @@
 unless it comes within ECHO_S and so belongs to the same stop.
 
 Drain and stop are bounded: work that still runs after `drain_s` is cut off, and each part of a stop
-has its own bound. services/common/options.py and services/worker/settings.py hold the bounds that a parent must know to
-wait long enough before it kills.
+has its own bound. common/options.py and worker/settings.py hold the bounds by which a parent knows
+how long to wait before it kills.
 """
 
 import asyncio

@@ -30,12 +30,14 @@ from pdserve.engine.api import (
     prefix_ids,
 )
 from pdserve.engine.handoff.incoming import Received
+from pdserve.engine.handoff.outgoing import Sent
+from pdserve.engine.handoff.protocol import ID_BYTES, SECRET_BYTES, Ticket
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import TokensOutbox
 from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
-from pdserve.services.decode.attempt import DecodeOutbox, DecodeSession, ServedAttempt
+from pdserve.services.decode.attempt import DecodeOutbox, DecodeSession, ServedAttempt, Transcript
 from pdserve.services.decode.convert import (
     to_embedding,
     to_prompt_logprobs,
@@ -43,15 +45,12 @@ from pdserve.services.decode.convert import (
 )
 from pdserve.services.decode.lease_machine import Lease, LeasePhase
 from pdserve.services.decode.leases import Leases
-from pdserve.services.decode.migration.source import MigrationSource
 from pdserve.services.decode.runtime import AdmissionReply, DecodeRuntime
 from pdserve.services.decode.single_flight import SharingPolicy
-from pdserve.services.decode.transcript import Transcript
 from pdserve.services.worker import WorkerCore, service_error, when_done
 
 log = logging.getLogger(__name__)
 
-ID_BYTES = 16
 DECLINED = ("busy", "place_again")  # events after which the router places the request elsewhere
 
 
@@ -64,18 +63,17 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         self.leases = Leases(self)
         self._served: dict[bytes, ServedAttempt] = {}  # by attempt id
         self._by_key: dict[str, ServedAttempt] = {}  # by the engine's key
-        self.migrations = MigrationSource(self._served, self._moved)
-
-    def attach(self, runtime: DecodeRuntime) -> None:
-        super().attach(runtime)
-        self.migrations.attach(runtime)
 
     @property
     def num_served(self) -> int:
         """The number of attempts that have not ended."""
         return len(self._served)
 
-    # Commands of routers
+    # Sessions and commands of routers
+
+    def _opened(self, session: DecodeSession, hello: wire.SessionHello) -> None:
+        super()._opened(session, hello)
+        session.outbox.reads_rows = hello.reads_rows
 
     def _session_lost(self, session: DecodeSession) -> None:
         """Let the session's attempts wait for another session."""
@@ -154,8 +152,58 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
     def resume(self, session: DecodeSession, resume: wire.Resume) -> None:
         """Resume an attempt; sends Resumed and the events that the router lacks, or Gone."""
         if self._runtime is not None:
-            self._runtime.stay(resume.attempt)  # a move's session no longer owns it
+            self._runtime.unfreeze(resume.attempt)  # a migration's session no longer owns it
         self.leases.resume(session, resume, self._served.get(resume.attempt))
+
+    def freeze(self, session: DecodeSession, attempt: bytes) -> None:
+        """Stop an attempt before a migration; sends Held after the events of all tokens that it has
+        generated, or Stayed."""
+        served = self._owned(session, attempt)
+        if served is None or self._runtime is None:
+            session.outbox.put(_stayed(attempt, "the attempt does not run on this worker"))
+            return
+
+        def frozen(future: "Future[Any]") -> None:
+            held = None if future.cancelled() else future.result()
+            if self._served.get(attempt) is not served:
+                return  # it has ended meanwhile
+            if held is None:
+                session.outbox.put(_stayed(attempt, "the request cannot migrate now"))
+                return
+            so_far = served.finished(held.cached_tokens)
+            held_event = wire.Held(attempt=attempt, tokens=held.num_tokens, so_far=so_far)
+            session.outbox.put(wire.DecodeEvent(held=held_event))
+
+        when_done(self._runtime.freeze(attempt), frozen)
+
+    def migrate(self, session: DecodeSession, move: wire.Move) -> None:
+        """Send a frozen attempt's KV; sends Moved or Stayed when the hand-off is over."""
+        runtime, ticket = self._runtime, move.ticket
+        sizes = (len(move.to), len(ticket.id), len(ticket.decode_boot), len(ticket.secret))
+        if sizes != (ID_BYTES, ID_BYTES, ID_BYTES, SECRET_BYTES):
+            session.outbox.put(_stayed(move.attempt, "the ticket is malformed"))
+            return
+        if runtime is None or self._owned(session, move.attempt) is None:
+            session.outbox.put(_stayed(move.attempt, "the attempt does not run on this worker"))
+            return
+
+        def began(future: "Future[Any]") -> None:
+            if not future.cancelled() and not future.result():
+                session.outbox.put(_stayed(move.attempt, "the request was not stopped first"))
+
+        target = Ticket(ticket.id, ticket.secret, move.to, runtime.boot, ticket.decode_boot)
+        identity = move.kv_identity.digest
+        when_done(runtime.migrate(move.attempt, target, ticket.data_address, identity), began)
+
+    def unfreeze(self, session: DecodeSession, attempt: bytes) -> None:
+        """Let a frozen attempt continue here; sends no event."""
+        if self._owned(session, attempt) is not None and self._runtime is not None:
+            self._runtime.unfreeze(attempt)
+
+    def _owned(self, session: DecodeSession, attempt: bytes) -> ServedAttempt | None:
+        """Return a live attempt if the session owns it."""
+        served = self._served.get(attempt)
+        return served if served is not None and served.session is session else None
 
     # AttemptControl, for the leases
 
@@ -210,6 +258,22 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         log.info("the KV hand-off was lost: %s", reason, extra={"request": served.name})
         handoff_lost = wire.HandoffLost(attempt=attempt, reason=reason)
         self._end(served, wire.DecodeEvent(handoff_lost=handoff_lost))
+
+    def on_migration_ended(self, attempt: bytes, sent: Sent) -> None:
+        """The hand-off of a migration is over: the request continues here or at the target."""
+        served = self._served.get(attempt)
+        if served is None:
+            return
+        if sent.reason:
+            log.info("the migration failed: %s", sent.reason, extra={"request": served.name})
+            served.session.outbox.put(_stayed(attempt, sent.reason))
+            return
+        self._forget(served, "")
+        self.leases.cancelled(served)
+        text = "the request migrated to another decode worker with %.1f MB of KV"
+        log.info(text, sent.num_bytes / 1e6, extra={"request": served.name})
+        moved = wire.Moved(attempt=attempt, to=sent.attempt, sent_bytes=sent.num_bytes)
+        served.session.outbox.put(wire.DecodeEvent(moved=moved))
 
     # ---
 
@@ -349,10 +413,9 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         if not self._served:
             self._empty.set()
 
-    def _moved(self, served: ServedAttempt) -> None:
-        """Remove an attempt whose request continues at another worker."""
-        self._forget(served, "")
-        self.leases.cancelled(served)
+
+def _stayed(attempt: bytes, reason: str) -> wire.DecodeEvent:
+    return wire.DecodeEvent(stayed=wire.Stayed(attempt=attempt, reason=reason))
 
 
 def _failed(request: str, attempt: bytes, epoch: int, error: ServiceError) -> pb.Failed:

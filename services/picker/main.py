@@ -1,23 +1,15 @@
-"""The endpoint picker's process: its gRPC service, and how its parts are built, serve and drain."""
+"""The endpoint picker's process: builds its parts, serves, drains."""
 
 import asyncio
-import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
-
-import grpc.aio
+from typing import TYPE_CHECKING
 
 from pdserve.gateway import AdmissionLimits, make_text_limits
 from pdserve.gateway.http import HttpLimits
 from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.gateway.router_client import RouterClient
-from pdserve.protos import ext_proc_pb2 as pb
-from pdserve.protos.ext_proc_pb2_grpc import (
-    ExternalProcessorServicer,
-    add_ExternalProcessorServicer_to_server,
-)
+from pdserve.protos.ext_proc_pb2_grpc import add_ExternalProcessorServicer_to_server
 from pdserve.services.common import lifecycle
 from pdserve.services.common.auth import make_access, make_tls
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
@@ -28,10 +20,9 @@ from pdserve.services.common.server import GrpcHost
 from pdserve.services.common.tenants import make_keys
 from pdserve.services.common.tracing import NO_TRACER, Tracer, tracing
 from pdserve.services.picker.endpoints import Endpoints
-from pdserve.services.picker.exchange import Exchange, HeldBodies
-from pdserve.services.picker.metrics import PickerMetrics
-from pdserve.services.picker.picker import EndpointPicker
+from pdserve.services.picker.picker import EndpointPicker, PickerMetrics
 from pdserve.services.picker.prompts import PromptReader, PromptService
+from pdserve.services.picker.servicer import Exchange, ExternalProcessorServicer, HeldBodies
 from pdserve.services.picker.settings import PickerSettings
 from pdserve.text import ParserChoice
 from pdserve.text.processes import TextPool
@@ -39,39 +30,12 @@ from pdserve.text.processes import TextPool
 if TYPE_CHECKING:
     from pdserve.services.common.metrics import MetricsPort
 
-log = logging.getLogger("pdserve.picker")
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 METHOD = f"/{SERVICE}/Process"
-Context = grpc.aio.ServicerContext[Any, Any]
 NAMES = ("readiness", SERVICE)  # of health checks in the protocol
 LIVE = "liveness"
 LOOK_S = 1.0  # between two looks for models, whose tokenizers are loaded ahead
 LAME_DUCK_S = 2.0  # for proxies to notice a stop before new connections are refused
-
-
-class PickerServicer(ExternalProcessorServicer):
-    """Serves ext_proc; `exchange` makes an Exchange."""
-
-    def __init__(self, exchange: Callable[[], Exchange], metrics: PickerMetrics) -> None:
-        self._exchange = exchange
-        self._metrics = metrics
-
-    async def Process(
-        self, request_iterator: AsyncIterator[pb.ProcessingRequest], context: Context
-    ) -> AsyncIterator[pb.ProcessingResponse]:
-        """Serve one HTTP request until its proxy's stream ends. An exception here ends the stream
-        with an error, and the Gateway's failure mode decides what happens to the request."""
-        exchange = self._exchange()
-        try:
-            async for message in request_iterator:
-                for response in await exchange.take(message):
-                    yield response
-        except Exception:
-            self._metrics.failed()
-            log.exception("a proxy's stream failed")
-            raise
-        finally:
-            exchange.close()
 
 
 class PickerProcess:
@@ -138,7 +102,7 @@ class PickerProcess:
     async def start(self) -> None:
         """Listen. Raises OSError if an address is taken."""
         bind = self._settings.bind
-        servicer = PickerServicer(self._exchange, self.metrics)
+        servicer = ExternalProcessorServicer(self._exchange, self.metrics)
         add_ExternalProcessorServicer_to_server(servicer, self.host.server)
         self.address = f"{bind.rpartition(':')[0]}:{self.host.listen_for_clients(bind, self._tls)}"
         self.host.listen_for_probes(bind, self._settings.probe_port)

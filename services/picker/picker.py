@@ -5,9 +5,12 @@ Invariant: a decision takes at most `limit_s`, however slow routers and text pro
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import Metric
 
 from pdserve.gateway.http import API_KEY, SESSION_ID
 from pdserve.protos.common_pb2 import OVERLOADED, UNAVAILABLE, ErrorCode
@@ -16,13 +19,59 @@ from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.tenants import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.picker.endpoints import AVOID_S, Endpoint, Endpoints, spread
-from pdserve.services.picker.metrics import PickerMetrics
 from pdserve.services.picker.prompts import RequestPrompt
 
 NO_WORKER_S = 1.0  # how long no router is queried about hosts without a decode worker
 MAX_NO_WORKER_SETS = 64
 MAX_IDS = 1 << 20  # of a prompt sent to routers: 3 MB
 KEY_BYTES = 512  # of a body: identify its conversation if the client names none
+
+
+BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+class PickerMetrics:
+    """A collector."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._decisions = Counter(
+            "pdserve_picker_decisions",
+            "Requests by the reason for their endpoint, or for having none",
+            ("reason",),
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "pdserve_picker_decision_seconds",
+            "Seconds from a request's body to its endpoint",
+            buckets=BUCKETS_S,
+            registry=registry,
+        )
+        self._elsewhere = Counter(
+            "pdserve_picker_served_elsewhere",
+            "Requests answered by an endpoint other than the first choice",
+            registry=registry,
+        )
+        self._failures = Counter(
+            "pdserve_picker_failures",
+            "Proxy streams that failed because of an internal error of the picker",
+            registry=registry,
+        )
+
+    def decided(self, reason: str, seconds: float | None) -> None:
+        """Count a request that got an endpoint after `seconds`, or none (None)."""
+        self._decisions.labels(reason).inc()
+        if seconds is not None:
+            self._seconds.observe(seconds)
+
+    def served_elsewhere(self) -> None:
+        self._elsewhere.inc()
+
+    def failed(self) -> None:
+        self._failures.inc()
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._registry.collect()
 
 
 class PolicyRouters(Protocol):

@@ -18,7 +18,7 @@ from pdserve.services.common.auth import Access
 from pdserve.services.common.rpc import RequestProgress, TokenRow
 from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.services.router.dispatcher import Dispatcher
-from pdserve.services.router.fleet import CAPACITY, Event, Fleet, Worker, WorkerSessions
+from pdserve.services.router.fleet import MAX_INDEXED_BLOCKS, Event, Fleet, Worker, WorkerSessions
 from pdserve.services.router.placement import Rules
 from pdserve.services.router.request import Client, PickedHost, PickQuery
 
@@ -37,7 +37,7 @@ class RouterCore:
         rules: Rules,
         max_queued: int,
         tracer: Tracer = NO_TRACER,
-        prefix_index_hashes: int = CAPACITY,
+        prefix_index_hashes: int = MAX_INDEXED_BLOCKS,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.boot = os.urandom(16)

@@ -1,6 +1,7 @@
 """The router process: builds its parts, serves, drains."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -8,28 +9,64 @@ from typing import TYPE_CHECKING
 from pdserve.engine.handoff.recorder import EventLog, open_ring
 from pdserve.engine.kv import Mixing
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
+from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.fleet_pb2_grpc import add_FleetServicer_to_server
 from pdserve.protos.router_pb2_grpc import add_RouterServicer_to_server
 from pdserve.services.common import lifecycle
-from pdserve.services.common.auth import make_access, make_tls
+from pdserve.services.common.auth import Access, Role, make_access, make_tls
+from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import freeze_heap
 from pdserve.services.common.rate_limits import make_rate_limits
-from pdserve.services.common.rpc import BlobService
+from pdserve.services.common.rpc import BLOB_CACHE_BYTES, BlobCache, BlobsServicer, read_blob
 from pdserve.services.common.server import GrpcHost
 from pdserve.services.common.tenants import make_keys
 from pdserve.services.common.tracing import NO_TRACER, Tracer, tracing
 from pdserve.services.router.core import RouterCore
-from pdserve.services.router.fleet import FleetBlobs
+from pdserve.services.router.fleet import Fleet
 from pdserve.services.router.placement import Rules
-from pdserve.services.router.servicer import OPEN_METHODS, JoinService, RouterService
+from pdserve.services.router.servicer import OPEN_METHODS, FleetServicer, RouterServicer
 from pdserve.services.router.settings import RouterSettings
 
 if TYPE_CHECKING:
     from pdserve.services.common.metrics import MetricsPort
 
 SERVICES = ("pdserve.v1.Router", "pdserve.v1.Fleet", "pdserve.v1.Blobs")
+log = logging.getLogger(__name__)
+
+
+class FleetBlobs:
+    """The blobs of the models that live workers serve."""
+
+    def __init__(self, fleet: Fleet, access: Access) -> None:
+        self._fleet = fleet
+        self._access = access
+        self._cache = BlobCache(BLOB_CACHE_BYTES)
+
+    async def get(self, digest: str) -> bytes | None:
+        """Return the blob, or None if no worker has it."""
+        return await self._cache.get(digest, self._fetch)
+
+    async def _fetch(self, digest: str) -> bytes | None:
+        for address, role in self._holders(digest):
+            try:
+                async with self._access.open_channel(address, role) as channel:
+                    return await read_blob(channel, digest)
+            except (ServiceError, OSError) as error:
+                log.warning("cannot read blob %s from worker %s: %s", digest, address, error)
+        return None
+
+    def _holders(self, digest: str) -> list[tuple[str, Role]]:
+        """Return the workers whose card names the digest."""
+        holders = []
+        for worker in self._fleet.workers.values():
+            card = worker.hello.card
+            names = (card.tokenizer_digest, card.template_digest, card.generation_config_digest)
+            if digest in names:
+                role = Role.DECODE if worker.hello.role == DECODE else Role.PREFILL
+                holders.append((worker.hello.address, role))
+        return holders
 
 
 def make_rules(settings: RouterSettings) -> Rules:
@@ -59,7 +96,7 @@ class RouterProcess:
         self._ring = open_ring(settings.trace_dir, "router", self.core.boot, settings.trace_mb)
         self.core.dispatcher.event_log = EventLog(self._ring)
         self._rates = make_rate_limits(settings)
-        self._service = RouterService(
+        self._service = RouterServicer(
             self.core, settings, self._access, self._keys, self._rates, tracer
         )
         self.address = self.client_address = ""
@@ -68,9 +105,9 @@ class RouterProcess:
         """Listen. Raises OSError if an address is taken."""
         server = self.host.server
         add_RouterServicer_to_server(self._service, server)
-        add_FleetServicer_to_server(JoinService(self.core, self._access), server)
+        add_FleetServicer_to_server(FleetServicer(self.core, self._access), server)
         blobs = FleetBlobs(self.core.fleet, self._access)
-        add_BlobsServicer_to_server(BlobService(blobs.get), server)
+        add_BlobsServicer_to_server(BlobsServicer(blobs.get), server)
         self.watching = asyncio.create_task(self._keys.watch(), name="keys")
         bind, client_bind = self._settings.bind, self._settings.client_bind
         self.address = f"{bind.rpartition(':')[0]}:{self.host.listen(bind)}"

@@ -1,4 +1,4 @@
-"""The gRPC services of the router: Router for gateways, and Fleet.Join for workers.
+"""The gRPC services of the router: Router for gateways and clients, and Fleet.Join for workers.
 
 A client's reader only enqueues; a slow client fills only its own outbox, in which tokens merge.
 """
@@ -13,11 +13,9 @@ from typing import Any
 import grpc.aio
 
 from pdserve.engine.kv import decode_spec
-from pdserve.protos import common_pb2, fleet_pb2
+from pdserve.protos import common_pb2, fleet_pb2, fleet_pb2_grpc, router_pb2_grpc
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
-from pdserve.protos.fleet_pb2_grpc import FleetServicer
-from pdserve.protos.router_pb2_grpc import RouterServicer
 from pdserve.services.common.auth import Access, Role
 from pdserve.services.common.errors import ServiceError, abort, context_exceeded
 from pdserve.services.common.fairness import FairShare
@@ -59,7 +57,7 @@ class ClientSession(TokensOutbox[rpc.RequestEvent]):
         self.num_generated = 0  # tokens of that request
 
 
-class RouterService(RouterServicer):
+class RouterServicer(router_pb2_grpc.RouterServicer):
     """Sessions for gateways, Generate for gRPC clients, views for both."""
 
     def __init__(
@@ -332,7 +330,7 @@ def _has_layout(card: common_pb2.ModelCard) -> bool:
     return True
 
 
-class JoinService(FleetServicer):
+class FleetServicer(fleet_pb2_grpc.FleetServicer):
     """The router's side of Fleet.Join; the worker's side is services/worker/membership.py."""
 
     def __init__(self, core: RouterCore, access: Access) -> None:

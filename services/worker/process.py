@@ -1,17 +1,26 @@
 """The life of a worker process: listen, load, join the routers, report, drain, stop.
 
-gRPC health answers NOT_SERVING until the model is loaded, and while the engine is frozen
-(services/common/stall_detector.py). The engine has work at least once a second, because its load is read that
-often.
+gRPC health responds NOT_SERVING until the model is loaded, and while the engine is frozen
+(common/stall_detector.py). The engine has work at least once a second, because its load is read
+that often.
 """
 
 import asyncio
 import logging
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 
+import grpc.aio
+
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.build import build_engine
+from pdserve.engine.checkpoints import CardData
+from pdserve.engine.engine import Engine
 from pdserve.engine.execution import DeviceLost
 from pdserve.engine.thread import EngineThread
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
@@ -22,12 +31,12 @@ from pdserve.services.common.discovery import Discovery
 from pdserve.services.common.lifecycle import Report, run_until_signal
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import freeze_heap
-from pdserve.services.common.rpc import BlobCache, BlobService, advertised
+from pdserve.services.common.rpc import BlobCache, BlobsServicer, advertised
 from pdserve.services.common.server import GrpcHost
 from pdserve.services.common.stall_detector import StallDetector
 from pdserve.services.common.tracing import Tracer, tracing
+from pdserve.services.worker.core import WorkerCore
 from pdserve.services.worker.membership import Membership
-from pdserve.services.worker.role import WorkerRole
 from pdserve.services.worker.runtime import WorkerRuntime
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S, WorkerSettings
 
@@ -41,6 +50,54 @@ LOAD_S = 0.05  # between two loads, while their figures change
 IDLE_LOAD_S = 1.0  # otherwise
 LOOK_S = 0.5  # between two looks at the engine's counter
 ALONE_S = 5.0  # without a router, after which the log says what the worker waits for
+Params = ParamSpec("Params")
+SettingsT = TypeVar("SettingsT", bound=WorkerSettings)
+CoreT = TypeVar("CoreT", bound=WorkerCore[Any, Any])
+RuntimeT = TypeVar("RuntimeT", bound=WorkerRuntime)
+
+
+class WorkerRole(ABC, Generic[SettingsT, CoreT, RuntimeT]):
+    """The parts in which prefill and decode processes differ: a core, and factories of the servicer
+    and the runtime. Construct it in the running loop."""
+
+    service: ClassVar[str]  # full name of its gRPC service
+
+    def __init__(self, settings: SettingsT, config: EngineConfig, core: CoreT) -> None:
+        self.settings = settings
+        self.core = core
+        self.runtime: RuntimeT | None = None  # set when the model is loaded
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+
+    @abstractmethod
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the servicer; it refuses work until `attach`."""
+
+    @abstractmethod
+    def make_runtime(self, engine: Engine, card: CardData, boot: bytes) -> RuntimeT:
+        """Make the engine's thread and hand-offs; called on the loading thread."""
+
+    def build(self, boot: bytes, progress: Callable[[str, float], None]) -> RuntimeT:
+        """Load the model, on the loading thread. `boot` identifies this life of the process."""
+        config = replace(self._config, threads=self.settings.threads)
+        engine, card = build_engine(config, progress)
+        self.runtime = self.make_runtime(engine, card, boot)
+        return self.runtime
+
+    def attach(self) -> None:
+        """Begin to take work with the built runtime; on the loop."""
+        assert self.runtime is not None  # built
+        self.core.attach(self.runtime)
+
+    def on_loop(self, fn: Callable[Params, None]) -> Callable[Params, None]:
+        """Wrap `fn` for other threads: it runs on the loop, in the order of the calls."""
+
+        def post(*args: Params.args, **kwargs: Params.kwargs) -> None:
+            self._loop.call_soon_threadsafe(partial(fn, *args, **kwargs))
+
+        return post
+
+
 AnyRole = WorkerRole[Any, Any, Any]
 
 
@@ -89,7 +146,7 @@ class WorkerProcess:
 
     async def start(self) -> None:
         """Listen, and begin to load. Raises OSError if the address is taken."""
-        add_BlobsServicer_to_server(BlobService(self._blobs.get), self.host.server)
+        add_BlobsServicer_to_server(BlobsServicer(self._blobs.get), self.host.server)
         self._role.register(self.host.server)
         port = self.host.listen(self._settings.bind)
         self.host.listen_for_probes(self._settings.bind, self._settings.probe_port)

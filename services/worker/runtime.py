@@ -4,6 +4,7 @@ The engine thread owns the engine and the hand-offs; other threads post to it. P
 derive from WorkerRuntime and add their own parts.
 """
 
+import json
 import logging
 import os
 import stat
@@ -23,14 +24,15 @@ from pdserve.engine.handoff.protocol import WIRE_VERSION, slot_bytes
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.recorder import EventLog, open_ring
 from pdserve.engine.handoff.sender import Sender
-from pdserve.engine.kv import Mixing
+from pdserve.engine.kv import KvIdentity, KvSpec, Mixing, encode_spec
 from pdserve.engine.scheduling import EngineStats
 from pdserve.engine.thread import EngineThread
 from pdserve.engine.transport import KvTransport, TransportOptions, make_transports
 from pdserve.engine.transport.cuda_ipc import opener
 from pdserve.protos import fleet_pb2 as pb
-from pdserve.services.common.rpc import PROTOCOL_VERSION
-from pdserve.services.worker.card import model_card
+from pdserve.protos.common_pb2 import KvIdentity as WireIdentity
+from pdserve.protos.common_pb2 import ModelCard
+from pdserve.services.common.rpc import PROTOCOL_VERSION, blob_digest
 from pdserve.services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ DATA_BIND = "127.0.0.1:0"  # listening address of a process that only sends
 
 
 class BlockAudit:
-    """Counts the looks at which a worker's blocks do not add up; used on one thread."""
+    """Counts the snapshots at which KV blocks do not add up; used on one thread."""
 
     def __init__(self) -> None:
         self.errors = 0
@@ -255,3 +257,33 @@ def shm_folder(configured: str) -> str:
         return ""
     is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     return str(folder) if is_own_folder and not status.st_mode & 0o077 else ""
+
+
+def model_card(card: CardData, identity: KvIdentity, spec: KvSpec) -> tuple[ModelCard, list[bytes]]:
+    """Return the ModelCard of a loaded model, and the blobs that the card names by their digests.
+    `identity` and `spec` are the engine's."""
+    template = card.chat_template.encode()
+    config = card.generation_config
+    generation = json.dumps(config, sort_keys=True).encode() if config else b""
+    message = ModelCard(
+        name=card.name,
+        architecture=card.architecture,
+        context_len=card.context_len,
+        vocab_size=card.vocab_size,
+        eos_ids=card.eos_ids,
+        bos_id=card.bos_id or 0,
+        has_bos=card.bos_id is not None,
+        adds_bos=card.adds_bos,
+        tokenizer_digest=blob_digest(card.tokenizer_json),
+        template_digest=blob_digest(template),
+        generation_config_digest=blob_digest(generation),
+        kv_identity=WireIdentity(**identity.parts()),
+        kv_spec=encode_spec(spec),
+        created=card.created,
+        weights_bytes=card.weights_bytes,
+        pooling=card.pooling,
+        normalizes=card.normalizes,
+        hidden_size=card.hidden_size,
+        score_token_ids=card.score_ids,
+    )
+    return message, [card.tokenizer_json, template, generation]

@@ -290,7 +290,7 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
         "pdserve.services.common.lifecycle.os": SimpleNamespace(_exit=lambda code: here().kill()),
         "pdserve.services.worker.process.GrpcHost": LoopHost,
         "pdserve.services.worker.process.threading": SimpleNamespace(Thread=LoadingThread),
-        "pdserve.services.worker.role.build_engine": build,
+        "pdserve.services.worker.process.build_engine": build,
         "pdserve.services.router.main.RouterProcess": SeenRouter,
         "pdserve.services.router.core.random": SimpleNamespace(
             Random=lambda: Random(entropy.random())

@@ -19,7 +19,7 @@ from pdserve.protos import fleet_pb2, router_pb2
 from pdserve.services.common.auth import make_authority
 from pdserve.services.common.metrics import ProcessFacts, lag_histogram
 from pdserve.services.common.observations import Observations
-from pdserve.services.picker.metrics import PickerMetrics
+from pdserve.services.picker.picker import PickerMetrics
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.dispatcher import QUEUE_WAITS_S
 from pdserve.services.router.metrics import RouterMetrics

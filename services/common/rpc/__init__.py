@@ -4,7 +4,7 @@ from pdserve.services.common.rpc.backpressure import Backpressure, SlowReaderErr
 from pdserve.services.common.rpc.blobs import (
     BLOB_CACHE_BYTES,
     BlobCache,
-    BlobService,
+    BlobsServicer,
     blob_digest,
     read_blob,
 )

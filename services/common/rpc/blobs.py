@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import grpc.aio
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.protos.common_pb2_grpc import BlobsServicer, BlobsStub
+from pdserve.protos import common_pb2_grpc
 from pdserve.services.common.errors import ServiceError, abort
 from pdserve.services.common.rpc.channel import may_be_closed
 
@@ -66,7 +66,7 @@ class BlobCache:
         return self._blobs[digest]
 
 
-class BlobService(BlobsServicer):
+class BlobsServicer(common_pb2_grpc.BlobsServicer):
     """Serves Blobs.GetBlob; `find` returns the blob of a digest, or None."""
 
     def __init__(self, find: Fetch) -> None:
@@ -82,12 +82,14 @@ class BlobService(BlobsServicer):
 
 
 async def read_blob(channel: grpc.aio.Channel, digest: str) -> bytes:
-    """The blob of that digest from a peer's BlobService. Raises ServiceError UNAVAILABLE if the
+    """The blob of that digest from a peer's BlobsServicer. Raises ServiceError UNAVAILABLE if the
     peer does not return it, or returns other bytes."""
     data = bytearray()
     try:
         with may_be_closed():
-            call = BlobsStub(channel).GetBlob(pb.BlobRequest(digest=digest), timeout=READ_S)
+            call = common_pb2_grpc.BlobsStub(channel).GetBlob(
+                pb.BlobRequest(digest=digest), timeout=READ_S
+            )
             async for chunk in call:
                 data += chunk.data
                 if len(data) > MAX_BLOB_BYTES:

@@ -8,15 +8,50 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pdserve.engine.kv import NO_MIXING, Difference, KvIdentity, Mixing, differences, refusal
-from pdserve.services.router.fleet.fleet import Worker
+from pdserve.engine.kv import (
+    NO_MIXING,
+    Difference,
+    KvIdentity,
+    Mixing,
+    differences,
+    refusal,
+    spec_difference,
+)
+from pdserve.services.router.fleet.worker import Worker, WorkerKind
 
+HANDOFF_SIDES = ("at decode", "at prefill")
 RESUME_SIDES = ("on the earlier worker", "on the new worker")
 
 log = logging.getLogger(__name__)
 
 STRANDED_S = 30.0  # a worker that crashed may be starting again
 MAX_LOGGED = 4096  # pairs whose refusal has been logged
+
+
+def mismatch(prefill: WorkerKind, decode: WorkerKind, mixing: Mixing) -> Difference | None:
+    """Return why KV of one kind cannot become KV of the other, or None."""
+    if prefill.wire_version != decode.wire_version:
+        text = f"wire version {decode.wire_version} at decode, {prefill.wire_version} at prefill"
+        return Difference("wire version", text)
+    decode_transports, prefill_transports = decode.transports, prefill.transports
+    if not decode_transports or (
+        prefill_transports is not decode_transports
+        and set(prefill_transports).isdisjoint(decode_transports)
+    ):
+        decode_text, prefill_text = (
+            " ".join(transports) or "none" for transports in (decode_transports, prefill_transports)
+        )
+        text = f"transports {decode_text} at decode, {prefill_text} at prefill"
+        return Difference("transport", text)
+    if prefill.encrypts != decode.encrypts:
+        decode_text, prefill_text = ("on" if k.encrypts else "off" for k in (decode, prefill))
+        text = f"KV encryption {decode_text} at decode, {prefill_text} at prefill"
+        return Difference("encryption", text)
+    identity_difference = refusal(decode.identity, prefill.identity, mixing, HANDOFF_SIDES)
+    same_layout = decode.layout is prefill.layout or decode.layout == prefill.layout
+    if identity_difference is None and not same_layout:
+        return Difference("layout", spec_difference(decode.layout, prefill.layout, HANDOFF_SIDES))
+    return identity_difference
 
 
 class KvCompatibility:

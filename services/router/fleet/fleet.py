@@ -21,25 +21,17 @@ When more than half of four or more workers are suspect at once, the router itse
 off: until it hears enough of them, or for ISOLATED_S, no worker dies of silence.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from functools import lru_cache
-from typing import TypeVar
+from collections.abc import Sequence
 
-from pdserve.engine.kv import KvIdentity, decode_spec
 from pdserve.protos import fleet_pb2 as pb
-from pdserve.services.common.stall_detector import StallDetector
-from pdserve.services.router.fleet.prefix_index import CAPACITY, PrefixIndex, WorkerPrefixes
-from pdserve.services.router.fleet.worker import WorkerFacts, WorkerKind
+from pdserve.services.router.fleet.prefix_index import MAX_INDEXED_BLOCKS, PrefixIndex
+from pdserve.services.router.fleet.worker import State, Worker
 
 RETIRED_S = 900.0  # as long as an alert reports the model as not served
 SILENCE_S = 1.0
 SUSPECT_S = 0.5
 ISOLATED_S = 15.0  # then they are dead after all, as when a rack loses power
 MIN_ISOLATED = 4  # workers; of fewer, half may really be gone
-UNREPORTED_S = 1.0  # after this a command that no load names counts as reported
-T = TypeVar("T")
 
 
 class ServedModels:
@@ -75,157 +67,10 @@ class ServedModels:
                 del self._retired[name]
 
 
-@lru_cache(maxsize=1024)
-def _shared(value: T) -> T:
-    """Return the first of equal values."""
-    return value
-
-
-class State(Enum):
-    """State of a worker."""
-
-    LIVE = "live"
-    SUSPECT = "suspect"
-    DRAINING = "draining"
-    FROZEN = "frozen"
-    LEAVING = "leaving"
-
-
-@dataclass(eq=False, slots=True)
-class Worker:
-    """One life of a worker process."""
-
-    hello: pb.WorkerHello
-    lease: int  # number of its current join stream; 0: that has ended
-    heard: float  # last report on the join stream
-    witnessed: float  # last byte on any stream
-    prefixes: WorkerPrefixes
-    state: State = State.LIVE
-    suspect_since: float = 0.0
-    said_goodbye: bool = False
-    leaving: bool = False  # said goodbye to this router alone
-    frozen: bool = False
-    engine: StallDetector = field(default_factory=StallDetector)
-    connected: bool = False  # the router's session to it is up
-    was_connected: bool = False  # the session has been up, so the hello is real
-    busy_until: float = 0.0  # set by Busy, cleared by a new load
-    load: pb.Load = field(default_factory=pb.Load, init=False)
-    # Commands of this router that no load has included yet: attempt -> (prompt tokens, sent).
-    unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict, init=False)
-    # From the hello.
-    role: pb.Role = field(init=False)
-    boot: bytes = field(init=False)
-    model: str = field(init=False)
-    identity: KvIdentity = field(init=False)
-    kind: WorkerKind = field(init=False)
-    # From the load and `unreported`: rebuilt when one of them changes, not on read, because every
-    # placement reads it.
-    facts: WorkerFacts = field(init=False)
-    _unreported_tokens: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        hello = self.hello
-        self.role, self.boot, self.model = hello.role, hello.boot, hello.card.name
-        self.kind = _shared(
-            WorkerKind(
-                _shared(KvIdentity.of(hello.card.kv_identity)),
-                hello.wire_version,
-                _shared(tuple(hello.transports)),
-                _shared(decode_spec(hello.card.kv_spec)),
-                hello.encrypt_kv,
-            )
-        )
-        self.identity = self.kind.identity
-        self.facts = WorkerFacts(self.boot, self.kind)
-
-    @property
-    def host(self) -> str:
-        """Host of the address that it advertises."""
-        address: str = self.hello.address
-        return address.rpartition(":")[0].strip("[]")
-
-    @property
-    def stays(self) -> bool:
-        """Whether this router may send it work in future."""
-        return not self.said_goodbye and not self.leaving
-
-    @property
-    def goes_on_alone(self) -> bool:
-        """Whether it has left, and only its session reports what still runs there."""
-        return self.leaving and self.connected
-
-    def set_state(self) -> None:
-        """Set the state of a worker that has just been heard."""
-        if self.frozen:
-            self.state = State.FROZEN
-        elif self.said_goodbye:
-            self.state = State.DRAINING
-        else:
-            self.state = State.LEAVING if self.leaving else State.LIVE
-
-    def commanded(self, attempt: bytes, tokens: int, now: float) -> None:
-        """Count a command until a load includes it."""
-        # Moves to the end: loads and age forget in the order of sending.
-        if attempt in self.unreported:
-            self._forget(attempt)
-        self.unreported[attempt] = (tokens, now)
-        self._unreported_tokens += tokens
-        self._update_facts()
-
-    def forget_command(self, attempt: bytes) -> None:
-        """Forget the command of an attempt that is over; no effect if it is not counted."""
-        if attempt in self.unreported:
-            self._forget(attempt)
-            self._update_facts()
-
-    def forget_old_commands(self, now: float) -> None:
-        """Forget the commands that no load has named in time; the oldest come first."""
-        num_before = len(self.unreported)
-        while self.unreported:
-            attempt, (_, sent) = next(iter(self.unreported.items()))
-            if now - sent < UNREPORTED_S:
-                break
-            self._forget(attempt)
-        if len(self.unreported) < num_before:
-            self._update_facts()
-
-    def report(self, load: pb.Load) -> None:
-        """Take a new load and forget the commands that it includes."""
-        self.load = load
-        self.busy_until = 0.0
-        if load.last_command in self.unreported:
-            for attempt in list(self.unreported):
-                self._forget(attempt)
-                if attempt == load.last_command:
-                    break
-        self._update_facts()
-
-    def _forget(self, attempt: bytes) -> None:
-        self._unreported_tokens -= self.unreported.pop(attempt)[0]
-
-    def _update_facts(self) -> None:
-        load = self.load
-        blocks = load.blocks_free + load.blocks_cached
-        # By position: names take twice as long.
-        self.facts = WorkerFacts(
-            self.boot,
-            self.kind,
-            load.running + load.waiting + len(self.unreported),
-            load.waiting_tokens + self._unreported_tokens,
-            blocks * self.kind.layout.block_size - load.promised_tokens,
-        )
-
-
-def taking_work(workers: Iterable[Worker], now: float) -> list[Worker]:
-    """Return the workers that may get a new command."""
-    live = State.LIVE
-    return [w for w in workers if w.state is live and w.connected and now >= w.busy_until]
-
-
 class Fleet:
     """Workers by boot id. Methods that end workers return them, so that their attempts end."""
 
-    def __init__(self, prefix_index_hashes: int = CAPACITY) -> None:
+    def __init__(self, prefix_index_hashes: int = MAX_INDEXED_BLOCKS) -> None:
         """`prefix_index_hashes`: most distinct prefix cache blocks that it knows."""
         self.workers: dict[bytes, Worker] = {}
         self.prefixes = PrefixIndex(prefix_index_hashes)

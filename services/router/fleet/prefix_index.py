@@ -19,7 +19,7 @@ from pdserve.protos.fleet_pb2 import PrefixEvents
 HASH_BYTES = 16
 KEPT_BYTES = 8  # of a hash
 ENTRIES = 16  # in a bucket, if the table is full
-CAPACITY = 4 << 20
+MAX_INDEXED_BLOCKS = 4 << 20
 MAX_SETS = 1 << 15  # 200 bytes each; forgetting a worker scans all of them in 15 ms
 MAX_SAMPLE_BITS = 8
 SWEPT_AT_ONCE = 8  # buckets, for each new block of a full table
@@ -35,7 +35,7 @@ class PrefixIndex:
     set of workers that have the block. A set is an integer, in which a worker is a bit.
     """
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(self, capacity: int = MAX_INDEXED_BLOCKS) -> None:
         self._capacity = capacity
         self._buckets = [b""] * (capacity // ENTRIES + 1)
         self._sets = _WorkerSets()

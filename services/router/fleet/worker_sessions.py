@@ -20,7 +20,7 @@ from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
 from pdserve.services.common.auth import Access, Role
 from pdserve.services.common.rpc import PROTOCOL_VERSION, Outbox, RowReader, TokenRow, is_refusal
-from pdserve.services.router.fleet.fleet import Worker
+from pdserve.services.router.fleet.worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -7,4 +7,4 @@ from pdserve.services.router.request.machine import MAX_CRASHES
 from pdserve.services.router.request.migrations import Migrations
 from pdserve.services.router.request.placer import PickedHost, PickQuery, Placer
 from pdserve.services.router.request.request import FAILURES, RoutedRequest
-from pdserve.services.router.request.transition import Transition
+from pdserve.services.router.request.state import Transition

@@ -10,7 +10,7 @@ from pdserve.services.common.rpc import NumberedChoice
 from pdserve.services.router.fleet import Worker
 from pdserve.services.router.request.actions import OpenAttempt
 from pdserve.services.router.request.events import Reachability
-from pdserve.services.router.request.transition import Transition
+from pdserve.services.router.request.state import Transition
 
 Command = wire.DecodeCommand | wire.PrefillCommand
 RequestT = TypeVar("RequestT", contravariant=True)

@@ -30,8 +30,8 @@ from pdserve.services.router.request.state import (
     FirstToken,
     MigrationStep,
     Routing,
+    Transition,
 )
-from pdserve.services.router.request.transition import Transition
 
 log = logging.getLogger(__name__)
 

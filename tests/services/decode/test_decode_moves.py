@@ -17,7 +17,7 @@ from pdserve.engine.api import EngineConfig
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub
-from pdserve.services.decode.main import DecodeRole
+from pdserve.services.decode.servicer import DecodeRole
 from pdserve.services.worker import DecodeSettings
 
 NUM = 100

@@ -9,7 +9,8 @@ from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import ModelCard
 from pdserve.services.common.stall_detector import FROZEN_S
 from pdserve.services.router.fleet import Fleet, State, Worker, taking_work
-from pdserve.services.router.fleet.fleet import ISOLATED_S, SILENCE_S, SUSPECT_S, UNREPORTED_S
+from pdserve.services.router.fleet.fleet import ISOLATED_S, SILENCE_S, SUSPECT_S
+from pdserve.services.router.fleet.worker import UNREPORTED_S
 
 
 def hello(name: int, life: int = 0) -> pb.WorkerHello:

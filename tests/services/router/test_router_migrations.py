@@ -16,14 +16,16 @@ from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.services.common.tracing import NO_TRACER, Tracer
-from pdserve.services.router.placement import (
+from pdserve.services.router.placement import RecomputeBudget
+from pdserve.services.router.request.migrations import (
+    MIN_REMAINING,
+    MIN_WINDOWS,
+    WINDOW_S,
     Pressure,
-    RecomputeBudget,
     Running,
     drain_order,
     relief_order,
 )
-from pdserve.services.router.placement.rebalance import MIN_REMAINING, MIN_WINDOWS, WINDOW_S
 from pdserve.services.router.request.state import MAX_FAILED, Beginning, FirstToken
 
 pytestmark = pytest.mark.anyio
@@ -324,8 +326,8 @@ async def test_a_preempting_worker_moves_a_request(
 ) -> None:
     from pdserve.protos import fleet_pb2
 
-    monkeypatch.setattr("pdserve.services.router.placement.rebalance.WINDOW_S", 0.1)
-    monkeypatch.setattr("pdserve.services.router.placement.rebalance.MIN_REMAINING", 1)
+    monkeypatch.setattr("pdserve.services.router.request.migrations.WINDOW_S", 0.1)
+    monkeypatch.setattr("pdserve.services.router.request.migrations.MIN_REMAINING", 1)
     await drained.begin()
     counts = itertools.count(1)
 

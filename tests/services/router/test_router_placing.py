@@ -8,7 +8,7 @@ from pdserve.engine.kv import Mixing
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, Load, PrefixEvents
 from pdserve.services.router.fleet import Worker
-from pdserve.services.router.fleet.fleet import UNREPORTED_S
+from pdserve.services.router.fleet.worker import UNREPORTED_S
 from pdserve.services.router.placement import FactsOfWorkers
 from pdserve.services.router.request import PickQuery
 from pdserve.services.router.request.machine import ANSWER_S

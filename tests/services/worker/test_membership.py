@@ -22,8 +22,13 @@ from pdserve.services.common.errors import ServiceError, abort
 from pdserve.services.common.rpc import PROTOCOL_VERSION
 from pdserve.services.common.server import GrpcHost
 from pdserve.services.worker import membership
-from pdserve.services.worker.membership import HASHES_PER_EVENT, Membership
-from pdserve.services.worker.reports import HEARTBEAT_S, LOAD_INTERVAL_S, STEADY_INTERVAL_S
+from pdserve.services.worker.membership import (
+    HASHES_PER_EVENT,
+    HEARTBEAT_S,
+    LOAD_INTERVAL_S,
+    STEADY_INTERVAL_S,
+    Membership,
+)
 
 pytestmark = pytest.mark.anyio
 

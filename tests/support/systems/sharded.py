@@ -19,7 +19,7 @@ from pdserve.engine.api import EngineConfig
 from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.discovery import rendezvous_order
-from pdserve.services.decode.main import DecodeRole
+from pdserve.services.decode.servicer import DecodeRole
 from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.worker import DecodeSettings
@@ -82,7 +82,7 @@ class ShardedSystem:
             engine = fake_engine(num_blocks=512, model=PacedDecoder(fake_spec()))
             return engine, replace(CARD, name=model)
 
-        self._patch.setattr("pdserve.services.worker.role.build_engine", build)
+        self._patch.setattr("pdserve.services.worker.process.build_engine", build)
         settings = DecodeSettings(
             cluster_secret=(SECRET,),
             kv_transport="tcp",

@@ -22,8 +22,8 @@ from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
 from pdserve.services.common.lifecycle import silent
 from pdserve.services.common.rpc import send_ids
 from pdserve.services.common.tracing import NO_TRACER
-from pdserve.services.decode.main import DecodeRole
-from pdserve.services.prefill.main import PrefillRole
+from pdserve.services.decode.servicer import DecodeRole
+from pdserve.services.prefill.servicer import PrefillRole
 from pdserve.services.worker import DecodeSettings, PrefillSettings
 from pdserve.services.worker.process import AnyRole, WorkerProcess
 from systems.cluster_secret import SECRET, open_channel
@@ -55,7 +55,7 @@ def build_with(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Engine]) -> N
         progress("loading", 0.5)
         return make(), CARD
 
-    monkeypatch.setattr("pdserve.services.worker.role.build_engine", build)
+    monkeypatch.setattr("pdserve.services.worker.process.build_engine", build)
 
 
 class SessionClient:

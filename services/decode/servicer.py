@@ -1,9 +1,8 @@
-"""The decode process: its gRPC service, and how its parts are built, serve and drain."""
+"""The decode process: its gRPC service, and how its parts are built."""
 
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -11,8 +10,8 @@ import grpc.aio
 from pdserve.engine.api import EngineConfig
 from pdserve.engine.checkpoints import CardData
 from pdserve.engine.engine import Engine
-from pdserve.protos.worker_pb2 import Admit, DecodeCommand, DecodeMessage
-from pdserve.protos.worker_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
+from pdserve.protos import worker_pb2_grpc
+from pdserve.protos.worker_pb2 import DecodeCommand, DecodeMessage
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.lifecycle import Report, silent
 from pdserve.services.common.rpc import IdsCollector
@@ -25,7 +24,7 @@ from pdserve.services.worker import DecodeSettings, WorkerRole, run_worker
 log = logging.getLogger(__name__)
 
 
-class DecodeService(DecodeServicer):
+class DecodeServicer(worker_pb2_grpc.DecodeServicer):
     """One multiplexed session for each router."""
 
     def __init__(self, core: DecodeCore) -> None:
@@ -34,45 +33,33 @@ class DecodeService(DecodeServicer):
     async def Session(
         self, request_iterator: AsyncIterator[DecodeCommand], context: Any
     ) -> AsyncIterator[DecodeMessage]:
-        batches = self._core.serve(partial(self._read, request_iterator), context)
+        batches = self._core.serve(request_iterator, self._carry_out, context)
         async with aclosing(batches):
             async for events in batches:
                 yield DecodeMessage(events=events)
 
-    async def _read(self, commands: AsyncIterator[DecodeCommand], session: DecodeSession) -> None:
-        ids = IdsCollector()
-        async for command in commands:
-            match command.WhichOneof("command"):
-                case "ids_part":
-                    ids.collect(command.ids_part)
-                case "admit":
-                    self._admit(session, command.admit, ids)
-                case "cancel":
-                    cancel = command.cancel
-                    self._core.cancel(session, cancel.attempt, cancel.choices)
-                case "resume":
-                    self._core.resume(session, command.resume)
-                case "hold":
-                    self._core.migrations.hold(session, command.hold.attempt)
-                case "move":
-                    self._core.migrations.move(session, command.move)
-                case "stay":
-                    self._core.migrations.stay(session, command.stay.attempt)
-                case "hello":
-                    session.outbox.reads_rows = command.hello.reads_rows
-                    self._core.greet(session, command.hello)
-                    log.debug("router %s opened a session", command.hello.router_boot.hex())
-                case _:
-                    log.warning("ignored an empty or unknown command")
-
-    def _admit(self, session: DecodeSession, admit: Admit, ids: IdsCollector) -> None:
-        start = admit.start
-        try:
-            prompt_ids = ids.take(start.request, start.prompt_ids)
-        except ServiceError as error:
-            self._core.refuse(session, admit, error)
-        else:
-            self._core.admit(session, admit, prompt_ids)
+    def _carry_out(self, session: DecodeSession, command: DecodeCommand, ids: IdsCollector) -> None:
+        match command.WhichOneof("command"):
+            case "admit":
+                admit = command.admit
+                try:
+                    prompt_ids = ids.take(admit.start.request, admit.start.prompt_ids)
+                except ServiceError as error:
+                    self._core.refuse(session, admit, error)
+                else:
+                    self._core.admit(session, admit, prompt_ids)
+            case "cancel":
+                self._core.cancel(session, command.cancel.attempt, command.cancel.choices)
+            case "resume":
+                self._core.resume(session, command.resume)
+            case "hold":
+                self._core.freeze(session, command.hold.attempt)
+            case "move":
+                self._core.migrate(session, command.move)
+            case "stay":
+                self._core.unfreeze(session, command.stay.attempt)
+            case _:
+                log.warning("ignored a command of a router that this version does not know")
 
 
 class DecodeRole(WorkerRole[DecodeSettings, DecodeCore, DecodeRuntime]):
@@ -86,7 +73,7 @@ class DecodeRole(WorkerRole[DecodeSettings, DecodeCore, DecodeRuntime]):
         super().__init__(settings, config, DecodeCore(tracer))
 
     def register(self, server: grpc.aio.Server) -> None:
-        add_DecodeServicer_to_server(DecodeService(self.core), server)
+        worker_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(self.core), server)
 
     def make_runtime(self, engine: Engine, card: CardData, boot: bytes) -> DecodeRuntime:
         core = self.core
@@ -97,14 +84,13 @@ class DecodeRole(WorkerRole[DecodeSettings, DecodeCore, DecodeRuntime]):
             on_verified=self.on_loop(core.on_verified),
             on_attached=self.on_loop(core.on_attached),
             on_place_again=self.on_loop(core.on_place_again),
-            on_migration_ended=self.on_loop(core.migrations.on_ended),
+            on_migration_ended=self.on_loop(core.on_migration_ended),
         )
         return DecodeRuntime(self.settings, engine, card, boot, callbacks, core.leases.figures)
 
 
 def run(settings: DecodeSettings, engine: EngineConfig, report: Report = silent) -> int:
-    """Serve until a signal; return the exit code. Raises OSError if an address is taken, and the
-    errors of loading the model."""
+    """Serve until a signal; return the exit code. Raises what `run_worker` raises."""
     return run_worker(
         settings, lambda tracer: DecodeRole(settings, engine, tracer), "decode", report
     )

@@ -1,9 +1,8 @@
-"""The prefill process: its gRPC service, and how its parts are built, serve and drain."""
+"""The prefill process: its gRPC service, and how its parts are built."""
 
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -11,8 +10,8 @@ import grpc.aio
 from pdserve.engine.api import EngineConfig
 from pdserve.engine.checkpoints import CardData
 from pdserve.engine.engine import Engine
-from pdserve.protos.worker_pb2 import PrefillCommand, PrefillMessage, PrefillStart
-from pdserve.protos.worker_pb2_grpc import PrefillServicer, add_PrefillServicer_to_server
+from pdserve.protos import worker_pb2_grpc
+from pdserve.protos.worker_pb2 import PrefillCommand, PrefillMessage
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.lifecycle import Report, silent
 from pdserve.services.common.rpc import IdsCollector
@@ -23,7 +22,7 @@ from pdserve.services.worker import PrefillSettings, WorkerRole, run_worker
 log = logging.getLogger(__name__)
 
 
-class PrefillService(PrefillServicer):
+class PrefillServicer(worker_pb2_grpc.PrefillServicer):
     """One multiplexed session for each router."""
 
     def __init__(self, core: PrefillCore) -> None:
@@ -32,34 +31,27 @@ class PrefillService(PrefillServicer):
     async def Session(
         self, request_iterator: AsyncIterator[PrefillCommand], context: Any
     ) -> AsyncIterator[PrefillMessage]:
-        batches = self._core.serve(partial(self._read, request_iterator), context)
+        batches = self._core.serve(request_iterator, self._carry_out, context)
         async with aclosing(batches):
             async for events in batches:
                 yield PrefillMessage(events=events)
 
-    async def _read(self, commands: AsyncIterator[PrefillCommand], session: PrefillSession) -> None:
-        ids = IdsCollector()
-        async for command in commands:
-            match command.WhichOneof("command"):
-                case "ids_part":
-                    ids.collect(command.ids_part)
-                case "start":
-                    self._start(session, command.start, ids)
-                case "cancel":
-                    self._core.cancel(session, command.cancel.attempt)
-                case "hello":
-                    self._core.greet(session, command.hello)
-                    log.debug("router %s opened a session", command.hello.router_boot.hex())
-                case _:
-                    log.warning("ignored an empty or unknown command")
-
-    def _start(self, session: PrefillSession, start: PrefillStart, ids: IdsCollector) -> None:
-        try:
-            prompt_ids = ids.take(start.attempt.hex(), start.ids)
-        except ServiceError as error:
-            self._core.refuse(session, start.attempt, error)
-        else:
-            self._core.start(session, start, prompt_ids)
+    def _carry_out(
+        self, session: PrefillSession, command: PrefillCommand, ids: IdsCollector
+    ) -> None:
+        match command.WhichOneof("command"):
+            case "start":
+                start = command.start
+                try:
+                    prompt_ids = ids.take(start.attempt.hex(), start.ids)
+                except ServiceError as error:
+                    self._core.refuse(session, start.attempt, error)
+                else:
+                    self._core.start(session, start, prompt_ids)
+            case "cancel":
+                self._core.cancel(session, command.cancel.attempt)
+            case _:
+                log.warning("ignored a command of a router that this version does not know")
 
 
 class PrefillRole(WorkerRole[PrefillSettings, PrefillCore, PrefillRuntime]):
@@ -73,7 +65,7 @@ class PrefillRole(WorkerRole[PrefillSettings, PrefillCore, PrefillRuntime]):
         super().__init__(settings, config, PrefillCore(tracer))
 
     def register(self, server: grpc.aio.Server) -> None:
-        add_PrefillServicer_to_server(PrefillService(self.core), server)
+        worker_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(self.core), server)
 
     def make_runtime(self, engine: Engine, card: CardData, boot: bytes) -> PrefillRuntime:
         on_ended = self.on_loop(self.core.on_ended)
@@ -81,8 +73,7 @@ class PrefillRole(WorkerRole[PrefillSettings, PrefillCore, PrefillRuntime]):
 
 
 def run(settings: PrefillSettings, engine: EngineConfig, report: Report = silent) -> int:
-    """Serve until a signal; return the exit code. Raises OSError if an address is taken, and the
-    errors of loading the model."""
+    """Serve until a signal; return the exit code. Raises what `run_worker` raises."""
     return run_worker(
         settings, lambda tracer: PrefillRole(settings, engine, tracer), "prefill", report
     )
