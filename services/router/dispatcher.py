@@ -282,14 +282,14 @@ class Dispatcher:
                 self.placer.budget.runs(request)
         if (taken := request.assignment_of(transition.taken)) is not None:
             self.placer.taken(request, taken)
-        if (attempt := request.assignment_of(transition.follows_no_more)) is not None:
-            self.placer.follows_no_more(attempt, now)
+        if (attempt := request.assignment_of(transition.stopped_following)) is not None:
+            self.placer.stopped_following(attempt, now)
         if transition.migration_begun:
             self.migrations.begun(request)
-        elif (moved := request.assignment_of(transition.moved)) is not None:
-            self.migrations.done(request, len(moved.ids))
+        elif (target := request.assignment_of(transition.migrated)) is not None:
+            self.migrations.done(request, len(target.ids))
         elif transition.migration_over:
-            self.migrations.stayed(request, transition.failed_step)
+            self.migrations.failed_at(transition.failed_step, request)
 
     def closed(self, request: RoutedRequest, attempt: Assignment, lost: str) -> None:
         if not attempt.adopted:

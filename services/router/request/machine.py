@@ -37,10 +37,10 @@ from pdserve.services.router.request import events as on
 from pdserve.services.router.request import migration_machine
 from pdserve.services.router.request.actions import FailureReason
 from pdserve.services.router.request.events import Reachability
-from pdserve.services.router.request.migration_machine import OUTPUT, MigrationOutcome
+from pdserve.services.router.request.migration_machine import MigrationOutcome
 from pdserve.services.router.request.state import (
-    AGAIN_S,
     MAX_SESSIONS,
+    MIGRATION_PAUSE_S,
     Attempt,
     Migration,
     Routing,
@@ -87,10 +87,10 @@ def step(
             transition.worker_lost(event)
         case on.MigrationBegun():
             transition.migrate(event.target)
-        case on.PrefillStarted() | on.PrefillSent() | on.PrefillEnded():
+        case on.PrefillEvent():
             if state.attempt is not None and state.attempt.id == event.attempt:
                 transition.of_prefill(event)
-        case _:
+        case on.DecodeEvent():
             if not transition.take_for_migration(event):
                 transition.of_decode(event)
     return transition.state, tuple(transition.actions)
@@ -155,7 +155,7 @@ class _Step:
             self.start_prefill(attempt.prefill)
             return
         if attempt.prefill:
-            self.act(do.SparePrefill(attempt.id))
+            self.act(do.ReleasePrefill(attempt.id))
             self.set_attempt(prefill=b"")
         self.set(stage=Stage.RUNNING)
 
@@ -193,7 +193,7 @@ class _Step:
         elif self.state.crash_count >= MAX_CRASHES:
             self.fail(FailureReason.POISON)
         elif self.state.num_attempts >= MAX_ATTEMPTS:
-            self.fail(FailureReason.NO_TRY_LEFT)
+            self.fail(FailureReason.NO_ATTEMPT_LEFT)
         else:
             self.act(do.Place())
 
@@ -346,7 +346,7 @@ class _Step:
         if self.state.stage is not Stage.RESUMING or event.epoch != self.state.session_epoch:
             return
         self.set(num_resumed=self.state.num_resumed + 1)
-        self.act(do.GoOn(attempt.id), do.RepeatAborts(attempt.id))
+        self.act(do.Adopt(attempt.id), do.RepeatAborts(attempt.id))
         self.set_attempt(follows=event.follows)
         if not event.ticket:
             self.set(stage=Stage.RUNNING)
@@ -369,7 +369,7 @@ class _Step:
 
     # --- messages of workers about the attempt
 
-    def of_decode(self, event: on.OfDecode) -> None:
+    def of_decode(self, event: on.DecodeEvent) -> None:
         attempt = self.state.attempt
         if attempt is None or attempt.id != event.attempt:
             return  # of an attempt that is over
@@ -383,7 +383,7 @@ class _Step:
         if isinstance(event, answers):
             self.set_attempt(answered=True)
         match event:
-            case _ if isinstance(event, OUTPUT):
+            case on.OutputEvent():
                 if self.state.takes_output(attempt.id):
                     self.output(event)
             case on.AdmitAccepted():
@@ -408,19 +408,19 @@ class _Step:
             case on.WaitFailed():
                 self.not_tried(event.reason)
 
-    def output(self, event: on.OfDecode) -> None:
+    def output(self, event: on.OutputEvent) -> None:
         match event:
             case on.TokensReceived():
                 self.set(stage=Stage.RUNNING, begun=event.begun, complete=event.complete)
                 self.set_attempt(produced=True)
-                self.act(do.PassOn(event.attempt))
+                self.act(do.Forward(event.attempt))
             case on.ScoresReceived():
                 self.set_attempt(produced=True)
-                self.act(do.PassOn(event.attempt))
+                self.act(do.Forward(event.attempt))
             case on.EmbeddingReceived():  # not streamed: only Finished follows
                 self.set(stage=Stage.RUNNING, complete=True)
                 self.set_attempt(produced=True)
-                self.act(do.PassOn(event.attempt))
+                self.act(do.Forward(event.attempt))
             case on.OutputMissing():
                 if event.tokens:
                     self.set(stage=Stage.RUNNING)
@@ -441,7 +441,7 @@ class _Step:
         else:
             self.fail(event.error)
 
-    def of_prefill(self, event: on.OfPrefill) -> None:
+    def of_prefill(self, event: on.PrefillEvent) -> None:
         match event:
             case on.PrefillStarted():
                 self.set_attempt(prefill_started=True)
@@ -459,12 +459,12 @@ class _Step:
             self.set(migration=Migration(target, self.now))
             self.act(do.SendHold(source.id))
 
-    def take_for_migration(self, event: on.OfDecode) -> bool:
+    def take_for_migration(self, event: on.DecodeEvent) -> bool:
         """Apply a message of decode to the migration. Returns whether it concerned nothing else."""
         migration, source = self.state.migration, self.state.attempt
         if migration is not None and source is not None and migration.is_target(event.attempt):
             self.advance(migration_machine.of_target(migration, source, event))
-            return not isinstance(event, OUTPUT)
+            return not isinstance(event, on.OutputEvent)
         if source is None or source.id != event.attempt:
             return True  # it is about an attempt that is over
         self.step_migration(event)
@@ -486,12 +486,12 @@ class _Step:
         self.act(*result.actions)
         if result.source_over:
             self.set_attempt(decode_over=True)
-        if result.outcome is MigrationOutcome.MOVES:
+        if result.outcome is MigrationOutcome.COMPLETED:
             self.switch(result.migration)
             if result.sender_died:
                 self.set_attempt(sender_died=self.now)
-        elif result.outcome is MigrationOutcome.STAYS:
-            self.stay(result)
+        elif result.outcome is MigrationOutcome.FAILED:
+            self.migration_failed(result)
 
     def switch(self, migration: Migration) -> None:
         """Make the target's attempt the one whose output counts."""
@@ -507,11 +507,11 @@ class _Step:
         self.place_at(attempt)
         self.act(do.RepeatAborts(attempt.id))
 
-    def stay(self, result: migration_machine.MigrationResult) -> None:
+    def migration_failed(self, result: migration_machine.MigrationResult) -> None:
         """Go on at the source after a failed migration."""
         self.set(
             num_failed_migrations=self.state.num_failed_migrations + 1,
-            stays_until=self.now + AGAIN_S,
+            next_migration=self.now + MIGRATION_PAUSE_S,
         )
         self.drop_migration(result.reason)
         if not result.source_knows and self.state.attempt is not None:

@@ -155,7 +155,7 @@ class Migrations:
         self.num_tokens += num_tokens
         self._over(request)
 
-    def stayed(self, request: RoutedRequest, step: str) -> None:
+    def failed_at(self, step: str, request: RoutedRequest) -> None:
         """Count a migration that ended at the source. `step`: how far it got; empty: no failure."""
         if step:
             self.failed[step] += 1

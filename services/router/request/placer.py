@@ -130,7 +130,9 @@ class Placer:
         state = request.state
         if self.draining and state.orphan_since is not None:
             return []  # its gateway has taken it to another router
-        workers = self._free(self._compatible_workers(request), now) if state.may_ask_more else []
+        workers = (
+            self._free(self._compatible_workers(request), now) if state.has_candidates_left else []
+        )
         return [w for w in workers if w.boot not in state.refused] if state.refused else workers
 
     def _compatible_workers(self, request: RoutedRequest) -> Sequence[Worker]:
@@ -361,7 +363,7 @@ class Placer:
         if not self.admitting[decode]:
             del self.admitting[decode]
 
-    def follows_no_more(self, attempt: Assignment, now: float) -> None:
+    def stopped_following(self, attempt: Assignment, now: float) -> None:
         """Count the prompt of an attempt that was expected to wait for another prompt."""
         if attempt.prefill is not None:
             attempt.prefill.commanded(attempt.id, len(attempt.ids), now)

@@ -15,13 +15,19 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc import LostTokens, NumberedChoice, RequestProgress, remaining_ms
+from pdserve.services.common.rpc import (
+    LostTokens,
+    NumberedChoice,
+    RequestProgress,
+    remaining_ms,
+    send_ids,
+)
 from pdserve.services.common.tracing import NO_SPAN, TraceSpan
 from pdserve.services.router.fleet import Worker
 from pdserve.services.router.placement import PromptFacts
 from pdserve.services.router.request import actions as do
 from pdserve.services.router.request import events as on
-from pdserve.services.router.request import machine, messages
+from pdserve.services.router.request import machine
 from pdserve.services.router.request.actions import FailureReason
 from pdserve.services.router.request.effects import Assignment, Client, Effects
 from pdserve.services.router.request.state import (
@@ -48,7 +54,7 @@ FAILURES: dict[FailureReason, ServiceError] = {
     FailureReason.POISON: ServiceError(
         pb.POISON_REQUEST, "the request was running on two workers that died"
     ),
-    FailureReason.NO_TRY_LEFT: ServiceError(pb.INTERNAL, "every attempt at the request failed"),
+    FailureReason.NO_ATTEMPT_LEFT: ServiceError(pb.INTERNAL, "every attempt at the request failed"),
     FailureReason.NO_WORKER_HERE: ServiceError(
         pb.UNAVAILABLE, "no worker that can take the request has joined this router", "", 1.0
     ),
@@ -147,7 +153,7 @@ class RoutedRequest:
         """Step the machine and carry out its actions. `message`: what came with the event."""
         for action in self._stepped(event, now):
             self._carry_out(action, message, now)
-        passes_on = self.state.only_passes_on
+        passes_on = self.state.only_forwards
         self._rows_of = self.assignment if passes_on else None
         self._quiet_until = self.state.quiet_until if passes_on else 0.0
 
@@ -241,7 +247,7 @@ class RoutedRequest:
                     log.info(text, message.reason, extra={"request": self.id})
                     self.span.event("placed again", now, reason=message.reason)
                     self._keeps(message)
-                self.step(messages.of_decode(kind, message), now, message)
+                self.step(on.of_decode(kind, message), now, message)
 
     def pass_on_row(self, worker: Worker, choice: NumberedChoice, position: int, id_: int) -> bool:
         """Pass on a worker's token of a choice that goes on; False if it may change more here."""
@@ -270,7 +276,7 @@ class RoutedRequest:
 
     def on_prefill(self, kind: str, message: Any, now: float) -> None:
         """Take an event of a prefill session; `kind` is its name in the proto."""
-        self.step(messages.of_prefill(kind, message), now)
+        self.step(on.of_prefill(kind, message), now)
 
     def _output(self, kind: str, message: Any, now: float) -> None:
         """Take ids or prompt log-probabilities; only those that continue the answer are new."""
@@ -358,10 +364,10 @@ class RoutedRequest:
         self._effects.stepped(self, transition, now)
         if transition.migration_begun:
             self.span.event("migration begun", now)
-        elif transition.moved:
+        elif transition.migrated:
             assert before.attempt is not None  # at the source
-            self.beginning.moved(self._so_far, state.num_attempts, before.attempt.id)
-            num_tokens = len(self._assignments[transition.moved].ids)
+            self.beginning.migrated(self._so_far, state.num_attempts, before.attempt.id)
+            num_tokens = len(self._assignments[transition.migrated].ids)
             self.span.event("migration done", now, tokens=num_tokens)
         elif transition.migration_over:
             self.span.event("migration failed", now, step=transition.failed_step)
@@ -379,42 +385,47 @@ class RoutedRequest:
             case do.SendAdmit():
                 self._admit(action, now)
             case do.SendResume():
-                epoch, choices = self.state.session_epoch, self.progress.choices
-                self._to_decode(action.attempt, messages.resume(action.attempt, epoch, choices))
+                resume = wire.Resume(
+                    attempt=action.attempt,
+                    epoch=self.state.session_epoch,
+                    counts=[len(choice.generated_ids) for choice in self.progress.choices],
+                )
+                self._to_decode(action.attempt, resume=resume)
             case do.SendPrefillStart():
                 self._start_prefill(action, now)
             case do.SendHold():
-                self._to_decode(action.attempt, messages.hold(action.attempt))
+                self._to_decode(action.attempt, hold=wire.Hold(attempt=action.attempt))
             case do.SendMove():
                 to = self._assignments[action.to]
                 assert to.ticket is not None  # it was admitted with one
-                identity = pb.KvIdentity(**to.decode.identity.parts())
-                move = messages.move(action.attempt, to.id, to.ticket, identity)
-                self._to_decode(action.attempt, move)
+                move = wire.Move(attempt=action.attempt, to=to.id, ticket=to.ticket)
+                move.kv_identity.CopyFrom(pb.KvIdentity(**to.decode.identity.parts()))
+                self._to_decode(action.attempt, move=move)
             case do.SendStay():
-                self._to_decode(action.attempt, messages.stay(action.attempt))
+                self._to_decode(action.attempt, stay=wire.Stay(attempt=action.attempt))
             case do.CancelAtDecode():
-                cancel = messages.cancel_at_decode(action.attempt, action.choices)
-                self._to_decode(action.attempt, cancel)
+                cancel = wire.CancelAttempt(attempt=action.attempt, choices=action.choices)
+                self._to_decode(action.attempt, cancel=cancel)
             case do.CancelAtPrefill():
                 prefill = self._assignments[action.attempt].prefill
                 if prefill is not None:
-                    self._effects.send(prefill, messages.cancel_at_prefill(action.attempt))
+                    cancel = wire.CancelAttempt(attempt=action.attempt)
+                    self._effects.send(prefill, wire.PrefillCommand(cancel=cancel))
             case do.RepeatAborts():
                 choices = self.progress.choices
                 if aborted := [i for i, c in enumerate(choices) if c.finish == pb.ABORTED]:
-                    cancel = messages.cancel_at_decode(action.attempt, aborted)
-                    self._to_decode(action.attempt, cancel)
-            case do.SparePrefill():
+                    cancel = wire.CancelAttempt(attempt=action.attempt, choices=aborted)
+                    self._to_decode(action.attempt, cancel=cancel)
+            case do.ReleasePrefill():
                 assignment = self._assignments[action.attempt]
                 if assignment.prefill is not None:
                     assignment.prefill.forget_command(assignment.id)
                 assignment.prefill = None
             case do.AnnouncePlacement():
                 self._announce(self._assignments[action.attempt], now)
-            case do.GoOn():
+            case do.Adopt():
                 self._go_on(self._assignments[action.attempt], message)
-            case do.PassOn():
+            case do.Forward():
                 self._pass_on(self._assignments[action.attempt], message, now)
             case do.SendFinished():
                 self._finish(self._assignments.get(action.attempt), message, now)
@@ -424,8 +435,9 @@ class RoutedRequest:
                 log.info("attempt lost: %s", action.reason, extra={"request": self.id})
                 self.span.event("attempt lost", now, reason=action.reason)
 
-    def _to_decode(self, attempt: bytes, command: wire.DecodeCommand) -> None:
-        self._effects.send(self._assignments[attempt].decode, command)
+    def _to_decode(self, attempt: bytes, **command: Any) -> None:
+        """Send a command, by its field's name in the proto, to the attempt's decode worker."""
+        self._effects.send(self._assignments[attempt].decode, wire.DecodeCommand(**command))
 
     def _open(self, action: do.OpenAttempt, now: float) -> None:
         if action.attempt not in self._assignments:
@@ -452,8 +464,13 @@ class RoutedRequest:
         if sender is not None:
             assert sender.boot == action.sender
             admit.prefill_boot, admit.prefill_identity = sender.boot, sender.identity.digest
-        for command in messages.admit(admit, start, self.progress.prompt_ids):
-            self._effects.send(assignment.decode, command)
+        parts, last_ids = send_ids(self.id, self.progress.prompt_ids)
+        for part in parts:
+            self._to_decode(assignment.id, ids_part=part)
+        command = wire.DecodeCommand(admit=admit)
+        command.admit.start.CopyFrom(start)
+        command.admit.start.prompt_ids.extend(last_ids)  # last, so that they are not copied
+        self._effects.send(assignment.decode, command)
 
     def _start_prefill(self, action: do.SendPrefillStart, now: float) -> None:
         assignment = self._assignments[action.attempt]
@@ -473,8 +490,12 @@ class RoutedRequest:
             trace_parent=self.progress.start.trace_parent,
             trace_state=self.progress.start.trace_state,
         )
-        for command in messages.start_prefill(start, assignment.ids):
-            self._effects.send(worker, command)
+        parts, last_ids = send_ids(assignment.id.hex(), assignment.ids)
+        for part in parts:
+            self._effects.send(worker, wire.PrefillCommand(ids_part=part))
+        command = wire.PrefillCommand(start=start)
+        command.start.ids.extend(last_ids)
+        self._effects.send(worker, command)
 
     def _announce(self, assignment: Assignment, now: float) -> None:
         decode = assignment.decode

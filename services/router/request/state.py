@@ -17,8 +17,8 @@ from pdserve.protos import common_pb2 as pb
 
 MAX_CANDIDATES = 3  # decode workers tried in a row before the request queues
 MAX_SESSIONS = 256  # of the attempts of one Start; each further loss of a session fails an attempt
-MAX_FAILED = 3  # failed migrations in a row; then the request stays where it is
-AGAIN_S = 0.5  # pause after a failed migration
+MAX_FAILED_MIGRATIONS = 3  # failed migrations in a row; then the request stays where it is
+MIGRATION_PAUSE_S = 0.5  # pause after a failed migration
 
 
 class FirstToken:
@@ -58,7 +58,7 @@ class Beginning:
     expected: int | None = None  # the same, as the router knew it at the first attempt
     first: pb.Finished | None = None  # report of the attempt that the request migrated from
 
-    def moved(self, so_far: pb.Finished, num_attempts: int, attempt: bytes) -> None:
+    def migrated(self, so_far: pb.Finished, num_attempts: int, attempt: bytes) -> None:
         """The request leaves `attempt`, whose beginning is `so_far`."""
         self.complete(so_far, num_attempts, attempt)
         self.first = so_far
@@ -182,7 +182,7 @@ class Routing:
     num_prefill_failures: int = 0
     orphan_since: float | None = None  # when its client's session ended
     num_failed_migrations: int = 0  # in a row
-    stays_until: float = 0.0  # no migration begins before this time
+    next_migration: float = 0.0  # no migration begins before this time
 
     @property
     def session_epoch(self) -> int:
@@ -197,7 +197,7 @@ class Routing:
         return [a.decode for a in attempts if a is not None and not a.answered]
 
     @property
-    def may_ask_more(self) -> bool:
+    def has_candidates_left(self) -> bool:
         """Whether an Admit may go to another worker than the `refused` ones in this round."""
         return len(self.refused) < MAX_CANDIDATES
 
@@ -207,12 +207,12 @@ class Routing:
             self.stage is Stage.RUNNING
             and self.migration is None
             and self.begun
-            and self.num_failed_migrations < MAX_FAILED
-            and now >= self.stays_until
+            and self.num_failed_migrations < MAX_FAILED_MIGRATIONS
+            and now >= self.next_migration
         )
 
     @property
-    def only_passes_on(self) -> bool:
+    def only_forwards(self) -> bool:
         """Whether ids of the attempt that end no choice change nothing in this state."""
         return (
             self.attempt is not None
@@ -224,7 +224,7 @@ class Routing:
 
     @property
     def quiet_until(self) -> float:
-        """Time before which TimePassed changes nothing, if the request `only_passes_on`."""
+        """Time before which TimePassed changes nothing, if the request `only_forwards`."""
         settled = self.attempt is None or self.attempt.sender_died is None
         if self.orphan_since is not None or not settled:
             return 0.0
@@ -266,10 +266,10 @@ class Transition:
         )
         if attempt is not None and (admitted or self.resumed):
             return attempt.id
-        return self.moved
+        return self.migrated
 
     @property
-    def follows_no_more(self) -> bytes:
+    def stopped_following(self) -> bytes:
         """The attempt whose prompt prefill computes, although it was to wait for another one."""
         attempt = self.before.attempt
         if attempt is None or not attempt.follows or self.before.stage is not Stage.ADMITTING:
@@ -287,7 +287,7 @@ class Transition:
         return self.before.migration is not None and self.after.migration is None
 
     @property
-    def moved(self) -> bytes:
+    def migrated(self) -> bytes:
         """The attempt at a migration's target, if the request goes on there."""
         migration, placed = self.before.migration, self.after.placed_attempt
         return placed if migration is not None and migration.is_target(placed) else b""
