@@ -36,7 +36,7 @@ from pdserve.services.common.rpc import (
     Outbox,
     TokensOutbox,
 )
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.process import IDLE_LOAD_S, LOAD_S
 
@@ -83,7 +83,7 @@ class FakeWorker:
     def __init__(self, number: int, access: Access, card: pb.ModelCard, shape: Shape) -> None:
         self.shape = shape
         self.boot = os.urandom(16)
-        self.host = GrpcHost(access)
+        self.host = GrpcServer(access)
         self.rng = Random(number)
         self.load = fleet_pb2.Load(blocks_total=BLOCKS_TOTAL)
         self.changed = True

@@ -145,7 +145,7 @@ class RealRouters:
 
     def _send(self, router: _Router, worker: Worker, command: Any) -> None:
         kind = command.WhichOneof("command")
-        number = self._numbers[worker.boot].number
+        number = self._numbers[worker.incarnation].number
         if kind == "admit":
             admit = command.admit
             prefill = self._numbers.get(admit.prefill_boot)

@@ -37,7 +37,7 @@ _PROBE_OPTIONS = {
 }
 
 
-class GrpcHost:
+class GrpcServer:
     """A grpc.aio server. Construct it inside the running loop, add servicers, then start.
 
     `open_methods` ("/pdserve.v1.Text/Chat") are for callers from outside the cluster: their

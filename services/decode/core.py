@@ -191,7 +191,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             if not future.cancelled() and not future.result():
                 session.outbox.put(_stayed(move.attempt, "the request was not stopped first"))
 
-        target = Ticket(ticket.id, ticket.secret, move.to, runtime.boot, ticket.decode_boot)
+        target = Ticket(ticket.id, ticket.secret, move.to, runtime.incarnation, ticket.decode_boot)
         identity = move.kv_identity.digest
         when_done(runtime.migrate(move.attempt, target, ticket.data_address, identity), began)
 

@@ -138,11 +138,11 @@ class DecodeRuntime(WorkerRuntime):
         settings: DecodeSettings,
         engine: Engine,
         card: CardData,
-        boot: bytes,
+        incarnation: bytes,
         callbacks: DecodeCallbacks,
         leases: LeaseFigures,
     ) -> None:
-        super().__init__(settings, engine, boot)
+        super().__init__(settings, engine, incarnation)
         if not engine.limits.pooling:  # embeddings have no grammar
             engine.load_grammars()
         self._callbacks = callbacks
@@ -154,7 +154,7 @@ class DecodeRuntime(WorkerRuntime):
         self.receiver = Receiver(
             engine,
             engine.kv,
-            boot=boot,
+            boot=incarnation,
             identity=engine.kv_identity,
             on_received=self._received,
             on_lost=self._lost,

@@ -75,7 +75,7 @@ class DecodeRole(WorkerRole[DecodeSettings, DecodeCore, DecodeRuntime]):
     def register(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(self.core), server)
 
-    def make_runtime(self, engine: Engine, card: CardData, boot: bytes) -> DecodeRuntime:
+    def make_runtime(self, engine: Engine, card: CardData, incarnation: bytes) -> DecodeRuntime:
         core = self.core
         callbacks = DecodeCallbacks(
             on_step=self.on_loop(core.on_step),
@@ -86,7 +86,9 @@ class DecodeRole(WorkerRole[DecodeSettings, DecodeCore, DecodeRuntime]):
             on_place_again=self.on_loop(core.on_place_again),
             on_migration_ended=self.on_loop(core.on_migration_ended),
         )
-        return DecodeRuntime(self.settings, engine, card, boot, callbacks, core.leases.figures)
+        return DecodeRuntime(
+            self.settings, engine, card, incarnation, callbacks, core.leases.figures
+        )
 
 
 def run(settings: DecodeSettings, engine: EngineConfig, report: Report = silent) -> int:

@@ -16,7 +16,7 @@ from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import freeze_heap
 from pdserve.services.common.rate_limits import RateLimits, RateSettings
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 from pdserve.services.common.tenants import make_keys
 from pdserve.services.common.tracing import NO_TRACER, Tracer, tracing
 from pdserve.services.picker.endpoints import Endpoints
@@ -47,7 +47,7 @@ class PickerProcess:
         self._keys = make_keys(settings)
         access = make_access(settings)
         self._tls = make_tls(settings.tls_cert, settings.tls_key)
-        self.host = GrpcHost(
+        self.host = GrpcServer(
             access, (METHOD,), (SERVICE,), checked_names=NAMES, live_name=LIVE
         )  # callers are proxies, which have no certificate of the cluster
         self.metrics = PickerMetrics()

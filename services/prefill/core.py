@@ -58,10 +58,10 @@ class PrefillRuntime(WorkerRuntime):
         settings: PrefillSettings,
         engine: Engine,
         card: CardData,
-        boot: bytes,
+        incarnation: bytes,
         on_ended: Callable[[Sent], None],
     ) -> None:
-        super().__init__(settings, engine, boot)
+        super().__init__(settings, engine, incarnation)
         self._on_ended = on_ended
         transports = self._usable_transports()
         self.sender = self._make_sender(transports, self._ended)
@@ -256,7 +256,11 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         if difference is not None:
             raise ServiceError(pb.INVALID_ARGUMENT, difference.text, "kv_identity")
         return Ticket(
-            wire_ticket.id, wire_ticket.secret, start.attempt, runtime.boot, wire_ticket.decode_boot
+            wire_ticket.id,
+            wire_ticket.secret,
+            start.attempt,
+            runtime.incarnation,
+            wire_ticket.decode_boot,
         )
 
     def _started(self, attempt: bytes, future: "Future[Any]") -> None:

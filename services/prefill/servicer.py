@@ -67,9 +67,9 @@ class PrefillRole(WorkerRole[PrefillSettings, PrefillCore, PrefillRuntime]):
     def register(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(self.core), server)
 
-    def make_runtime(self, engine: Engine, card: CardData, boot: bytes) -> PrefillRuntime:
+    def make_runtime(self, engine: Engine, card: CardData, incarnation: bytes) -> PrefillRuntime:
         on_ended = self.on_loop(self.core.on_ended)
-        return PrefillRuntime(self.settings, engine, card, boot, on_ended)
+        return PrefillRuntime(self.settings, engine, card, incarnation, on_ended)
 
 
 def run(settings: PrefillSettings, engine: EngineConfig, report: Report = silent) -> int:

@@ -40,9 +40,9 @@ class RouterCore:
         prefix_index_hashes: int = MAX_INDEXED_BLOCKS,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self.boot = os.urandom(16)
+        self.incarnation = os.urandom(16)
         self.fleet = Fleet(prefix_index_hashes)
-        self.worker_sessions = WorkerSessions(access, self.boot, self)
+        self.worker_sessions = WorkerSessions(access, self.incarnation, self)
         self.dispatcher = Dispatcher(
             self.fleet,
             rules,
@@ -136,7 +136,7 @@ class RouterCore:
         newest of a worker's streams counts, and messages of the others are ignored; a worker has
         several if two addresses lead to this router."""
         now = self._loop.time()
-        if self.fleet.get(worker.boot) is not worker or not worker.lease:
+        if self.fleet.get(worker.incarnation) is not worker or not worker.lease:
             return False
         if worker.lease != lease:
             return True
@@ -248,7 +248,7 @@ class RouterCore:
                 WorkerView(hello=w.hello, load=w.load, state=w.state.value, silent_s=now - w.heard)
                 for w in self.fleet.workers.values()
             ],
-            router_boot=self.boot,
+            router_boot=self.incarnation,
             prefill_local=self.dispatcher.prefills["local"],
             prefill_remote=self.dispatcher.prefills["remote"],
             retries=self.dispatcher.num_retries,

@@ -244,12 +244,12 @@ class Dispatcher:
     def place(self, request: RoutedRequest, now: float) -> None:
         self.placer.place(request, now)
 
-    def find(self, boot: bytes) -> Worker | None:
-        worker = self.fleet.get(boot)
+    def find(self, incarnation: bytes) -> Worker | None:
+        worker = self.fleet.get(incarnation)
         return worker if worker and worker.connected and not worker.frozen else None
 
-    def reach(self, boot: bytes, now: float) -> Reachability:
-        worker = self.fleet.get(boot)
+    def reach(self, incarnation: bytes, now: float) -> Reachability:
+        worker = self.fleet.get(incarnation)
         if worker is None:
             may_join = now - self._started < YOUNG_S
         elif worker.connected and not worker.frozen:
@@ -274,8 +274,8 @@ class Dispatcher:
 
     def stepped(self, request: RoutedRequest, transition: Transition, now: float) -> None:
         """Move the counters that follow from a step: the only place that says which."""
-        for boot, change in transition.unanswered.items():
-            self.placer.count_unanswered(boot, change)
+        for incarnation, change in transition.unanswered.items():
+            self.placer.count_unanswered(incarnation, change)
         if transition.resumed:
             self.num_adopted += 1
             if request.progress.begun:
@@ -345,7 +345,7 @@ class Dispatcher:
         self._lost(worker, "frozen", True, now)
 
     def _lost(self, worker: Worker, reason: str, crashed: bool, now: float) -> None:
-        forgotten = self.fleet.get(worker.boot) is not worker
+        forgotten = self.fleet.get(worker.incarnation) is not worker
         if forgotten and worker.hello.role == DECODE:
             self.placer.worker_forgotten(worker, now)
             others = (w.model for w in self.fleet.workers.values() if w.hello.role == DECODE)
@@ -353,7 +353,9 @@ class Dispatcher:
                 # In a sharded fleet the successor of a crashed worker may join other routers.
                 expected_back = worker.stays and not worker.hello.join_routers
                 self._models.left(worker.model, expected_back, now)
-        event = on.WorkerLost(worker.boot, f"{worker.hello.address} {reason}", crashed, forgotten)
+        event = on.WorkerLost(
+            worker.incarnation, f"{worker.hello.address} {reason}", crashed, forgotten
+        )
         for request in dict.fromkeys(self._by_attempt.values()):
             request.step(event, now)
         self.placer.pump(now)

@@ -20,7 +20,7 @@ from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import freeze_heap
 from pdserve.services.common.rate_limits import make_rate_limits
 from pdserve.services.common.rpc import BLOB_CACHE_BYTES, BlobCache, BlobsServicer, read_blob
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 from pdserve.services.common.tenants import make_keys
 from pdserve.services.common.tracing import NO_TRACER, Tracer, tracing
 from pdserve.services.router.core import RouterCore
@@ -85,7 +85,7 @@ class RouterProcess:
         self._keys = make_keys(settings)
         self._access = make_access(settings)
         self._tls = make_tls(settings.tls_cert, settings.tls_key)
-        self.host = GrpcHost(self._access, OPEN_METHODS, SERVICES)
+        self.host = GrpcServer(self._access, OPEN_METHODS, SERVICES)
         self.core = RouterCore(
             self._access,
             make_rules(settings),
@@ -93,7 +93,9 @@ class RouterProcess:
             tracer,
             settings.prefix_index_hashes,
         )
-        self._ring = open_ring(settings.trace_dir, "router", self.core.boot, settings.trace_mb)
+        self._ring = open_ring(
+            settings.trace_dir, "router", self.core.incarnation, settings.trace_mb
+        )
         self.core.dispatcher.event_log = EventLog(self._ring)
         self._rates = make_rate_limits(settings)
         self._service = RouterServicer(

@@ -41,13 +41,13 @@ MAX_ID_LEN = 256
 ID_BYTES = 40  # most bytes of a prompt's token id in a Python list
 OPEN_METHODS = ("/pdserve.v1.Router/Generate", "/pdserve.v1.Router/ListModels")
 Context = grpc.aio.ServicerContext[Any, Any]
-BOOT_BYTES = 16
+INCARNATION_BYTES = 16
 HEARTBEAT_ECHO_S = 2.0  # between two echoes; a worker joins again after 5 s without one
 ROLES = {fleet_pb2.PREFILL: Role.PREFILL, fleet_pb2.DECODE: Role.DECODE}
 
 
 class ClientSession(TokensOutbox[rpc.RequestEvent]):
-    """One client's stream of events; `key` is the gateway's boot id, or random for a Generate."""
+    """One client's stream of events. `key`: the gateway's incarnation, or random for a Generate."""
 
     def __init__(self, key: bytes, reads_rows: bool = False) -> None:
         super().__init__(rpc.RequestEvent)
@@ -90,7 +90,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     ) -> AsyncIterator[rpc.RouterMessage]:
         first = await anext(request_iterator, rpc.GatewayMessage())
         if not first.hello.boot:
-            text = "the first message must be a hello with a boot id"
+            text = "the first message of a session must be `hello` with `boot` set"
             await abort(context, ServiceError(pb.INVALID_ARGUMENT, text, "hello"))
         if self._core.draining:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the router is shutting down"))
@@ -309,7 +309,7 @@ def check_hello(hello: fleet_pb2.WorkerHello) -> None:
     invalid_field = ""
     if hello.role not in ROLES:
         invalid_field = "role"
-    elif len(hello.boot) != BOOT_BYTES:
+    elif len(hello.boot) != INCARNATION_BYTES:
         invalid_field = "boot"
     elif not hello.address.rpartition(":")[2].isdigit():
         invalid_field = "address"
@@ -355,7 +355,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         worker = self._core.join(hello)
         lease = worker.lease
         try:
-            welcome = fleet_pb2.Welcome(router_boot=self._core.boot, protocol=PROTOCOL_VERSION)
+            welcome = fleet_pb2.Welcome(
+                router_boot=self._core.incarnation, protocol=PROTOCOL_VERSION
+            )
             yield fleet_pb2.JoinReply(welcome=welcome)
             last_echo = 0.0
             async for report in request_iterator:

@@ -32,7 +32,7 @@ from pdserve.services.common.lifecycle import Report, run_until_signal
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import freeze_heap
 from pdserve.services.common.rpc import BlobCache, BlobsServicer, advertised
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 from pdserve.services.common.stall_detector import StallDetector
 from pdserve.services.common.tracing import Tracer, tracing
 from pdserve.services.worker.core import WorkerCore
@@ -74,14 +74,14 @@ class WorkerRole(ABC, Generic[SettingsT, CoreT, RuntimeT]):
         """Add the servicer; it refuses work until `attach`."""
 
     @abstractmethod
-    def make_runtime(self, engine: Engine, card: CardData, boot: bytes) -> RuntimeT:
+    def make_runtime(self, engine: Engine, card: CardData, incarnation: bytes) -> RuntimeT:
         """Make the engine's thread and hand-offs; called on the loading thread."""
 
-    def build(self, boot: bytes, progress: Callable[[str, float], None]) -> RuntimeT:
-        """Load the model, on the loading thread. `boot` identifies this life of the process."""
+    def build(self, incarnation: bytes, progress: Callable[[str, float], None]) -> RuntimeT:
+        """Load the model, on the loading thread. `incarnation`: the id of this process."""
         config = replace(self._config, threads=self.settings.threads)
         engine, card = build_engine(config, progress)
-        self.runtime = self.make_runtime(engine, card, boot)
+        self.runtime = self.make_runtime(engine, card, incarnation)
         return self.runtime
 
     def attach(self) -> None:
@@ -123,11 +123,11 @@ class WorkerProcess:
         for settings that cannot work, OSError for files that cannot be read."""
         # Refuses an invalid target before the model is loaded.
         Discovery("--routers", settings.routers, lambda: None, ready_only=False)
-        self.boot = os.urandom(16)
+        self.incarnation = os.urandom(16)
         self.address = ""
         self.runtime: WorkerRuntime | None = None
         self._access = make_access(settings)
-        self.host = GrpcHost(self._access, services=(role.service, "pdserve.v1.Blobs"))
+        self.host = GrpcServer(self._access, services=(role.service, "pdserve.v1.Blobs"))
         loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[None] = loop.create_future()
         self.failed: asyncio.Future[None] = loop.create_future()  # done only after a failure
@@ -213,7 +213,7 @@ class WorkerProcess:
                 self._report("loading", {"what": phase, "fraction": fraction})
 
         try:
-            runtime = self._role.build(self.boot, progress)
+            runtime = self._role.build(self.incarnation, progress)
             loop.call_soon_threadsafe(self._ready, runtime)
         except LoadingStopped:
             pass
@@ -259,7 +259,7 @@ class WorkerProcess:
         runtime.thread.start()
         hello = WorkerHello()
         hello.CopyFrom(runtime.hello)
-        hello.boot, hello.address = self.boot, self.address
+        hello.boot, hello.address = self.incarnation, self.address
         hello.join_routers = self._settings.join_routers
         self._membership = Membership(
             hello,

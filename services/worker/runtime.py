@@ -66,12 +66,12 @@ class WorkerRuntime(ABC):
     """
 
     role: pb.Role
-    hello: pb.WorkerHello  # without boot and address
+    hello: pb.WorkerHello  # without incarnation and address
     blobs: list[bytes]  # the blobs that the model card names
     figures: dict[str, Any]  # for the report "ready"
 
-    def __init__(self, settings: WorkerSettings, engine: Engine, boot: bytes) -> None:
-        self.boot = boot
+    def __init__(self, settings: WorkerSettings, engine: Engine, incarnation: bytes) -> None:
+        self.incarnation = incarnation
         self.engine = engine
         self.mixing = Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics)
         self.thread = EngineThread(engine, self._on_step)
@@ -83,7 +83,7 @@ class WorkerRuntime(ABC):
         self._audit = BlockAudit()
         self._shm_folder = shm_folder(settings.shm_dir)
         role = pb.Role.Name(self.role).lower()
-        self._ring = open_ring(settings.trace_dir, role, boot, settings.trace_mb)
+        self._ring = open_ring(settings.trace_dir, role, incarnation, settings.trace_mb)
 
     # called by a subclass's constructor
 
@@ -108,7 +108,7 @@ class WorkerRuntime(ABC):
             self.engine,
             self.engine.kv,
             transports,
-            boot=self.boot,
+            boot=self.incarnation,
             identity=self.engine.kv_identity,
             on_ended=on_ended,
             wake=self.thread.wake,

@@ -21,7 +21,7 @@ import grpc.aio
 from pdserve.protos import common_pb2
 from pdserve.services.common.auth.certificates import RIGHTS, Identity, Role, check_pair, role_in
 from pdserve.services.common.errors import ServiceError, abort
-from pdserve.services.common.options import HostSettings
+from pdserve.services.common.options import ServerSettings
 from pdserve.services.common.rpc import AUTHORIZATION, CHANNEL_OPTIONS, Context, Guard, guarded
 
 MIN_SECRET_BYTES = 32
@@ -348,7 +348,7 @@ class SecretChannel(grpc.aio.Channel):
 Access = SecretAccess | TlsAccess
 
 
-def make_access(settings: HostSettings) -> Access:
+def make_access(settings: ServerSettings) -> Access:
     """Certificates if any are set, otherwise the shared secret.
 
     Raises ValueError if neither is set, if a secret could be guessed, if a certificate option is

@@ -122,7 +122,7 @@ def check_pair(identity: Identity) -> None:
 
 
 def in_settings(authority: Identity, role: Role) -> dict[str, str]:
-    """Create a certificate of a role, as the fields of HostSettings (services/common/options.py).
+    """Create a certificate of a role, as the fields of ServerSettings (services/common/options.py).
     It is never renewed, so it lasts as long as its authority."""
     identity = issue(authority, role, AUTHORITY_DAYS)
     pem = {"cluster_ca": authority.certificate, "cluster_cert": identity.certificate}

@@ -96,7 +96,7 @@ class KvCompatibility:
             self._expected[pool] = now + STRANDED_S
 
     def count_left_out(self, decode: bytes, refused: Iterable[tuple[bytes, Difference]]) -> None:
-        """Count prefill workers, by boot id, that cannot send to a decode worker."""
+        """Count prefill workers, by incarnation, that cannot send to a decode worker."""
         for prefill, difference in refused:
             self.incompatible[difference.what] += 1
             pair = (prefill, decode)

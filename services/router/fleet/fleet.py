@@ -1,11 +1,11 @@
 """The router's soft view of its workers, and the models that they serve; pure, time is an argument.
 
-    (hello) -> LIVE <-> SUSPECT -> dead (forgotten)
+    (join) -> LIVE <-> SUSPECT -> dead (forgotten)
     LIVE -> SUSPECT      its join stream ended, or 1 s of silence on it
-    SUSPECT -> LIVE      heard again on a join stream under the same boot id: nothing happened
+    SUSPECT -> LIVE      heard again on a join stream under the same incarnation
     SUSPECT -> dead      500 ms without a witness (a byte on its session)
-    any -> dead          connection refused; a new boot id on its address; goodbye, then both its
-                         join stream and its session gone
+    any -> dead          connection refused; another incarnation at its address; goodbye, then both
+                         its join stream and its session ended
     LIVE -> DRAINING     goodbye: no new work, running work goes on
     LIVE -> LEAVING      goodbye to this router alone (membership.py): the same, and what runs stays
                          there; forgotten when nothing of this router runs there any more
@@ -68,7 +68,7 @@ class ServedModels:
 
 
 class Fleet:
-    """Workers by boot id. Methods that end workers return them, so that their attempts end."""
+    """Workers by incarnation. Methods that end workers return them, so that their attempts end."""
 
     def __init__(self, prefix_index_hashes: int = MAX_INDEXED_BLOCKS) -> None:
         """`prefix_index_hashes`: most distinct prefix cache blocks that it knows."""
@@ -81,8 +81,8 @@ class Fleet:
         self._next_look = 0.0  # no worker is silent for too long before this time
         self._has_leaving = False
 
-    def get(self, boot: bytes) -> Worker | None:
-        return self.workers.get(boot)
+    def get(self, incarnation: bytes) -> Worker | None:
+        return self.workers.get(incarnation)
 
     def of(self, role: pb.Role, model: str) -> Sequence[Worker]:
         """Return the workers of a role and model, in any state; a new list after each change."""
@@ -94,7 +94,7 @@ class Fleet:
         replaced = [
             w
             for w in self.workers.values()
-            if w.hello.address == hello.address and w.boot != hello.boot
+            if w.hello.address == hello.address and w.incarnation != hello.boot
         ]
         for worker in replaced:
             self._forget(worker)
@@ -138,7 +138,7 @@ class Fleet:
 
     def stream_ended(self, worker: Worker, lease: int, now: float) -> list[Worker]:
         """Note that a join stream ended; ignored unless it is the newest. Returns the dead."""
-        if self.workers.get(worker.boot) is not worker or worker.lease != lease:
+        if self.workers.get(worker.incarnation) is not worker or worker.lease != lease:
             return []
         worker.lease = 0
         if not worker.stays and not worker.connected:  # else its last events may still arrive
@@ -149,13 +149,13 @@ class Fleet:
 
     def lost(self, worker: Worker) -> list[Worker]:
         """Forget a worker that is known to be dead (its port refuses connections)."""
-        if self.workers.get(worker.boot) is not worker:
+        if self.workers.get(worker.incarnation) is not worker:
             return []
         self._forget(worker)
         return [worker]
 
     def _forget(self, worker: Worker) -> None:
-        del self.workers[worker.boot]
+        del self.workers[worker.incarnation]
         self._group()
         worker.prefixes.close()
 

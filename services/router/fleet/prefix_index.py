@@ -39,8 +39,8 @@ class PrefixIndex:
         self._capacity = capacity
         self._buckets = [b""] * (capacity // ENTRIES + 1)
         self._sets = _WorkerSets()
-        self._boots: dict[int, bytes] = {}  # of the present workers, by their bits
-        self._used_bits = 0  # the bits in `_boots`
+        self._incarnations: dict[int, bytes] = {}  # of the present workers, by their bits
+        self._used_bits = 0  # the bits in `_incarnations`
         self._num_entries = 0
         self._num_dead = 0  # entries whose workers are all forgotten
         self._sample_mask = 0  # these bits are zero in the last byte of each hash looked up
@@ -63,18 +63,18 @@ class PrefixIndex:
         """Share of all blocks that it keeps; 1 if there is room for all."""
         return 1 / (self._sample_mask + 1)
 
-    def open(self, boot: bytes) -> "WorkerPrefixes":
+    def open(self, incarnation: bytes) -> "WorkerPrefixes":
         """Return the part of a worker that has just joined; `close` it when the worker is gone."""
         bit = ~self._used_bits & (self._used_bits + 1)
         self._used_bits |= bit
-        self._boots[bit] = boot
+        self._incarnations[bit] = incarnation
         return WorkerPrefixes(self, bit)
 
     def close(self, bit: int) -> None:
         """Forget a worker."""
         self.forget(bit)
         self._used_bits &= ~bit
-        del self._boots[bit]
+        del self._incarnations[bit]
 
     def add(self, bit: int, hashes: Iterable[bytes]) -> int:
         """Add blocks of a worker. Returns how many of them are new for it."""
@@ -126,7 +126,7 @@ class PrefixIndex:
             self._sample_mask = self._num_to_thin = 0
 
     def num_cached(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
-        """Return how many leading blocks of a prompt are cached, by boot id of each worker with
+        """Return how many leading blocks of a prompt are cached, by incarnation of each worker with
         any."""
         num_blocks: dict[bytes, int] = {}
         holders, num_known = self._used_bits, 0
@@ -147,7 +147,7 @@ class PrefixIndex:
         """Enter this number of blocks for each of the workers."""
         while workers:
             bit = workers & -workers
-            result[self._boots[bit]] = num_blocks
+            result[self._incarnations[bit]] = num_blocks
             workers ^= bit
 
     def _holders(self, chain: bytes) -> int:

@@ -32,7 +32,7 @@ class WorkerFacts:
     """A value, never changed. Not frozen, because a frozen one takes five times as long to make,
     for each load report."""
 
-    boot: bytes
+    incarnation: bytes
     kind: WorkerKind
     requests: int = 0  # running, waiting, and sent by this router but not yet reported
     waiting_tokens: int = 0  # prompt tokens not computed yet, also those sent but not reported
@@ -45,7 +45,7 @@ class WorkerFacts:
         """Return the same worker's facts for a prompt of which it has so many tokens."""
         # By position: names take twice as long, and `replace` six times.
         return WorkerFacts(
-            self.boot,
+            self.incarnation,
             self.kind,
             self.requests,
             self.waiting_tokens,
@@ -94,7 +94,7 @@ class Worker:
     unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict, init=False)
     # From the hello.
     role: pb.Role = field(init=False)
-    boot: bytes = field(init=False)
+    incarnation: bytes = field(init=False)
     model: str = field(init=False)
     identity: KvIdentity = field(init=False)
     kind: WorkerKind = field(init=False)
@@ -105,7 +105,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         hello = self.hello
-        self.role, self.boot, self.model = hello.role, hello.boot, hello.card.name
+        self.role, self.incarnation, self.model = hello.role, hello.boot, hello.card.name
         self.kind = _shared(
             WorkerKind(
                 _shared(KvIdentity.of(hello.card.kv_identity)),
@@ -116,7 +116,7 @@ class Worker:
             )
         )
         self.identity = self.kind.identity
-        self.facts = WorkerFacts(self.boot, self.kind)
+        self.facts = WorkerFacts(self.incarnation, self.kind)
 
     @property
     def host(self) -> str:
@@ -188,7 +188,7 @@ class Worker:
         blocks = load.blocks_free + load.blocks_cached
         # By position: names take twice as long.
         self.facts = WorkerFacts(
-            self.boot,
+            self.incarnation,
             self.kind,
             load.running + load.waiting + len(self.unreported),
             load.waiting_tokens + self._unreported_tokens,

@@ -67,13 +67,13 @@ class WorkerSession:
     """The session with one worker. `run` ends only when the port refuses, or by cancellation."""
 
     def __init__(
-        self, worker: Worker, access: Access, boot: bytes, listener: SessionListener
+        self, worker: Worker, access: Access, incarnation: bytes, listener: SessionListener
     ) -> None:
         self._worker = worker
         self._address = worker.hello.address
         self._access = access
         self._hello = wire.SessionHello(
-            router_boot=boot, reads_rows=True, protocol=PROTOCOL_VERSION
+            router_boot=incarnation, reads_rows=True, protocol=PROTOCOL_VERSION
         )
         self._listener = listener
         self._outbox: Outbox[wire.DecodeCommand | wire.PrefillCommand] | None = None
@@ -166,26 +166,29 @@ class WorkerSessions:
 
     def __init__(self, access: Access, router_boot: bytes, listener: SessionListener) -> None:
         self._access = access
-        self._boot = router_boot
+        self._incarnation = router_boot
         self._listener = listener
         self._sessions: dict[bytes, tuple[WorkerSession, asyncio.Task[None]]] = {}
 
     def open(self, worker: Worker) -> None:
         """Open and maintain a session with a worker; no effect if there is one."""
-        if worker.boot not in self._sessions:
-            session = WorkerSession(worker, self._access, self._boot, self._listener)
+        if worker.incarnation not in self._sessions:
+            session = WorkerSession(worker, self._access, self._incarnation, self._listener)
             name = f"session {worker.hello.address}"
-            self._sessions[worker.boot] = (session, asyncio.create_task(session.run(), name=name))
+            self._sessions[worker.incarnation] = (
+                session,
+                asyncio.create_task(session.run(), name=name),
+            )
 
     def send(self, worker: Worker, command: Command) -> None:
         """Queue a command; dropped while the session is down."""
-        if worker.boot in self._sessions:
-            self._sessions[worker.boot][0].send(command)
+        if worker.incarnation in self._sessions:
+            self._sessions[worker.incarnation][0].send(command)
 
     def close(self, worker: Worker) -> None:
         """End the session with a worker."""
-        if worker.boot in self._sessions:
-            self._sessions.pop(worker.boot)[1].cancel()
+        if worker.incarnation in self._sessions:
+            self._sessions.pop(worker.incarnation)[1].cancel()
 
     async def close_all(self) -> None:
         """End all sessions and wait for their end."""

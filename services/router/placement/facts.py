@@ -20,24 +20,24 @@ class PromisedChains:
     """Chain hashes by worker, counted over the live attempts."""
 
     def __init__(self) -> None:
-        self._counts: dict[bytes, Counter[bytes]] = {}  # by boot id of the worker
-        self._boots: dict[bytes, set[bytes]] = {}  # of workers, by the first link of a chain
+        self._counts: dict[bytes, Counter[bytes]] = {}  # by incarnation of the worker
+        self._incarnations: dict[bytes, set[bytes]] = {}  # of workers, by the first link of a chain
         self._attempts: dict[bytes, tuple[bytes, Sequence[bytes]]] = {}
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._attempts)
 
-    def add(self, attempt: bytes, boot: bytes, chain: Sequence[bytes]) -> None:
+    def add(self, attempt: bytes, incarnation: bytes, chain: Sequence[bytes]) -> None:
         """Add an attempt that began at a worker. `chain`: hashes of its prompt's full blocks."""
-        self._attempts[attempt] = boot, chain
-        self._counts.setdefault(boot, Counter()).update(chain)
+        self._attempts[attempt] = incarnation, chain
+        self._counts.setdefault(incarnation, Counter()).update(chain)
         if chain:
-            self._boots.setdefault(chain[0], set()).add(boot)
+            self._incarnations.setdefault(chain[0], set()).add(incarnation)
 
     def drop(self, attempt: bytes) -> None:
         """Drop an attempt that is over; no effect if it is not present."""
-        boot, chain = self._attempts.pop(attempt, (b"", ()))
-        counts = self._counts.get(boot)
+        incarnation, chain = self._attempts.pop(attempt, (b"", ()))
+        counts = self._counts.get(incarnation)
         if counts is None:
             return
         for link in chain:
@@ -45,20 +45,20 @@ class PromisedChains:
             if not counts[link]:
                 del counts[link]
         if chain and chain[0] not in counts:
-            self._boots[chain[0]].discard(boot)
-            if not self._boots[chain[0]]:
-                del self._boots[chain[0]]
+            self._incarnations[chain[0]].discard(incarnation)
+            if not self._incarnations[chain[0]]:
+                del self._incarnations[chain[0]]
         if not counts:
-            del self._counts[boot]
+            del self._counts[incarnation]
 
     def num_promised(self, chain: Sequence[bytes]) -> dict[bytes, int]:
-        """Return the number of leading blocks of a chain that are promised, by boot id of each
+        """Return the number of leading blocks of a chain that are promised, by incarnation of each
         worker with any."""
         num_blocks = {}
-        for boot in self._boots.get(chain[0], ()) if chain else ():
-            counts = self._counts[boot]
+        for incarnation in self._incarnations.get(chain[0], ()) if chain else ():
+            counts = self._counts[incarnation]
             # A link is promised with all links before it, so the promised ones come first.
-            num_blocks[boot] = bisect_left(chain, True, key=lambda link: link not in counts)
+            num_blocks[incarnation] = bisect_left(chain, True, key=lambda link: link not in counts)
         return num_blocks
 
 
@@ -73,7 +73,7 @@ class PickedPrompt:
 
     number: bytes
     key: PromptKey
-    boot: bytes
+    incarnation: bytes
     num_tokens: int  # tokens that the worker will compute
     picked_at: float
 
@@ -85,7 +85,7 @@ class PickedPrompts:
         self._promised = promised
         self._open: dict[bytes, PickedPrompt] = {}  # by number, oldest first
         self._of_prompts: dict[PromptKey, deque[PickedPrompt]] = {}
-        self._requests: Counter[bytes] = Counter()  # by boot
+        self._requests: Counter[bytes] = Counter()  # by incarnation
         self._tokens: Counter[bytes] = Counter()
         self._num = 0
 
@@ -93,35 +93,40 @@ class PickedPrompts:
         return len(self._open)
 
     def add(
-        self, key: PromptKey, boot: bytes, chain: Sequence[bytes], num_tokens: int, now: float
+        self,
+        key: PromptKey,
+        incarnation: bytes,
+        chain: Sequence[bytes],
+        num_tokens: int,
+        now: float,
     ) -> None:
-        """Add a pick of the worker `boot`. `chain`: hashes of the prompt's full blocks there."""
+        """Add a pick of a worker. `chain`: hashes of the prompt's full blocks there."""
         self.forget_old(now)
         self._num += 1
-        pick = PickedPrompt(b"pick %d" % self._num, key, boot, num_tokens, now)
+        pick = PickedPrompt(b"pick %d" % self._num, key, incarnation, num_tokens, now)
         self._open[pick.number] = pick
         self._of_prompts.setdefault(key, deque()).append(pick)
-        self._requests[boot] += 1
-        self._tokens[boot] += num_tokens
-        self._promised.add(pick.number, boot, chain)
+        self._requests[incarnation] += 1
+        self._tokens[incarnation] += num_tokens
+        self._promised.add(pick.number, incarnation, chain)
 
     def take(self, key: PromptKey, now: float) -> bytes | None:
-        """Return the boot id of the picked worker for a prompt, once per pick, or None."""
+        """Return the incarnation of the picked worker for a prompt, once per pick, or None."""
         self.forget_old(now)
         picks = self._of_prompts.get(key)
         if not picks:
             return None
         pick = picks[0]
         self._forget(pick)
-        return pick.boot
+        return pick.incarnation
 
     def counted(self, facts: WorkerFacts, now: float) -> WorkerFacts:
         """Return the facts of a worker including its picked requests."""
         self.forget_old(now)
-        num = self._requests.get(facts.boot, 0)
+        num = self._requests.get(facts.incarnation, 0)
         if not num:
             return facts
-        waiting = facts.waiting_tokens + self._tokens[facts.boot]
+        waiting = facts.waiting_tokens + self._tokens[facts.incarnation]
         return replace(facts, requests=facts.requests + num, waiting_tokens=waiting)
 
     def forget_old(self, now: float) -> None:
@@ -139,10 +144,10 @@ class PickedPrompts:
         picks.remove(pick)
         if not picks:
             del self._of_prompts[pick.key]
-        self._requests[pick.boot] -= 1
-        self._tokens[pick.boot] -= pick.num_tokens
-        if not self._requests[pick.boot]:
-            del self._requests[pick.boot], self._tokens[pick.boot]
+        self._requests[pick.incarnation] -= 1
+        self._tokens[pick.incarnation] -= pick.num_tokens
+        if not self._requests[pick.incarnation]:
+            del self._requests[pick.incarnation], self._tokens[pick.incarnation]
         self._promised.drop(pick.number)
 
 
@@ -150,7 +155,7 @@ class _KnownBlocks(NamedTuple):
     """Where the prompt's blocks are, for workers that hash them alike."""
 
     chain: list[bytes]
-    # Cached and promised tokens, by boot id of each worker that has any.
+    # Cached and promised tokens, by incarnation of each worker that has any.
     tokens: dict[bytes, tuple[int, int]]
 
 
@@ -168,7 +173,7 @@ class FactsOfWorkers:
     ) -> None:
         self._ids = ids[:-1]  # the last one always runs as a decode row, so it is never a hit
         self._salt = cache_salt
-        self._verified = verified  # tokens by boot id; their prefix events may not have arrived
+        self._verified = verified  # tokens by incarnation; their prefix events may not have arrived
         self._index = index
         self._promised = promised
         self._now = now
@@ -191,8 +196,8 @@ class FactsOfWorkers:
             if worker.unreported:
                 worker.forget_old_commands(self._now)
             facts = worker.facts
-            if worker.boot in tokens:
-                facts = facts.of_prompt(*tokens[worker.boot])
+            if worker.incarnation in tokens:
+                facts = facts.of_prompt(*tokens[worker.incarnation])
             all_facts.append(facts)
         return all_facts
 
@@ -209,15 +214,18 @@ class FactsOfWorkers:
         return blocks
 
     def _tokens(self, chain: list[bytes], size: int) -> dict[bytes, tuple[int, int]]:
-        """Return cached and promised tokens, by boot id of each worker that has or verified any of
-        these blocks."""
+        """Return cached and promised tokens by incarnation, of each worker that has or verified any
+        of these blocks."""
         cached, promised = self._index.num_cached(chain), self._promised.num_promised(chain)
-        result = {boot: (num * size, promised.get(boot, 0) * size) for boot, num in cached.items()}
-        for boot, num in promised.items():
-            result.setdefault(boot, (0, num * size))
-        for boot, tokens in self._verified.items():
-            previous = result.get(boot, (0, 0))
-            result[boot] = max(previous[0], tokens), previous[1]
+        result = {
+            incarnation: (num * size, promised.get(incarnation, 0) * size)
+            for incarnation, num in cached.items()
+        }
+        for incarnation, num in promised.items():
+            result.setdefault(incarnation, (0, num * size))
+        for incarnation, tokens in self._verified.items():
+            previous = result.get(incarnation, (0, 0))
+            result[incarnation] = max(previous[0], tokens), previous[1]
         return result
 
 
@@ -228,14 +236,14 @@ def destination(
     mixing: Mixing,
     rng: Random,
 ) -> bytes | None:
-    """Return the boot id of the cheapest other decode worker that has room for a running request's
-    KV and can take it from its worker `source`, or None. `ids`: as in FactsOfWorkers."""
+    """Return the cheapest other decode worker (its incarnation) that has room for a running
+    request's KV and can take it from its worker `source`, or None. `ids`: as in FactsOfWorkers."""
     candidates = [
         other
         for other in workers
-        if other.boot != source.boot
+        if other.incarnation != source.incarnation
         and other.free_tokens >= len(ids)
         and mismatch(source.kind, other.kind, mixing) is None
     ]
     index = pick_decode(PromptFacts(len(ids) - 1), candidates, rng)
-    return None if index is None else candidates[index].boot
+    return None if index is None else candidates[index].incarnation

@@ -54,7 +54,7 @@ class PromptFacts:
     num_tokens: int  # prefix ids less the last: their KV must exist before the first decode row
     may_go_remote: bool = True  # prompt logprobs keep a request local
     prefill_failures: int = 0
-    failed_prefills: frozenset[bytes] = frozenset()  # boot ids
+    failed_prefills: frozenset[bytes] = frozenset()  # incarnations
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Rules:
         return 1 if self.remote_prefill == "always" else self.threshold
 
 
-Refused = tuple[bytes, Difference]  # boot id of a prefill worker, and the reason
+Refused = tuple[bytes, Difference]  # incarnation of a prefill worker, and the reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +107,12 @@ def decide(
     missing = missing_tokens(prompt, decode)
     # A request that shares another's KV gets a prefill worker too, in case the sharing fails.
     prefill, reason, refused = pick_prefill(prompt, decode, missing, prefills, rules, rng)
-    boot = None if prefill is None else prefill.boot
+    incarnation = None if prefill is None else prefill.incarnation
     follows = picked.cached_tokens > decode.cached_tokens
     reason = "shared prefix" if follows else reason
-    return Decision(decode.boot, boot, reason, prompt.num_tokens - missing, refused, follows)
+    return Decision(
+        decode.incarnation, incarnation, reason, prompt.num_tokens - missing, refused, follows
+    )
 
 
 def missing_tokens(prompt: PromptFacts, worker: WorkerFacts) -> int:
@@ -226,8 +228,8 @@ def pick_prefill(
     for worker in candidates:
         reason = mismatch(worker.kind, decode.kind, rules.mixing)
         if reason is not None:
-            incompatible.append((worker.boot, reason))
-        elif worker.boot not in prompt.failed_prefills:
+            incompatible.append((worker.incarnation, reason))
+        elif worker.incarnation not in prompt.failed_prefills:
             compatible.append(worker)
     refused = tuple(incompatible)
     if not compatible:

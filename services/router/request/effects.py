@@ -59,10 +59,10 @@ class Effects(Protocol[RequestT]):
     def place(self, request: RequestT, now: float) -> None:
         """Begin an attempt now, or queue the request in order of arrival."""
 
-    def find(self, boot: bytes) -> Worker | None:
-        """Return the worker with this boot id if commands can be sent to it."""
+    def find(self, incarnation: bytes) -> Worker | None:
+        """Return the worker with this incarnation if commands can be sent to it."""
 
-    def reach(self, boot: bytes, now: float) -> Reachability:
+    def reach(self, incarnation: bytes, now: float) -> Reachability:
         """Return whether commands can be sent to the worker, or may be soon."""
 
     def send(self, worker: Worker, command: Command) -> None:

@@ -52,8 +52,8 @@ class Pressure:
     """Tracks which workers have preempted in every recent window."""
 
     def __init__(self) -> None:
-        self._seen: dict[bytes, int] = {}  # preemptions, by boot
-        self._windows: dict[bytes, int] = {}  # windows in a row with more of them, by boot
+        self._seen: dict[bytes, int] = {}  # preemptions, by incarnation
+        self._windows: dict[bytes, int] = {}  # windows in a row with more of them, by incarnation
         self._next = 0.0
 
     def due(self, now: float) -> bool:
@@ -61,24 +61,24 @@ class Pressure:
         return now >= self._next
 
     def look(self, preemptions: Mapping[bytes, int], now: float) -> list[bytes]:
-        """Return the workers that should send a request away now. `preemptions`: by boot id."""
+        """Return the workers that should send a request away now. `preemptions`: by incarnation."""
         if not self.due(now):
             return []
         self._next = now + WINDOW_S
         pressed = []
-        for boot, count in preemptions.items():
-            more = count > self._seen.get(boot, count)
-            self._windows[boot] = self._windows.get(boot, 0) + 1 if more else 0
-            if self._windows[boot] >= MIN_WINDOWS:
-                self._windows[boot] = 0
-                pressed.append(boot)
+        for incarnation, count in preemptions.items():
+            more = count > self._seen.get(incarnation, count)
+            self._windows[incarnation] = self._windows.get(incarnation, 0) + 1 if more else 0
+            if self._windows[incarnation] >= MIN_WINDOWS:
+                self._windows[incarnation] = 0
+                pressed.append(incarnation)
         self._seen = dict(preemptions)
-        self._windows = {boot: self._windows[boot] for boot in preemptions}
+        self._windows = {incarnation: self._windows[incarnation] for incarnation in preemptions}
         return pressed
 
-    def calm(self, boot: bytes) -> bool:
+    def calm(self, incarnation: bytes) -> bool:
         """Return whether the worker did not preempt in the last window."""
-        return not self._windows.get(boot)
+        return not self._windows.get(incarnation)
 
 
 class Migrations:
@@ -102,17 +102,17 @@ class Migrations:
         if draining:
             self._empty(draining, requests, now)
         if self._pressure.due(now):
-            preemptions = {w.boot: w.load.preemptions for w in workers}
-            for boot in self._pressure.look(preemptions, now):
-                self._relieve(boot, requests, now)
+            preemptions = {w.incarnation: w.load.preemptions for w in workers}
+            for incarnation in self._pressure.look(preemptions, now):
+                self._relieve(incarnation, requests, now)
 
-    def _relieve(self, boot: bytes, requests: Iterable[RoutedRequest], now: float) -> None:
+    def _relieve(self, incarnation: bytes, requests: Iterable[RoutedRequest], now: float) -> None:
         """Migrate one request of a worker that preempts to one that has room for all of it."""
         candidates = {
             running(request): request
             for request in requests
             if request.state.attempt is not None
-            and request.state.attempt.decode == boot
+            and request.state.attempt.decode == incarnation
             and not request.state.num_failed_migrations
             and may_migrate(request, now)
         }
@@ -123,7 +123,7 @@ class Migrations:
             has_room = target.facts.free_tokens >= candidate.num_tokens + (
                 candidate.remaining or candidate.num_tokens
             )
-            if has_room and self._pressure.calm(target.boot):
+            if has_room and self._pressure.calm(target.incarnation):
                 candidates[candidate].migrate(target, now)
                 return
 

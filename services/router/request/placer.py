@@ -77,7 +77,9 @@ class Placer:
         self.compatibility = KvCompatibility(rules.resuming)
         self.promised = PromisedChains()
         self.picks = PickedPrompts(self.promised)
-        self.admitting: Counter[bytes] = Counter()  # unanswered, by boot of the decode worker
+        self.admitting: Counter[bytes] = (
+            Counter()
+        )  # unanswered, by incarnation of the decode worker
         self.reasons: Counter[str] = Counter()  # of decisions, counted
         self._without_worker: dict[RoutedRequest, float] = {}  # since when no suitable worker stays
 
@@ -133,7 +135,9 @@ class Placer:
         workers = (
             self._free(self._compatible_workers(request), now) if state.has_candidates_left else []
         )
-        return [w for w in workers if w.boot not in state.refused] if state.refused else workers
+        return (
+            [w for w in workers if w.incarnation not in state.refused] if state.refused else workers
+        )
 
     def _compatible_workers(self, request: RoutedRequest) -> Sequence[Worker]:
         workers = self._fleet.of(DECODE, request.model)
@@ -152,13 +156,13 @@ class Placer:
 
     def _begin(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
         """Begin an attempt on the worker that the policy chooses; False if it chooses none."""
-        picked_boot = self._picked_worker(request, now)
+        picked = self._picked_worker(request, now)
         facts = self._facts(request, self.promised, now)
         decodes = facts.of_all(workers)
         if self.picks:
             decodes = [self.picks.counted(worker, now) for worker in decodes]
-        if picked_boot is not None:
-            decodes = [worker for worker in decodes if worker.boot == picked_boot] or decodes
+        if picked is not None:
+            decodes = [worker for worker in decodes if worker.incarnation == picked] or decodes
         senders = facts.of_all(taking_work(self._fleet.of(PREFILL, request.model), now))
         decision = decide(request.facts(), decodes, senders, self._rules, self._rng)
         if decision is None:
@@ -172,10 +176,10 @@ class Placer:
             request.beginning.expected = cached
         decode = self._fleet.workers[decision.decode]
         prefill = None if decision.prefill is None else self._fleet.workers[decision.prefill]
-        self.compatibility.count_left_out(decode.boot, decision.refused)
+        self.compatibility.count_left_out(decode.incarnation, decision.refused)
         min_shared = self._rules.min_shared_tokens
         attempt = request.begin(decode, prefill, decision.follows, min_shared, now)
-        self.promised.add(attempt, decode.boot, facts.chain(decode))
+        self.promised.add(attempt, decode.incarnation, facts.chain(decode))
         return True
 
     def _picked_worker(self, request: RoutedRequest, now: float) -> bytes | None:
@@ -209,16 +213,18 @@ class Placer:
             return []
         costs = decode_costs(prompt, workers, math.inf)
         by_cost = sorted(zip(costs, workers, strict=True), key=lambda pair: pair[0])
-        others = [w for _, w in by_cost if w.boot != decision.decode]
+        others = [w for _, w in by_cost if w.incarnation != decision.decode]
         best = self._fleet.workers[decision.decode]
-        cached = {w.boot: min(w.cached_tokens, prompt.num_tokens) for w in workers}
-        order = [best, *(self._fleet.workers[w.boot] for w in others)]
+        cached = {w.incarnation: min(w.cached_tokens, prompt.num_tokens) for w in workers}
+        order = [best, *(self._fleet.workers[w.incarnation] for w in others)]
         waits = decision.follows or decision.prefill is not None  # for KV, as in `opened`
         key = prompt_key(query.model, query.cache_salt, query.ids)
-        self.picks.add(key, best.boot, facts.chain(best), 0 if waits else len(query.ids), now)
+        self.picks.add(
+            key, best.incarnation, facts.chain(best), 0 if waits else len(query.ids), now
+        )
         cached_by_host: dict[str, int] = {}
         for worker in order:
-            cached_by_host.setdefault(worker.host, cached[worker.boot])
+            cached_by_host.setdefault(worker.host, cached[worker.incarnation])
         return [PickedHost(host, tokens) for host, tokens in cached_by_host.items()]
 
     def refuses(self, pool: tuple[str, str], tenant: bytes, now: float) -> bool:
@@ -233,8 +239,8 @@ class Placer:
     def _free(self, workers: Iterable[Worker], now: float) -> Sequence[Worker]:
         """Return the decode workers that take one more request now."""
         taking = taking_work(workers, now)
-        full = {boot for boot, num in self.admitting.items() if num >= MAX_ADMITTING}
-        return [w for w in taking if w.boot not in full] if full else taking
+        full = {incarnation for incarnation, num in self.admitting.items() if num >= MAX_ADMITTING}
+        return [w for w in taking if w.incarnation not in full] if full else taking
 
     def _facts(
         self, request: RoutedRequest, promised: PromisedChains, now: float
@@ -250,8 +256,8 @@ class Placer:
         source = facts.of(request.assignment.decode)
         others = facts.of_all(self._candidates(request, now))
         ids = request.progress.prefix_ids()
-        boot = destination(ids, source, others, self._rules.mixing, self._rng)
-        return None if boot is None else self._fleet.workers[boot]
+        incarnation = destination(ids, source, others, self._rules.mixing, self._rng)
+        return None if incarnation is None else self._fleet.workers[incarnation]
 
     def remote_tokens(self, request: RoutedRequest) -> int:
         """Return the tokens that a prefill worker would compute for it if nothing is cached."""

@@ -1,9 +1,9 @@
 """One request in the router: carries out the actions of its state machine (machine.py).
 
-It holds what the machine does not need: the ids (RequestProgress), the workers behind the boot ids,
-tickets, and the facts that the client receives at the end. It is synchronous, time is an argument,
-and its `Effects` are its only access to the rest of the router, so that the same code runs on
-sockets and under a test's clock.
+It holds what the machine does not need: the token ids (RequestProgress), workers, tickets, and the
+facts that the client receives at the end. It is synchronous, time is an argument, and its `Effects`
+are its only access to the rest of the router, so that the same code runs on sockets and under a
+test's clock.
 """
 
 import logging
@@ -98,7 +98,7 @@ class RoutedRequest:
             placed_decode=start.placement.decode_boot,
             seek_start=now,
         )
-        self.verified: dict[bytes, int] = {}  # tokens that decode workers keep, by boot id
+        self.verified: dict[bytes, int] = {}  # tokens that decode workers keep, by incarnation
         self.beginning = Beginning(FirstToken(now))
         self.inexact = False  # it was resumed on another KV identity
         self.origin: KvIdentity | None = None  # of the worker whose output it passed on; binds it
@@ -172,14 +172,14 @@ class RoutedRequest:
         id_ = os.urandom(16)
         ids = self.progress.prefix_ids()[:-1]
         self._assignments[id_] = Assignment(id_, decode, prefill, ids, now)
-        boot = b"" if prefill is None else prefill.boot
-        self.step(on.AttemptBegun(id_, decode.boot, boot, follows, min_shared), now)
+        incarnation = b"" if prefill is None else prefill.incarnation
+        self.step(on.AttemptBegun(id_, decode.incarnation, incarnation, follows, min_shared), now)
         return id_
 
     def migrate(self, target: Worker, now: float) -> None:
         """Move it to another decode worker with its KV."""
         self._target = target
-        self.step(on.MigrationBegun(target.boot), now)
+        self.step(on.MigrationBegun(target.incarnation), now)
 
     def cancel(self, choices: tuple[int, ...], now: float) -> None:
         """End the request (CANCELLED), or drop some choices and go on with the rest."""
@@ -462,8 +462,8 @@ class RoutedRequest:
         if source is not None and source is not assignment:  # a migration's target
             sender = source.decode
         if sender is not None:
-            assert sender.boot == action.sender
-            admit.prefill_boot, admit.prefill_identity = sender.boot, sender.identity.digest
+            assert sender.incarnation == action.sender
+            admit.prefill_boot, admit.prefill_identity = sender.incarnation, sender.identity.digest
         parts, last_ids = send_ids(self.id, self.progress.prompt_ids)
         for part in parts:
             self._to_decode(assignment.id, ids_part=part)
@@ -475,7 +475,7 @@ class RoutedRequest:
     def _start_prefill(self, action: do.SendPrefillStart, now: float) -> None:
         assignment = self._assignments[action.attempt]
         worker = assignment.prefill
-        if worker is None or worker.boot != action.prefill:
+        if worker is None or worker.incarnation != action.prefill:
             worker = assignment.prefill = self._effects.find(action.prefill)
         assert worker is not None  # the event says that it can be reached
         start = wire.PrefillStart(
@@ -506,7 +506,7 @@ class RoutedRequest:
         self.span.event("attempt", now, attempt=assignment.id.hex(), **workers)
         self.placement = pb.Placement(
             attempt=assignment.id,
-            decode_boot=decode.boot,
+            decode_boot=decode.incarnation,
             decode_address=decode.hello.address,
             identity=pb.KvIdentity(**(self.origin or decode.identity).parts()),
         )

@@ -104,7 +104,7 @@ class Attempt:
     """One try on one pair of workers, as far as the router knows it."""
 
     id: bytes
-    decode: bytes  # boot id, like `prefill`
+    decode: bytes  # incarnation, like `prefill`
     prefill: bytes = b""  # empty: decode computes the prompt, or the worker is not known yet
     command_sent: float = 0.0  # when the last command that waits for an answer was sent
     answered: bool = False  # decode has answered the Admit

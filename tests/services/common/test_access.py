@@ -49,8 +49,8 @@ from pdserve.services.common.auth import (
 )
 from pdserve.services.common.auth.access import REPLACING_S, SecretAccess
 from pdserve.services.common.auth.certificates import RIGHTS, role_in
-from pdserve.services.common.options import HostSettings
-from pdserve.services.common.server import HEALTH_CHECK, GrpcHost
+from pdserve.services.common.options import ServerSettings
+from pdserve.services.common.server import HEALTH_CHECK, GrpcServer
 
 pytestmark = pytest.mark.anyio
 AUTHORITY = make_authority()
@@ -90,7 +90,7 @@ class Everything(FleetServicer, RouterServicer, BlobsServicer, DecodeServicer, P
 
 
 def access_of(role: Role, authority: Identity = AUTHORITY) -> TlsAccess:
-    found = make_access(HostSettings(**in_settings(authority, role)))
+    found = make_access(ServerSettings(**in_settings(authority, role)))
     assert isinstance(found, TlsAccess)
     return found
 
@@ -98,7 +98,7 @@ def access_of(role: Role, authority: Identity = AUTHORITY) -> TlsAccess:
 @pytest.fixture
 async def server(anyio_backend: str) -> AsyncIterator[tuple[Everything, str]]:
     """Run every service in one server, with the certificate of a router."""
-    host, everything = GrpcHost(access_of(Role.ROUTER)), Everything()
+    host, everything = GrpcServer(access_of(Role.ROUTER)), Everything()
     for add in (
         add_FleetServicer_to_server,
         add_RouterServicer_to_server,
@@ -221,7 +221,7 @@ async def test_a_process_of_another_role_is_not_connected_to(server: Any) -> Non
 
 async def test_a_probe_needs_no_certificate_and_reaches_nothing_else(anyio_backend: str) -> None:
     open_method = "/pdserve.v1.Router/Generate"
-    host, everything = GrpcHost(access_of(Role.ROUTER), [open_method]), Everything()
+    host, everything = GrpcServer(access_of(Role.ROUTER), [open_method]), Everything()
     add_RouterServicer_to_server(everything, host.server)
     port = lasting_port()
     host.listen_for_probes("127.0.0.1:0", port)
@@ -258,7 +258,7 @@ async def test_files_are_reloaded(tmp_path: Path, anyio_backend: str) -> None:
         own = (str(tmp_path / f"{role}.pem"), str(tmp_path / f"{role}-key.pem"))
         return TlsAccess(str(authorities), *own)
 
-    host, everything = GrpcHost(access(Role.ROUTER)), Everything()
+    host, everything = GrpcServer(access(Role.ROUTER)), Everything()
     add_RouterServicer_to_server(everything, host.server)
     address = f"127.0.0.1:{host.listen('127.0.0.1:0')}"
     await host.start()
@@ -361,7 +361,7 @@ async def test_clients_from_outside_get_another_certificate(
     write(tmp_path, "public", issue(public, Role.ROUTER))
     tls = make_tls(str(tmp_path / "public.pem"), str(tmp_path / "public-key.pem"))
     method = "/pdserve.v1.Router/GetFleet"
-    host, everything = GrpcHost(access_of(Role.ROUTER), [method]), Everything()
+    host, everything = GrpcServer(access_of(Role.ROUTER), [method]), Everything()
     add_RouterServicer_to_server(everything, host.server)
     port = host.listen_for_clients("127.0.0.1:0", tls)
     await host.start()
@@ -387,7 +387,7 @@ async def test_clients_from_outside_get_another_certificate(
 )
 def test_untrusted_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises((ValueError, OSError), match=said):
-        make_access(HostSettings(**settings))
+        make_access(ServerSettings(**settings))
 
 
 def test_an_incomplete_certificate_for_clients_is_refused() -> None:
@@ -399,7 +399,7 @@ def test_an_incomplete_certificate_for_clients_is_refused() -> None:
 async def test_a_secret_can_be_replaced(anyio_backend: str) -> None:
     """The next secret is accepted before any process sends it."""
     old, new = "o" * 32, "n" * 32
-    host, everything = GrpcHost(SecretAccess((old, new))), Everything()
+    host, everything = GrpcServer(SecretAccess((old, new))), Everything()
     add_RouterServicer_to_server(everything, host.server)
     address = f"127.0.0.1:{host.listen('127.0.0.1:0')}"
     await host.start()
@@ -419,7 +419,7 @@ def test_a_certificate_contains_its_role() -> None:
 
 
 async def served(access: SecretAccess, bind: str) -> None:
-    server = GrpcHost(access)
+    server = GrpcServer(access)
     try:
         server.listen(bind)
     finally:
@@ -452,7 +452,7 @@ async def test_addresses_to_which_a_secret_may_be_sent(tmp_path: Path, anyio_bac
         await served(access, bind)
         async with access.open_channel(bind, Role.ROUTER):
             pass
-    settings = HostSettings(cluster_secret=("x" * 32,), trust_network=True)
+    settings = ServerSettings(cluster_secret=("x" * 32,), trust_network=True)
     trusting = make_access(settings)
     assert isinstance(trusting, SecretAccess)
     await served(trusting, "0.0.0.0:0")

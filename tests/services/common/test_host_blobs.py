@@ -13,7 +13,7 @@ from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import BlobCache, BlobsServicer, blob_digest, read_blob
 from pdserve.services.common.rpc import blobs as module
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 
 pytestmark = pytest.mark.anyio
 
@@ -79,7 +79,7 @@ class Liar(common_pb2_grpc.BlobsServicer):
 
 
 async def reading(servicer: Any, digest: str) -> bytes:
-    host = GrpcHost(ACCESS)
+    host = GrpcServer(ACCESS)
     add_BlobsServicer_to_server(servicer, host.server)
     port = host.listen("127.0.0.1:0")
     await host.start()

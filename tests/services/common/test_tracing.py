@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from systems.eventually import wait_until
 
 from pdserve.services.common import tracing as module
-from pdserve.services.common.options import HostSettings
+from pdserve.services.common.options import ServerSettings
 from pdserve.services.common.tracing import (
     MAX_EVENTS,
     MAX_QUEUED,
@@ -29,7 +29,7 @@ from pdserve.services.common.tracing import (
     tracing,
 )
 
-SETTINGS = HostSettings()
+SETTINGS = ServerSettings()
 
 
 def test_a_span_is_a_child_of_the_client_s_context() -> None:

@@ -48,7 +48,7 @@ class Other:
             params=pb.SamplingParams(**PARAMS),
             choices=[pb.ChoiceState(generated_ids=said)],
         )
-        attempt, sender = os.urandom(16), pair.decode_worker.boot
+        attempt, sender = os.urandom(16), pair.decode_worker.incarnation
         admit = wire.Admit(attempt=attempt, start=start, prefill_boot=sender)
         self.client.send(wire.DecodeCommand(admit=admit))
         return attempt, (await self.client.wait("admitted", attempt)).ticket

@@ -227,14 +227,14 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(worker=lives)
     def hear(self, worker: Worker) -> None:
-        if self.fleet.get(worker.boot) is worker:
+        if self.fleet.get(worker.incarnation) is worker:
             self.fleet.heard(worker, self.now)
             assert worker.state is not State.SUSPECT
 
     @rule(worker=lives, step=st.integers(0, 1), busy=st.booleans(), beats=st.integers(1, 100))
     def beat(self, worker: Worker, step: int, busy: bool, beats: int) -> None:
         for _ in range(beats):
-            if self.fleet.get(worker.boot) is not worker:
+            if self.fleet.get(worker.incarnation) is not worker:
                 return
             self.now += 0.1
             self.fleet.heard(worker, self.now)

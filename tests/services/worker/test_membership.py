@@ -20,7 +20,7 @@ from pdserve.protos.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_se
 from pdserve.services.common.discovery import discovery, rendezvous_order
 from pdserve.services.common.errors import ServiceError, abort
 from pdserve.services.common.rpc import PROTOCOL_VERSION
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 from pdserve.services.worker import membership
 from pdserve.services.worker.membership import (
     HASHES_PER_EVENT,
@@ -64,7 +64,7 @@ class Router(FleetServicer):
         self.welcomed = 0.0
 
     async def start(self, port: int = 0) -> str:
-        self.host = GrpcHost(ACCESS)
+        self.host = GrpcServer(ACCESS)
         add_FleetServicer_to_server(self, self.host.server)
         self.address = f"127.0.0.1:{self.host.listen(f'127.0.0.1:{port}')}"
         await self.host.start()

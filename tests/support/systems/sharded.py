@@ -102,13 +102,13 @@ class ShardedSystem:
     def knows(self, router: str) -> dict[str, str]:
         """Return the states of the workers that a router can send to, by name."""
         fleet = self.routers[router].core.fleet
-        found = {name: fleet.get(worker.boot) for name, worker in self.workers.items()}
+        found = {name: fleet.get(worker.incarnation) for name, worker in self.workers.items()}
         return {n: w.state.value for n, w in found.items() if w is not None and w.connected}
 
     def uses(self, router: str) -> set[str]:
         """Return the names of the workers on which streams of this router run."""
-        used = {w.boot for w in self.routers[router].core.dispatcher.workers_in_use()}
-        return {name for name, worker in self.workers.items() if worker.boot in used}
+        used = {w.incarnation for w in self.routers[router].core.dispatcher.workers_in_use()}
+        return {name for name, worker in self.workers.items() if worker.incarnation in used}
 
     async def begin(self) -> None:
         """Wait until the gateway has a session to every router."""

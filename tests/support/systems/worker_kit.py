@@ -148,7 +148,7 @@ class Pair:
         for part in parts:
             self.decode.send(wire.DecodeCommand(ids_part=part))
         admit = wire.Admit(attempt=attempt, start=start, min_shared_tokens=shared)
-        admit.prefill_boot = self.prefill_worker.boot if remote else b""
+        admit.prefill_boot = self.prefill_worker.incarnation if remote else b""
         self.decode.send(wire.DecodeCommand(admit=admit))
         return attempt
 
@@ -184,7 +184,7 @@ class Pair:
 
 async def start_worker(settings: Any, role: AnyRole, boot: bytes = b"") -> WorkerProcess:
     worker = WorkerProcess(settings, role, silent)
-    worker.boot = boot or worker.boot
+    worker.incarnation = boot or worker.incarnation
     await worker.start()
     await asyncio.wait_for(worker.loaded, LIMIT_S)
     return worker
