@@ -110,7 +110,7 @@ def _any_raised(watched: "tuple[asyncio.Future[Any], ...]") -> bool:
 def _log_failures(watched: "Iterable[asyncio.Future[Any]]") -> int:
     for future in watched:
         if future.cancelled():  # nothing here cancels one before the stop
-            log.error("the service failed: %r", future)
+            log.error("stopping: a task was cancelled unexpectedly: %r", future)
         elif future.done() and (error := future.exception()) is not None:
-            log.error("the service failed", exc_info=error)
+            log.error("stopping: a task failed", exc_info=error)
     return 1

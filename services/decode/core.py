@@ -189,7 +189,9 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
 
         def began(future: "Future[Any]") -> None:
             if not future.cancelled() and not future.result():
-                session.outbox.put(_stayed(move.attempt, "the request was not stopped first"))
+                session.outbox.put(
+                    _stayed(move.attempt, "the request was not frozen for a migration")
+                )
 
         target = Ticket(ticket.id, ticket.secret, move.to, runtime.incarnation, ticket.decode_boot)
         identity = move.kv_identity.digest

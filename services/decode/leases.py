@@ -148,14 +148,14 @@ class Leases:
     ) -> None:
         match action:
             case LeaseAction.PARK:
-                text = "the router's session was lost; the request is parked"
+                text = "the router's session was lost; the request waits for a router to resume it"
                 log.info(text, extra={"request": served.name})
                 self._control.park(served, True)
             case LeaseAction.UNPARK:
                 self._control.park(served, False)
             case LeaseAction.HAND_OVER:
                 assert new_session is not None  # the session that sent Resume
-                text = "another router session took over the request"
+                text = "another session of a router resumed the request"
                 log.info(text, extra={"request": served.name})
                 self._hand_over(served, new_session, counts)
             case LeaseAction.GIVE_UP:

@@ -40,7 +40,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.handoff.recorder import EventLog
 
 LOST = "the KV that the request waited for was lost"
-TAIL = "the rest of the prompt is worth a hand-off"
+TAIL = "the rest of the prompt is long enough for a prefill worker"
 
 
 @dataclass(eq=False, slots=True)

@@ -101,7 +101,7 @@ class RouterCore:
     def _lose(self, dead: list[Worker]) -> None:
         for worker in dead:
             if not worker.leaving:
-                log.warning("worker %s is dead", worker.hello.address)
+                log.warning("worker %s died or cannot be reached any more", worker.hello.address)
             self.deaths[_model_and_role(worker.hello)] += worker.stays
             self.worker_sessions.close(worker)
             self.dispatcher.disconnected(worker, died=worker.stays, now=self._loop.time())
@@ -113,7 +113,7 @@ class RouterCore:
         used = self.dispatcher.workers_in_use() if leaving else ()
         for worker in leaving:
             if worker not in used:
-                log.info("worker %s has left this router for others", worker.hello.address)
+                log.info("worker %s is deregistered; it uses other routers", worker.hello.address)
                 self._lose(self.fleet.lost(worker))
 
     # --- join streams
@@ -127,7 +127,7 @@ class RouterCore:
         self.dispatcher.joined(worker)
         model, role = _model_and_role(hello)
         self.deaths[model, role] += 0  # so that the Prometheus counter starts at zero
-        log.info("%s worker %s joined, model %s", role, hello.address, model)
+        log.info("%s worker %s registered, model %s", role, hello.address, model)
         return worker
 
     def report(self, worker: Worker, report: fleet_pb2.WorkerReport, lease: int) -> bool:
@@ -151,11 +151,11 @@ class RouterCore:
             self._beat(worker, report.heartbeat, now)
         elif kind == "prefixes":
             if not worker.prefixes.apply(report.prefixes):
-                text = "worker %s must join again: prefix cache events are missing"
+                text = "worker %s must register again: some of its prefix cache events are missing"
                 log.warning(text, worker.hello.address)
                 return False
         elif kind == "goodbye":
-            action = "is leaving this router" if report.goodbye.leaves else "is draining"
+            action = "deregisters from this router" if report.goodbye.leaves else "is draining"
             log.info("worker %s %s: %s", worker.hello.address, action, report.goodbye.reason)
             self.fleet.goodbye(worker, report.goodbye.leaves)
         return True
@@ -163,11 +163,12 @@ class RouterCore:
     def _beat(self, worker: Worker, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
         if not self.fleet.beat(worker, heartbeat, now):
             return
+        address = worker.hello.address
         if worker.frozen:
-            log.warning("the engine of worker %s is frozen", worker.hello.address)
+            log.warning("the engine of worker %s is frozen: it makes no progress", address)
             self.dispatcher.frozen(worker, now)
         else:
-            log.warning("the engine of worker %s makes progress again", worker.hello.address)
+            log.warning("the engine of worker %s makes progress again", address)
             self.dispatcher.tick(now)
 
     def left(self, worker: Worker, lease: int) -> None:

@@ -208,12 +208,14 @@ class Dispatcher:
         if checks_placement and self.fleet.get(start.placement.decode_boot) is None:
             return FailureReason.NO_WORKER_HERE  # another router may have its worker
         if not is_served and not self._models:
-            return ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
+            return ServiceError(
+                pb.UNAVAILABLE, "no worker has registered with the router yet", "", 1.0
+            )
         if not is_served:
             text = f"model {quoted(request.model)} is not served"
             return ServiceError(pb.MODEL_NOT_FOUND, text, "model")
         if not resumed and self.placer.is_unread(request):
-            text = "the model's tokenizer changed after the prompt was read; send the request again"
+            text = "the model's tokenizer has changed since the prompt was tokenized; send it again"
             return ServiceError(pb.UNAVAILABLE, text, "", 1.0)
         if request.progress.complete:
             return ServiceError(pb.INVALID_ARGUMENT, "every choice has already ended", "choices")
@@ -420,9 +422,9 @@ class Dispatcher:
         for request in list(self._requests.values()):
             request.tick(now)
         for request in self.placer.overdue(now):
-            requirement = "weights that began this answer"
+            requirement = "weights that generated the beginning of this response"
             if not request.state.begun:
-                requirement = "tokenizer that the prompt was read with"
+                requirement = "tokenizer that tokenized the prompt"
             text = f"no worker is available with the {requirement}"
             error = ServiceError(pb.UNAVAILABLE, text, "", 1.0)
             request.step(on.RequestRefused(error), now)

@@ -56,118 +56,107 @@ class RouterMetrics:
         self._core = core
 
     def collect(self) -> Iterator[Metric]:
-        dispatcher = self._core.dispatcher
+        core, dispatcher, prefixes = self._core, self._core.dispatcher, self._core.fleet.prefixes
+        placer, migrations = dispatcher.placer, dispatcher.migrations
         yield from self._workers()
         yield from self._of_models()
-        yield GaugeMetricFamily(
-            "pdserve_router_requests", "Requests in the router", value=dispatcher.num_running
-        )
-        yield GaugeMetricFamily(
-            "pdserve_router_isolated",
-            "1 while the router has lost contact with most of its workers and refuses requests",
-            value=self._core.fleet.isolated,
-        )
-        yield CounterMetricFamily(
-            "pdserve_router_isolations",
-            "Times that the router lost contact with most of its workers",
-            value=self._core.num_isolations,
-        )
+        for name, text, value in (
+            ("requests", "Requests in the router", dispatcher.num_running),
+            (
+                "isolated",
+                "1 while the router has lost contact with most of its workers and refuses requests",
+                core.fleet.isolated,
+            ),
+            (
+                "migrating",
+                "Running requests that are being recomputed",
+                placer.budget.num_under_way,
+            ),
+            ("moving", "Moves in progress", migrations.num_under_way),
+            (
+                "prefix_blocks",
+                "Distinct KV blocks of workers' prefix caches that the router tracks",
+                len(prefixes),
+            ),
+            (
+                "prefix_sampled_share",
+                "Share of blocks that the router tracks; halved when --prefix-index-hashes is too "
+                "low",
+                prefixes.sampled_share,
+            ),
+        ):
+            yield GaugeMetricFamily(f"pdserve_router_{name}", text, value=value)
+        for name, text, value in (
+            (
+                "isolations",
+                "Times that the router lost contact with most of its workers",
+                core.num_isolations,
+            ),
+            ("retries", "Second and later attempts", dispatcher.num_retries),
+            ("frozen", "Engines found frozen", dispatcher.num_frozen),
+            ("adopted", "Attempts resumed after their session was lost", dispatcher.num_adopted),
+            (
+                "moves_begun",
+                "Moves of running requests to another decode worker",
+                migrations.num_begun,
+            ),
+            ("moves_done", "Completed moves", migrations.num_done),
+            ("moves_bytes", "KV payload that moves sent", migrations.num_bytes),
+            (
+                "moves_tokens",
+                "Tokens whose KV moved instead of being recomputed",
+                migrations.num_tokens,
+            ),
+            ("stale", "Messages about unknown or ended attempts", dispatcher.num_stale),
+            (
+                "prefix_left_out",
+                "Workers of a block not recorded because too many sets of workers share blocks",
+                prefixes.num_left_out,
+            ),
+            (
+                "prefix_gaps",
+                "Gaps in workers' prefix cache events; after each, the worker sends its state "
+                "again",
+                prefixes.num_gaps,
+            ),
+        ):
+            yield CounterMetricFamily(f"pdserve_router_{name}", text, value=value)
+        compatibility = placer.compatibility
+        for name, text, label, counts in (
+            ("ended", "Requests by outcome", "outcome", dispatcher.outcomes),
+            ("decisions", "Placement decisions by reason", "reason", placer.reasons),
+            ("prefills", "Prompts by the place of their prefill", "where", dispatcher.prefills),
+            (
+                "incompatible",
+                "Worker pairs excluded from a decision, by difference",
+                "difference",
+                compatibility.incompatible,
+            ),
+            (
+                "inexact",
+                "Resumes and hand-offs between different KV identities",
+                "what",
+                compatibility.inexact,
+            ),
+            (
+                "moves_failed",
+                "Failed moves, by the step that they reached",
+                "step",
+                migrations.failed,
+            ),
+        ):
+            family = CounterMetricFamily(f"pdserve_router_{name}", text, labels=(label,))
+            for label_value, count in list(counts.items()):
+                family.add_metric((label_value,), count)
+            yield family
         deaths = CounterMetricFamily(
             "pdserve_router_worker_deaths",
             "Workers that disappeared without a goodbye",
             labels=("model_name", "role"),
         )
-        for labels, count in list(self._core.deaths.items()):
+        for labels, count in list(core.deaths.items()):
             deaths.add_metric(labels, count)
         yield deaths
-        yield by_label(
-            "pdserve_router_ended", "Requests by outcome", "outcome", dispatcher.outcomes
-        )
-        yield by_label(
-            "pdserve_router_decisions",
-            "Placement decisions by reason",
-            "reason",
-            dispatcher.placer.reasons,
-        )
-        yield by_label(
-            "pdserve_router_prefills",
-            "Prompts by the place of their prefill",
-            "where",
-            dispatcher.prefills,
-        )
-        compatibility = dispatcher.placer.compatibility
-        yield by_label(
-            "pdserve_router_incompatible",
-            "Worker pairs excluded from a decision, by difference",
-            "difference",
-            compatibility.incompatible,
-        )
-        yield by_label(
-            "pdserve_router_inexact",
-            "Resumes and hand-offs between different KV identities",
-            "what",
-            compatibility.inexact,
-        )
-        yield CounterMetricFamily(
-            "pdserve_router_retries", "Second and later attempts", value=dispatcher.num_retries
-        )
-        yield CounterMetricFamily(
-            "pdserve_router_frozen", "Engines found frozen", value=dispatcher.num_frozen
-        )
-        yield CounterMetricFamily(
-            "pdserve_router_adopted",
-            "Attempts resumed after their session was lost",
-            value=dispatcher.num_adopted,
-        )
-        yield GaugeMetricFamily(
-            "pdserve_router_migrating",
-            "Running requests that are being recomputed",
-            value=dispatcher.placer.budget.num_under_way,
-        )
-        migrations = dispatcher.migrations
-        for name, text, value in (
-            ("begun", "Moves of running requests to another decode worker", migrations.num_begun),
-            ("done", "Completed moves", migrations.num_done),
-            ("bytes", "KV payload that moves sent", migrations.num_bytes),
-            ("tokens", "Tokens whose KV moved instead of being recomputed", migrations.num_tokens),
-        ):
-            yield CounterMetricFamily(f"pdserve_router_moves_{name}", text, value=value)
-        yield by_label(
-            "pdserve_router_moves_failed",
-            "Failed moves, by the step that they reached",
-            "step",
-            migrations.failed,
-        )
-        yield GaugeMetricFamily(
-            "pdserve_router_moving", "Moves in progress", value=migrations.num_under_way
-        )
-        yield CounterMetricFamily(
-            "pdserve_router_stale",
-            "Messages about unknown or ended attempts",
-            value=dispatcher.num_stale,
-        )
-
-        prefixes = self._core.fleet.prefixes
-        yield GaugeMetricFamily(
-            "pdserve_router_prefix_blocks",
-            "Distinct KV blocks of workers' prefix caches that the router tracks",
-            value=len(prefixes),
-        )
-        yield GaugeMetricFamily(
-            "pdserve_router_prefix_sampled_share",
-            "Share of blocks that the router tracks; halved when --prefix-index-hashes is too low",
-            value=prefixes.sampled_share,
-        )
-        yield CounterMetricFamily(
-            "pdserve_router_prefix_left_out",
-            "Workers of a block not recorded because too many sets of workers share blocks",
-            value=prefixes.num_left_out,
-        )
-        yield CounterMetricFamily(
-            "pdserve_router_prefix_gaps",
-            "Gaps in workers' prefix cache events; after each, the worker sends its state again",
-            value=prefixes.num_gaps,
-        )
 
     def _workers(self) -> Iterator[Metric]:
         """Workers as this router hears them: all, or with --join-routers those that joined it."""
@@ -240,11 +229,3 @@ class RouterMetrics:
         for model, observations in list(dispatcher.queue_waits.items()):
             waits.add_metric((model,), observations.buckets(), observations.total)
         yield from (queued, waits, backlog, own_backlog, used)
-
-
-def by_label(name: str, text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:
-    """Return a counter with one label."""
-    family = CounterMetricFamily(name, text, labels=(label,))
-    for value, count in list(counts.items()):
-        family.add_metric((value,), count)
-    return family

@@ -90,7 +90,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     ) -> AsyncIterator[rpc.RouterMessage]:
         first = await anext(request_iterator, rpc.GatewayMessage())
         if not first.hello.boot:
-            text = "the first message of a session must be `hello` with `boot` set"
+            text = "the first message of a Session call must be `hello`, with `boot` set"
             await abort(context, ServiceError(pb.INVALID_ARGUMENT, text, "hello"))
         if self._core.draining:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the router is shutting down"))
@@ -291,7 +291,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 def _only(models: Collection[str]) -> str:
     """Return the only model. Raises ServiceError if there is none or more than one."""
     if not models:
-        raise ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
+        raise ServiceError(pb.UNAVAILABLE, "no worker has registered with the router yet", "", 1.0)
     if len(models) > 1:
         text = f"model must be one of: {', '.join(models)}"
         raise ServiceError(pb.INVALID_ARGUMENT, text, "model")
@@ -317,7 +317,9 @@ def check_hello(hello: fleet_pb2.WorkerHello) -> None:
         invalid_field = "card"
     if invalid_field:
         raise ServiceError(
-            common_pb2.INVALID_ARGUMENT, f"hello: {invalid_field} is invalid", invalid_field
+            common_pb2.INVALID_ARGUMENT,
+            f"worker registration: the field {invalid_field} is invalid",
+            invalid_field,
         )
 
 
@@ -348,7 +350,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
             self._versions.check(hello.protocol, f"worker {hello.address}")
             check_hello(hello)
             if not self._access.may_be(context, ROLES[hello.role]):
-                text = "hello: the certificate belongs to another role"
+                text = "worker registration: the certificate belongs to another role"
                 raise ServiceError(common_pb2.PERMISSION_DENIED, text, "role")
         except ServiceError as error:
             await abort(context, error)

@@ -176,10 +176,10 @@ class _Lease:
     def leave(self) -> None:
         """Have the router end the lease once none of its requests runs here."""
         if not self.leaving:
-            log.info("leaving router %s: other routers rank before it now", self.address)
+            log.info("deregistering from router %s: other routers take its place", self.address)
             self.leaving = True
             self._pending_reports.add_goodbye(
-                pb.Goodbye(reason="it joined other routers", leaves=True)
+                pb.Goodbye(reason="it uses other routers", leaves=True)
             )
             self._wake.set()
 
@@ -238,7 +238,7 @@ class _Lease:
     def _welcomed(self, welcome: pb.Welcome) -> None:
         """Note the router's welcome. Raises ServiceError if its version is too old or too new."""
         check_version(welcome.protocol, "worker", f"router {self.address}")
-        log.info("joined router %s with protocol version %d", self.address, welcome.protocol)
+        log.info("registered with router %s (protocol version %d)", self.address, welcome.protocol)
         self.welcomed = time.monotonic()
         self._owner.note(self.address, "")
 
@@ -347,7 +347,7 @@ class Membership:
         if self._thread.is_alive():
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if not all(ended):
-            log.warning("the streams to %d routers did not end in time", ended.count(False))
+            log.warning("the Join streams to %d routers did not end in time", ended.count(False))
 
     def note(self, address: str, problem: str) -> None:
         """Log why a router is not joined, once per reason; empty: it is joined."""
@@ -357,7 +357,7 @@ class Membership:
             if not problem:
                 self._refused.pop(address, None)
         if problem not in ("", previous):
-            log.warning("cannot join router %s: %s; retrying", address, problem)
+            log.warning("cannot register with router %s: %s; retrying", address, problem)
 
     def refused(self, address: str) -> None:
         """Delay the next try at a router whose version is too far from this worker's."""

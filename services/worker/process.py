@@ -331,7 +331,10 @@ class WorkerProcess:
             if frozen == serving:
                 serving = not frozen
                 if frozen:
-                    log.error("the engine is frozen; the stack of its thread:\n%s", thread.stack())
+                    log.error(
+                        "the engine is frozen: it makes no progress; the stack of its thread:\n%s",
+                        thread.stack(),
+                    )
                 else:
                     log.error("the engine makes progress again")
                 self.host.set_serving(serving and not self._draining)

@@ -76,7 +76,9 @@ class BlobsServicer(common_pb2_grpc.BlobsServicer):
         data = await self._find(request.digest)
         if data is None:
             # The only code of the catalogue that maps to gRPC's NOT_FOUND.
-            await abort(context, ServiceError(pb.MODEL_NOT_FOUND, "no blob has this digest"))
+            await abort(
+                context, ServiceError(pb.MODEL_NOT_FOUND, "no file of the model has this digest")
+            )
         for offset in range(0, len(data), CHUNK_BYTES):
             yield pb.BlobChunk(data=data[offset : offset + CHUNK_BYTES])
 
@@ -94,9 +96,9 @@ async def read_blob(channel: grpc.aio.Channel, digest: str) -> bytes:
                 data += chunk.data
                 if len(data) > MAX_BLOB_BYTES:
                     call.cancel()
-                    raise ServiceError(pb.UNAVAILABLE, "a blob of the model is too large")
+                    raise ServiceError(pb.UNAVAILABLE, "a file of the model is too large")
     except (grpc.aio.AioRpcError, ConnectionError) as error:
         raise ServiceError(pb.UNAVAILABLE, "the model's files cannot be read") from error
     if blob_digest(bytes(data)) != digest:
-        raise ServiceError(pb.UNAVAILABLE, "a blob of the model does not match its digest")
+        raise ServiceError(pb.UNAVAILABLE, "a file of the model does not match its digest")
     return bytes(data)

@@ -61,12 +61,12 @@ def may_be_closed() -> Iterator[None]:
     try:
         yield
     except grpc.aio.UsageError as error:  # closed before the call
-        raise ConnectionError("the channel is closed") from error
+        raise ConnectionError("the connection to the other process is closed") from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise ConnectionError("the channel was closed") from None
+        raise ConnectionError("the connection to the other process was closed") from None
 
 
 def advertised(bound: str, advertise: str = "") -> str:
@@ -179,12 +179,14 @@ class IdsCollector:
         for its key until that is taken or dropped."""
         if part.key not in self._parts and len(self._parts) >= self._max_keys:
             self._flooded = True
-            raise ServiceError(pb.OVERLOADED, "too many requests send token ids in parts")
+            raise ServiceError(pb.OVERLOADED, "too many long prompts are being received at once")
         ids = self._parts.setdefault(part.key, [])
         if ids is None or self._num_ids + len(part.ids) > self._max_ids or not part.ids:
             self.drop(part.key)
             self._parts[part.key] = None
-            raise ServiceError(pb.OVERLOADED, "too many token ids in parts")
+            raise ServiceError(
+                pb.OVERLOADED, "the prompts that are being received have too many tokens"
+            )
         ids.extend(part.ids)
         self._num_ids += len(part.ids)
 
@@ -204,7 +206,9 @@ class IdsCollector:
         ids = self._parts.pop(key, [])
         self._num_ids -= len(ids or ())
         if ids is None or self._flooded:
-            raise ServiceError(pb.OVERLOADED, "too many token ids in parts")
+            raise ServiceError(
+                pb.OVERLOADED, "the prompts that are being received have too many tokens"
+            )
         return [*ids, *tail]
 
     def drop(self, key: str) -> None:

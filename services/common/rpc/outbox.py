@@ -102,7 +102,9 @@ class RowReader:
         for number, position, id_ in zip(rows.numbers, rows.positions, rows.ids, strict=False):
             choice = self._choices.get(number)
             if choice is None:
-                log.warning("ignoring a token of an unknown choice: number %d", number)
+                log.warning(
+                    "ignoring a token of a choice that was not introduced: number %d", number
+                )
             else:
                 yield choice, position, id_
         # Only now: the sender has dropped these, but rows of this event may still use them.

@@ -99,7 +99,8 @@ class RequestProgress:
             return None
         if scores.position > self._num_scored + 1:
             raise LostTokens(
-                f"{self._num_scored} prompt scores received, then from {scores.position}"
+                f"log-probabilities of {self._num_scored} prompt tokens were received, but the "
+                f"next message starts at token {scores.position}"
             )
         skip = self._num_scored + 1 - scores.position
         if skip >= len(scores.logprobs):

@@ -288,9 +288,9 @@ class _Step:
             self.cancel_attempt()
             self.busy()
         elif self.state.stage is Stage.RESUMING:
-            self.retry("decode did not answer")
+            self.retry("the decode worker did not respond in time")
         elif self.state.stage is Stage.PREFILLING and not attempt.prefill_started:
-            self.prefill_lost("no answer in time")
+            self.prefill_lost("no response in time")
 
     # --- lost sessions and resumed attempts
 
@@ -392,7 +392,7 @@ class _Step:
                 self.busy()
             case on.AttemptUnknown():
                 self.set_attempt(decode_over=True)
-                self.retry("decode does not know the attempt")
+                self.retry("the decode worker does not know the attempt")
             case on.ResumeAccepted():
                 self.resumed(attempt, event)
             case on.AttemptFailed():
@@ -400,7 +400,7 @@ class _Step:
             case on.KvLost():
                 self.set_attempt(decode_over=True)
                 if attempt.migrates:
-                    self.retry(f"decode lost the KV: {event.reason}")
+                    self.retry(f"the decode worker lost the KV: {event.reason}")
                 else:
                     self.prefill_lost(event.reason)
             case on.WaitEnded():
@@ -472,7 +472,7 @@ class _Step:
             return True
         if isinstance(event, on.SourceMoved):
             self.set_attempt(decode_over=True)
-            self.retry("the request moved to an attempt that had already ended")
+            self.retry("the request migrated to an attempt that had already ended")
             return True
         return isinstance(event, on.SourceHeld | on.SourceStayed)
 
@@ -536,7 +536,7 @@ class _Step:
         if attempt.produced:
             self.set_attempt(sender_died=None)
         elif self.now - attempt.sender_died >= SENDER_S:
-            self.retry("the source died before it sent KV")
+            self.retry("the decode worker died before it sent the KV")
 
 
 def taken_over(state: Routing, attempt: Attempt) -> Routing:

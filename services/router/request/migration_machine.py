@@ -56,7 +56,7 @@ def step(
     sending = migration.step is MigrationStep.SENDING
     match event:
         case on.TimePassed() if now - migration.began >= MIGRATION_S:
-            return _failed(migration, "no answer in time")
+            return _failed(migration, "no response in time")
         case on.WorkerLost():
             return _worker_lost(migration, source, event)
         case on.SourceHeld() if event.attempt == source.id:

@@ -299,7 +299,7 @@ class Placer:
         ):
             return False
         self.waiting.add(request, WaitReason.COMPATIBLE_WORKER, now)
-        text = "the request waits: no worker can continue it"
+        text = "the request waits for a worker with its weights and tokenizer"
         log.warning(text, extra={"request": request.id})
         return True
 

@@ -44,7 +44,9 @@ log = logging.getLogger(__name__)
 OUTPUT = ("tokens", "prompt_logprobs", "embedding", "finished")
 FAILURES: dict[FailureReason, ServiceError] = {
     FailureReason.CANCELLED: ServiceError(pb.CANCELLED, "the client cancelled the request"),
-    FailureReason.CLIENT_GONE: ServiceError(pb.CANCELLED, "the gateway of the request is gone"),
+    FailureReason.CLIENT_GONE: ServiceError(
+        pb.CANCELLED, "the gateway that sent the request has disconnected"
+    ),
     FailureReason.DEADLINE: ServiceError(
         pb.DEADLINE_EXCEEDED, "the request ran longer than its timeout"
     ),
@@ -56,7 +58,10 @@ FAILURES: dict[FailureReason, ServiceError] = {
     ),
     FailureReason.NO_ATTEMPT_LEFT: ServiceError(pb.INTERNAL, "every attempt at the request failed"),
     FailureReason.NO_WORKER_HERE: ServiceError(
-        pb.UNAVAILABLE, "no worker that can take the request has joined this router", "", 1.0
+        pb.UNAVAILABLE,
+        "no worker that can take the request is registered with this router",
+        "",
+        1.0,
     ),
 }
 
@@ -243,7 +248,7 @@ class RoutedRequest:
                 if kind == "admitted":
                     self._ticket(message)
                 elif kind == "place_again":
-                    text = "decode returned the request: %s"
+                    text = "the decode worker returned the request for a new placement: %s"
                     log.info(text, message.reason, extra={"request": self.id})
                     self.span.event("placed again", now, reason=message.reason)
                     self._keeps(message)

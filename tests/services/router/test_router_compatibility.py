@@ -129,7 +129,7 @@ def test_without_a_compatible_worker_a_request_ends_with_a_typed_error() -> None
     world.pass_time(1.0)
     failed = world.events[-1].failed
     assert failed.failure.code == pb.UNAVAILABLE
-    assert "weights that began this answer" in failed.failure.message
+    assert "weights that generated the beginning" in failed.failure.message
     assert world.dispatcher.num_queued == world.dispatcher.num_running == 0
 
 

@@ -52,7 +52,7 @@ def test_the_client_must_encode_the_prompt_again() -> None:
     world.submit("late", tokenizer=OLD)
     failure = world.events[-1].failed.failure
     assert (failure.code, failure.retry_after_ms) == (pb.UNAVAILABLE, 1000)
-    assert "tokenizer changed" in failure.message
+    assert "tokenizer has changed" in failure.message
     world.submit("read again", tokenizer=NEW)
     assert tokenizers_of(world) == [NEW]
 
@@ -70,7 +70,7 @@ def test_a_request_that_waits_for_leaving_workers_delays_no_other() -> None:
     world.pass_time(STRANDED_S + 1.0)
     failed = [e.failed for e in world.events if e.HasField("failed")]
     assert [f.request for f in failed] == ["first"]
-    assert "tokenizer that the prompt was read with" in failed[0].failure.message
+    assert "tokenizer that tokenized the prompt" in failed[0].failure.message
 
 
 @pytest.mark.parametrize("busy", [OLD, NEW])

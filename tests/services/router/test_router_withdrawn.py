@@ -22,7 +22,7 @@ def test_withdrawn_weights_are_not_waited_for() -> None:
     world.pass_time(0.05)
     failed = world.events[-1].failed
     assert failed.failure.code == pb.UNAVAILABLE
-    assert "weights that began this answer" in failed.failure.message
+    assert "weights that generated the beginning" in failed.failure.message
     back = world.join(DECODE)
     world.submit("s")
     world.submit("t")
@@ -47,7 +47,7 @@ def test_the_successor_of_the_only_worker_is_waited_for_a_while() -> None:
     world.pass_time(1.0)
     failed = world.events[-1].failed
     assert failed.failure.code == pb.UNAVAILABLE
-    assert "weights that began this answer" in failed.failure.message
+    assert "weights that generated the beginning" in failed.failure.message
 
 
 def test_a_crashed_worker_of_withdrawn_weights_may_come_back() -> None:
