@@ -23,7 +23,7 @@ from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
-from pdserve.services.common.auth import ends_of, read_pem
+from pdserve.services.common.auth import expiries_of, read_pem
 from pdserve.services.common.options import CertificateSettings, ProbedSettings
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class ProcessFacts(Collector):
         )
         for name, source in self._certificates.items():
             with suppress(OSError, ValueError):  # its user logs the failure
-                ends = ends_of(read_pem(source))
+                ends = expiries_of(read_pem(source))
                 end = max(ends) if name == "cluster_ca" else ends[0]
                 expiry.add_metric((name,), end - self._now())
         yield expiry

@@ -28,8 +28,8 @@ OPEN_S = 10.0  # wait for other processes that open it at the same time
 LOCKED_S = 0.05  # wait for another process's write; blocks the event loop
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-MEMORY = "memory://"
-FILE = "sqlite:///"
+MEMORY_STORAGE = "memory://"
+FILE_STORAGE = "sqlite:///"
 MILLI = 1000  # seconds are counted in milliseconds
 STORAGE_S = 0.5  # timeout of the storage
 SKIP_S = 5.0  # pause of counting after the storage fails
@@ -114,7 +114,7 @@ class RateSettings(NamedTuple):
     requests: int = 0
     tokens: int = 0
     text_s: float = 0.0
-    storage: str = MEMORY
+    storage: str = MEMORY_STORAGE
 
 
 class RateLimits:
@@ -142,7 +142,7 @@ class RateLimits:
 
         storage: Any
         try:
-            if settings.storage.startswith(FILE):
+            if settings.storage.startswith(FILE_STORAGE):
                 storage = _counts_file(settings.storage)
                 self._close = storage.close
             else:
@@ -284,7 +284,7 @@ def make_rate_limits(settings: PublicSettings, text_s: float = 0.0) -> RateLimit
 def _counts_file(storage: str) -> Any:
 
     try:
-        return CountsFile(storage.removeprefix(FILE))
+        return CountsFile(storage.removeprefix(FILE_STORAGE))
     except ValueError as error:
         raise ValueError(f"--rate-storage {error}") from None
 

@@ -1,4 +1,4 @@
-"""One attempt as decode serves it, and the seconds it spends in each phase."""
+"""One attempt as decode serves it: its output so far, and the seconds it spends in each phase."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ MAX_LOGPROBS = 256
 
 
 class Transcript:
-    """The ids, log-probabilities and finish reasons of a request's choices since its first start,
-    or its embedding."""
+    """All output of a request since its first start, so that it can be sent again from any point:
+    ids, log-probabilities and finish reasons of its choices, or its embedding."""
 
     def __init__(self, request: Request) -> None:
         self._key = request.key

@@ -130,7 +130,7 @@ class PickerProcess:
         await asyncio.Event().wait()
 
     async def drain(self) -> None:
-        """Let streams go on until their responses have ended; new ones go to other pickers."""
+        """Let streams continue until their responses have ended; new ones go to other pickers."""
         await asyncio.sleep(min(LAME_DUCK_S, self._settings.drain_s))
         await self.host.server.stop(self._settings.drain_s)
 

@@ -53,7 +53,9 @@ class RouterCore:
             tracer,
         )
         self.num_isolations = 0  # times that it heard from too few workers
-        self.deaths: Counter[tuple[str, str]] = Counter()  # without goodbye, by model and role
+        self.deaths: Counter[tuple[str, str]] = (
+            Counter()
+        )  # without a drain before, by model and role
         self._idle = asyncio.Event()  # while draining: set when the last client has left
         # Ends only by a failure or by `close`.
         self.ticker = asyncio.create_task(self._tick(), name="router tick")
@@ -157,7 +159,7 @@ class RouterCore:
         elif kind == "goodbye":
             action = "deregisters from this router" if report.goodbye.leaves else "is draining"
             log.info("worker %s %s: %s", worker.hello.address, action, report.goodbye.reason)
-            self.fleet.goodbye(worker, report.goodbye.leaves)
+            self.fleet.deregister(worker, report.goodbye.leaves)
         return True
 
     def _beat(self, worker: Worker, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:

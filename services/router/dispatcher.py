@@ -24,8 +24,8 @@ from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.router.fleet import Fleet, ServedModels, Worker
 from pdserve.services.router.placement import Rules
 from pdserve.services.router.request import (
-    FAILURES,
     MAX_CRASHES,
+    ROUTER_ERRORS,
     Assignment,
     Client,
     Command,
@@ -187,7 +187,7 @@ class Dispatcher:
         if self.draining:
             return ServiceError(pb.UNAVAILABLE, "the router is shutting down", "", 1.0)
         if request.state.crash_count >= MAX_CRASHES:
-            return FAILURES[FailureReason.POISON]
+            return ROUTER_ERRORS[FailureReason.POISON]
         # A request that was taken once is taken again.
         resumed = request.progress.start.HasField("placement") or request.progress.begun
         if self.fleet.isolated and not resumed:
@@ -387,7 +387,7 @@ class Dispatcher:
             self.placer.pump(now)
 
     def on_rows(self, worker: Worker, rows: Iterable[TokenRow], now: float) -> None:
-        """Take tokens of a decode session, of choices that go on."""
+        """Take tokens of a decode session, of choices that continue."""
         for choice, position, id_ in rows:
             request = self._by_attempt.get(choice.attempt)
             if request is not None and request.pass_on_row(worker, choice, position, id_):

@@ -121,7 +121,7 @@ class RouterProcess:
         self.host.set_serving(True)
 
     async def drain(self) -> None:
-        """Send gateways away at once: their requests go on where they run, because decode keeps
+        """Send gateways away at once: their requests continue where they run, because decode keeps
         them for the next router. Calls of Generate cannot move and run to their end."""
         self.core.stop_taking()
         self._service.send_away()

@@ -151,7 +151,7 @@ class RouterMetrics:
             yield family
         deaths = CounterMetricFamily(
             "pdserve_router_worker_deaths",
-            "Workers that disappeared without a goodbye",
+            "Workers that disappeared without deregistering",
             labels=("model_name", "role"),
         )
         for labels, count in list(core.deaths.items()):

@@ -80,7 +80,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self._versions = VersionGate("router")
 
     def send_away(self) -> None:
-        """End the gateways' sessions after their queued events: each gateway goes on with another
+        """End the gateways' sessions after their queued events: each gateway continues with another
         router, or with this one once it is restarted. Called when the core drains."""
         for session in self._sessions:
             session.close()

@@ -4,8 +4,8 @@ from pdserve.services.worker.core import RouterSession, WorkerCore, service_erro
 from pdserve.services.worker.process import WorkerRole, run_worker
 from pdserve.services.worker.runtime import WorkerRuntime, load_of
 from pdserve.services.worker.settings import (
-    CLOSE_S,
-    LEAVE_S,
+    DEREGISTER_S,
+    ENGINE_CLOSE_S,
     DecodeSettings,
     PrefillSettings,
     WorkerSettings,

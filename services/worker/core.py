@@ -120,7 +120,7 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         log.debug("router %s opened a session", hello.router_boot.hex())
 
     def _session_lost(self, session: RouterSession[OutboxT]) -> None:
-        """The stream is over. Attempts go on without it unless a subclass overrides this."""
+        """The stream is over. Attempts continue without it unless a subclass overrides this."""
 
     async def _end_sessions(self) -> None:
         """End the open streams after all queued events; wait at most END_S for their end."""

@@ -1,16 +1,20 @@
-"""A worker's side of Fleet.Join: a lease with every router that the targets resolve to, or with the
+"""A worker's registrations with routers: a Fleet.Join stream (a lease) with each router, or with the
 first `join_routers` of them by rendezvous hash.
 
-It runs on its own threads, so that a worker with a busy loop or engine does not look dead. Every
-method may be called from any thread. A lease sends the hello, then the whole prefix state, then
-changes.
+It runs on threads besides the event loop, so that a worker with a busy loop or engine does not look
+dead. Every method may be called from any thread. A lease sends the worker's description (hello),
+then the hashes of its prefix cache, then changes of the cache, loads and heartbeats.
 
-With `join_routers`, a router that refuses this worker, or has not welcomed it for ABSENT_S, is
-still tried but does not count, so the next router in the order is joined too. A router that is no
-longer among the first is left once as many that are have welcomed the worker and SETTLED_S have
-passed. To leave means to send a goodbye: the router places nothing new here, running requests go on
-by its session, and it ends the lease itself when none of them remains. So leaving ends or
-recomputes no stream.
+With `join_routers`, a router that refuses this worker, or has not accepted it for ABSENT_S, does not
+count but is tried again, so the next router in the order is joined too. Once enough of the first
+routers have accepted the worker and SETTLED_S have passed, the worker deregisters from the others:
+they place no new requests here, running ones continue over their sessions, and each router ends the
+lease when none of them remains. So deregistration ends or recomputes no stream.
+
+A router that has received nothing for a second suspects the worker, so two heartbeats fall within
+one. A load carries a heartbeat if the router reads it there, so a busy worker sends few others.
+Heartbeats without a load are sent at slots of the wall clock: a router wakes once for those of many
+workers, which halves its cost.
 """
 
 import logging
@@ -29,17 +33,17 @@ from pdserve.services.common.auth import Access, Role
 from pdserve.services.common.discovery import Discovery, first_that_count, rendezvous_order
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import check_version
-from pdserve.services.worker.settings import LEAVE_S
+from pdserve.services.worker.settings import DEREGISTER_S
 
 log = logging.getLogger(__name__)
 
 RESOLVE_S = 1.0
 SILENT_S = 5.0  # without a heartbeat's echo, after which the router is joined again
-REJOIN_S = 0.1  # least time between two looks at the leases
+REJOIN_S = 0.1  # least time between two checks of the leases
 REFUSED_S = 0.5  # between two tries at a router of another version, doubled with each ...
 MAX_REFUSED_S = 10.0  # ... up to this: one of the two is to be upgraded
-ABSENT_S = 3.0  # a router without a welcome for this long does not count: it may restart
-SETTLED_S = 5.0  # since the last welcome of a counting router: ignores those that come and go
+ABSENT_S = 3.0  # a router that has not accepted the worker for this long does not count
+SETTLED_S = 5.0  # since the last router accepted the worker: ignores routers that come and go
 HASHES_PER_EVENT = 2048  # a router takes in about 1 us for each
 
 
@@ -62,7 +66,8 @@ LOAD_FIELDS = (
 
 
 class WorkerReports:
-    """The reports of one lease after its hello. Any thread may add to them; one takes them."""
+    """The reports of one lease after its hello, and when each is due. Any thread may add reports; one
+    thread takes them. Time is an argument."""
 
     def __init__(self, heartbeat: Callable[[], pb.Heartbeat]) -> None:
         self.wall_offset = 0.0  # from the clock of `now` to the wall clock
@@ -84,7 +89,7 @@ class WorkerReports:
         self._prefixes.extend(events)
 
     def add_goodbye(self, goodbye: pb.Goodbye) -> None:
-        """Add the goodbye of a worker that drains or leaves this router."""
+        """Add the message that the worker drains or deregisters from this router."""
         with self._lock:
             self._goodbye = goodbye
 
@@ -147,7 +152,7 @@ class _Lease:
         self._closed = False
         self._call: grpc.Call | None = None
         self._heard = time.monotonic()
-        self.welcomed = 0.0  # when the router welcomed the worker; 0: not yet
+        self.welcomed = 0.0  # when the router accepted the worker; 0: not yet
         self.leaving = False
         self._thread = threading.Thread(target=self._run, name=f"join {address}", daemon=True)
 
@@ -169,12 +174,12 @@ class _Lease:
         self._pending_reports.add_prefixes(events)
         self._wake.set()
 
-    def goodbye(self, reason: str) -> None:
+    def announce_drain(self, reason: str) -> None:
         self._pending_reports.add_goodbye(pb.Goodbye(reason=reason))
         self._wake.set()
 
     def leave(self) -> None:
-        """Have the router end the lease once none of its requests runs here."""
+        """Deregister: the router ends the lease once none of its requests runs here."""
         if not self.leaving:
             log.info("deregistering from router %s: other routers take its place", self.address)
             self.leaving = True
@@ -198,7 +203,7 @@ class _Lease:
     def _reports(self) -> Iterator[pb.WorkerReport]:
         yield pb.WorkerReport(hello=self._owner.hello)
         while not self._closed:
-            # Cleared before looking, so that a change after the look wakes the next wait.
+            # Cleared first, so that a change after `due` wakes the next wait.
             self._wake.clear()
             now = time.monotonic()
             if now - self._heard > SILENT_S and self._call is not None:
@@ -236,7 +241,8 @@ class _Lease:
             self._failed(error)
 
     def _welcomed(self, welcome: pb.Welcome) -> None:
-        """Note the router's welcome. Raises ServiceError if its version is too old or too new."""
+        """The router accepted the worker. Raises ServiceError if its version is too old or too
+        new."""
         check_version(welcome.protocol, "worker", f"router {self.address}")
         log.info("registered with router %s (protocol version %d)", self.address, welcome.protocol)
         self.welcomed = time.monotonic()
@@ -249,7 +255,7 @@ class _Lease:
 
 
 class Membership:
-    """Keeps the worker joined to its routers until closed; the hello says to how many.
+    """Keeps the worker registered with its routers until closed.
 
     `routers` are targets (docs/discovery.md), resolved again every second. Routers that are not
     ready are joined too, so that they know the fleet once they are. `liveness` returns the engine's
@@ -271,7 +277,7 @@ class Membership:
         self._hashes: dict[bytes, None] = {}
         self._sequence = 0
         self._load: pb.Load | None = None
-        self._goodbye: str | None = None
+        self._drain_reason: str | None = None
         self._problems: dict[str, str] = {}  # the reason why a router is not joined, by address
         # Routers of another version: time of the next try, and the pause after it.
         self._refused: dict[str, tuple[float, float]] = {}
@@ -287,7 +293,7 @@ class Membership:
         return pb.Heartbeat(step=counter, busy=busy)
 
     def start(self) -> None:
-        """Begin to join; the hello must be complete."""
+        """Begin to register; `hello` must be complete."""
         self._thread.start()
 
     def report(self, load: pb.Load) -> None:
@@ -312,24 +318,21 @@ class Membership:
 
     def _events(self, added: Sequence[bytes], removed: Sequence[bytes]) -> list[pb.PrefixEvents]:
         events = []
-        for start in range(0, len(added), HASHES_PER_EVENT):
-            part = added[start : start + HASHES_PER_EVENT]
-            events.append(pb.PrefixEvents(sequence=self._sequence, added=part))
-            self._sequence += len(part)
-        for start in range(0, len(removed), HASHES_PER_EVENT):
-            part = removed[start : start + HASHES_PER_EVENT]
-            events.append(pb.PrefixEvents(sequence=self._sequence, removed=part))
-            self._sequence += len(part)
+        for field, hashes in (("added", added), ("removed", removed)):
+            for start in range(0, len(hashes), HASHES_PER_EVENT):
+                part = hashes[start : start + HASHES_PER_EVENT]
+                events.append(pb.PrefixEvents(sequence=self._sequence, **{field: part}))
+                self._sequence += len(part)
         return events
 
-    def goodbye(self, reason: str = "drain") -> None:
-        """Tell every router, also those joined later, to send no new work."""
+    def announce_drain(self, reason: str = "drain") -> None:
+        """Have all routers, also those joined later, send no new work."""
         with self._lock:
-            self._goodbye = reason
+            self._drain_reason = reason
             for lease in self._leases.values():
-                lease.goodbye(reason)
+                lease.announce_drain(reason)
 
-    def close(self, timeout_s: float = LEAVE_S) -> None:
+    def close(self, timeout_s: float = DEREGISTER_S) -> None:
         """End all leases at once; the routers then see the streams end.
 
         Returns after at most `timeout_s`. A name lookup has no time limit, so its thread may still
@@ -350,7 +353,7 @@ class Membership:
             log.warning("the Join streams to %d routers did not end in time", ended.count(False))
 
     def note(self, address: str, problem: str) -> None:
-        """Log why a router is not joined, once per reason; empty: it is joined."""
+        """Log why a router is not joined, once per reason. `problem`: empty if it is joined."""
         with self._lock:
             previous = self._problems.get(address, "")
             self._problems[address] = problem
@@ -366,7 +369,7 @@ class Membership:
             self._refused[address] = time.monotonic() + pause, min(MAX_REFUSED_S, 2 * pause)
 
     def lease_ended(self) -> None:
-        """Look at the leases again soon, because one has ended."""
+        """Check the leases soon, because one has ended."""
         self._changed.set()
 
     def _resolve_forever(self) -> None:
@@ -409,11 +412,10 @@ class Membership:
         return targets
 
     def _leave_others(self, targets: set[str], now: float) -> None:
-        """Leave the routers that are no longer targets, once enough of the targets have welcomed
-        the worker. A router that becomes a target again is joined again, which ends the goodbye
-        there."""
+        """Deregister from routers that are no longer targets, once enough targets have accepted the
+        worker. A router that becomes a target again is joined again."""
         num_routers = self.hello.join_routers
-        if not num_routers or self._goodbye is not None:
+        if not num_routers or self._drain_reason is not None:
             return
         for address in targets & self._leases.keys():
             if self._leases[address].leaving:
@@ -433,7 +435,7 @@ class Membership:
             part = hashes[start : start + HASHES_PER_EVENT]
             sequence = self._sequence - len(hashes) + start
             state.append(pb.PrefixEvents(sequence=sequence, reset=start == 0, added=part))
-        if self._goodbye is not None:
-            lease.goodbye(self._goodbye)
+        if self._drain_reason is not None:
+            lease.announce_drain(self._drain_reason)
         lease.start(state, self._load)
         return lease

@@ -80,7 +80,7 @@ class WorkerMetrics:
             ("pdserve_attached_requests", "Requests that used others' KV", load.attached),
             (
                 "pdserve_placed_again_requests",
-                "Requests that waited for others' KV in vain",
+                "Requests that waited for others' KV, which did not come",
                 load.placed_again,
             ),
             (

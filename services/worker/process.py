@@ -38,7 +38,7 @@ from pdserve.services.common.tracing import Tracer, tracing
 from pdserve.services.worker.core import WorkerCore
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.runtime import WorkerRuntime
-from pdserve.services.worker.settings import CLOSE_S, LEAVE_S, WorkerSettings
+from pdserve.services.worker.settings import DEREGISTER_S, ENGINE_CLOSE_S, WorkerSettings
 
 if TYPE_CHECKING:
     from pdserve.services.common.metrics import MetricsPort
@@ -159,10 +159,10 @@ class WorkerProcess:
         self._loading.start()
 
     async def drain(self) -> None:
-        """Refuse new work and send goodbyes; return when all work is done."""
+        """Refuse new work, also at the routers; return when all work is done."""
         self._draining = True
         if self._membership is not None:
-            self._membership.goodbye()
+            self._membership.announce_drain()
         if self.runtime is not None:
             await self._role.core.drain()
 
@@ -172,13 +172,13 @@ class WorkerProcess:
         for task in self._tasks:
             task.cancel()
         if self._membership is not None:
-            await asyncio.to_thread(self._membership.close, LEAVE_S)
+            await asyncio.to_thread(self._membership.close, DEREGISTER_S)
         await self.host.stop(grace_s)
         if self._metrics_port is not None:
             await self._metrics_port.close()
         if self._loading is not None:
             # Python aborts if a thread returns from a native call during interpreter exit.
-            await asyncio.to_thread(self._loading.join, CLOSE_S)
+            await asyncio.to_thread(self._loading.join, ENGINE_CLOSE_S)
             if self._loading.is_alive():
                 self.hung = True
                 log.critical("the loading thread did not end in time; the process exits without it")
@@ -192,7 +192,7 @@ class WorkerProcess:
 
     async def _close(self, runtime: WorkerRuntime) -> None:
         try:
-            async with asyncio.timeout(CLOSE_S):
+            async with asyncio.timeout(ENGINE_CLOSE_S):
                 await asyncio.to_thread(runtime.close)
         except TimeoutError:
             self.hung = True

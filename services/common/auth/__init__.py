@@ -11,8 +11,8 @@ from pdserve.services.common.auth.access import (
 from pdserve.services.common.auth.certificates import (
     Identity,
     Role,
-    ends_of,
-    in_settings,
+    certificate_settings,
+    expiries_of,
     issue,
     make_authority,
 )

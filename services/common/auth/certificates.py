@@ -101,7 +101,7 @@ def role_in(certificate: bytes) -> Role:
     raise ValueError("the certificate names no role")
 
 
-def ends_of(pem: bytes) -> list[float]:
+def expiries_of(pem: bytes) -> list[float]:
     """The expiry of each certificate in a PEM text, in Unix time. Raises ValueError if it has
     none."""
     return [c.not_valid_after_utc.timestamp() for c in x509.load_pem_x509_certificates(pem)]
@@ -121,7 +121,7 @@ def check_pair(identity: Identity) -> None:
         raise ValueError("the key does not match the certificate")
 
 
-def in_settings(authority: Identity, role: Role) -> dict[str, str]:
+def certificate_settings(authority: Identity, role: Role) -> dict[str, str]:
     """Create a certificate of a role, as the fields of ServerSettings (services/common/options.py).
     It is never renewed, so it lasts as long as its authority."""
     identity = issue(authority, role, AUTHORITY_DAYS)

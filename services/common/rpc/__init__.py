@@ -11,7 +11,7 @@ from pdserve.services.common.rpc.blobs import (
 from pdserve.services.common.rpc.channel import (
     AUTHORIZATION,
     CHANNEL_OPTIONS,
-    LIMITS,
+    MESSAGE_LIMITS,
     PROTOCOL_VERSION,
     IdsCollector,
     VersionGate,

@@ -26,7 +26,7 @@ CONNECT_MS = 2_000  # a busy or distant peer takes its time to send its HTTP/2 s
 # Options that both ends set: message limits, and pings that detect a dead peer in 15 s. Bandwidth
 # probes are off, since each small message on an idle connection would cause one; so a stream has at
 # most 64 KiB in flight, and KV, which is large, uses separate connections.
-LIMITS = [
+MESSAGE_LIMITS = [
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -36,7 +36,7 @@ LIMITS = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 CHANNEL_OPTIONS = [
-    *LIMITS,
+    *MESSAGE_LIMITS,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", CONNECT_MS),  # time limit of one attempt, not a pause
     ("grpc.max_reconnect_backoff_ms", 2_000),

@@ -1,6 +1,10 @@
 """The router's view of its workers."""
 
-from pdserve.services.router.fleet.compatibility import STRANDED_S, KvCompatibility, mismatch
+from pdserve.services.router.fleet.compatibility import (
+    COMPATIBLE_WORKER_WAIT_S,
+    KvCompatibility,
+    mismatch,
+)
 from pdserve.services.router.fleet.fleet import Fleet, ServedModels
 from pdserve.services.router.fleet.prefix_index import MAX_INDEXED_BLOCKS, PrefixIndex
 from pdserve.services.router.fleet.worker import (

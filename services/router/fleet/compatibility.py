@@ -24,7 +24,7 @@ RESUME_SIDES = ("on the earlier worker", "on the new worker")
 
 log = logging.getLogger(__name__)
 
-STRANDED_S = 30.0  # a worker that crashed may be starting again
+COMPATIBLE_WORKER_WAIT_S = 30.0  # a worker that crashed may be starting again
 MAX_LOGGED = 4096  # pairs whose refusal has been logged
 
 
@@ -62,7 +62,7 @@ class KvCompatibility:
         self.inexact: Counter[str] = Counter()  # "resume", "hand-off"
         self._mixing = mixing
         self._logged: set[tuple[bytes, bytes]] = set()
-        self._withdrawn: set[str] = set()  # weights whose last worker said goodbye
+        self._withdrawn: set[str] = set()  # weights whose last worker drained
         self._expected: dict[str, float] = {}  # until when a worker with these weights may return
 
     def able(self, origin: KvIdentity | None, workers: Sequence[Worker]) -> Sequence[Worker]:
@@ -76,8 +76,8 @@ class KvCompatibility:
         return exact if staying else admitted
 
     def withdrawn(self, origin: KvIdentity | None, now: float) -> bool:
-        """Return whether all workers with these weights have left in order and none is expected
-        back. One is expected for STRANDED_S after a crash, or if no other worker replaced them."""
+        """Return whether all workers with these weights were shut down and none is expected back. One
+        is expected for COMPATIBLE_WORKER_WAIT_S after a crash, or if none replaced the last one."""
         if origin is None or _pool(origin) not in self._withdrawn:
             return False
         return now >= self._expected.get(_pool(origin), now)
@@ -93,7 +93,7 @@ class KvCompatibility:
         if not worker.stays and pool not in pools:
             self._withdrawn.add(pool)
         if worker.stays or not pools:
-            self._expected[pool] = now + STRANDED_S
+            self._expected[pool] = now + COMPATIBLE_WORKER_WAIT_S
 
     def count_left_out(self, decode: bytes, refused: Iterable[tuple[bytes, Difference]]) -> None:
         """Count prefill workers, by incarnation, that cannot send to a decode worker."""
@@ -110,7 +110,7 @@ class KvCompatibility:
                 )
 
     def count_resume(self, request: str, origin: KvIdentity | None, identity: KvIdentity) -> bool:
-        """Count a request taken by a worker of `identity`. Returns whether it goes on inexactly."""
+        """Count a request taken by a worker of `identity`. Returns whether it resumes inexactly."""
         if origin is None or origin.digest == identity.digest:
             return False
         self.inexact["resume"] += 1

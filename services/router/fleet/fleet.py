@@ -4,11 +4,11 @@
     LIVE -> SUSPECT      its join stream ended, or 1 s of silence on it
     SUSPECT -> LIVE      heard again on a join stream under the same incarnation
     SUSPECT -> dead      500 ms without a witness (a byte on its session)
-    any -> dead          connection refused; another incarnation at its address; goodbye, then both
+    any -> dead          connection refused; another incarnation at its address; drained, and both
                          its join stream and its session ended
-    LIVE -> DRAINING     goodbye: no new work, running work goes on
-    LIVE -> LEAVING      goodbye to this router alone (membership.py): the same, and what runs stays
-                         there; forgotten when nothing of this router runs there any more
+    LIVE -> DRAINING     it drains: no new work, running work continues
+    LIVE -> LEAVING      it deregisters from this router only (worker/membership.py): no new work;
+                         forgotten when it runs nothing of this router any more
     LEAVING -> LIVE      it has joined again
     LIVE, LEAVING, DRAINING -> FROZEN   its engine's counter stands still although it has work
     FROZEN -> LIVE, LEAVING, DRAINING   the counter moves, or it has no work
@@ -127,12 +127,12 @@ class Fleet:
         """Note a byte on another stream: the worker may be suspect, but it is not dead."""
         worker.witnessed = now
 
-    def goodbye(self, worker: Worker, leaves: bool = False) -> None:
-        """Note that the worker drains, or leaves this router alone."""
+    def deregister(self, worker: Worker, leaves: bool = False) -> None:
+        """Send the worker no new work: it drains, or leaves only this router (`leaves`)."""
         if leaves:
             worker.leaving = self._has_leaving = True
         else:
-            worker.said_goodbye = True
+            worker.draining = True
         if worker.state in (State.LIVE, State.LEAVING):
             worker.set_state()
 

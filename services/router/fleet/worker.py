@@ -82,12 +82,12 @@ class Worker:
     prefixes: WorkerPrefixes
     state: State = State.LIVE
     suspect_since: float = 0.0
-    said_goodbye: bool = False
-    leaving: bool = False  # said goodbye to this router alone
+    draining: bool = False
+    leaving: bool = False  # deregistered from this router only
     frozen: bool = False
     engine: StallDetector = field(default_factory=StallDetector)
     connected: bool = False  # the router's session to it is up
-    was_connected: bool = False  # the session has been up, so the hello is real
+    was_connected: bool = False  # the session has been up, so the hello is true
     busy_until: float = 0.0  # set by Busy, cleared by a new load
     load: pb.Load = field(default_factory=pb.Load, init=False)
     # Commands of this router that no load has included yet: attempt -> (prompt tokens, sent).
@@ -127,7 +127,7 @@ class Worker:
     @property
     def stays(self) -> bool:
         """Whether this router may send it work in future."""
-        return not self.said_goodbye and not self.leaving
+        return not self.draining and not self.leaving
 
     @property
     def goes_on_alone(self) -> bool:
@@ -138,7 +138,7 @@ class Worker:
         """Set the state of a worker that has just been heard."""
         if self.frozen:
             self.state = State.FROZEN
-        elif self.said_goodbye:
+        elif self.draining:
             self.state = State.DRAINING
         else:
             self.state = State.LEAVING if self.leaving else State.LIVE

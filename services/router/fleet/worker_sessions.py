@@ -52,7 +52,7 @@ class SessionListener(Protocol):
         """An event of the worker arrived."""
 
     def rows(self, worker: Worker, rows: Iterable[TokenRow]) -> None:
-        """Tokens arrived for choices that go on."""
+        """Tokens arrived for choices that continue."""
 
 
 class ProbeResult(Enum):

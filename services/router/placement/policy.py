@@ -65,7 +65,7 @@ class Rules:
     threshold: int = 512
     max_prefill_failures: int = 2
     mixing: Mixing = NO_MIXING  # of a prefill and a decode worker
-    resuming: Mixing = SAME_WEIGHTS  # used when no worker can go on exactly
+    resuming: Mixing = SAME_WEIGHTS  # used when no worker can continue exactly
 
     @property
     def min_shared_tokens(self) -> int:

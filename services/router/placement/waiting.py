@@ -20,7 +20,7 @@ class WaitReason(Enum):
 
     TURN = "turn"  # every worker of its model is busy, or others are before it
     BUDGET = "budget"  # it has tokens, and too many requests are being recomputed now
-    COMPATIBLE_WORKER = "compatible worker"  # no worker may go on with its tokens
+    COMPATIBLE_WORKER = "compatible worker"  # no worker may continue its tokens
 
 
 class WaitingRequest(Protocol):

@@ -6,5 +6,5 @@ from pdserve.services.router.request.events import Reachability
 from pdserve.services.router.request.machine import MAX_CRASHES
 from pdserve.services.router.request.migrations import Migrations
 from pdserve.services.router.request.placer import PickedHost, PickQuery, Placer
-from pdserve.services.router.request.request import FAILURES, RoutedRequest
+from pdserve.services.router.request.request import ROUTER_ERRORS, RoutedRequest
 from pdserve.services.router.request.state import Transition

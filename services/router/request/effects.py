@@ -28,11 +28,11 @@ class Client(Protocol):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it takes tokens by `put_token`; never changes."""
+        """Whether it accepts `put_token`; never changes."""
 
     def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
-        """Take a token without log-probabilities of a choice that goes on. Returns False unless it
-        reads rows."""
+        """Take a token without log-probabilities of an unfinished choice. Returns False unless it
+        `reads_rows`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +74,7 @@ class Effects(Protocol[RequestT]):
         """Route messages of this attempt to the request."""
 
     def stepped(self, request: RequestT, transition: Transition, now: float) -> None:
-        """Count what a step of its machine changed, before the actions are carried out."""
+        """Update counters after a step of its state machine, before its actions."""
 
     def closed(self, request: RequestT, attempt: Assignment, lost: str) -> None:
         """Stop routing messages of this attempt to the request. `lost`: why it was dropped."""

@@ -16,8 +16,7 @@
 A Start that names an attempt (its gateway lost a router, or its session with this one) begins in
 SEEKING, because decode keeps an attempt for a while after its session is lost. Once the decode
 worker can be reached, the router sends Resume (RESUMING), so that nothing is computed twice. If the
-answer carries a ticket, decode still awaits the KV: PrefillStart is sent again, to a prefill worker
-that knows it already or never received it.
+response carries a ticket, decode still awaits the KV, and the router repeats PrefillStart.
 
 A migration to another decode worker with the KV is a sub-state (migration_machine.py) of RUNNING
 or, if the session with the source is lost meanwhile, of SEEKING and RESUMING.
@@ -172,7 +171,7 @@ class _Step:
             self.not_tried("busy")
 
     def not_tried(self, reason: str) -> None:
-        """Close an attempt that is over on every worker before any work began."""
+        """Close an attempt that ended on every worker before any work began."""
         # An adopted attempt was not counted.
         self.set(num_attempts=max(0, self.state.num_attempts - 1))
         self.close(reason)
@@ -241,9 +240,9 @@ class _Step:
         self.set(stage=Stage.ENDED)
 
     def reissued(self, same_progress: bool) -> None:
-        """End without an event. If decode has admitted the attempt, it goes on, and the successor
-        finds it by its placement. If decode has yet to answer the Admit and the successor holds the
-        same ids, the attempt is handed over, with the pending answer."""
+        """End without an event, since the client issued the request again. An attempt that decode
+        has admitted keeps running, and the new issue finds it by its placement. If decode has yet
+        to answer the Admit and the new issue holds the same ids, it takes over the attempt."""
         attempt = self.state.attempt
         admitting = self.state.stage is Stage.ADMITTING
         if attempt is not None and admitting and same_progress:
@@ -308,8 +307,8 @@ class _Step:
             self.prefill_lost(event.reason)
 
     def seek_again(self, attempt: Attempt, worker: bytes) -> bool:
-        """Seek the attempt again after the session with a live worker was lost. Returns False if it
-        cannot go on. Decode keeps what it has admitted, and prefill goes on without a session."""
+        """Wait for the session with a live worker to return. Returns False if the attempt cannot
+        continue. Decode keeps what it has admitted, and prefill needs no session."""
         if attempt.decode == worker and self.state.stage is not Stage.ADMITTING:
             self.set(stage=Stage.SEEKING, seek_start=self.now)
             return self.state.num_sessions + 1 < MAX_SESSIONS
@@ -460,7 +459,7 @@ class _Step:
             self.act(do.SendHold(source.id))
 
     def take_for_migration(self, event: on.DecodeEvent) -> bool:
-        """Apply a message of decode to the migration. Returns whether it concerned nothing else."""
+        """Apply a message of decode to the migration. Returns whether it concerns only that."""
         migration, source = self.state.migration, self.state.attempt
         if migration is not None and source is not None and migration.is_target(event.attempt):
             self.advance(migration_machine.of_target(migration, source, event))
@@ -540,5 +539,5 @@ class _Step:
 
 
 def taken_over(state: Routing, attempt: Attempt) -> Routing:
-    """Return the state of a successor that waits for the answer to its predecessor's Admit."""
+    """Return the state of a new issue of a request that awaits the answer to an earlier Admit."""
     return replace(state, attempt=attempt, num_attempts=1, stage=Stage.ADMITTING)

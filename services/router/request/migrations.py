@@ -1,8 +1,9 @@
 """Chooses which running requests migrate to another decode worker with their KV.
 
-A draining worker sends all of them away, as far as others have room; a worker that lacks blocks
-sends one at a time (placement/rebalance.py). Each request runs its migration itself
-(migration_machine.py). Time is an argument.
+A draining worker sends all its requests away, as far as others have room. A live one sends one away
+only while it preempts: each preemption frees blocks for one request by recomputing another, over
+and over. So the measure is not load, but whether a worker lacks blocks for a while that another one
+has. Each request runs its migration itself (migration_machine.py). Time is an argument.
 """
 
 from collections import Counter
@@ -30,12 +31,12 @@ class Running:
 
 
 def drain_order(running: Iterable[Running]) -> list[Running]:
-    """Sort the most urgent first: what may run longest is least likely to end in time by itself."""
+    """Sort by urgency: the request that may run longest first."""
     return sorted(running, key=lambda r: (r.remaining is not None, -(r.remaining or 0), r.ordinal))
 
 
 def pays(request: Running) -> bool:
-    """Return whether the rest of the request takes longer than its migration."""
+    """Return whether generating the rest of the request takes longer than its migration."""
     remaining = request.remaining
     return remaining is None or (
         remaining >= MIN_REMAINING and remaining * COPIED_PER_TOKEN >= request.num_tokens
@@ -43,7 +44,7 @@ def pays(request: Running) -> bool:
 
 
 def relief_order(running: Iterable[Running]) -> list[Running]:
-    """Sort by what a worker that lacks blocks sends away first: most blocks, then youngest."""
+    """Sort for a worker that lacks blocks: requests with most blocks first, then the youngest."""
     worthwhile = [r for r in running if pays(r)]
     return sorted(worthwhile, key=lambda r: (-r.num_tokens, -r.ordinal))
 
@@ -57,7 +58,7 @@ class Pressure:
         self._next = 0.0
 
     def due(self, now: float) -> bool:
-        """Return whether the next look is due."""
+        """Return whether a window has passed since the last `look`."""
         return now >= self._next
 
     def look(self, preemptions: Mapping[bytes, int], now: float) -> list[bytes]:
@@ -150,7 +151,7 @@ class Migrations:
         self._placer.budget.migration_begun(request)
 
     def done(self, request: RoutedRequest, num_tokens: int) -> None:
-        """Count a migration that went on at the target, with the KV of `num_tokens` tokens."""
+        """Count a migration that continued at the target, with the KV of `num_tokens` tokens."""
         self.num_done += 1
         self.num_tokens += num_tokens
         self._over(request)
@@ -167,7 +168,8 @@ class Migrations:
 
 
 def may_migrate(request: RoutedRequest, now: float) -> bool:
-    """Return whether it generates and its KV is one chain: one unfinished choice only."""
+    """Return whether the request generates and has only one unfinished choice, so that its KV is a
+    single sequence."""
     progress = request.progress
     one_chain = progress.num_unfinished == 1 and progress.may_go_remote
     return one_chain and request.state.may_migrate(now)

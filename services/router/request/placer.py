@@ -2,7 +2,7 @@
 
 A request waits for its turn, for the recompute budget, or for a worker that is compatible with its
 generated tokens (placement/waiting.py). A request that no present worker is compatible with waits
-aside for at most STRANDED_S, so that it does not block the requests behind it.
+aside for at most COMPATIBLE_WORKER_WAIT_S, so that it does not block the requests behind it.
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pdserve.engine.kv import KvIdentity
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.services.router.fleet import (
-    STRANDED_S,
+    COMPATIBLE_WORKER_WAIT_S,
     Fleet,
     KvCompatibility,
     State,
@@ -144,8 +144,8 @@ class Placer:
         return readers(self.compatibility.able(request.origin, workers), request.pool[1])
 
     def is_unread(self, request: RoutedRequest) -> bool:
-        """Return whether the workers of its prompt's tokenizer have all left or are leaving, while
-        others serve its model."""
+        """Return whether the workers with its prompt's tokenizer have left or are leaving, while
+        workers with another one serve its model."""
         has_other = False
         for worker in self._fleet.of(DECODE, request.model):
             if worker.stays:
@@ -290,7 +290,7 @@ class Placer:
                     break
 
     def _strand(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
-        """Let the request wait for a compatible worker if none of its model's can go on with it.
+        """Let the request wait aside if workers serve its model, but none is compatible with it.
         Returns whether it waits."""
         if not workers:
             return False
@@ -304,7 +304,7 @@ class Placer:
         return True
 
     def worker_connected(self, worker: Worker, now: float) -> None:
-        """Place the requests that waited for a compatible worker and can go on at this one."""
+        """Place the requests that waited for a compatible worker and can continue at this one."""
         self.compatibility.joined(worker)
         for request in self.waiting.of(WaitReason.COMPATIBLE_WORKER):
             if request.model == worker.model and worker in self._compatible_workers(request):
@@ -312,10 +312,11 @@ class Placer:
                 self.place(request, now)
 
     def overdue(self, now: float) -> list[RoutedRequest]:
-        """Return requests that have waited too long for a compatible worker, or wait in vain."""
+        """Return requests that have waited too long for a compatible worker, or need not wait since
+        none is expected."""
         stranded = self.waiting.of(WaitReason.COMPATIBLE_WORKER)
         waiting = (*stranded, *self.waiting.of(WaitReason.BUDGET))
-        late = [r for r in stranded if now - self.waiting.since(r) >= STRANDED_S]
+        late = [r for r in stranded if now - self.waiting.since(r) >= COMPATIBLE_WORKER_WAIT_S]
         return list(dict.fromkeys((*late, *(r for r in waiting if self._is_hopeless(r, now)))))
 
     def without_worker(self, now: float) -> list[RoutedRequest]:
@@ -340,7 +341,7 @@ class Placer:
         ]
 
     def _is_hopeless(self, request: RoutedRequest, now: float) -> bool:
-        """Return whether no worker can go on with it and none is expected."""
+        """Return whether no worker can continue it and none is expected."""
         return self.compatibility.withdrawn(request.origin, now) and not self._compatible_workers(
             request
         )
@@ -383,7 +384,7 @@ class Placer:
             attempt.prefill.forget_command(attempt.id)
 
     def taken(self, request: RoutedRequest, attempt: Assignment) -> None:
-        """Note that a decode worker took the attempt; the request may go on inexactly there."""
+        """Note that a decode worker took the attempt; the request may continue inexactly there."""
         identity = attempt.decode.identity
         if self.compatibility.count_resume(request.id, request.origin, identity):
             request.inexact = True

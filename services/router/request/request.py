@@ -42,7 +42,7 @@ from pdserve.services.router.request.state import (
 log = logging.getLogger(__name__)
 
 OUTPUT = ("tokens", "prompt_logprobs", "embedding", "finished")
-FAILURES: dict[FailureReason, ServiceError] = {
+ROUTER_ERRORS: dict[FailureReason, ServiceError] = {
     FailureReason.CANCELLED: ServiceError(pb.CANCELLED, "the client cancelled the request"),
     FailureReason.CLIENT_GONE: ServiceError(
         pb.CANCELLED, "the gateway that sent the request has disconnected"
@@ -187,7 +187,7 @@ class RoutedRequest:
         self.step(on.MigrationBegun(target.incarnation), now)
 
     def cancel(self, choices: tuple[int, ...], now: float) -> None:
-        """End the request (CANCELLED), or drop some choices and go on with the rest."""
+        """End the request (CANCELLED), or drop some choices and continue the rest."""
         if not choices:
             self.step(on.RequestCancelled(), now)
             return
@@ -255,7 +255,7 @@ class RoutedRequest:
                 self.step(on.of_decode(kind, message), now, message)
 
     def pass_on_row(self, worker: Worker, choice: NumberedChoice, position: int, id_: int) -> bool:
-        """Pass on a worker's token of a choice that goes on; False if it may change more here."""
+        """Pass on a worker's token of a choice that continues; False if it may change more here."""
         assignment = self._rows_of
         if assignment is None or assignment.decode is not worker:
             return False
@@ -573,7 +573,7 @@ class RoutedRequest:
         error = action.error
         elsewhere = error is FailureReason.NO_WORKER_HERE
         if isinstance(error, FailureReason):
-            error = FAILURES[error]
+            error = ROUTER_ERRORS[error]
         assert isinstance(error, ServiceError)
         failed = pb.Failed(request=self.id, epoch=self.state.epoch, failure=error.to_failure())
         failed.attempt, failed.elsewhere = action.attempt, elsewhere

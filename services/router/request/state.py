@@ -1,11 +1,8 @@
-"""State of one request in the router (frozen; only machine.py steps it) and the timing of its first
-token; pure.
+"""State of one request in the router, what a step changed in it, and the timing of its first token;
+pure. The state is frozen, and only machine.py steps it.
 
-The time to the first token spans all attempts. Decode's phases begin with its Admit; the time
-before it (the queue here, lost attempts) counts as queueing. The phases are those of the attempt
-that gave the first token, as far as known; a later attempt does not change them.
-
-The shell (request.py) keeps the request's ids and messages.
+The time to the first token spans all attempts. The phases are those of the attempt that produced
+the first token; the time before its Admit (the queue here, lost attempts) counts as queueing.
 """
 
 import math
@@ -51,7 +48,7 @@ class FirstToken:
 
 @dataclass(slots=True)
 class Beginning:
-    """What the router knows of a request's beginning."""
+    """What the router knows of a request until its first token."""
 
     token: FirstToken
     hit: int | None = None  # tokens cached before decode verified the first block
@@ -123,7 +120,7 @@ class Attempt:
 
     @property
     def prefill_unaware(self) -> bool:
-        """Whether prefill may not know that its KV is wanted, or its messages may not arrive."""
+        """Whether prefill may not have the attempt's PrefillStart, or its messages may be lost."""
         return not self.prefill_over and (not self.prefill or self.unheard)
 
     @property
@@ -138,7 +135,7 @@ class Attempt:
 
     @property
     def computing(self) -> bool:
-        """Whether its KV is complete or computed at decode, so that a step there may be its own."""
+        """Whether decode may be computing it: its KV is complete, or decode computes the prompt."""
         return self.filled or not (self.prefill or self.ticket or self.follows)
 
 
@@ -175,7 +172,7 @@ class Routing:
     migration: Migration | None = None
     num_attempts: int = 0
     num_sessions: int = 0  # session losses that its attempts survived
-    num_resumed: int = 0  # times that an attempt went on where another session left it
+    num_resumed: int = 0  # times that an attempt continued where another session left it
     seek_start: float = 0.0  # when the search for its worker began
     refused: frozenset[bytes] = frozenset()  # decode workers that had no room in this round
     failed_prefills: frozenset[bytes] = frozenset()
@@ -198,7 +195,7 @@ class Routing:
 
     @property
     def has_candidates_left(self) -> bool:
-        """Whether an Admit may go to another worker than the `refused` ones in this round."""
+        """Whether another worker may be tried in this round, besides the `refused` ones."""
         return len(self.refused) < MAX_CANDIDATES
 
     def may_migrate(self, now: float) -> bool:
@@ -254,7 +251,7 @@ class Transition:
 
     @property
     def resumed(self) -> bool:
-        """Whether an attempt goes on where another session left it."""
+        """Whether an attempt continues where another session left it."""
         return self.after.num_resumed > self.before.num_resumed
 
     @property
@@ -270,7 +267,7 @@ class Transition:
 
     @property
     def stopped_following(self) -> bytes:
-        """The attempt whose prompt prefill computes, although it was to wait for another one."""
+        """The attempt whose prompt prefill computes, although it was to wait for another prompt."""
         attempt = self.before.attempt
         if attempt is None or not attempt.follows or self.before.stage is not Stage.ADMITTING:
             return b""
@@ -288,7 +285,7 @@ class Transition:
 
     @property
     def migrated(self) -> bytes:
-        """The attempt at a migration's target, if the request goes on there."""
+        """The attempt at a migration's target, if the request continues there."""
         migration, placed = self.before.migration, self.after.placed_attempt
         return placed if migration is not None and migration.is_target(placed) else b""
 

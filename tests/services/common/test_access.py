@@ -40,7 +40,7 @@ from pdserve.services.common.auth import (
     Role,
     TlsAccess,
     TlsFiles,
-    in_settings,
+    certificate_settings,
     issue,
     make_access,
     make_authority,
@@ -90,7 +90,7 @@ class Everything(FleetServicer, RouterServicer, BlobsServicer, DecodeServicer, P
 
 
 def access_of(role: Role, authority: Identity = AUTHORITY) -> TlsAccess:
-    found = make_access(ServerSettings(**in_settings(authority, role)))
+    found = make_access(ServerSettings(**certificate_settings(authority, role)))
     assert isinstance(found, TlsAccess)
     return found
 
@@ -480,7 +480,7 @@ def test_a_certificate_made_by_up_lasts_as_long_as_its_authority() -> None:
         x509.load_pem_x509_certificate(pem).not_valid_after_utc
         for pem in (
             AUTHORITY.certificate,
-            in_settings(AUTHORITY, Role.DECODE)["cluster_cert"].encode(),
+            certificate_settings(AUTHORITY, Role.DECODE)["cluster_cert"].encode(),
         )
     ]
     assert ends[1] >= ends[0]

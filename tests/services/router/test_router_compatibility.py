@@ -15,7 +15,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.services.router import RouterSettings
-from pdserve.services.router.fleet import STRANDED_S
+from pdserve.services.router.fleet import COMPATIBLE_WORKER_WAIT_S
 from pdserve.services.router.main import make_rules
 from pdserve.services.router.placement import Rules, WaitReason
 
@@ -124,7 +124,7 @@ def test_without_a_compatible_worker_a_request_ends_with_a_typed_error() -> None
     world.join(DECODE, **WEIGHTS)
     world.die(first)
     world.pass_time(0.05)
-    world.pass_time(STRANDED_S - 1)
+    world.pass_time(COMPATIBLE_WORKER_WAIT_S - 1)
     assert world.events[-1].WhichOneof("event") == "tokens"
     world.pass_time(1.0)
     failed = world.events[-1].failed
@@ -224,7 +224,7 @@ def test_exact_only_ends_a_stream_instead(exact_only: bool) -> None:
     stranger = world.join(DECODE, **NUMERICS)
     world.leave(first)
     if exact_only:
-        world.pass_time(STRANDED_S + 1)
+        world.pass_time(COMPATIBLE_WORKER_WAIT_S + 1)
         assert len(world.commands("admit")) == 1
         assert world.events[-1].failed.failure.code == pb.UNAVAILABLE
     else:

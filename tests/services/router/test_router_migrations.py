@@ -59,7 +59,7 @@ class Drained:
         return fleet_pb2.Load(blocks_free=100, blocks_total=100)
 
     def drain(self) -> None:
-        self.leaving.membership.goodbye()
+        self.leaving.membership.announce_drain()
 
     async def moving(self) -> wire.Move:
         """Begin, and drain until the source has the Move command; it does not answer."""

@@ -92,7 +92,7 @@ def test_running_requests_of_a_leaving_worker_stay_and_waiting_ones_are_given_ba
     world.submit("a")
     world.begin("a")
     assert world.dispatcher.workers_in_use() == {worker}
-    world.fleet.goodbye(worker, leaves=True)
+    world.fleet.deregister(worker, leaves=True)
     world.submit("b")
     pass_time(world, 1.2)
     assert given_back(world) == ["b"]

@@ -25,7 +25,7 @@ from pdserve.services.common import stall_detector
 from pdserve.services.decode import main as decode
 from pdserve.services.worker import DecodeSettings, process, role
 
-FROZEN_S, LOOK_S, CLOSE_S = 2.5, 0.1, 2.0
+FROZEN_S, LOOK_S, ENGINE_CLOSE_S = 2.5, 0.1, 2.0
 
 
 class Obedient(FakeDecoder):
@@ -56,7 +56,11 @@ def main() -> int:
         return engine, replace(CARD, name=model)
 
     role.build_engine = build
-    stall_detector.FROZEN_S, process.LOOK_S, process.CLOSE_S = FROZEN_S, LOOK_S, CLOSE_S
+    stall_detector.FROZEN_S, process.LOOK_S, process.ENGINE_CLOSE_S = (
+        FROZEN_S,
+        LOOK_S,
+        ENGINE_CLOSE_S,
+    )
     settings = DecodeSettings(
         cluster_secret=(SECRET,),
         routers=(router,),
