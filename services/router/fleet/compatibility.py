@@ -76,8 +76,9 @@ class KvCompatibility:
         return exact if staying else admitted
 
     def withdrawn(self, origin: KvIdentity | None, now: float) -> bool:
-        """Return whether all workers with these weights were shut down and none is expected back. One
-        is expected for COMPATIBLE_WORKER_WAIT_S after a crash, or if none replaced the last one."""
+        """Return whether all workers with these weights were shut down and none is expected back. A
+        worker is expected for COMPATIBLE_WORKER_WAIT_S after a crash, or if the last one was not
+        replaced."""
         if origin is None or _pool(origin) not in self._withdrawn:
             return False
         return now >= self._expected.get(_pool(origin), now)
