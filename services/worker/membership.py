@@ -1,15 +1,15 @@
-"""Registers a worker with routers: a Fleet.Join stream (a lease) with each router, or with the first
-`join_routers` of them by rendezvous hash.
+"""Registers a worker with routers: a Fleet.Join stream (a lease) with each router, or with the
+first `join_routers` of them by rendezvous hash.
 
 It runs on threads besides the event loop, so that a worker with a busy loop or engine does not look
 dead. Every method may be called from any thread. A lease sends the worker's description (hello),
 then the hashes of its prefix cache, then changes of the cache, loads and heartbeats.
 
-With `join_routers`, a router that refuses this worker, or has not accepted it for ABSENT_S, is tried
-again but does not count, so the next router in the order is joined too. Once enough of the first
-routers have accepted the worker and SETTLED_S have passed, the worker deregisters from the others:
-they place no new requests here, running ones continue over their sessions, and each router ends the
-lease when none of them remains. So deregistration ends or recomputes no stream.
+With `join_routers`, a router that refuses this worker, or has not accepted it for ABSENT_S, is
+tried again but does not count, so the next router in the order is joined too. Once enough of the
+first routers have accepted the worker and SETTLED_S have passed, the worker deregisters from the
+others: they place no new requests here, running ones continue over their sessions, and each router
+ends the lease when none of them remains. So deregistration ends or recomputes no stream.
 
 A router that has received nothing for a second suspects the worker, so two heartbeats fall within
 one. A load carries a heartbeat if the router reads it there, so a busy worker sends few others.
@@ -66,8 +66,8 @@ LOAD_FIELDS = (
 
 
 class WorkerReports:
-    """The reports of one lease after its hello, and when each is due. Any thread may add reports, and
-    one takes them. Time is an argument."""
+    """The reports of one lease after its hello, and when each is due. Any thread may add reports,
+    and one takes them. Time is an argument."""
 
     def __init__(self, heartbeat: Callable[[], pb.Heartbeat]) -> None:
         self.wall_offset = 0.0  # from the clock of `now` to the wall clock
