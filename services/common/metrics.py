@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib import metadata, resources
 from math import ceil
 from socketserver import ThreadingTCPServer
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
@@ -33,6 +33,7 @@ MAX_CONNECTIONS = 16  # a further one closes the oldest; a scrape takes millisec
 LOOK_S = 0.25  # between two measurements of the event loop
 COMMIT_FILE = "commit.txt"  # in the package; images have it (Dockerfile)
 _LAG_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+MetricT = TypeVar("MetricT", GaugeMetricFamily, CounterMetricFamily)
 # (label values, hello, load) of a worker
 Worker = tuple[Sequence[str], WorkerHello, Load]
 
@@ -139,24 +140,27 @@ class ProcessFacts(Collector):
         self._build = metadata.version("pdserve"), commit()
 
     def collect(self) -> Iterator[Metric]:
-        build = GaugeMetricFamily(
-            "pdserve_build_info", "This build, as labels; the value is 1",
-            labels=("version", "commit"),
-        )  # fmt: skip
-        build.add_metric(self._build, 1)
-        yield build
-        expiry = GaugeMetricFamily(
-            "pdserve_certificate_expiry_seconds",
-            "Seconds until a certificate of this process expires (of several authorities: the "
-            "last); negative once it has expired",
-            labels=("certificate",),
+        yield family(
+            GaugeMetricFamily,
+            "pdserve_build_info",
+            "This build, as labels; the value is 1",
+            ("version", "commit"),
+            [(self._build, 1)],
         )
+        seconds = []
         for name, source in self._certificates.items():
             with suppress(OSError, ValueError):  # its user logs the failure
                 ends = expiries_of(read_pem(source))
                 end = max(ends) if name == "cluster_ca" else ends[0]
-                expiry.add_metric((name,), end - self._now())
-        yield expiry
+                seconds.append(((name,), end - self._now()))
+        yield family(
+            GaugeMetricFamily,
+            "pdserve_certificate_expiry_seconds",
+            "Seconds until a certificate of this process expires (of several authorities: the "
+            "last); negative once it has expired",
+            ("certificate",),
+            seconds,
+        )
 
 
 def lag_histogram(registry: CollectorRegistry) -> Histogram:
@@ -214,60 +218,57 @@ class MetricsPort:
 
 
 def kv_usage(load: Load) -> float:
-    """The share of the KV blocks that requests hold; cached blocks can be evicted and count as
-    free."""
+    """Return the share of the KV blocks that requests hold; cached blocks can be evicted and count
+    as free."""
     held = load.blocks_used + load.blocks_reserved
     return held / load.blocks_total if load.blocks_total else 0.0
 
 
-_GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
-    ("vllm:num_requests_running", "Requests in the batch", lambda load: load.running),
-    (
-        "vllm:num_requests_waiting",
-        "Requests that wait to enter the batch",
-        lambda load: load.waiting,
-    ),
-    (
-        "vllm:kv_cache_usage_perc",
-        "Share of the KV blocks that requests hold, from 0 to 1",
-        kv_usage,
-    ),
-)
-_COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
-    ("vllm:num_preemptions", "Preemptions", lambda load: load.preemptions),
-    (
-        "vllm:prefix_cache_queries",
-        "Prompt tokens looked up in the prefix cache",
-        lambda load: load.prefix_queries,
-    ),
-    (
-        "vllm:prefix_cache_hits",
-        "Prompt tokens found in the prefix cache",
-        lambda load: load.prefix_hits,
-    ),
-)
+def family(
+    kind: type[MetricT],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    samples: Iterable[tuple[Sequence[str], float]],
+) -> MetricT:
+    """Return a gauge or counter (`kind`) with the given samples: values of the labels, value."""
+    metric = kind(name, text, labels=labels)
+    for label_values, value in samples:
+        metric.add_metric(label_values, value)
+    return metric
 
 
 def engine_metrics(labels: Sequence[str], workers: Iterable[Worker]) -> Iterator[Metric]:
     """Yield vLLM's engine metrics with a sample per worker. Workers' metrics ports and the
     gateways use it, so that a name means the same in both."""
     rows = list(workers)
-    for name, text, value in _GAUGES:
-        gauge = GaugeMetricFamily(name, text, labels=labels)
-        for label_values, _, load in rows:
-            gauge.add_metric(label_values, value(load))
-        yield gauge
-    for name, text, value in _COUNTERS:
-        counter = CounterMetricFamily(name, text, labels=labels)
-        for label_values, _, load in rows:
-            counter.add_metric(label_values, value(load))
-        yield counter
-    config = GaugeMetricFamily(
+    for name, text, field in (
+        ("num_requests_running", "Requests in the batch", "running"),
+        ("num_requests_waiting", "Requests that wait to enter the batch", "waiting"),
+    ):
+        samples = [(values, getattr(load, field)) for values, _, load in rows]
+        yield family(GaugeMetricFamily, f"vllm:{name}", text, labels, samples)
+    name, text = (
+        "vllm:kv_cache_usage_perc",
+        "Share of the KV blocks that requests hold, from 0 to 1",
+    )
+    samples = [(values, kv_usage(load)) for values, _, load in rows]
+    yield family(GaugeMetricFamily, name, text, labels, samples)
+    for name, text, field in (
+        ("num_preemptions", "Preemptions", "preemptions"),
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_queries"),
+        ("prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_hits"),
+    ):
+        samples = [(values, getattr(load, field)) for values, _, load in rows]
+        yield family(CounterMetricFamily, f"vllm:{name}", text, labels, samples)
+    yield family(
+        GaugeMetricFamily,
         "vllm:cache_config_info",
         "Tokens per KV block and number of blocks, as labels; the value is 1",
-        labels=(*labels, "block_size", "num_gpu_blocks"),
+        (*labels, "block_size", "num_gpu_blocks"),
+        [
+            ((*values, str(hello.block_size), str(load.blocks_total)), 1)
+            for values, hello, load in rows
+            if load.blocks_total
+        ],
     )
-    for label_values, hello, load in rows:
-        if load.blocks_total:
-            config.add_metric((*label_values, str(hello.block_size), str(load.blocks_total)), 1)
-    yield config

@@ -60,7 +60,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
     def __init__(self, tracer: Tracer = NO_TRACER) -> None:
         super().__init__(lambda: TokensOutbox(wire.DecodeEvent))
         self._tracer = tracer
-        self.leases = Leases(self)
+        self.leases = Leases(self._park, self._give_up)
         self._served: dict[bytes, ServedAttempt] = {}  # by attempt id
         self._by_key: dict[str, ServedAttempt] = {}  # by the engine's key
 
@@ -207,13 +207,13 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         served = self._served.get(attempt)
         return served if served is not None and served.session is session else None
 
-    # AttemptControl, for the leases
+    # For the leases
 
-    def park(self, served: ServedAttempt, parked: bool) -> None:
+    def _park(self, served: ServedAttempt, parked: bool) -> None:
         if self._runtime is not None:
             self._runtime.park(served.attempt, parked)
 
-    def give_up(self, served: ServedAttempt) -> None:
+    def _give_up(self, served: ServedAttempt) -> None:
         self._forget(served, "abandoned")
         if self._runtime is not None:
             self._runtime.cancel(served.attempt)

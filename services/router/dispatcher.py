@@ -21,14 +21,13 @@ from pdserve.services.common.errors import ServiceError, quoted
 from pdserve.services.common.observations import Observations
 from pdserve.services.common.rpc import RequestProgress, TokenRow
 from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
-from pdserve.services.router.fleet import Fleet, ServedModels, Worker
+from pdserve.services.router.fleet import Command, Fleet, ServedModels, Worker
 from pdserve.services.router.placement import Rules
 from pdserve.services.router.request import (
     MAX_CRASHES,
     ROUTER_ERRORS,
     Assignment,
     Client,
-    Command,
     FailureReason,
     Migrations,
     Placer,

@@ -15,6 +15,7 @@ from prometheus_client.core import (
 )
 
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL, Role
+from pdserve.services.common.metrics import family
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.fleet import State, Worker
 
@@ -145,18 +146,15 @@ class RouterMetrics:
                 migrations.failed,
             ),
         ):
-            family = CounterMetricFamily(f"pdserve_router_{name}", text, labels=(label,))
-            for label_value, count in list(counts.items()):
-                family.add_metric((label_value,), count)
-            yield family
-        deaths = CounterMetricFamily(
+            samples = [((label_value,), count) for label_value, count in list(counts.items())]
+            yield family(CounterMetricFamily, f"pdserve_router_{name}", text, (label,), samples)
+        yield family(
+            CounterMetricFamily,
             "pdserve_router_worker_deaths",
             "Workers that disappeared without deregistering",
-            labels=("model_name", "role"),
+            ("model_name", "role"),
+            list(core.deaths.items()),
         )
-        for labels, count in list(core.deaths.items()):
-            deaths.add_metric(labels, count)
-        yield deaths
 
     def _workers(self) -> Iterator[Metric]:
         """Workers as this router hears them: all, or with --join-routers those that joined it."""

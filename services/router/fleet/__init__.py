@@ -14,4 +14,4 @@ from pdserve.services.router.fleet.worker import (
     WorkerKind,
     taking_work,
 )
-from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
+from pdserve.services.router.fleet.worker_sessions import Command, Event, WorkerSessions

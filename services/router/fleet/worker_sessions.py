@@ -76,10 +76,9 @@ class WorkerSession:
             router_boot=incarnation, reads_rows=True, protocol=PROTOCOL_VERSION
         )
         self._listener = listener
-        self._outbox: Outbox[wire.DecodeCommand | wire.PrefillCommand] | None = None
-        self._pending_cancels: deque[Command] = deque(
-            maxlen=MAX_PENDING_CANCELS
-        )  # cancels to send in the next session
+        self._outbox: Outbox[Command] | None = None
+        # Cancels to send in the next session.
+        self._pending_cancels: deque[Command] = deque(maxlen=MAX_PENDING_CANCELS)
         self._unsettled = False  # a session broke and `broken` has not been called
 
     def send(self, command: Command) -> None:
@@ -133,7 +132,7 @@ class WorkerSession:
                 call = PrefillStub(channel).Session()
                 await call.write(wire.PrefillCommand(hello=self._hello))
             self._settle()
-            outbox = self._outbox = Outbox[wire.DecodeCommand | wire.PrefillCommand]()
+            outbox = self._outbox = Outbox[Command]()
             while self._pending_cancels:
                 outbox.put(self._pending_cancels.popleft())
             self._unsettled = True
@@ -201,7 +200,7 @@ class WorkerSessions:
 
 async def _write(
     write: Callable[[Command], Awaitable[None]],
-    outbox: Outbox[wire.DecodeCommand | wire.PrefillCommand],
+    outbox: Outbox[Command],
 ) -> None:
     async for batch in outbox:
         for command in batch:

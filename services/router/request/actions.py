@@ -19,10 +19,9 @@ class FailureReason(Enum):
     NO_WORKER_HERE = "no worker here"  # another router of a sharded fleet may have one
 
 
+@dataclass(frozen=True, slots=True)
 class RoutingAction:
     """An action of the router on a request."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,6 @@ class AttemptAction(RoutingAction):
     attempt: bytes
 
 
-@dataclass(frozen=True, slots=True)
 class Place(RoutingAction):
     """Choose workers and begin an attempt now, or queue the request. Always the last action."""
 
@@ -147,6 +145,5 @@ class HandOver(AttemptAction):
     """Hand the attempt over to the request's next issue, with the answer that decode still owes."""
 
 
-@dataclass(frozen=True, slots=True)
 class LeaveToSuccessor(RoutingAction):
     """Leave the attempt running at decode; the request's next issue finds it by its placement."""

@@ -7,12 +7,11 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import NumberedChoice
-from pdserve.services.router.fleet import Worker
+from pdserve.services.router.fleet import Command, Worker
 from pdserve.services.router.request.actions import OpenAttempt
 from pdserve.services.router.request.events import Reachability
 from pdserve.services.router.request.state import Transition
 
-Command = wire.DecodeCommand | wire.PrefillCommand
 RequestT = TypeVar("RequestT", contravariant=True)
 
 

@@ -21,10 +21,9 @@ class Reachability(Enum):
     NO = "no"
 
 
+@dataclass(frozen=True, slots=True)
 class RoutingEvent:
     """An event of a request; those of the client and the dispatcher derive from it directly."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +36,13 @@ class WorkerEvent(RoutingEvent):
 class DecodeEvent(WorkerEvent):
     """A message of a decode worker."""
 
-    __slots__ = ()
-
 
 class OutputEvent(DecodeEvent):
     """A message of a decode worker with output, or with its end."""
 
-    __slots__ = ()
-
 
 class PrefillEvent(WorkerEvent):
     """A message of a prefill worker."""
-
-    __slots__ = ()
 
 
 # --- events of the client and the dispatcher
@@ -74,7 +67,6 @@ class AttemptBegun(RoutingEvent):
     min_shared_tokens: int = 0  # least tokens of another prompt worth waiting for
 
 
-@dataclass(frozen=True, slots=True)
 class Queued(RoutingEvent):
     """No worker can take the request now: it waits, after which it may try every worker again."""
 
@@ -87,7 +79,6 @@ class Reissued(RoutingEvent):
     same_progress: bool
 
 
-@dataclass(frozen=True, slots=True)
 class RequestCancelled(RoutingEvent):
     """The client cancelled the whole request."""
 
@@ -100,7 +91,6 @@ class ChoicesCancelled(RoutingEvent):
     complete: bool
 
 
-@dataclass(frozen=True, slots=True)
 class ClientLeft(RoutingEvent):
     """The session of the client ended."""
 
