@@ -29,7 +29,8 @@ STALL_S = 0.5  # gap between two ticks from which the router itself stood still
 
 
 class RouterCore:
-    """The interface that the servicers call. Construct it inside the running loop."""
+    """The router's fleet, requests and worker sessions; the servicers call it. Construct it inside
+    the running loop."""
 
     def __init__(
         self,
@@ -109,8 +110,8 @@ class RouterCore:
             self.dispatcher.disconnected(worker, died=worker.stays, now=self._loop.time())
 
     def _forget_leaving(self) -> None:
-        """Forget the workers that leave this router and run none of its requests any more; `report`
-        then ends their leases."""
+        """Forget the deregistered workers that run no request of this router any more; the next
+        `report` of each then ends its join stream."""
         leaving = self.fleet.leaving()
         used = self.dispatcher.workers_in_use() if leaving else ()
         for worker in leaving:
@@ -121,7 +122,7 @@ class RouterCore:
     # --- join streams
 
     def join(self, hello: fleet_pb2.WorkerHello) -> Worker:
-        """Take a worker whose join stream began."""
+        """Register a worker whose join stream began."""
         now = self._loop.time()
         worker, dead = self.fleet.join(hello, now)
         self._lose(dead)
@@ -174,7 +175,7 @@ class RouterCore:
             self.dispatcher.tick(now)
 
     def left(self, worker: Worker, lease: int) -> None:
-        """Note that a worker's join stream ended."""
+        """A worker's join stream ended."""
         self._lose(self.fleet.stream_ended(worker, lease, self._loop.time()))
 
     # --- SessionListener of the worker sessions
@@ -215,11 +216,11 @@ class RouterCore:
         self.dispatcher.cancel(client, request, choices, self._loop.time())
 
     def client_gone(self, client: Client) -> None:
-        """Note that a gateway's session ended."""
+        """A gateway's session ended."""
         self.dispatcher.client_gone(client, self._loop.time())
 
     def pick(self, query: PickQuery) -> list[PickedHost]:
-        """Pick hosts for an endpoint picker."""
+        """Return hosts for an endpoint picker's query, the best first."""
         return self.dispatcher.placer.pick(query, self._loop.time())
 
     def decodes_at(self, hosts: Collection[str]) -> bool:
@@ -232,8 +233,9 @@ class RouterCore:
         return self.dispatcher.placer.refuses(pool, tenant, self._loop.time())
 
     def models(self) -> list[pb.ModelCard]:
-        """Return the cards of decode workers that stay, one per name, sorted. If a name has several
-        tokenizers, its card is of the one with the most workers, the newest of equals."""
+        """Return the model info of decode workers that accept work, one per model name, sorted. If
+        a name has several tokenizers, the info is of the tokenizer with the most workers, the
+        newest of equals."""
         pools: dict[str, dict[str, list[pb.ModelCard]]] = {}
         for worker in self.fleet.workers.values():
             if worker.hello.role == fleet_pb2.DECODE and worker.stays:
@@ -244,7 +246,7 @@ class RouterCore:
         return [max(cards, key=len)[0] for cards in newest_first.values()]
 
     def view(self) -> FleetView:
-        """Return the fleet, for metrics and people."""
+        """Return the state of the fleet and the router's counters, for metrics and status pages."""
         now = self._loop.time()
         return FleetView(
             workers=[

@@ -47,7 +47,7 @@ QUEUE_WAITS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 4
 
 
 class RecentlyFinished:
-    """Placements of ended requests, for KEEP_S seconds."""
+    """Placements of requests that ended in the last KEEP_S seconds."""
 
     def __init__(self) -> None:
         # Oldest first: epoch, placement, time of the end.
@@ -74,7 +74,7 @@ class RecentlyFinished:
 
 
 class Dispatcher:
-    """Owns the requests and implements their Effects."""
+    """Owns the requests of a router and implements their Effects."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Dispatcher:
 
     @property
     def num_attended(self) -> int:
-        """Number of requests whose client is connected; the gateways of the others have left."""
+        """Number of requests whose client is still connected."""
         return sum(r.state.orphan_since is None for r in self._requests.values())
 
     @property
@@ -141,7 +141,7 @@ class Dispatcher:
 
     @property
     def models(self) -> list[str]:
-        """Names of the models that are, or should be, served here."""
+        """Names of the models that are served here, or whose workers are expected back."""
         return self._models.names
 
     @property
@@ -156,7 +156,7 @@ class Dispatcher:
     # --- clients
 
     def submit(self, progress: RequestProgress, client: Client, now: float) -> None:
-        """Take a request; an error in it reaches the client as its Failed."""
+        """Accept a request. If the request is refused, its client receives Failed."""
         start = progress.start
         key = (client.key, start.request)
         predecessor, inherited_attempt = self._requests.get(key), None
@@ -182,7 +182,7 @@ class Dispatcher:
             request.submit(now)
 
     def _refusal(self, request: RoutedRequest, now: float) -> ServiceError | FailureReason | None:
-        """Return why the request is refused, or None if it is taken."""
+        """Return why the request is refused, or None if it is accepted."""
         if self.draining:
             return ServiceError(pb.UNAVAILABLE, "the router is shutting down", "", 1.0)
         if request.state.crash_count >= MAX_CRASHES:
@@ -221,7 +221,8 @@ class Dispatcher:
         return None
 
     def cancel(self, client: Client, request: str, choices: tuple[int, ...], now: float) -> None:
-        """Carry out a client's Cancel; one of an unknown request is stale."""
+        """Cancel a client's request, or some of its choices; a cancel of an unknown request is only
+        counted."""
         routed_request = self._requests.get((client.key, request))
         if routed_request is None:
             self.num_stale += 1
@@ -230,7 +231,7 @@ class Dispatcher:
             self.placer.pump(now)
 
     def client_gone(self, client: Client, now: float) -> None:
-        """Note that a client's session ended: its requests end, unless issued again in time."""
+        """A client's session ended: its requests end too, unless they are issued again in time."""
         for request in self._requests.values():
             if request.client is client:
                 request.step(on.ClientLeft(), now)
@@ -274,7 +275,7 @@ class Dispatcher:
         self.num_retries += num_attempts > 1 and not action.migrates
 
     def stepped(self, request: RoutedRequest, transition: Transition, now: float) -> None:
-        """Move the counters that follow from a step: the only place that says which."""
+        """Update all counters that depend on a step of a request's state machine."""
         for incarnation, change in transition.unanswered.items():
             self.placer.count_unanswered(incarnation, change)
         if transition.resumed:
@@ -324,12 +325,12 @@ class Dispatcher:
     # --- workers
 
     def joined(self, worker: Worker) -> None:
-        """Note a worker's hello."""
+        """A worker registered."""
         if worker.hello.role == DECODE:
             self._models.joined(worker.model)
 
     def connected(self, worker: Worker, now: float) -> None:
-        """Note that the session to a worker is up."""
+        """The session with a worker is open."""
         worker.connected = worker.was_connected = True
         if worker.hello.role == DECODE:
             self.placer.worker_connected(worker, now)
@@ -362,12 +363,12 @@ class Dispatcher:
         self.placer.pump(now)
 
     def on_load(self, worker: Worker, now: float) -> None:
-        """Take a load report, which may mean more room."""
+        """A worker reported its load, so it may have more room."""
         if worker.hello.role == DECODE:
             self.placer.pump(now)
 
     def on_decode(self, worker: Worker, event: wire.DecodeEvent, now: float) -> None:
-        """Take an event of a decode session."""
+        """Pass an event of a decode worker to its request."""
         kind = event.WhichOneof("event")
         if kind is None:
             return
@@ -386,7 +387,8 @@ class Dispatcher:
             self.placer.pump(now)
 
     def on_rows(self, worker: Worker, rows: Iterable[TokenRow], now: float) -> None:
-        """Take tokens of a decode session, of choices that continue."""
+        """Pass tokens of unfinished choices, which a decode worker sent as rows, to their
+        requests."""
         for choice, position, id_ in rows:
             request = self._by_attempt.get(choice.attempt)
             if request is not None and request.pass_on_row(worker, choice, position, id_):
@@ -398,7 +400,7 @@ class Dispatcher:
                 request.on_token(choice, position, id_, now)
 
     def on_prefill(self, worker: Worker, event: wire.PrefillEvent, now: float) -> None:
-        """Take an event of a prefill session."""
+        """Pass an event of a prefill worker to its request."""
         kind = event.WhichOneof("event")
         if kind is None:
             return

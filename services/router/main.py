@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 
 class FleetBlobs:
-    """The blobs of the models that live workers serve."""
+    """Files of the served models (tokenizer, template, generation config) by digest, read from any
+    worker that has them and then cached."""
 
     def __init__(self, fleet: Fleet, access: Access) -> None:
         self._fleet = fleet
@@ -45,7 +46,7 @@ class FleetBlobs:
         self._cache = BlobCache(BLOB_CACHE_BYTES)
 
     async def get(self, digest: str) -> bytes | None:
-        """Return the blob, or None if no worker has it."""
+        """Return the file, or None if no worker has it."""
         return await self._cache.get(digest, self._fetch)
 
     async def _fetch(self, digest: str) -> bytes | None:
@@ -58,7 +59,7 @@ class FleetBlobs:
         return None
 
     def _holders(self, digest: str) -> list[tuple[str, Role]]:
-        """Return the workers whose card names the digest."""
+        """Return address and role of the workers whose model info names the digest."""
         holders = []
         for worker in self._fleet.workers.values():
             card = worker.hello.card
@@ -70,7 +71,7 @@ class FleetBlobs:
 
 
 def make_rules(settings: RouterSettings) -> Rules:
-    """Return how the router places and resumes requests."""
+    """Return the placement rules that the settings describe."""
     mixing = Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics)
     resuming = replace(mixing, numerics=mixing.numerics or not settings.exact_only)
     threshold = settings.remote_prefill_threshold
@@ -78,7 +79,7 @@ def make_rules(settings: RouterSettings) -> Rules:
 
 
 class RouterProcess:
-    """A running router; tests use it without signals."""
+    """A running router without signal handling, which tests use too."""
 
     def __init__(self, settings: RouterSettings, tracer: Tracer = NO_TRACER) -> None:
         self._settings = settings
@@ -121,8 +122,8 @@ class RouterProcess:
         self.host.set_serving(True)
 
     async def drain(self) -> None:
-        """Send gateways away at once: their requests continue where they run, because decode keeps
-        them for the next router. Calls of Generate cannot move and run to their end."""
+        """End the gateways' sessions at once: their requests keep running at the decode workers,
+        and another router resumes them. Calls of Generate cannot move and run to their end."""
         self.core.stop_taking()
         self._service.send_away()
         await self.core.drain()

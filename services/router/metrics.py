@@ -40,7 +40,8 @@ def prefill_backlog(prefills: Iterable[Worker], queued_tokens: int) -> Backlog |
 
 
 def decode_kv_used_ratio(decodes: Iterable[Worker]) -> float | None:
-    """Return the part of all KV tokens that requests hold or are promised; None without any KV."""
+    """Return the share of all KV tokens that requests hold or are promised; None if the workers
+    have no KV."""
     used_tokens = total_tokens = 0
     for worker in decodes:
         if worker.state is State.LIVE:
@@ -51,7 +52,7 @@ def decode_kv_used_ratio(decodes: Iterable[Worker]) -> float | None:
 
 
 class RouterMetrics:
-    """A collector. It runs on the metrics thread and only reads."""
+    """A Prometheus collector. It runs on the metrics thread and only reads."""
 
     def __init__(self, core: RouterCore) -> None:
         self._core = core
@@ -157,7 +158,7 @@ class RouterMetrics:
         )
 
     def _workers(self) -> Iterator[Metric]:
-        """Workers as this router hears them: all, or with --join-routers those that joined it."""
+        """Yield the workers that joined this router: all, or with --join-routers a part of them."""
         states = GaugeMetricFamily(
             "pdserve_router_workers",
             "Workers that joined this router, by role and state; without --join-routers, all do",
@@ -181,7 +182,7 @@ class RouterMetrics:
         yield silent
 
     def _of_models(self) -> Iterator[Metric]:
-        """Waiting requests, and the figures for autoscalers."""
+        """Yield the waiting requests and the figures for autoscalers, by model."""
         dispatcher, model_name = self._core.dispatcher, ("model_name",)
         queued = GaugeMetricFamily(
             "pdserve_router_queued", "Requests that wait for a worker", labels=model_name

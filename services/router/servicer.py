@@ -58,7 +58,8 @@ class ClientSession(TokensOutbox[rpc.RequestEvent]):
 
 
 class RouterServicer(router_pb2_grpc.RouterServicer):
-    """Sessions for gateways, Generate for gRPC clients, views for both."""
+    """Sessions for gateways, Generate and ListModels for gRPC clients, the fleet's state, and picks
+    for endpoint pickers."""
 
     def __init__(
         self,
@@ -80,8 +81,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self._versions = VersionGate("router")
 
     def send_away(self) -> None:
-        """End the gateways' sessions after their queued events: each gateway continues with another
-        router, or with this one once it is restarted. Called when the core drains."""
+        """End the gateways' sessions after their queued events: each gateway continues at another
+        router, or at this one after its restart. Called when the router drains."""
         for session in self._sessions:
             session.close()
 
@@ -176,7 +177,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             context.set_trailing_metadata(tuple((await self._rates.headers(tenant.id)).items()))
 
     async def _run(self, progress: RequestProgress, tenant: Tenant, context: Context) -> None:
-        """Run a Generate. Raises ServiceError."""
+        """Run the request of a Generate call. Raises ServiceError if it fails."""
         session = ClientSession(os.urandom(16))
         request = progress.start.request
         settings = self._settings
@@ -212,7 +213,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
             self._leave(session, request)
 
     def _leave(self, session: ClientSession, request: str) -> None:
-        """Cancel a request without a reader, once."""
+        """Cancel the request of a Generate call that has ended early."""
         if not session.over:
             session.over = True
             self._core.cancel(session, request)
@@ -299,13 +300,14 @@ def _only(models: Collection[str]) -> str:
 
 
 def refuse(session: ClientSession, start: pb.Start, error: ServiceError) -> None:
-    """Answer a Start that is not a valid request."""
+    """Send Failed for a Start that is not a valid request."""
     failed = pb.Failed(request=start.request, epoch=start.epoch, failure=error.to_failure())
     session.put(rpc.RequestEvent(failed=failed))
 
 
 def check_hello(hello: fleet_pb2.WorkerHello) -> None:
-    """Raise ServiceError(INVALID_ARGUMENT) if the router cannot use the worker."""
+    """Check a worker's registration. Raises ServiceError(INVALID_ARGUMENT) if a field is
+    invalid."""
     invalid_field = ""
     if hello.role not in ROLES:
         invalid_field = "role"
@@ -324,7 +326,7 @@ def check_hello(hello: fleet_pb2.WorkerHello) -> None:
 
 
 def _has_layout(card: common_pb2.ModelCard) -> bool:
-    """Return whether the card's KV layout can be read."""
+    """Return whether the KV layout in the model info can be decoded."""
     try:
         decode_spec(card.kv_spec)
     except ValueError:

@@ -29,7 +29,8 @@ MAX_LOGGED = 4096  # pairs whose refusal has been logged
 
 
 def mismatch(prefill: WorkerKind, decode: WorkerKind, mixing: Mixing) -> Difference | None:
-    """Return why KV of one kind cannot become KV of the other, or None."""
+    """Return why a decode worker of one kind cannot use KV of a prefill worker of another kind;
+    None if it can."""
     if prefill.wire_version != decode.wire_version:
         text = f"wire version {decode.wire_version} at decode, {prefill.wire_version} at prefill"
         return Difference("wire version", text)
@@ -55,7 +56,7 @@ def mismatch(prefill: WorkerKind, decode: WorkerKind, mixing: Mixing) -> Differe
 
 
 class KvCompatibility:
-    """The compatibility rule and its counters."""
+    """Decides which workers may continue a request, and counts the exceptions."""
 
     def __init__(self, mixing: Mixing) -> None:
         self.incompatible: Counter[str] = Counter()  # pairs left out of a decision, by difference
@@ -66,8 +67,9 @@ class KvCompatibility:
         self._expected: dict[str, float] = {}  # until when a worker with these weights may return
 
     def able(self, origin: KvIdentity | None, workers: Sequence[Worker]) -> Sequence[Worker]:
-        """Return the workers that may continue what `origin` computed (None: nothing is computed
-        yet): exact ones, and inexact ones only if no exact one stays."""
+        """Return the workers that may continue a request with KV identity `origin` (None: it has
+        generated nothing yet). These are workers of the same identity; if none of them keeps
+        accepting work, also workers whose results may differ (inexact)."""
         if origin is None:
             return workers
         admitted = [w for w in workers if refusal(origin, w.identity, self._mixing) is None]
@@ -84,11 +86,11 @@ class KvCompatibility:
         return now >= self._expected.get(_pool(origin), now)
 
     def joined(self, worker: Worker) -> None:
-        """Note that a worker has joined."""
+        """A worker registered."""
         self._withdrawn.discard(_pool(worker.identity))
 
     def left(self, worker: Worker, others: Iterable[Worker], now: float) -> None:
-        """Note that a worker is forgotten; `others` are still present."""
+        """A worker was forgotten; `others` are still registered."""
         pool = _pool(worker.identity)
         pools = {_pool(other.identity) for other in others}
         if not worker.stays and pool not in pools:
@@ -97,7 +99,8 @@ class KvCompatibility:
             self._expected[pool] = now + COMPATIBLE_WORKER_WAIT_S
 
     def count_left_out(self, decode: bytes, refused: Iterable[tuple[bytes, Difference]]) -> None:
-        """Count prefill workers, by incarnation, that cannot send to a decode worker."""
+        """Count prefill workers that cannot send KV to a decode worker, and log each pair once.
+        Workers are incarnations."""
         for prefill, difference in refused:
             self.incompatible[difference.what] += 1
             pair = (prefill, decode)
@@ -123,7 +126,7 @@ class KvCompatibility:
         return True
 
     def count_handoff(self, prefill: KvIdentity, decode: KvIdentity) -> None:
-        """Count KV that a prefill worker computed and a decode worker uses."""
+        """Count a hand-off if the two workers have different KV identities."""
         self.inexact["hand-off"] += prefill.digest != decode.digest
 
 

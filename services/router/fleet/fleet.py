@@ -35,8 +35,8 @@ MIN_ISOLATED = 4  # workers; of fewer, half may really be gone
 
 
 class ServedModels:
-    """The known model names. A name is known from the hello of its first decode worker. It is
-    forgotten `RETIRED_S` after the last one left for good, and kept if the last one is expected
+    """The known model names. A name is known once a decode worker of the model registers. It is
+    forgotten RETIRED_S after the last one left for good, but kept while the last one is expected
     back. Pure: time is an argument."""
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class ServedModels:
         return sorted(self._retired)
 
     def joined(self, name: str) -> None:
-        """Note the hello of a decode worker of the model."""
+        """A decode worker of the model registered."""
         self._retired[name] = None
 
     def left(self, name: str, expected_back: bool, now: float) -> None:
-        """Note that the last decode worker of the model is gone."""
+        """The last decode worker of the model is gone."""
         self._retired[name] = None if expected_back else now
 
     def tick(self, now: float) -> None:
@@ -68,10 +68,11 @@ class ServedModels:
 
 
 class Fleet:
-    """Workers by incarnation. Methods that end workers return them, so that their attempts end."""
+    """The workers by incarnation. Methods that remove workers return them, so that the caller can
+    end their attempts."""
 
     def __init__(self, prefix_index_hashes: int = MAX_INDEXED_BLOCKS) -> None:
-        """`prefix_index_hashes`: most distinct prefix cache blocks that it knows."""
+        """`prefix_index_hashes`: the maximum of distinct blocks in the index of prefix caches."""
         self.workers: dict[bytes, Worker] = {}
         self.prefixes = PrefixIndex(prefix_index_hashes)
         self._of: dict[tuple[pb.Role, str], list[Worker]] = {}
@@ -85,11 +86,13 @@ class Fleet:
         return self.workers.get(incarnation)
 
     def of(self, role: pb.Role, model: str) -> Sequence[Worker]:
-        """Return the workers of a role and model, in any state; a new list after each change."""
+        """Return the workers of a role and model, in any state. The list is replaced, not changed,
+        when workers come or go."""
         return self._of.get((role, model), ())
 
     def join(self, hello: pb.WorkerHello, now: float) -> tuple[Worker, list[Worker]]:
-        """Take a new join stream. Returns its worker and the workers that it ends."""
+        """Register the worker of a new join stream. Returns the worker, and the workers that it
+        replaces at its address."""
         self._leases += 1
         replaced = [
             w
@@ -111,20 +114,21 @@ class Fleet:
         return member, replaced
 
     def heard(self, worker: Worker, now: float) -> None:
-        """Note a report on the worker's join stream."""
+        """A report arrived on the worker's join stream."""
         worker.heard = worker.witnessed = now
         if worker.state is State.SUSPECT:
             worker.set_state()
 
     def beat(self, worker: Worker, heartbeat: pb.Heartbeat, now: float) -> bool:
-        """Take its engine's counter. Returns whether `frozen` changed."""
+        """Check the progress of the worker's engine. Returns whether `frozen` changed."""
         was_frozen = worker.frozen
         worker.frozen = worker.engine.look(heartbeat.step, heartbeat.busy, now)
         worker.set_state()
         return worker.frozen is not was_frozen
 
     def witnessed(self, worker: Worker, now: float) -> None:
-        """Note a byte on another stream: the worker may be suspect, but it is not dead."""
+        """A message arrived on another stream of the worker: it may be suspect, but it is not
+        dead."""
         worker.witnessed = now
 
     def deregister(self, worker: Worker, leaves: bool = False) -> None:
@@ -137,7 +141,8 @@ class Fleet:
             worker.set_state()
 
     def stream_ended(self, worker: Worker, lease: int, now: float) -> list[Worker]:
-        """Note that a join stream ended; ignored unless it is the newest. Returns the dead."""
+        """A join stream ended; ignored unless it is the worker's newest. Returns the workers that
+        are dead."""
         if self.workers.get(worker.incarnation) is not worker or worker.lease != lease:
             return []
         worker.lease = 0
@@ -168,8 +173,8 @@ class Fleet:
             self.sharded = any(decodes)
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Exclude time in which the router itself stood still from all silences: messages that
-        arrived meanwhile are read after this."""
+        """The router process was paused for `seconds`: do not count them as silence of workers,
+        whose messages of that time are read after this call."""
         for worker in self.workers.values():
             worker.heard = min(now, worker.heard + seconds)
             worker.suspect_since = min(now, worker.suspect_since + seconds)
@@ -177,7 +182,8 @@ class Fleet:
             self.isolated_since = min(now, self.isolated_since + seconds)
 
     def tick(self, now: float) -> list[Worker]:
-        """Let time pass. Returns the workers that died of silence."""
+        """Let time pass. Returns the workers that are dead because they were silent for too
+        long."""
         if now < self._next_look and self.isolated_since is None:
             return []
         suspects = []
@@ -203,8 +209,8 @@ class Fleet:
         return [dead for worker in overdue for dead in self.lost(worker)]
 
     def _check_isolation(self, suspects: list[Worker], now: float) -> None:
-        """Note since when more than half of the workers are suspect. When that ends, the remaining
-        suspects get their full time again, because their messages may still arrive."""
+        """Record since when more than half of the workers are suspect. When that ends, the
+        remaining suspects get their full time again, because their messages may still arrive."""
         staying = [w for w in self.workers.values() if w.was_connected and w.stays]
         suspects = [w for w in suspects if w.was_connected and w.stays]
         if len(staying) >= MIN_ISOLATED and 2 * len(suspects) > len(staying):
@@ -217,11 +223,11 @@ class Fleet:
 
     @property
     def isolated(self) -> bool:
-        """Whether the router itself is probably cut off."""
+        """Whether the router itself is probably cut off from the network."""
         return self.isolated_since is not None
 
     def leaving(self) -> list[Worker]:
-        """Return the workers that leave this router."""
+        """Return the workers that have deregistered from this router only."""
         leaving = [w for w in self.workers.values() if w.leaving] if self._has_leaving else []
         self._has_leaving = bool(leaving)
         return leaving

@@ -60,11 +60,11 @@ class PrefixIndex:
 
     @property
     def sampled_share(self) -> float:
-        """Share of all blocks that it keeps; 1 if there is room for all."""
+        """Share of all blocks that the index keeps; 1 if there is room for all."""
         return 1 / (self._sample_mask + 1)
 
     def open(self, incarnation: bytes) -> "WorkerPrefixes":
-        """Return the part of a worker that has just joined; `close` it when the worker is gone."""
+        """Add a worker. Returns its part of the index; `close` that when the worker is gone."""
         bit = ~self._used_bits & (self._used_bits + 1)
         self._used_bits |= bit
         self._incarnations[bit] = incarnation
@@ -144,7 +144,7 @@ class PrefixIndex:
         return num_blocks
 
     def _record(self, workers: int, num_blocks: int, result: dict[bytes, int]) -> None:
-        """Enter this number of blocks for each of the workers."""
+        """Set the number of blocks of each of the workers in `result`."""
         while workers:
             bit = workers & -workers
             result[self._incarnations[bit]] = num_blocks
@@ -180,7 +180,7 @@ class PrefixIndex:
 
     @property
     def _out_of_date(self) -> bool:
-        """Whether a sweep has work to do."""
+        """Whether `_sweep` has entries to remove or rename."""
         return bool(self._sets.stale or self._num_to_thin)
 
     def _make_room(self, chain: bytes) -> bool:
@@ -197,8 +197,8 @@ class PrefixIndex:
         return self._num_entries < self._capacity and not chain[-1] & self._sample_mask
 
     def _sweep(self) -> None:
-        """Clean the next bucket: cut entries without workers or outside the sample, and name each
-        set by one number."""
+        """Clean the next bucket: remove entries without workers or outside the sample, and replace
+        duplicate numbers of one set."""
         bucket = self._next_swept
         self._next_swept = (bucket + 1) % len(self._buckets)
         self._num_to_thin = max(0, self._num_to_thin - 1)
@@ -226,8 +226,8 @@ class WorkerPrefixes:
         return self._num_known
 
     def apply(self, events: PrefixEvents) -> bool:
-        """Take one message. Sequence numbers count hashes, so it ends at sequence + its hashes.
-        Returns False if a message before it is missing: the worker must send its whole state
+        """Apply one message. A message with sequence number s and n hashes is followed by number s
+        + n. Returns False if a message before it is missing: the worker must send its whole state
         again."""
         gap = not events.reset and self._next not in (None, events.sequence)
         if gap or events.reset:
@@ -264,7 +264,7 @@ class _WorkerSets:
 
     @property
     def num_used(self) -> int:
-        """Count of numbers in use."""
+        """The number of sets in use."""
         return len(self.workers) - len(self._free)
 
     def enter(self, workers: int) -> int:
@@ -276,7 +276,7 @@ class _WorkerSets:
         return number
 
     def leave(self, number: int) -> None:
-        """Count one entry less of that set."""
+        """Count one entry of that set less."""
         self._num_entries[number] -= 1
         if not self._num_entries[number]:
             if self._numbers.get(self.workers[number]) == number:

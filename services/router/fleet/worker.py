@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """The common part of the hellos of workers of one kind. They share one object, because each
-    placement compares it."""
+    """What workers with the same model, build and options have in common. Equal workers share one
+    object, because each placement compares it."""
 
     identity: KvIdentity
     wire_version: int
@@ -29,8 +29,8 @@ class WorkerKind:
 
 @dataclass(slots=True)
 class WorkerFacts:
-    """A value, never changed. Not frozen, because a frozen one takes five times as long to make,
-    for each load report."""
+    """What the placement policy sees of a worker. Never changed after construction, but not frozen:
+    a frozen one takes five times as long to make, for each load report."""
 
     incarnation: bytes
     kind: WorkerKind
@@ -42,7 +42,7 @@ class WorkerFacts:
     promised_tokens: int = 0  # from its start, cached or in transfer for other requests
 
     def of_prompt(self, cached_tokens: int, promised_tokens: int) -> "WorkerFacts":
-        """Return the same worker's facts for a prompt of which it has so many tokens."""
+        """Return the same facts with the numbers of tokens of a prompt that the worker has."""
         # By position: names take twice as long, and `replace` six times.
         return WorkerFacts(
             self.incarnation,
@@ -57,7 +57,7 @@ class WorkerFacts:
 
 @lru_cache(maxsize=1024)
 def _shared(value: T) -> T:
-    """Return the first of equal values."""
+    """Return one object for all equal values."""
     return value
 
 
@@ -73,7 +73,7 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """One life of a worker process."""
+    """One life of a worker process, as the router knows it."""
 
     hello: pb.WorkerHello
     lease: int  # number of its current join stream; 0: that has ended
@@ -126,16 +126,17 @@ class Worker:
 
     @property
     def stays(self) -> bool:
-        """Whether this router may send it work in future."""
+        """Whether this router may send the worker new work in the future."""
         return not self.draining and not self.leaving
 
     @property
     def goes_on_alone(self) -> bool:
-        """Whether it has left, and only its session reports what still runs there."""
+        """Whether the worker has deregistered and only its session still reports running
+        requests."""
         return self.leaving and self.connected
 
     def set_state(self) -> None:
-        """Set the state of a worker that has just been heard."""
+        """Set the state after a message from the worker."""
         if self.frozen:
             self.state = State.FROZEN
         elif self.draining:
@@ -144,7 +145,7 @@ class Worker:
             self.state = State.LEAVING if self.leaving else State.LIVE
 
     def commanded(self, attempt: bytes, tokens: int, now: float) -> None:
-        """Count a command until a load includes it."""
+        """Count the work of a command until a load report includes it."""
         # Moves to the end: loads and age forget in the order of sending.
         if attempt in self.unreported:
             self._forget(attempt)
@@ -159,7 +160,7 @@ class Worker:
             self._update_facts()
 
     def forget_old_commands(self, now: float) -> None:
-        """Forget the commands that no load has named in time; the oldest come first."""
+        """Forget commands that no load report has included for UNREPORTED_S."""
         num_before = len(self.unreported)
         while self.unreported:
             attempt, (_, sent) = next(iter(self.unreported.items()))
@@ -170,7 +171,7 @@ class Worker:
             self._update_facts()
 
     def report(self, load: pb.Load) -> None:
-        """Take a new load and forget the commands that it includes."""
+        """Replace the load, and forget the commands that it includes."""
         self.load = load
         self.busy_until = 0.0
         if load.last_command in self.unreported:
@@ -197,6 +198,6 @@ class Worker:
 
 
 def taking_work(workers: Iterable[Worker], now: float) -> list[Worker]:
-    """Return the workers that may get a new command."""
+    """Return the workers that accept a new command now."""
     live = State.LIVE
     return [w for w in workers if w.state is live and w.connected and now >= w.busy_until]

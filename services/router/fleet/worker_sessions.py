@@ -40,7 +40,7 @@ class SessionListener(Protocol):
         """Commands can be sent."""
 
     def down(self, worker: Worker) -> None:
-        """The session broke: no new commands. `broken` or `refused` follows."""
+        """The session broke: no commands can be sent. `broken` or `refused` follows."""
 
     def broken(self, worker: Worker) -> None:
         """The worker lives, but messages of the broken session may be lost."""
@@ -52,11 +52,11 @@ class SessionListener(Protocol):
         """An event of the worker arrived."""
 
     def rows(self, worker: Worker, rows: Iterable[TokenRow]) -> None:
-        """Tokens arrived for choices that continue."""
+        """Tokens of unfinished choices arrived."""
 
 
 class ProbeResult(Enum):
-    """Result of a probe of a worker's port."""
+    """Result of a connection attempt to a worker's port."""
 
     OPEN = "open"
     REFUSED = "refused"
@@ -64,7 +64,8 @@ class ProbeResult(Enum):
 
 
 class WorkerSession:
-    """The session with one worker. `run` ends only when the port refuses, or by cancellation."""
+    """The session with one worker. `run` ends only when the worker's port refuses a connection, or
+    by cancellation."""
 
     def __init__(
         self, worker: Worker, access: Access, incarnation: bytes, listener: SessionListener
@@ -115,7 +116,8 @@ class WorkerSession:
             retry_s = min(MAX_RETRY_S, 2 * retry_s) if broke_soon else RETRY_S
 
     def _settle(self) -> None:
-        """Report a broken session once the worker answers; the fleet judges a silent one."""
+        """Call `broken` for a session that broke, once the worker can be reached again. Whether a
+        silent worker is dead is the fleet's decision."""
         if self._unsettled:
             self._unsettled = False
             self._listener.broken(self._worker)
@@ -153,7 +155,7 @@ class WorkerSession:
                     await writer
 
     def _deliver(self, event: Event, rows: RowReader) -> None:
-        """Pass an event to the listener; `rows` reads the rows of this session."""
+        """Pass an event to the listener. `rows`: the reader of this session's token rows."""
         if isinstance(event, wire.DecodeEvent) and event.HasField("rows"):
             self._listener.rows(self._worker, rows.read(event.rows))
         else:
@@ -161,7 +163,7 @@ class WorkerSession:
 
 
 class WorkerSessions:
-    """All sessions by worker. Owns their tasks."""
+    """The sessions with all workers, and the tasks that run them."""
 
     def __init__(self, access: Access, router_boot: bytes, listener: SessionListener) -> None:
         self._access = access
@@ -208,7 +210,7 @@ async def _write(
 
 
 async def probe(address: str) -> ProbeResult:
-    """Return whether a worker's port accepts a connection; silence proves nothing."""
+    """Connect to a worker's port and disconnect. Silence proves neither life nor death."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(PROBE_S):

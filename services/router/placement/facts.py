@@ -17,7 +17,8 @@ PromptKey = tuple[str, bytes, int]
 
 
 class PromisedChains:
-    """Chain hashes by worker, counted over the live attempts."""
+    """Prompt blocks that decode workers will have: the chain hashes of live attempts, counted by
+    worker."""
 
     def __init__(self) -> None:
         self._counts: dict[bytes, Counter[bytes]] = {}  # by incarnation of the worker
@@ -79,7 +80,7 @@ class PickedPrompt:
 
 
 class PickedPrompts:
-    """The open picks of one router."""
+    """Picks of endpoint pickers whose requests have not arrived yet."""
 
     def __init__(self, promised: PromisedChains) -> None:
         self._promised = promised
@@ -100,7 +101,8 @@ class PickedPrompts:
         num_tokens: int,
         now: float,
     ) -> None:
-        """Add a pick of a worker. `chain`: hashes of the prompt's full blocks there."""
+        """Add a pick of a worker for a prompt. `chain`: hashes of the prompt's full blocks
+        there."""
         self.forget_old(now)
         self._num += 1
         pick = PickedPrompt(b"pick %d" % self._num, key, incarnation, num_tokens, now)
@@ -121,7 +123,7 @@ class PickedPrompts:
         return pick.incarnation
 
     def counted(self, facts: WorkerFacts, now: float) -> WorkerFacts:
-        """Return the facts of a worker including its picked requests."""
+        """Return a worker's facts with the picked requests added to its load."""
         self.forget_old(now)
         num = self._requests.get(facts.incarnation, 0)
         if not num:
@@ -152,7 +154,7 @@ class PickedPrompts:
 
 
 class _KnownBlocks(NamedTuple):
-    """Where the prompt's blocks are, for workers that hash them alike."""
+    """The blocks of a prompt and their workers, for workers with the same hashes."""
 
     chain: list[bytes]
     # Cached and promised tokens, by incarnation of each worker that has any.
@@ -160,7 +162,8 @@ class _KnownBlocks(NamedTuple):
 
 
 class FactsOfWorkers:
-    """Facts of workers about one prompt, which is hashed and looked up once per kind of worker."""
+    """The placement policy's facts of workers for one prompt, which is hashed and looked up once
+    per kind of worker."""
 
     def __init__(
         self,
@@ -180,13 +183,13 @@ class FactsOfWorkers:
         self._known: dict[tuple[bytes, int], _KnownBlocks] = {}  # by digest and block size
 
     def of(self, worker: Worker) -> WorkerFacts:
-        """Return what the policy knows of this worker about this prompt."""
+        """Return the facts of one worker."""
         (facts,) = self.of_all([worker])
         return facts
 
     def of_all(self, workers: Iterable[Worker]) -> list[WorkerFacts]:
-        """Return the facts of each worker, in their order. A worker that has nothing of the prompt
-        yields the facts object that it keeps."""
+        """Return the facts of each worker, in the order of the workers. Facts of a worker that has
+        no block of the prompt are the worker's own object, not a copy."""
         all_facts = []
         kind: WorkerKind | None = None
         for worker in workers:

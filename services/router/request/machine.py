@@ -58,7 +58,7 @@ SENDER_S = 1.5  # after a source's death: decode finds a silent sender in 1 s
 def step(
     state: Routing, event: on.RoutingEvent, now: float
 ) -> tuple[Routing, tuple[do.RoutingAction, ...]]:
-    """Return the next state and the actions to carry out. Total: accepts any event in any state."""
+    """Return the next state and the actions to carry out. Accepts any event in any state."""
     if state.stage is Stage.ENDED:
         return state, ()
     transition = _Step(state, now)
@@ -142,7 +142,7 @@ class _Step:
         self.act(do.AnnouncePlacement(attempt.id))
 
     def admitted(self, attempt: Attempt, event: on.AdmitAccepted) -> None:
-        """Go on to PREFILLING or RUNNING: decode has promised blocks and chosen who computes the
+        """Enter PREFILLING or RUNNING: decode has promised blocks and chosen who computes the
         prompt."""
         if self.state.stage is not Stage.ADMITTING:
             return
@@ -181,7 +181,8 @@ class _Step:
             self.act(do.Place())
 
     def retry(self, reason: str) -> None:
-        """Cancel the rest of a lost attempt and try again from what is known."""
+        """Cancel a lost attempt where it may still run, and try again with the ids received so
+        far."""
         self.act(do.LogLoss(reason))
         if self.state.queue_deadline is not None:  # it had its turn, so its wait starts again
             self.set(queue_deadline=self.now + self.state.queue_s)
@@ -197,7 +198,7 @@ class _Step:
             self.act(do.Place())
 
     def cancel_attempt(self) -> None:
-        """Cancel the attempt on the sides that may still have it."""
+        """Cancel the attempt at the workers that may still run it."""
         attempt = self.state.attempt
         if attempt is None:
             return
@@ -318,7 +319,7 @@ class _Step:
         return False
 
     def seek(self, decode: Reachability) -> None:
-        """Send Resume if the placement's decode worker can be reached; retry if it will not be."""
+        """Send Resume if the decode worker can be reached; retry if it cannot be in time."""
         state = self.state
         self.set(stage=Stage.SEEKING)
         if decode is Reachability.YES:
@@ -341,7 +342,7 @@ class _Step:
             self.retry("the decode worker cannot be reached")
 
     def resumed(self, attempt: Attempt, event: on.ResumeAccepted) -> None:
-        """Go on with the attempt in this session; decode sends what the client lacks."""
+        """Continue the attempt in this session; decode sends what the client lacks."""
         if self.state.stage is not Stage.RESUMING or event.epoch != self.state.session_epoch:
             return
         self.set(num_resumed=self.state.num_resumed + 1)
@@ -357,7 +358,7 @@ class _Step:
             self.seek_prefill(event.reachable)
 
     def seek_prefill(self, prefill: Reachability) -> None:
-        """Send PrefillStart again if the prefill worker can be reached; retry if it will not be."""
+        """Send PrefillStart again if the prefill worker can be reached; retry if it cannot be."""
         assert self.state.attempt is not None
         sender = self.state.attempt.sending_prefill  # empty for a migration's target
         if prefill is Reachability.YES and sender:
@@ -493,7 +494,7 @@ class _Step:
             self.migration_failed(result)
 
     def switch(self, migration: Migration) -> None:
-        """Make the target's attempt the one whose output counts."""
+        """Replace the source's attempt by the target's, whose output counts from now on."""
         source, attempt = self.state.attempt, migration.attempt
         assert source is not None
         assert attempt is not None
@@ -507,7 +508,7 @@ class _Step:
         self.act(do.RepeatAborts(attempt.id))
 
     def migration_failed(self, result: migration_machine.MigrationResult) -> None:
-        """Go on at the source after a failed migration."""
+        """Continue at the source after a failed migration."""
         self.set(
             num_failed_migrations=self.state.num_failed_migrations + 1,
             next_migration=self.now + MIGRATION_PAUSE_S,

@@ -50,7 +50,7 @@ def relief_order(running: Iterable[Running]) -> list[Running]:
 
 
 class Pressure:
-    """Tracks which workers have preempted in every recent window."""
+    """Finds workers that preempted requests in every recent window."""
 
     def __init__(self) -> None:
         self._seen: dict[bytes, int] = {}  # preemptions, by incarnation
@@ -62,7 +62,8 @@ class Pressure:
         return now >= self._next
 
     def look(self, preemptions: Mapping[bytes, int], now: float) -> list[bytes]:
-        """Return the workers that should send a request away now. `preemptions`: by incarnation."""
+        """End a window. Returns the workers that should send a request away now. `preemptions`:
+        total counts by incarnation."""
         if not self.due(now):
             return []
         self._next = now + WINDOW_S
@@ -97,7 +98,8 @@ class Migrations:
         self._pressure = Pressure()
 
     def tick(self, requests: Iterable[RoutedRequest], now: float) -> None:
-        """Begin the migrations that are due among these requests: drains, then reliefs."""
+        """Begin the migrations that are due among these requests, those of draining workers
+        first."""
         workers = [w for w in self._fleet.workers.values() if w.role == DECODE]
         draining = [w for w in workers if w.state is State.DRAINING and w.connected]
         if draining:
@@ -108,7 +110,7 @@ class Migrations:
                 self._relieve(incarnation, requests, now)
 
     def _relieve(self, incarnation: bytes, requests: Iterable[RoutedRequest], now: float) -> None:
-        """Migrate one request of a worker that preempts to one that has room for all of it."""
+        """Migrate one request from a worker that preempts to a worker with room for all of it."""
         candidates = {
             running(request): request
             for request in requests
@@ -151,13 +153,14 @@ class Migrations:
         self._placer.budget.migration_begun(request)
 
     def done(self, request: RoutedRequest, num_tokens: int) -> None:
-        """Count a migration that continued at the target, with the KV of `num_tokens` tokens."""
+        """Count a completed migration, with the KV of `num_tokens` tokens."""
         self.num_done += 1
         self.num_tokens += num_tokens
         self._over(request)
 
     def failed_at(self, step: str, request: RoutedRequest) -> None:
-        """Count a migration that ended at the source. `step`: how far it got; empty: no failure."""
+        """Count a migration that did not complete. `step`: the step that it reached; empty if the
+        request left the source for another reason."""
         if step:
             self.failed[step] += 1
         self._over(request)
@@ -176,7 +179,7 @@ def may_migrate(request: RoutedRequest, now: float) -> bool:
 
 
 def running(request: RoutedRequest) -> Running:
-    """Return the facts by which requests are chosen to migrate."""
+    """Return the facts of a request by which requests are chosen to migrate."""
     progress = request.progress
     generated = sum(len(c.generated_ids) for c in progress.choices if not c.finish)
     max_tokens = progress.start.params.max_tokens

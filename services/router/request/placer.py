@@ -65,7 +65,7 @@ class PickedHost(NamedTuple):
 
 
 class Placer:
-    """The placement of all requests of one router."""
+    """Places all requests of one router."""
 
     def __init__(self, fleet: Fleet, rules: Rules, rng: Random, max_queued: int) -> None:
         self._fleet = fleet
@@ -111,7 +111,7 @@ class Placer:
         return self._is_first(request) and bool(self._candidates_in_time(request, now))
 
     def _is_first(self, request: RoutedRequest) -> bool:
-        """Return whether no request that waits for a turn at the same workers comes before it."""
+        """Return whether no other request for the same workers is to be placed before it."""
         model, tokenizer = request.pool
         for pool in self.waiting.pools:
             same_pool = pool[0] == model and ("" in (pool[1], tokenizer) or pool[1] == tokenizer)
@@ -123,7 +123,7 @@ class Placer:
         return True
 
     def _candidates_in_time(self, request: RoutedRequest, now: float) -> Sequence[Worker]:
-        """Return the workers that may take it; none past its deadline, after which it only ends."""
+        """Return the workers that may take the request; none after its deadline."""
         deadline = request.state.deadline
         late = deadline is not None and now >= deadline
         return [] if late else self._candidates(request, now)
@@ -183,7 +183,8 @@ class Placer:
         return True
 
     def _picked_worker(self, request: RoutedRequest, now: float) -> bytes | None:
-        """Return the worker that a picker got for the request, once; None if there is none."""
+        """Return the worker that an endpoint picker received for the request, once; None if there
+        is none."""
         if not self.picks or request.state.num_attempts:
             return None
         start = request.progress.start
@@ -260,7 +261,8 @@ class Placer:
         return None if incarnation is None else self._fleet.workers[incarnation]
 
     def remote_tokens(self, request: RoutedRequest) -> int:
-        """Return the tokens that a prefill worker would compute for it if nothing is cached."""
+        """Return the number of tokens that a prefill worker would compute for the request if
+        nothing is cached."""
         tokens, mode = len(request.progress.prompt_ids), self._rules.remote_prefill
         remote = mode == "always" or (mode == "auto" and tokens >= self._rules.threshold)
         return tokens if remote and request.progress.may_go_remote else 0
@@ -268,7 +270,8 @@ class Placer:
     # --- waiting requests
 
     def pump(self, now: float) -> None:
-        """Begin waiting requests, tenants in turn, as far as budget and workers allow."""
+        """Begin attempts of waiting requests, tenants in turn, as far as the recompute budget and
+        the workers allow."""
         for request in self.waiting.of(WaitReason.BUDGET) if self.budget.has_room else ():
             if not self.budget.has_room:
                 break  # the requests behind it keep their turns
@@ -320,7 +323,7 @@ class Placer:
         return list(dict.fromkeys((*late, *(r for r in waiting if self._is_hopeless(r, now)))))
 
     def without_worker(self, now: float) -> list[RoutedRequest]:
-        """Return the waiting requests without a suitable worker that stays with this router. In a
+        """Return the waiting requests that no worker of this router can serve any more. In a
         sharded fleet a restarted worker may join other routers."""
         has_worker: dict[tuple[tuple[str, str], KvIdentity | None], bool] = {}
         for request in self.waiting:
@@ -347,7 +350,7 @@ class Placer:
         )
 
     def worker_forgotten(self, worker: Worker, now: float) -> None:
-        """Note that a decode worker is gone for good."""
+        """A decode worker is gone for good."""
         self.compatibility.left(worker, self._fleet.of(DECODE, worker.model), now)
 
     def forget(self, request: RoutedRequest) -> None:
@@ -371,12 +374,13 @@ class Placer:
             del self.admitting[decode]
 
     def stopped_following(self, attempt: Assignment, now: float) -> None:
-        """Count the prompt of an attempt that was expected to wait for another prompt."""
+        """Count the prompt of an attempt that was expected to share the KV of another prompt, but
+        does not."""
         if attempt.prefill is not None:
             attempt.prefill.commanded(attempt.id, len(attempt.ids), now)
 
     def closed(self, request: RoutedRequest, attempt: Assignment) -> None:
-        """Drop the counts of an attempt that is over for the router."""
+        """Remove the counts of an attempt that ended."""
         self.promised.drop(attempt.id)
         self.budget.recompute_over(request)
         attempt.decode.forget_command(attempt.id)
@@ -384,7 +388,8 @@ class Placer:
             attempt.prefill.forget_command(attempt.id)
 
     def taken(self, request: RoutedRequest, attempt: Assignment) -> None:
-        """Note that a decode worker took the attempt; the request may continue inexactly there."""
+        """A decode worker accepted the attempt; its results may differ from those of the worker
+        before."""
         identity = attempt.decode.identity
         if self.compatibility.count_resume(request.id, request.origin, identity):
             request.inexact = True
@@ -392,7 +397,7 @@ class Placer:
 
 def reads(worker: Worker, tokenizer: str) -> bool:
     """Return whether the worker's model has the tokenizer that made a prompt's ids. An unknown
-    tokenizer matches any other."""
+    tokenizer (empty) matches any."""
     return not tokenizer or worker.identity.tokenizer in ("", tokenizer)
 
 

@@ -67,7 +67,7 @@ ROUTER_ERRORS: dict[FailureReason, ServiceError] = {
 
 
 class RoutedRequest:
-    """One request of one client."""
+    """One request of one client, and its attempts on workers."""
 
     def __init__(
         self,
@@ -122,12 +122,12 @@ class RoutedRequest:
 
     @property
     def key(self) -> tuple[bytes, str]:
-        """Key that all issues of the request share."""
+        """Key of the request, the same each time its client issues it."""
         return self.client.key, self.id
 
     @property
     def given_back(self) -> bool:
-        """Whether another router returned it because it had no worker for it."""
+        """Whether another router returned the request because it had no worker for it."""
         return bool(self.progress.start.given_back)
 
     @property
@@ -137,16 +137,17 @@ class RoutedRequest:
 
     @property
     def assignment(self) -> Assignment | None:
-        """The workers of the attempt that counts."""
+        """The workers of the current attempt."""
         attempt = self.state.attempt
         return None if attempt is None else self._assignments[attempt.id]
 
     def assignment_of(self, attempt: bytes) -> Assignment | None:
-        """Return the workers of an open attempt: the one that counts or a migration's."""
+        """Return the workers of an open attempt: the current one, or the one at a migration's
+        target."""
         return self._assignments.get(attempt)
 
     def facts(self) -> PromptFacts:
-        """Return what the placement policy knows of it."""
+        """Return what the placement policy needs to know of the request."""
         return PromptFacts(
             num_tokens=len(self.progress.prefix_ids()) - 1,
             may_go_remote=self.progress.may_go_remote,
@@ -155,7 +156,8 @@ class RoutedRequest:
         )
 
     def step(self, event: on.RoutingEvent, now: float, message: Any = None) -> None:
-        """Step the machine and carry out its actions. `message`: what came with the event."""
+        """Step the state machine and carry out its actions. `message`: the message that caused the
+        event."""
         for action in self._stepped(event, now):
             self._carry_out(action, message, now)
         passes_on = self.state.only_forwards
@@ -165,7 +167,7 @@ class RoutedRequest:
     # --- called by the dispatcher
 
     def submit(self, now: float) -> None:
-        """Begin: look for the attempt that the Start names, or place the request."""
+        """Begin: resume the attempt that the Start names, or place the request."""
         has_placement = self.progress.start.HasField("placement")
         reach = self._effects.reach(self.placement.decode_boot, now) if has_placement else None
         self.step(on.Submitted(reach), now)
@@ -182,7 +184,7 @@ class RoutedRequest:
         return id_
 
     def migrate(self, target: Worker, now: float) -> None:
-        """Move it to another decode worker with its KV."""
+        """Begin to migrate the request to another decode worker with its KV."""
         self._target = target
         self.step(on.MigrationBegun(target.incarnation), now)
 
@@ -204,13 +206,15 @@ class RoutedRequest:
         self.step(on.TimePassed(decode, self._effects.reach(prefill, now)), now)
 
     def succeed(self, predecessor: "RoutedRequest", attempt: Attempt, now: float) -> None:
-        """Wait for decode's answer to the Admit of an earlier issue of the request."""
+        """Take over the attempt of an earlier issue of the request, whose Admit decode has yet to
+        answer."""
         self._assignments[attempt.id] = predecessor._assignments.pop(attempt.id)
         self._enter(machine.taken_over(self.state, attempt), now)
 
     def reissue(self, progress: RequestProgress, now: float) -> Attempt | None:
-        """End without an event because the request was issued again. Returns the attempt that the
-        new issue is to `succeed` in, if any; its Start names the placement of any other."""
+        """End without an event because the client issued the request again. Returns the attempt
+        that the new issue must take over with `succeed`; None if there is none, or if the placement
+        in the new Start names it."""
         start, attempt = progress.start, self.state.attempt
         start.crash_count = max(start.crash_count, self.state.crash_count)
         same_progress = progress.choices == self.progress.choices
@@ -228,7 +232,7 @@ class RoutedRequest:
     # --- messages from workers
 
     def on_decode(self, kind: str, message: Any, now: float) -> None:
-        """Take an event of a decode session; `kind` is its name in the proto."""
+        """Process an event of a decode worker; `kind` is its name in the proto."""
         attempt = message.attempt
         if kind in OUTPUT and not self._counted:
             self._counted = True
@@ -255,7 +259,8 @@ class RoutedRequest:
                 self.step(on.of_decode(kind, message), now, message)
 
     def pass_on_row(self, worker: Worker, choice: NumberedChoice, position: int, id_: int) -> bool:
-        """Pass on a worker's token of a choice that continues; False if it may change more here."""
+        """Forward a worker's token of an unfinished choice to the client. Returns False if the
+        token may change the state, so that `on_token` must process it."""
         assignment = self._rows_of
         if assignment is None or assignment.decode is not worker:
             return False
@@ -273,18 +278,19 @@ class RoutedRequest:
         return True
 
     def on_token(self, choice: NumberedChoice, position: int, id_: int, now: float) -> None:
-        """Take a token that is not only passed on."""
+        """Process a token that `pass_on_row` did not forward."""
         tokens = pb.Tokens(
             attempt=choice.attempt, choice=choice.choice, position=position, ids=(id_,)
         )
         self.on_decode("tokens", tokens, now)
 
     def on_prefill(self, kind: str, message: Any, now: float) -> None:
-        """Take an event of a prefill session; `kind` is its name in the proto."""
+        """Process an event of a prefill worker; `kind` is its name in the proto."""
         self.step(on.of_prefill(kind, message), now)
 
     def _output(self, kind: str, message: Any, now: float) -> None:
-        """Take ids or prompt log-probabilities; only those that continue the answer are new."""
+        """Process ids or prompt log-probabilities; only those that continue the response are
+        new."""
         attempt = message.attempt
         if not self.state.takes_output(attempt):
             return
@@ -301,7 +307,7 @@ class RoutedRequest:
             self.step(on.ScoresReceived(attempt), now, fresh)
 
     def _embedding(self, message: pb.Embedding, now: float) -> None:
-        """Take the embedding; ignore a second one."""
+        """Process the embedding; a second one is ignored."""
         if not self.state.takes_output(message.attempt):
             return
         fresh = self.progress.take_embedding(message)
@@ -309,13 +315,14 @@ class RoutedRequest:
             self.step(on.EmbeddingReceived(message.attempt), now, fresh)
 
     def _verified(self, message: wire.Verified) -> None:
-        """Note the verified tokens, which decode keeps whatever happens to the attempt."""
+        """Record the number of tokens that decode keeps in its cache whatever happens to the
+        attempt."""
         if self._keeps(message) and self.beginning.hit is None:
             self.beginning.hit = message.cached_tokens
 
     def _keeps(self, message: wire.Verified | wire.PlaceAgain) -> bool:
-        """Note the tokens that decode keeps. Returns whether they are of the attempt that
-        counts."""
+        """Record the number of tokens that decode keeps in its cache. Returns whether the message
+        is about the current attempt."""
         attempt = self.state.attempt
         if attempt is None or attempt.id != message.attempt:
             return False
@@ -361,7 +368,7 @@ class RoutedRequest:
         return actions
 
     def _enter(self, state: Routing, now: float) -> None:
-        """Take the next state, and note what it changes."""
+        """Replace the state, and record what changed."""
         before, self.state = self.state, state
         if state is before:
             return
@@ -378,7 +385,7 @@ class RoutedRequest:
             self.span.event("migration failed", now, step=transition.failed_step)
 
     def _carry_out(self, action: do.RoutingAction, message: Any, now: float) -> None:
-        """Carry out one action. `message`: what came with the event."""
+        """Carry out one action. `message`: the message that caused the event."""
         match action:
             case do.Place():
                 self._effects.place(self, now)
@@ -561,7 +568,7 @@ class RoutedRequest:
     def _finish(
         self, assignment: Assignment | None, report: pb.Finished | None, now: float
     ) -> None:
-        """Pass on the worker's Finished, or an empty one if every choice has ended without it."""
+        """Send the worker's Finished, or an empty one if every choice has ended without it."""
         finished = pb.Finished() if report is None or assignment is None else report
         finished.request, finished.epoch = self.id, self.state.epoch
         finished.inexact |= self.inexact

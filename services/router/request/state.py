@@ -28,8 +28,8 @@ class FirstToken:
         self._received = 0.0
 
     def record(self, attempt: bytes, began: float, now: float) -> bool:
-        """Note that tokens of an attempt came. Returns whether they are the first; only those
-        count."""
+        """Record that tokens of an attempt arrived. Returns whether they are the request's first;
+        only the first call counts."""
         if self._attempt:
             return False
         self._attempt, self._began, self._received = attempt, began, now
@@ -37,7 +37,7 @@ class FirstToken:
 
     def complete(self, phases: pb.Phases, attempt: bytes) -> None:
         """Turn the phases of the attempt that finished into those of the request, whose sum is the
-        time to its first token. Phases of an attempt that another router began stay as they are."""
+        time to its first token. Phases of an attempt that another router began are not changed."""
         if not self._attempt:
             return
         if self._attempt != attempt:
@@ -56,12 +56,12 @@ class Beginning:
     first: pb.Finished | None = None  # report of the attempt that the request migrated from
 
     def migrated(self, so_far: pb.Finished, num_attempts: int, attempt: bytes) -> None:
-        """The request leaves `attempt`, whose beginning is `so_far`."""
+        """The request leaves `attempt`; `so_far` describes its beginning."""
         self.complete(so_far, num_attempts, attempt)
         self.first = so_far
 
     def complete(self, finished: pb.Finished, num_attempts: int, attempt: bytes) -> None:
-        """Add what the worker of `attempt`, the last one, cannot know."""
+        """Add to `finished` what the worker of `attempt`, the last one, cannot know."""
         first = self.first
         if first is not None:
             finished.cached_tokens = first.cached_tokens
@@ -77,7 +77,7 @@ class Beginning:
 
 
 class Stage(Enum):
-    """Where a request stands."""
+    """The stage of a request (machine.py has the diagram)."""
 
     QUEUED = "queued"
     SEEKING = "seeking"
@@ -89,7 +89,7 @@ class Stage(Enum):
 
 
 class MigrationStep(Enum):
-    """How far a migration has got."""
+    """The step that a migration has reached."""
 
     HOLDING = "holding"
     ADMITTING = "admitting"
@@ -125,17 +125,18 @@ class Attempt:
 
     @property
     def sending_prefill(self) -> bytes:
-        """The worker that is to compute and send its KV; empty if there is none."""
+        """The worker that is to compute and send the attempt's KV; empty if there is none."""
         return self.prefill or self.awaited_prefill
 
     @property
     def filled(self) -> bool:
-        """Whether its KV is known to be complete at decode."""
+        """Whether the attempt's KV is known to be complete at decode."""
         return self.produced or self.prefill_sent
 
     @property
     def computing(self) -> bool:
-        """Whether decode may be computing it: its KV is complete, or decode computes the prompt."""
+        """Whether decode may be computing the attempt: its KV is complete, or decode computes the
+        prompt."""
         return self.filled or not (self.prefill or self.ticket or self.follows)
 
 
@@ -183,12 +184,13 @@ class Routing:
 
     @property
     def session_epoch(self) -> int:
-        """Its epoch at decode, which rises with each issue and with each session in between."""
+        """The request's epoch at decode, which rises each time it is issued and each time a session
+        is lost."""
         return self.epoch * MAX_SESSIONS + self.num_sessions
 
     @property
     def unanswered(self) -> list[bytes]:
-        """The decode workers that have yet to answer an Admit of its attempts."""
+        """The decode workers that have yet to answer an Admit of the request."""
         migrating = None if self.migration is None else self.migration.attempt
         attempts = (self.attempt, migrating)
         return [a.decode for a in attempts if a is not None and not a.answered]
@@ -199,7 +201,8 @@ class Routing:
         return len(self.refused) < MAX_CANDIDATES
 
     def may_migrate(self, now: float) -> bool:
-        """Return whether it generates and no migration is under way or has just failed."""
+        """Return whether the request generates, and no migration is under way or has just
+        failed."""
         return (
             self.stage is Stage.RUNNING
             and self.migration is None
@@ -210,7 +213,8 @@ class Routing:
 
     @property
     def only_forwards(self) -> bool:
-        """Whether ids of the attempt that end no choice change nothing in this state."""
+        """Whether tokens that end no choice change nothing in this state, so that they can be
+        forwarded without a step."""
         return (
             self.attempt is not None
             and self.attempt.produced
@@ -228,7 +232,7 @@ class Routing:
         return math.inf if self.deadline is None else self.deadline
 
     def takes_output(self, attempt: bytes) -> bool:
-        """Return whether output of that attempt counts now. While the request resumes its own
+        """Return whether output of that attempt counts now. While the request resumes its current
         attempt, that attempt's output does not: decode repeats what it sent before."""
         is_current = self.attempt is not None and self.attempt.id == attempt
         is_target = self.migration is not None and self.migration.is_target(attempt)
@@ -237,7 +241,8 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One step of the machine. Attempts are ids; empty if there is none."""
+    """The states before and after one step of the machine. Properties that return an attempt return
+    its id, or an empty one."""
 
     before: Routing
     after: Routing
@@ -256,7 +261,8 @@ class Transition:
 
     @property
     def taken(self) -> bytes:
-        """The attempt that a decode worker took; its KV identity may differ from before."""
+        """The attempt that a decode worker accepted in this step; the worker may have another KV
+        identity than the one before."""
         attempt, stage = self.before.attempt, self.after.stage
         admitted = self.before.stage is Stage.ADMITTING and (
             stage is Stage.PREFILLING or stage is Stage.RUNNING
@@ -291,7 +297,7 @@ class Transition:
 
     @property
     def failed_step(self) -> str:
-        """How far a migration got that failed; empty if the request itself left the source."""
+        """The step that a failed migration reached; empty if no migration failed."""
         failed = self.after.num_failed_migrations > self.before.num_failed_migrations
         migration = self.before.migration
         return migration.step.value if migration is not None and failed else ""
