@@ -28,7 +28,7 @@ class Resolver(Protocol):
 
 
 class DnsResolver:
-    """Resolves a host:port; each call looks up a host that is a name."""
+    """Resolves host:port. A host that is a name is looked up at each call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -106,18 +106,19 @@ def check_targets(option: str, targets: Sequence[str]) -> None:
 
 
 def weight(key: bytes, address: str) -> bytes:
-    """The weight of an address for a key of at most 64 bytes; the highest weight comes first."""
+    """Return the weight of an address for a key of at most 64 bytes; the highest weight comes
+    first."""
     return hashlib.blake2b(address.encode(), digest_size=8, key=key).digest()
 
 
 def rendezvous_order(key: bytes, addresses: Iterable[str]) -> list[str]:
-    """The distinct addresses, sorted by descending weight for the key."""
+    """Return the distinct addresses, sorted by descending weight for the key."""
     return sorted(set(addresses), key=lambda a: (weight(key, a), a), reverse=True)
 
 
 def first_that_count(order: Iterable[str], num: int, counts: Callable[[str], bool]) -> list[str]:
-    """The shortest prefix of the order in which `num` addresses count; the whole order if fewer
-    do."""
+    """Return the shortest prefix of `order` in which `counts` is true for `num` addresses; the
+    whole order if there are fewer."""
     prefix = []
     for address in order:
         if num <= 0:

@@ -75,7 +75,8 @@ class EndpointSlices:
         return str(self._newest) if self._newest else ""
 
     def expire(self) -> None:
-        """Require a new list, since events may have been missed. The slices stay until then."""
+        """Require a new list, because events may have been missed. The known slices stay until
+        then."""
         self._newest = 0
 
     def take_list(self, response: Any) -> None:

@@ -138,7 +138,7 @@ def _keep_alive(sock: socket.socket) -> None:
 
 
 def _error(response: HTTPResponse) -> ApiServerError:
-    """The error in the response's Status message."""
+    """Return the error that the response's Status message describes."""
     message = response.reason
     with suppress(OSError, HTTPException, ValueError, KeyError, TypeError):  # a proxy's error page
         message = str(json.loads(response.read(1 << 16))["message"])
@@ -150,7 +150,8 @@ FORESEEN = (ApiServerError, WatchError, OSError, ValueError)
 
 
 class EndpointSliceWatch:
-    """A Resolver. Its thread starts with the first look and is the only writer of its state."""
+    """A Resolver of one Service. Its thread starts with the first call of `addresses` and is the
+    only writer of its state."""
 
     def __init__(
         self, target: KubernetesTarget, on_change: Callable[[], None], ready_only: bool
@@ -228,7 +229,7 @@ class EndpointSliceWatch:
         self._listed.set()
 
     def _watch(self) -> None:
-        """Watch until the server ends it in order; then return."""
+        """Watch until the API server ends the watch at its time limit."""
         limit_s = max(1, round(WATCH_S * random.uniform(0.75, 1.0)))
         with self._get(
             watch="true",

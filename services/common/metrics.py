@@ -119,7 +119,7 @@ class _Server(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing: strangers would fill the log."""
+        """Log nothing: peers without credentials could fill the log."""
 
 
 def commit() -> str:
@@ -164,7 +164,7 @@ class ProcessFacts(Collector):
 
 
 def lag_histogram(registry: CollectorRegistry) -> Histogram:
-    """The histogram for `watch_loop`."""
+    """Return the histogram that `watch_loop` fills."""
     return Histogram(
         "pdserve_event_loop_lag_seconds",
         "Delay of a timer of the event loop, measured 4 times a second; a long delay counts once "

@@ -36,7 +36,8 @@ SKIP_S = 5.0  # pause of counting after the storage fails
 
 
 class CountsFile(Storage):
-    """A storage of the `limits` library. Raises ValueError if the file cannot be used."""
+    """Stores the counts of the `limits` library in an SQLite file that processes of one host share.
+    Raises ValueError if the file cannot be used."""
 
     STORAGE_SCHEME = None  # constructed by path, not by scheme
     base_exceptions = sqlite3.Error
@@ -73,7 +74,7 @@ class CountsFile(Storage):
         return self._row(key)[1]
 
     def _row(self, key: str) -> tuple[int, float]:
-        """The count, and when it ends."""
+        """Return the count of a key, and the time at which its minute ends."""
         now = time.time()
         row = self._db.execute(
             "SELECT count, ends FROM counts WHERE key = ? AND ends > ?", (key, now)
@@ -163,8 +164,8 @@ class RateLimits:
         }
 
     def _connect(self, storage: str) -> dict[str, Any]:
-        """Options that make the library use redis-py; its default, coredis, needs older packages
-        than the other dependencies."""
+        """Return options that make the library use redis-py; its default, coredis, needs older
+        packages than the other dependencies."""
         if not storage.startswith(("redis://", "rediss://")):
             return {}
         from redis.asyncio import ConnectionPool
@@ -273,7 +274,7 @@ class RateLimits:
 
 
 def make_rate_limits(settings: PublicSettings, text_s: float = 0.0) -> RateLimits:
-    """Raises ValueError if the storage is unknown."""
+    """Make the rate limits of the options. Raises ValueError if the storage is unknown."""
     return RateLimits(
         RateSettings(
             settings.requests_per_minute, settings.tokens_per_minute, text_s, settings.rate_storage

@@ -143,7 +143,7 @@ class GrpcServer:
 
 
 def _cannot_listen(bind: str) -> OSError:
-    """The error of a failed bind; gRPC does not say which of the two causes it has."""
+    """Return the error of a failed bind; gRPC does not say which of the two causes it has."""
     return OSError(
         f"cannot listen on {bind}: the port is in use, or the address is not on this machine"
     )

@@ -40,7 +40,7 @@ class Transcript:
 
     @property
     def weight(self) -> int:
-        """Approximate memory use, in token ids, including the prompt."""
+        """Approximate memory use, counted in token ids, including the prompt."""
         scores = [row for choice in self._logprobs for row in choice]
         scores += self._prompt.logprobs if isinstance(self._prompt, PromptScored) else ()
         candidates = sum(1 + len(score.top) for score in scores)
@@ -59,18 +59,18 @@ class Transcript:
             self._ends[event.choice] = event.finish
 
     def covers(self, counts: Sequence[int]) -> bool:
-        """Whether everything after the first `counts` ids of each choice can be sent again.
+        """Return whether everything after the first `counts` ids of each choice can be sent again.
 
-        It cannot if that includes log-probabilities of ids that another attempt generated, which
-        are unknown here.
+        That is not possible for log-probabilities of ids that another attempt generated, which are
+        unknown here.
         """
         return not self._scored or all(
             self._count(counts, choice) >= base for choice, base in enumerate(self._base)
         )
 
     def since(self, counts: Sequence[int]) -> Iterator[NewTokens | PromptScored | Pooled]:
-        """Everything after the first `counts` ids of each choice, in parts; a missing count is
-        0."""
+        """Yield everything after the first `counts` ids of each choice, in parts; a missing count
+        is 0."""
         if self._prompt is not None:
             yield self._prompt
         for choice in range(len(self._ids)):
@@ -98,7 +98,7 @@ class Transcript:
 
 @dataclass(eq=False, slots=True)
 class ServedAttempt:
-    """One attempt at a request. Times are readings of time.monotonic; 0: not reached."""
+    """One attempt at a request. Times are readings of time.monotonic; 0: not reached yet."""
 
     attempt: bytes
     name: str  # the request's public id
@@ -132,7 +132,7 @@ class ServedAttempt:
         self.timers.clear()
 
     def send(self, event: NewTokens) -> None:
-        """Send new tokens to the router; a single token goes in a row if possible."""
+        """Send new tokens to the router; a single token is sent as a row if possible."""
         outbox = self.session.outbox
         if len(event.ids) == 1 and not event.logprobs and event.finish is None:
             choice = self.numbered.get(event.choice)
@@ -144,7 +144,7 @@ class ServedAttempt:
         outbox.put(DecodeEvent(tokens=to_tokens(self.name, self.attempt, self.epoch, event)))
 
     def phases(self) -> pb.Phases:
-        """The seconds of each phase; their sum is the time from Admit to the first token."""
+        """Return the seconds of each phase; their sum is the time from Admit to the first token."""
         end = self.first_token or self.computed or self.arrived
         if self.received is not None:
             times = self.received.times
@@ -202,7 +202,7 @@ class ServedAttempt:
         self.span = NO_SPAN  # a span ends once
 
     def finished(self, cached_tokens: int) -> pb.Finished:
-        """The Finished event; `cached_tokens` is used only if no KV was received for the
+        """Return the Finished event. `cached_tokens` is used only if no KV was received for the
         attempt."""
         if self.received is not None:
             cached_tokens = self.received.cached_tokens
@@ -218,7 +218,7 @@ class ServedAttempt:
         )
 
     def log_line(self, finished: pb.Finished) -> str:
-        """Sizes and phases as text."""
+        """Return sizes and phases of the attempt as text for the log."""
         phases = finished.phases
         prefill = (
             f"remote prefill over {finished.transport}" if finished.remote else "local prefill"

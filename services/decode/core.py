@@ -76,7 +76,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         session.outbox.reads_rows = hello.reads_rows
 
     def _session_lost(self, session: DecodeSession) -> None:
-        """Let the session's attempts wait for another session."""
+        """The session's attempts wait for another session."""
         self.leases.session_lost(session, self._served.values())
 
     def admit(self, session: DecodeSession, admit: wire.Admit, prompt_ids: Sequence[int]) -> None:
@@ -134,7 +134,8 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
     def cancel(self, session: DecodeSession, attempt: bytes, choices: Sequence[int]) -> None:
         """End the attempt without an event, or only some choices, which finish as ABORTED.
 
-        The cancel is stale if another session owns the attempt; a parked attempt has no owner.
+        The cancel is only counted if another session owns the attempt; a parked attempt has no
+        owner.
         """
         served = self._served.get(attempt)
         if served is None or self._runtime is None:
@@ -156,8 +157,8 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         self.leases.resume(session, resume, self._served.get(resume.attempt))
 
     def freeze(self, session: DecodeSession, attempt: bytes) -> None:
-        """Stop an attempt before a migration; sends Held after the events of all tokens that it has
-        generated, or Stayed."""
+        """Stop an attempt's steps before a migration. Sends Held after the events of all tokens
+        that it has generated, or Stayed."""
         served = self._owned(session, attempt)
         if served is None or self._runtime is None:
             session.outbox.put(_stayed(attempt, "the attempt does not run on this worker"))
@@ -246,8 +247,8 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             served.session.outbox.put(wire.DecodeEvent(attached=attached))
 
     def on_place_again(self, attempt: bytes, tokens: int, reason: str) -> None:
-        """The attempt cannot share the KV that it waited for, or the rest of its prompt is worth a
-        hand-off. It has held no blocks."""
+        """The attempt cannot share the KV that it waited for, or the rest of its prompt is long
+        enough for a prefill worker. It holds no blocks."""
         served = self._served.get(attempt)
         if served is not None:
             place_again = wire.PlaceAgain(attempt=attempt, tokens=tokens, reason=reason)

@@ -1,5 +1,5 @@
-"""Carries out the leases of all attempts (services/decode/lease_machine.py): parks attempts, hands
-them over and aborts them.
+"""Carries out the actions of all attempts' leases (lease_machine.py): stops attempts whose session
+is lost, gives them to another session, or aborts them.
 
 Everything runs on the loop. The core keeps the live attempts. An attempt that ended with an event
 that a router must not miss is kept here until its lease ends, so that another router can still
@@ -61,7 +61,7 @@ class Leases:
         self._kept_weight = 0
 
     def session_lost(self, session: DecodeSession, live: Iterable[ServedAttempt]) -> None:
-        """Let the session's attempts wait for another session."""
+        """The session's attempts wait for another session."""
         for served in [*live, *self._kept.values()]:
             if served.resume is not None and served.resume[0] is session:
                 served.resume = None
@@ -107,7 +107,7 @@ class Leases:
         self._advance(served, AttemptEnded())
 
     def forget_kept(self, attempt: bytes) -> None:
-        """Drop a kept attempt, since no router waits for its last event any more."""
+        """Drop an ended attempt whose last event is not needed any more."""
         if attempt in self._kept:
             self.cancelled(self._kept[attempt])
 

@@ -122,7 +122,8 @@ class DecodeCallbacks:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionReply:
-    """What an admitted attempt waits for; neither if decode computes the prompt itself."""
+    """What an admitted attempt waits for. Neither field is set if decode computes the prompt
+    itself."""
 
     ticket: Ticket | None = None  # for the prefill worker that sends its KV
     follows: bool = False  # waits for the KV of another attempt with a common prefix
@@ -182,8 +183,8 @@ class DecodeRuntime(WorkerRuntime):
 
     @property
     def promised_tokens(self) -> int:
-        """Tokens of KV that the receiver has promised room for. Any thread may read it; slightly
-        stale."""
+        """Tokens of KV that the receiver has promised room for. Any thread may read it; it may be
+        slightly out of date."""
         return self.receiver.promised_tokens
 
     # Posted by the loop
@@ -191,8 +192,8 @@ class DecodeRuntime(WorkerRuntime):
     def admit_local(
         self, attempt: bytes, request: Request, sharing: SharingPolicy
     ) -> "Future[AdmissionReply | None]":
-        """Queue the prompt in the engine, at once or when the KV that it waits for has arrived. The
-        future raises the engine's errors."""
+        """Queue the prompt in the engine, at once or when the KV that the attempt waits for has
+        arrived. The future raises the engine's errors."""
         chain = self.engine.chain(request)
 
         def admit(engine: Engine) -> AdmissionReply | None:
@@ -213,8 +214,8 @@ class DecodeRuntime(WorkerRuntime):
         deadline: float,
         sharing: SharingPolicy,
     ) -> "Future[AdmissionReply | None]":
-        """Promise room for KV from `prefill_boot`, with a ticket, unless the attempt waits for
-        another's KV. The future returns None if there is no room, and raises the engine's
+        """Promise room for KV from a prefill worker, with a ticket, unless the attempt waits for
+        another attempt's KV. The future returns None if there is no room, and raises the engine's
         errors."""
         chain = self.engine.chain(request)
 
@@ -263,8 +264,8 @@ class DecodeRuntime(WorkerRuntime):
         self.thread.post(park)
 
     def is_waiting(self, attempt: bytes) -> "Future[Any]":
-        """Whether the attempt's KV has not begun: its hand-off has no blocks yet, or the attempt
-        that it follows is still queued."""
+        """Return a future: whether nothing of the attempt's KV has been computed or reserved
+        yet."""
 
         def look(_: Engine) -> bool:
             first = self.single_flight.first(attempt)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeServicer(worker_pb2_grpc.DecodeServicer):
-    """One multiplexed session for each router."""
+    """The Decode service: one session for each router, which carries all its requests."""
 
     def __init__(self, core: DecodeCore) -> None:
         self._core = core
@@ -92,7 +92,8 @@ class DecodeRole(WorkerRole[DecodeSettings, DecodeCore, DecodeRuntime]):
 
 
 def run(settings: DecodeSettings, engine: EngineConfig, report: Report = silent) -> int:
-    """Serve until a signal; return the exit code. Raises what `run_worker` raises."""
+    """Run a decode process until a signal. Returns the exit code; raises what `run_worker`
+    raises."""
     return run_worker(
         settings, lambda tracer: DecodeRole(settings, engine, tracer), "decode", report
     )

@@ -39,7 +39,7 @@ LAME_DUCK_S = 2.0  # for proxies to notice a stop before new connections are ref
 
 
 class PickerProcess:
-    """A running picker; tests use it without signals."""
+    """A running picker without signal handling, which tests use too."""
 
     def __init__(self, settings: PickerSettings, tracer: Tracer = NO_TRACER) -> None:
         """Raises OSError for unreadable files, ValueError for settings that cannot work."""

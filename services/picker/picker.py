@@ -31,7 +31,7 @@ BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class PickerMetrics:
-    """A collector."""
+    """The picker's metrics, as a Prometheus collector."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
@@ -75,7 +75,7 @@ class PickerMetrics:
 
 
 class PolicyRouters(Protocol):
-    """The routers, whose policy picks hosts."""
+    """The routers, whose placement policy chooses hosts."""
 
     @property
     def num_connected(self) -> int: ...
@@ -86,7 +86,7 @@ class PolicyRouters(Protocol):
 
 
 class PromptSource(Protocol):
-    """Makes prompts from bodies."""
+    """Makes prompts from request bodies."""
 
     async def read(self, path: str, body: bytes, tenant: Tenant) -> RequestPrompt | None: ...
 
@@ -108,7 +108,8 @@ class ProxiedRequest:
 
 @dataclass(slots=True)
 class EndpointChoice:
-    """Endpoints in the order in which they are tried, the reason, and the holder of the request."""
+    """The endpoints for a request in the order in which they are tried, the reason, and the
+    endpoint that counts the request as open."""
 
     endpoints: tuple[Endpoint, ...]
     reason: str
@@ -116,7 +117,7 @@ class EndpointChoice:
 
     @property
     def text(self) -> str:
-        """The endpoints as the protocol writes them."""
+        """The endpoints as the ext_proc protocol writes them."""
         return ",".join(endpoint.address for endpoint in self.endpoints)
 
     def held_by(self, endpoint: Endpoint, now: float) -> None:
@@ -134,7 +135,7 @@ class EndpointChoice:
 
 
 class EndpointPicker:
-    """All decisions of one process."""
+    """Chooses the endpoints of all requests of one process."""
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class EndpointPicker:
         return is_json and headers.get(":method") == "POST" and self.tenant(headers) is not None
 
     async def pick(self, request: ProxiedRequest) -> EndpointChoice:
-        """Choose endpoints; the first counts as the holder unless another has `served` the request.
+        """Choose endpoints. The first one counts the request as open until another has `served` it.
         Raises ServiceError UNAVAILABLE if none is ready, OVERLOADED if the request would be
         refused."""
         began = self._clock()
@@ -256,7 +257,7 @@ class EndpointPicker:
         self._no_worker_until[hosts] = self._clock() + NO_WORKER_S
 
     def served(self, choice: EndpointChoice, address: str) -> None:
-        """Note the endpoint that answered, by the proxy's report; those before it could not."""
+        """The proxy reported which endpoint answered; those before it could not."""
         now = self._clock()
         addresses = [endpoint.address for endpoint in choice.endpoints]
         skipped = choice.endpoints[: addresses.index(address)] if address in addresses else ()

@@ -88,7 +88,8 @@ def _metadata(request: pb.ProcessingRequest, namespace: str) -> Mapping[str, Any
 def destination(
     endpoints: str, extra_headers: Mapping[str, str]
 ) -> tuple[pb.CommonResponse, Struct]:
-    """Return the decision as request headers, with the extra ones, and as dynamic metadata."""
+    """Return the choice of endpoints as request headers, with the extra ones, and as dynamic
+    metadata."""
     metadata = Struct()
     metadata.update({LB: {DESTINATION: endpoints}})
     common = pb.CommonResponse(
@@ -121,7 +122,7 @@ def chunks(parts: Sequence[bytes], end_of_stream: bool) -> Iterator[pb.CommonRes
 
 
 def refusal(status: int, headers: Mapping[str, str], body: bytes) -> pb.ProcessingResponse:
-    """Return the answer that the client gets instead of an endpoint's."""
+    """Return the response that the client receives instead of an endpoint's."""
     all_headers = {"content-type": "application/json", **headers}
     return pb.ProcessingResponse(
         immediate_response=pb.ImmediateResponse(
@@ -134,7 +135,8 @@ def refusal(status: int, headers: Mapping[str, str], body: bytes) -> pb.Processi
 
 
 class HeldBodies:
-    """Bounds of the bodies held until their end: of one, and of all together."""
+    """Limits of the request bodies that are held until they are complete: of each, and of all
+    together."""
 
     def __init__(self, max_body_bytes: int, max_bodies_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
@@ -142,7 +144,7 @@ class HeldBodies:
 
 
 class Exchange:
-    """Takes the messages of one stream in order; `close` it at the end."""
+    """Processes the messages of one ext_proc stream in order; call `close` at the end."""
 
     def __init__(
         self,
@@ -172,7 +174,7 @@ class Exchange:
             self._choice = None
 
     async def take(self, message: pb.ProcessingRequest) -> Responses:
-        """Return the answers to a message."""
+        """Process a message. Returns the responses to it."""
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode

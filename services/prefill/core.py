@@ -78,7 +78,7 @@ class PrefillRuntime(WorkerRuntime):
         deadline: float,
         receiver: bytes,
     ) -> "Future[Any]":
-        """Queue a prompt. The future raises the engine's errors."""
+        """Queue a prompt to compute and send. The future raises the engine's errors."""
 
         def start(_: Engine) -> None:
             self.sender.start_sending(ticket, address, prompt, deadline, receiver)
@@ -96,7 +96,7 @@ class PrefillRuntime(WorkerRuntime):
         self.thread.post(cancel)
 
     def hand_back(self) -> None:
-        """End every attempt that has not begun."""
+        """End every attempt that has not begun, so that the routers place it elsewhere."""
         self.thread.post(lambda _: self.sender.hand_back())
 
     # On the engine thread
@@ -120,7 +120,7 @@ class PrefillRuntime(WorkerRuntime):
 
 @dataclass(slots=True)
 class SendingAttempt:
-    """One attempt that has not ended."""
+    """An attempt that has not ended."""
 
     owner: PrefillSession  # receives the attempt's events
     request: str
@@ -213,8 +213,9 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         sending.owner.outbox.put(event)
 
     def _answer_repeat(self, session: PrefillSession, start: wire.PrefillStart) -> bool:
-        """Whether the attempt has ended, or runs under this ticket; a running one sends its events
-        to this session from now on."""
+        """Answer a PrefillStart that was sent before: the attempt has ended, or it runs under this
+        ticket and sends its events to this session from now on. Returns False if the PrefillStart
+        is new."""
         ended = self._ended.get(start.attempt)
         if ended is not None:
             session.outbox.put(ended.event)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillServicer(worker_pb2_grpc.PrefillServicer):
-    """One multiplexed session for each router."""
+    """The Prefill service: one session for each router, which carries all its requests."""
 
     def __init__(self, core: PrefillCore) -> None:
         self._core = core
@@ -73,7 +73,8 @@ class PrefillRole(WorkerRole[PrefillSettings, PrefillCore, PrefillRuntime]):
 
 
 def run(settings: PrefillSettings, engine: EngineConfig, report: Report = silent) -> int:
-    """Serve until a signal; return the exit code. Raises what `run_worker` raises."""
+    """Run a prefill process until a signal. Returns the exit code; raises what `run_worker`
+    raises."""
     return run_worker(
         settings, lambda tracer: PrefillRole(settings, engine, tracer), "prefill", report
     )

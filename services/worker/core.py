@@ -29,7 +29,8 @@ RuntimeT = TypeVar("RuntimeT", bound=WorkerRuntime)
 
 @dataclass(eq=False, slots=True)
 class RouterSession(Generic[OutboxT]):
-    """One router's stream of events. The attempts that it started outlive it."""
+    """A router's session with this worker: its stream of events. Attempts that it started outlive
+    it."""
 
     outbox: OutboxT
     peer: str  # gRPC's name of the router's connection
@@ -74,8 +75,9 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         carry_out: Callable[[RouterSession[OutboxT], Any, IdsCollector], None],
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> AsyncGenerator[list[Any], None]:
-        """Serve one Session call; yields batches of events. `carry_out` receives each command other
-        than the first one (`hello`), and the token ids that were sent ahead of it."""
+        """Serve one Session call; yields batches of events. `carry_out` is called with the session,
+        each command except `hello` and `ids_part`, and the token ids that were sent ahead in
+        parts."""
         if self._runtime is None:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the model is still loading"))
         session = RouterSession(self._new_outbox(), context.peer())
@@ -120,7 +122,7 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         log.debug("router %s opened a session", hello.router_boot.hex())
 
     def _session_lost(self, session: RouterSession[OutboxT]) -> None:
-        """The stream is over. Attempts continue without it unless a subclass overrides this."""
+        """A session ended. Its attempts continue unless a subclass overrides this."""
 
     async def _end_sessions(self) -> None:
         """End the open streams after all queued events; wait at most END_S for their end."""

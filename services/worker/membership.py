@@ -85,7 +85,7 @@ class WorkerReports:
             self._load = load
 
     def add_prefixes(self, events: Sequence[pb.PrefixEvents]) -> None:
-        """Add prefix events; all are sent in order."""
+        """Add events of the prefix cache; all are sent, in order."""
         self._prefixes.extend(events)
 
     def add_goodbye(self, goodbye: pb.Goodbye) -> None:
@@ -141,7 +141,7 @@ def load_interval_s(last_load: pb.Load, load: pb.Load) -> float:
 
 
 class _Lease:
-    """One Join stream. gRPC's own thread iterates over the reports, which keeps the heartbeat."""
+    """One Join stream. gRPC's own thread iterates over the reports, which sends the heartbeats."""
 
     def __init__(self, owner: "Membership", address: str, access: Access) -> None:
         self._owner = owner
@@ -363,7 +363,7 @@ class Membership:
             log.warning("cannot register with router %s: %s; retrying", address, problem)
 
     def refused(self, address: str) -> None:
-        """Delay the next try at a router whose version is too far from this worker's."""
+        """Delay the next attempt to join a router whose version is too far from this worker's."""
         with self._lock:
             _, pause = self._refused.get(address, (0.0, REFUSED_S))
             self._refused[address] = time.monotonic() + pause, min(MAX_REFUSED_S, 2 * pause)
@@ -396,7 +396,7 @@ class Membership:
             self._stop.wait(REJOIN_S)
 
     def _target_routers(self, addresses: set[str], now: float) -> set[str]:
-        """Return which of all routers are to be joined."""
+        """Return the routers that should be joined."""
         num_routers = self.hello.join_routers
         if not num_routers:
             return addresses

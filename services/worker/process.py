@@ -106,11 +106,11 @@ class LoadingPanicked(Exception):
 
 
 class LoadingStopped(Exception):
-    """Raised out of loading when the process is to end."""
+    """Raised out of loading when the process is to stop."""
 
 
 class WorkerProcess:
-    """A running worker, without the signals that end it."""
+    """A running worker without signal handling, which tests use too."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class WorkerProcess:
                 loop.call_soon_threadsafe(self._failed, error)
 
     def _failed(self, error: Exception) -> None:
-        """Note that loading raised; `loaded` carries the error to `serve_worker`."""
+        """Loading raised an error; `loaded` carries it to `serve_worker`."""
         if not self.loaded.done():
             self.loaded.set_exception(error)
         if not self.failed.done():
@@ -252,7 +252,8 @@ class WorkerProcess:
             self.loaded.set_result(None)
 
     def _begin(self, runtime: WorkerRuntime) -> None:
-        """Take work, join the routers, report it. Raises OSError if the metrics port is taken."""
+        """Accept work, register with the routers and report loads. Raises OSError if the metrics
+        port is taken."""
         for blob in runtime.blobs:
             self._blobs.add(blob)
         self._on_loaded()
@@ -288,7 +289,7 @@ class WorkerProcess:
         self._report("loading", {"what": "model", "fraction": 1.0})
 
     async def _report_ready(self, runtime: WorkerRuntime) -> None:
-        """Report ready once a router sends work: before, a long prompt would be prefilled
+        """Report `ready` once a router has opened a session. Before, it would send a long prompt
         elsewhere."""
         in_fleet = self._role.core.in_fleet
         try:
@@ -319,8 +320,8 @@ class WorkerProcess:
             waited += LOAD_S
 
     async def _watch(self, thread: EngineThread) -> None:
-        """Watch the engine's counter, since a call into a frozen engine would not return. Raises
-        DeviceLost once the device is lost."""
+        """Watch the engine's counter, without calls into the engine, which would hang if it is
+        frozen. Raises DeviceLost once the device is lost."""
         loop = asyncio.get_running_loop()
         detector, serving = StallDetector(), True
         while True:

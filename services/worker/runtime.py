@@ -119,8 +119,9 @@ class WorkerRuntime(ABC):
         )
 
     def _liveness(self) -> int:
-        """Return the engine thread's counter, for the peers of hand-offs. The ticker wakes the
-        thread while hand-offs live, so it moves even if the engine has nothing to compute."""
+        """Return the engine thread's counter, which peers of hand-offs receive. It moves even if
+        the engine has nothing to compute, because the ticker wakes the thread while hand-offs are
+        live."""
         return self.thread.liveness
 
     def _begin(self, poll: Callable[[], bool]) -> None:
@@ -131,7 +132,7 @@ class WorkerRuntime(ABC):
             endpoint.start()
 
     def _describe(self, card: CardData, transports: Sequence[str], data_address: str = "") -> None:
-        """Set what the process reports about itself: hello, blobs and figures."""
+        """Set what the process reports about itself: registration (`hello`), blobs and figures."""
         engine = self.engine
         message, self.blobs = model_card(card, engine.kv_identity, engine.kv.spec)
         self.hello = pb.WorkerHello(
@@ -177,7 +178,7 @@ class WorkerRuntime(ABC):
         return load, added, removed
 
     def _note_command(self, attempt: bytes) -> None:
-        """Note that the loads from now on include the work of this command."""
+        """Record that load reports from now on include the work of this command."""
         self._last_command = attempt
         self._changed = True
 
@@ -201,8 +202,8 @@ def load_of(
     refusals: Mapping[str, int],
     stale: int,
 ) -> pb.Load:
-    """Convert an engine's figures to a Load. `figures` and `refusals` (of connections) are by
-    transport; `stale` counts messages of ended attempts."""
+    """Convert an engine's figures to a load report. `figures` and `refusals` (of connections) are
+    by transport; `stale` counts messages of ended attempts."""
     blocks = stats.blocks
     empty = TransportFigures()
     transports = []

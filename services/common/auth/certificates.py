@@ -122,8 +122,8 @@ def check_pair(identity: Identity) -> None:
 
 
 def certificate_settings(authority: Identity, role: Role) -> dict[str, str]:
-    """Create a certificate of a role, as the fields of ServerSettings (services/common/options.py).
-    It is never renewed, so it lasts as long as its authority."""
+    """Create a certificate of a role, as the fields of ServerSettings that hold it. It is never
+    renewed, so it lasts as long as its authority."""
     identity = issue(authority, role, AUTHORITY_DAYS)
     pem = {"cluster_ca": authority.certificate, "cluster_cert": identity.certificate}
     return {name: text.decode() for name, text in {**pem, "cluster_key": identity.key}.items()}

@@ -25,7 +25,7 @@ Fetch = Callable[[str], Awaitable[bytes | None]]
 
 
 def blob_digest(data: bytes) -> str:
-    """A blob's name; empty for empty data."""
+    """Return a blob's name: its SHA-256 in hex, or empty for empty data."""
     return hashlib.sha256(data).hexdigest() if data else ""
 
 
@@ -51,7 +51,7 @@ class BlobCache:
             self._num_bytes -= len(self._blobs.popitem(last=False)[1])
 
     async def get(self, digest: str, fetch: Fetch | None = None) -> bytes | None:
-        """The blob; a missing one is fetched, by one call at a time for each digest.
+        """Return the blob. A missing one is fetched, by one call at a time for each digest.
 
         Returns None if it is missing and `fetch` finds none. Raises what `fetch` raises.
         """

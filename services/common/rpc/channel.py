@@ -95,7 +95,8 @@ def _machine_address() -> str:
 
 
 def incompatibility(peer_version: int, process: str, peer: str) -> str:
-    """The reason why the process does not talk to its peer; empty if it does."""
+    """Return why a process cannot exchange messages with a peer of that protocol version; empty if
+    it can."""
     own_version = PROTOCOL_VERSION
     if abs(peer_version - own_version) <= 1:
         return ""
@@ -109,21 +110,22 @@ def incompatibility(peer_version: int, process: str, peer: str) -> str:
 
 
 def check_version(peer_version: int, process: str, peer: str) -> None:
-    """Raises ServiceError(INCOMPATIBLE_VERSION) if the process does not talk to its peer."""
+    """Check a peer's protocol version. Raises ServiceError(INCOMPATIBLE_VERSION) if the peer is too
+    old or too new."""
     if text := incompatibility(peer_version, process, peer):
         raise ServiceError(INCOMPATIBLE_VERSION, text, "protocol")
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether a call ended because one end is too old or too new for the other."""
+    """Return whether a call failed because one end's protocol version is too old for the other."""
     if isinstance(error, grpc.RpcError):
         error = ServiceError.from_rpc(error)
     return isinstance(error, ServiceError) and error.code == INCOMPATIBLE_VERSION
 
 
 class VersionGate:
-    """Checks peers' versions at a server. A refused peer retries for as long as it lives; its
-    refusal is logged once, unless MAX_LOGGED_PEERS others were refused meanwhile."""
+    """Checks the protocol versions of a server's peers. A refused peer retries for as long as it
+    lives; its refusal is logged once, unless MAX_LOGGED_PEERS others were refused meanwhile."""
 
     def __init__(self, process: str) -> None:
         self._process = process
@@ -151,7 +153,8 @@ def host_of(peer: str) -> str:
 
 
 def send_ids(key: str, ids: Sequence[int]) -> tuple[list[pb.IdsPart], Sequence[int]]:
-    """The parts to send ahead, in order, and the ids that go into the message itself."""
+    """Split token ids for a message. Returns the parts to send ahead, in order, and the ids that go
+    into the message itself."""
     split_at = max(0, len(ids) - 1) // IDS_PER_MESSAGE * IDS_PER_MESSAGE
     parts = [
         pb.IdsPart(key=key, ids=ids[start : start + IDS_PER_MESSAGE])
@@ -161,7 +164,7 @@ def send_ids(key: str, ids: Sequence[int]) -> tuple[list[pb.IdsPart], Sequence[i
 
 
 class IdsCollector:
-    """Parts received on one stream and not yet taken; one collector per stream.
+    """Token ids that were sent in parts ahead of their message; one collector per stream.
 
     A list that exceeds the bounds is never returned in part: `take` refuses it. With too many lists
     at once, refused keys cannot be remembered either, so every later `take` is refused.
@@ -199,7 +202,8 @@ class IdsCollector:
             log.warning("%s", error)
 
     def take(self, key: str, tail: Sequence[int]) -> list[int]:
-        """All ids of `key`, the parts' first and then the message's; forgets the parts.
+        """Return all ids of `key`, the parts' first and then the message's (`tail`), and forget the
+        parts.
 
         Raises ServiceError(OVERLOADED) if a part was refused.
         """

@@ -33,7 +33,7 @@ MAX_NAMED = 256  # choices that get a number in one event: at most 90 KB
 
 
 class NumberedChoice(NamedTuple):
-    """A choice of an attempt at a request, under one epoch, which rows refer to by number."""
+    """A choice of an attempt at a request under one epoch. Token rows refer to it by a number."""
 
     request: str
     attempt: bytes
@@ -45,7 +45,8 @@ TokenRow = tuple[NumberedChoice, int, int]  # with the position and the id of it
 
 
 class RowWriter:
-    """The sender's side of one session: its numbers, and the rows of the next event.
+    """The sender's side of token rows in one session: the numbers of choices, and the rows of the
+    next event.
 
     The event is full with MAX_ROWS in `pending` or MAX_NAMED in `named`.
     """
@@ -63,7 +64,7 @@ class RowWriter:
         self.pending.append((number, position, id_))
 
     def take(self) -> TokenRows:
-        """The event, which must have rows; starts an empty one."""
+        """Return the event with the rows so far, at least one, and begin an empty one."""
         numbers, positions, ids = zip(*self.pending, strict=True)
         rows = TokenRows(named=self.named, numbers=numbers, positions=positions, ids=ids)
         self.pending, self.named = [], []
@@ -81,7 +82,7 @@ class RowWriter:
 
 
 class RowReader:
-    """The receiver's side of one session."""
+    """The receiver's side of token rows in one session."""
 
     def __init__(self) -> None:
         self._choices: dict[int, NumberedChoice] = {}
@@ -91,8 +92,8 @@ class RowReader:
         return len(self._choices)
 
     def read(self, rows: TokenRows) -> Iterator[TokenRow]:
-        """The rows. A row with an unknown number is skipped; the receiver of later tokens detects
-        the gap."""
+        """Yield the rows of an event. A row with an unknown number is skipped; the receiver of
+        later tokens detects the gap."""
         for named in rows.named:
             choice = NumberedChoice(named.request, named.attempt, named.epoch, named.choice)
             self._choices[named.number] = choice
@@ -135,7 +136,8 @@ class Outbox(Generic[EventT]):
         self._wake.set()
 
     def take(self) -> list[EventT]:
-        """The oldest events that fit one message; empty if there are none."""
+        """Remove and return the oldest events that fit into one message; empty if there are
+        none."""
         size = count = 0
         for event in self._events:
             size += event.ByteSize()
@@ -185,7 +187,7 @@ class TokensOutbox(Outbox[TokensEventT]):
         super().put(event)
 
     def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
-        """Add a token without log-probabilities to a choice that continues. Returns False if the
+        """Add a token without log-probabilities to an unfinished choice. Returns False if the
         receiver reads no rows, so that the token must be put as an event."""
         if not self.reads_rows:
             return False
@@ -233,7 +235,7 @@ class TokensOutbox(Outbox[TokensEventT]):
         return True
 
     def _forget(self, batch: list[TokensEventT]) -> None:
-        """Prevent merges into events that are sent."""
+        """Prevent merges into events that have been taken."""
         for event in batch:
             key = (event.tokens.attempt, event.tokens.choice)
             if self._last_tokens.get(key) is event:

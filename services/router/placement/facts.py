@@ -1,4 +1,13 @@
-"""What the placement policy knows of each worker about one prompt."""
+"""What the placement policy knows of each worker about one prompt: cached KV, and KV that is
+promised there. Pure; time is an argument.
+
+From its Admit on, the KV of an attempt's prompt is at the worker or on its way, but prefix events
+report it only later. Workers decide by their own knowledge: promises only say which to try first.
+
+A prompt that an endpoint picker has placed arrives a moment later from a gateway at that worker.
+Until then, for at most PICKED_S, the pick counts as a request at the worker, which spreads a burst,
+and as a promise of the prompt's KV, which keeps prompts with the same beginning together.
+"""
 
 from bisect import bisect_left
 from collections import Counter, deque

@@ -62,7 +62,7 @@ class SendAdmit(AttemptAction):
 
 
 class SendResume(AttemptAction):
-    """Request an attempt from decode that another session owns or owned."""
+    """Send Resume to decode, for an attempt that another session owns or owned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +136,13 @@ class SendFailed(RoutingAction):
 
 @dataclass(frozen=True, slots=True)
 class LogLoss(RoutingAction):
-    """Log that an attempt, or the search for one, is dropped."""
+    """Log why an attempt, or the search for its worker, was given up."""
 
     reason: str
 
 
 class HandOver(AttemptAction):
-    """Hand the attempt over to the request's next issue, with the answer that decode still owes."""
+    """Let the request's next issue take over the attempt, whose Admit decode has yet to answer."""
 
 
 class LeaveToSuccessor(RoutingAction):

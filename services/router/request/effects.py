@@ -16,14 +16,14 @@ RequestT = TypeVar("RequestT", contravariant=True)
 
 
 class Client(Protocol):
-    """The sender of a request: a gateway's session or one Generate call."""
+    """Where a request came from: a gateway's session or one Generate call."""
 
     @property
     def key(self) -> bytes:
         """Key within which request ids are unique."""
 
     def put(self, event: RequestEvent) -> None:
-        """Take an event; never blocks."""
+        """Queue an event for the client; never blocks."""
 
     @property
     def reads_rows(self) -> bool:
@@ -50,10 +50,10 @@ class Assignment:
 
 
 class Effects(Protocol[RequestT]):
-    """Side effects of a request; the dispatcher carries them out."""
+    """What a request does to the rest of the router; the dispatcher implements it."""
 
     def emit(self, request: RequestT, event: RequestEvent) -> None:
-        """Pass an event to the client."""
+        """Send an event to the client."""
 
     def place(self, request: RequestT, now: float) -> None:
         """Begin an attempt now, or queue the request in order of arrival."""
@@ -62,7 +62,7 @@ class Effects(Protocol[RequestT]):
         """Return the worker with this incarnation if commands can be sent to it."""
 
     def reach(self, incarnation: bytes, now: float) -> Reachability:
-        """Return whether commands can be sent to the worker, or may be soon."""
+        """Return whether commands can be sent to the worker now, or may be possible soon."""
 
     def send(self, worker: Worker, command: Command) -> None:
         """Send a command; dropped if the session is down."""
@@ -79,12 +79,14 @@ class Effects(Protocol[RequestT]):
         """Stop routing messages of this attempt to the request. `lost`: why it was dropped."""
 
     def waited(self, request: RequestT, seconds: float) -> None:
-        """Record the time from its arrival to the attempt that gave its first token."""
+        """Record the time from the request's arrival to the attempt that produced its first
+        token."""
 
     def count_prefill(self, remote: bool) -> None:
-        """Count a prompt that was computed at a prefill worker (`remote`) or at decode."""
+        """Count a prompt computed by a prefill worker (`remote`) or by a decode worker."""
 
     def ended(
         self, request: RequestT, now: float, error: ServiceError | None, served: bool
     ) -> None:
-        """Forget a request after its terminal event. `served`: a worker keeps its last events."""
+        """Forget a request after its terminal event. `served`: a decode worker still keeps its last
+        events."""

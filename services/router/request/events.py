@@ -97,7 +97,7 @@ class ClientLeft(RoutingEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestRefused(RoutingEvent):
-    """The dispatcher ends the request with an error."""
+    """The dispatcher ends the request with this error."""
 
     error: FailureReason | Exception
 
@@ -112,8 +112,8 @@ class TimePassed(RoutingEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost(RoutingEvent):
-    """A worker died or froze (`crashed`), or only the session with it broke, losing the messages in
-    flight. `forgotten`: the fleet no longer has it."""
+    """A worker died or froze (`crashed`), or only the session with it broke and the messages in
+    flight are lost. `forgotten`: the fleet has removed the worker."""
 
     worker: bytes
     reason: str
