@@ -16,7 +16,7 @@ from systems.worker_kit import expected
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client import model_files
 from pdserve.protos.router_pb2 import PickRequest
-from pdserve.services.common.discovery import discovery
+from pdserve.services.common import discovery
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.worker import membership
 

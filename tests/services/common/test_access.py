@@ -45,8 +45,8 @@ from pdserve.services.common.auth import (
     make_access,
     make_authority,
     make_tls,
-    tls,
 )
+from pdserve.services.common.auth import access as access_module
 from pdserve.services.common.auth.access import REPLACING_S, SecretAccess
 from pdserve.services.common.auth.certificates import RIGHTS, role_in
 from pdserve.services.common.options import ServerSettings
@@ -329,7 +329,7 @@ def test_a_key_without_its_certificate_waits_for_it(
     asked: list[Any] = []
     make = "dynamic_ssl_server_credentials"
     monkeypatch.setattr(grpc, make, lambda *args, **_: asked.append(args[1]))
-    monkeypatch.setattr(tls, "configuration", lambda pair, authority: (pair, authority))
+    monkeypatch.setattr(access_module, "configuration", lambda pair, authority: (pair, authority))
     TlsFiles(str(certificate), str(key), str(trusted)).server_credentials()
     (new_files,) = asked
 
@@ -349,7 +349,7 @@ def test_a_key_without_its_certificate_waits_for_it(
 
     key.write_bytes(third.key)
     arrives = SimpleNamespace(sleep=lambda _: certificate.write_bytes(third.certificate))
-    monkeypatch.setattr(tls, "time", arrives)
+    monkeypatch.setattr(access_module, "time", arrives)
     assert new_files() == ((third.key, third.certificate), both), "it came during the pause"
 
 

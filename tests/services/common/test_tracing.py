@@ -141,7 +141,7 @@ def test_without_an_endpoint_nothing_is_imported_or_recorded(monkeypatch: Any) -
         assert (span.recorded, span.context) == (False, NOWHERE)
     code = (
         "import sys; import pdserve.gateway.main, pdserve.services.router.main, "
-        "pdserve.services.decode.main, pdserve.services.prefill.main; "
+        "pdserve.services.decode, pdserve.services.prefill; "
         "sys.exit(any(name.startswith('opentelemetry.sdk') for name in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

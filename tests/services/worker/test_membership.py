@@ -17,7 +17,8 @@ from systems.eventually import LIMIT_S, eventually
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
 from pdserve.protos.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
-from pdserve.services.common.discovery import discovery, rendezvous_order
+from pdserve.services.common import discovery
+from pdserve.services.common.discovery import rendezvous_order
 from pdserve.services.common.errors import ServiceError, abort
 from pdserve.services.common.rpc import PROTOCOL_VERSION
 from pdserve.services.common.server import GrpcServer
