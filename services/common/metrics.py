@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib import metadata, resources
 from math import ceil
 from socketserver import ThreadingTCPServer
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
@@ -33,7 +33,7 @@ MAX_CONNECTIONS = 16  # a further one closes the oldest; a scrape takes millisec
 LOOK_S = 0.25  # between two measurements of the event loop
 COMMIT_FILE = "commit.txt"  # in the package; images have it (Dockerfile)
 _LAG_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-MetricT = TypeVar("MetricT", GaugeMetricFamily, CounterMetricFamily)
+MetricKind = type[GaugeMetricFamily] | type[CounterMetricFamily]
 # (label values, hello, load) of a worker
 Worker = tuple[Sequence[str], WorkerHello, Load]
 
@@ -225,13 +225,13 @@ def kv_usage(load: Load) -> float:
 
 
 def family(
-    kind: type[MetricT],
+    kind: MetricKind,
     name: str,
     text: str,
     labels: Sequence[str],
     samples: Iterable[tuple[Sequence[str], float]],
-) -> MetricT:
-    """Return a gauge or counter (`kind`) with the given samples: values of the labels, value."""
+) -> Metric:
+    """Return a gauge or counter (`kind`) with these samples: (values of the labels, value)."""
     metric = kind(name, text, labels=labels)
     for label_values, value in samples:
         metric.add_metric(label_values, value)

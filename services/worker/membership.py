@@ -321,7 +321,9 @@ class Membership:
         for field, hashes in (("added", added), ("removed", removed)):
             for start in range(0, len(hashes), HASHES_PER_EVENT):
                 part = hashes[start : start + HASHES_PER_EVENT]
-                events.append(pb.PrefixEvents(sequence=self._sequence, **{field: part}))
+                event = pb.PrefixEvents(sequence=self._sequence)
+                getattr(event, field).extend(part)
+                events.append(event)
                 self._sequence += len(part)
         return events
 

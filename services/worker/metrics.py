@@ -5,36 +5,42 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
-from pdserve.services.common.metrics import engine_metrics, family
+from pdserve.services.common.metrics import MetricKind, engine_metrics, family
 
 BLOCK_STATES = ("free", "used", "cached", "reserved", "total", "held", "parked")
-# Name, help and the field of Load.
-GAUGES = (
-    ("pdserve_promised_tokens", "Tokens promised to hand-offs", "promised_tokens"),
-    ("pdserve_parked_requests", "Requests parked after a lost session", "parked"),
-    ("pdserve_following_requests", "Requests waiting for others' KV", "following"),
-)
-COUNTERS = (
-    ("vllm:prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
-    ("vllm:generation_tokens", "Tokens generated", "generation_tokens"),
-    ("pdserve_stale_messages", "Messages about ended attempts", "stale_messages"),
-    ("pdserve_inexact_handoffs", "Hand-offs between different KV identities", "inexact_handoffs"),
-    ("pdserve_adopted_requests", "Parked requests that a router resumed", "adopted"),
+GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
+FIGURES: tuple[tuple[MetricKind, str, str, str], ...] = (  # with the field of Load
+    (GAUGE, "pdserve_promised_tokens", "Tokens promised to hand-offs", "promised_tokens"),
+    (GAUGE, "pdserve_parked_requests", "Requests parked after a lost session", "parked"),
+    (GAUGE, "pdserve_following_requests", "Requests waiting for others' KV", "following"),
+    (COUNTER, "vllm:prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
+    (COUNTER, "vllm:generation_tokens", "Tokens generated", "generation_tokens"),
+    (COUNTER, "pdserve_stale_messages", "Messages about ended attempts", "stale_messages"),
     (
+        COUNTER,
+        "pdserve_inexact_handoffs",
+        "Hand-offs between different KV identities",
+        "inexact_handoffs",
+    ),
+    (COUNTER, "pdserve_adopted_requests", "Parked requests that a router resumed", "adopted"),
+    (
+        COUNTER,
         "pdserve_park_expired_requests",
         "Parked requests aborted because no router resumed them",
         "park_expired",
     ),
-    ("pdserve_attached_requests", "Requests that used others' KV", "attached"),
+    (COUNTER, "pdserve_attached_requests", "Requests that used others' KV", "attached"),
     (
+        COUNTER,
         "pdserve_placed_again_requests",
         "Requests that waited for others' KV, which did not come",
         "placed_again",
     ),
-    ("pdserve_recomputed_tokens", "Generated tokens computed again", "recomputed_tokens"),
-    ("pdserve_moved_requests", "Requests moved to another worker", "moved_away"),
-    ("pdserve_stayed_requests", "Requests whose move failed", "stayed"),
+    (COUNTER, "pdserve_recomputed_tokens", "Generated tokens computed again", "recomputed_tokens"),
+    (COUNTER, "pdserve_moved_requests", "Requests moved to another worker", "moved_away"),
+    (COUNTER, "pdserve_stayed_requests", "Requests whose move failed", "stayed"),
     (
+        COUNTER,
         "pdserve_park_evicted_requests",
         "Parked requests aborted to free their blocks",
         "park_evicted",
@@ -91,10 +97,8 @@ class WorkerMetrics:
             ("reason",),
             [((frames.reason,), frames.count) for frames in load.refused_frames],
         )
-        for kind, rows in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-            for name, text, field in rows:
-                samples = [(self._model, getattr(load, field))]
-                yield family(kind, name, text, ("model_name",), samples)
+        for kind, name, text, field in FIGURES:
+            yield family(kind, name, text, ("model_name",), [(self._model, getattr(load, field))])
         for name, text, field in TRANSPORT_COUNTERS:
             samples = [((item.transport,), getattr(item, field)) for item in load.transports]
             yield family(CounterMetricFamily, name, text, ("transport",), samples)
