@@ -54,7 +54,7 @@ def test_an_incompatible_pair_is_never_proposed(
     assert logged[0].endswith(text)
     good = world.join(PREFILL)
     world.submit("last")
-    assert world.commands("admit")[-1][1].prefill_boot == good.boot
+    assert world.commands("admit")[-1][1].prefill_boot == good.incarnation
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_mixing_pairs_the_allowed_kinds_and_counts_them(
     prefill = world.join(PREFILL, **other)
     world.submit("r")
     _, admit = world.commands("admit")[0]
-    assert (admit.prefill_boot == prefill.boot) == paired
+    assert (admit.prefill_boot == prefill.incarnation) == paired
     decode = world.begin("r")
     if paired:
         _, start = world.commands("start")[0]
