@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
+
+from pdserve.services.common.options import ServerSettings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -38,17 +40,7 @@ _STATE = re.compile(r"[\x20-\x7e]{1,512}")
 Value = str | bool | int | float | Sequence[str]
 
 
-class TraceSettings(Protocol):
-    """The tracing options, which every process has."""
-
-    @property
-    def otlp_traces_endpoint(self) -> str: ...
-
-    @property
-    def otlp_traces_sample(self) -> float: ...
-
-
-def endpoint(settings: TraceSettings) -> str:
+def endpoint(settings: ServerSettings) -> str:
     """The URL that takes spans; empty: no tracing. Raises ValueError if the URL is not one, if
     OpenTelemetry's variables request more than OTLP over HTTP, or if the flag is set and
     OpenTelemetry is not installed."""
@@ -217,7 +209,7 @@ def context_of(metadata: Any) -> TraceContext:
 
 
 @contextmanager
-def tracing(service: str, settings: TraceSettings, key: bytes = b"") -> Iterator[Tracer]:
+def tracing(service: str, settings: ServerSettings, key: bytes = b"") -> Iterator[Tracer]:
     """A context with the tracer of this process; `key` is the Tracer's. Raises ValueError if the
     options cannot work."""
     url = endpoint(settings)

@@ -104,7 +104,7 @@ class RouterCore:
     def _lose(self, dead: list[Worker]) -> None:
         for worker in dead:
             if not worker.leaving:
-                log.warning("worker %s died or cannot be reached any more", worker.hello.address)
+                log.warning("worker %s died or cannot be reached any more", worker.address)
             self.deaths[_model_and_role(worker.hello)] += worker.stays
             self.worker_sessions.close(worker)
             self.dispatcher.disconnected(worker, died=worker.stays, now=self._loop.time())
@@ -116,7 +116,7 @@ class RouterCore:
         used = self.dispatcher.workers_in_use() if leaving else ()
         for worker in leaving:
             if worker not in used:
-                log.info("worker %s is deregistered; it uses other routers", worker.hello.address)
+                log.info("worker %s is deregistered; it uses other routers", worker.address)
                 self._lose(self.fleet.lost(worker))
 
     # --- join streams
@@ -155,18 +155,18 @@ class RouterCore:
         elif kind == "prefixes":
             if not worker.prefixes.apply(report.prefixes):
                 text = "worker %s must register again: some of its prefix cache events are missing"
-                log.warning(text, worker.hello.address)
+                log.warning(text, worker.address)
                 return False
         elif kind == "goodbye":
             action = "deregisters from this router" if report.goodbye.leaves else "is draining"
-            log.info("worker %s %s: %s", worker.hello.address, action, report.goodbye.reason)
+            log.info("worker %s %s: %s", worker.address, action, report.goodbye.reason)
             self.fleet.deregister(worker, report.goodbye.leaves)
         return True
 
     def _beat(self, worker: Worker, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
         if not self.fleet.beat(worker, heartbeat, now):
             return
-        address = worker.hello.address
+        address = worker.address
         if worker.frozen:
             log.warning("the engine of worker %s is frozen: it makes no progress", address)
             self.dispatcher.frozen(worker, now)
@@ -226,7 +226,7 @@ class RouterCore:
     def decodes_at(self, hosts: Collection[str]) -> bool:
         """Return whether a decode worker of any model is at one of the hosts."""
         workers = self.fleet.workers.values()
-        return any(w.hello.role == fleet_pb2.DECODE and w.host in hosts for w in workers)
+        return any(w.role == fleet_pb2.DECODE and w.host in hosts for w in workers)
 
     def refuses(self, pool: tuple[str, str], tenant: bytes) -> bool:
         """Return whether a new request would be refused because too many wait."""
@@ -238,12 +238,12 @@ class RouterCore:
         newest of equals."""
         pools: dict[str, dict[str, list[pb.ModelCard]]] = {}
         for worker in self.fleet.workers.values():
-            if worker.hello.role == fleet_pb2.DECODE and worker.stays:
+            if worker.role == fleet_pb2.DECODE and worker.stays:
                 tokenizers = pools.setdefault(worker.model, {})
-                cards = tokenizers.setdefault(worker.identity.tokenizer, [])
-                cards.append(worker.hello.card)
+                infos = tokenizers.setdefault(worker.identity.tokenizer, [])
+                infos.append(worker.hello.card)
         newest_first = {name: reversed(list(pools[name].values())) for name in sorted(pools)}
-        return [max(cards, key=len)[0] for cards in newest_first.values()]
+        return [max(infos, key=len)[0] for infos in newest_first.values()]
 
     def view(self) -> FleetView:
         """Return the state of the fleet and the router's counters, for metrics and status pages."""

@@ -326,13 +326,13 @@ class Dispatcher:
 
     def joined(self, worker: Worker) -> None:
         """A worker registered."""
-        if worker.hello.role == DECODE:
+        if worker.role == DECODE:
             self._models.joined(worker.model)
 
     def connected(self, worker: Worker, now: float) -> None:
         """The session with a worker is open."""
         worker.connected = worker.was_connected = True
-        if worker.hello.role == DECODE:
+        if worker.role == DECODE:
             self.placer.worker_connected(worker, now)
         self.tick(now)  # requests may be looking for it
 
@@ -348,23 +348,21 @@ class Dispatcher:
 
     def _lost(self, worker: Worker, reason: str, crashed: bool, now: float) -> None:
         forgotten = self.fleet.get(worker.incarnation) is not worker
-        if forgotten and worker.hello.role == DECODE:
+        if forgotten and worker.role == DECODE:
             self.placer.worker_forgotten(worker, now)
-            others = (w.model for w in self.fleet.workers.values() if w.hello.role == DECODE)
+            others = (w.model for w in self.fleet.workers.values() if w.role == DECODE)
             if worker.model not in others:
                 # In a sharded fleet the successor of a crashed worker may join other routers.
                 expected_back = worker.stays and not worker.hello.join_routers
                 self._models.left(worker.model, expected_back, now)
-        event = on.WorkerLost(
-            worker.incarnation, f"{worker.hello.address} {reason}", crashed, forgotten
-        )
+        event = on.WorkerLost(worker.incarnation, f"{worker.address} {reason}", crashed, forgotten)
         for request in dict.fromkeys(self._by_attempt.values()):
             request.step(event, now)
         self.placer.pump(now)
 
     def on_load(self, worker: Worker, now: float) -> None:
         """A worker reported its load, so it may have more room."""
-        if worker.hello.role == DECODE:
+        if worker.role == DECODE:
             self.placer.pump(now)
 
     def on_decode(self, worker: Worker, event: wire.DecodeEvent, now: float) -> None:

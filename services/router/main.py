@@ -65,8 +65,8 @@ class FleetBlobs:
             card = worker.hello.card
             names = (card.tokenizer_digest, card.template_digest, card.generation_config_digest)
             if digest in names:
-                role = Role.DECODE if worker.hello.role == DECODE else Role.PREFILL
-                holders.append((worker.hello.address, role))
+                role = Role.DECODE if worker.role == DECODE else Role.PREFILL
+                holders.append((worker.address, role))
         return holders
 
 

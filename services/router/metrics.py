@@ -173,9 +173,9 @@ class RouterMetrics:
         now = self._core.now
         for worker in list(self._core.fleet.workers.values()):
             model, state = worker.model, worker.state.value
-            role = Role.Name(worker.hello.role).lower()
+            role = Role.Name(worker.role).lower()
             counts[model, role, state] = counts.get((model, role, state), 0) + 1
-            silent.add_metric((model, worker.hello.address, role, state), now - worker.heard)
+            silent.add_metric((model, worker.address, role, state), now - worker.heard)
         for labels, count in counts.items():
             states.add_metric(labels, count)
         yield states
@@ -217,7 +217,7 @@ class RouterMetrics:
             of_role: dict[int, list[Worker]] = {PREFILL: [], DECODE: []}
             for worker in workers:
                 if worker.model == model:
-                    of_role[worker.hello.role].append(worker)
+                    of_role[worker.role].append(worker)
             tokens = sum(map(dispatcher.placer.remote_tokens, model_requests))
             queued.add_metric((model,), len(model_requests))
             if (wait := prefill_backlog(of_role[PREFILL], tokens)) is not None:

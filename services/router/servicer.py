@@ -225,11 +225,11 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         if request.timeout_ms > max_timeout_ms:
             text = f"timeout_ms is {request.timeout_ms}, but must be at most {max_timeout_ms}"
             raise ServiceError(pb.INVALID_ARGUMENT, text, "timeout_ms")
-        cards = {card.name: card for card in self._core.models()}
-        model = request.model or _only(cards)
+        models = {info.name: info for info in self._core.models()}
+        model = request.model or _only(models)
         num_tokens = len(request.prompt_ids)
-        if model in cards and num_tokens > cards[model].context_len:
-            context_len = cards[model].context_len
+        if model in models and num_tokens > models[model].context_len:
+            context_len = models[model].context_len
             text = context_exceeded(context_len, num_tokens, request.params.max_tokens, "prompt")
             raise ServiceError(pb.CONTEXT_LENGTH_EXCEEDED, text, "prompt_ids")
         seed = request.seed if request.HasField("seed") else int.from_bytes(os.urandom(8))

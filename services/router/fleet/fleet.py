@@ -97,7 +97,7 @@ class Fleet:
         replaced = [
             w
             for w in self.workers.values()
-            if w.hello.address == hello.address and w.incarnation != hello.boot
+            if w.address == hello.address and w.incarnation != hello.boot
         ]
         for worker in replaced:
             self._forget(worker)

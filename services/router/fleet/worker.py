@@ -92,9 +92,10 @@ class Worker:
     load: pb.Load = field(default_factory=pb.Load, init=False)
     # Commands of this router that no load has included yet: attempt -> (prompt tokens, sent).
     unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict, init=False)
-    # From the hello.
+    # From its registration (`hello`).
     role: pb.Role = field(init=False)
     incarnation: bytes = field(init=False)
+    address: str = field(init=False)
     model: str = field(init=False)
     identity: KvIdentity = field(init=False)
     kind: WorkerKind = field(init=False)
@@ -105,7 +106,8 @@ class Worker:
 
     def __post_init__(self) -> None:
         hello = self.hello
-        self.role, self.incarnation, self.model = hello.role, hello.boot, hello.card.name
+        self.role, self.incarnation, self.address = hello.role, hello.boot, hello.address
+        self.model = hello.card.name
         self.kind = _shared(
             WorkerKind(
                 _shared(KvIdentity.of(hello.card.kv_identity)),
@@ -120,9 +122,8 @@ class Worker:
 
     @property
     def host(self) -> str:
-        """Host of the address that it advertises."""
-        address: str = self.hello.address
-        return address.rpartition(":")[0].strip("[]")
+        """Host of the worker's address."""
+        return self.address.rpartition(":")[0].strip("[]")
 
     @property
     def stays(self) -> bool:

@@ -71,7 +71,7 @@ class WorkerSession:
         self, worker: Worker, access: Access, incarnation: bytes, listener: SessionListener
     ) -> None:
         self._worker = worker
-        self._address = worker.hello.address
+        self._address = worker.address
         self._access = access
         self._hello = wire.SessionHello(
             router_boot=incarnation, reads_rows=True, protocol=PROTOCOL_VERSION
@@ -123,7 +123,7 @@ class WorkerSession:
             self._listener.broken(self._worker)
 
     async def _session(self) -> None:
-        decodes = self._worker.hello.role == DECODE
+        decodes = self._worker.role == DECODE
         role = Role.DECODE if decodes else Role.PREFILL
         async with self._access.open_channel(self._address, role) as channel:
             call: Any
@@ -175,7 +175,7 @@ class WorkerSessions:
         """Open and maintain a session with a worker; no effect if there is one."""
         if worker.incarnation not in self._sessions:
             session = WorkerSession(worker, self._access, self._incarnation, self._listener)
-            name = f"session {worker.hello.address}"
+            name = f"session {worker.address}"
             self._sessions[worker.incarnation] = (
                 session,
                 asyncio.create_task(session.run(), name=name),

@@ -512,14 +512,14 @@ class RoutedRequest:
     def _announce(self, assignment: Assignment, now: float) -> None:
         decode = assignment.decode
         workers = {
-            "decode": decode.hello.address,
+            "decode": decode.address,
             "prefill": _address(assignment.prefill, "none"),
         }
         self.span.event("attempt", now, attempt=assignment.id.hex(), **workers)
         self.placement = pb.Placement(
             attempt=assignment.id,
             decode_boot=decode.incarnation,
-            decode_address=decode.hello.address,
+            decode_address=decode.address,
             identity=pb.KvIdentity(**(self.origin or decode.identity).parts()),
         )
         self._send_placed(assignment)
@@ -617,4 +617,4 @@ class RoutedRequest:
 
 
 def _address(worker: Worker | None, default: str) -> str:
-    return default if worker is None else worker.hello.address
+    return default if worker is None else worker.address
