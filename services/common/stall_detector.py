@@ -1,8 +1,8 @@
 """Detects a frozen engine by its step counter. Pure.
 
-The wait restarts when a look finds that the counter has moved or that there is no work. Both a time
-and a number of looks must pass: if the watching process itself was paused (SIGSTOP, a suspended
-machine), much time passes without a look.
+An engine is frozen if its counter has not moved for FROZEN_S and MIN_LOOKS observations although it
+has work. A time alone is not enough: if the watching process itself was paused (SIGSTOP, a
+suspended machine), much time passes without an observation.
 """
 
 from dataclasses import dataclass

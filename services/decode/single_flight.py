@@ -1,4 +1,5 @@
-"""Lets requests wait for KV that is on its way for others; runs on the engine thread.
+"""Lets requests wait for KV that is being computed or received for others; runs on the engine
+thread.
 
 This is single flight: of prompts with a common prefix, one is computed and the others share it.
 
@@ -12,9 +13,9 @@ blocks beyond the shared ones:
         |    --its leader ends before that-------------------> take(): lost
         +----over()------------------------------------------> forgotten
 
-A leader may have no steps because its router is lost. Followers that have no steps either keep
-waiting for it; for the other followers it has ended. Invariant: a follower's leader began before
-it, so there is no cycle, and the end of a leader ends all behind it in one `take`.
+A leader that is parked (its router is lost) makes no progress. Followers that are parked too keep
+waiting for it; for the other followers it has ended. Invariant: a leader began before its
+followers, so there is no cycle, and the end of a leader ends all its followers in one `take`.
 
 The engine does not know a follower while it waits. When the KV has arrived, the follower is
 submitted like any other request and finds the blocks by prefix matching. When the KV is lost, or

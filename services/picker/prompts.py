@@ -1,5 +1,5 @@
-"""The prompt of a request's body, made as a gateway makes it: by a gateway's own APIs, template and
-tokenizer, over a Service that ends each request once its prompt is known."""
+"""Finds the prompt in a request's body with a gateway's own APIs, template and tokenizer, over a
+Service that ends each request once its prompt is known."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager

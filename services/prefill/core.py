@@ -1,7 +1,7 @@
 """The prefill service's attempts, from PrefillStart to Done or Failed, and its engine thread.
 
 Everything runs on the loop; PrefillRuntime posts to the engine thread. A lost session does not end
-its attempts: if no router wants an attempt any more, decode responds to its Claim with Gone. A
+its attempts: decode responds with Gone to the Claim of an attempt that no router needs any more. A
 router that has adopted an attempt sends its PrefillStart again, and receives its events from then
 on. If the attempt has ended, its last event is sent again, since the router that received it first
 may be gone.

@@ -1,6 +1,6 @@
-"""The router as one object: connects fleet, dispatcher and worker sessions to the loop's clock.
+"""Connects the router's parts to each other and to the clock: fleet, requests and worker sessions.
 
-Only this module reads the clock; the modules below take time as an argument.
+Only this module reads the clock; the modules that it uses take time as an argument.
 """
 
 import asyncio

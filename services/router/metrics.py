@@ -1,7 +1,7 @@
-"""The router's own metrics, read from the core at each scrape, and the figures for autoscalers.
+"""The router's Prometheus metrics, read from the core at each scrape, and figures for autoscalers.
 
-The figures for autoscalers come from the loads of a model's live workers, so all routers that know
-the workers report nearly the same; only the queue in a router is its own.
+The figures for autoscalers come from the loads of a model's live workers, so all routers of these
+workers report nearly the same; only the queue in a router differs.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,9 +1,9 @@
-"""The router's soft view of its workers, and the models that they serve; pure, time is an argument.
+"""The router's view of its workers and of the models that they serve; pure, time is an argument.
 
     (join) -> LIVE <-> SUSPECT -> dead (forgotten)
     LIVE -> SUSPECT      its join stream ended, or 1 s of silence on it
-    SUSPECT -> LIVE      heard again on a join stream under the same incarnation
-    SUSPECT -> dead      500 ms without a witness (a byte on its session)
+    SUSPECT -> LIVE      a message on a join stream of the same incarnation
+    SUSPECT -> dead      500 ms without a message on its session either
     any -> dead          connection refused; another incarnation at its address; drained, and both
                          its join stream and its session ended
     LIVE -> DRAINING     it drains: no new work, running work continues

@@ -1,8 +1,9 @@
 """Index of the blocks in workers' prefix caches, as reported by their events.
 
-Soft state that errs towards knowing less: a gap in a worker's sequence means lost removals, so
-everything known of it is dropped. Only half of each hash is kept, so an unknown block is mistaken
-for a known one once in 2**58 lookups; decode then computes what it turns out to lack.
+The index may know less than the workers have, but not more: a gap in a worker's sequence means lost
+removals, so all blocks of the worker are dropped. Only half of each hash is kept, so an unknown
+block is mistaken for a known one once in 2**58 lookups; decode then computes what it turns out to
+lack.
 
 All workers share one table, so a prompt is looked up once for all of them, and a block takes the
 same 20 to 30 bytes however many have it. A full table keeps only the blocks whose hashes end in a

@@ -1,4 +1,4 @@
-"""Queue of requests that wait for a worker, each for one reason; pure.
+"""Requests that wait for a worker, each for one reason, and the bound on recomputation; pure.
 
 The requests of one tenant wait in order of priority and arrival; tenants take turns.
 """

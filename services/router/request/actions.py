@@ -1,4 +1,4 @@
-"""Actions of the router on a request, as data without rules; machine.py returns them.
+"""Actions of the router on a request, as plain data; the state machine (machine.py) returns them.
 
 The shell (request.py) carries them out in the order given. Workers and attempts are named by id.
 """

@@ -1,4 +1,4 @@
-"""Events of a request in the router, as data without rules: the inputs of machine.py.
+"""Events of a request in the router, as plain data: the inputs of the state machine (machine.py).
 
 Workers and attempts are named by id only. An event caused by a worker names its attempt and counts
 only while the machine has that attempt.

@@ -48,7 +48,7 @@ WITHOUT_WORKER_S = 1.0  # without any worker, before another router of a sharded
 
 
 class PickQuery(NamedTuple):
-    """A prompt for which an endpoint picker wants a host."""
+    """A prompt for which an endpoint picker needs a host."""
 
     model: str
     ids: list[int]
