@@ -47,7 +47,7 @@ class PickerProcess:
         self._keys = make_keys(settings)
         access = make_access(settings)
         self._tls = make_tls(settings.tls_cert, settings.tls_key)
-        self.host = GrpcServer(
+        self.grpc_server = GrpcServer(
             access, (METHOD,), (SERVICE,), checked_names=NAMES, live_name=LIVE
         )  # callers are proxies, which have no certificate of the cluster
         self.metrics = PickerMetrics()
@@ -103,11 +103,13 @@ class PickerProcess:
         """Listen. Raises OSError if an address is taken."""
         bind = self._settings.bind
         servicer = ExternalProcessorServicer(self._exchange, self.metrics)
-        add_ExternalProcessorServicer_to_server(servicer, self.host.server)
-        self.address = f"{bind.rpartition(':')[0]}:{self.host.listen_for_clients(bind, self._tls)}"
-        self.host.listen_for_probes(bind, self._settings.probe_port)
+        add_ExternalProcessorServicer_to_server(servicer, self.grpc_server.server)
+        self.address = (
+            f"{bind.rpartition(':')[0]}:{self.grpc_server.listen_for_clients(bind, self._tls)}"
+        )
+        self.grpc_server.listen_for_probes(bind, self._settings.probe_port)
         self._text_pool.prepare()
-        await self.host.start()
+        await self.grpc_server.start()
         self.watching = [
             await self.client.start(),
             asyncio.create_task(self.endpoints.keep(), name="endpoints"),
@@ -126,18 +128,18 @@ class PickerProcess:
         """Report SERVING once the endpoints are known; routers may connect later."""
         await self.endpoints.ready_known.wait()
         freeze_heap()
-        self.host.set_serving(True)
+        self.grpc_server.set_serving(True)
         await asyncio.Event().wait()
 
     async def drain(self) -> None:
         """Let streams continue until their responses have ended; new ones go to other pickers."""
         await asyncio.sleep(min(LAME_DUCK_S, self._settings.drain_s))
-        await self.host.server.stop(self._settings.drain_s)
+        await self.grpc_server.server.stop(self._settings.drain_s)
 
     async def stop(self, grace_s: float) -> None:
         for task in self.watching:
             task.cancel()
-        await self.host.stop(grace_s)
+        await self.grpc_server.stop(grace_s)
         await self.client.close()
         await self._service.catalog.close()
 
@@ -152,7 +154,7 @@ async def serve(settings: PickerSettings, report: Report, tracer: Tracer = NO_TR
         for task in picker.watching:
             if task.get_name() == "announce":
                 task.cancel()
-        picker.host.set_serving(serving)
+        picker.grpc_server.set_serving(serving)
 
     try:
         return await run_until_signal(

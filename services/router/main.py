@@ -86,7 +86,7 @@ class RouterProcess:
         self._keys = make_keys(settings)
         self._access = make_access(settings)
         self._tls = make_tls(settings.tls_cert, settings.tls_key)
-        self.host = GrpcServer(self._access, OPEN_METHODS, SERVICES)
+        self.grpc_server = GrpcServer(self._access, OPEN_METHODS, SERVICES)
         self.core = RouterCore(
             self._access,
             make_rules(settings),
@@ -106,20 +106,20 @@ class RouterProcess:
 
     async def start(self) -> None:
         """Listen. Raises OSError if an address is taken."""
-        server = self.host.server
+        server = self.grpc_server.server
         add_RouterServicer_to_server(self._service, server)
         add_FleetServicer_to_server(FleetServicer(self.core, self._access), server)
         blobs = FleetBlobs(self.core.fleet, self._access)
         add_BlobsServicer_to_server(BlobsServicer(blobs.get), server)
         self.watching = asyncio.create_task(self._keys.watch(), name="keys")
         bind, client_bind = self._settings.bind, self._settings.client_bind
-        self.address = f"{bind.rpartition(':')[0]}:{self.host.listen(bind)}"
+        self.address = f"{bind.rpartition(':')[0]}:{self.grpc_server.listen(bind)}"
         if client_bind:
-            port = self.host.listen_for_clients(client_bind, self._tls)
+            port = self.grpc_server.listen_for_clients(client_bind, self._tls)
             self.client_address = f"{client_bind.rpartition(':')[0]}:{port}"
-        self.host.listen_for_probes(bind, self._settings.probe_port)
-        await self.host.start()
-        self.host.set_serving(True)
+        self.grpc_server.listen_for_probes(bind, self._settings.probe_port)
+        await self.grpc_server.start()
+        self.grpc_server.set_serving(True)
 
     async def drain(self) -> None:
         """End the gateways' sessions at once: their requests keep running at the decode workers,
@@ -131,7 +131,7 @@ class RouterProcess:
     async def stop(self, grace_s: float) -> None:
         """End the sessions of clients first, then those with workers."""
         self.watching.cancel()
-        await self.host.stop(grace_s)
+        await self.grpc_server.stop(grace_s)
         await self._rates.close()
         await self.core.close()
         if self._ring is not None:
@@ -157,7 +157,7 @@ async def serve(
     report("ready", {})
     try:
         return await run_until_signal(
-            set_serving=router.host.set_serving,
+            set_serving=router.grpc_server.set_serving,
             drain=router.drain,
             stop=router.stop,
             drain_s=settings.drain_s,

@@ -127,7 +127,7 @@ class WorkerProcess:
         self.address = ""
         self.runtime: WorkerRuntime | None = None
         self._access = make_access(settings)
-        self.host = GrpcServer(self._access, services=(role.service, "pdserve.v1.Blobs"))
+        self.grpc_server = GrpcServer(self._access, services=(role.service, "pdserve.v1.Blobs"))
         loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[None] = loop.create_future()
         self.failed: asyncio.Future[None] = loop.create_future()  # done only after a failure
@@ -146,11 +146,11 @@ class WorkerProcess:
 
     async def start(self) -> None:
         """Listen, and begin to load. Raises OSError if the address is taken."""
-        add_BlobsServicer_to_server(BlobsServicer(self._blobs.get), self.host.server)
-        self._role.register(self.host.server)
-        port = self.host.listen(self._settings.bind)
-        self.host.listen_for_probes(self._settings.bind, self._settings.probe_port)
-        await self.host.start()
+        add_BlobsServicer_to_server(BlobsServicer(self._blobs.get), self.grpc_server.server)
+        self._role.register(self.grpc_server.server)
+        port = self.grpc_server.listen(self._settings.bind)
+        self.grpc_server.listen_for_probes(self._settings.bind, self._settings.probe_port)
+        await self.grpc_server.start()
         bound = f"{self._settings.bind.rpartition(':')[0]}:{port}"
         self.address = advertised(bound, self._settings.advertise)
         self._report("listening", {"address": self.address})
@@ -173,7 +173,7 @@ class WorkerProcess:
             task.cancel()
         if self._membership is not None:
             await asyncio.to_thread(self._membership.close, DEREGISTER_S)
-        await self.host.stop(grace_s)
+        await self.grpc_server.stop(grace_s)
         if self._metrics_port is not None:
             await self._metrics_port.close()
         if self._loading is not None:
@@ -277,7 +277,7 @@ class WorkerProcess:
             bind = self._settings.bind
             self._metrics_port = MetricsPort(self._settings, bind, "", self._metrics)
         self._role.attach()
-        self.host.set_serving(True)
+        self.grpc_server.set_serving(True)
         self._membership.start()
         self._tasks = [
             asyncio.create_task(self._report_loads(runtime, self._membership), name="loads"),
@@ -338,7 +338,7 @@ class WorkerProcess:
                     )
                 else:
                     log.error("the engine makes progress again")
-                self.host.set_serving(serving and not self._draining)
+                self.grpc_server.set_serving(serving and not self._draining)
 
 
 def run_worker(
@@ -367,7 +367,7 @@ async def serve_worker(
     worker = WorkerProcess(settings, role, report, on_loaded)
     await worker.start()
     code = await run_until_signal(
-        set_serving=worker.host.set_serving,
+        set_serving=worker.grpc_server.set_serving,
         drain=worker.drain,
         stop=worker.stop,
         drain_s=settings.drain_s,
