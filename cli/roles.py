@@ -10,7 +10,7 @@ from pdserve.cli.options import OptionError, Settings
 from pdserve.cli.up import Share, machine_cores, take
 from pdserve.services.common.auth import Role
 from pdserve.services.common.logs import logs_json, quiet_grpc_core
-from pdserve.services.common.options import HostSettings
+from pdserve.services.common.options import ServerSettings
 from pdserve.services.common.process import raise_open_files, use_grpc_poller
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def require(settings: Settings, *names: str) -> None:
             raise OptionError(f"{option.flag} is required (or set {option.env})")
 
 
-def check_trust(host_settings: HostSettings, role: Role) -> None:
+def check_trust(host_settings: ServerSettings, role: Role) -> None:
     """Raises OptionError if this process and others could not trust each other."""
     from pdserve.services.common.auth import TlsAccess, make_access
 

@@ -56,11 +56,12 @@ from pdserve.services.common import lifecycle
 from pdserve.services.common.auth import make_access, make_tls
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging
-from pdserve.services.common.metrics.process_metrics import certificates_of, watch_loop
+from pdserve.services.common.metrics import certificates_of, watch_loop
 from pdserve.services.common.process import freeze_heap
+from pdserve.services.common.rate_limits import make_rate_limits
 from pdserve.services.common.rpc import Backpressure
-from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants import ApiKeys, make_keys, make_rate_limits
+from pdserve.services.common.server import GrpcServer
+from pdserve.services.common.tenants import ApiKeys, make_keys
 from pdserve.services.common.tracing import Tracer, tracing
 from pdserve.text import ParserChoice
 from pdserve.text.workers import TokenizerPool, WorkerLimits
@@ -218,7 +219,7 @@ async def _serve(
         settings.max_answers_bytes,
         counts,
     )
-    grpc_host = GrpcHost(
+    grpc_host = GrpcServer(
         access,
         # Callers of Text authenticate with an API key instead.
         (*TEXT_METHODS, *(() if keys.required else (REFLECTION,))),
@@ -333,7 +334,7 @@ def make_text_limits(settings: PromptSettings, grammar_s: float) -> WorkerLimits
 
 
 async def _announce(
-    readiness: Readiness, grpc_host: GrpcHost, on_ready: Callable[[list[str]], None]
+    readiness: Readiness, grpc_host: GrpcServer, on_ready: Callable[[list[str]], None]
 ) -> None:
     """Call `on_ready` once, and keep the gRPC health in step with /ready."""
     announced = serving = False

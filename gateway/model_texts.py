@@ -11,7 +11,7 @@ from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.sampling import client_errors, context_overflow, refuse
 from pdserve.services.common.errors import quoted
 from pdserve.services.common.fairness import FairSemaphore
-from pdserve.services.common.tenants import RateLimits
+from pdserve.services.common.rate_limits import RateLimits
 from pdserve.text import (
     CHARS_PER_TOKEN,
     ParserChoice,

@@ -28,7 +28,7 @@ from pdserve.gateway.router_client import Upstream
 from pdserve.gateway.sampling import check, client_errors, refuse, resolve
 from pdserve.protos.common_pb2 import SamplingParams
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants import RateLimits
+from pdserve.services.common.rate_limits import RateLimits
 from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.text import (
     AnswerFormat,

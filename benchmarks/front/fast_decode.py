@@ -26,7 +26,7 @@ from pdserve.engine.kv import KvIdentity, KvSpec, LayerGroup, pool_sizes
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.scheduling import EngineLimits
 from pdserve.kernels.cpu import CpuKernels, CpuSampling
-from pdserve.services.worker import role
+from pdserve.services.worker import process
 
 CONTEXT_LEN = 200_000
 RUNNING = 128
@@ -110,7 +110,7 @@ def main() -> int:
         )
         return engine, CARD
 
-    role.build_engine = build
+    process.build_engine = build
     return pdserve(["decode", *words])
 
 

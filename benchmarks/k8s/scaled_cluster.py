@@ -164,7 +164,7 @@ class ScaledCluster:
             self.pods.remove(pod)
             return
         for router, worker in zip(self.routers, pod.workers, strict=True):
-            router.fleet.goodbye(worker)
+            router.fleet.deregister(worker)
         if pod.role == PREFILL:  # it finishes what it has started and returns other requests
             for prompt in list(pod.prompts.values())[1:]:
                 del pod.prompts[prompt.attempt]
@@ -196,7 +196,7 @@ class ScaledCluster:
                 self.num_cut += not empty
                 self.pods.remove(pod)
                 for router, worker in zip(self.routers, pod.workers, strict=True):
-                    worker.said_goodbye = True
+                    worker.draining = True
                     router.fleet.lost(worker)
                     router.dispatcher.disconnected(worker, not empty, self.now)
 

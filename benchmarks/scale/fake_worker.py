@@ -30,13 +30,13 @@ from pdserve.protos.worker_pb2_grpc import (
 )
 from pdserve.services.common.auth import Access
 from pdserve.services.common.rpc import (
-    BlobService,
+    BlobsServicer,
     IdsCollector,
     NumberedChoice,
     Outbox,
     TokensOutbox,
 )
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.process import IDLE_LOAD_S, LOAD_S
 
@@ -83,7 +83,7 @@ class FakeWorker:
     def __init__(self, number: int, access: Access, card: pb.ModelCard, shape: Shape) -> None:
         self.shape = shape
         self.boot = os.urandom(16)
-        self.host = GrpcHost(access)
+        self.host = GrpcServer(access)
         self.rng = Random(number)
         self.load = fleet_pb2.Load(blocks_total=BLOCKS_TOTAL)
         self.changed = True
@@ -104,7 +104,7 @@ class FakeWorker:
         return (self.shape.routers - 1) * self.shape.starts_s / self.peers
 
     async def start(self, routers: list[str], get_blob: GetBlob) -> None:
-        add_BlobsServicer_to_server(BlobService(get_blob), self.host.server)
+        add_BlobsServicer_to_server(BlobsServicer(get_blob), self.host.server)
         address = f"127.0.0.1:{self.host.listen('127.0.0.1:0')}"
         await self.host.start()
         hello = fleet_pb2.WorkerHello(

@@ -26,7 +26,7 @@ from pdserve.services.common.rpc import NumberedChoice, RequestProgress
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet import Fleet, Worker
 from pdserve.services.router.placement import Rules
-from pdserve.services.worker.reports import LOAD_INTERVAL_S
+from pdserve.services.worker.membership import LOAD_INTERVAL_S
 
 MODEL = "m"
 TICK_S = 0.05
@@ -145,7 +145,7 @@ class RealRouters:
 
     def _send(self, router: _Router, worker: Worker, command: Any) -> None:
         kind = command.WhichOneof("command")
-        number = self._numbers[worker.boot].number
+        number = self._numbers[worker.incarnation].number
         if kind == "admit":
             admit = command.admit
             prefill = self._numbers.get(admit.prefill_boot)

@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from pdserve.services.common.options import HostSettings
+from pdserve.services.common.options import ServerSettings
 
 ENV_PREFIX = "PDSERVE_"
 TRUE = ("true", "1", "yes", "on")
@@ -109,7 +109,7 @@ def options_of(cls: type, skip: Sequence[str] = ()) -> list[Option]:
     A field without help is not an option: code sets its value.
     """
     hints, option_fields = get_type_hints(cls), [f for f in fields(cls) if "help" in f.metadata]
-    shared = {f.name for f in fields(HostSettings)}
+    shared = {f.name for f in fields(ServerSettings)}
     option_fields.sort(key=lambda f: f.name in shared)
     return [_option(f, hints[f.name]) for f in option_fields if f.name not in skip]
 

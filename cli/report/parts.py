@@ -30,7 +30,7 @@ from pdserve.cli.options import (
 )
 from pdserve.cli.up import CONFIG_FILE, LOG_SUFFIX, run_dirs
 from pdserve.engine.handoff.recorder import SUFFIX
-from pdserve.services.common.options import HostSettings
+from pdserve.services.common.options import ServerSettings
 
 if TYPE_CHECKING:
     from pdserve.services.common.auth import Access
@@ -227,7 +227,7 @@ def fleet(options: ReportSettings, target: str) -> dict[str, bytes]:
     from pdserve.services.common.discovery import Discovery
 
     access = make_access(
-        HostSettings(
+        ServerSettings(
             cluster_ca=options.cluster_ca,
             cluster_cert=options.cluster_cert,
             cluster_key=options.cluster_key,

@@ -27,7 +27,7 @@ from pdserve.cli.up.folders import CONFIG_FILE, data_dir, kept_database, run_dir
 from pdserve.cli.up.supervisor import Child, StartError, Supervisor, outcome
 from pdserve.engine.api import EngineConfig
 from pdserve.gateway import GatewaySettings, worker_name
-from pdserve.services.common.auth import Role, in_settings, make_authority
+from pdserve.services.common.auth import Role, certificate_settings, make_authority
 from pdserve.services.common.logs import configure_logging, logs_json, quiet_grpc_core
 from pdserve.services.common.options import GRACE_S, STOP_S
 from pdserve.services.common.process import raise_open_files
@@ -35,8 +35,8 @@ from pdserve.services.common.tenants import make_keys
 from pdserve.services.common.tracing import endpoint
 from pdserve.services.router import RouterSettings
 from pdserve.services.worker import (
-    CLOSE_S,
-    LEAVE_S,
+    DEREGISTER_S,
+    ENGINE_CLOSE_S,
     DecodeSettings,
     PrefillSettings,
     WorkerSettings,
@@ -48,13 +48,13 @@ ENTRIES = {
     "router": "pdserve.services.router.main:run",
     "gateway": "pdserve.gateway.main:run",
     "gateway worker": gateway_workers.ENTRY,
-    "prefill": "pdserve.services.prefill.main:run",
-    "decode": "pdserve.services.decode.main:run",
+    "prefill": "pdserve.services.prefill:run",
+    "decode": "pdserve.services.decode:run",
 }
 # These share most imports. The gateway shares few; it imports its modules in parallel.
 PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in ("router", "prefill", "decode"))
 # Time that gateway, router and workers may take to stop, one after the other, after the drain.
-STOP_SLACK_S = 3 * (GRACE_S + STOP_S) + LEAVE_S + CLOSE_S
+STOP_SLACK_S = 3 * (GRACE_S + STOP_S) + DEREGISTER_S + ENGINE_CLOSE_S
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 GATEWAY, ROUTER = "gateway", "router"
 FIRST_PORT = 10_000  # lowest port that `free_port` chooses
@@ -156,7 +156,7 @@ class System:
         if self._up.cluster_secret:
             return {role: {"cluster_secret": self._up.cluster_secret} for role in Role}
         authority = make_authority()
-        return {role: in_settings(authority, role) for role in Role}
+        return {role: certificate_settings(authority, role) for role in Role}
 
     def _router_addresses(self) -> tuple[str, str]:
         """Return (internal, client) address; with a secret, the first is both, the second empty."""

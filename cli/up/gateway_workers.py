@@ -20,7 +20,7 @@ from pdserve.gateway import GatewaySettings, GatewayWorker, worker_name
 from pdserve.gateway.http.serving import ConnectionCounts, hold_port, listen, unix_listener
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.options import GRACE_S, STOP_S
-from pdserve.services.common.tenants import FILE, MEMORY
+from pdserve.services.common.rate_limits import FILE_STORAGE, MEMORY_STORAGE
 from pdserve.services.common.tracing import KEY_BYTES
 
 log = logging.getLogger("pdserve.gateway")
@@ -52,7 +52,9 @@ class GatewayWorkers:
             settings,
             port=self._listener.getsockname()[1],
             grpc_port=grpc.getsockname()[1],
-            rate_storage=f"{FILE}{folder / 'rates.db'}" if rates == MEMORY else rates,
+            rate_storage=f"{FILE_STORAGE}{folder / 'rates.db'}"
+            if rates == MEMORY_STORAGE
+            else rates,
         )
 
     def __enter__(self) -> "GatewayWorkers":

@@ -33,9 +33,8 @@ from prometheus_client.registry import Collector
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.protos.fleet_pb2 import Role
 from pdserve.protos.router_pb2 import FleetView
-from pdserve.services.common.metrics import Observations
-from pdserve.services.common.metrics.engine_metrics import Worker, engine_metrics
-from pdserve.services.common.metrics.process_metrics import ProcessFacts, lag_histogram
+from pdserve.services.common.metrics import ProcessFacts, Worker, engine_metrics, lag_histogram
+from pdserve.services.common.observations import Observations
 
 _LATENCY_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,

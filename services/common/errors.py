@@ -138,7 +138,10 @@ class ServiceError(Exception):
                 except DecodeError:
                     break
         status = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
-        return cls(_BARE_STATUS.get(status, pb.INTERNAL), f"the peer returned {status.name}")
+        return cls(
+            _BARE_STATUS.get(status, pb.INTERNAL),
+            f"the other process returned gRPC status {status.name}",
+        )
 
 
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: ServiceError) -> NoReturn:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items in the order of arrival within an owner; owners get one item each in turn."""
+    """A queue in which owners take turns; the items of one owner keep their order."""
 
     def __init__(self) -> None:
         self._queues: dict[bytes, deque[T]] = {}  # the next owner first; none is empty

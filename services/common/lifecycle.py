@@ -2,8 +2,8 @@
 unless it comes within ECHO_S and so belongs to the same stop.
 
 Drain and stop are bounded: work that still runs after `drain_s` is cut off, and each part of a stop
-has its own bound. host/options.py and worker/settings.py hold the bounds that a parent must know to
-wait long enough before it kills.
+has its own bound. common/options.py and worker/settings.py hold the bounds by which a parent knows
+how long to wait before it kills.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ def _any_raised(watched: "tuple[asyncio.Future[Any], ...]") -> bool:
 def _log_failures(watched: "Iterable[asyncio.Future[Any]]") -> int:
     for future in watched:
         if future.cancelled():  # nothing here cancels one before the stop
-            log.error("the service failed: %r", future)
+            log.error("stopping: a task was cancelled unexpectedly: %r", future)
         elif future.done() and (error := future.exception()) is not None:
-            log.error("the service failed", exc_info=error)
+            log.error("stopping: a task failed", exc_info=error)
     return 1

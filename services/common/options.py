@@ -22,7 +22,7 @@ class CertificateSettings:
 
 
 @dataclass(frozen=True)
-class HostSettings(CertificateSettings):
+class ServerSettings(CertificateSettings):
     """Options that gateway, router and workers have in common."""
 
     cluster_secret: tuple[str, ...] = option(
@@ -57,7 +57,7 @@ class HostSettings(CertificateSettings):
 
 
 @dataclass(frozen=True)
-class ProbedSettings(HostSettings):
+class ProbedSettings(ServerSettings):
     """Options of the processes without a web server."""
 
     probe_port: int = option(
@@ -75,7 +75,7 @@ class BackendSettings(ProbedSettings):
 
 
 @dataclass(frozen=True)
-class KeySettings(HostSettings):
+class KeySettings(ServerSettings):
     """Options of the processes that know clients by their API keys."""
 
     api_keys: tuple[str, ...] = option(

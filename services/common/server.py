@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.services.common.auth import Access, TlsFiles
 from pdserve.services.common.options import STOP_S
-from pdserve.services.common.rpc import LIMITS, MalformedInterceptor
+from pdserve.services.common.rpc import MESSAGE_LIMITS, MalformedInterceptor
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"  # probes have no credentials
 
 MAX_CONNECTIONS = 1000  # to one port; more are closed at once
 _SERVER_OPTIONS = [
-    *LIMITS,
+    *MESSAGE_LIMITS,
     ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.max_metadata_size", 16 << 10),
@@ -37,7 +37,7 @@ _PROBE_OPTIONS = {
 }
 
 
-class GrpcHost:
+class GrpcServer:
     """A grpc.aio server. Construct it inside the running loop, add servicers, then start.
 
     `open_methods` ("/pdserve.v1.Text/Chat") are for callers from outside the cluster: their
@@ -143,7 +143,7 @@ class GrpcHost:
 
 
 def _cannot_listen(bind: str) -> OSError:
-    """The error of a failed bind; gRPC does not say which of the two causes it has."""
+    """Return the error of a failed bind; gRPC does not say which of the two causes it has."""
     return OSError(
         f"cannot listen on {bind}: the port is in use, or the address is not on this machine"
     )

@@ -1,8 +1,8 @@
 """Detects a frozen engine by its step counter. Pure.
 
-The wait restarts when a look finds that the counter has moved or that there is no work. Both a time
-and a number of looks must pass: if the watching process itself was paused (SIGSTOP, a suspended
-machine), much time passes without a look.
+An engine is frozen if its counter has not moved for FROZEN_S and MIN_LOOKS observations although it
+has work. A time alone is not enough: if the watching process itself was paused (SIGSTOP, a
+suspended machine), much time passes without an observation.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ MIN_LOOKS = 16  # 1.6 to 7 s of heartbeats; the counter of a living engine moves
 
 @dataclass(slots=True)
 class StallDetector:
-    """Observations of one engine's counter."""
+    """Observations of an engine's step counter."""
 
     counter: int = -1
     since: float = 0.0  # when the counter last moved, or there was no work
     looks: int = 0  # looks since then
 
     def look(self, counter: int, busy: bool, now: float) -> bool:
-        """Record the counter, whether there is work, and the time; return whether the engine is
-        frozen."""
+        """Record the counter, whether the engine has work (`busy`), and the time. Returns whether
+        the engine is frozen."""
         if counter != self.counter or not busy:
             self.counter, self.since, self.looks = counter, now, 0
             return False

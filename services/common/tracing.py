@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
+
+from pdserve.services.common.options import ServerSettings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -38,17 +40,7 @@ _STATE = re.compile(r"[\x20-\x7e]{1,512}")
 Value = str | bool | int | float | Sequence[str]
 
 
-class TraceSettings(Protocol):
-    """The tracing options, which every process has."""
-
-    @property
-    def otlp_traces_endpoint(self) -> str: ...
-
-    @property
-    def otlp_traces_sample(self) -> float: ...
-
-
-def endpoint(settings: TraceSettings) -> str:
+def endpoint(settings: ServerSettings) -> str:
     """The URL that takes spans; empty: no tracing. Raises ValueError if the URL is not one, if
     OpenTelemetry's variables request more than OTLP over HTTP, or if the flag is set and
     OpenTelemetry is not installed."""
@@ -174,9 +166,9 @@ NO_SPAN = TraceSpan()
 
 
 class Tracer:
-    """Begins spans. This base class records none: it passes a client's context on, for processes
-    that record. `sample` is the largest share of clients' traces to record; processes with the same
-    `key` choose the same traces."""
+    """Begins spans. This base class records none, but passes a client's trace context on to
+    processes that record. `sample`: the largest share of clients' traces to record; processes with
+    the same `key` choose the same traces."""
 
     def __init__(self, sample: float = 1.0, key: bytes = b"") -> None:
         self._below = round(sample * 2**64)
@@ -191,8 +183,9 @@ class Tracer:
         return NO_SPAN if parent_ids is None else TraceSpan(_context(*parent_ids, parent.state))
 
     def _parent_ids(self, parent: TraceContext, entry: bool) -> tuple[int, int, bool] | None:
-        """The ids of the trace and the parent's span, and whether to sample it. At an entry, only
-        the tracer's share of the traces that clients mark as sampled is sampled."""
+        """Return the ids of the trace and of the parent span, and whether the trace is sampled;
+        None without a parent. At an entry, only a share of the traces that clients mark as sampled
+        is sampled."""
         parsed = _parsed(parent.parent)
         if parsed is None:
             return None
@@ -200,8 +193,8 @@ class Tracer:
         return trace, span, sampled and (not entry or self._in_share(trace))
 
     def _in_share(self, trace: int) -> bool:
-        """Whether a trace is in the sampled share; the same for every call. Keyed, since clients
-        choose trace ids."""
+        """Return whether a trace is in the sampled share; the same for every call. Keyed, since
+        clients choose trace ids."""
         digest = blake2b(trace.to_bytes(16), key=self._key, digest_size=8).digest()
         return int.from_bytes(digest) < self._below
 
@@ -210,15 +203,15 @@ NO_TRACER = Tracer()
 
 
 def context_of(metadata: Any) -> TraceContext:
-    """The parent span in a gRPC call's metadata."""
+    """Return the parent span in the metadata of a gRPC call."""
     entries = dict(metadata or ())
     return TraceContext(str(entries.get("traceparent", "")), str(entries.get("tracestate", "")))
 
 
 @contextmanager
-def tracing(service: str, settings: TraceSettings, key: bytes = b"") -> Iterator[Tracer]:
-    """The tracer of this process, for the duration of the block; `key` is the Tracer's. Raises
-    ValueError if the options cannot work."""
+def tracing(service: str, settings: ServerSettings, key: bytes = b"") -> Iterator[Tracer]:
+    """A context with the tracer of this process; `key` is the Tracer's. Raises ValueError if the
+    options cannot work."""
     url = endpoint(settings)
     if not url:
         if settings.otlp_traces_endpoint:
@@ -416,7 +409,8 @@ def _dotted(attributes: dict[str, Value]) -> dict[str, Value]:
 
 
 def _parsed(parent: str) -> tuple[int, int, bool] | None:
-    """The ids of the trace and span in a traceparent, and whether it is sampled."""
+    """Return the ids of the trace and span in a traceparent, and whether the trace is sampled; None
+    if it is malformed."""
     match = _PARENT.fullmatch(parent)
     if match is None:
         return None

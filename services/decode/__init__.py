@@ -1,3 +1,3 @@
 """The decode worker: receives KV, generates tokens, migrates requests."""
 
-from pdserve.services.decode.main import run
+from pdserve.services.decode.servicer import run

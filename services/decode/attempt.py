@@ -1,9 +1,10 @@
-"""One attempt as decode serves it, and the seconds it spends in each phase."""
+"""One attempt as decode serves it: its output so far, and the seconds it spends in each phase."""
 
 import asyncio
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pdserve.engine.api import NewTokens, Request
+from pdserve.engine.api import FinishReason, NewTokens, Pooled, PromptScored, Request, TokenLogprob
 from pdserve.engine.handoff.incoming import Received
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.worker_pb2 import DecodeEvent, Resume, Ticket
@@ -11,16 +12,93 @@ from pdserve.services.common.rpc import NumberedChoice, TokensOutbox
 from pdserve.services.common.tracing import NO_SPAN, TraceSpan
 from pdserve.services.decode.convert import to_tokens
 from pdserve.services.decode.lease_machine import Lease
-from pdserve.services.decode.transcript import Transcript
 from pdserve.services.worker import RouterSession
 
 DecodeOutbox = TokensOutbox[DecodeEvent]
 DecodeSession = RouterSession[DecodeOutbox]
 
 
+MAX_IDS = 1024  # ids repeated in one event; fewer with log-probabilities:
+MAX_LOGPROBS = 256
+
+
+class Transcript:
+    """All output of a request since its first start, so that it can be sent again from any point:
+    ids, log-probabilities and finish reasons of its choices, or its embedding."""
+
+    def __init__(self, request: Request) -> None:
+        self._key = request.key
+        self._scored = request.params.logprobs is not None
+        num_choices = len(request.choices) or request.params.n
+        initial_ids = [list(choice.generated_ids) for choice in request.choices]
+        self._ids: list[list[int]] = initial_ids or [[] for _ in range(num_choices)]
+        self._base = [len(ids) for ids in self._ids]  # ids that other attempts generated
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(num_choices)]
+        self._ends: list[FinishReason | None] = [None] * num_choices
+        self._prompt: PromptScored | Pooled | None = None  # output for the prompt
+        self._prompt_len = len(request.prompt_ids)
+
+    @property
+    def weight(self) -> int:
+        """Approximate memory use, counted in token ids, including the prompt."""
+        scores = [row for choice in self._logprobs for row in choice]
+        scores += self._prompt.logprobs if isinstance(self._prompt, PromptScored) else ()
+        candidates = sum(1 + len(score.top) for score in scores)
+        candidates += len(self._prompt.values) if isinstance(self._prompt, Pooled) else 0
+        return self._prompt_len + sum(map(len, self._ids)) + 4 * candidates
+
+    def take(self, event: NewTokens | PromptScored | Pooled) -> None:
+        """Add an event; the events of a choice come in order."""
+        if not isinstance(event, NewTokens):
+            self._prompt = event
+            return
+        self._ids[event.choice] += event.ids
+        if event.logprobs:
+            self._logprobs[event.choice] += event.logprobs
+        if event.finish is not None:
+            self._ends[event.choice] = event.finish
+
+    def covers(self, counts: Sequence[int]) -> bool:
+        """Return whether everything after the first `counts` ids of each choice can be sent again.
+
+        That is not possible for log-probabilities of ids that another attempt generated, which are
+        unknown here.
+        """
+        return not self._scored or all(
+            self._count(counts, choice) >= base for choice, base in enumerate(self._base)
+        )
+
+    def since(self, counts: Sequence[int]) -> Iterator[NewTokens | PromptScored | Pooled]:
+        """Yield everything after the first `counts` ids of each choice, in parts; a missing count
+        is 0."""
+        if self._prompt is not None:
+            yield self._prompt
+        for choice in range(len(self._ids)):
+            yield from self._choice_since(choice, self._count(counts, choice))
+
+    def _choice_since(self, choice: int, count: int) -> Iterator[NewTokens]:
+        ids, base, end = self._ids[choice], self._base[choice], self._ends[choice]
+        max_ids = MAX_LOGPROBS if self._scored else MAX_IDS
+        start = min(count, len(ids))
+        while start < len(ids):
+            stop = min(len(ids), start + max_ids)
+            logprobs = self._logprobs[choice][max(0, start - base) : max(0, stop - base)]
+            finish = end if stop == len(ids) else None
+            yield NewTokens(
+                self._key, choice, start, tuple(ids[start:stop]), tuple(logprobs), finish
+            )
+            start = stop
+        if end is not None and count >= len(ids):
+            yield NewTokens(self._key, choice, len(ids), (), (), end)
+
+    @staticmethod
+    def _count(counts: Sequence[int], choice: int) -> int:
+        return counts[choice] if choice < len(counts) else 0
+
+
 @dataclass(eq=False, slots=True)
 class ServedAttempt:
-    """One attempt at a request. Times are readings of time.monotonic; 0: not reached."""
+    """One attempt at a request. Times are readings of time.monotonic; 0: not reached yet."""
 
     attempt: bytes
     name: str  # the request's public id
@@ -54,7 +132,7 @@ class ServedAttempt:
         self.timers.clear()
 
     def send(self, event: NewTokens) -> None:
-        """Send new tokens to the router; a single token goes in a row if possible."""
+        """Send new tokens to the router; a single token is sent as a row if possible."""
         outbox = self.session.outbox
         if len(event.ids) == 1 and not event.logprobs and event.finish is None:
             choice = self.numbered.get(event.choice)
@@ -66,7 +144,7 @@ class ServedAttempt:
         outbox.put(DecodeEvent(tokens=to_tokens(self.name, self.attempt, self.epoch, event)))
 
     def phases(self) -> pb.Phases:
-        """The seconds of each phase; their sum is the time from Admit to the first token."""
+        """Return the seconds of each phase; their sum is the time from Admit to the first token."""
         end = self.first_token or self.computed or self.arrived
         if self.received is not None:
             times = self.received.times
@@ -124,7 +202,7 @@ class ServedAttempt:
         self.span = NO_SPAN  # a span ends once
 
     def finished(self, cached_tokens: int) -> pb.Finished:
-        """The Finished event; `cached_tokens` is used only if no KV was received for the
+        """Return the Finished event. `cached_tokens` is used only if no KV was received for the
         attempt."""
         if self.received is not None:
             cached_tokens = self.received.cached_tokens
@@ -140,7 +218,7 @@ class ServedAttempt:
         )
 
     def log_line(self, finished: pb.Finished) -> str:
-        """Sizes and phases as text."""
+        """Return sizes and phases of the attempt as text for the log."""
         phases = finished.phases
         prefill = (
             f"remote prefill over {finished.transport}" if finished.remote else "local prefill"

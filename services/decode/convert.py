@@ -29,7 +29,7 @@ SCORES_PER_MESSAGE = 512  # each has at most 20 candidates of about 8 bytes
 
 def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
     """Convert a Start. Raises ServiceError(INVALID_ARGUMENT) if `n` exceeds MAX_CHOICES, or if
-    `choices` has neither no state nor one per choice; the engine checks ranges."""
+    `choices` is neither empty nor has one state per choice; the engine checks other ranges."""
     params = to_params(start.params)
     if len(start.choices) not in (0, params.n) or params.n > MAX_CHOICES:
         text = f"n must be at most {MAX_CHOICES}, and choices must be empty or have n entries"
@@ -85,7 +85,7 @@ def to_tokens(request: str, attempt: bytes, epoch: int, event: NewTokens) -> pb.
 def to_prompt_logprobs(
     request: str, attempt: bytes, logprobs: Sequence[TokenLogprob]
 ) -> Iterator[pb.PromptLogprobs]:
-    """The log-probabilities of prompt tokens 1.., in parts."""
+    """Yield the log-probabilities of the prompt's tokens from the second on, in parts."""
     for start in range(0, len(logprobs), SCORES_PER_MESSAGE):
         yield pb.PromptLogprobs(
             request=request,

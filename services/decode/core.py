@@ -30,12 +30,14 @@ from pdserve.engine.api import (
     prefix_ids,
 )
 from pdserve.engine.handoff.incoming import Received
+from pdserve.engine.handoff.outgoing import Sent
+from pdserve.engine.handoff.protocol import ID_BYTES, SECRET_BYTES, Ticket
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import TokensOutbox
 from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
-from pdserve.services.decode.attempt import DecodeOutbox, DecodeSession, ServedAttempt
+from pdserve.services.decode.attempt import DecodeOutbox, DecodeSession, ServedAttempt, Transcript
 from pdserve.services.decode.convert import (
     to_embedding,
     to_prompt_logprobs,
@@ -43,15 +45,12 @@ from pdserve.services.decode.convert import (
 )
 from pdserve.services.decode.lease_machine import Lease, LeasePhase
 from pdserve.services.decode.leases import Leases
-from pdserve.services.decode.migration.source import MigrationSource
 from pdserve.services.decode.runtime import AdmissionReply, DecodeRuntime
 from pdserve.services.decode.single_flight import SharingPolicy
-from pdserve.services.decode.transcript import Transcript
 from pdserve.services.worker import WorkerCore, service_error, when_done
 
 log = logging.getLogger(__name__)
 
-ID_BYTES = 16
 DECLINED = ("busy", "place_again")  # events after which the router places the request elsewhere
 
 
@@ -61,24 +60,23 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
     def __init__(self, tracer: Tracer = NO_TRACER) -> None:
         super().__init__(lambda: TokensOutbox(wire.DecodeEvent))
         self._tracer = tracer
-        self.leases = Leases(self)
+        self.leases = Leases(self._park, self._give_up)
         self._served: dict[bytes, ServedAttempt] = {}  # by attempt id
         self._by_key: dict[str, ServedAttempt] = {}  # by the engine's key
-        self.migrations = MigrationSource(self._served, self._moved)
-
-    def attach(self, runtime: DecodeRuntime) -> None:
-        super().attach(runtime)
-        self.migrations.attach(runtime)
 
     @property
     def num_served(self) -> int:
         """The number of attempts that have not ended."""
         return len(self._served)
 
-    # Commands of routers
+    # Sessions and commands of routers
+
+    def _opened(self, session: DecodeSession, hello: wire.SessionHello) -> None:
+        super()._opened(session, hello)
+        session.outbox.reads_rows = hello.reads_rows
 
     def _session_lost(self, session: DecodeSession) -> None:
-        """Let the session's attempts wait for another session."""
+        """The session's attempts wait for another session."""
         self.leases.session_lost(session, self._served.values())
 
     def admit(self, session: DecodeSession, admit: wire.Admit, prompt_ids: Sequence[int]) -> None:
@@ -136,7 +134,8 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
     def cancel(self, session: DecodeSession, attempt: bytes, choices: Sequence[int]) -> None:
         """End the attempt without an event, or only some choices, which finish as ABORTED.
 
-        The cancel is stale if another session owns the attempt; a parked attempt has no owner.
+        The cancel is only counted if another session owns the attempt; a parked attempt has no
+        owner.
         """
         served = self._served.get(attempt)
         if served is None or self._runtime is None:
@@ -154,16 +153,68 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
     def resume(self, session: DecodeSession, resume: wire.Resume) -> None:
         """Resume an attempt; sends Resumed and the events that the router lacks, or Gone."""
         if self._runtime is not None:
-            self._runtime.stay(resume.attempt)  # a move's session no longer owns it
+            self._runtime.unfreeze(resume.attempt)  # a migration's session no longer owns it
         self.leases.resume(session, resume, self._served.get(resume.attempt))
 
-    # AttemptControl, for the leases
+    def freeze(self, session: DecodeSession, attempt: bytes) -> None:
+        """Stop an attempt's steps before a migration. Sends Held after the events of all tokens
+        that it has generated, or Stayed."""
+        served = self._owned(session, attempt)
+        if served is None or self._runtime is None:
+            session.outbox.put(_stayed(attempt, "the attempt does not run on this worker"))
+            return
 
-    def park(self, served: ServedAttempt, parked: bool) -> None:
+        def frozen(future: "Future[Any]") -> None:
+            held = None if future.cancelled() else future.result()
+            if self._served.get(attempt) is not served:
+                return  # it has ended meanwhile
+            if held is None:
+                session.outbox.put(_stayed(attempt, "the request cannot migrate now"))
+                return
+            so_far = served.finished(held.cached_tokens)
+            held_event = wire.Held(attempt=attempt, tokens=held.num_tokens, so_far=so_far)
+            session.outbox.put(wire.DecodeEvent(held=held_event))
+
+        when_done(self._runtime.freeze(attempt), frozen)
+
+    def migrate(self, session: DecodeSession, move: wire.Move) -> None:
+        """Send a frozen attempt's KV; sends Moved or Stayed when the hand-off is over."""
+        runtime, ticket = self._runtime, move.ticket
+        sizes = (len(move.to), len(ticket.id), len(ticket.decode_boot), len(ticket.secret))
+        if sizes != (ID_BYTES, ID_BYTES, ID_BYTES, SECRET_BYTES):
+            session.outbox.put(_stayed(move.attempt, "the ticket is malformed"))
+            return
+        if runtime is None or self._owned(session, move.attempt) is None:
+            session.outbox.put(_stayed(move.attempt, "the attempt does not run on this worker"))
+            return
+
+        def began(future: "Future[Any]") -> None:
+            if not future.cancelled() and not future.result():
+                session.outbox.put(
+                    _stayed(move.attempt, "the request was not frozen for a migration")
+                )
+
+        target = Ticket(ticket.id, ticket.secret, move.to, runtime.incarnation, ticket.decode_boot)
+        identity = move.kv_identity.digest
+        when_done(runtime.migrate(move.attempt, target, ticket.data_address, identity), began)
+
+    def unfreeze(self, session: DecodeSession, attempt: bytes) -> None:
+        """Let a frozen attempt continue here; sends no event."""
+        if self._owned(session, attempt) is not None and self._runtime is not None:
+            self._runtime.unfreeze(attempt)
+
+    def _owned(self, session: DecodeSession, attempt: bytes) -> ServedAttempt | None:
+        """Return a live attempt if the session owns it."""
+        served = self._served.get(attempt)
+        return served if served is not None and served.session is session else None
+
+    # For the leases
+
+    def _park(self, served: ServedAttempt, parked: bool) -> None:
         if self._runtime is not None:
             self._runtime.park(served.attempt, parked)
 
-    def give_up(self, served: ServedAttempt) -> None:
+    def _give_up(self, served: ServedAttempt) -> None:
         self._forget(served, "abandoned")
         if self._runtime is not None:
             self._runtime.cancel(served.attempt)
@@ -196,8 +247,8 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             served.session.outbox.put(wire.DecodeEvent(attached=attached))
 
     def on_place_again(self, attempt: bytes, tokens: int, reason: str) -> None:
-        """The attempt cannot share the KV that it waited for, or the rest of its prompt is worth a
-        hand-off. It has held no blocks."""
+        """The attempt cannot share the KV that it waited for, or the rest of its prompt is long
+        enough for a prefill worker. It holds no blocks."""
         served = self._served.get(attempt)
         if served is not None:
             place_again = wire.PlaceAgain(attempt=attempt, tokens=tokens, reason=reason)
@@ -210,6 +261,22 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         log.info("the KV hand-off was lost: %s", reason, extra={"request": served.name})
         handoff_lost = wire.HandoffLost(attempt=attempt, reason=reason)
         self._end(served, wire.DecodeEvent(handoff_lost=handoff_lost))
+
+    def on_migration_ended(self, attempt: bytes, sent: Sent) -> None:
+        """The hand-off of a migration is over: the request continues here or at the target."""
+        served = self._served.get(attempt)
+        if served is None:
+            return
+        if sent.reason:
+            log.info("the migration failed: %s", sent.reason, extra={"request": served.name})
+            served.session.outbox.put(_stayed(attempt, sent.reason))
+            return
+        self._forget(served, "")
+        self.leases.cancelled(served)
+        text = "the request migrated to another decode worker with %.1f MB of KV"
+        log.info(text, sent.num_bytes / 1e6, extra={"request": served.name})
+        moved = wire.Moved(attempt=attempt, to=sent.attempt, sent_bytes=sent.num_bytes)
+        served.session.outbox.put(wire.DecodeEvent(moved=moved))
 
     # ---
 
@@ -349,10 +416,9 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         if not self._served:
             self._empty.set()
 
-    def _moved(self, served: ServedAttempt) -> None:
-        """Remove an attempt whose request continues at another worker."""
-        self._forget(served, "")
-        self.leases.cancelled(served)
+
+def _stayed(attempt: bytes, reason: str) -> wire.DecodeEvent:
+    return wire.DecodeEvent(stayed=wire.Stayed(attempt=attempt, reason=reason))
 
 
 def _failed(request: str, attempt: bytes, epoch: int, error: ServiceError) -> pb.Failed:

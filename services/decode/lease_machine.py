@@ -37,7 +37,7 @@ class LeasePhase(Enum):
 
 
 class LeaseAction(Enum):
-    """An action of the decode service after a step; actions run in the order given."""
+    """An action that the decode service carries out after a step, in the order given."""
 
     PARK = "park"  # the engine stops its steps
     UNPARK = "unpark"
@@ -53,14 +53,14 @@ class LeaseAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """The session that owned the attempt under `epoch` is lost; an older epoch changes nothing."""
+    """The session that owned the attempt under `epoch` ended; an older epoch changes nothing."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A session requests the attempt."""
+    """A session sent Resume for the attempt."""
 
     epoch: int
 
@@ -72,7 +72,8 @@ class LeaseTick:
 
 @dataclass(frozen=True, slots=True)
 class BlocksEvicted:
-    """Other requests needed the blocks, so the request is over; for a kept one, its memory."""
+    """Other requests needed the attempt's blocks, so it is over. A kept attempt has only its memory
+    to give up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ FINAL = (LeasePhase.GIVEN_UP, LeasePhase.ENDED)
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The state of one attempt's ownership."""
+    """Who owns an attempt, and until when it may be without an owner."""
 
     epoch: int
     phase: LeasePhase = LeasePhase.OWNED
@@ -103,12 +104,12 @@ class Lease:
 
     @property
     def live(self) -> bool:
-        """Whether the engine or a hand-off has the attempt."""
+        """Whether the engine or a hand-off still has the attempt."""
         return self.phase in (LeasePhase.OWNED, LeasePhase.PARKED)
 
 
 def step(lease: Lease, event: Event, now: float) -> tuple[Lease, Actions]:
-    """Return the next state and the actions; total: any event is allowed in any state."""
+    """Return the next state and the actions. Accepts any event in any state."""
     expired: Actions = ()
     if now >= lease.until and not lease.final:
         lease, expired = _expire(lease)

@@ -1,5 +1,5 @@
-"""Carries out the leases of all attempts (services/decode/lease_machine.py): parks attempts, hands
-them over and aborts them.
+"""Carries out the actions of all attempts' leases (lease_machine.py): stops attempts whose session
+is lost, gives them to another session, or aborts them.
 
 Everything runs on the loop. The core keeps the live attempts. An attempt that ended with an event
 that a router must not miss is kept here until its lease ends, so that another router can still
@@ -9,9 +9,8 @@ fetch that event.
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pdserve.engine.api import NewTokens, Pooled
 from pdserve.protos import worker_pb2 as wire
@@ -46,27 +45,23 @@ class LeaseFigures:
     stale: int = 0
 
 
-class AttemptControl(Protocol):
-    """Acts on a live attempt in the engine, for its lease."""
-
-    def park(self, served: ServedAttempt, parked: bool) -> None:
-        """Stop the attempt's steps, or let them continue."""
-
-    def give_up(self, served: ServedAttempt) -> None:
-        """End the attempt in the engine; sends no event to a router."""
-
-
 class Leases:
-    """The leases of one decode process."""
+    """The leases of one decode process. `park` stops an attempt's steps or lets them continue;
+    `give_up` ends an attempt in the engine and sends no event to a router."""
 
-    def __init__(self, control: AttemptControl) -> None:
+    def __init__(
+        self,
+        park: Callable[[ServedAttempt, bool], None],
+        give_up: Callable[[ServedAttempt], None],
+    ) -> None:
         self.figures = LeaseFigures()
-        self._control = control
+        self._park = park
+        self._give_up = give_up
         self._kept: dict[bytes, ServedAttempt] = {}  # the oldest first
         self._kept_weight = 0
 
     def session_lost(self, session: DecodeSession, live: Iterable[ServedAttempt]) -> None:
-        """Let the session's attempts wait for another session."""
+        """The session's attempts wait for another session."""
         for served in [*live, *self._kept.values()]:
             if served.resume is not None and served.resume[0] is session:
                 served.resume = None
@@ -112,7 +107,7 @@ class Leases:
         self._advance(served, AttemptEnded())
 
     def forget_kept(self, attempt: bytes) -> None:
-        """Drop a kept attempt, since no router waits for its last event any more."""
+        """Drop an ended attempt whose last event is not needed any more."""
         if attempt in self._kept:
             self.cancelled(self._kept[attempt])
 
@@ -148,20 +143,20 @@ class Leases:
     ) -> None:
         match action:
             case LeaseAction.PARK:
-                text = "the router's session was lost; the request is parked"
+                text = "the router's session was lost; the request waits for a router to resume it"
                 log.info(text, extra={"request": served.name})
-                self._control.park(served, True)
+                self._park(served, True)
             case LeaseAction.UNPARK:
-                self._control.park(served, False)
+                self._park(served, False)
             case LeaseAction.HAND_OVER:
                 assert new_session is not None  # the session that sent Resume
-                text = "another router session took over the request"
+                text = "another session of a router resumed the request"
                 log.info(text, extra={"request": served.name})
                 self._hand_over(served, new_session, counts)
             case LeaseAction.GIVE_UP:
                 text = "no router resumed the request in time; it is aborted"
                 log.info(text, extra={"request": served.name})
-                self._control.give_up(served)
+                self._give_up(served)
             case LeaseAction.FORGET:
                 if served.resume is not None:
                     served.resume[0].outbox.put(_gone(served.attempt))

@@ -11,7 +11,7 @@ from typing import Any
 
 from pdserve.engine.api import Request, Step
 from pdserve.engine.checkpoints import CardData
-from pdserve.engine.engine import Engine
+from pdserve.engine.engine import Engine, Frozen
 from pdserve.engine.handoff.incoming import Received
 from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol import Ticket
@@ -22,7 +22,6 @@ from pdserve.engine.scheduling import EngineStats
 from pdserve.protos import fleet_pb2
 from pdserve.services.common.rpc import advertised
 from pdserve.services.decode.leases import LeaseFigures
-from pdserve.services.decode.migration import OutgoingMigrations
 from pdserve.services.decode.single_flight import SharingPolicy, SingleFlight
 from pdserve.services.worker import DecodeSettings, WorkerRuntime, load_of
 
@@ -34,6 +33,78 @@ REFUSED = {  # receiver's counter: the metric's reason
     "unproven_refused": "stranger",  # connections
 }
 DEADLINE_SLACK_S = 1.0  # the service ends a request at its deadline; the hand-off only if it fails
+MIGRATION_S = 2.0  # longest pause of a stream by a hand-off; then the request continues here
+
+
+class OutgoingMigrations:
+    """Migrations of requests to other decode workers; runs on the engine thread.
+
+        running --freeze--> frozen --send--> sent --Complete of the other side--> gone
+           ^                   |               |
+           +-----unfreeze------+---------------+   or any other end of the hand-off
+
+    Only this engine computes a request's next token until the other worker has verified every
+    block; from then on only that worker does. A frozen request has no steps, and it continues here
+    only if the hand-off ends without Complete. If only the Complete message is lost, both workers
+    may compute the same tokens, and the router takes those of one attempt.
+
+    Calls `on_ended(attempt, sent)` for every hand-off that `unfreeze` did not end.
+    """
+
+    def __init__(
+        self, engine: Engine, sender: Sender, on_ended: Callable[[bytes, Sent], None]
+    ) -> None:
+        self.num_gone = 0
+        self.num_stayed = 0
+        self._engine = engine
+        self._sender = sender
+        self._on_ended = on_ended
+        self._frozen: dict[bytes, Frozen] = {}
+        self._sent: dict[bytes, bytes] = {}  # attempt here -> attempt at the other worker
+        self._sources: dict[bytes, bytes] = {}  # attempt at the other worker -> attempt here
+
+    def freeze(self, attempt: bytes) -> Frozen | None:
+        """Stop the request's steps; None if it cannot migrate now."""
+        held = self._engine.freeze(attempt.hex())
+        if held is not None:
+            self._frozen[attempt] = held
+        return held
+
+    def send(self, attempt: bytes, ticket: Ticket, address: str, receiver: bytes) -> bool:
+        """Hand a frozen request over under a ticket of the worker at `address`; False if it is not
+        frozen. `receiver`: digest of that worker's KV identity."""
+        held = self._frozen.get(attempt)
+        if held is None or attempt in self._sent:
+            return False
+        self._sent[attempt], self._sources[ticket.attempt] = ticket.attempt, attempt
+        key, deadline = attempt.hex(), time.monotonic() + MIGRATION_S
+        self._sender.send_held(ticket, address, key, held.num_tokens, deadline, receiver)
+        return True
+
+    def unfreeze(self, attempt: bytes) -> bool:
+        """Let a frozen request continue here; False if it was not frozen."""
+        if self._frozen.pop(attempt, None) is None:
+            return False
+        target_attempt = self._sent.pop(attempt, None)
+        if target_attempt is not None:
+            del self._sources[target_attempt]
+            self._sender.cancel(target_attempt, "the request stays at the source")
+        self.num_stayed += 1
+        self._engine.resume(attempt.hex())
+        return True
+
+    def ended(self, sent: Sent) -> None:
+        """Handle the end of one of the sender's hand-offs."""
+        attempt = self._sources.pop(sent.attempt, None)
+        if attempt is None:
+            return
+        del self._sent[attempt], self._frozen[attempt]
+        if sent.reason:
+            self.num_stayed += 1
+            self._engine.resume(attempt.hex())
+        else:
+            self.num_gone += 1
+        self._on_ended(attempt, sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +122,8 @@ class DecodeCallbacks:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionReply:
-    """What an admitted attempt waits for; neither if decode computes the prompt itself."""
+    """What an admitted attempt waits for. Neither field is set if decode computes the prompt
+    itself."""
 
     ticket: Ticket | None = None  # for the prefill worker that sends its KV
     follows: bool = False  # waits for the KV of another attempt with a common prefix
@@ -67,11 +139,11 @@ class DecodeRuntime(WorkerRuntime):
         settings: DecodeSettings,
         engine: Engine,
         card: CardData,
-        boot: bytes,
+        incarnation: bytes,
         callbacks: DecodeCallbacks,
         leases: LeaseFigures,
     ) -> None:
-        super().__init__(settings, engine, boot)
+        super().__init__(settings, engine, incarnation)
         if not engine.limits.pooling:  # embeddings have no grammar
             engine.load_grammars()
         self._callbacks = callbacks
@@ -83,7 +155,7 @@ class DecodeRuntime(WorkerRuntime):
         self.receiver = Receiver(
             engine,
             engine.kv,
-            boot=boot,
+            boot=incarnation,
             identity=engine.kv_identity,
             on_received=self._received,
             on_lost=self._lost,
@@ -111,8 +183,8 @@ class DecodeRuntime(WorkerRuntime):
 
     @property
     def promised_tokens(self) -> int:
-        """Tokens of KV that the receiver has promised room for. Any thread may read it; slightly
-        stale."""
+        """Tokens of KV that the receiver has promised room for. Any thread may read it; it may be
+        slightly out of date."""
         return self.receiver.promised_tokens
 
     # Posted by the loop
@@ -120,8 +192,8 @@ class DecodeRuntime(WorkerRuntime):
     def admit_local(
         self, attempt: bytes, request: Request, sharing: SharingPolicy
     ) -> "Future[AdmissionReply | None]":
-        """Queue the prompt in the engine, at once or when the KV that it waits for has arrived. The
-        future raises the engine's errors."""
+        """Queue the prompt in the engine, at once or when the KV that the attempt waits for has
+        arrived. The future raises the engine's errors."""
         chain = self.engine.chain(request)
 
         def admit(engine: Engine) -> AdmissionReply | None:
@@ -142,8 +214,8 @@ class DecodeRuntime(WorkerRuntime):
         deadline: float,
         sharing: SharingPolicy,
     ) -> "Future[AdmissionReply | None]":
-        """Promise room for KV from `prefill_boot`, with a ticket, unless the attempt waits for
-        another's KV. The future returns None if there is no room, and raises the engine's
+        """Promise room for KV from a prefill worker, with a ticket, unless the attempt waits for
+        another attempt's KV. The future returns None if there is no room, and raises the engine's
         errors."""
         chain = self.engine.chain(request)
 
@@ -167,7 +239,7 @@ class DecodeRuntime(WorkerRuntime):
         """End an attempt, or some of its choices, in any state; then its blocks are free."""
 
         def cancel(engine: Engine) -> None:
-            self.migrations.stay(attempt)
+            self.migrations.unfreeze(attempt)
             was_waiting = self.single_flight.cancel(attempt, choices)
             if choices:
                 was_waiting |= self.receiver.cancel_choices(attempt, choices)
@@ -183,7 +255,7 @@ class DecodeRuntime(WorkerRuntime):
         """Stop the attempt's steps, or let them continue; a hand-off continues either way."""
 
         def park(engine: Engine) -> None:
-            self.migrations.stay(attempt)
+            self.migrations.unfreeze(attempt)
             is_follower = self.single_flight.park(attempt, parked)
             if not is_follower and not self.receiver.park(attempt, parked):
                 (engine.park if parked else engine.unpark)(attempt.hex())
@@ -192,8 +264,8 @@ class DecodeRuntime(WorkerRuntime):
         self.thread.post(park)
 
     def is_waiting(self, attempt: bytes) -> "Future[Any]":
-        """Whether the attempt's KV has not begun: its hand-off has no blocks yet, or the attempt
-        that it follows is still queued."""
+        """Return a future: whether nothing of the attempt's KV has been computed or reserved
+        yet."""
 
         def look(_: Engine) -> bool:
             first = self.single_flight.first(attempt)
@@ -201,18 +273,20 @@ class DecodeRuntime(WorkerRuntime):
 
         return self.thread.post(look)
 
-    def hold(self, attempt: bytes) -> "Future[Any]":
-        """Stop the steps of a request before a migration. The future returns Held, or None if the
-        request cannot move."""
-        return self.thread.post(lambda _: self.migrations.hold(attempt))
+    def freeze(self, attempt: bytes) -> "Future[Any]":
+        """Stop the steps of a request before a migration. The future returns the engine's Frozen, or
+        None if the request cannot migrate."""
+        return self.thread.post(lambda _: self.migrations.freeze(attempt))
 
-    def move(self, attempt: bytes, ticket: Ticket, address: str, receiver: bytes) -> "Future[Any]":
-        """Send a held request's KV. The future returns False if the request is not held."""
+    def migrate(
+        self, attempt: bytes, ticket: Ticket, address: str, receiver: bytes
+    ) -> "Future[Any]":
+        """Send a frozen request's KV. The future returns False if the request is not frozen."""
         return self.thread.post(lambda _: self.migrations.send(attempt, ticket, address, receiver))
 
-    def stay(self, attempt: bytes) -> None:
-        """Let a held or moving request continue here."""
-        self.thread.post(lambda _: self.migrations.stay(attempt))
+    def unfreeze(self, attempt: bytes) -> None:
+        """Let a frozen or migrating request continue here."""
+        self.thread.post(lambda _: self.migrations.unfreeze(attempt))
 
     # On the engine thread
 

@@ -1,4 +1,5 @@
-"""Lets requests wait for KV that is on its way for others; runs on the engine thread.
+"""Lets requests wait for KV that is being computed or received for others; runs on the engine
+thread.
 
 This is single flight: of prompts with a common prefix, one is computed and the others share it.
 
@@ -12,9 +13,9 @@ blocks beyond the shared ones:
         |    --its leader ends before that-------------------> take(): lost
         +----over()------------------------------------------> forgotten
 
-A leader may have no steps because its router is lost. Followers that have no steps either keep
-waiting for it; for the other followers it has ended. Invariant: a follower's leader began before
-it, so there is no cycle, and the end of a leader ends all behind it in one `take`.
+A leader that is parked (its router is lost) makes no progress. Followers that are parked too keep
+waiting for it; for the other followers it has ended. Invariant: a leader began before its
+followers, so there is no cycle, and the end of a leader ends all its followers in one `take`.
 
 The engine does not know a follower while it waits. When the KV has arrived, the follower is
 submitted like any other request and finds the blocks by prefix matching. When the KV is lost, or
@@ -40,7 +41,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.handoff.recorder import EventLog
 
 LOST = "the KV that the request waited for was lost"
-TAIL = "the rest of the prompt is worth a hand-off"
+TAIL = "the rest of the prompt is long enough for a prefill worker"
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +57,7 @@ class _Leader:
 
     @property
     def stuck(self) -> bool:
-        """Whether no more blocks arrive for now."""
+        """Whether the leader's KV does not grow at present."""
         return self.over or (self.parked and self.in_engine)
 
 
@@ -69,7 +70,7 @@ class _Follower:
 
 @dataclass(frozen=True, slots=True)
 class SharedBlocks:
-    """The prefix that a chain shares with a leader's chain."""
+    """The beginning of a prompt's chain that a leader's chain also has."""
 
     leader: str  # the leader's key
     blocks: int  # length of the prefix, including blocks that have arrived
@@ -103,15 +104,16 @@ class PromisedPrefixes:
 
     @property
     def changed(self) -> bool:
-        """Whether `take` may return something."""
+        """Whether `take` may have followers to return."""
         return self._changed and bool(self._followers)
 
     def find(
         self, chain: Sequence[bytes], num_cached: int, priority: int = 0
     ) -> SharedBlocks | None:
-        """The longest prefix of a chain that is on its way; None if it is no longer than the first
-        `num_cached` blocks, which are cached. Leaders with a higher priority value than `priority`
-        are excluded, since other requests may overtake them for long."""
+        """Return the longest prefix of a chain that a leader is computing or receiving; None if it
+        is no longer than the first `num_cached` blocks, which are cached. Leaders with a higher
+        priority value than `priority` are excluded, since other requests may overtake them for
+        long."""
         best: SharedBlocks | None = None
         for index in range(num_cached, len(chain)):
             promisers = self._promised.get(chain[index], ())
@@ -124,8 +126,7 @@ class PromisedPrefixes:
         return best
 
     def lead(self, key: str, chain: Sequence[bytes], in_engine: bool, priority: int = 0) -> None:
-        """Promise the KV of a chain that is on its way; `in_engine`: decode's own engine computes
-        it."""
+        """Add a leader for a chain. `in_engine`: decode's own engine computes it."""
         leader = self._leaders[key] = _Leader(key, chain, priority, in_engine=in_engine)
         for link in chain:
             self._promised.setdefault(link, {})[leader] = None
@@ -133,13 +134,14 @@ class PromisedPrefixes:
     def follow(
         self, key: str, chain: Sequence[bytes], shared: SharedBlocks, priority: int = 0
     ) -> None:
-        """Wait for the shared blocks; also promises the rest of the request's chain."""
+        """Add a follower, which waits for the shared blocks and is a leader for the rest of its
+        chain."""
         leader = self._leaders[shared.leader]
         self.lead(key, chain, in_engine=False, priority=priority)
         self._followers[key] = _Follower(self._leaders[key], leader, shared.blocks)
 
     def leader_of(self, key: str) -> str | None:
-        """The leader that a follower waits for; None if `key` is not a follower."""
+        """Return the leader that a follower waits for; None if `key` is not a follower."""
         follower = self._followers.get(key)
         return None if follower is None else follower.leader.key
 
@@ -168,8 +170,7 @@ class PromisedPrefixes:
             self._changed = True
 
     def over(self, key: str) -> None:
-        """Remove an attempt of which no more blocks will arrive: it is complete, lost or
-        cancelled."""
+        """Remove an attempt whose KV is complete, lost or cancelled."""
         leader = self._leaders.pop(key, None)
         if leader is None:
             return
@@ -211,7 +212,7 @@ class SingleFlightStats:
 
 @dataclass(frozen=True, slots=True)
 class SharingPolicy:
-    """Whether an attempt may share KV that is on its way, according to its Admit."""
+    """Whether an attempt may share the KV of other attempts, according to its Admit."""
 
     min_tokens: int = 0  # missing tokens worth a wait or a hand-off; 0: do not wait
     local: bool = True  # if it does not wait, decode computes the prompt itself
@@ -228,10 +229,10 @@ class _Waiting:
 
 
 class SingleFlight:
-    """The waiting requests of one decode worker.
+    """The attempts of one decode worker that wait for the KV of others.
 
-    `poll` calls `attached(attempt)` when the engine has a follower, and `place_again(attempt,
-    cached tokens, reason)` when the follower cannot continue here.
+    `poll` calls `attached(attempt)` when a follower is in the engine, and `place_again(attempt,
+    cached tokens, reason)` when it cannot continue here.
     """
 
     def __init__(
@@ -259,8 +260,8 @@ class SingleFlight:
         return self._prefixes.num_leaders
 
     def follows(self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy) -> bool:
-        """Let the request wait for another's KV if that is worth it; return whether it waits.
-        Raises what Engine.submit raises."""
+        """Let the request wait for another's KV if that saves enough. Returns whether it waits;
+        raises what Engine.submit raises."""
         shared = self._shared_blocks(request, chain, sharing)
         if shared is None:
             return False
@@ -274,7 +275,8 @@ class SingleFlight:
         return True
 
     def leads(self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy) -> None:
-        """Record that the request's KV is on its way, so that others may wait for it."""
+        """Record that the request's KV is being computed or received, so that others may wait for
+        it."""
         if chain and sharing.leads:
             self._prefixes.lead(request.key, chain, sharing.local, request.priority)
 
@@ -308,7 +310,7 @@ class SingleFlight:
         return waiting is not None
 
     def first(self, attempt: bytes) -> bytes:
-        """The attempt at the head of a chain of followers; the attempt itself if it does not
+        """Return the attempt at the head of a chain of followers; the attempt itself if it does not
         follow."""
         key = attempt.hex()
         while (leader := self._prefixes.leader_of(key)) is not None:
@@ -320,7 +322,7 @@ class SingleFlight:
         return self._prefixes.is_queued(attempt.hex())
 
     def on_step(self, step: Step) -> bool:
-        """Record what the engine did for leaders; return whether `poll` has work."""
+        """Record what a step of the engine did for leaders. Returns whether `poll` has work."""
         prefixes = self._prefixes
         for event in step.events:
             match event:
@@ -339,7 +341,8 @@ class SingleFlight:
         return prefixes.changed
 
     def poll(self) -> None:
-        """Between steps: submit followers whose KV has arrived, and have lost ones placed again."""
+        """Submit followers whose KV has arrived, and return lost ones to the router. Called between
+        steps."""
         while self._prefixes.changed:
             ended = self._prefixes.take()
             for key in ended.ready:
@@ -350,8 +353,8 @@ class SingleFlight:
     def _shared_blocks(
         self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy
     ) -> SharedBlocks | None:
-        """The blocks to wait for; None if waiting is not worth it. Waiting must save as many tokens
-        as a hand-off must, and at least half of the missing ones."""
+        """Return the blocks to wait for, or None. Waiting must save as many tokens as are worth a
+        hand-off, and at least half of the missing ones."""
         if not sharing.min_tokens or request.needs_whole_prompt:
             return None
         num_cached = self._engine.num_found(chain)
@@ -368,11 +371,12 @@ class SingleFlight:
         return shared if enough else None
 
     def _min_tokens(self, sharing: SharingPolicy) -> int:
-        """The minimum of tokens worth a wait or a hand-off: at least a block."""
+        """Return the number of tokens that is worth a wait or a hand-off; at least a block."""
         return max(sharing.min_tokens, self._size)
 
     def _attach(self, key: str) -> None:
-        """Submit a follower like any request whose prefix is cached, or have it placed again."""
+        """Submit a follower to the engine, or return it to the router if the rest of its prompt is
+        long."""
         waiting = self._waiting[key]
         remaining = len(prefix_ids(waiting.request)) - 1 - self._num_cached(waiting)
         if remaining >= self._min_tokens(waiting.sharing) and not waiting.sharing.local:

@@ -17,7 +17,7 @@ KEEP_S = 60.0  # an endpoint that only proxies name is forgotten if not named fo
 
 
 class Endpoint:
-    """One ip:port."""
+    """An ip:port that requests can be sent to."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -31,12 +31,12 @@ class Endpoint:
         return host_of(self.address)
 
     def load(self, now: float) -> float:
-        """Return the open requests there, at any `now`: recent ones that have ended do not count,
-        so that a returning conversation finds its endpoint."""
+        """Return the number of open requests; `now` is not used. Ended ones do not count, so that a
+        returning conversation finds its endpoint."""
         return self.num_open
 
     def sent(self, now: float) -> None:
-        """Count one more request there."""
+        """Count a request that is sent there."""
         self.num_open += 1
         self.used_at = now
 
@@ -66,7 +66,7 @@ class Endpoints:
         return len(self._known)
 
     async def keep(self) -> None:
-        """Resolve the targets again and again, until cancelled."""
+        """Resolve the targets repeatedly, until cancelled."""
         self._loop = asyncio.get_running_loop()
         try:
             while self._targets:
@@ -83,12 +83,12 @@ class Endpoints:
             self._discovery.close()
 
     def _on_change(self) -> None:
-        """Called from any thread."""
+        """The targets may resolve to other addresses now; called from any thread."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._changed.set)
 
     def set_resolved(self, addresses: Iterable[str]) -> None:
-        """Take what the targets resolve to now."""
+        """Replace the ready endpoints."""
         ready = frozenset(addresses)
         self._misses = 0 if ready else self._misses + 1
         if not ready and self._ready and self._misses < MAX_MISSES:
@@ -133,13 +133,14 @@ class Endpoints:
                 del self._known[address]
 
     def get(self, address: str) -> Endpoint | None:
-        """Return an endpoint that was a candidate lately, if any."""
+        """Return a known endpoint, if there is one with this address."""
         return self._known.get(address)
 
 
 def spread(candidates: Sequence[Endpoint], key: bytes, now: float) -> list[Endpoint]:
-    """Return the order in which a request that fits anywhere tries the candidates. `key`: of its
-    conversation, which stays at one endpoint while that has no more than its share; empty: none."""
+    """Return the candidates in the order in which a request is to try them if any would do. `key`:
+    of the request's conversation, which stays at one endpoint while that has no more than its
+    share; empty: none."""
     order = sorted(candidates, key=lambda endpoint: endpoint.rank(now))
     usable = [endpoint for endpoint in order if now >= endpoint.avoided_until]
     preferred = choose(usable, key, now) if key else None

@@ -1,80 +1,45 @@
-"""The endpoint picker's process: its gRPC service, and how its parts are built, serve and drain."""
+"""The endpoint picker's process: builds its parts, serves, drains."""
 
 import asyncio
-import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
-
-import grpc.aio
+from typing import TYPE_CHECKING
 
 from pdserve.gateway import AdmissionLimits, make_text_limits
 from pdserve.gateway.http import HttpLimits
 from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.gateway.router_client import RouterClient
-from pdserve.protos import ext_proc_pb2 as pb
-from pdserve.protos.ext_proc_pb2_grpc import (
-    ExternalProcessorServicer,
-    add_ExternalProcessorServicer_to_server,
-)
+from pdserve.protos.ext_proc_pb2_grpc import add_ExternalProcessorServicer_to_server
 from pdserve.services.common import lifecycle
 from pdserve.services.common.auth import make_access, make_tls
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import freeze_heap
-from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants import RateLimits, RateSettings, make_keys
+from pdserve.services.common.rate_limits import RateLimits, RateSettings
+from pdserve.services.common.server import GrpcServer
+from pdserve.services.common.tenants import make_keys
 from pdserve.services.common.tracing import NO_TRACER, Tracer, tracing
 from pdserve.services.picker.endpoints import Endpoints
-from pdserve.services.picker.exchange import Exchange, HeldBodies
-from pdserve.services.picker.metrics import PickerMetrics
-from pdserve.services.picker.picker import EndpointPicker
+from pdserve.services.picker.picker import EndpointPicker, PickerMetrics
 from pdserve.services.picker.prompts import PromptReader, PromptService
+from pdserve.services.picker.servicer import Exchange, ExternalProcessorServicer, HeldBodies
 from pdserve.services.picker.settings import PickerSettings
 from pdserve.text import ParserChoice
 from pdserve.text.workers import TokenizerPool
 
 if TYPE_CHECKING:
-    from pdserve.services.common.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics import MetricsPort
 
-log = logging.getLogger("pdserve.picker")
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 METHOD = f"/{SERVICE}/Process"
-Context = grpc.aio.ServicerContext[Any, Any]
 NAMES = ("readiness", SERVICE)  # of health checks in the protocol
 LIVE = "liveness"
 LOOK_S = 1.0  # between two looks for models, whose tokenizers are loaded ahead
 LAME_DUCK_S = 2.0  # for proxies to notice a stop before new connections are refused
 
 
-class PickerServicer(ExternalProcessorServicer):
-    """Serves ext_proc; `exchange` makes an Exchange."""
-
-    def __init__(self, exchange: Callable[[], Exchange], metrics: PickerMetrics) -> None:
-        self._exchange = exchange
-        self._metrics = metrics
-
-    async def Process(
-        self, request_iterator: AsyncIterator[pb.ProcessingRequest], context: Context
-    ) -> AsyncIterator[pb.ProcessingResponse]:
-        """Serve one HTTP request until its proxy's stream ends. An exception here ends the stream
-        with an error, and the Gateway's failure mode decides what happens to the request."""
-        exchange = self._exchange()
-        try:
-            async for message in request_iterator:
-                for response in await exchange.take(message):
-                    yield response
-        except Exception:
-            self._metrics.failed()
-            log.exception("a proxy's stream failed")
-            raise
-        finally:
-            exchange.close()
-
-
 class PickerProcess:
-    """A running picker; tests use it without signals."""
+    """A running picker without signal handling, which tests use too."""
 
     def __init__(self, settings: PickerSettings, tracer: Tracer = NO_TRACER) -> None:
         """Raises OSError for unreadable files, ValueError for settings that cannot work."""
@@ -82,7 +47,7 @@ class PickerProcess:
         self._keys = make_keys(settings)
         access = make_access(settings)
         self._tls = make_tls(settings.tls_cert, settings.tls_key)
-        self.host = GrpcHost(
+        self.grpc_server = GrpcServer(
             access, (METHOD,), (SERVICE,), checked_names=NAMES, live_name=LIVE
         )  # callers are proxies, which have no certificate of the cluster
         self.metrics = PickerMetrics()
@@ -137,12 +102,14 @@ class PickerProcess:
     async def start(self) -> None:
         """Listen. Raises OSError if an address is taken."""
         bind = self._settings.bind
-        servicer = PickerServicer(self._exchange, self.metrics)
-        add_ExternalProcessorServicer_to_server(servicer, self.host.server)
-        self.address = f"{bind.rpartition(':')[0]}:{self.host.listen_for_clients(bind, self._tls)}"
-        self.host.listen_for_probes(bind, self._settings.probe_port)
+        servicer = ExternalProcessorServicer(self._exchange, self.metrics)
+        add_ExternalProcessorServicer_to_server(servicer, self.grpc_server.server)
+        self.address = (
+            f"{bind.rpartition(':')[0]}:{self.grpc_server.listen_for_clients(bind, self._tls)}"
+        )
+        self.grpc_server.listen_for_probes(bind, self._settings.probe_port)
         self._text_pool.prepare()
-        await self.host.start()
+        await self.grpc_server.start()
         self.watching = [
             await self.client.start(),
             asyncio.create_task(self.endpoints.keep(), name="endpoints"),
@@ -161,18 +128,18 @@ class PickerProcess:
         """Report SERVING once the endpoints are known; routers may connect later."""
         await self.endpoints.ready_known.wait()
         freeze_heap()
-        self.host.set_serving(True)
+        self.grpc_server.set_serving(True)
         await asyncio.Event().wait()
 
     async def drain(self) -> None:
-        """Let streams go on until their responses have ended; new ones go to other pickers."""
+        """Let streams continue until their responses have ended; new ones go to other pickers."""
         await asyncio.sleep(min(LAME_DUCK_S, self._settings.drain_s))
-        await self.host.server.stop(self._settings.drain_s)
+        await self.grpc_server.server.stop(self._settings.drain_s)
 
     async def stop(self, grace_s: float) -> None:
         for task in self.watching:
             task.cancel()
-        await self.host.stop(grace_s)
+        await self.grpc_server.stop(grace_s)
         await self.client.close()
         await self._service.catalog.close()
 
@@ -187,7 +154,7 @@ async def serve(settings: PickerSettings, report: Report, tracer: Tracer = NO_TR
         for task in picker.watching:
             if task.get_name() == "announce":
                 task.cancel()
-        picker.host.set_serving(serving)
+        picker.grpc_server.set_serving(serving)
 
     try:
         return await run_until_signal(
@@ -205,7 +172,7 @@ async def serve(settings: PickerSettings, report: Report, tracer: Tracer = NO_TR
 def _serve_metrics(picker: PickerProcess, settings: PickerSettings) -> "MetricsPort | None":
     if not settings.metrics_port:
         return None
-    from pdserve.services.common.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics import MetricsPort
 
     return MetricsPort(settings, settings.bind, settings.tls_cert, picker.metrics)
 

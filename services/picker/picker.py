@@ -5,9 +5,12 @@ Invariant: a decision takes at most `limit_s`, however slow routers and tokenize
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import Metric
 
 from pdserve.gateway.http import API_KEY, SESSION_ID
 from pdserve.protos.common_pb2 import OVERLOADED, UNAVAILABLE, ErrorCode
@@ -16,7 +19,6 @@ from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.tenants import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.picker.endpoints import AVOID_S, Endpoint, Endpoints, spread
-from pdserve.services.picker.metrics import PickerMetrics
 from pdserve.services.picker.prompts import RequestPrompt
 
 NO_WORKER_S = 1.0  # how long no router is queried about hosts without a decode worker
@@ -25,8 +27,55 @@ MAX_IDS = 1 << 20  # of a prompt sent to routers: 3 MB
 KEY_BYTES = 512  # of a body: identify its conversation if the client names none
 
 
+BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+class PickerMetrics:
+    """The picker's metrics, as a Prometheus collector."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._decisions = Counter(
+            "pdserve_picker_decisions",
+            "Requests by the reason for their endpoint, or for having none",
+            ("reason",),
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "pdserve_picker_decision_seconds",
+            "Seconds from a request's body to its endpoint",
+            buckets=BUCKETS_S,
+            registry=registry,
+        )
+        self._elsewhere = Counter(
+            "pdserve_picker_served_elsewhere",
+            "Requests answered by an endpoint other than the first choice",
+            registry=registry,
+        )
+        self._failures = Counter(
+            "pdserve_picker_failures",
+            "Proxy streams that failed because of an internal error of the picker",
+            registry=registry,
+        )
+
+    def decided(self, reason: str, seconds: float | None) -> None:
+        """Count a request that got an endpoint after `seconds`, or none (None)."""
+        self._decisions.labels(reason).inc()
+        if seconds is not None:
+            self._seconds.observe(seconds)
+
+    def served_elsewhere(self) -> None:
+        self._elsewhere.inc()
+
+    def failed(self) -> None:
+        self._failures.inc()
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._registry.collect()
+
+
 class PolicyRouters(Protocol):
-    """The routers, whose policy picks hosts."""
+    """The routers, whose placement policy chooses hosts."""
 
     @property
     def num_connected(self) -> int: ...
@@ -37,7 +86,7 @@ class PolicyRouters(Protocol):
 
 
 class PromptSource(Protocol):
-    """Makes prompts from bodies."""
+    """Makes prompts from request bodies."""
 
     async def read(self, path: str, body: bytes, tenant: Tenant) -> RequestPrompt | None: ...
 
@@ -59,7 +108,8 @@ class ProxiedRequest:
 
 @dataclass(slots=True)
 class EndpointChoice:
-    """Endpoints in the order in which they are tried, the reason, and the holder of the request."""
+    """The endpoints for a request in the order in which they are tried, the reason, and the
+    endpoint that counts the request as open."""
 
     endpoints: tuple[Endpoint, ...]
     reason: str
@@ -67,7 +117,7 @@ class EndpointChoice:
 
     @property
     def text(self) -> str:
-        """The endpoints as the protocol writes them."""
+        """The endpoints as the ext_proc protocol writes them."""
         return ",".join(endpoint.address for endpoint in self.endpoints)
 
     def held_by(self, endpoint: Endpoint, now: float) -> None:
@@ -85,7 +135,7 @@ class EndpointChoice:
 
 
 class EndpointPicker:
-    """All decisions of one process."""
+    """Chooses the endpoints of all requests of one process."""
 
     def __init__(
         self,
@@ -123,7 +173,7 @@ class EndpointPicker:
         return is_json and headers.get(":method") == "POST" and self.tenant(headers) is not None
 
     async def pick(self, request: ProxiedRequest) -> EndpointChoice:
-        """Choose endpoints; the first counts as the holder unless another has `served` the request.
+        """Choose endpoints. The first one counts the request as open until another has `served` it.
         Raises ServiceError UNAVAILABLE if none is ready, OVERLOADED if the request would be
         refused."""
         began = self._clock()
@@ -207,7 +257,7 @@ class EndpointPicker:
         self._no_worker_until[hosts] = self._clock() + NO_WORKER_S
 
     def served(self, choice: EndpointChoice, address: str) -> None:
-        """Note the endpoint that answered, by the proxy's report; those before it could not."""
+        """The proxy reported which endpoint answered; those before it could not."""
         now = self._clock()
         addresses = [endpoint.address for endpoint in choice.endpoints]
         skipped = choice.endpoints[: addresses.index(address)] if address in addresses else ()

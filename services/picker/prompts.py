@@ -1,5 +1,5 @@
-"""The prompt of a request's body, made as a gateway makes it: by a gateway's own APIs, template and
-tokenizer, over a Service that ends each request once its prompt is known."""
+"""Finds the prompt in a request's body with a gateway's own APIs, template and tokenizer, over a
+Service that ends each request once its prompt is known."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -35,7 +35,7 @@ from pdserve.text import ChatCompletionRequest, TextCompletionRequest
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompt:
-    """The prompt that a router places; the first of several."""
+    """The first prompt of a request, which a router places."""
 
     model: str
     ids: Sequence[int]
@@ -94,7 +94,7 @@ def _end(
 
 
 class PromptReader:
-    """All APIs of a gateway that have prompts."""
+    """Finds the prompt in a request of any API of a gateway."""
 
     def __init__(self, service: PromptService, limits: HttpLimits) -> None:
         bodies = BodyReader(limits)
@@ -108,7 +108,8 @@ class PromptReader:
         self._routes = create_routes(self._dialects, service, self.readiness)
 
     async def read(self, path: str, body: bytes, tenant: Tenant) -> RequestPrompt | None:
-        """Return the prompt; None if it has none or is invalid, which its gateway will report."""
+        """Return the prompt; None if the request has none or is invalid, which its gateway will
+        report."""
         prompts: list[RequestPrompt] = []
         token = _recorded_prompts.set(prompts)
         try:

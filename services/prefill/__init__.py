@@ -1,3 +1,3 @@
 """The prefill worker: computes the KV of prompts and sends it."""
 
-from pdserve.services.prefill.main import run
+from pdserve.services.prefill.servicer import run

@@ -1,7 +1,7 @@
 """The prefill service's attempts, from PrefillStart to Done or Failed, and its engine thread.
 
 Everything runs on the loop; PrefillRuntime posts to the engine thread. A lost session does not end
-its attempts: if no router wants an attempt any more, decode responds to its Claim with Gone. A
+its attempts: decode responds with Gone to the Claim of an attempt that no router needs any more. A
 router that has adopted an attempt sends its PrefillStart again, and receives its events from then
 on. If the attempt has ended, its last event is sent again, since the router that received it first
 may be gone.
@@ -58,10 +58,10 @@ class PrefillRuntime(WorkerRuntime):
         settings: PrefillSettings,
         engine: Engine,
         card: CardData,
-        boot: bytes,
+        incarnation: bytes,
         on_ended: Callable[[Sent], None],
     ) -> None:
-        super().__init__(settings, engine, boot)
+        super().__init__(settings, engine, incarnation)
         self._on_ended = on_ended
         transports = self._usable_transports()
         self.sender = self._make_sender(transports, self._ended)
@@ -78,7 +78,7 @@ class PrefillRuntime(WorkerRuntime):
         deadline: float,
         receiver: bytes,
     ) -> "Future[Any]":
-        """Queue a prompt. The future raises the engine's errors."""
+        """Queue a prompt to compute and send. The future raises the engine's errors."""
 
         def start(_: Engine) -> None:
             self.sender.start_sending(ticket, address, prompt, deadline, receiver)
@@ -96,7 +96,7 @@ class PrefillRuntime(WorkerRuntime):
         self.thread.post(cancel)
 
     def hand_back(self) -> None:
-        """End every attempt that has not begun."""
+        """End every attempt that has not begun, so that the routers place it elsewhere."""
         self.thread.post(lambda _: self.sender.hand_back())
 
     # On the engine thread
@@ -120,7 +120,7 @@ class PrefillRuntime(WorkerRuntime):
 
 @dataclass(slots=True)
 class SendingAttempt:
-    """One attempt that has not ended."""
+    """An attempt that has not ended."""
 
     owner: PrefillSession  # receives the attempt's events
     request: str
@@ -213,8 +213,9 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         sending.owner.outbox.put(event)
 
     def _answer_repeat(self, session: PrefillSession, start: wire.PrefillStart) -> bool:
-        """Whether the attempt has ended, or runs under this ticket; a running one sends its events
-        to this session from now on."""
+        """Answer a PrefillStart that was sent before: the attempt has ended, or it runs under this
+        ticket and sends its events to this session from now on. Returns False if the PrefillStart
+        is new."""
         ended = self._ended.get(start.attempt)
         if ended is not None:
             session.outbox.put(ended.event)
@@ -256,7 +257,11 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         if difference is not None:
             raise ServiceError(pb.INVALID_ARGUMENT, difference.text, "kv_identity")
         return Ticket(
-            wire_ticket.id, wire_ticket.secret, start.attempt, runtime.boot, wire_ticket.decode_boot
+            wire_ticket.id,
+            wire_ticket.secret,
+            start.attempt,
+            runtime.incarnation,
+            wire_ticket.decode_boot,
         )
 
     def _started(self, attempt: bytes, future: "Future[Any]") -> None:

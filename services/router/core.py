@@ -1,6 +1,6 @@
-"""The router as one object: connects fleet, dispatcher and worker sessions to the loop's clock.
+"""Connects the router's parts to each other and to the clock: fleet, requests and worker sessions.
 
-Only this module reads the clock; the modules below take time as an argument.
+Only this module reads the clock; the modules that it uses take time as an argument.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from pdserve.services.common.auth import Access
 from pdserve.services.common.rpc import RequestProgress, TokenRow
 from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.services.router.dispatcher import Dispatcher
-from pdserve.services.router.fleet import CAPACITY, Event, Fleet, Worker, WorkerSessions
+from pdserve.services.router.fleet import MAX_INDEXED_BLOCKS, Event, Fleet, Worker, WorkerSessions
 from pdserve.services.router.placement import Rules
 from pdserve.services.router.request import Client, PickedHost, PickQuery
 
@@ -29,7 +29,8 @@ STALL_S = 0.5  # gap between two ticks from which the router itself stood still
 
 
 class RouterCore:
-    """The interface that the servicers call. Construct it inside the running loop."""
+    """The router's fleet, requests and worker sessions; the servicers call it. Construct it inside
+    the running loop."""
 
     def __init__(
         self,
@@ -37,12 +38,12 @@ class RouterCore:
         rules: Rules,
         max_queued: int,
         tracer: Tracer = NO_TRACER,
-        prefix_index_hashes: int = CAPACITY,
+        prefix_index_hashes: int = MAX_INDEXED_BLOCKS,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self.boot = os.urandom(16)
+        self.incarnation = os.urandom(16)
         self.fleet = Fleet(prefix_index_hashes)
-        self.worker_sessions = WorkerSessions(access, self.boot, self)
+        self.worker_sessions = WorkerSessions(access, self.incarnation, self)
         self.dispatcher = Dispatcher(
             self.fleet,
             rules,
@@ -53,7 +54,9 @@ class RouterCore:
             tracer,
         )
         self.num_isolations = 0  # times that it heard from too few workers
-        self.deaths: Counter[tuple[str, str]] = Counter()  # without goodbye, by model and role
+        self.deaths: Counter[tuple[str, str]] = (
+            Counter()
+        )  # without a drain before, by model and role
         self._idle = asyncio.Event()  # while draining: set when the last client has left
         # Ends only by a failure or by `close`.
         self.ticker = asyncio.create_task(self._tick(), name="router tick")
@@ -101,25 +104,25 @@ class RouterCore:
     def _lose(self, dead: list[Worker]) -> None:
         for worker in dead:
             if not worker.leaving:
-                log.warning("worker %s is dead", worker.hello.address)
+                log.warning("worker %s died or cannot be reached any more", worker.address)
             self.deaths[_model_and_role(worker.hello)] += worker.stays
             self.worker_sessions.close(worker)
             self.dispatcher.disconnected(worker, died=worker.stays, now=self._loop.time())
 
     def _forget_leaving(self) -> None:
-        """Forget the workers that leave this router and run none of its requests any more; `report`
-        then ends their leases."""
+        """Forget the deregistered workers that run no request of this router any more; the next
+        `report` of each then ends its join stream."""
         leaving = self.fleet.leaving()
         used = self.dispatcher.workers_in_use() if leaving else ()
         for worker in leaving:
             if worker not in used:
-                log.info("worker %s has left this router for others", worker.hello.address)
+                log.info("worker %s is deregistered; it uses other routers", worker.address)
                 self._lose(self.fleet.lost(worker))
 
     # --- join streams
 
     def join(self, hello: fleet_pb2.WorkerHello) -> Worker:
-        """Take a worker whose join stream began."""
+        """Register a worker whose join stream began."""
         now = self._loop.time()
         worker, dead = self.fleet.join(hello, now)
         self._lose(dead)
@@ -127,7 +130,7 @@ class RouterCore:
         self.dispatcher.joined(worker)
         model, role = _model_and_role(hello)
         self.deaths[model, role] += 0  # so that the Prometheus counter starts at zero
-        log.info("%s worker %s joined, model %s", role, hello.address, model)
+        log.info("%s worker %s registered, model %s", role, hello.address, model)
         return worker
 
     def report(self, worker: Worker, report: fleet_pb2.WorkerReport, lease: int) -> bool:
@@ -136,7 +139,7 @@ class RouterCore:
         newest of a worker's streams counts, and messages of the others are ignored; a worker has
         several if two addresses lead to this router."""
         now = self._loop.time()
-        if self.fleet.get(worker.boot) is not worker or not worker.lease:
+        if self.fleet.get(worker.incarnation) is not worker or not worker.lease:
             return False
         if worker.lease != lease:
             return True
@@ -151,27 +154,28 @@ class RouterCore:
             self._beat(worker, report.heartbeat, now)
         elif kind == "prefixes":
             if not worker.prefixes.apply(report.prefixes):
-                text = "worker %s must join again: prefix cache events are missing"
-                log.warning(text, worker.hello.address)
+                text = "worker %s must register again: some of its prefix cache events are missing"
+                log.warning(text, worker.address)
                 return False
         elif kind == "goodbye":
-            action = "is leaving this router" if report.goodbye.leaves else "is draining"
-            log.info("worker %s %s: %s", worker.hello.address, action, report.goodbye.reason)
-            self.fleet.goodbye(worker, report.goodbye.leaves)
+            action = "deregisters from this router" if report.goodbye.leaves else "is draining"
+            log.info("worker %s %s: %s", worker.address, action, report.goodbye.reason)
+            self.fleet.deregister(worker, report.goodbye.leaves)
         return True
 
     def _beat(self, worker: Worker, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
         if not self.fleet.beat(worker, heartbeat, now):
             return
+        address = worker.address
         if worker.frozen:
-            log.warning("the engine of worker %s is frozen", worker.hello.address)
+            log.warning("the engine of worker %s is frozen: it makes no progress", address)
             self.dispatcher.frozen(worker, now)
         else:
-            log.warning("the engine of worker %s makes progress again", worker.hello.address)
+            log.warning("the engine of worker %s makes progress again", address)
             self.dispatcher.tick(now)
 
     def left(self, worker: Worker, lease: int) -> None:
-        """Note that a worker's join stream ended."""
+        """A worker's join stream ended."""
         self._lose(self.fleet.stream_ended(worker, lease, self._loop.time()))
 
     # --- SessionListener of the worker sessions
@@ -212,43 +216,44 @@ class RouterCore:
         self.dispatcher.cancel(client, request, choices, self._loop.time())
 
     def client_gone(self, client: Client) -> None:
-        """Note that a gateway's session ended."""
+        """A gateway's session ended."""
         self.dispatcher.client_gone(client, self._loop.time())
 
     def pick(self, query: PickQuery) -> list[PickedHost]:
-        """Pick hosts for an endpoint picker (requests/placer.py)."""
+        """Return hosts for an endpoint picker's query, the best first."""
         return self.dispatcher.placer.pick(query, self._loop.time())
 
     def decodes_at(self, hosts: Collection[str]) -> bool:
         """Return whether a decode worker of any model is at one of the hosts."""
         workers = self.fleet.workers.values()
-        return any(w.hello.role == fleet_pb2.DECODE and w.host in hosts for w in workers)
+        return any(w.role == fleet_pb2.DECODE and w.host in hosts for w in workers)
 
     def refuses(self, pool: tuple[str, str], tenant: bytes) -> bool:
         """Return whether a new request would be refused because too many wait."""
         return self.dispatcher.placer.refuses(pool, tenant, self._loop.time())
 
     def models(self) -> list[pb.ModelCard]:
-        """Return the cards of decode workers that stay, one per name, sorted. If a name has several
-        tokenizers, its card is of the one with the most workers, the newest of equals."""
+        """Return the model info of decode workers that accept work, one per model name, sorted. If
+        a name has several tokenizers, the info is of the tokenizer with the most workers, the
+        newest of equals."""
         pools: dict[str, dict[str, list[pb.ModelCard]]] = {}
         for worker in self.fleet.workers.values():
-            if worker.hello.role == fleet_pb2.DECODE and worker.stays:
+            if worker.role == fleet_pb2.DECODE and worker.stays:
                 tokenizers = pools.setdefault(worker.model, {})
-                cards = tokenizers.setdefault(worker.identity.tokenizer, [])
-                cards.append(worker.hello.card)
+                infos = tokenizers.setdefault(worker.identity.tokenizer, [])
+                infos.append(worker.hello.card)
         newest_first = {name: reversed(list(pools[name].values())) for name in sorted(pools)}
-        return [max(cards, key=len)[0] for cards in newest_first.values()]
+        return [max(infos, key=len)[0] for infos in newest_first.values()]
 
     def view(self) -> FleetView:
-        """Return the fleet, for metrics and people."""
+        """Return the state of the fleet and the router's counters, for metrics and status pages."""
         now = self._loop.time()
         return FleetView(
             workers=[
                 WorkerView(hello=w.hello, load=w.load, state=w.state.value, silent_s=now - w.heard)
                 for w in self.fleet.workers.values()
             ],
-            router_boot=self.boot,
+            router_boot=self.incarnation,
             prefill_local=self.dispatcher.prefills["local"],
             prefill_remote=self.dispatcher.prefills["remote"],
             retries=self.dispatcher.num_retries,

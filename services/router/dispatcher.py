@@ -18,17 +18,16 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.common.errors import ServiceError, quoted
-from pdserve.services.common.metrics import Observations
+from pdserve.services.common.observations import Observations
 from pdserve.services.common.rpc import RequestProgress, TokenRow
 from pdserve.services.common.tracing import NO_TRACER, TraceContext, Tracer
-from pdserve.services.router.fleet import Fleet, ServedModels, Worker
+from pdserve.services.router.fleet import Command, Fleet, ServedModels, Worker
 from pdserve.services.router.placement import Rules
 from pdserve.services.router.request import (
-    FAILURES,
     MAX_CRASHES,
+    ROUTER_ERRORS,
     Assignment,
     Client,
-    Command,
     FailureReason,
     Migrations,
     Placer,
@@ -48,7 +47,7 @@ QUEUE_WAITS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 4
 
 
 class RecentlyFinished:
-    """Placements of ended requests, for KEEP_S seconds."""
+    """Placements of requests that ended in the last KEEP_S seconds."""
 
     def __init__(self) -> None:
         # Oldest first: epoch, placement, time of the end.
@@ -75,7 +74,7 @@ class RecentlyFinished:
 
 
 class Dispatcher:
-    """Owns the requests and implements their Effects."""
+    """Owns the requests of a router and implements their Effects."""
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class Dispatcher:
 
     @property
     def num_attended(self) -> int:
-        """Number of requests whose client is connected; the gateways of the others have left."""
+        """Number of requests whose client is still connected."""
         return sum(r.state.orphan_since is None for r in self._requests.values())
 
     @property
@@ -142,7 +141,7 @@ class Dispatcher:
 
     @property
     def models(self) -> list[str]:
-        """Names of the models that are, or should be, served here."""
+        """Names of the models that are served here, or whose workers are expected back."""
         return self._models.names
 
     @property
@@ -157,7 +156,7 @@ class Dispatcher:
     # --- clients
 
     def submit(self, progress: RequestProgress, client: Client, now: float) -> None:
-        """Take a request; an error in it reaches the client as its Failed."""
+        """Accept a request. If the request is refused, its client receives Failed."""
         start = progress.start
         key = (client.key, start.request)
         predecessor, inherited_attempt = self._requests.get(key), None
@@ -183,11 +182,11 @@ class Dispatcher:
             request.submit(now)
 
     def _refusal(self, request: RoutedRequest, now: float) -> ServiceError | FailureReason | None:
-        """Return why the request is refused, or None if it is taken."""
+        """Return why the request is refused, or None if it is accepted."""
         if self.draining:
             return ServiceError(pb.UNAVAILABLE, "the router is shutting down", "", 1.0)
         if request.state.crash_count >= MAX_CRASHES:
-            return FAILURES[FailureReason.POISON]
+            return ROUTER_ERRORS[FailureReason.POISON]
         # A request that was taken once is taken again.
         resumed = request.progress.start.HasField("placement") or request.progress.begun
         if self.fleet.isolated and not resumed:
@@ -208,19 +207,22 @@ class Dispatcher:
         if checks_placement and self.fleet.get(start.placement.decode_boot) is None:
             return FailureReason.NO_WORKER_HERE  # another router may have its worker
         if not is_served and not self._models:
-            return ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
+            return ServiceError(
+                pb.UNAVAILABLE, "no worker has registered with the router yet", "", 1.0
+            )
         if not is_served:
             text = f"model {quoted(request.model)} is not served"
             return ServiceError(pb.MODEL_NOT_FOUND, text, "model")
         if not resumed and self.placer.is_unread(request):
-            text = "the model's tokenizer changed after the prompt was read; send the request again"
+            text = "the model's tokenizer has changed since the prompt was tokenized; send it again"
             return ServiceError(pb.UNAVAILABLE, text, "", 1.0)
         if request.progress.complete:
             return ServiceError(pb.INVALID_ARGUMENT, "every choice has already ended", "choices")
         return None
 
     def cancel(self, client: Client, request: str, choices: tuple[int, ...], now: float) -> None:
-        """Carry out a client's Cancel; one of an unknown request is stale."""
+        """Cancel a client's request, or some of its choices; a cancel of an unknown request is only
+        counted."""
         routed_request = self._requests.get((client.key, request))
         if routed_request is None:
             self.num_stale += 1
@@ -229,7 +231,7 @@ class Dispatcher:
             self.placer.pump(now)
 
     def client_gone(self, client: Client, now: float) -> None:
-        """Note that a client's session ended: its requests end, unless issued again in time."""
+        """A client's session ended: its requests end too, unless they are issued again in time."""
         for request in self._requests.values():
             if request.client is client:
                 request.step(on.ClientLeft(), now)
@@ -244,12 +246,12 @@ class Dispatcher:
     def place(self, request: RoutedRequest, now: float) -> None:
         self.placer.place(request, now)
 
-    def find(self, boot: bytes) -> Worker | None:
-        worker = self.fleet.get(boot)
+    def find(self, incarnation: bytes) -> Worker | None:
+        worker = self.fleet.get(incarnation)
         return worker if worker and worker.connected and not worker.frozen else None
 
-    def reach(self, boot: bytes, now: float) -> Reachability:
-        worker = self.fleet.get(boot)
+    def reach(self, incarnation: bytes, now: float) -> Reachability:
+        worker = self.fleet.get(incarnation)
         if worker is None:
             may_join = now - self._started < YOUNG_S
         elif worker.connected and not worker.frozen:
@@ -273,23 +275,23 @@ class Dispatcher:
         self.num_retries += num_attempts > 1 and not action.migrates
 
     def stepped(self, request: RoutedRequest, transition: Transition, now: float) -> None:
-        """Move the counters that follow from a step: the only place that says which."""
-        for boot, change in transition.unanswered.items():
-            self.placer.count_unanswered(boot, change)
+        """Update all counters that depend on a step of a request's state machine."""
+        for incarnation, change in transition.unanswered.items():
+            self.placer.count_unanswered(incarnation, change)
         if transition.resumed:
             self.num_adopted += 1
             if request.progress.begun:
                 self.placer.budget.runs(request)
         if (taken := request.assignment_of(transition.taken)) is not None:
             self.placer.taken(request, taken)
-        if (attempt := request.assignment_of(transition.follows_no_more)) is not None:
-            self.placer.follows_no_more(attempt, now)
+        if (attempt := request.assignment_of(transition.stopped_following)) is not None:
+            self.placer.stopped_following(attempt, now)
         if transition.migration_begun:
             self.migrations.begun(request)
-        elif (moved := request.assignment_of(transition.moved)) is not None:
-            self.migrations.done(request, len(moved.ids))
+        elif (target := request.assignment_of(transition.migrated)) is not None:
+            self.migrations.done(request, len(target.ids))
         elif transition.migration_over:
-            self.migrations.stayed(request, transition.failed_step)
+            self.migrations.failed_at(transition.failed_step, request)
 
     def closed(self, request: RoutedRequest, attempt: Assignment, lost: str) -> None:
         if not attempt.adopted:
@@ -323,14 +325,14 @@ class Dispatcher:
     # --- workers
 
     def joined(self, worker: Worker) -> None:
-        """Note a worker's hello."""
-        if worker.hello.role == DECODE:
+        """A worker registered."""
+        if worker.role == DECODE:
             self._models.joined(worker.model)
 
     def connected(self, worker: Worker, now: float) -> None:
-        """Note that the session to a worker is up."""
+        """The session with a worker is open."""
         worker.connected = worker.was_connected = True
-        if worker.hello.role == DECODE:
+        if worker.role == DECODE:
             self.placer.worker_connected(worker, now)
         self.tick(now)  # requests may be looking for it
 
@@ -345,26 +347,26 @@ class Dispatcher:
         self._lost(worker, "frozen", True, now)
 
     def _lost(self, worker: Worker, reason: str, crashed: bool, now: float) -> None:
-        forgotten = self.fleet.get(worker.boot) is not worker
-        if forgotten and worker.hello.role == DECODE:
+        forgotten = self.fleet.get(worker.incarnation) is not worker
+        if forgotten and worker.role == DECODE:
             self.placer.worker_forgotten(worker, now)
-            others = (w.model for w in self.fleet.workers.values() if w.hello.role == DECODE)
+            others = (w.model for w in self.fleet.workers.values() if w.role == DECODE)
             if worker.model not in others:
                 # In a sharded fleet the successor of a crashed worker may join other routers.
                 expected_back = worker.stays and not worker.hello.join_routers
                 self._models.left(worker.model, expected_back, now)
-        event = on.WorkerLost(worker.boot, f"{worker.hello.address} {reason}", crashed, forgotten)
+        event = on.WorkerLost(worker.incarnation, f"{worker.address} {reason}", crashed, forgotten)
         for request in dict.fromkeys(self._by_attempt.values()):
             request.step(event, now)
         self.placer.pump(now)
 
     def on_load(self, worker: Worker, now: float) -> None:
-        """Take a load report, which may mean more room."""
-        if worker.hello.role == DECODE:
+        """A worker reported its load, so it may have more room."""
+        if worker.role == DECODE:
             self.placer.pump(now)
 
     def on_decode(self, worker: Worker, event: wire.DecodeEvent, now: float) -> None:
-        """Take an event of a decode session."""
+        """Pass an event of a decode worker to its request."""
         kind = event.WhichOneof("event")
         if kind is None:
             return
@@ -383,7 +385,8 @@ class Dispatcher:
             self.placer.pump(now)
 
     def on_rows(self, worker: Worker, rows: Iterable[TokenRow], now: float) -> None:
-        """Take tokens of a decode session, of choices that go on."""
+        """Pass tokens of unfinished choices, which a decode worker sent as rows, to their
+        requests."""
         for choice, position, id_ in rows:
             request = self._by_attempt.get(choice.attempt)
             if request is not None and request.pass_on_row(worker, choice, position, id_):
@@ -395,7 +398,7 @@ class Dispatcher:
                 request.on_token(choice, position, id_, now)
 
     def on_prefill(self, worker: Worker, event: wire.PrefillEvent, now: float) -> None:
-        """Take an event of a prefill session."""
+        """Pass an event of a prefill worker to its request."""
         kind = event.WhichOneof("event")
         if kind is None:
             return
@@ -418,9 +421,9 @@ class Dispatcher:
         for request in list(self._requests.values()):
             request.tick(now)
         for request in self.placer.overdue(now):
-            requirement = "weights that began this answer"
+            requirement = "weights that generated the beginning of this response"
             if not request.state.begun:
-                requirement = "tokenizer that the prompt was read with"
+                requirement = "tokenizer that tokenized the prompt"
             text = f"no worker is available with the {requirement}"
             error = ServiceError(pb.UNAVAILABLE, text, "", 1.0)
             request.step(on.RequestRefused(error), now)

@@ -1,6 +1,7 @@
 """The router process: builds its parts, serves, drains."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -8,31 +9,69 @@ from typing import TYPE_CHECKING
 from pdserve.engine.handoff.recorder import EventLog, open_ring
 from pdserve.engine.kv import Mixing
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
+from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.fleet_pb2_grpc import add_FleetServicer_to_server
 from pdserve.protos.router_pb2_grpc import add_RouterServicer_to_server
 from pdserve.services.common import lifecycle
-from pdserve.services.common.auth import make_access, make_tls
+from pdserve.services.common.auth import Access, Role, make_access, make_tls
+from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.lifecycle import Report, run_until_signal, silent
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import freeze_heap
-from pdserve.services.common.rpc import BlobService
-from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants import make_keys, make_rate_limits
+from pdserve.services.common.rate_limits import make_rate_limits
+from pdserve.services.common.rpc import BLOB_CACHE_BYTES, BlobCache, BlobsServicer, read_blob
+from pdserve.services.common.server import GrpcServer
+from pdserve.services.common.tenants import make_keys
 from pdserve.services.common.tracing import NO_TRACER, Tracer, tracing
 from pdserve.services.router.core import RouterCore
-from pdserve.services.router.fleet import FleetBlobs
+from pdserve.services.router.fleet import Fleet
 from pdserve.services.router.placement import Rules
-from pdserve.services.router.servicer import OPEN_METHODS, JoinService, RouterService
+from pdserve.services.router.servicer import OPEN_METHODS, FleetServicer, RouterServicer
 from pdserve.services.router.settings import RouterSettings
 
 if TYPE_CHECKING:
-    from pdserve.services.common.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics import MetricsPort
 
 SERVICES = ("pdserve.v1.Router", "pdserve.v1.Fleet", "pdserve.v1.Blobs")
+log = logging.getLogger(__name__)
+
+
+class FleetBlobs:
+    """Files of the served models (tokenizer, template, generation config) by digest, read from any
+    worker that has them and then cached."""
+
+    def __init__(self, fleet: Fleet, access: Access) -> None:
+        self._fleet = fleet
+        self._access = access
+        self._cache = BlobCache(BLOB_CACHE_BYTES)
+
+    async def get(self, digest: str) -> bytes | None:
+        """Return the file, or None if no worker has it."""
+        return await self._cache.get(digest, self._fetch)
+
+    async def _fetch(self, digest: str) -> bytes | None:
+        for address, role in self._holders(digest):
+            try:
+                async with self._access.open_channel(address, role) as channel:
+                    return await read_blob(channel, digest)
+            except (ServiceError, OSError) as error:
+                log.warning("cannot read model file %s from worker %s: %s", digest, address, error)
+        return None
+
+    def _holders(self, digest: str) -> list[tuple[str, Role]]:
+        """Return address and role of the workers whose model info names the digest."""
+        holders = []
+        for worker in self._fleet.workers.values():
+            card = worker.hello.card
+            names = (card.tokenizer_digest, card.template_digest, card.generation_config_digest)
+            if digest in names:
+                role = Role.DECODE if worker.role == DECODE else Role.PREFILL
+                holders.append((worker.address, role))
+        return holders
 
 
 def make_rules(settings: RouterSettings) -> Rules:
-    """Return how the router places and resumes requests."""
+    """Return the placement rules that the settings describe."""
     mixing = Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics)
     resuming = replace(mixing, numerics=mixing.numerics or not settings.exact_only)
     threshold = settings.remote_prefill_threshold
@@ -40,14 +79,14 @@ def make_rules(settings: RouterSettings) -> Rules:
 
 
 class RouterProcess:
-    """A running router; tests use it without signals."""
+    """A running router without signal handling, which tests use too."""
 
     def __init__(self, settings: RouterSettings, tracer: Tracer = NO_TRACER) -> None:
         self._settings = settings
         self._keys = make_keys(settings)
         self._access = make_access(settings)
         self._tls = make_tls(settings.tls_cert, settings.tls_key)
-        self.host = GrpcHost(self._access, OPEN_METHODS, SERVICES)
+        self.grpc_server = GrpcServer(self._access, OPEN_METHODS, SERVICES)
         self.core = RouterCore(
             self._access,
             make_rules(settings),
@@ -55,34 +94,36 @@ class RouterProcess:
             tracer,
             settings.prefix_index_hashes,
         )
-        self._ring = open_ring(settings.trace_dir, "router", self.core.boot, settings.trace_mb)
+        self._ring = open_ring(
+            settings.trace_dir, "router", self.core.incarnation, settings.trace_mb
+        )
         self.core.dispatcher.event_log = EventLog(self._ring)
         self._rates = make_rate_limits(settings)
-        self._service = RouterService(
+        self._service = RouterServicer(
             self.core, settings, self._access, self._keys, self._rates, tracer
         )
         self.address = self.client_address = ""
 
     async def start(self) -> None:
         """Listen. Raises OSError if an address is taken."""
-        server = self.host.server
+        server = self.grpc_server.server
         add_RouterServicer_to_server(self._service, server)
-        add_FleetServicer_to_server(JoinService(self.core, self._access), server)
+        add_FleetServicer_to_server(FleetServicer(self.core, self._access), server)
         blobs = FleetBlobs(self.core.fleet, self._access)
-        add_BlobsServicer_to_server(BlobService(blobs.get), server)
+        add_BlobsServicer_to_server(BlobsServicer(blobs.get), server)
         self.watching = asyncio.create_task(self._keys.watch(), name="keys")
         bind, client_bind = self._settings.bind, self._settings.client_bind
-        self.address = f"{bind.rpartition(':')[0]}:{self.host.listen(bind)}"
+        self.address = f"{bind.rpartition(':')[0]}:{self.grpc_server.listen(bind)}"
         if client_bind:
-            port = self.host.listen_for_clients(client_bind, self._tls)
+            port = self.grpc_server.listen_for_clients(client_bind, self._tls)
             self.client_address = f"{client_bind.rpartition(':')[0]}:{port}"
-        self.host.listen_for_probes(bind, self._settings.probe_port)
-        await self.host.start()
-        self.host.set_serving(True)
+        self.grpc_server.listen_for_probes(bind, self._settings.probe_port)
+        await self.grpc_server.start()
+        self.grpc_server.set_serving(True)
 
     async def drain(self) -> None:
-        """Send gateways away at once: their requests go on where they run, because decode keeps
-        them for the next router. Calls of Generate cannot move and run to their end."""
+        """End the gateways' sessions at once: their requests keep running at the decode workers,
+        and another router resumes them. Calls of Generate cannot move and run to their end."""
         self.core.stop_taking()
         self._service.send_away()
         await self.core.drain()
@@ -90,7 +131,7 @@ class RouterProcess:
     async def stop(self, grace_s: float) -> None:
         """End the sessions of clients first, then those with workers."""
         self.watching.cancel()
-        await self.host.stop(grace_s)
+        await self.grpc_server.stop(grace_s)
         await self._rates.close()
         await self.core.close()
         if self._ring is not None:
@@ -116,7 +157,7 @@ async def serve(
     report("ready", {})
     try:
         return await run_until_signal(
-            set_serving=router.host.set_serving,
+            set_serving=router.grpc_server.set_serving,
             drain=router.drain,
             stop=router.stop,
             drain_s=settings.drain_s,
@@ -130,7 +171,7 @@ async def serve(
 def _serve_metrics(router: RouterProcess, settings: RouterSettings) -> "MetricsPort | None":
     if not settings.metrics_port:
         return None
-    from pdserve.services.common.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics import MetricsPort
     from pdserve.services.router.metrics import RouterMetrics
 
     collector = RouterMetrics(router.core)

@@ -1,7 +1,7 @@
-"""The router's own metrics, read from the core at each scrape, and the figures for autoscalers.
+"""The router's Prometheus metrics, read from the core at each scrape, and figures for autoscalers.
 
-The figures for autoscalers come from the loads of a model's live workers, so all routers that know
-the workers report nearly the same; only the queue in a router is its own.
+The figures for autoscalers come from the loads of a model's live workers, so all routers of these
+workers report nearly the same; only the queue in a router differs.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,6 +15,7 @@ from prometheus_client.core import (
 )
 
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL, Role
+from pdserve.services.common.metrics import family
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.fleet import State, Worker
 
@@ -39,7 +40,8 @@ def prefill_backlog(prefills: Iterable[Worker], queued_tokens: int) -> Backlog |
 
 
 def decode_kv_used_ratio(decodes: Iterable[Worker]) -> float | None:
-    """Return the part of all KV tokens that requests hold or are promised; None without any KV."""
+    """Return the share of all KV tokens that requests hold or are promised; None if the workers
+    have no KV."""
     used_tokens = total_tokens = 0
     for worker in decodes:
         if worker.state is State.LIVE:
@@ -50,127 +52,113 @@ def decode_kv_used_ratio(decodes: Iterable[Worker]) -> float | None:
 
 
 class RouterMetrics:
-    """A collector. It runs on the metrics thread and only reads."""
+    """A Prometheus collector. It runs on the metrics thread and only reads."""
 
     def __init__(self, core: RouterCore) -> None:
         self._core = core
 
     def collect(self) -> Iterator[Metric]:
-        dispatcher = self._core.dispatcher
+        core, dispatcher, prefixes = self._core, self._core.dispatcher, self._core.fleet.prefixes
+        placer, migrations = dispatcher.placer, dispatcher.migrations
         yield from self._workers()
         yield from self._of_models()
-        yield GaugeMetricFamily(
-            "pdserve_router_requests", "Requests in the router", value=dispatcher.num_running
-        )
-        yield GaugeMetricFamily(
-            "pdserve_router_isolated",
-            "1 while the router has lost contact with most of its workers and refuses requests",
-            value=self._core.fleet.isolated,
-        )
-        yield CounterMetricFamily(
-            "pdserve_router_isolations",
-            "Times that the router lost contact with most of its workers",
-            value=self._core.num_isolations,
-        )
-        deaths = CounterMetricFamily(
-            "pdserve_router_worker_deaths",
-            "Workers that disappeared without a goodbye",
-            labels=("model_name", "role"),
-        )
-        for labels, count in list(self._core.deaths.items()):
-            deaths.add_metric(labels, count)
-        yield deaths
-        yield by_label(
-            "pdserve_router_ended", "Requests by outcome", "outcome", dispatcher.outcomes
-        )
-        yield by_label(
-            "pdserve_router_decisions",
-            "Placement decisions by reason",
-            "reason",
-            dispatcher.placer.reasons,
-        )
-        yield by_label(
-            "pdserve_router_prefills",
-            "Prompts by the place of their prefill",
-            "where",
-            dispatcher.prefills,
-        )
-        compatibility = dispatcher.placer.compatibility
-        yield by_label(
-            "pdserve_router_incompatible",
-            "Worker pairs excluded from a decision, by difference",
-            "difference",
-            compatibility.incompatible,
-        )
-        yield by_label(
-            "pdserve_router_inexact",
-            "Resumes and hand-offs between different KV identities",
-            "what",
-            compatibility.inexact,
-        )
-        yield CounterMetricFamily(
-            "pdserve_router_retries", "Second and later attempts", value=dispatcher.num_retries
-        )
-        yield CounterMetricFamily(
-            "pdserve_router_frozen", "Engines found frozen", value=dispatcher.num_frozen
-        )
-        yield CounterMetricFamily(
-            "pdserve_router_adopted",
-            "Attempts resumed after their session was lost",
-            value=dispatcher.num_adopted,
-        )
-        yield GaugeMetricFamily(
-            "pdserve_router_migrating",
-            "Running requests that are being recomputed",
-            value=dispatcher.placer.budget.num_under_way,
-        )
-        migrations = dispatcher.migrations
         for name, text, value in (
-            ("begun", "Moves of running requests to another decode worker", migrations.num_begun),
-            ("done", "Completed moves", migrations.num_done),
-            ("bytes", "KV payload that moves sent", migrations.num_bytes),
-            ("tokens", "Tokens whose KV moved instead of being recomputed", migrations.num_tokens),
+            ("requests", "Requests in the router", dispatcher.num_running),
+            (
+                "isolated",
+                "1 while the router has lost contact with most of its workers and refuses requests",
+                core.fleet.isolated,
+            ),
+            (
+                "migrating",
+                "Running requests that are being recomputed",
+                placer.budget.num_under_way,
+            ),
+            ("moving", "Moves in progress", migrations.num_under_way),
+            (
+                "prefix_blocks",
+                "Distinct KV blocks of workers' prefix caches that the router tracks",
+                len(prefixes),
+            ),
+            (
+                "prefix_sampled_share",
+                "Share of blocks that the router tracks; halved when --prefix-index-hashes is too "
+                "low",
+                prefixes.sampled_share,
+            ),
         ):
-            yield CounterMetricFamily(f"pdserve_router_moves_{name}", text, value=value)
-        yield by_label(
-            "pdserve_router_moves_failed",
-            "Failed moves, by the step that they reached",
-            "step",
-            migrations.failed,
-        )
-        yield GaugeMetricFamily(
-            "pdserve_router_moving", "Moves in progress", value=migrations.num_under_way
-        )
-        yield CounterMetricFamily(
-            "pdserve_router_stale",
-            "Messages about unknown or ended attempts",
-            value=dispatcher.num_stale,
-        )
-
-        prefixes = self._core.fleet.prefixes
-        yield GaugeMetricFamily(
-            "pdserve_router_prefix_blocks",
-            "Distinct KV blocks of workers' prefix caches that the router tracks",
-            value=len(prefixes),
-        )
-        yield GaugeMetricFamily(
-            "pdserve_router_prefix_sampled_share",
-            "Share of blocks that the router tracks; halved when --prefix-index-hashes is too low",
-            value=prefixes.sampled_share,
-        )
-        yield CounterMetricFamily(
-            "pdserve_router_prefix_left_out",
-            "Workers of a block not recorded because too many sets of workers share blocks",
-            value=prefixes.num_left_out,
-        )
-        yield CounterMetricFamily(
-            "pdserve_router_prefix_gaps",
-            "Gaps in workers' prefix cache events; after each, the worker sends its state again",
-            value=prefixes.num_gaps,
+            yield GaugeMetricFamily(f"pdserve_router_{name}", text, value=value)
+        for name, text, value in (
+            (
+                "isolations",
+                "Times that the router lost contact with most of its workers",
+                core.num_isolations,
+            ),
+            ("retries", "Second and later attempts", dispatcher.num_retries),
+            ("frozen", "Engines found frozen", dispatcher.num_frozen),
+            ("adopted", "Attempts resumed after their session was lost", dispatcher.num_adopted),
+            (
+                "moves_begun",
+                "Moves of running requests to another decode worker",
+                migrations.num_begun,
+            ),
+            ("moves_done", "Completed moves", migrations.num_done),
+            ("moves_bytes", "KV payload that moves sent", migrations.num_bytes),
+            (
+                "moves_tokens",
+                "Tokens whose KV moved instead of being recomputed",
+                migrations.num_tokens,
+            ),
+            ("stale", "Messages about unknown or ended attempts", dispatcher.num_stale),
+            (
+                "prefix_left_out",
+                "Workers of a block not recorded because too many sets of workers share blocks",
+                prefixes.num_left_out,
+            ),
+            (
+                "prefix_gaps",
+                "Gaps in workers' prefix cache events; after each, the worker sends its state "
+                "again",
+                prefixes.num_gaps,
+            ),
+        ):
+            yield CounterMetricFamily(f"pdserve_router_{name}", text, value=value)
+        compatibility = placer.compatibility
+        for name, text, label, counts in (
+            ("ended", "Requests by outcome", "outcome", dispatcher.outcomes),
+            ("decisions", "Placement decisions by reason", "reason", placer.reasons),
+            ("prefills", "Prompts by the place of their prefill", "where", dispatcher.prefills),
+            (
+                "incompatible",
+                "Worker pairs excluded from a decision, by difference",
+                "difference",
+                compatibility.incompatible,
+            ),
+            (
+                "inexact",
+                "Resumes and hand-offs between different KV identities",
+                "what",
+                compatibility.inexact,
+            ),
+            (
+                "moves_failed",
+                "Failed moves, by the step that they reached",
+                "step",
+                migrations.failed,
+            ),
+        ):
+            samples = [((label_value,), count) for label_value, count in list(counts.items())]
+            yield family(CounterMetricFamily, f"pdserve_router_{name}", text, (label,), samples)
+        yield family(
+            CounterMetricFamily,
+            "pdserve_router_worker_deaths",
+            "Workers that disappeared without deregistering",
+            ("model_name", "role"),
+            list(core.deaths.items()),
         )
 
     def _workers(self) -> Iterator[Metric]:
-        """Workers as this router hears them: all, or with --join-routers those that joined it."""
+        """Yield the workers that joined this router: all, or with --join-routers a part of them."""
         states = GaugeMetricFamily(
             "pdserve_router_workers",
             "Workers that joined this router, by role and state; without --join-routers, all do",
@@ -185,16 +173,16 @@ class RouterMetrics:
         now = self._core.now
         for worker in list(self._core.fleet.workers.values()):
             model, state = worker.model, worker.state.value
-            role = Role.Name(worker.hello.role).lower()
+            role = Role.Name(worker.role).lower()
             counts[model, role, state] = counts.get((model, role, state), 0) + 1
-            silent.add_metric((model, worker.hello.address, role, state), now - worker.heard)
+            silent.add_metric((model, worker.address, role, state), now - worker.heard)
         for labels, count in counts.items():
             states.add_metric(labels, count)
         yield states
         yield silent
 
     def _of_models(self) -> Iterator[Metric]:
-        """Waiting requests, and the figures for autoscalers."""
+        """Yield the waiting requests and the figures for autoscalers, by model."""
         dispatcher, model_name = self._core.dispatcher, ("model_name",)
         queued = GaugeMetricFamily(
             "pdserve_router_queued", "Requests that wait for a worker", labels=model_name
@@ -229,7 +217,7 @@ class RouterMetrics:
             of_role: dict[int, list[Worker]] = {PREFILL: [], DECODE: []}
             for worker in workers:
                 if worker.model == model:
-                    of_role[worker.hello.role].append(worker)
+                    of_role[worker.role].append(worker)
             tokens = sum(map(dispatcher.placer.remote_tokens, model_requests))
             queued.add_metric((model,), len(model_requests))
             if (wait := prefill_backlog(of_role[PREFILL], tokens)) is not None:
@@ -240,11 +228,3 @@ class RouterMetrics:
         for model, observations in list(dispatcher.queue_waits.items()):
             waits.add_metric((model,), observations.buckets(), observations.total)
         yield from (queued, waits, backlog, own_backlog, used)
-
-
-def by_label(name: str, text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:
-    """Return a counter with one label."""
-    family = CounterMetricFamily(name, text, labels=(label,))
-    for value, count in list(counts.items()):
-        family.add_metric((value,), count)
-    return family

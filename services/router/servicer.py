@@ -1,4 +1,4 @@
-"""The gRPC services of the router: Router for gateways, and Fleet.Join for workers.
+"""The gRPC services of the router: Router for gateways and clients, and Fleet.Join for workers.
 
 A client's reader only enqueues; a slow client fills only its own outbox, in which tokens merge.
 """
@@ -13,14 +13,13 @@ from typing import Any
 import grpc.aio
 
 from pdserve.engine.kv import decode_spec
-from pdserve.protos import common_pb2, fleet_pb2
+from pdserve.protos import common_pb2, fleet_pb2, fleet_pb2_grpc, router_pb2_grpc
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
-from pdserve.protos.fleet_pb2_grpc import FleetServicer
-from pdserve.protos.router_pb2_grpc import RouterServicer
 from pdserve.services.common.auth import Access, Role
 from pdserve.services.common.errors import ServiceError, abort, context_exceeded
 from pdserve.services.common.fairness import FairShare
+from pdserve.services.common.rate_limits import RateLimits
 from pdserve.services.common.rpc import (
     AUTHORIZATION,
     PROTOCOL_VERSION,
@@ -32,7 +31,7 @@ from pdserve.services.common.rpc import (
     deliver,
     host_of,
 )
-from pdserve.services.common.tenants import EVERYBODY, ApiKeys, RateLimits, Tenant
+from pdserve.services.common.tenants import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.common.tracing import NO_TRACER, Tracer, context_of
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.request import PickQuery
@@ -42,13 +41,13 @@ MAX_ID_LEN = 256
 ID_BYTES = 40  # most bytes of a prompt's token id in a Python list
 OPEN_METHODS = ("/pdserve.v1.Router/Generate", "/pdserve.v1.Router/ListModels")
 Context = grpc.aio.ServicerContext[Any, Any]
-BOOT_BYTES = 16
+INCARNATION_BYTES = 16
 HEARTBEAT_ECHO_S = 2.0  # between two echoes; a worker joins again after 5 s without one
 ROLES = {fleet_pb2.PREFILL: Role.PREFILL, fleet_pb2.DECODE: Role.DECODE}
 
 
 class ClientSession(TokensOutbox[rpc.RequestEvent]):
-    """One client's stream of events; `key` is the gateway's boot id, or random for a Generate."""
+    """One client's stream of events. `key`: the gateway's incarnation, or random for a Generate."""
 
     def __init__(self, key: bytes, reads_rows: bool = False) -> None:
         super().__init__(rpc.RequestEvent)
@@ -58,8 +57,9 @@ class ClientSession(TokensOutbox[rpc.RequestEvent]):
         self.num_generated = 0  # tokens of that request
 
 
-class RouterService(RouterServicer):
-    """Sessions for gateways, Generate for gRPC clients, views for both."""
+class RouterServicer(router_pb2_grpc.RouterServicer):
+    """Sessions for gateways, Generate and ListModels for gRPC clients, the fleet's state, and picks
+    for endpoint pickers."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class RouterService(RouterServicer):
         self._versions = VersionGate("router")
 
     def send_away(self) -> None:
-        """End the gateways' sessions after their queued events: each gateway goes on with another
-        router, or with this one once it is restarted. Called when the core drains."""
+        """End the gateways' sessions after their queued events: each gateway continues at another
+        router, or at this one after its restart. Called when the router drains."""
         for session in self._sessions:
             session.close()
 
@@ -91,7 +91,7 @@ class RouterService(RouterServicer):
     ) -> AsyncIterator[rpc.RouterMessage]:
         first = await anext(request_iterator, rpc.GatewayMessage())
         if not first.hello.boot:
-            text = "the first message must be a hello with a boot id"
+            text = "the first message of a Session call must be `hello`, with `boot` set"
             await abort(context, ServiceError(pb.INVALID_ARGUMENT, text, "hello"))
         if self._core.draining:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the router is shutting down"))
@@ -177,7 +177,7 @@ class RouterService(RouterServicer):
             context.set_trailing_metadata(tuple((await self._rates.headers(tenant.id)).items()))
 
     async def _run(self, progress: RequestProgress, tenant: Tenant, context: Context) -> None:
-        """Run a Generate. Raises ServiceError."""
+        """Run the request of a Generate call. Raises ServiceError if it fails."""
         session = ClientSession(os.urandom(16))
         request = progress.start.request
         settings = self._settings
@@ -213,7 +213,7 @@ class RouterService(RouterServicer):
             self._leave(session, request)
 
     def _leave(self, session: ClientSession, request: str) -> None:
-        """Cancel a request without a reader, once."""
+        """Cancel the request of a Generate call that has ended early."""
         if not session.over:
             session.over = True
             self._core.cancel(session, request)
@@ -225,11 +225,11 @@ class RouterService(RouterServicer):
         if request.timeout_ms > max_timeout_ms:
             text = f"timeout_ms is {request.timeout_ms}, but must be at most {max_timeout_ms}"
             raise ServiceError(pb.INVALID_ARGUMENT, text, "timeout_ms")
-        cards = {card.name: card for card in self._core.models()}
-        model = request.model or _only(cards)
+        models = {info.name: info for info in self._core.models()}
+        model = request.model or _only(models)
         num_tokens = len(request.prompt_ids)
-        if model in cards and num_tokens > cards[model].context_len:
-            context_len = cards[model].context_len
+        if model in models and num_tokens > models[model].context_len:
+            context_len = models[model].context_len
             text = context_exceeded(context_len, num_tokens, request.params.max_tokens, "prompt")
             raise ServiceError(pb.CONTEXT_LENGTH_EXCEEDED, text, "prompt_ids")
         seed = request.seed if request.HasField("seed") else int.from_bytes(os.urandom(8))
@@ -292,7 +292,7 @@ class RouterService(RouterServicer):
 def _only(models: Collection[str]) -> str:
     """Return the only model. Raises ServiceError if there is none or more than one."""
     if not models:
-        raise ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
+        raise ServiceError(pb.UNAVAILABLE, "no worker has registered with the router yet", "", 1.0)
     if len(models) > 1:
         text = f"model must be one of: {', '.join(models)}"
         raise ServiceError(pb.INVALID_ARGUMENT, text, "model")
@@ -300,17 +300,18 @@ def _only(models: Collection[str]) -> str:
 
 
 def refuse(session: ClientSession, start: pb.Start, error: ServiceError) -> None:
-    """Answer a Start that is not a valid request."""
+    """Send Failed for a Start that is not a valid request."""
     failed = pb.Failed(request=start.request, epoch=start.epoch, failure=error.to_failure())
     session.put(rpc.RequestEvent(failed=failed))
 
 
 def check_hello(hello: fleet_pb2.WorkerHello) -> None:
-    """Raise ServiceError(INVALID_ARGUMENT) if the router cannot use the worker."""
+    """Check a worker's registration. Raises ServiceError(INVALID_ARGUMENT) if a field is
+    invalid."""
     invalid_field = ""
     if hello.role not in ROLES:
         invalid_field = "role"
-    elif len(hello.boot) != BOOT_BYTES:
+    elif len(hello.boot) != INCARNATION_BYTES:
         invalid_field = "boot"
     elif not hello.address.rpartition(":")[2].isdigit():
         invalid_field = "address"
@@ -318,12 +319,14 @@ def check_hello(hello: fleet_pb2.WorkerHello) -> None:
         invalid_field = "card"
     if invalid_field:
         raise ServiceError(
-            common_pb2.INVALID_ARGUMENT, f"hello: {invalid_field} is invalid", invalid_field
+            common_pb2.INVALID_ARGUMENT,
+            f"worker registration: the field {invalid_field} is invalid",
+            invalid_field,
         )
 
 
 def _has_layout(card: common_pb2.ModelCard) -> bool:
-    """Return whether the card's KV layout can be read."""
+    """Return whether the KV layout in the model info can be decoded."""
     try:
         decode_spec(card.kv_spec)
     except ValueError:
@@ -331,7 +334,7 @@ def _has_layout(card: common_pb2.ModelCard) -> bool:
     return True
 
 
-class JoinService(FleetServicer):
+class FleetServicer(fleet_pb2_grpc.FleetServicer):
     """The router's side of Fleet.Join; the worker's side is services/worker/membership.py."""
 
     def __init__(self, core: RouterCore, access: Access) -> None:
@@ -349,14 +352,16 @@ class JoinService(FleetServicer):
             self._versions.check(hello.protocol, f"worker {hello.address}")
             check_hello(hello)
             if not self._access.may_be(context, ROLES[hello.role]):
-                text = "hello: the certificate belongs to another role"
+                text = "worker registration: the certificate belongs to another role"
                 raise ServiceError(common_pb2.PERMISSION_DENIED, text, "role")
         except ServiceError as error:
             await abort(context, error)
         worker = self._core.join(hello)
         lease = worker.lease
         try:
-            welcome = fleet_pb2.Welcome(router_boot=self._core.boot, protocol=PROTOCOL_VERSION)
+            welcome = fleet_pb2.Welcome(
+                router_boot=self._core.incarnation, protocol=PROTOCOL_VERSION
+            )
             yield fleet_pb2.JoinReply(welcome=welcome)
             last_echo = 0.0
             async for report in request_iterator:

@@ -1,12 +1,11 @@
 """What prefill and decode workers share: process, membership, reports."""
 
 from pdserve.services.worker.core import RouterSession, WorkerCore, service_error, when_done
-from pdserve.services.worker.process import run_worker
-from pdserve.services.worker.role import WorkerRole
+from pdserve.services.worker.process import WorkerRole, run_worker
 from pdserve.services.worker.runtime import WorkerRuntime, load_of
 from pdserve.services.worker.settings import (
-    CLOSE_S,
-    LEAVE_S,
+    DEREGISTER_S,
+    ENGINE_CLOSE_S,
     DecodeSettings,
     PrefillSettings,
     WorkerSettings,

@@ -1,11 +1,11 @@
 """A worker's part on the event loop: the routers' sessions, and whether it takes new work.
 
-Everything here runs on the event loop. The engine thread is reached through the runtime, and its
-answers return by `when_done`.
+Its methods post to the engine thread through the runtime; results return by `when_done`.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ from pdserve.engine.api import ContextLengthExceeded, EngineError
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.worker_pb2 import SessionHello
 from pdserve.services.common.errors import ServiceError, abort
-from pdserve.services.common.rpc import Outbox, VersionGate, host_of
+from pdserve.services.common.rpc import IdsCollector, Outbox, VersionGate, host_of
 from pdserve.services.worker.runtime import WorkerRuntime
 
+log = logging.getLogger(__name__)
 END_S = 1.0  # how long a drained worker waits for routers to read its last events
 
 OutboxT = TypeVar("OutboxT", bound=Outbox[Any])
@@ -28,7 +29,8 @@ RuntimeT = TypeVar("RuntimeT", bound=WorkerRuntime)
 
 @dataclass(eq=False, slots=True)
 class RouterSession(Generic[OutboxT]):
-    """One router's stream of events. The attempts that it started outlive it."""
+    """A router's session with this worker: its stream of events. Attempts that it started outlive
+    it."""
 
     outbox: OutboxT
     peer: str  # gRPC's name of the router's connection
@@ -69,16 +71,18 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
 
     async def serve(
         self,
-        read: Callable[[RouterSession[OutboxT]], Coroutine[Any, Any, None]],
+        commands: AsyncIterator[Any],
+        carry_out: Callable[[RouterSession[OutboxT], Any, IdsCollector], None],
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> AsyncGenerator[list[Any], None]:
-        """Serve one Session call: `read` carries out the router's commands. Yields event
-        batches."""
+        """Serve one Session call; yields batches of events. `carry_out` is called with the session,
+        each command except `hello` and `ids_part`, and the token ids that were sent ahead in
+        parts."""
         if self._runtime is None:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the model is still loading"))
         session = RouterSession(self._new_outbox(), context.peer())
         self._sessions.add(session)
-        reader = asyncio.create_task(read(session))
+        reader = asyncio.create_task(self._read(commands, carry_out, session))
         reader.add_done_callback(lambda _: session.outbox.close())
         try:
             async for events in session.outbox:
@@ -95,13 +99,30 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
             self._session_closed.set()
             self._session_lost(session)
 
-    def greet(self, session: RouterSession[OutboxT], hello: SessionHello) -> None:
-        """Take a router's hello. Raises ServiceError if its version is too old or too new."""
+    async def _read(
+        self,
+        commands: AsyncIterator[Any],
+        carry_out: Callable[[RouterSession[OutboxT], Any, IdsCollector], None],
+        session: RouterSession[OutboxT],
+    ) -> None:
+        ids = IdsCollector()
+        async for command in commands:
+            if command.HasField("ids_part"):
+                ids.collect(command.ids_part)
+            elif command.HasField("hello"):
+                self._opened(session, command.hello)
+            else:
+                carry_out(session, command, ids)
+
+    def _opened(self, session: RouterSession[OutboxT], hello: SessionHello) -> None:
+        """Take a session's first command. Raises ServiceError if the router's version is too old or
+        too new."""
         self._versions.check(hello.protocol, f"router at {host_of(session.peer)}")
         self.in_fleet.set()
+        log.debug("router %s opened a session", hello.router_boot.hex())
 
     def _session_lost(self, session: RouterSession[OutboxT]) -> None:
-        """The stream is over. Attempts go on without it unless a subclass overrides this."""
+        """A session ended. Its attempts continue unless a subclass overrides this."""
 
     async def _end_sessions(self) -> None:
         """End the open streams after all queued events; wait at most END_S for their end."""
@@ -116,7 +137,7 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
 
 
 def when_done(future: "Future[Any]", callback: Callable[["Future[Any]"], None]) -> None:
-    """Call then(future) on the loop, in the order in which the engine thread answers."""
+    """Call callback(future) on the loop, in the order in which the engine thread responds."""
     loop = asyncio.get_running_loop()
 
     def done(future: "Future[Any]") -> None:

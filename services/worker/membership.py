@@ -1,21 +1,27 @@
-"""A worker's side of Fleet.Join: a lease with every router that the targets resolve to, or with the
+"""Registers a worker with routers: a Fleet.Join stream (a lease) with each router, or with the
 first `join_routers` of them by rendezvous hash.
 
-It runs on its own threads, so that a worker with a busy loop or engine does not look dead. Every
-method may be called from any thread. A lease sends the hello, then the whole prefix state, then
-changes.
+It runs on threads besides the event loop, so that a worker with a busy loop or engine does not look
+dead. Every method may be called from any thread. A lease sends the worker's description (hello),
+then the hashes of its prefix cache, then changes of the cache, loads and heartbeats.
 
-With `join_routers`, a router that refuses this worker, or has not welcomed it for ABSENT_S, is
-still tried but does not count, so the next router in the order is joined too. A router that is no
-longer among the first is left once as many that are have welcomed the worker and SETTLED_S have
-passed. To leave means to send a goodbye: the router places nothing new here, running requests go on
-by its session, and it ends the lease itself when none of them remains. So leaving ends or
-recomputes no stream.
+With `join_routers`, a router that refuses this worker, or has not accepted it for ABSENT_S, is
+tried again but does not count, so the next router in the order is joined too. Once enough of the
+first routers have accepted the worker and SETTLED_S have passed, the worker deregisters from the
+others: they place no new requests here, running ones continue over their sessions, and each router
+ends the lease when none of them remains. So deregistration ends or recomputes no stream.
+
+A router that has received nothing for a second suspects the worker, so two heartbeats fall within
+one. A load carries a heartbeat if the router reads it there, so a busy worker sends few others.
+Heartbeats without a load are sent at slots of the wall clock: a router wakes once for those of many
+workers, which halves its cost.
 """
 
 import logging
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import grpc
@@ -27,23 +33,115 @@ from pdserve.services.common.auth import Access, Role
 from pdserve.services.common.discovery import Discovery, first_that_count, rendezvous_order
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import check_version
-from pdserve.services.worker.reports import WorkerReports
-from pdserve.services.worker.settings import LEAVE_S
+from pdserve.services.worker.settings import DEREGISTER_S
 
 log = logging.getLogger(__name__)
 
 RESOLVE_S = 1.0
 SILENT_S = 5.0  # without a heartbeat's echo, after which the router is joined again
-REJOIN_S = 0.1  # least time between two looks at the leases
+REJOIN_S = 0.1  # least time between two checks of the leases
 REFUSED_S = 0.5  # between two tries at a router of another version, doubled with each ...
 MAX_REFUSED_S = 10.0  # ... up to this: one of the two is to be upgraded
-ABSENT_S = 3.0  # a router without a welcome for this long does not count: it may restart
-SETTLED_S = 5.0  # since the last welcome of a counting router: ignores those that come and go
+ABSENT_S = 3.0  # a router that has not accepted the worker for this long does not count
+SETTLED_S = 5.0  # since the last router accepted the worker: ignores routers that come and go
 HASHES_PER_EVENT = 2048  # a router takes in about 1 us for each
 
 
+HEARTBEAT_S = 0.44  # most time since the last heartbeat, in a load or alone
+SLOT_S = HEARTBEAT_S / 4
+ROUNDING = 1e-3  # of a slot
+BEAT_S = 0.1  # least time between two in loads: routers count their looks at the engine
+LOAD_INTERVAL_S = 0.05  # least time between two loads if one of LOAD_FIELDS has changed ...
+STEADY_INTERVAL_S = 0.1  # ... and if only blocks and counters have changed
+# Fields that change when requests come, go or wait, not with every token.
+LOAD_FIELDS = (
+    "running",
+    "waiting",
+    "waiting_tokens",
+    "blocks_held",
+    "blocks_reserved",
+    "preemptions",
+    "last_command",
+)
+
+
+class WorkerReports:
+    """The reports of one lease after its hello, and when each is due. Any thread may add reports,
+    and one takes them. Time is an argument."""
+
+    def __init__(self, heartbeat: Callable[[], pb.Heartbeat]) -> None:
+        self.wall_offset = 0.0  # from the clock of `now` to the wall clock
+        self._heartbeat = heartbeat
+        self._lock = threading.Lock()  # guards the load and the goodbye
+        self._load: pb.Load | None = None
+        self._goodbye: pb.Goodbye | None = None
+        self._prefixes: deque[pb.PrefixEvents] = deque()
+        self._last_load = pb.Load()
+        self._last_load_at = self._last_beat_at = self._next_beat = -math.inf
+
+    def add_load(self, load: pb.Load) -> None:
+        """Replace the load to be sent."""
+        with self._lock:
+            self._load = load
+
+    def add_prefixes(self, events: Sequence[pb.PrefixEvents]) -> None:
+        """Add events of the prefix cache; all are sent, in order."""
+        self._prefixes.extend(events)
+
+    def add_goodbye(self, goodbye: pb.Goodbye) -> None:
+        """Add the message that the worker drains or deregisters from this router."""
+        with self._lock:
+            self._goodbye = goodbye
+
+    def due(self, now: float) -> Iterator[pb.WorkerReport]:
+        """Yield the reports that are due now."""
+        with self._lock:
+            goodbye, self._goodbye = self._goodbye, None
+        if goodbye is not None:
+            yield pb.WorkerReport(goodbye=goodbye)
+        while self._prefixes:
+            yield pb.WorkerReport(prefixes=self._prefixes.popleft())
+        load = self._take_load(now)
+        if load is not None:
+            merges = now >= self._last_beat_at + BEAT_S
+            yield pb.WorkerReport(load=load, load_beat=self._beat(now) if merges else None)
+        if now >= self._next_beat:
+            yield pb.WorkerReport(heartbeat=self._beat(now))
+
+    def next_due(self) -> float:
+        """Return when the next report is due if none is added before."""
+        return min(self._next_beat, self._load_due())
+
+    def _beat(self, now: float) -> pb.Heartbeat:
+        self._last_beat_at = now
+        slot = math.floor((now + HEARTBEAT_S + self.wall_offset) / SLOT_S + ROUNDING)
+        self._next_beat = slot * SLOT_S - self.wall_offset
+        return self._heartbeat()
+
+    def _load_due(self) -> float:
+        load = self._load
+        if load is None:
+            return math.inf
+        return self._last_load_at + load_interval_s(self._last_load, load)
+
+    def _take_load(self, now: float) -> pb.Load | None:
+        with self._lock:
+            if now < self._load_due():
+                return None
+            load, self._load = self._load, None
+        if load is not None:
+            self._last_load, self._last_load_at = load, now
+        return load
+
+
+def load_interval_s(last_load: pb.Load, load: pb.Load) -> float:
+    """Return how long after `last_load` the next load may go out."""
+    steady = all(getattr(last_load, name) == getattr(load, name) for name in LOAD_FIELDS)
+    return STEADY_INTERVAL_S if steady else LOAD_INTERVAL_S
+
+
 class _Lease:
-    """One Join stream. gRPC's own thread iterates over the reports, which keeps the heartbeat."""
+    """One Join stream. gRPC's own thread iterates over the reports, which sends the heartbeats."""
 
     def __init__(self, owner: "Membership", address: str, access: Access) -> None:
         self._owner = owner
@@ -54,7 +152,7 @@ class _Lease:
         self._closed = False
         self._call: grpc.Call | None = None
         self._heard = time.monotonic()
-        self.welcomed = 0.0  # when the router welcomed the worker; 0: not yet
+        self.welcomed = 0.0  # when the router accepted the worker; 0: not yet
         self.leaving = False
         self._thread = threading.Thread(target=self._run, name=f"join {address}", daemon=True)
 
@@ -76,17 +174,17 @@ class _Lease:
         self._pending_reports.add_prefixes(events)
         self._wake.set()
 
-    def goodbye(self, reason: str) -> None:
+    def announce_drain(self, reason: str) -> None:
         self._pending_reports.add_goodbye(pb.Goodbye(reason=reason))
         self._wake.set()
 
     def leave(self) -> None:
-        """Have the router end the lease once none of its requests runs here."""
+        """Deregister: the router ends the lease once none of its requests runs here."""
         if not self.leaving:
-            log.info("leaving router %s: other routers rank before it now", self.address)
+            log.info("deregistering from router %s: other routers take its place", self.address)
             self.leaving = True
             self._pending_reports.add_goodbye(
-                pb.Goodbye(reason="it joined other routers", leaves=True)
+                pb.Goodbye(reason="it uses other routers", leaves=True)
             )
             self._wake.set()
 
@@ -105,7 +203,7 @@ class _Lease:
     def _reports(self) -> Iterator[pb.WorkerReport]:
         yield pb.WorkerReport(hello=self._owner.hello)
         while not self._closed:
-            # Cleared before looking, so that a change after the look wakes the next wait.
+            # Cleared first, so that a change after `due` wakes the next wait.
             self._wake.clear()
             now = time.monotonic()
             if now - self._heard > SILENT_S and self._call is not None:
@@ -143,9 +241,10 @@ class _Lease:
             self._failed(error)
 
     def _welcomed(self, welcome: pb.Welcome) -> None:
-        """Note the router's welcome. Raises ServiceError if its version is too old or too new."""
+        """The router accepted the worker. Raises ServiceError if its version is too old or too
+        new."""
         check_version(welcome.protocol, "worker", f"router {self.address}")
-        log.info("joined router %s with protocol version %d", self.address, welcome.protocol)
+        log.info("registered with router %s (protocol version %d)", self.address, welcome.protocol)
         self.welcomed = time.monotonic()
         self._owner.note(self.address, "")
 
@@ -156,7 +255,7 @@ class _Lease:
 
 
 class Membership:
-    """Keeps the worker joined to its routers until closed; the hello says to how many.
+    """Keeps the worker registered with its routers until closed.
 
     `routers` are targets (docs/discovery.md), resolved again every second. Routers that are not
     ready are joined too, so that they know the fleet once they are. `liveness` returns the engine's
@@ -178,7 +277,7 @@ class Membership:
         self._hashes: dict[bytes, None] = {}
         self._sequence = 0
         self._load: pb.Load | None = None
-        self._goodbye: str | None = None
+        self._drain_reason: str | None = None
         self._problems: dict[str, str] = {}  # the reason why a router is not joined, by address
         # Routers of another version: time of the next try, and the pause after it.
         self._refused: dict[str, tuple[float, float]] = {}
@@ -194,7 +293,7 @@ class Membership:
         return pb.Heartbeat(step=counter, busy=busy)
 
     def start(self) -> None:
-        """Begin to join; the hello must be complete."""
+        """Begin to register; `hello` must be complete."""
         self._thread.start()
 
     def report(self, load: pb.Load) -> None:
@@ -219,24 +318,23 @@ class Membership:
 
     def _events(self, added: Sequence[bytes], removed: Sequence[bytes]) -> list[pb.PrefixEvents]:
         events = []
-        for start in range(0, len(added), HASHES_PER_EVENT):
-            part = added[start : start + HASHES_PER_EVENT]
-            events.append(pb.PrefixEvents(sequence=self._sequence, added=part))
-            self._sequence += len(part)
-        for start in range(0, len(removed), HASHES_PER_EVENT):
-            part = removed[start : start + HASHES_PER_EVENT]
-            events.append(pb.PrefixEvents(sequence=self._sequence, removed=part))
-            self._sequence += len(part)
+        for field, hashes in (("added", added), ("removed", removed)):
+            for start in range(0, len(hashes), HASHES_PER_EVENT):
+                part = hashes[start : start + HASHES_PER_EVENT]
+                event = pb.PrefixEvents(sequence=self._sequence)
+                getattr(event, field).extend(part)
+                events.append(event)
+                self._sequence += len(part)
         return events
 
-    def goodbye(self, reason: str = "drain") -> None:
-        """Tell every router, also those joined later, to send no new work."""
+    def announce_drain(self, reason: str = "drain") -> None:
+        """Have all routers, also those joined later, send no new work."""
         with self._lock:
-            self._goodbye = reason
+            self._drain_reason = reason
             for lease in self._leases.values():
-                lease.goodbye(reason)
+                lease.announce_drain(reason)
 
-    def close(self, timeout_s: float = LEAVE_S) -> None:
+    def close(self, timeout_s: float = DEREGISTER_S) -> None:
         """End all leases at once; the routers then see the streams end.
 
         Returns after at most `timeout_s`. A name lookup has no time limit, so its thread may still
@@ -254,26 +352,26 @@ class Membership:
         if self._thread.is_alive():
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if not all(ended):
-            log.warning("the streams to %d routers did not end in time", ended.count(False))
+            log.warning("the Join streams to %d routers did not end in time", ended.count(False))
 
     def note(self, address: str, problem: str) -> None:
-        """Log why a router is not joined, once per reason; empty: it is joined."""
+        """Log why a router is not joined, once per reason. `problem`: empty if it is joined."""
         with self._lock:
             previous = self._problems.get(address, "")
             self._problems[address] = problem
             if not problem:
                 self._refused.pop(address, None)
         if problem not in ("", previous):
-            log.warning("cannot join router %s: %s; retrying", address, problem)
+            log.warning("cannot register with router %s: %s; retrying", address, problem)
 
     def refused(self, address: str) -> None:
-        """Delay the next try at a router whose version is too far from this worker's."""
+        """Delay the next attempt to join a router whose version is too far from this worker's."""
         with self._lock:
             _, pause = self._refused.get(address, (0.0, REFUSED_S))
             self._refused[address] = time.monotonic() + pause, min(MAX_REFUSED_S, 2 * pause)
 
     def lease_ended(self) -> None:
-        """Look at the leases again soon, because one has ended."""
+        """Check the leases soon, because one has ended."""
         self._changed.set()
 
     def _resolve_forever(self) -> None:
@@ -300,7 +398,7 @@ class Membership:
             self._stop.wait(REJOIN_S)
 
     def _target_routers(self, addresses: set[str], now: float) -> set[str]:
-        """Return which of all routers are to be joined."""
+        """Return the routers that should be joined."""
         num_routers = self.hello.join_routers
         if not num_routers:
             return addresses
@@ -316,11 +414,10 @@ class Membership:
         return targets
 
     def _leave_others(self, targets: set[str], now: float) -> None:
-        """Leave the routers that are no longer targets, once enough of the targets have welcomed
-        the worker. A router that becomes a target again is joined again, which ends the goodbye
-        there."""
+        """Deregister from routers that are no longer targets, once enough targets have accepted the
+        worker. A router that becomes a target again is joined again."""
         num_routers = self.hello.join_routers
-        if not num_routers or self._goodbye is not None:
+        if not num_routers or self._drain_reason is not None:
             return
         for address in targets & self._leases.keys():
             if self._leases[address].leaving:
@@ -340,7 +437,7 @@ class Membership:
             part = hashes[start : start + HASHES_PER_EVENT]
             sequence = self._sequence - len(hashes) + start
             state.append(pb.PrefixEvents(sequence=sequence, reset=start == 0, added=part))
-        if self._goodbye is not None:
-            lease.goodbye(self._goodbye)
+        if self._drain_reason is not None:
+            lease.announce_drain(self._drain_reason)
         lease.start(state, self._load)
         return lease

@@ -1,17 +1,26 @@
 """The life of a worker process: listen, load, join the routers, report, drain, stop.
 
-gRPC health answers NOT_SERVING until the model is loaded, and while the engine is frozen
-(host/stall_detector.py). The engine has work at least once a second, because its load is read that
-often.
+gRPC health responds NOT_SERVING until the model is loaded, and while the engine is frozen
+(common/stall_detector.py). The engine has work at least once a second, because its load is read
+that often.
 """
 
 import asyncio
 import logging
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 
+import grpc.aio
+
+from pdserve.engine.api import EngineConfig
+from pdserve.engine.build import build_engine
+from pdserve.engine.checkpoints import CardData
+from pdserve.engine.engine import Engine
 from pdserve.engine.execution import DeviceLost
 from pdserve.engine.thread import EngineThread
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
@@ -22,17 +31,17 @@ from pdserve.services.common.discovery import Discovery
 from pdserve.services.common.lifecycle import Report, run_until_signal
 from pdserve.services.common.logs import configure_logging
 from pdserve.services.common.process import freeze_heap
-from pdserve.services.common.rpc import BlobCache, BlobService, advertised
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.rpc import BlobCache, BlobsServicer, advertised
+from pdserve.services.common.server import GrpcServer
 from pdserve.services.common.stall_detector import StallDetector
 from pdserve.services.common.tracing import Tracer, tracing
+from pdserve.services.worker.core import WorkerCore
 from pdserve.services.worker.membership import Membership
-from pdserve.services.worker.role import WorkerRole
 from pdserve.services.worker.runtime import WorkerRuntime
-from pdserve.services.worker.settings import CLOSE_S, LEAVE_S, WorkerSettings
+from pdserve.services.worker.settings import DEREGISTER_S, ENGINE_CLOSE_S, WorkerSettings
 
 if TYPE_CHECKING:
-    from pdserve.services.common.metrics.process_metrics import MetricsPort
+    from pdserve.services.common.metrics import MetricsPort
     from pdserve.services.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -41,6 +50,54 @@ LOAD_S = 0.05  # between two loads, while their figures change
 IDLE_LOAD_S = 1.0  # otherwise
 LOOK_S = 0.5  # between two looks at the engine's counter
 ALONE_S = 5.0  # without a router, after which the log says what the worker waits for
+Params = ParamSpec("Params")
+SettingsT = TypeVar("SettingsT", bound=WorkerSettings)
+CoreT = TypeVar("CoreT", bound=WorkerCore[Any, Any])
+RuntimeT = TypeVar("RuntimeT", bound=WorkerRuntime)
+
+
+class WorkerRole(ABC, Generic[SettingsT, CoreT, RuntimeT]):
+    """The parts in which prefill and decode processes differ: a core, and factories of the servicer
+    and the runtime. Construct it in the running loop."""
+
+    service: ClassVar[str]  # full name of its gRPC service
+
+    def __init__(self, settings: SettingsT, config: EngineConfig, core: CoreT) -> None:
+        self.settings = settings
+        self.core = core
+        self.runtime: RuntimeT | None = None  # set when the model is loaded
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+
+    @abstractmethod
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the servicer; it refuses work until `attach`."""
+
+    @abstractmethod
+    def make_runtime(self, engine: Engine, card: CardData, incarnation: bytes) -> RuntimeT:
+        """Make the engine's thread and hand-offs; called on the loading thread."""
+
+    def build(self, incarnation: bytes, progress: Callable[[str, float], None]) -> RuntimeT:
+        """Load the model, on the loading thread. `incarnation`: the id of this process."""
+        config = replace(self._config, threads=self.settings.threads)
+        engine, card = build_engine(config, progress)
+        self.runtime = self.make_runtime(engine, card, incarnation)
+        return self.runtime
+
+    def attach(self) -> None:
+        """Begin to take work with the built runtime; on the loop."""
+        assert self.runtime is not None  # built
+        self.core.attach(self.runtime)
+
+    def on_loop(self, fn: Callable[Params, None]) -> Callable[Params, None]:
+        """Wrap `fn` for other threads: it runs on the loop, in the order of the calls."""
+
+        def post(*args: Params.args, **kwargs: Params.kwargs) -> None:
+            self._loop.call_soon_threadsafe(partial(fn, *args, **kwargs))
+
+        return post
+
+
 AnyRole = WorkerRole[Any, Any, Any]
 
 
@@ -49,11 +106,11 @@ class LoadingPanicked(Exception):
 
 
 class LoadingStopped(Exception):
-    """Raised out of loading when the process is to end."""
+    """Raised out of loading when the process is to stop."""
 
 
 class WorkerProcess:
-    """A running worker, without the signals that end it."""
+    """A running worker without signal handling, which tests use too."""
 
     def __init__(
         self,
@@ -66,11 +123,11 @@ class WorkerProcess:
         for settings that cannot work, OSError for files that cannot be read."""
         # Refuses an invalid target before the model is loaded.
         Discovery("--routers", settings.routers, lambda: None, ready_only=False)
-        self.boot = os.urandom(16)
+        self.incarnation = os.urandom(16)
         self.address = ""
         self.runtime: WorkerRuntime | None = None
         self._access = make_access(settings)
-        self.host = GrpcHost(self._access, services=(role.service, "pdserve.v1.Blobs"))
+        self.grpc_server = GrpcServer(self._access, services=(role.service, "pdserve.v1.Blobs"))
         loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[None] = loop.create_future()
         self.failed: asyncio.Future[None] = loop.create_future()  # done only after a failure
@@ -89,11 +146,11 @@ class WorkerProcess:
 
     async def start(self) -> None:
         """Listen, and begin to load. Raises OSError if the address is taken."""
-        add_BlobsServicer_to_server(BlobService(self._blobs.get), self.host.server)
-        self._role.register(self.host.server)
-        port = self.host.listen(self._settings.bind)
-        self.host.listen_for_probes(self._settings.bind, self._settings.probe_port)
-        await self.host.start()
+        add_BlobsServicer_to_server(BlobsServicer(self._blobs.get), self.grpc_server.server)
+        self._role.register(self.grpc_server.server)
+        port = self.grpc_server.listen(self._settings.bind)
+        self.grpc_server.listen_for_probes(self._settings.bind, self._settings.probe_port)
+        await self.grpc_server.start()
         bound = f"{self._settings.bind.rpartition(':')[0]}:{port}"
         self.address = advertised(bound, self._settings.advertise)
         self._report("listening", {"address": self.address})
@@ -102,10 +159,10 @@ class WorkerProcess:
         self._loading.start()
 
     async def drain(self) -> None:
-        """Refuse new work and send goodbyes; return when all work is done."""
+        """Refuse new work, also at the routers; return when all work is done."""
         self._draining = True
         if self._membership is not None:
-            self._membership.goodbye()
+            self._membership.announce_drain()
         if self.runtime is not None:
             await self._role.core.drain()
 
@@ -115,13 +172,13 @@ class WorkerProcess:
         for task in self._tasks:
             task.cancel()
         if self._membership is not None:
-            await asyncio.to_thread(self._membership.close, LEAVE_S)
-        await self.host.stop(grace_s)
+            await asyncio.to_thread(self._membership.close, DEREGISTER_S)
+        await self.grpc_server.stop(grace_s)
         if self._metrics_port is not None:
             await self._metrics_port.close()
         if self._loading is not None:
             # Python aborts if a thread returns from a native call during interpreter exit.
-            await asyncio.to_thread(self._loading.join, CLOSE_S)
+            await asyncio.to_thread(self._loading.join, ENGINE_CLOSE_S)
             if self._loading.is_alive():
                 self.hung = True
                 log.critical("the loading thread did not end in time; the process exits without it")
@@ -135,7 +192,7 @@ class WorkerProcess:
 
     async def _close(self, runtime: WorkerRuntime) -> None:
         try:
-            async with asyncio.timeout(CLOSE_S):
+            async with asyncio.timeout(ENGINE_CLOSE_S):
                 await asyncio.to_thread(runtime.close)
         except TimeoutError:
             self.hung = True
@@ -156,7 +213,7 @@ class WorkerProcess:
                 self._report("loading", {"what": phase, "fraction": fraction})
 
         try:
-            runtime = self._role.build(self.boot, progress)
+            runtime = self._role.build(self.incarnation, progress)
             loop.call_soon_threadsafe(self._ready, runtime)
         except LoadingStopped:
             pass
@@ -167,7 +224,7 @@ class WorkerProcess:
                 loop.call_soon_threadsafe(self._failed, error)
 
     def _failed(self, error: Exception) -> None:
-        """Note that loading raised; `loaded` carries the error to `serve_worker`."""
+        """Loading raised an error; `loaded` carries it to `serve_worker`."""
         if not self.loaded.done():
             self.loaded.set_exception(error)
         if not self.failed.done():
@@ -195,14 +252,15 @@ class WorkerProcess:
             self.loaded.set_result(None)
 
     def _begin(self, runtime: WorkerRuntime) -> None:
-        """Take work, join the routers, report it. Raises OSError if the metrics port is taken."""
+        """Accept work, register with the routers and report loads. Raises OSError if the metrics
+        port is taken."""
         for blob in runtime.blobs:
             self._blobs.add(blob)
         self._on_loaded()
         runtime.thread.start()
         hello = WorkerHello()
         hello.CopyFrom(runtime.hello)
-        hello.boot, hello.address = self.boot, self.address
+        hello.boot, hello.address = self.incarnation, self.address
         hello.join_routers = self._settings.join_routers
         self._membership = Membership(
             hello,
@@ -212,14 +270,14 @@ class WorkerProcess:
         )
         if self._settings.metrics_port:
             # Imported here, because few processes have a metrics port and the imports take 50 ms.
-            from pdserve.services.common.metrics.process_metrics import MetricsPort
+            from pdserve.services.common.metrics import MetricsPort
             from pdserve.services.worker.metrics import WorkerMetrics
 
             self._metrics = WorkerMetrics(hello)
             bind = self._settings.bind
             self._metrics_port = MetricsPort(self._settings, bind, "", self._metrics)
         self._role.attach()
-        self.host.set_serving(True)
+        self.grpc_server.set_serving(True)
         self._membership.start()
         self._tasks = [
             asyncio.create_task(self._report_loads(runtime, self._membership), name="loads"),
@@ -231,7 +289,7 @@ class WorkerProcess:
         self._report("loading", {"what": "model", "fraction": 1.0})
 
     async def _report_ready(self, runtime: WorkerRuntime) -> None:
-        """Report ready once a router sends work: before, a long prompt would be prefilled
+        """Report `ready` once a router has opened a session. Before, it would send a long prompt
         elsewhere."""
         in_fleet = self._role.core.in_fleet
         try:
@@ -262,8 +320,8 @@ class WorkerProcess:
             waited += LOAD_S
 
     async def _watch(self, thread: EngineThread) -> None:
-        """Watch the engine's counter, since a call into a frozen engine would not return. Raises
-        DeviceLost once the device is lost."""
+        """Watch the engine's counter, without calls into the engine, which would hang if it is
+        frozen. Raises DeviceLost once the device is lost."""
         loop = asyncio.get_running_loop()
         detector, serving = StallDetector(), True
         while True:
@@ -274,10 +332,13 @@ class WorkerProcess:
             if frozen == serving:
                 serving = not frozen
                 if frozen:
-                    log.error("the engine is frozen; the stack of its thread:\n%s", thread.stack())
+                    log.error(
+                        "the engine is frozen: it makes no progress; the stack of its thread:\n%s",
+                        thread.stack(),
+                    )
                 else:
                     log.error("the engine makes progress again")
-                self.host.set_serving(serving and not self._draining)
+                self.grpc_server.set_serving(serving and not self._draining)
 
 
 def run_worker(
@@ -306,7 +367,7 @@ async def serve_worker(
     worker = WorkerProcess(settings, role, report, on_loaded)
     await worker.start()
     code = await run_until_signal(
-        set_serving=worker.host.set_serving,
+        set_serving=worker.grpc_server.set_serving,
         drain=worker.drain,
         stop=worker.stop,
         drain_s=settings.drain_s,

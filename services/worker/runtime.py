@@ -4,6 +4,7 @@ The engine thread owns the engine and the hand-offs; other threads post to it. P
 derive from WorkerRuntime and add their own parts.
 """
 
+import json
 import logging
 import os
 import stat
@@ -23,14 +24,15 @@ from pdserve.engine.handoff.protocol import WIRE_VERSION, slot_bytes
 from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.recorder import EventLog, open_ring
 from pdserve.engine.handoff.sender import Sender
-from pdserve.engine.kv import Mixing
+from pdserve.engine.kv import KvIdentity, KvSpec, Mixing, encode_spec
 from pdserve.engine.scheduling import EngineStats
 from pdserve.engine.thread import EngineThread
 from pdserve.engine.transport import KvTransport, TransportOptions, make_transports
 from pdserve.engine.transport.cuda_ipc import opener
 from pdserve.protos import fleet_pb2 as pb
-from pdserve.services.common.rpc import PROTOCOL_VERSION
-from pdserve.services.worker.card import model_card
+from pdserve.protos.common_pb2 import KvIdentity as WireIdentity
+from pdserve.protos.common_pb2 import ModelCard
+from pdserve.services.common.rpc import PROTOCOL_VERSION, blob_digest
 from pdserve.services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ DATA_BIND = "127.0.0.1:0"  # listening address of a process that only sends
 
 
 class BlockAudit:
-    """Counts the looks at which a worker's blocks do not add up; used on one thread."""
+    """Counts the snapshots at which KV blocks do not add up; used on one thread."""
 
     def __init__(self) -> None:
         self.errors = 0
@@ -64,12 +66,12 @@ class WorkerRuntime(ABC):
     """
 
     role: pb.Role
-    hello: pb.WorkerHello  # without boot and address
+    hello: pb.WorkerHello  # without incarnation and address
     blobs: list[bytes]  # the blobs that the model card names
     figures: dict[str, Any]  # for the report "ready"
 
-    def __init__(self, settings: WorkerSettings, engine: Engine, boot: bytes) -> None:
-        self.boot = boot
+    def __init__(self, settings: WorkerSettings, engine: Engine, incarnation: bytes) -> None:
+        self.incarnation = incarnation
         self.engine = engine
         self.mixing = Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics)
         self.thread = EngineThread(engine, self._on_step)
@@ -81,7 +83,7 @@ class WorkerRuntime(ABC):
         self._audit = BlockAudit()
         self._shm_folder = shm_folder(settings.shm_dir)
         role = pb.Role.Name(self.role).lower()
-        self._ring = open_ring(settings.trace_dir, role, boot, settings.trace_mb)
+        self._ring = open_ring(settings.trace_dir, role, incarnation, settings.trace_mb)
 
     # called by a subclass's constructor
 
@@ -106,7 +108,7 @@ class WorkerRuntime(ABC):
             self.engine,
             self.engine.kv,
             transports,
-            boot=self.boot,
+            boot=self.incarnation,
             identity=self.engine.kv_identity,
             on_ended=on_ended,
             wake=self.thread.wake,
@@ -117,8 +119,9 @@ class WorkerRuntime(ABC):
         )
 
     def _liveness(self) -> int:
-        """Return the engine thread's counter, for the peers of hand-offs. The ticker wakes the
-        thread while hand-offs live, so it moves even if the engine has nothing to compute."""
+        """Return the engine thread's counter, which peers of hand-offs receive. It moves even if
+        the engine has nothing to compute, because the ticker wakes the thread while hand-offs are
+        live."""
         return self.thread.liveness
 
     def _begin(self, poll: Callable[[], bool]) -> None:
@@ -129,7 +132,7 @@ class WorkerRuntime(ABC):
             endpoint.start()
 
     def _describe(self, card: CardData, transports: Sequence[str], data_address: str = "") -> None:
-        """Set what the process reports about itself: hello, blobs and figures."""
+        """Set what the process reports about itself: registration (`hello`), blobs and figures."""
         engine = self.engine
         message, self.blobs = model_card(card, engine.kv_identity, engine.kv.spec)
         self.hello = pb.WorkerHello(
@@ -175,7 +178,7 @@ class WorkerRuntime(ABC):
         return load, added, removed
 
     def _note_command(self, attempt: bytes) -> None:
-        """Note that the loads from now on include the work of this command."""
+        """Record that load reports from now on include the work of this command."""
         self._last_command = attempt
         self._changed = True
 
@@ -199,8 +202,8 @@ def load_of(
     refusals: Mapping[str, int],
     stale: int,
 ) -> pb.Load:
-    """Convert an engine's figures to a Load. `figures` and `refusals` (of connections) are by
-    transport; `stale` counts messages of ended attempts."""
+    """Convert an engine's figures to a load report. `figures` and `refusals` (of connections) are
+    by transport; `stale` counts messages of ended attempts."""
     blocks = stats.blocks
     empty = TransportFigures()
     transports = []
@@ -255,3 +258,33 @@ def shm_folder(configured: str) -> str:
         return ""
     is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     return str(folder) if is_own_folder and not status.st_mode & 0o077 else ""
+
+
+def model_card(card: CardData, identity: KvIdentity, spec: KvSpec) -> tuple[ModelCard, list[bytes]]:
+    """Return the ModelCard of a loaded model, and the blobs that the card names by their digests.
+    `identity` and `spec` are the engine's."""
+    template = card.chat_template.encode()
+    config = card.generation_config
+    generation = json.dumps(config, sort_keys=True).encode() if config else b""
+    message = ModelCard(
+        name=card.name,
+        architecture=card.architecture,
+        context_len=card.context_len,
+        vocab_size=card.vocab_size,
+        eos_ids=card.eos_ids,
+        bos_id=card.bos_id or 0,
+        has_bos=card.bos_id is not None,
+        adds_bos=card.adds_bos,
+        tokenizer_digest=blob_digest(card.tokenizer_json),
+        template_digest=blob_digest(template),
+        generation_config_digest=blob_digest(generation),
+        kv_identity=WireIdentity(**identity.parts()),
+        kv_spec=encode_spec(spec),
+        created=card.created,
+        weights_bytes=card.weights_bytes,
+        pooling=card.pooling,
+        normalizes=card.normalizes,
+        hidden_size=card.hidden_size,
+        score_token_ids=card.score_ids,
+    )
+    return message, [card.tokenizer_json, template, generation]

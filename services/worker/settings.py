@@ -6,8 +6,8 @@ from pdserve.services.common.discovery import check_targets
 from pdserve.services.common.options import BackendSettings, option
 
 # Time limits of a worker's stop, beyond those of every service (services/common/options.py).
-LEAVE_S = 2.0  # for the streams to the routers to end
-CLOSE_S = 10.0  # for the engine's thread to end, and the hand-offs
+DEREGISTER_S = 2.0  # for the streams to the routers to end
+ENGINE_CLOSE_S = 10.0  # for the engine's thread to end, and the hand-offs
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import yaml
 from pdserve.cli.commands import COMMANDS, known_names
 from pdserve.cli.options import ENV_PREFIX
 from pdserve.services.common.options import GRACE_S, STOP_S
-from pdserve.services.worker import CLOSE_S, LEAVE_S
+from pdserve.services.worker import DEREGISTER_S, ENGINE_CLOSE_S
 
 ROOT = Path(__file__).parents[2]
 OBSERVABILITY = ROOT / "k8s/observability"
@@ -28,7 +28,7 @@ FILES = [
     "docker-compose.yml",
 ]
 IMAGE = r"[\w./-]+:v?\d+(\.\d+)+[\w-]*(@sha256:[0-9a-f]{64})?"  # `make pin` adds the digest
-STOPPED_S = GRACE_S + STOP_S + LEAVE_S + CLOSE_S  # time to stop after a drain
+STOPPED_S = GRACE_S + STOP_S + DEREGISTER_S + ENGINE_CLOSE_S  # time to stop after a drain
 # Variables that only the compose files use: model paths, GPU, stop grace period, memory limits.
 COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU", "PDSERVE_MODEL_B", "PDSERVE_STOP_GRACE"} | {
     f"PDSERVE_{name}_MEMORY" for name in ("GATEWAY", "ROUTER", "WORKER")

@@ -27,9 +27,10 @@ from pdserve.gateway.rerank import RerankDialect
 from pdserve.gateway.storage import ResponseStore
 from pdserve.gateway.web import add_fleet, add_pages
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
+from pdserve.services.common.rate_limits import RateLimits
 from pdserve.services.common.rpc import Backpressure
-from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants import ApiKeys, RateLimits
+from pdserve.services.common.server import GrpcServer
+from pdserve.services.common.tenants import ApiKeys
 from pdserve.text import ParserChoice
 
 BOUNDS = HttpLimits(
@@ -188,7 +189,7 @@ async def make_channel(
     make_service: Callable[..., Service], anyio_backend: str
 ) -> AsyncIterator[Callable[..., object]]:
     """Open channels to the gRPC Text service on a socket, over a scripted router."""
-    opened: list[tuple[grpc.aio.Channel, GrpcHost]] = []
+    opened: list[tuple[grpc.aio.Channel, GrpcServer]] = []
 
     async def make(
         router: FakeRouter,
@@ -200,7 +201,7 @@ async def make_channel(
     ) -> grpc.aio.Channel:
         accepted = ApiKeys(keys)
         guard = KeyInterceptor(accepted)
-        host = GrpcHost(ACCESS, TEXT_METHODS, (SERVICE,), interceptors=(guard,))
+        host = GrpcServer(ACCESS, TEXT_METHODS, (SERVICE,), interceptors=(guard,))
         service = make_service(router, rates=rates, **of_service)
         text = TextServicer(service, accepted, backpressure, max_bytes)
         add_TextServicer_to_server(text, host.server)

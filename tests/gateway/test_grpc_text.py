@@ -13,8 +13,8 @@ from pdserve.gateway.grpc_api import TEXT_METHODS
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest, CompleteRequest, TextOptions
 from pdserve.protos.text_pb2_grpc import TextStub
+from pdserve.services.common.rate_limits import RateLimits, RateSettings
 from pdserve.services.common.rpc import Backpressure
-from pdserve.services.common.tenants import RateLimits, RateSettings
 
 pytestmark = pytest.mark.anyio
 HI = [ChatMessage(role="user", content="hi")]

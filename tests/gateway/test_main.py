@@ -223,7 +223,7 @@ def test_text_limits_are_set_by_the_options():
 @pytest.mark.parametrize(
     "broken",
     [
-        "pdserve.services.common.discovery.discovery.resolve",
+        "pdserve.services.common.discovery.resolve",
         "pdserve.gateway.readiness.Readiness.models",
     ],
 )

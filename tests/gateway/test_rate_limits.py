@@ -8,7 +8,7 @@ import pytest
 from fakes.router import FakeRouter, saying
 from starlette.types import ASGIApp
 
-from pdserve.services.common.tenants import RateLimits, RateSettings
+from pdserve.services.common.rate_limits import RateLimits, RateSettings
 
 pytestmark = pytest.mark.anyio
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}

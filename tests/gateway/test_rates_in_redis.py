@@ -11,7 +11,7 @@ import pytest
 from systems.eventually import wait_until
 
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants import RateLimits, RateSettings
+from pdserve.services.common.rate_limits import RateLimits, RateSettings
 
 pytestmark = pytest.mark.anyio
 OWNER = b"one key"

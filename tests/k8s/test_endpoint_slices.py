@@ -5,8 +5,8 @@ import kubernetes_validate
 import pytest
 from builders.manifests import Manifest, of_kind, rendered, selects
 
-from pdserve.services.common.discovery.api_server import SERVICE_ACCOUNT
-from pdserve.services.common.discovery.target import parse_kubernetes
+from pdserve.services.common.endpoint_slices import parse_kubernetes
+from pdserve.services.common.kubernetes import SERVICE_ACCOUNT
 
 NAME = "pdserve-discovery"
 

@@ -26,7 +26,7 @@ from oracles.manifest_rules import ALWAYS
 from pdserve.engine.checkpoints.resolve import served_name, shipped_model
 from pdserve.gateway import GatewaySettings
 from pdserve.services.common.options import GRACE_S, STOP_S
-from pdserve.services.worker import CLOSE_S, LEAVE_S
+from pdserve.services.worker import DEREGISTER_S, ENGINE_CLOSE_S
 
 POOLS = ("first", "b")
 ROLES = ("prefill", "decode")
@@ -102,7 +102,7 @@ def test_each_pool_can_drain_its_longest_stream(manifests: list[Manifest]) -> No
             spec, variables = pod_of(deployment)
             drain_s = float(variables["PDSERVE_DRAIN_S"])
             assert drain_s >= longest_s
-            stop_s = GRACE_S + STOP_S + LEAVE_S + CLOSE_S
+            stop_s = GRACE_S + STOP_S + DEREGISTER_S + ENGINE_CLOSE_S
             assert spec["terminationGracePeriodSeconds"] > drain_s + stop_s
 
 

@@ -28,8 +28,8 @@ from pdserve.services.common.stall_detector import MIN_LOOKS, StallDetector
 from pdserve.services.router import RouterSettings
 from pdserve.services.router.fleet import State, Worker
 from pdserve.services.router.main import RouterProcess
+from pdserve.services.worker.membership import HEARTBEAT_S
 from pdserve.services.worker.process import LOOK_S
-from pdserve.services.worker.reports import HEARTBEAT_S
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from pdserve.engine.api import ChoiceState, NewTokens, Request, Step
 from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol import Ticket
 from pdserve.engine.transport.base import transports
-from pdserve.services.decode.migration import OutgoingMigrations
+from pdserve.services.decode.runtime import OutgoingMigrations
 
 
 class Source:
@@ -46,7 +46,7 @@ class Source:
         self.pair.prefill_thread.post(lambda engine: engine.submit(asked))
         self.pair.wait(lambda: len(self.said) >= count)
         self.attempt = bytes.fromhex(asked.key)
-        held = self.do(lambda d: d.hold(self.attempt))
+        held = self.do(lambda d: d.freeze(self.attempt))
         assert held is not None
         assert held.num_tokens == len(asked.prompt_ids) + len(self.said) - 1
 
@@ -158,7 +158,7 @@ def test_after_any_failure_a_request_continues_where_it_was(
     make_pair: MakePair, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_s = 3.0 if how == "no answer" else 1e6  # enough for the claim to come on a busy machine
-    monkeypatch.setattr("pdserve.services.decode.migration.outgoing.MOVE_S", limit_s)
+    monkeypatch.setattr("pdserve.services.decode.runtime.MIGRATION_S", limit_s)
     pair = make_pair()
     slow_down(pair)
     asked = request(40, max_tokens=60)
@@ -168,7 +168,7 @@ def test_after_any_failure_a_request_continues_where_it_was(
     if how in ("cancelled there", "it stays", "no answer"):  # its claim is not granted
         pair.decode_thread.post(lambda e: setattr(e, "reserve", lambda *a: None)).result(LIMIT_S)
     if how == "before":
-        assert source.do(lambda d: d.stay(source.attempt))
+        assert source.do(lambda d: d.unfreeze(source.attempt))
         assert not source.do(lambda d: d.send(source.attempt, ticket, "", b""))
         pair.at_decode(lambda r: r.cancel(ticket.attempt, "test"))
     elif how == "refused":
@@ -180,10 +180,10 @@ def test_after_any_failure_a_request_continues_where_it_was(
         if how == "cancelled there":
             pair.at_decode(lambda r: r.cancel(ticket.attempt, "test"))
         elif how == "it stays":
-            assert source.do(lambda d: d.stay(source.attempt))
+            assert source.do(lambda d: d.unfreeze(source.attempt))
     pair.wait(lambda: len(source.said) == 60)
     assert source.said == local(asked)[0]
-    assert not source.do(lambda d: d.stay(source.attempt)), "it is not held any more"
+    assert not source.do(lambda d: d.unfreeze(source.attempt)), "it is not held any more"
     assert (source.migrations.num_gone, source.migrations.num_stayed) == (0, 1)
     pair.wait(lambda: ticket.attempt in pair.lost or how in ("before",))
     told = [sent.reason for _, sent in source.told]

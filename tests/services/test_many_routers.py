@@ -15,7 +15,7 @@ from systems.eventually import eventually
 from pdserve.gateway.router_client import RouterClient
 from pdserve.gateway.router_client import client as client_module
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.common.discovery import discovery
+from pdserve.services.common import discovery
 from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
 

@@ -16,7 +16,7 @@ from systems.worker_kit import expected
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client import model_files
 from pdserve.protos.router_pb2 import PickRequest
-from pdserve.services.common.discovery import discovery
+from pdserve.services.common import discovery
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.worker import membership
 
@@ -85,7 +85,7 @@ async def test_each_worker_joins_some_routers_and_together_they_cover_the_fleet(
     retries = [router.core.dispatcher.num_retries for router in system.routers.values()]
     assert retries == [0, 0, 0]
 
-    boots = sorted(worker.boot for worker in system.workers.values())
+    boots = sorted(worker.incarnation for worker in system.workers.values())
     ran = {boot for stream in asked for boot in stream.decode_boots}
     assert ran <= set(boots)
     view = await system.client.fleet()
@@ -100,7 +100,7 @@ async def test_a_pick_comes_from_a_router_that_knows_a_worker_there(
 ) -> None:
     """All hosts are one here, so the worker is made to report another."""
     host = f"host-of-{name}"
-    boot = system.workers[name].boot
+    boot = system.workers[name].incarnation
     for router in system.routers.values():
         known = router.core.fleet.get(boot)
         if known is not None:
@@ -178,7 +178,7 @@ async def test_a_stream_of_a_dead_worker_goes_to_a_router_that_has_another(
 ) -> None:
     """Its own router has no remaining worker of the model, and none will join."""
     a = system.addresses[0]
-    boot = system.workers["tiny-ab"].boot
+    boot = system.workers["tiny-ab"].incarnation
     dispatcher = system.routers[a].core.dispatcher
     with system.slow():
         asked = [Stream(system.client, number, "tiny", LONG) for number in range(12)]
@@ -188,7 +188,7 @@ async def test_a_stream_of_a_dead_worker_goes_to_a_router_that_has_another(
         await system.kill_worker("tiny-ab")
         assert not any(stream.task.done() for stream in asked)
     await answered(asked, LONG)
-    other = system.workers["tiny-bc"].boot
+    other = system.workers["tiny-bc"].incarnation
     assert all(stream.decode_boots[-1] == other for stream in asked)
     assert moved
     assert dispatcher.outcomes["UNAVAILABLE"] > 0, "it has given them back"

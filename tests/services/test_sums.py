@@ -20,8 +20,8 @@ from systems.worker_kit import CARD, start_worker
 
 from pdserve.engine.api import EngineConfig
 from pdserve.gateway.router_client import RouterClient
-from pdserve.services.decode.main import DecodeRole
-from pdserve.services.prefill.main import PrefillRole
+from pdserve.services.decode.servicer import DecodeRole
+from pdserve.services.prefill.servicer import PrefillRole
 from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.worker import DecodeSettings, PrefillSettings
@@ -62,7 +62,7 @@ async def _page(worker: WorkerProcess) -> str:
 async def system(anyio_backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     card = replace(CARD, tokenizer_json=tokenizer_json())
     monkeypatch.setattr(
-        "pdserve.services.worker.role.build_engine",
+        "pdserve.services.worker.process.build_engine",
         lambda config, progress: (fake_engine(num_blocks=BLOCKS), card),
     )
     async with AsyncExitStack() as stack:

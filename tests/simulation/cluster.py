@@ -20,8 +20,8 @@ from pdserve.engine.scheduling import EngineLimits
 from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.lifecycle import silent
-from pdserve.services.decode.main import DecodeRole
-from pdserve.services.prefill.main import PrefillRole
+from pdserve.services.decode.servicer import DecodeRole
+from pdserve.services.prefill.servicer import PrefillRole
 from pdserve.services.router import RouterSettings
 from pdserve.services.router import main as router_module
 from pdserve.services.worker import DecodeSettings, PrefillSettings

@@ -44,8 +44,8 @@ class LoopLease(_Lease):
         super().prefixes(events)
         self._changed.set()
 
-    def goodbye(self, reason: str) -> None:
-        super().goodbye(reason)
+    def announce_drain(self, reason: str) -> None:
+        super().announce_drain(reason)
         if hasattr(self, "_changed"):  # otherwise it has not started
             self._changed.set()
 

@@ -196,7 +196,7 @@ class Context:
 
 
 class Server:
-    """Replaces GrpcHost.server: servicers register with it and receive calls."""
+    """Replaces GrpcServer.server: servicers register with it and receive calls."""
 
     def __init__(self, process: Process, network: Network) -> None:
         self._process = process

@@ -165,7 +165,7 @@ class LoopSender(_Beats, Sender):
 
 
 class LoopHost:
-    """GrpcHost on the simulated network; binds to NAME:0."""
+    """GrpcServer on the simulated network; binds to NAME:0."""
 
     network: Network
 
@@ -287,17 +287,17 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
         "pdserve.services.worker.process.Membership": LoopMembership,
         # On a second signal, end the simulated process instead of this one.
         "pdserve.services.common.lifecycle.os": SimpleNamespace(_exit=lambda code: here().kill()),
-        "pdserve.services.worker.process.GrpcHost": LoopHost,
+        "pdserve.services.worker.process.GrpcServer": LoopHost,
         "pdserve.services.worker.process.threading": SimpleNamespace(Thread=LoadingThread),
-        "pdserve.services.worker.role.build_engine": build,
+        "pdserve.services.worker.process.build_engine": build,
         "pdserve.services.router.main.RouterProcess": SeenRouter,
         "pdserve.services.router.core.random": SimpleNamespace(
             Random=lambda: Random(entropy.random())
         ),
-        "pdserve.services.router.main.GrpcHost": LoopHost,
+        "pdserve.services.router.main.GrpcServer": LoopHost,
         "pdserve.services.router.main.make_access": lambda settings: LoopAccess(network),
         "pdserve.services.worker.process.make_access": lambda settings: LoopAccess(network),
-        "pdserve.services.common.discovery.discovery.resolve": lambda name: [name],
+        "pdserve.services.common.discovery.resolve": lambda name: [name],
     }
     with ExitStack() as stack:
         for name, value in replaced.items():

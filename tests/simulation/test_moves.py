@@ -83,8 +83,8 @@ def test_no_fault_during_a_migration_loses_or_changes_a_token(kind: str) -> None
 
 
 def test_a_worker_that_preempts_migrates_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.services.router.placement.rebalance.WINDOW_S", 0.06)
-    monkeypatch.setattr("pdserve.services.router.placement.rebalance.MIN_WINDOWS", 1)
+    monkeypatch.setattr("pdserve.services.router.request.migrations.WINDOW_S", 0.06)
+    monkeypatch.setattr("pdserve.services.router.request.migrations.MIN_WINDOWS", 1)
     done = preempted = 0
     for seed in range(8):
         rng = Random(seed)

@@ -49,7 +49,7 @@ def test_every_router_has_its_share_including_one_discovered_later() -> None:
         known = list(cluster.routers[:ROUTERS])
         try:
             # The first router's name resolves to all routers.
-            with patch("pdserve.services.common.discovery.discovery.resolve", lambda name: known):
+            with patch("pdserve.services.common.discovery.resolve", lambda name: known):
                 cluster.start()
                 began = world.now
                 cluster.ask_all()

@@ -18,7 +18,7 @@ from pdserve.gateway.grpc_api import TEXT_METHODS
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, text_pb2, worker_pb2
 from pdserve.protos.text_pb2_grpc import TextStub
 from pdserve.services.common.auth import Role
-from pdserve.services.common.auth.roles import EVERY_ROLE, RIGHTS
+from pdserve.services.common.auth.certificates import EVERY_ROLE, RIGHTS
 from pdserve.services.common.server import HEALTH_CHECK
 from pdserve.services.picker.main import SERVICE as PICKER
 from pdserve.services.router.servicer import OPEN_METHODS

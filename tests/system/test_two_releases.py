@@ -24,7 +24,7 @@ from systems.releases import NoRelease, last_release, python_of
 from systems.replaceable import Replaceable, ReplaceableSystem, tail
 from systems.steady_load import Load, RawClient, asks
 
-from pdserve.services.common.metrics.process_metrics import commit
+from pdserve.services.common.metrics import commit
 from pdserve.services.common.rpc import PROTOCOL_VERSION
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(3600)]

@@ -17,9 +17,9 @@ from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2, router_pb2
 from pdserve.services.common.auth import make_authority
-from pdserve.services.common.metrics import Observations
-from pdserve.services.common.metrics.process_metrics import ProcessFacts, lag_histogram
-from pdserve.services.picker.metrics import PickerMetrics
+from pdserve.services.common.metrics import ProcessFacts, lag_histogram
+from pdserve.services.common.observations import Observations
+from pdserve.services.picker.picker import PickerMetrics
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.dispatcher import QUEUE_WAITS_S
 from pdserve.services.router.metrics import RouterMetrics

@@ -17,7 +17,7 @@ AREAS = {
     "scheduler": ("engine/scheduling/",),
     "router": ("services/router/",),
     "hand-off": ("engine/handoff/", "engine/transport/"),
-    "tenants": ("services/common/tenants/",),
+    "tenants": ("services/common/tenants.py", "services/common/rate_limits.py"),
     "auth": ("services/common/auth/",),
     "parsers": ("text/parsing/", "text/tool_parsers/", "text/reasoning.py"),
 }

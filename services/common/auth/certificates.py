@@ -1,10 +1,11 @@
-"""Makes the certificates of a cluster: one authority, and one certificate for each role.
+"""Roles of a cluster's processes, the methods that each role may call, and a certificate for each.
 
-A certificate holds its role as a DNS name (auth/roles.py), so a client can require a role and TLS
-itself refuses any other.
+A certificate holds its role as a DNS name, so a client can require a role and TLS itself refuses
+any other.
 """
 
 import datetime
+from enum import StrEnum
 from typing import NamedTuple
 
 from cryptography import x509
@@ -12,10 +13,40 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from pdserve.services.common.auth.roles import Role
-
 AUTHORITY_DAYS = 3650.0
 EARLIER = datetime.timedelta(minutes=5)  # start of validity before now, for clocks that are behind
+ROLE_DOMAIN = "pdserve.internal"
+
+
+class Role(StrEnum):
+    """The role of a process in its cluster."""
+
+    GATEWAY = "gateway"
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def dns_name(self) -> str:
+        """The role's name in a certificate, with which TLS itself verifies the peer's role."""
+        return f"{self}.{ROLE_DOMAIN}"
+
+
+EVERY_ROLE = frozenset(Role)
+# The roles that may call each internal method; a method that is not listed is closed to all of
+# them. Methods for people (text, ids) and health checks are open: their servicers check an API key,
+# or nothing.
+RIGHTS: dict[str, frozenset[Role]] = {
+    "/pdserve.v1.Fleet/Join": frozenset({Role.PREFILL, Role.DECODE}),
+    "/pdserve.v1.Router/Session": frozenset({Role.GATEWAY}),
+    "/pdserve.v1.Router/GetFleet": frozenset({Role.GATEWAY}),
+    "/pdserve.v1.Router/Pick": frozenset({Role.GATEWAY}),
+    "/pdserve.v1.Blobs/GetBlob": frozenset({Role.GATEWAY, Role.ROUTER}),
+    "/pdserve.v1.Prefill/Session": frozenset({Role.ROUTER}),
+    "/pdserve.v1.Decode/Session": frozenset({Role.ROUTER}),
+    "/grpc.health.v1.Health/Watch": EVERY_ROLE,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": EVERY_ROLE,
+}
 
 
 class Identity(NamedTuple):
@@ -70,7 +101,7 @@ def role_in(certificate: bytes) -> Role:
     raise ValueError("the certificate names no role")
 
 
-def ends_of(pem: bytes) -> list[float]:
+def expiries_of(pem: bytes) -> list[float]:
     """The expiry of each certificate in a PEM text, in Unix time. Raises ValueError if it has
     none."""
     return [c.not_valid_after_utc.timestamp() for c in x509.load_pem_x509_certificates(pem)]
@@ -90,9 +121,9 @@ def check_pair(identity: Identity) -> None:
         raise ValueError("the key does not match the certificate")
 
 
-def in_settings(authority: Identity, role: Role) -> dict[str, str]:
-    """Create a certificate of a role, as the fields of HostSettings (services/common/options.py).
-    It is never renewed, so it lasts as long as its authority."""
+def certificate_settings(authority: Identity, role: Role) -> dict[str, str]:
+    """Create a certificate of a role, as the fields of ServerSettings that hold it. It is never
+    renewed, so it lasts as long as its authority."""
     identity = issue(authority, role, AUTHORITY_DAYS)
     pem = {"cluster_ca": authority.certificate, "cluster_cert": identity.certificate}
     return {name: text.decode() for name, text in {**pem, "cluster_key": identity.key}.items()}

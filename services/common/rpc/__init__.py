@@ -4,26 +4,30 @@ from pdserve.services.common.rpc.backpressure import Backpressure, SlowReaderErr
 from pdserve.services.common.rpc.blobs import (
     BLOB_CACHE_BYTES,
     BlobCache,
-    BlobService,
+    BlobsServicer,
     blob_digest,
     read_blob,
 )
 from pdserve.services.common.rpc.channel import (
     AUTHORIZATION,
     CHANNEL_OPTIONS,
-    LIMITS,
-    advertised,
-    may_be_closed,
-)
-from pdserve.services.common.rpc.fragments import IdsCollector, send_ids
-from pdserve.services.common.rpc.malformed import Context, Guard, MalformedInterceptor, guarded
-from pdserve.services.common.rpc.outbox import Outbox, TokensOutbox
-from pdserve.services.common.rpc.protocol_version import (
+    MESSAGE_LIMITS,
     PROTOCOL_VERSION,
+    IdsCollector,
     VersionGate,
+    advertised,
     check_version,
     host_of,
     is_refusal,
+    may_be_closed,
+    send_ids,
+)
+from pdserve.services.common.rpc.malformed import Context, Guard, MalformedInterceptor, guarded
+from pdserve.services.common.rpc.outbox import (
+    NumberedChoice,
+    Outbox,
+    RowReader,
+    TokenRow,
+    TokensOutbox,
 )
 from pdserve.services.common.rpc.request_progress import LostTokens, RequestProgress, remaining_ms
-from pdserve.services.common.rpc.token_rows import NumberedChoice, RowReader, TokenRow

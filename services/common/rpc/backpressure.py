@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Backpressure:
-    """How much may be unread, and for how long, before a client is dropped."""
+    """Bounds of a client's unread response, in bytes and in seconds without a read; beyond them the
+    client is disconnected."""
 
     max_buffer_bytes: int = 1 << 20
     stall_s: float = 30.0
@@ -109,7 +110,7 @@ class _Unread(Generic[T]):
         self._ended = False  # the source yields nothing more
 
     async def fill(self, source: AsyncGenerator[T, None]) -> None:
-        """Read the source to its end, or to the bound."""
+        """Read the source until it ends or the bound of unread bytes is reached."""
         try:
             async with aclosing(source):
                 async for item in source:
@@ -144,7 +145,7 @@ class _Unread(Generic[T]):
         return bool(self._items)
 
     def take(self, join: Callable[[list[T]], T] | None) -> T:
-        """The next item to write."""
+        """Remove and return the next item to write."""
         if join is None:
             item = self._items.popleft()
             self._num_bytes -= self._size(item)

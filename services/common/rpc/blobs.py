@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import grpc.aio
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.protos.common_pb2_grpc import BlobsServicer, BlobsStub
+from pdserve.protos import common_pb2_grpc
 from pdserve.services.common.errors import ServiceError, abort
 from pdserve.services.common.rpc.channel import may_be_closed
 
@@ -25,7 +25,7 @@ Fetch = Callable[[str], Awaitable[bytes | None]]
 
 
 def blob_digest(data: bytes) -> str:
-    """A blob's name; empty for empty data."""
+    """Return a blob's name: its SHA-256 in hex, or empty for empty data."""
     return hashlib.sha256(data).hexdigest() if data else ""
 
 
@@ -51,7 +51,7 @@ class BlobCache:
             self._num_bytes -= len(self._blobs.popitem(last=False)[1])
 
     async def get(self, digest: str, fetch: Fetch | None = None) -> bytes | None:
-        """The blob; a missing one is fetched, by one call at a time for each digest.
+        """Return the blob. A missing one is fetched, by one call at a time for each digest.
 
         Returns None if it is missing and `fetch` finds none. Raises what `fetch` raises.
         """
@@ -66,7 +66,7 @@ class BlobCache:
         return self._blobs[digest]
 
 
-class BlobService(BlobsServicer):
+class BlobsServicer(common_pb2_grpc.BlobsServicer):
     """Serves Blobs.GetBlob; `find` returns the blob of a digest, or None."""
 
     def __init__(self, find: Fetch) -> None:
@@ -76,25 +76,29 @@ class BlobService(BlobsServicer):
         data = await self._find(request.digest)
         if data is None:
             # The only code of the catalogue that maps to gRPC's NOT_FOUND.
-            await abort(context, ServiceError(pb.MODEL_NOT_FOUND, "no blob has this digest"))
+            await abort(
+                context, ServiceError(pb.MODEL_NOT_FOUND, "no file of the model has this digest")
+            )
         for offset in range(0, len(data), CHUNK_BYTES):
             yield pb.BlobChunk(data=data[offset : offset + CHUNK_BYTES])
 
 
 async def read_blob(channel: grpc.aio.Channel, digest: str) -> bytes:
-    """The blob of that digest from a peer's BlobService. Raises ServiceError UNAVAILABLE if the
+    """The blob of that digest from a peer's BlobsServicer. Raises ServiceError UNAVAILABLE if the
     peer does not return it, or returns other bytes."""
     data = bytearray()
     try:
         with may_be_closed():
-            call = BlobsStub(channel).GetBlob(pb.BlobRequest(digest=digest), timeout=READ_S)
+            call = common_pb2_grpc.BlobsStub(channel).GetBlob(
+                pb.BlobRequest(digest=digest), timeout=READ_S
+            )
             async for chunk in call:
                 data += chunk.data
                 if len(data) > MAX_BLOB_BYTES:
                     call.cancel()
-                    raise ServiceError(pb.UNAVAILABLE, "a blob of the model is too large")
+                    raise ServiceError(pb.UNAVAILABLE, "a file of the model is too large")
     except (grpc.aio.AioRpcError, ConnectionError) as error:
         raise ServiceError(pb.UNAVAILABLE, "the model's files cannot be read") from error
     if blob_digest(bytes(data)) != digest:
-        raise ServiceError(pb.UNAVAILABLE, "a blob of the model does not match its digest")
+        raise ServiceError(pb.UNAVAILABLE, "a file of the model does not match its digest")
     return bytes(data)

@@ -1,12 +1,23 @@
-"""Connections between processes: options, closing, and addresses."""
+"""Connections between processes: options, addresses, protocol version, and long lists of ids.
+
+A release talks to the one before it, and so to the one after it (docs/upgrades.md). Long id lists
+are sent in parts, so that no message exceeds 256 KiB.
+"""
 
 import asyncio
 import ipaddress
+import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from urllib.parse import unquote
 
+import grpc
 import grpc.aio
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
+from pdserve.services.common.errors import ServiceError
 
 AUTHORIZATION = "authorization"
 MAX_MESSAGE_BYTES = 4 << 20
@@ -15,7 +26,7 @@ CONNECT_MS = 2_000  # a busy or distant peer takes its time to send its HTTP/2 s
 # Options that both ends set: message limits, and pings that detect a dead peer in 15 s. Bandwidth
 # probes are off, since each small message on an idle connection would cause one; so a stream has at
 # most 64 KiB in flight, and KV, which is large, uses separate connections.
-LIMITS = [
+MESSAGE_LIMITS = [
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -25,13 +36,22 @@ LIMITS = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 CHANNEL_OPTIONS = [
-    *LIMITS,
+    *MESSAGE_LIMITS,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", CONNECT_MS),  # time limit of one attempt, not a pause
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # one connection per channel, closed with it
 ]
+
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+MAX_LOGGED_PEERS = 1024  # peers whose refusal has been logged
+
+
+IDS_PER_MESSAGE = 32_768  # a varint of a uint32 has at most 5 bytes: 160 KiB
 
 
 @contextmanager
@@ -41,12 +61,12 @@ def may_be_closed() -> Iterator[None]:
     try:
         yield
     except grpc.aio.UsageError as error:  # closed before the call
-        raise ConnectionError("the channel is closed") from error
+        raise ConnectionError("the connection to the other process is closed") from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise ConnectionError("the channel was closed") from None
+        raise ConnectionError("the connection to the other process was closed") from None
 
 
 def advertised(bound: str, advertise: str = "") -> str:
@@ -72,3 +92,129 @@ def _machine_address() -> str:
     except OSError:
         return name
     return str(infos[0][4][0])
+
+
+def incompatibility(peer_version: int, process: str, peer: str) -> str:
+    """Return why a process cannot exchange messages with a peer of that protocol version; empty if
+    it can."""
+    own_version = PROTOCOL_VERSION
+    if abs(peer_version - own_version) <= 1:
+        return ""
+    older, needed_version = (
+        (process, peer_version - 1) if own_version < peer_version else (peer, own_version - 1)
+    )
+    return (
+        f"protocol version {own_version} of the {process} does not match {peer_version} of "
+        f"the {peer}: upgrade the {older} to a release with version {needed_version} first"
+    )
+
+
+def check_version(peer_version: int, process: str, peer: str) -> None:
+    """Check a peer's protocol version. Raises ServiceError(INCOMPATIBLE_VERSION) if the peer is too
+    old or too new."""
+    if text := incompatibility(peer_version, process, peer):
+        raise ServiceError(INCOMPATIBLE_VERSION, text, "protocol")
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether a call failed because one end's protocol version is too old for the other."""
+    if isinstance(error, grpc.RpcError):
+        error = ServiceError.from_rpc(error)
+    return isinstance(error, ServiceError) and error.code == INCOMPATIBLE_VERSION
+
+
+class VersionGate:
+    """Checks the protocol versions of a server's peers. A refused peer retries for as long as it
+    lives; its refusal is logged once, unless MAX_LOGGED_PEERS others were refused meanwhile."""
+
+    def __init__(self, process: str) -> None:
+        self._process = process
+        self._logged_peers: dict[str, None] = {}  # the most recently refused last
+
+    def check(self, peer_version: int, peer: str) -> None:
+        """Raises ServiceError(INCOMPATIBLE_VERSION) if the peer is too old or too new."""
+        try:
+            check_version(peer_version, self._process, peer)
+        except ServiceError as error:
+            if peer not in self._logged_peers:
+                log.warning("refused: %s", error)
+            self._logged_peers.pop(peer, None)
+            self._logged_peers[peer] = None
+            if len(self._logged_peers) > MAX_LOGGED_PEERS:
+                del self._logged_peers[next(iter(self._logged_peers))]
+            raise
+        self._logged_peers.pop(peer, None)
+
+
+def host_of(peer: str) -> str:
+    """The host of a gRPC call's peer; its port differs with every connection."""
+    kind, _, rest = peer.partition(":")
+    return unquote(rest.rpartition(":")[0]) if kind in ("ipv4", "ipv6") else peer
+
+
+def send_ids(key: str, ids: Sequence[int]) -> tuple[list[pb.IdsPart], Sequence[int]]:
+    """Split token ids for a message. Returns the parts to send ahead, in order, and the ids that go
+    into the message itself."""
+    split_at = max(0, len(ids) - 1) // IDS_PER_MESSAGE * IDS_PER_MESSAGE
+    parts = [
+        pb.IdsPart(key=key, ids=ids[start : start + IDS_PER_MESSAGE])
+        for start in range(0, split_at, IDS_PER_MESSAGE)
+    ]
+    return parts, ids[split_at:]
+
+
+class IdsCollector:
+    """Token ids that were sent in parts ahead of their message; one collector per stream.
+
+    A list that exceeds the bounds is never returned in part: `take` refuses it. With too many lists
+    at once, refused keys cannot be remembered either, so every later `take` is refused.
+    """
+
+    def __init__(self, max_ids: int = 4 << 20, max_keys: int = 1024) -> None:
+        self._max_ids = max_ids
+        self._max_keys = max_keys
+        self._num_ids = 0
+        self._flooded = False
+        self._parts: dict[str, list[int] | None] = {}  # None: refused
+
+    def add(self, part: pb.IdsPart) -> None:
+        """Keep a part. Raises ServiceError(OVERLOADED) if the bounds are exceeded, and from then on
+        for its key until that is taken or dropped."""
+        if part.key not in self._parts and len(self._parts) >= self._max_keys:
+            self._flooded = True
+            raise ServiceError(pb.OVERLOADED, "too many long prompts are being received at once")
+        ids = self._parts.setdefault(part.key, [])
+        if ids is None or self._num_ids + len(part.ids) > self._max_ids or not part.ids:
+            self.drop(part.key)
+            self._parts[part.key] = None
+            raise ServiceError(
+                pb.OVERLOADED, "the prompts that are being received have too many tokens"
+            )
+        ids.extend(part.ids)
+        self._num_ids += len(part.ids)
+
+    def collect(self, part: pb.IdsPart) -> None:
+        """Keep a part of a message that is still to come; if it exceeds the bounds, `take`
+        raises."""
+        try:
+            self.add(part)
+        except ServiceError as error:
+            log.warning("%s", error)
+
+    def take(self, key: str, tail: Sequence[int]) -> list[int]:
+        """Return all ids of `key`, the parts' first and then the message's (`tail`), and forget the
+        parts.
+
+        Raises ServiceError(OVERLOADED) if a part was refused.
+        """
+        ids = self._parts.pop(key, [])
+        self._num_ids -= len(ids or ())
+        if ids is None or self._flooded:
+            raise ServiceError(
+                pb.OVERLOADED, "the prompts that are being received have too many tokens"
+            )
+        return [*ids, *tail]
+
+    def drop(self, key: str) -> None:
+        """Forget the parts of `key`."""
+        self._num_ids -= len(self._parts.pop(key, None) or ())

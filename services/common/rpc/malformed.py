@@ -23,8 +23,8 @@ _MALFORMED: Any = object()
 
 
 def guarded(handler: Any, guard: Guard, **changed: Any) -> Any:
-    """A copy of the RpcMethodHandler whose behaviour, an async generator or a coroutine, runs
-    within the guard; `changed` are other fields to replace."""
+    """Return a copy of the RpcMethodHandler whose behaviour (an async generator or a coroutine)
+    runs within the guard. `changed`: other fields to replace."""
     (kind,) = (name for name in _BEHAVIOURS if getattr(handler, name) is not None)
     behaviour = getattr(handler, kind)
 
@@ -45,7 +45,8 @@ def guarded(handler: Any, guard: Guard, **changed: Any) -> Any:
 
 
 class MalformedInterceptor(grpc.aio.ServerInterceptor):
-    """The innermost interceptor; it wraps the handlers themselves."""
+    """Wraps the handlers of a server so that a request that cannot be parsed gets INVALID_ARGUMENT.
+    Must be the innermost interceptor."""
 
     def __init__(self) -> None:
         self._wrapped: dict[str, Any] = {}

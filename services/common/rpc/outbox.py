@@ -1,19 +1,23 @@
-"""Queues events for a slow peer. Writers never block.
+"""Queues events for a slow peer, and encodes the tokens of a step as rows. Writers never block.
 
 Used on the loop's thread only. Order is kept, except that Tokens may merge into unsent Tokens of
 the same choice that they continue, and so overtake events of other choices.
+
+Token rows are three columns of one event, for any number of streams. A choice gets a number with
+its first row in a session, so a row is a number, a position and an id.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Generic, TypeVar
+import logging
+from collections.abc import AsyncIterator, Iterator
+from typing import Generic, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
 from pdserve.protos import common_pb2 as pb
+from pdserve.protos.common_pb2 import TokenRows
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.protos.worker_pb2 import DecodeEvent
-from pdserve.services.common.rpc.token_rows import MAX_NAMED, MAX_ROWS, NumberedChoice, RowWriter
 
 MAX_BATCH_BYTES = 192 << 10  # of the events in one message; a larger event travels alone
 MAX_MERGED_IDS = 1024
@@ -21,6 +25,92 @@ MAX_MERGED_LOGPROBS = 256  # a candidate has about 10 bytes, a token up to 20 ca
 
 EventT = TypeVar("EventT", bound=Message)
 TokensEventT = TypeVar("TokensEventT", bound=RequestEvent | DecodeEvent)
+log = logging.getLogger(__name__)
+
+MAX_NUMBERED = 4096  # choices with a number in a session: the most recently numbered
+MAX_ROWS = 4096  # in one event: at most 80 KB
+MAX_NAMED = 256  # choices that get a number in one event: at most 90 KB
+
+
+class NumberedChoice(NamedTuple):
+    """A choice of an attempt at a request under one epoch. Token rows refer to it by a number."""
+
+    request: str
+    attempt: bytes
+    epoch: int
+    choice: int
+
+
+TokenRow = tuple[NumberedChoice, int, int]  # with the position and the id of its next token
+
+
+class RowWriter:
+    """The sender's side of token rows in one session: the numbers of choices, and the rows of the
+    next event.
+
+    The event is full with MAX_ROWS in `pending` or MAX_NAMED in `named`.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[NumberedChoice, int] = {}
+        self._last_number = 0
+        self.pending: list[tuple[int, int, int]] = []  # (number, position, id) of each row
+        self.named: list[TokenRows.Named] = []
+
+    def add(self, choice: NumberedChoice, position: int, id_: int) -> None:
+        number = self._numbers.get(choice)
+        if number is None:
+            number = self._number(choice)
+        self.pending.append((number, position, id_))
+
+    def take(self) -> TokenRows:
+        """Return the event with the rows so far, at least one, and begin an empty one."""
+        numbers, positions, ids = zip(*self.pending, strict=True)
+        rows = TokenRows(named=self.named, numbers=numbers, positions=positions, ids=ids)
+        self.pending, self.named = [], []
+        return rows
+
+    def _number(self, choice: NumberedChoice) -> int:
+        """Assign a number, never one used before. A choice whose number is dropped gets another
+        with its next row."""
+        if len(self._numbers) == MAX_NUMBERED:
+            del self._numbers[next(iter(self._numbers))]
+        self._last_number += 1
+        self._numbers[choice] = self._last_number
+        self.named.append(TokenRows.Named(number=self._last_number, **choice._asdict()))
+        return self._last_number
+
+
+class RowReader:
+    """The receiver's side of token rows in one session."""
+
+    def __init__(self) -> None:
+        self._choices: dict[int, NumberedChoice] = {}
+
+    def __len__(self) -> int:
+        """The count of known numbers."""
+        return len(self._choices)
+
+    def read(self, rows: TokenRows) -> Iterator[TokenRow]:
+        """Yield the rows of an event. A row with an unknown number is skipped; the receiver of
+        later tokens detects the gap."""
+        for named in rows.named:
+            choice = NumberedChoice(named.request, named.attempt, named.epoch, named.choice)
+            self._choices[named.number] = choice
+        return self._read(rows)
+
+    def _read(self, rows: TokenRows) -> Iterator[TokenRow]:
+        for number, position, id_ in zip(rows.numbers, rows.positions, rows.ids, strict=False):
+            choice = self._choices.get(number)
+            if choice is None:
+                log.warning(
+                    "ignoring a token of a choice that was not introduced: number %d", number
+                )
+            else:
+                yield choice, position, id_
+        # Only now: the sender has dropped these, but rows of this event may still use them.
+        while len(self._choices) > MAX_NUMBERED:
+            del self._choices[next(iter(self._choices))]
 
 
 class Outbox(Generic[EventT]):
@@ -46,7 +136,8 @@ class Outbox(Generic[EventT]):
         self._wake.set()
 
     def take(self) -> list[EventT]:
-        """The oldest events that fit one message; empty if there are none."""
+        """Remove and return the oldest events that fit into one message; empty if there are
+        none."""
         size = count = 0
         for event in self._events:
             size += event.ByteSize()
@@ -96,7 +187,7 @@ class TokensOutbox(Outbox[TokensEventT]):
         super().put(event)
 
     def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
-        """Add a token without log-probabilities to a choice that continues. Returns False if the
+        """Add a token without log-probabilities to an unfinished choice. Returns False if the
         receiver reads no rows, so that the token must be put as an event."""
         if not self.reads_rows:
             return False
@@ -144,7 +235,7 @@ class TokensOutbox(Outbox[TokensEventT]):
         return True
 
     def _forget(self, batch: list[TokensEventT]) -> None:
-        """Prevent merges into events that are sent."""
+        """Prevent merges into events that have been taken."""
         for event in batch:
             key = (event.tokens.attempt, event.tokens.choice)
             if self._last_tokens.get(key) is event:

@@ -1,4 +1,4 @@
-"""Tracks what one request wants and has received, so that it can be issued again; pure.
+"""Tracks the Start and the output of one request, so that it can be issued again; pure.
 
 Only ids that continue a choice are taken, so a repeated or overlapping message changes nothing. The
 router keeps one for each request that it runs.
@@ -13,7 +13,7 @@ from pdserve.services.common.errors import ServiceError
 
 
 class LostTokens(Exception):
-    """A message of ids or log-probabilities leaves a gap: those before it never arrived."""
+    """Raised for ids or log-probabilities that leave a gap: earlier ones never arrived."""
 
 
 class RequestProgress:
@@ -58,7 +58,8 @@ class RequestProgress:
         return self._choices
 
     def take(self, tokens: pb.Tokens) -> pb.Tokens | None:
-        """Add ids to their choice; return the message, cut down to its new ids, or None.
+        """Add ids to their choice. Returns the message, reduced to the new ids, or None if it has
+        none.
 
         Changes the message. Raises LostTokens if ids before it are missing.
         """
@@ -94,12 +95,13 @@ class RequestProgress:
         return True
 
     def take_scores(self, scores: pb.PromptLogprobs) -> pb.PromptLogprobs | None:
-        """Like `take`, for log-probabilities of the prompt, which a request wants once."""
+        """Like `take`, for log-probabilities of the prompt, which are needed once."""
         if not self.start.params.HasField("prompt_logprobs"):
             return None
         if scores.position > self._num_scored + 1:
             raise LostTokens(
-                f"{self._num_scored} prompt scores received, then from {scores.position}"
+                f"log-probabilities of {self._num_scored} prompt tokens were received, but the "
+                f"next message starts at token {scores.position}"
             )
         skip = self._num_scored + 1 - scores.position
         if skip >= len(scores.logprobs):
@@ -112,7 +114,7 @@ class RequestProgress:
         return scores
 
     def take_embedding(self, embedding: pb.Embedding) -> pb.Embedding | None:
-        """Return the wanted embedding and complete the request; None if it is a second one."""
+        """Return the embedding and complete the request; None if it is a second one."""
         if not self.start.pool or self.complete:
             return None
         self._finish(0, pb.STOP)
@@ -140,20 +142,19 @@ class RequestProgress:
 
     @property
     def num_unfinished(self) -> int:
-        """How many choices still want tokens."""
+        """Number of choices that still need tokens."""
         return sum(not choice.finish for choice in self.choices)
 
     @property
     def may_go_remote(self) -> bool:
         """Whether a prefill worker may compute the prompt. Prompt log-probabilities and embeddings
-        are computed with the prompt, so a request that wants them stays at decode."""
+        are computed with the prompt, so a request for them stays at decode."""
         return not (self.start.pool or self.start.params.HasField("prompt_logprobs"))
 
     def prefix_ids(self) -> list[int]:
-        """The ids whose KV must exist before the first decode row, plus that row's token.
-
-        The prompt and, if exactly one choice is unfinished, the ids that it has generated.
-        """
+        """Return the prompt and, if exactly one choice is unfinished, the ids that it has
+        generated. The KV of all but the last must exist before the first decode step, whose input
+        is the last."""
         unfinished = [choice for choice in self.choices if not choice.finish]
         if len(unfinished) == 1:
             return [*self.prompt_ids, *unfinished[0].generated_ids]
@@ -178,5 +179,6 @@ class RequestProgress:
 
 
 def remaining_ms(deadline: float | None, now: float) -> int:
-    """Milliseconds until a deadline, at least 1; 0 if there is none, as in `Start`."""
+    """Return the milliseconds until a deadline, at least 1; 0 if there is no deadline, as in
+    `Start`."""
     return 0 if deadline is None else max(1, int((deadline - now) * 1000))

@@ -8,31 +8,68 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pdserve.engine.kv import NO_MIXING, Difference, KvIdentity, Mixing, differences, refusal
-from pdserve.services.router.fleet.fleet import Worker
+from pdserve.engine.kv import (
+    NO_MIXING,
+    Difference,
+    KvIdentity,
+    Mixing,
+    differences,
+    refusal,
+    spec_difference,
+)
+from pdserve.services.router.fleet.worker import Worker, WorkerKind
 
+HANDOFF_SIDES = ("at decode", "at prefill")
 RESUME_SIDES = ("on the earlier worker", "on the new worker")
 
 log = logging.getLogger(__name__)
 
-STRANDED_S = 30.0  # a worker that crashed may be starting again
+COMPATIBLE_WORKER_WAIT_S = 30.0  # a worker that crashed may be starting again
 MAX_LOGGED = 4096  # pairs whose refusal has been logged
 
 
+def mismatch(prefill: WorkerKind, decode: WorkerKind, mixing: Mixing) -> Difference | None:
+    """Return why a decode worker of one kind cannot use KV of a prefill worker of another kind;
+    None if it can."""
+    if prefill.wire_version != decode.wire_version:
+        text = f"wire version {decode.wire_version} at decode, {prefill.wire_version} at prefill"
+        return Difference("wire version", text)
+    decode_transports, prefill_transports = decode.transports, prefill.transports
+    if not decode_transports or (
+        prefill_transports is not decode_transports
+        and set(prefill_transports).isdisjoint(decode_transports)
+    ):
+        decode_text, prefill_text = (
+            " ".join(transports) or "none" for transports in (decode_transports, prefill_transports)
+        )
+        text = f"transports {decode_text} at decode, {prefill_text} at prefill"
+        return Difference("transport", text)
+    if prefill.encrypts != decode.encrypts:
+        decode_text, prefill_text = ("on" if k.encrypts else "off" for k in (decode, prefill))
+        text = f"KV encryption {decode_text} at decode, {prefill_text} at prefill"
+        return Difference("encryption", text)
+    identity_difference = refusal(decode.identity, prefill.identity, mixing, HANDOFF_SIDES)
+    same_layout = decode.layout is prefill.layout or decode.layout == prefill.layout
+    if identity_difference is None and not same_layout:
+        return Difference("layout", spec_difference(decode.layout, prefill.layout, HANDOFF_SIDES))
+    return identity_difference
+
+
 class KvCompatibility:
-    """The compatibility rule and its counters."""
+    """Decides which workers may continue a request, and counts the exceptions."""
 
     def __init__(self, mixing: Mixing) -> None:
         self.incompatible: Counter[str] = Counter()  # pairs left out of a decision, by difference
         self.inexact: Counter[str] = Counter()  # "resume", "hand-off"
         self._mixing = mixing
         self._logged: set[tuple[bytes, bytes]] = set()
-        self._withdrawn: set[str] = set()  # weights whose last worker said goodbye
+        self._withdrawn: set[str] = set()  # weights whose last worker drained
         self._expected: dict[str, float] = {}  # until when a worker with these weights may return
 
     def able(self, origin: KvIdentity | None, workers: Sequence[Worker]) -> Sequence[Worker]:
-        """Return the workers that may continue what `origin` computed (None: nothing is computed
-        yet): exact ones, and inexact ones only if no exact one stays."""
+        """Return the workers that may continue a request with KV identity `origin` (None: it has
+        generated nothing yet). These are workers of the same identity; if none of them keeps
+        accepting work, also workers whose results may differ (inexact)."""
         if origin is None:
             return workers
         admitted = [w for w in workers if refusal(origin, w.identity, self._mixing) is None]
@@ -41,27 +78,29 @@ class KvCompatibility:
         return exact if staying else admitted
 
     def withdrawn(self, origin: KvIdentity | None, now: float) -> bool:
-        """Return whether all workers with these weights have left in order and none is expected
-        back. One is expected for STRANDED_S after a crash, or if no other worker replaced them."""
+        """Return whether all workers with these weights were shut down and none is expected back. A
+        worker is expected for COMPATIBLE_WORKER_WAIT_S after a crash, or if the last one was not
+        replaced."""
         if origin is None or _pool(origin) not in self._withdrawn:
             return False
         return now >= self._expected.get(_pool(origin), now)
 
     def joined(self, worker: Worker) -> None:
-        """Note that a worker has joined."""
+        """A worker registered."""
         self._withdrawn.discard(_pool(worker.identity))
 
     def left(self, worker: Worker, others: Iterable[Worker], now: float) -> None:
-        """Note that a worker is forgotten; `others` are still present."""
+        """A worker was forgotten; `others` are still registered."""
         pool = _pool(worker.identity)
         pools = {_pool(other.identity) for other in others}
         if not worker.stays and pool not in pools:
             self._withdrawn.add(pool)
         if worker.stays or not pools:
-            self._expected[pool] = now + STRANDED_S
+            self._expected[pool] = now + COMPATIBLE_WORKER_WAIT_S
 
     def count_left_out(self, decode: bytes, refused: Iterable[tuple[bytes, Difference]]) -> None:
-        """Count prefill workers, by boot id, that cannot send to a decode worker."""
+        """Count prefill workers that cannot send KV to a decode worker, and log each pair once.
+        Workers are incarnations."""
         for prefill, difference in refused:
             self.incompatible[difference.what] += 1
             pair = (prefill, decode)
@@ -75,7 +114,7 @@ class KvCompatibility:
                 )
 
     def count_resume(self, request: str, origin: KvIdentity | None, identity: KvIdentity) -> bool:
-        """Count a request taken by a worker of `identity`. Returns whether it goes on inexactly."""
+        """Count a request taken by a worker of `identity`. Returns whether it resumes inexactly."""
         if origin is None or origin.digest == identity.digest:
             return False
         self.inexact["resume"] += 1
@@ -87,7 +126,7 @@ class KvCompatibility:
         return True
 
     def count_handoff(self, prefill: KvIdentity, decode: KvIdentity) -> None:
-        """Count KV that a prefill worker computed and a decode worker uses."""
+        """Count a hand-off if the two workers have different KV identities."""
         self.inexact["hand-off"] += prefill.digest != decode.digest
 
 

@@ -1,14 +1,14 @@
-"""The router's soft view of its workers, and the models that they serve; pure, time is an argument.
+"""The router's view of its workers and of the models that they serve; pure, time is an argument.
 
-    (hello) -> LIVE <-> SUSPECT -> dead (forgotten)
+    (join) -> LIVE <-> SUSPECT -> dead (forgotten)
     LIVE -> SUSPECT      its join stream ended, or 1 s of silence on it
-    SUSPECT -> LIVE      heard again on a join stream under the same boot id: nothing happened
-    SUSPECT -> dead      500 ms without a witness (a byte on its session)
-    any -> dead          connection refused; a new boot id on its address; goodbye, then both its
-                         join stream and its session gone
-    LIVE -> DRAINING     goodbye: no new work, running work goes on
-    LIVE -> LEAVING      goodbye to this router alone (membership.py): the same, and what runs stays
-                         there; forgotten when nothing of this router runs there any more
+    SUSPECT -> LIVE      a message on a join stream of the same incarnation
+    SUSPECT -> dead      500 ms without a message on its session either
+    any -> dead          connection refused; another incarnation at its address; drained, and both
+                         its join stream and its session ended
+    LIVE -> DRAINING     it drains: no new work, running work continues
+    LIVE -> LEAVING      it deregisters from this router only (worker/membership.py): no new work;
+                         forgotten when it runs nothing of this router any more
     LEAVING -> LIVE      it has joined again
     LIVE, LEAVING, DRAINING -> FROZEN   its engine's counter stands still although it has work
     FROZEN -> LIVE, LEAVING, DRAINING   the counter moves, or it has no work
@@ -21,30 +21,22 @@ When more than half of four or more workers are suspect at once, the router itse
 off: until it hears enough of them, or for ISOLATED_S, no worker dies of silence.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from functools import lru_cache
-from typing import TypeVar
+from collections.abc import Sequence
 
-from pdserve.engine.kv import KvIdentity, decode_spec
 from pdserve.protos import fleet_pb2 as pb
-from pdserve.services.common.stall_detector import StallDetector
-from pdserve.services.router.fleet.prefix_index import CAPACITY, PrefixIndex, WorkerPrefixes
-from pdserve.services.router.fleet.worker import WorkerFacts, WorkerKind
+from pdserve.services.router.fleet.prefix_index import MAX_INDEXED_BLOCKS, PrefixIndex
+from pdserve.services.router.fleet.worker import State, Worker
 
 RETIRED_S = 900.0  # as long as an alert reports the model as not served
 SILENCE_S = 1.0
 SUSPECT_S = 0.5
 ISOLATED_S = 15.0  # then they are dead after all, as when a rack loses power
 MIN_ISOLATED = 4  # workers; of fewer, half may really be gone
-UNREPORTED_S = 1.0  # after this a command that no load names counts as reported
-T = TypeVar("T")
 
 
 class ServedModels:
-    """The known model names. A name is known from the hello of its first decode worker. It is
-    forgotten `RETIRED_S` after the last one left for good, and kept if the last one is expected
+    """The known model names. A name is known once a decode worker of the model registers. It is
+    forgotten RETIRED_S after the last one left for good, but kept while the last one is expected
     back. Pure: time is an argument."""
 
     def __init__(self) -> None:
@@ -61,11 +53,11 @@ class ServedModels:
         return sorted(self._retired)
 
     def joined(self, name: str) -> None:
-        """Note the hello of a decode worker of the model."""
+        """A decode worker of the model registered."""
         self._retired[name] = None
 
     def left(self, name: str, expected_back: bool, now: float) -> None:
-        """Note that the last decode worker of the model is gone."""
+        """The last decode worker of the model is gone."""
         self._retired[name] = None if expected_back else now
 
     def tick(self, now: float) -> None:
@@ -75,158 +67,12 @@ class ServedModels:
                 del self._retired[name]
 
 
-@lru_cache(maxsize=1024)
-def _shared(value: T) -> T:
-    """Return the first of equal values."""
-    return value
-
-
-class State(Enum):
-    """State of a worker."""
-
-    LIVE = "live"
-    SUSPECT = "suspect"
-    DRAINING = "draining"
-    FROZEN = "frozen"
-    LEAVING = "leaving"
-
-
-@dataclass(eq=False, slots=True)
-class Worker:
-    """One life of a worker process."""
-
-    hello: pb.WorkerHello
-    lease: int  # number of its current join stream; 0: that has ended
-    heard: float  # last report on the join stream
-    witnessed: float  # last byte on any stream
-    prefixes: WorkerPrefixes
-    state: State = State.LIVE
-    suspect_since: float = 0.0
-    said_goodbye: bool = False
-    leaving: bool = False  # said goodbye to this router alone
-    frozen: bool = False
-    engine: StallDetector = field(default_factory=StallDetector)
-    connected: bool = False  # the router's session to it is up
-    was_connected: bool = False  # the session has been up, so the hello is real
-    busy_until: float = 0.0  # set by Busy, cleared by a new load
-    load: pb.Load = field(default_factory=pb.Load, init=False)
-    # Commands of this router that no load has included yet: attempt -> (prompt tokens, sent).
-    unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict, init=False)
-    # From the hello.
-    role: pb.Role = field(init=False)
-    boot: bytes = field(init=False)
-    model: str = field(init=False)
-    identity: KvIdentity = field(init=False)
-    kind: WorkerKind = field(init=False)
-    # From the load and `unreported`: rebuilt when one of them changes, not on read, because every
-    # placement reads it.
-    facts: WorkerFacts = field(init=False)
-    _unreported_tokens: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        hello = self.hello
-        self.role, self.boot, self.model = hello.role, hello.boot, hello.card.name
-        self.kind = _shared(
-            WorkerKind(
-                _shared(KvIdentity.of(hello.card.kv_identity)),
-                hello.wire_version,
-                _shared(tuple(hello.transports)),
-                _shared(decode_spec(hello.card.kv_spec)),
-                hello.encrypt_kv,
-            )
-        )
-        self.identity = self.kind.identity
-        self.facts = WorkerFacts(self.boot, self.kind)
-
-    @property
-    def host(self) -> str:
-        """Host of the address that it advertises."""
-        address: str = self.hello.address
-        return address.rpartition(":")[0].strip("[]")
-
-    @property
-    def stays(self) -> bool:
-        """Whether this router may send it work in future."""
-        return not self.said_goodbye and not self.leaving
-
-    @property
-    def goes_on_alone(self) -> bool:
-        """Whether it has left, and only its session reports what still runs there."""
-        return self.leaving and self.connected
-
-    def set_state(self) -> None:
-        """Set the state of a worker that has just been heard."""
-        if self.frozen:
-            self.state = State.FROZEN
-        elif self.said_goodbye:
-            self.state = State.DRAINING
-        else:
-            self.state = State.LEAVING if self.leaving else State.LIVE
-
-    def commanded(self, attempt: bytes, tokens: int, now: float) -> None:
-        """Count a command until a load includes it."""
-        # Moves to the end: loads and age forget in the order of sending.
-        if attempt in self.unreported:
-            self._forget(attempt)
-        self.unreported[attempt] = (tokens, now)
-        self._unreported_tokens += tokens
-        self._update_facts()
-
-    def forget_command(self, attempt: bytes) -> None:
-        """Forget the command of an attempt that is over; no effect if it is not counted."""
-        if attempt in self.unreported:
-            self._forget(attempt)
-            self._update_facts()
-
-    def forget_old_commands(self, now: float) -> None:
-        """Forget the commands that no load has named in time; the oldest come first."""
-        num_before = len(self.unreported)
-        while self.unreported:
-            attempt, (_, sent) = next(iter(self.unreported.items()))
-            if now - sent < UNREPORTED_S:
-                break
-            self._forget(attempt)
-        if len(self.unreported) < num_before:
-            self._update_facts()
-
-    def report(self, load: pb.Load) -> None:
-        """Take a new load and forget the commands that it includes."""
-        self.load = load
-        self.busy_until = 0.0
-        if load.last_command in self.unreported:
-            for attempt in list(self.unreported):
-                self._forget(attempt)
-                if attempt == load.last_command:
-                    break
-        self._update_facts()
-
-    def _forget(self, attempt: bytes) -> None:
-        self._unreported_tokens -= self.unreported.pop(attempt)[0]
-
-    def _update_facts(self) -> None:
-        load = self.load
-        blocks = load.blocks_free + load.blocks_cached
-        # By position: names take twice as long.
-        self.facts = WorkerFacts(
-            self.boot,
-            self.kind,
-            load.running + load.waiting + len(self.unreported),
-            load.waiting_tokens + self._unreported_tokens,
-            blocks * self.kind.layout.block_size - load.promised_tokens,
-        )
-
-
-def taking_work(workers: Iterable[Worker], now: float) -> list[Worker]:
-    """Return the workers that may get a new command."""
-    live = State.LIVE
-    return [w for w in workers if w.state is live and w.connected and now >= w.busy_until]
-
-
 class Fleet:
-    """Workers by boot id. Methods that end workers return them, so that their attempts end."""
+    """The workers by incarnation. Methods that remove workers return them, so that the caller can
+    end their attempts."""
 
-    def __init__(self, prefix_index_hashes: int = CAPACITY) -> None:
-        """`prefix_index_hashes`: most distinct prefix cache blocks that it knows."""
+    def __init__(self, prefix_index_hashes: int = MAX_INDEXED_BLOCKS) -> None:
+        """`prefix_index_hashes`: the maximum of distinct blocks in the index of prefix caches."""
         self.workers: dict[bytes, Worker] = {}
         self.prefixes = PrefixIndex(prefix_index_hashes)
         self._of: dict[tuple[pb.Role, str], list[Worker]] = {}
@@ -236,20 +82,22 @@ class Fleet:
         self._next_look = 0.0  # no worker is silent for too long before this time
         self._has_leaving = False
 
-    def get(self, boot: bytes) -> Worker | None:
-        return self.workers.get(boot)
+    def get(self, incarnation: bytes) -> Worker | None:
+        return self.workers.get(incarnation)
 
     def of(self, role: pb.Role, model: str) -> Sequence[Worker]:
-        """Return the workers of a role and model, in any state; a new list after each change."""
+        """Return the workers of a role and model, in any state. The list is replaced, not changed,
+        when workers come or go."""
         return self._of.get((role, model), ())
 
     def join(self, hello: pb.WorkerHello, now: float) -> tuple[Worker, list[Worker]]:
-        """Take a new join stream. Returns its worker and the workers that it ends."""
+        """Register the worker of a new join stream. Returns the worker, and the workers that it
+        replaces at its address."""
         self._leases += 1
         replaced = [
             w
             for w in self.workers.values()
-            if w.hello.address == hello.address and w.boot != hello.boot
+            if w.address == hello.address and w.incarnation != hello.boot
         ]
         for worker in replaced:
             self._forget(worker)
@@ -266,34 +114,36 @@ class Fleet:
         return member, replaced
 
     def heard(self, worker: Worker, now: float) -> None:
-        """Note a report on the worker's join stream."""
+        """A report arrived on the worker's join stream."""
         worker.heard = worker.witnessed = now
         if worker.state is State.SUSPECT:
             worker.set_state()
 
     def beat(self, worker: Worker, heartbeat: pb.Heartbeat, now: float) -> bool:
-        """Take its engine's counter. Returns whether `frozen` changed."""
+        """Check the progress of the worker's engine. Returns whether `frozen` changed."""
         was_frozen = worker.frozen
         worker.frozen = worker.engine.look(heartbeat.step, heartbeat.busy, now)
         worker.set_state()
         return worker.frozen is not was_frozen
 
     def witnessed(self, worker: Worker, now: float) -> None:
-        """Note a byte on another stream: the worker may be suspect, but it is not dead."""
+        """A message arrived on another stream of the worker: it may be suspect, but it is not
+        dead."""
         worker.witnessed = now
 
-    def goodbye(self, worker: Worker, leaves: bool = False) -> None:
-        """Note that the worker drains, or leaves this router alone."""
+    def deregister(self, worker: Worker, leaves: bool = False) -> None:
+        """Send the worker no new work: it drains, or leaves only this router (`leaves`)."""
         if leaves:
             worker.leaving = self._has_leaving = True
         else:
-            worker.said_goodbye = True
+            worker.draining = True
         if worker.state in (State.LIVE, State.LEAVING):
             worker.set_state()
 
     def stream_ended(self, worker: Worker, lease: int, now: float) -> list[Worker]:
-        """Note that a join stream ended; ignored unless it is the newest. Returns the dead."""
-        if self.workers.get(worker.boot) is not worker or worker.lease != lease:
+        """A join stream ended; ignored unless it is the worker's newest. Returns the workers that
+        are dead."""
+        if self.workers.get(worker.incarnation) is not worker or worker.lease != lease:
             return []
         worker.lease = 0
         if not worker.stays and not worker.connected:  # else its last events may still arrive
@@ -304,13 +154,13 @@ class Fleet:
 
     def lost(self, worker: Worker) -> list[Worker]:
         """Forget a worker that is known to be dead (its port refuses connections)."""
-        if self.workers.get(worker.boot) is not worker:
+        if self.workers.get(worker.incarnation) is not worker:
             return []
         self._forget(worker)
         return [worker]
 
     def _forget(self, worker: Worker) -> None:
-        del self.workers[worker.boot]
+        del self.workers[worker.incarnation]
         self._group()
         worker.prefixes.close()
 
@@ -323,8 +173,8 @@ class Fleet:
             self.sharded = any(decodes)
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Exclude time in which the router itself stood still from all silences: messages that
-        arrived meanwhile are read after this."""
+        """The router process was paused for `seconds`: do not count them as silence of workers,
+        whose messages of that time are read after this call."""
         for worker in self.workers.values():
             worker.heard = min(now, worker.heard + seconds)
             worker.suspect_since = min(now, worker.suspect_since + seconds)
@@ -332,7 +182,8 @@ class Fleet:
             self.isolated_since = min(now, self.isolated_since + seconds)
 
     def tick(self, now: float) -> list[Worker]:
-        """Let time pass. Returns the workers that died of silence."""
+        """Let time pass. Returns the workers that are dead because they were silent for too
+        long."""
         if now < self._next_look and self.isolated_since is None:
             return []
         suspects = []
@@ -358,8 +209,8 @@ class Fleet:
         return [dead for worker in overdue for dead in self.lost(worker)]
 
     def _check_isolation(self, suspects: list[Worker], now: float) -> None:
-        """Note since when more than half of the workers are suspect. When that ends, the remaining
-        suspects get their full time again, because their messages may still arrive."""
+        """Record since when more than half of the workers are suspect. When that ends, the
+        remaining suspects get their full time again, because their messages may still arrive."""
         staying = [w for w in self.workers.values() if w.was_connected and w.stays]
         suspects = [w for w in suspects if w.was_connected and w.stays]
         if len(staying) >= MIN_ISOLATED and 2 * len(suspects) > len(staying):
@@ -372,11 +223,11 @@ class Fleet:
 
     @property
     def isolated(self) -> bool:
-        """Whether the router itself is probably cut off."""
+        """Whether the router itself is probably cut off from the network."""
         return self.isolated_since is not None
 
     def leaving(self) -> list[Worker]:
-        """Return the workers that leave this router."""
+        """Return the workers that have deregistered from this router only."""
         leaving = [w for w in self.workers.values() if w.leaving] if self._has_leaving else []
         self._has_leaving = bool(leaving)
         return leaving

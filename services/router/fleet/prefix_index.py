@@ -1,8 +1,9 @@
 """Index of the blocks in workers' prefix caches, as reported by their events.
 
-Soft state that errs towards knowing less: a gap in a worker's sequence means lost removals, so
-everything known of it is dropped. Only half of each hash is kept, so an unknown block is mistaken
-for a known one once in 2**58 lookups; decode then computes what it turns out to lack.
+The index may know less than the workers have, but not more: a gap in a worker's sequence means lost
+removals, so all blocks of the worker are dropped. Only half of each hash is kept, so an unknown
+block is mistaken for a known one once in 2**58 lookups; decode then computes what it turns out to
+lack.
 
 All workers share one table, so a prompt is looked up once for all of them, and a block takes the
 same 20 to 30 bytes however many have it. A full table keeps only the blocks whose hashes end in a
@@ -19,7 +20,7 @@ from pdserve.protos.fleet_pb2 import PrefixEvents
 HASH_BYTES = 16
 KEPT_BYTES = 8  # of a hash
 ENTRIES = 16  # in a bucket, if the table is full
-CAPACITY = 4 << 20
+MAX_INDEXED_BLOCKS = 4 << 20
 MAX_SETS = 1 << 15  # 200 bytes each; forgetting a worker scans all of them in 15 ms
 MAX_SAMPLE_BITS = 8
 SWEPT_AT_ONCE = 8  # buckets, for each new block of a full table
@@ -35,12 +36,12 @@ class PrefixIndex:
     set of workers that have the block. A set is an integer, in which a worker is a bit.
     """
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(self, capacity: int = MAX_INDEXED_BLOCKS) -> None:
         self._capacity = capacity
         self._buckets = [b""] * (capacity // ENTRIES + 1)
         self._sets = _WorkerSets()
-        self._boots: dict[int, bytes] = {}  # of the present workers, by their bits
-        self._used_bits = 0  # the bits in `_boots`
+        self._incarnations: dict[int, bytes] = {}  # of the present workers, by their bits
+        self._used_bits = 0  # the bits in `_incarnations`
         self._num_entries = 0
         self._num_dead = 0  # entries whose workers are all forgotten
         self._sample_mask = 0  # these bits are zero in the last byte of each hash looked up
@@ -60,21 +61,21 @@ class PrefixIndex:
 
     @property
     def sampled_share(self) -> float:
-        """Share of all blocks that it keeps; 1 if there is room for all."""
+        """Share of all blocks that the index keeps; 1 if there is room for all."""
         return 1 / (self._sample_mask + 1)
 
-    def open(self, boot: bytes) -> "WorkerPrefixes":
-        """Return the part of a worker that has just joined; `close` it when the worker is gone."""
+    def open(self, incarnation: bytes) -> "WorkerPrefixes":
+        """Add a worker. Returns its part of the index; `close` that when the worker is gone."""
         bit = ~self._used_bits & (self._used_bits + 1)
         self._used_bits |= bit
-        self._boots[bit] = boot
+        self._incarnations[bit] = incarnation
         return WorkerPrefixes(self, bit)
 
     def close(self, bit: int) -> None:
         """Forget a worker."""
         self.forget(bit)
         self._used_bits &= ~bit
-        del self._boots[bit]
+        del self._incarnations[bit]
 
     def add(self, bit: int, hashes: Iterable[bytes]) -> int:
         """Add blocks of a worker. Returns how many of them are new for it."""
@@ -126,7 +127,7 @@ class PrefixIndex:
             self._sample_mask = self._num_to_thin = 0
 
     def num_cached(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
-        """Return how many leading blocks of a prompt are cached, by boot id of each worker with
+        """Return how many leading blocks of a prompt are cached, by incarnation of each worker with
         any."""
         num_blocks: dict[bytes, int] = {}
         holders, num_known = self._used_bits, 0
@@ -144,10 +145,10 @@ class PrefixIndex:
         return num_blocks
 
     def _record(self, workers: int, num_blocks: int, result: dict[bytes, int]) -> None:
-        """Enter this number of blocks for each of the workers."""
+        """Set the number of blocks of each of the workers in `result`."""
         while workers:
             bit = workers & -workers
-            result[self._boots[bit]] = num_blocks
+            result[self._incarnations[bit]] = num_blocks
             workers ^= bit
 
     def _holders(self, chain: bytes) -> int:
@@ -180,7 +181,7 @@ class PrefixIndex:
 
     @property
     def _out_of_date(self) -> bool:
-        """Whether a sweep has work to do."""
+        """Whether `_sweep` has entries to remove or rename."""
         return bool(self._sets.stale or self._num_to_thin)
 
     def _make_room(self, chain: bytes) -> bool:
@@ -197,8 +198,8 @@ class PrefixIndex:
         return self._num_entries < self._capacity and not chain[-1] & self._sample_mask
 
     def _sweep(self) -> None:
-        """Clean the next bucket: cut entries without workers or outside the sample, and name each
-        set by one number."""
+        """Clean the next bucket: remove entries without workers or outside the sample, and replace
+        duplicate numbers of one set."""
         bucket = self._next_swept
         self._next_swept = (bucket + 1) % len(self._buckets)
         self._num_to_thin = max(0, self._num_to_thin - 1)
@@ -226,8 +227,8 @@ class WorkerPrefixes:
         return self._num_known
 
     def apply(self, events: PrefixEvents) -> bool:
-        """Take one message. Sequence numbers count hashes, so it ends at sequence + its hashes.
-        Returns False if a message before it is missing: the worker must send its whole state
+        """Apply one message. A message with sequence number s and n hashes is followed by number s
+        + n. Returns False if a message before it is missing: the worker must send its whole state
         again."""
         gap = not events.reset and self._next not in (None, events.sequence)
         if gap or events.reset:
@@ -264,7 +265,7 @@ class _WorkerSets:
 
     @property
     def num_used(self) -> int:
-        """Count of numbers in use."""
+        """The number of sets in use."""
         return len(self.workers) - len(self._free)
 
     def enter(self, workers: int) -> int:
@@ -276,7 +277,7 @@ class _WorkerSets:
         return number
 
     def leave(self, number: int) -> None:
-        """Count one entry less of that set."""
+        """Count one entry of that set less."""
         self._num_entries[number] -= 1
         if not self._num_entries[number]:
             if self._numbers.get(self.workers[number]) == number:

@@ -1,18 +1,24 @@
-"""What the router knows of one worker's kind, and what the placement policy sees of the worker;
-pure.
-"""
+"""What the router knows of one worker, and what the placement policy sees of it; pure."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from typing import TypeVar
 
-from pdserve.engine.kv import Difference, KvIdentity, KvSpec, Mixing, refusal, spec_difference
+from pdserve.engine.kv import KvIdentity, KvSpec, decode_spec
+from pdserve.protos import fleet_pb2 as pb
+from pdserve.services.common.stall_detector import StallDetector
+from pdserve.services.router.fleet.prefix_index import WorkerPrefixes
 
-SIDES = ("at decode", "at prefill")
+UNREPORTED_S = 1.0  # after this a command that no load names counts as reported
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """The common part of the hellos of workers of one kind. They share one object, because each
-    placement compares it."""
+    """What workers with the same model, build and options have in common. Equal workers share one
+    object, because each placement compares it."""
 
     identity: KvIdentity
     wire_version: int
@@ -21,38 +27,12 @@ class WorkerKind:
     encrypts: bool
 
 
-def mismatch(prefill: WorkerKind, decode: WorkerKind, mixing: Mixing) -> Difference | None:
-    """Return why KV of one kind cannot become KV of the other, or None."""
-    if prefill.wire_version != decode.wire_version:
-        text = f"wire version {decode.wire_version} at decode, {prefill.wire_version} at prefill"
-        return Difference("wire version", text)
-    decode_transports, prefill_transports = decode.transports, prefill.transports
-    if not decode_transports or (
-        prefill_transports is not decode_transports
-        and set(prefill_transports).isdisjoint(decode_transports)
-    ):
-        decode_text, prefill_text = (
-            " ".join(transports) or "none" for transports in (decode_transports, prefill_transports)
-        )
-        text = f"transports {decode_text} at decode, {prefill_text} at prefill"
-        return Difference("transport", text)
-    if prefill.encrypts != decode.encrypts:
-        decode_text, prefill_text = ("on" if k.encrypts else "off" for k in (decode, prefill))
-        text = f"KV encryption {decode_text} at decode, {prefill_text} at prefill"
-        return Difference("encryption", text)
-    identity_difference = refusal(decode.identity, prefill.identity, mixing, SIDES)
-    same_layout = decode.layout is prefill.layout or decode.layout == prefill.layout
-    if identity_difference is None and not same_layout:
-        return Difference("layout", spec_difference(decode.layout, prefill.layout, SIDES))
-    return identity_difference
-
-
 @dataclass(slots=True)
 class WorkerFacts:
-    """A value, never changed. Not frozen, because a frozen one takes five times as long to make,
-    for each load report."""
+    """What the placement policy sees of a worker. Never changed after construction, but not frozen:
+    a frozen one takes five times as long to make, for each load report."""
 
-    boot: bytes
+    incarnation: bytes
     kind: WorkerKind
     requests: int = 0  # running, waiting, and sent by this router but not yet reported
     waiting_tokens: int = 0  # prompt tokens not computed yet, also those sent but not reported
@@ -62,10 +42,10 @@ class WorkerFacts:
     promised_tokens: int = 0  # from its start, cached or in transfer for other requests
 
     def of_prompt(self, cached_tokens: int, promised_tokens: int) -> "WorkerFacts":
-        """Return the same worker's facts for a prompt of which it has so many tokens."""
+        """Return the same facts with the numbers of tokens of a prompt that the worker has."""
         # By position: names take twice as long, and `replace` six times.
         return WorkerFacts(
-            self.boot,
+            self.incarnation,
             self.kind,
             self.requests,
             self.waiting_tokens,
@@ -73,3 +53,152 @@ class WorkerFacts:
             cached_tokens,
             promised_tokens,
         )
+
+
+@lru_cache(maxsize=1024)
+def _shared(value: T) -> T:
+    """Return one object for all equal values."""
+    return value
+
+
+class State(Enum):
+    """State of a worker."""
+
+    LIVE = "live"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    FROZEN = "frozen"
+    LEAVING = "leaving"
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """One life of a worker process, as the router knows it."""
+
+    hello: pb.WorkerHello
+    lease: int  # number of its current join stream; 0: that has ended
+    heard: float  # last report on the join stream
+    witnessed: float  # last byte on any stream
+    prefixes: WorkerPrefixes
+    state: State = State.LIVE
+    suspect_since: float = 0.0
+    draining: bool = False
+    leaving: bool = False  # deregistered from this router only
+    frozen: bool = False
+    engine: StallDetector = field(default_factory=StallDetector)
+    connected: bool = False  # the router's session to it is up
+    was_connected: bool = False  # the session has been up, so the hello is true
+    busy_until: float = 0.0  # set by Busy, cleared by a new load
+    load: pb.Load = field(default_factory=pb.Load, init=False)
+    # Commands of this router that no load has included yet: attempt -> (prompt tokens, sent).
+    unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict, init=False)
+    # From its registration (`hello`).
+    role: pb.Role = field(init=False)
+    incarnation: bytes = field(init=False)
+    address: str = field(init=False)
+    model: str = field(init=False)
+    identity: KvIdentity = field(init=False)
+    kind: WorkerKind = field(init=False)
+    # From the load and `unreported`: rebuilt when one of them changes, not on read, because every
+    # placement reads it.
+    facts: WorkerFacts = field(init=False)
+    _unreported_tokens: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        hello = self.hello
+        self.role, self.incarnation, self.address = hello.role, hello.boot, hello.address
+        self.model = hello.card.name
+        self.kind = _shared(
+            WorkerKind(
+                _shared(KvIdentity.of(hello.card.kv_identity)),
+                hello.wire_version,
+                _shared(tuple(hello.transports)),
+                _shared(decode_spec(hello.card.kv_spec)),
+                hello.encrypt_kv,
+            )
+        )
+        self.identity = self.kind.identity
+        self.facts = WorkerFacts(self.incarnation, self.kind)
+
+    @property
+    def host(self) -> str:
+        """Host of the worker's address."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def stays(self) -> bool:
+        """Whether this router may send the worker new work in the future."""
+        return not self.draining and not self.leaving
+
+    @property
+    def goes_on_alone(self) -> bool:
+        """Whether the worker has deregistered and only its session still reports running
+        requests."""
+        return self.leaving and self.connected
+
+    def set_state(self) -> None:
+        """Set the state after a message from the worker."""
+        if self.frozen:
+            self.state = State.FROZEN
+        elif self.draining:
+            self.state = State.DRAINING
+        else:
+            self.state = State.LEAVING if self.leaving else State.LIVE
+
+    def commanded(self, attempt: bytes, tokens: int, now: float) -> None:
+        """Count the work of a command until a load report includes it."""
+        # Moves to the end: loads and age forget in the order of sending.
+        if attempt in self.unreported:
+            self._forget(attempt)
+        self.unreported[attempt] = (tokens, now)
+        self._unreported_tokens += tokens
+        self._update_facts()
+
+    def forget_command(self, attempt: bytes) -> None:
+        """Forget the command of an attempt that is over; no effect if it is not counted."""
+        if attempt in self.unreported:
+            self._forget(attempt)
+            self._update_facts()
+
+    def forget_old_commands(self, now: float) -> None:
+        """Forget commands that no load report has included for UNREPORTED_S."""
+        num_before = len(self.unreported)
+        while self.unreported:
+            attempt, (_, sent) = next(iter(self.unreported.items()))
+            if now - sent < UNREPORTED_S:
+                break
+            self._forget(attempt)
+        if len(self.unreported) < num_before:
+            self._update_facts()
+
+    def report(self, load: pb.Load) -> None:
+        """Replace the load, and forget the commands that it includes."""
+        self.load = load
+        self.busy_until = 0.0
+        if load.last_command in self.unreported:
+            for attempt in list(self.unreported):
+                self._forget(attempt)
+                if attempt == load.last_command:
+                    break
+        self._update_facts()
+
+    def _forget(self, attempt: bytes) -> None:
+        self._unreported_tokens -= self.unreported.pop(attempt)[0]
+
+    def _update_facts(self) -> None:
+        load = self.load
+        blocks = load.blocks_free + load.blocks_cached
+        # By position: names take twice as long.
+        self.facts = WorkerFacts(
+            self.incarnation,
+            self.kind,
+            load.running + load.waiting + len(self.unreported),
+            load.waiting_tokens + self._unreported_tokens,
+            blocks * self.kind.layout.block_size - load.promised_tokens,
+        )
+
+
+def taking_work(workers: Iterable[Worker], now: float) -> list[Worker]:
+    """Return the workers that accept a new command now."""
+    live = State.LIVE
+    return [w for w in workers if w.state is live and w.connected and now >= w.busy_until]

@@ -20,7 +20,7 @@ from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
 from pdserve.services.common.auth import Access, Role
 from pdserve.services.common.rpc import PROTOCOL_VERSION, Outbox, RowReader, TokenRow, is_refusal
-from pdserve.services.router.fleet.fleet import Worker
+from pdserve.services.router.fleet.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class SessionListener(Protocol):
         """Commands can be sent."""
 
     def down(self, worker: Worker) -> None:
-        """The session broke: no new commands. `broken` or `refused` follows."""
+        """The session broke: no commands can be sent. `broken` or `refused` follows."""
 
     def broken(self, worker: Worker) -> None:
         """The worker lives, but messages of the broken session may be lost."""
@@ -52,11 +52,11 @@ class SessionListener(Protocol):
         """An event of the worker arrived."""
 
     def rows(self, worker: Worker, rows: Iterable[TokenRow]) -> None:
-        """Tokens arrived for choices that go on."""
+        """Tokens of unfinished choices arrived."""
 
 
 class ProbeResult(Enum):
-    """Result of a probe of a worker's port."""
+    """Result of a connection attempt to a worker's port."""
 
     OPEN = "open"
     REFUSED = "refused"
@@ -64,22 +64,22 @@ class ProbeResult(Enum):
 
 
 class WorkerSession:
-    """The session with one worker. `run` ends only when the port refuses, or by cancellation."""
+    """The session with one worker. `run` ends only when the worker's port refuses a connection, or
+    by cancellation."""
 
     def __init__(
-        self, worker: Worker, access: Access, boot: bytes, listener: SessionListener
+        self, worker: Worker, access: Access, incarnation: bytes, listener: SessionListener
     ) -> None:
         self._worker = worker
-        self._address = worker.hello.address
+        self._address = worker.address
         self._access = access
         self._hello = wire.SessionHello(
-            router_boot=boot, reads_rows=True, protocol=PROTOCOL_VERSION
+            router_boot=incarnation, reads_rows=True, protocol=PROTOCOL_VERSION
         )
         self._listener = listener
-        self._outbox: Outbox[wire.DecodeCommand | wire.PrefillCommand] | None = None
-        self._pending_cancels: deque[Command] = deque(
-            maxlen=MAX_PENDING_CANCELS
-        )  # cancels to send in the next session
+        self._outbox: Outbox[Command] | None = None
+        # Cancels to send in the next session.
+        self._pending_cancels: deque[Command] = deque(maxlen=MAX_PENDING_CANCELS)
         self._unsettled = False  # a session broke and `broken` has not been called
 
     def send(self, command: Command) -> None:
@@ -116,13 +116,14 @@ class WorkerSession:
             retry_s = min(MAX_RETRY_S, 2 * retry_s) if broke_soon else RETRY_S
 
     def _settle(self) -> None:
-        """Report a broken session once the worker answers; the fleet judges a silent one."""
+        """Call `broken` for a session that broke, once the worker can be reached again. Whether a
+        silent worker is dead is the fleet's decision."""
         if self._unsettled:
             self._unsettled = False
             self._listener.broken(self._worker)
 
     async def _session(self) -> None:
-        decodes = self._worker.hello.role == DECODE
+        decodes = self._worker.role == DECODE
         role = Role.DECODE if decodes else Role.PREFILL
         async with self._access.open_channel(self._address, role) as channel:
             call: Any
@@ -133,7 +134,7 @@ class WorkerSession:
                 call = PrefillStub(channel).Session()
                 await call.write(wire.PrefillCommand(hello=self._hello))
             self._settle()
-            outbox = self._outbox = Outbox[wire.DecodeCommand | wire.PrefillCommand]()
+            outbox = self._outbox = Outbox[Command]()
             while self._pending_cancels:
                 outbox.put(self._pending_cancels.popleft())
             self._unsettled = True
@@ -154,7 +155,7 @@ class WorkerSession:
                     await writer
 
     def _deliver(self, event: Event, rows: RowReader) -> None:
-        """Pass an event to the listener; `rows` reads the rows of this session."""
+        """Pass an event to the listener. `rows`: the reader of this session's token rows."""
         if isinstance(event, wire.DecodeEvent) and event.HasField("rows"):
             self._listener.rows(self._worker, rows.read(event.rows))
         else:
@@ -162,30 +163,33 @@ class WorkerSession:
 
 
 class WorkerSessions:
-    """All sessions by worker. Owns their tasks."""
+    """The sessions with all workers, and the tasks that run them."""
 
     def __init__(self, access: Access, router_boot: bytes, listener: SessionListener) -> None:
         self._access = access
-        self._boot = router_boot
+        self._incarnation = router_boot
         self._listener = listener
         self._sessions: dict[bytes, tuple[WorkerSession, asyncio.Task[None]]] = {}
 
     def open(self, worker: Worker) -> None:
         """Open and maintain a session with a worker; no effect if there is one."""
-        if worker.boot not in self._sessions:
-            session = WorkerSession(worker, self._access, self._boot, self._listener)
-            name = f"session {worker.hello.address}"
-            self._sessions[worker.boot] = (session, asyncio.create_task(session.run(), name=name))
+        if worker.incarnation not in self._sessions:
+            session = WorkerSession(worker, self._access, self._incarnation, self._listener)
+            name = f"session {worker.address}"
+            self._sessions[worker.incarnation] = (
+                session,
+                asyncio.create_task(session.run(), name=name),
+            )
 
     def send(self, worker: Worker, command: Command) -> None:
         """Queue a command; dropped while the session is down."""
-        if worker.boot in self._sessions:
-            self._sessions[worker.boot][0].send(command)
+        if worker.incarnation in self._sessions:
+            self._sessions[worker.incarnation][0].send(command)
 
     def close(self, worker: Worker) -> None:
         """End the session with a worker."""
-        if worker.boot in self._sessions:
-            self._sessions.pop(worker.boot)[1].cancel()
+        if worker.incarnation in self._sessions:
+            self._sessions.pop(worker.incarnation)[1].cancel()
 
     async def close_all(self) -> None:
         """End all sessions and wait for their end."""
@@ -198,7 +202,7 @@ class WorkerSessions:
 
 async def _write(
     write: Callable[[Command], Awaitable[None]],
-    outbox: Outbox[wire.DecodeCommand | wire.PrefillCommand],
+    outbox: Outbox[Command],
 ) -> None:
     async for batch in outbox:
         for command in batch:
@@ -206,7 +210,7 @@ async def _write(
 
 
 async def probe(address: str) -> ProbeResult:
-    """Return whether a worker's port accepts a connection; silence proves nothing."""
+    """Connect to a worker's port and disconnect. Silence proves neither life nor death."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(PROBE_S):

@@ -1,25 +1,178 @@
-"""What the placement policy knows of each worker about one prompt."""
+"""What the placement policy knows of each worker about one prompt: cached KV, and KV that is
+promised there. Pure; time is an argument.
 
-from collections.abc import Iterable, Mapping, Sequence
+From its Admit on, the KV of an attempt's prompt is at the worker or on its way, but prefix events
+report it only later. Workers decide by their own knowledge: promises only say which to try first.
+
+A prompt that an endpoint picker has placed arrives a moment later from a gateway at that worker.
+Until then, for at most PICKED_S, the pick counts as a request at the worker, which spreads a burst,
+and as a promise of the prompt's KV, which keeps prompts with the same beginning together.
+"""
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
 
 from pdserve.engine.kv import Mixing, cache_seed, chain_hashes
 from pdserve.services.router.fleet import PrefixIndex, Worker, WorkerFacts, WorkerKind, mismatch
 from pdserve.services.router.placement.policy import PromptFacts, pick_decode
-from pdserve.services.router.placement.promises import PromisedChains
+
+PICKED_S = 1.0
+MAX_PICKS = 4096  # open at once; the oldest makes room for a new one
+PromptKey = tuple[str, bytes, int]
+
+
+class PromisedChains:
+    """Prompt blocks that decode workers will have: the chain hashes of live attempts, counted by
+    worker."""
+
+    def __init__(self) -> None:
+        self._counts: dict[bytes, Counter[bytes]] = {}  # by incarnation of the worker
+        self._incarnations: dict[bytes, set[bytes]] = {}  # of workers, by the first link of a chain
+        self._attempts: dict[bytes, tuple[bytes, Sequence[bytes]]] = {}
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._attempts)
+
+    def add(self, attempt: bytes, incarnation: bytes, chain: Sequence[bytes]) -> None:
+        """Add an attempt that began at a worker. `chain`: hashes of its prompt's full blocks."""
+        self._attempts[attempt] = incarnation, chain
+        self._counts.setdefault(incarnation, Counter()).update(chain)
+        if chain:
+            self._incarnations.setdefault(chain[0], set()).add(incarnation)
+
+    def drop(self, attempt: bytes) -> None:
+        """Drop an attempt that is over; no effect if it is not present."""
+        incarnation, chain = self._attempts.pop(attempt, (b"", ()))
+        counts = self._counts.get(incarnation)
+        if counts is None:
+            return
+        for link in chain:
+            counts[link] -= 1
+            if not counts[link]:
+                del counts[link]
+        if chain and chain[0] not in counts:
+            self._incarnations[chain[0]].discard(incarnation)
+            if not self._incarnations[chain[0]]:
+                del self._incarnations[chain[0]]
+        if not counts:
+            del self._counts[incarnation]
+
+    def num_promised(self, chain: Sequence[bytes]) -> dict[bytes, int]:
+        """Return the number of leading blocks of a chain that are promised, by incarnation of each
+        worker with any."""
+        num_blocks = {}
+        for incarnation in self._incarnations.get(chain[0], ()) if chain else ():
+            counts = self._counts[incarnation]
+            # A link is promised with all links before it, so the promised ones come first.
+            num_blocks[incarnation] = bisect_left(chain, True, key=lambda link: link not in counts)
+        return num_blocks
+
+
+def prompt_key(model: str, cache_salt: bytes, ids: Sequence[int]) -> PromptKey:
+    """Return a key that is equal for equal prompts of one tenant."""
+    return model, cache_salt, hash(tuple(ids))
+
+
+@dataclass(frozen=True, slots=True)
+class PickedPrompt:
+    """A prompt with a picked worker whose request has not arrived yet."""
+
+    number: bytes
+    key: PromptKey
+    incarnation: bytes
+    num_tokens: int  # tokens that the worker will compute
+    picked_at: float
+
+
+class PickedPrompts:
+    """Picks of endpoint pickers whose requests have not arrived yet."""
+
+    def __init__(self, promised: PromisedChains) -> None:
+        self._promised = promised
+        self._open: dict[bytes, PickedPrompt] = {}  # by number, oldest first
+        self._of_prompts: dict[PromptKey, deque[PickedPrompt]] = {}
+        self._requests: Counter[bytes] = Counter()  # by incarnation
+        self._tokens: Counter[bytes] = Counter()
+        self._num = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(
+        self,
+        key: PromptKey,
+        incarnation: bytes,
+        chain: Sequence[bytes],
+        num_tokens: int,
+        now: float,
+    ) -> None:
+        """Add a pick of a worker for a prompt. `chain`: hashes of the prompt's full blocks
+        there."""
+        self.forget_old(now)
+        self._num += 1
+        pick = PickedPrompt(b"pick %d" % self._num, key, incarnation, num_tokens, now)
+        self._open[pick.number] = pick
+        self._of_prompts.setdefault(key, deque()).append(pick)
+        self._requests[incarnation] += 1
+        self._tokens[incarnation] += num_tokens
+        self._promised.add(pick.number, incarnation, chain)
+
+    def take(self, key: PromptKey, now: float) -> bytes | None:
+        """Return the incarnation of the picked worker for a prompt, once per pick, or None."""
+        self.forget_old(now)
+        picks = self._of_prompts.get(key)
+        if not picks:
+            return None
+        pick = picks[0]
+        self._forget(pick)
+        return pick.incarnation
+
+    def counted(self, facts: WorkerFacts, now: float) -> WorkerFacts:
+        """Return a worker's facts with the picked requests added to its load."""
+        self.forget_old(now)
+        num = self._requests.get(facts.incarnation, 0)
+        if not num:
+            return facts
+        waiting = facts.waiting_tokens + self._tokens[facts.incarnation]
+        return replace(facts, requests=facts.requests + num, waiting_tokens=waiting)
+
+    def forget_old(self, now: float) -> None:
+        """Forget picks whose request has not arrived in time, and the oldest if there are too
+        many."""
+        while self._open:
+            oldest = next(iter(self._open.values()))
+            if now - oldest.picked_at < PICKED_S and len(self._open) < MAX_PICKS:
+                return
+            self._forget(oldest)
+
+    def _forget(self, pick: PickedPrompt) -> None:
+        del self._open[pick.number]
+        picks = self._of_prompts[pick.key]
+        picks.remove(pick)
+        if not picks:
+            del self._of_prompts[pick.key]
+        self._requests[pick.incarnation] -= 1
+        self._tokens[pick.incarnation] -= pick.num_tokens
+        if not self._requests[pick.incarnation]:
+            del self._requests[pick.incarnation], self._tokens[pick.incarnation]
+        self._promised.drop(pick.number)
 
 
 class _KnownBlocks(NamedTuple):
-    """Where the prompt's blocks are, for workers that hash them alike."""
+    """The blocks of a prompt and their workers, for workers with the same hashes."""
 
     chain: list[bytes]
-    # Cached and promised tokens, by boot id of each worker that has any.
+    # Cached and promised tokens, by incarnation of each worker that has any.
     tokens: dict[bytes, tuple[int, int]]
 
 
 class FactsOfWorkers:
-    """Facts of workers about one prompt, which is hashed and looked up once per kind of worker."""
+    """The placement policy's facts of workers for one prompt, which is hashed and looked up once
+    per kind of worker."""
 
     def __init__(
         self,
@@ -32,20 +185,20 @@ class FactsOfWorkers:
     ) -> None:
         self._ids = ids[:-1]  # the last one always runs as a decode row, so it is never a hit
         self._salt = cache_salt
-        self._verified = verified  # tokens by boot id; their prefix events may not have arrived
+        self._verified = verified  # tokens by incarnation; their prefix events may not have arrived
         self._index = index
         self._promised = promised
         self._now = now
         self._known: dict[tuple[bytes, int], _KnownBlocks] = {}  # by digest and block size
 
     def of(self, worker: Worker) -> WorkerFacts:
-        """Return what the policy knows of this worker about this prompt."""
+        """Return the facts of one worker."""
         (facts,) = self.of_all([worker])
         return facts
 
     def of_all(self, workers: Iterable[Worker]) -> list[WorkerFacts]:
-        """Return the facts of each worker, in their order. A worker that has nothing of the prompt
-        yields the facts object that it keeps."""
+        """Return the facts of each worker, in the order of the workers. Facts of a worker that has
+        no block of the prompt are the worker's own object, not a copy."""
         all_facts = []
         kind: WorkerKind | None = None
         for worker in workers:
@@ -55,8 +208,8 @@ class FactsOfWorkers:
             if worker.unreported:
                 worker.forget_old_commands(self._now)
             facts = worker.facts
-            if worker.boot in tokens:
-                facts = facts.of_prompt(*tokens[worker.boot])
+            if worker.incarnation in tokens:
+                facts = facts.of_prompt(*tokens[worker.incarnation])
             all_facts.append(facts)
         return all_facts
 
@@ -73,15 +226,18 @@ class FactsOfWorkers:
         return blocks
 
     def _tokens(self, chain: list[bytes], size: int) -> dict[bytes, tuple[int, int]]:
-        """Return cached and promised tokens, by boot id of each worker that has or verified any of
-        these blocks."""
+        """Return cached and promised tokens by incarnation, of each worker that has or verified any
+        of these blocks."""
         cached, promised = self._index.num_cached(chain), self._promised.num_promised(chain)
-        result = {boot: (num * size, promised.get(boot, 0) * size) for boot, num in cached.items()}
-        for boot, num in promised.items():
-            result.setdefault(boot, (0, num * size))
-        for boot, tokens in self._verified.items():
-            previous = result.get(boot, (0, 0))
-            result[boot] = max(previous[0], tokens), previous[1]
+        result = {
+            incarnation: (num * size, promised.get(incarnation, 0) * size)
+            for incarnation, num in cached.items()
+        }
+        for incarnation, num in promised.items():
+            result.setdefault(incarnation, (0, num * size))
+        for incarnation, tokens in self._verified.items():
+            previous = result.get(incarnation, (0, 0))
+            result[incarnation] = max(previous[0], tokens), previous[1]
         return result
 
 
@@ -92,14 +248,14 @@ def destination(
     mixing: Mixing,
     rng: Random,
 ) -> bytes | None:
-    """Return the boot id of the cheapest other decode worker that has room for a running request's
-    KV and can take it from its worker `source`, or None. `ids`: as in FactsOfWorkers."""
+    """Return the cheapest other decode worker (its incarnation) that has room for a running
+    request's KV and can take it from its worker `source`, or None. `ids`: as in FactsOfWorkers."""
     candidates = [
         other
         for other in workers
-        if other.boot != source.boot
+        if other.incarnation != source.incarnation
         and other.free_tokens >= len(ids)
         and mismatch(source.kind, other.kind, mixing) is None
     ]
     index = pick_decode(PromptFacts(len(ids) - 1), candidates, rng)
-    return None if index is None else candidates[index].boot
+    return None if index is None else candidates[index].incarnation

@@ -49,36 +49,37 @@ SAME_WEIGHTS = Mixing(numerics=True)
 
 @dataclass(frozen=True, slots=True)
 class PromptFacts:
-    """The facts of one request that matter to placement."""
+    """What the placement policy needs to know of one request."""
 
     num_tokens: int  # prefix ids less the last: their KV must exist before the first decode row
     may_go_remote: bool = True  # prompt logprobs keep a request local
     prefill_failures: int = 0
-    failed_prefills: frozenset[bytes] = frozenset()  # boot ids
+    failed_prefills: frozenset[bytes] = frozenset()  # incarnations
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The operator's settings of placement."""
+    """The operator's settings of the placement policy."""
 
     remote_prefill: str = "auto"  # auto, always, never
     threshold: int = 512
     max_prefill_failures: int = 2
     mixing: Mixing = NO_MIXING  # of a prefill and a decode worker
-    resuming: Mixing = SAME_WEIGHTS  # used when no worker can go on exactly
+    resuming: Mixing = SAME_WEIGHTS  # used when no worker can continue exactly
 
     @property
     def min_shared_tokens(self) -> int:
-        """Least tokens of another prompt worth waiting for: as many as are worth a hand-off."""
+        """Minimum of tokens of another prompt's KV that are worth waiting for; as many as are worth
+        a hand-off."""
         return 1 if self.remote_prefill == "always" else self.threshold
 
 
-Refused = tuple[bytes, Difference]  # boot id of a prefill worker, and the reason
+Refused = tuple[bytes, Difference]  # incarnation of a prefill worker, and the reason
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Boot ids of the chosen workers, and the reason."""
+    """The chosen workers (incarnations), and the reason."""
 
     decode: bytes
     prefill: bytes | None  # None: decode computes the prompt itself, if it does not wait
@@ -95,7 +96,8 @@ def decide(
     rules: Rules,
     rng: Random,
 ) -> Decision | None:
-    """Return the worker pair for a prompt, or None without decode workers."""
+    """Return the decode worker for a prompt, and a prefill worker if that pays; None without decode
+    workers."""
     sharing = [
         w if w.promised_tokens <= w.cached_tokens else with_awaited(prompt, w, rules)
         for w in decodes
@@ -107,25 +109,27 @@ def decide(
     missing = missing_tokens(prompt, decode)
     # A request that shares another's KV gets a prefill worker too, in case the sharing fails.
     prefill, reason, refused = pick_prefill(prompt, decode, missing, prefills, rules, rng)
-    boot = None if prefill is None else prefill.boot
+    incarnation = None if prefill is None else prefill.incarnation
     follows = picked.cached_tokens > decode.cached_tokens
     reason = "shared prefix" if follows else reason
-    return Decision(decode.boot, boot, reason, prompt.num_tokens - missing, refused, follows)
+    return Decision(
+        decode.incarnation, incarnation, reason, prompt.num_tokens - missing, refused, follows
+    )
 
 
 def missing_tokens(prompt: PromptFacts, worker: WorkerFacts) -> int:
-    """Return the prompt tokens that are not cached there."""
+    """Return the number of the prompt's tokens that the worker has not cached."""
     return max(0, prompt.num_tokens - worker.cached_tokens)
 
 
 def with_awaited(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> WorkerFacts:
-    """Return the worker's facts as if tokens that need no computation there were cached."""
+    """Return the worker's facts as if KV in transfer that is worth waiting for were cached."""
     return worker.of_prompt(awaited_tokens(prompt, worker, rules), worker.promised_tokens)
 
 
 def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> int:
-    """Return the prompt tokens that need no computation there: cached ones, and those in transfer
-    if they are worth waiting for, by decode's rule (services/decode/single_flight)."""
+    """Return the number of the prompt's tokens that the worker need not compute: cached ones, and
+    those in transfer if they are worth waiting for by decode's rule (decode/single_flight.py)."""
     shared = min(worker.promised_tokens, prompt.num_tokens) - worker.cached_tokens
     enough = shared >= max(rules.min_shared_tokens, worker.kind.layout.block_size)
     waits = enough and prompt.may_go_remote and 2 * shared >= missing_tokens(prompt, worker)
@@ -136,7 +140,7 @@ def decode_costs(
     prompt: PromptFacts, workers: Sequence[WorkerFacts], max_requests: float
 ) -> list[int]:
     """Return the cost of a prompt at each decode worker. The cache of a worker with more than
-    `max_requests` requests does not count."""
+    `max_requests` requests is ignored."""
     # Inlines queue_cost and missing_tokens, since it runs for each worker and request.
     full_cost = WORK_RATIO * prompt.num_tokens
     costs = [w.waiting_tokens + ROW_TOKENS * w.requests + full_cost for w in workers]
@@ -147,8 +151,8 @@ def decode_costs(
 
 
 def prefill_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
-    """Return a prefill worker's cost: its queue and the rest of this prompt. `credit`: its cache
-    counts."""
+    """Return the cost of a prompt at a prefill worker: its queue and the rest of the prompt.
+    `credit`: whether its cache counts."""
     missing = missing_tokens(prompt, worker) if credit else prompt.num_tokens
     return waiting_tokens(worker) + WORK_RATIO * missing
 
@@ -164,8 +168,8 @@ def waiting_tokens(worker: WorkerFacts) -> int:
 
 
 def computed_again(prompt: PromptFacts, prefill: WorkerFacts, missing: int) -> int:
-    """Return the tokens that prefill would compute although decode, which lacks `missing`, has
-    them."""
+    """Return the number of tokens that prefill would compute although decode has them; decode lacks
+    `missing` tokens."""
     return max(0, missing_tokens(prompt, prefill) - missing)
 
 
@@ -226,8 +230,8 @@ def pick_prefill(
     for worker in candidates:
         reason = mismatch(worker.kind, decode.kind, rules.mixing)
         if reason is not None:
-            incompatible.append((worker.boot, reason))
-        elif worker.boot not in prompt.failed_prefills:
+            incompatible.append((worker.incarnation, reason))
+        elif worker.incarnation not in prompt.failed_prefills:
             compatible.append(worker)
     refused = tuple(incompatible)
     if not compatible:
@@ -246,9 +250,9 @@ def pick_prefill(
 
 
 def max_balanced_requests(workers: Collection[WorkerFacts]) -> float:
-    """Return the most requests of a worker that is not much busier than the idlest quarter of
-    workers (of up to four, than the idlest). A quarter, because a worker that has just joined, or
-    has just ended many requests, says nothing about the others."""
+    """Return the largest number of requests of a worker that counts as not much busier than others:
+    than the idlest quarter of workers (of up to four workers: the idlest one). A quarter, because
+    one worker that has just joined or become idle says nothing about the others."""
     if not workers:
         return 0.0
     requests = sorted([w.requests for w in workers])
@@ -278,5 +282,6 @@ def power_of_two(
 
 
 def spread(queue: int) -> float:
-    """Return how much longer than at the best worker the queue before a request may be."""
+    """Return by how much the cost of a worker may exceed the lowest cost for the worker to count as
+    equally good. `queue`: the queued part of the lowest cost."""
     return max(SPREAD_RATIO * queue, SPREAD_TOKENS)

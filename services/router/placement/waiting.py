@@ -1,15 +1,18 @@
-"""Queue of requests that wait for a worker, each for one reason; pure.
+"""Requests that wait for a worker, each for one reason, and the bound on recomputation; pure.
 
 The requests of one tenant wait in order of priority and arrival; tenants take turns.
 """
 
 import heapq
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 from pdserve.services.common.fairness import FairQueue, FairShare
+
+SHARE = 0.2  # of the requests that have generated tokens
+RequestT = TypeVar("RequestT", bound=Hashable)
 
 
 class WaitReason(Enum):
@@ -17,7 +20,7 @@ class WaitReason(Enum):
 
     TURN = "turn"  # every worker of its model is busy, or others are before it
     BUDGET = "budget"  # it has tokens, and too many requests are being recomputed now
-    COMPATIBLE_WORKER = "compatible worker"  # no worker may go on with its tokens
+    COMPATIBLE_WORKER = "compatible worker"  # no worker may continue its tokens
 
 
 class WaitingRequest(Protocol):
@@ -43,7 +46,8 @@ _Line = tuple[WaitReason, tuple[str, str], bytes]  # reason, pool and tenant
 
 
 class WaitingQueue(Generic[R]):
-    """One line for each reason, pool and tenant. A request is in at most one line."""
+    """Requests that wait, in one queue for each reason, pool and tenant. A request is in at most
+    one of them."""
 
     def __init__(self, max_waiting: int = sys.maxsize) -> None:
         """`max_waiting`: bound on waiting requests; `has_room` gives each tenant a share of it."""
@@ -63,14 +67,14 @@ class WaitingQueue(Generic[R]):
         return self._share.has_room(tenant)
 
     def num(self, reason: WaitReason) -> int:
-        """Return how many requests wait for that reason."""
+        """Return the number of requests that wait for that reason."""
         return sum(
             len(line) for (line_reason, *_), line in self._lines.items() if line_reason is reason
         )
 
     @property
     def pools(self) -> list[tuple[str, str]]:
-        """Pools in which a request waits for its turn."""
+        """The pools of which a request waits for its turn."""
         return list(
             dict.fromkeys(pool for reason, pool, _ in self._lines if reason is WaitReason.TURN)
         )
@@ -83,7 +87,7 @@ class WaitingQueue(Generic[R]):
         return None
 
     def of(self, reason: WaitReason) -> list[R]:
-        """Return all that wait for that reason: tenants in turn, each tenant's lowest rank
+        """Return all requests that wait for that reason: tenants in turn, each tenant's lowest rank
         first."""
         entries_by_tenant: dict[bytes, list[_Entry[R]]] = {}
         for (line_reason, _, tenant), line in self._lines.items():
@@ -100,7 +104,7 @@ class WaitingQueue(Generic[R]):
         return self._since[request][1]
 
     def add(self, request: R, reason: WaitReason, now: float) -> None:
-        """Let a request wait at the place of its rank, even if it waited before."""
+        """Add a request at the position of its rank; it may be waiting already."""
         self.remove(request)
         line = self._lines.setdefault((reason, request.pool, request.tenant), [])
         heapq.heappush(line, (request.rank, request))
@@ -123,3 +127,55 @@ class WaitingQueue(Generic[R]):
             heapq.heapify(line)
         if line:
             self._lines[key] = line
+
+
+class RecomputeBudget(Generic[RequestT]):
+    """Bounds how many running requests change their worker at once.
+
+    When a decode worker dies, all its requests must be prefilled elsewhere, prompt and response.
+    All at once they would delay what runs there, so only a share of the running requests changes at
+    a time: at most max(1, SHARE of them). Migrations with KV count too, since a copy takes memory
+    bandwidth on both sides.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[RequestT] = set()  # that have tokens, in any stage
+        self._recomputed: set[RequestT] = set()
+        self._migrating: set[RequestT] = set()  # with their KV, so nothing is computed
+
+    @property
+    def num_under_way(self) -> int:
+        """Number of running requests that are being recomputed."""
+        return len(self._recomputed)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more may begin."""
+        under_way = len(self._recomputed) + len(self._migrating)
+        return under_way < max(1, int(SHARE * len(self._running)))
+
+    def runs(self, request: RequestT) -> None:
+        """Count a request that has tokens, and end its recomputation if there was one."""
+        self._running.add(request)
+        self._recomputed.discard(request)
+
+    def recompute_begun(self, request: RequestT) -> None:
+        """Count a running request that is being recomputed."""
+        self._recomputed.add(request)
+
+    def recompute_over(self, request: RequestT) -> None:
+        """The recomputation has ended, whatever its result."""
+        self._recomputed.discard(request)
+
+    def migration_begun(self, request: RequestT) -> None:
+        """Count a request that migrates to another worker with its KV."""
+        self._migrating.add(request)
+
+    def migration_over(self, request: RequestT) -> None:
+        """The migration has ended, whatever its result."""
+        self._migrating.discard(request)
+
+    def forget(self, request: RequestT) -> None:
+        """Forget a request that has ended."""
+        self._running.discard(request)
+        self._recomputed.discard(request)

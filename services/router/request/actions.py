@@ -1,6 +1,6 @@
-"""Actions of the router on a request, as data without rules; machine.py returns them.
+"""Actions of the router on a request, as plain data; the state machine (machine.py) returns them.
 
-The shell (request.py) carries them out in the order given. Workers are named by boot id.
+The shell (request.py) carries them out in the order given. Workers and attempts are named by id.
 """
 
 from dataclasses import dataclass
@@ -15,20 +15,30 @@ class FailureReason(Enum):
     DEADLINE = "deadline"
     QUEUE_TIMEOUT = "queue timeout"
     POISON = "poison"  # too many workers died while running it
-    NO_TRY_LEFT = "no try left"
+    NO_ATTEMPT_LEFT = "no attempt left"
     NO_WORKER_HERE = "no worker here"  # another router of a sharded fleet may have one
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RoutingAction:
+    """An action of the router on a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptAction(RoutingAction):
+    """An action that concerns one attempt."""
+
+    attempt: bytes
+
+
+class Place(RoutingAction):
     """Choose workers and begin an attempt now, or queue the request. Always the last action."""
 
 
 @dataclass(frozen=True, slots=True)
-class OpenAttempt:
+class OpenAttempt(AttemptAction):
     """Route messages about this attempt to the request from now on; `decode` serves it."""
 
-    attempt: bytes
     decode: bytes
     prefill: bytes = b""
     adopted: bool = False  # another session began it, so there is no new work
@@ -37,111 +47,79 @@ class OpenAttempt:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseAttempt:
+class CloseAttempt(AttemptAction):
     """Ignore messages about the attempt from now on. `lost`: why it was dropped, or empty."""
 
-    attempt: bytes
     lost: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class SendAdmit:
+class SendAdmit(AttemptAction):
     """Send the request to decode. `sender` will send its KV; empty: no worker does."""
 
-    attempt: bytes
     sender: bytes
     min_shared_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendResume:
-    """Request an attempt from decode that another session owns or owned."""
-
-    attempt: bytes
+class SendResume(AttemptAction):
+    """Send Resume to decode, for an attempt that another session owns or owned."""
 
 
 @dataclass(frozen=True, slots=True)
-class SendPrefillStart:
+class SendPrefillStart(AttemptAction):
     """Have the KV of the attempt computed and sent. Idempotent: a repeat starts nothing new."""
 
-    attempt: bytes
     prefill: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class SendHold:
-    """Stop the source of a migration."""
-
-    attempt: bytes
+class SendHold(AttemptAction):
+    """Freeze the source of a migration: it makes no more steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class SendMove:
-    """Have the source send its KV to attempt `to` at the target."""
+class SendMove(AttemptAction):
+    """Have the source of a migration send its KV to attempt `to` at the target."""
 
-    attempt: bytes
     to: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class SendStay:
-    """Have the source go on."""
-
-    attempt: bytes
+class SendStay(AttemptAction):
+    """Let the source of a failed migration continue."""
 
 
 @dataclass(frozen=True, slots=True)
-class CancelAtDecode:
+class CancelAtDecode(AttemptAction):
     """End the attempt at decode, or only some of its choices."""
 
-    attempt: bytes
     choices: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CancelAtPrefill:
+class CancelAtPrefill(AttemptAction):
     """End the attempt at prefill."""
 
-    attempt: bytes
 
-
-@dataclass(frozen=True, slots=True)
-class RepeatAborts:
+class RepeatAborts(AttemptAction):
     """Cancel again the choices that the client has cancelled: decode may not have received it."""
 
-    attempt: bytes
+
+class ReleasePrefill(AttemptAction):
+    """Release the chosen prefill worker: decode computes the prompt itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class SparePrefill:
-    """Release the chosen prefill worker: decode answered without a ticket."""
-
-    attempt: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class AnnouncePlacement:
+class AnnouncePlacement(AttemptAction):
     """Send the client the new placement of the request."""
 
-    attempt: bytes
+
+class Adopt(AttemptAction):
+    """Continue the attempt where another session left it: take its ticket, inform the client."""
 
 
-@dataclass(frozen=True, slots=True)
-class GoOn:
-    """Go on with the attempt where another session left it: take its ticket, tell the client."""
-
-    attempt: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PassOn:
+class Forward(AttemptAction):
     """Send the client the output that came with the event."""
 
-    attempt: bytes
-
 
 @dataclass(frozen=True, slots=True)
-class SendFinished:
+class SendFinished(RoutingAction):
     """Send the terminal event. `attempt`: the one whose Finished came with the event; empty if all
     choices have ended without a worker to report it."""
 
@@ -149,7 +127,7 @@ class SendFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class SendFailed:
+class SendFailed(RoutingAction):
     """Send the terminal event with an error of the router or of another service."""
 
     error: FailureReason | Exception
@@ -157,44 +135,15 @@ class SendFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class LogLoss:
-    """Log that an attempt, or the search for one, is dropped."""
+class LogLoss(RoutingAction):
+    """Log why an attempt, or the search for its worker, was given up."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class HandOver:
-    """Hand the attempt over to the successor, with the answer that decode still owes."""
-
-    attempt: bytes
+class HandOver(AttemptAction):
+    """Let the request's next issue take over the attempt, whose Admit decode has yet to answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeaveToSuccessor:
-    """Leave the attempt running at decode; the successor finds it by its placement."""
-
-
-RoutingAction = (
-    Place
-    | OpenAttempt
-    | CloseAttempt
-    | SendAdmit
-    | SendResume
-    | SendPrefillStart
-    | SendHold
-    | SendMove
-    | SendStay
-    | CancelAtDecode
-    | CancelAtPrefill
-    | RepeatAborts
-    | SparePrefill
-    | AnnouncePlacement
-    | GoOn
-    | PassOn
-    | SendFinished
-    | SendFailed
-    | LogLoss
-    | HandOver
-    | LeaveToSuccessor
-)
+class LeaveToSuccessor(RoutingAction):
+    """Leave the attempt running at decode; the request's next issue finds it by its placement."""

@@ -7,32 +7,31 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import NumberedChoice
-from pdserve.services.router.fleet import Worker
+from pdserve.services.router.fleet import Command, Worker
 from pdserve.services.router.request.actions import OpenAttempt
 from pdserve.services.router.request.events import Reachability
-from pdserve.services.router.request.transition import Transition
+from pdserve.services.router.request.state import Transition
 
-Command = wire.DecodeCommand | wire.PrefillCommand
 RequestT = TypeVar("RequestT", contravariant=True)
 
 
 class Client(Protocol):
-    """The sender of a request: a gateway's session or one Generate call."""
+    """Where a request came from: a gateway's session or one Generate call."""
 
     @property
     def key(self) -> bytes:
         """Key within which request ids are unique."""
 
     def put(self, event: RequestEvent) -> None:
-        """Take an event; never blocks."""
+        """Queue an event for the client; never blocks."""
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it takes tokens by `put_token`; never changes."""
+        """Whether it accepts `put_token`; never changes."""
 
     def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
-        """Take a token without log-probabilities of a choice that goes on. Returns False unless it
-        reads rows."""
+        """Take a token without log-probabilities of an unfinished choice. Returns False unless it
+        `reads_rows`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,19 +50,19 @@ class Assignment:
 
 
 class Effects(Protocol[RequestT]):
-    """Side effects of a request; the dispatcher carries them out."""
+    """What a request does to the rest of the router; the dispatcher implements it."""
 
     def emit(self, request: RequestT, event: RequestEvent) -> None:
-        """Pass an event to the client."""
+        """Send an event to the client."""
 
     def place(self, request: RequestT, now: float) -> None:
         """Begin an attempt now, or queue the request in order of arrival."""
 
-    def find(self, boot: bytes) -> Worker | None:
-        """Return the worker with this boot id if commands can be sent to it."""
+    def find(self, incarnation: bytes) -> Worker | None:
+        """Return the worker with this incarnation if commands can be sent to it."""
 
-    def reach(self, boot: bytes, now: float) -> Reachability:
-        """Return whether commands can be sent to the worker, or may be soon."""
+    def reach(self, incarnation: bytes, now: float) -> Reachability:
+        """Return whether commands can be sent to the worker now, or may be possible soon."""
 
     def send(self, worker: Worker, command: Command) -> None:
         """Send a command; dropped if the session is down."""
@@ -74,18 +73,20 @@ class Effects(Protocol[RequestT]):
         """Route messages of this attempt to the request."""
 
     def stepped(self, request: RequestT, transition: Transition, now: float) -> None:
-        """Count what a step of its machine changed, before the actions are carried out."""
+        """Update counters after a step of its state machine, before its actions."""
 
     def closed(self, request: RequestT, attempt: Assignment, lost: str) -> None:
         """Stop routing messages of this attempt to the request. `lost`: why it was dropped."""
 
     def waited(self, request: RequestT, seconds: float) -> None:
-        """Record the time from its arrival to the attempt that gave its first token."""
+        """Record the time from the request's arrival to the attempt that produced its first
+        token."""
 
     def count_prefill(self, remote: bool) -> None:
-        """Count a prompt that was computed at a prefill worker (`remote`) or at decode."""
+        """Count a prompt computed by a prefill worker (`remote`) or by a decode worker."""
 
     def ended(
         self, request: RequestT, now: float, error: ServiceError | None, served: bool
     ) -> None:
-        """Forget a request after its terminal event. `served`: a worker keeps its last events."""
+        """Forget a request after its terminal event. `served`: a decode worker still keeps its last
+        events."""

@@ -1,4 +1,4 @@
-"""Events of a request in the router, as data without rules; inputs of machine.py.
+"""Events of a request in the router, as plain data: the inputs of the state machine (machine.py).
 
 Workers and attempts are named by id only. An event caused by a worker names its attempt and counts
 only while the machine has that attempt.
@@ -6,23 +6,50 @@ only while the machine has that attempt.
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.common.errors import ServiceError
 from pdserve.services.router.request.actions import FailureReason
 
 
 class Reachability(Enum):
-    """Whether commands can be sent to a worker that the request seeks."""
+    """Whether commands can be sent to a worker that the request needs."""
 
     YES = "yes"
     NOT_YET = "not yet"  # it may still join, or its session is being reopened
     NO = "no"
 
 
-# --- events: the client and the dispatcher
+@dataclass(frozen=True, slots=True)
+class RoutingEvent:
+    """An event of a request; those of the client and the dispatcher derive from it directly."""
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class WorkerEvent(RoutingEvent):
+    """A message of a worker about an attempt."""
+
+    attempt: bytes
+
+
+class DecodeEvent(WorkerEvent):
+    """A message of a decode worker."""
+
+
+class OutputEvent(DecodeEvent):
+    """A message of a decode worker with output, or with its end."""
+
+
+class PrefillEvent(WorkerEvent):
+    """A message of a prefill worker."""
+
+
+# --- events of the client and the dispatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted(RoutingEvent):
     """The router has taken the request. `decode`: reachability of the decode worker that its Start
     names; None if it names none."""
 
@@ -30,7 +57,7 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptBegun:
+class AttemptBegun(RoutingEvent):
     """The placement policy chose workers. `prefill` is empty if decode computes the prompt."""
 
     attempt: bytes
@@ -40,56 +67,53 @@ class AttemptBegun:
     min_shared_tokens: int = 0  # least tokens of another prompt worth waiting for
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
+class Queued(RoutingEvent):
     """No worker can take the request now: it waits, after which it may try every worker again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reissued:
-    """The client issued the request again under a higher epoch, and a successor goes on with it.
-    `same_progress`: the successor's Start holds exactly the ids that this request has."""
+class Reissued(RoutingEvent):
+    """The client issued the request again under a higher epoch, and that issue continues it.
+    `same_progress`: its Start holds exactly the ids that this request has."""
 
     same_progress: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RequestCancelled:
+class RequestCancelled(RoutingEvent):
     """The client cancelled the whole request."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChoicesCancelled:
+class ChoicesCancelled(RoutingEvent):
     """The client cancelled some choices. `complete`: every choice has ended now."""
 
     choices: tuple[int, ...]
     complete: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ClientLeft:
+class ClientLeft(RoutingEvent):
     """The session of the client ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRefused:
-    """The dispatcher ends the request with an error."""
+class RequestRefused(RoutingEvent):
+    """The dispatcher ends the request with this error."""
 
     error: FailureReason | Exception
 
 
 @dataclass(frozen=True, slots=True)
-class TimePassed:
-    """Time has passed. The fields say whether the sought workers can be reached."""
+class TimePassed(RoutingEvent):
+    """Time has passed. The fields say whether the request's workers can be reached."""
 
     decode: Reachability = Reachability.NO
     prefill: Reachability = Reachability.NO
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLost:
-    """A worker died or froze (`crashed`), or only the session with it broke, losing the messages in
-    flight. `forgotten`: the fleet no longer has it."""
+class WorkerLost(RoutingEvent):
+    """A worker died or froze (`crashed`), or only the session with it broke and the messages in
+    flight are lost. `forgotten`: the fleet has removed the worker."""
 
     worker: bytes
     reason: str
@@ -98,43 +122,35 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class MigrationBegun:
-    """The running request is to move to another decode worker with its KV."""
+class MigrationBegun(RoutingEvent):
+    """The running request is to migrate to another decode worker with its KV."""
 
     target: bytes
 
 
-# --- events: a decode worker
+# --- messages of a decode worker
 
 
 @dataclass(frozen=True, slots=True)
-class AdmitAccepted:
+class AdmitAccepted(DecodeEvent):
     """Admitted: decode has promised blocks. With a ticket it waits for a remote prefill."""
 
-    attempt: bytes
     ticket: bool
     follows: bool = False  # it waits for KV in transfer there for another prompt
 
 
-@dataclass(frozen=True, slots=True)
-class AdmitRefused:
+class AdmitRefused(DecodeEvent):
     """Busy: decode has no room now."""
 
-    attempt: bytes
 
-
-@dataclass(frozen=True, slots=True)
-class AttemptUnknown:
+class AttemptUnknown(DecodeEvent):
     """Gone: decode does not know the attempt."""
 
-    attempt: bytes
-
 
 @dataclass(frozen=True, slots=True)
-class ResumeAccepted:
+class ResumeAccepted(DecodeEvent):
     """Resumed: the attempt belongs to this session, and decode repeats its earlier messages."""
 
-    attempt: bytes
     epoch: int
     ticket: bool  # its KV is still awaited ...
     prefill: bytes = b""  # ... from this worker,
@@ -143,159 +159,139 @@ class ResumeAccepted:
 
 
 @dataclass(frozen=True, slots=True)
-class TokensReceived:
-    """Ids arrived that continue the answer. The flags describe the request after them."""
+class TokensReceived(OutputEvent):
+    """Ids arrived that continue the response. The flags describe the request after them."""
 
-    attempt: bytes
     begun: bool  # some choice has ids
     complete: bool  # every choice has ended
 
 
-@dataclass(frozen=True, slots=True)
-class ScoresReceived:
+class ScoresReceived(OutputEvent):
     """Log-probabilities of the prompt arrived."""
 
-    attempt: bytes
+
+class EmbeddingReceived(OutputEvent):
+    """The embedding of the prompt arrived, which is the whole response."""
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingReceived:
-    """The embedding of the prompt arrived, which is the whole answer."""
-
-    attempt: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class OutputMissing:
+class OutputMissing(OutputEvent):
     """Ids or prompt log-probabilities arrived, but earlier ones are missing."""
 
-    attempt: bytes
     reason: str
     tokens: bool
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptFinished:
+class AttemptFinished(OutputEvent):
     """Every choice has ended at decode."""
 
-    attempt: bytes
-
 
 @dataclass(frozen=True, slots=True)
-class AttemptFailed:
+class AttemptFailed(DecodeEvent):
     """Decode refused or failed the attempt. `elsewhere`: another worker may still take it."""
 
-    attempt: bytes
     error: Exception
     elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class KvLost:
+class KvLost(DecodeEvent):
     """HandoffLost: decode stopped waiting for the KV and has freed its blocks."""
 
-    attempt: bytes
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WaitEnded:
+class WaitEnded(DecodeEvent):
     """Attached: the KV of the other prompt is there, so decode may compute from now on."""
 
-    attempt: bytes
-
 
 @dataclass(frozen=True, slots=True)
-class WaitFailed:
-    """PlaceAgain: decode waited for another prompt in vain; no work began."""
+class WaitFailed(DecodeEvent):
+    """PlaceAgain: decode waited for another prompt's KV, but it did not come; no work began."""
 
-    attempt: bytes
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class SourceHeld:
-    """Held: the source of a migration has stopped. `complete`: the router has all of its ids.
+class SourceHeld(DecodeEvent):
+    """Held: the source of a migration is frozen. `complete`: the router has all of its ids.
     `target_attempt`: the id for the attempt at the target."""
 
-    attempt: bytes
     complete: bool
     target_attempt: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class SourceMoved:
+class SourceMoved(DecodeEvent):
     """Moved: the attempt has ended at the source, and attempt `to` has its KV."""
 
-    attempt: bytes
     to: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class SourceStayed:
-    """Stayed: the attempt goes on at the source."""
+class SourceStayed(DecodeEvent):
+    """Stayed: the migration failed, and the attempt continues at the source."""
 
-    attempt: bytes
     reason: str
 
 
-# --- events: a prefill worker
+# --- messages of a prefill worker
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillStarted:
+class PrefillStarted(PrefillEvent):
     """PrefillAccepted: the prefill worker has the prompt."""
 
-    attempt: bytes
 
-
-@dataclass(frozen=True, slots=True)
-class PrefillSent:
+class PrefillSent(PrefillEvent):
     """PrefillDone: decode has verified every block."""
 
-    attempt: bytes
-
 
 @dataclass(frozen=True, slots=True)
-class PrefillEnded:
+class PrefillEnded(PrefillEvent):
     """The prefill failed or never began. `at_fault`: it counts among the failures after which
     decode computes the prompt itself."""
 
-    attempt: bytes
     reason: str
     at_fault: bool = True
 
 
-OfDecode = (
-    AdmitAccepted
-    | AdmitRefused
-    | AttemptUnknown
-    | ResumeAccepted
-    | TokensReceived
-    | ScoresReceived
-    | EmbeddingReceived
-    | OutputMissing
-    | AttemptFinished
-    | AttemptFailed
-    | KvLost
-    | WaitEnded
-    | WaitFailed
-    | SourceHeld
-    | SourceMoved
-    | SourceStayed
-)
-OfPrefill = PrefillStarted | PrefillSent | PrefillEnded
-OfRouter = (
-    Submitted
-    | AttemptBegun
-    | Queued
-    | Reissued
-    | RequestCancelled
-    | ChoicesCancelled
-    | ClientLeft
-    | RequestRefused
-    | TimePassed
-    | WorkerLost
-    | MigrationBegun
-)
-RoutingEvent = OfRouter | OfDecode | OfPrefill
+def of_decode(kind: str, message: Any) -> DecodeEvent:
+    """Convert a self-contained event of a decode session; `kind` is its name in the proto. Raises
+    ValueError for any other event."""
+    attempt = message.attempt
+    match kind:
+        case "admitted":
+            return AdmitAccepted(attempt, message.HasField("ticket"), message.follows)
+        case "busy":
+            return AdmitRefused(attempt)
+        case "gone":
+            return AttemptUnknown(attempt)
+        case "finished":
+            return AttemptFinished(attempt)
+        case "failed":
+            elsewhere = message.failure.code in (pb.UNAVAILABLE, pb.OVERLOADED)
+            return AttemptFailed(attempt, ServiceError.from_failure(message.failure), elsewhere)
+        case "handoff_lost":
+            return KvLost(attempt, message.reason)
+        case "attached":
+            return WaitEnded(attempt)
+        case "place_again":
+            return WaitFailed(attempt, message.reason)
+        case "moved":
+            return SourceMoved(attempt, message.to)
+        case "stayed":
+            return SourceStayed(attempt, message.reason)
+    raise ValueError(f"unexpected event of a decode worker: {kind}")
+
+
+def of_prefill(kind: str, message: Any) -> PrefillEvent:
+    """Convert an event of a prefill session; `kind` is its name in the proto."""
+    attempt = message.attempt
+    match kind:
+        case "accepted":
+            return PrefillStarted(attempt)
+        case "done":
+            return PrefillSent(attempt)
+        case "failed":
+            return PrefillEnded(attempt, message.failure.message, not message.handed_back)
+    return PrefillEnded(attempt, kind)  # Busy or Gone

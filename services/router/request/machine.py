@@ -16,8 +16,7 @@
 A Start that names an attempt (its gateway lost a router, or its session with this one) begins in
 SEEKING, because decode keeps an attempt for a while after its session is lost. Once the decode
 worker can be reached, the router sends Resume (RESUMING), so that nothing is computed twice. If the
-answer carries a ticket, decode still awaits the KV: PrefillStart is sent again, to a prefill worker
-that knows it already or never received it.
+response carries a ticket, decode still awaits the KV, and the router repeats PrefillStart.
 
 A migration to another decode worker with the KV is a sub-state (migration_machine.py) of RUNNING
 or, if the session with the source is lost meanwhile, of SEEKING and RESUMING.
@@ -37,10 +36,10 @@ from pdserve.services.router.request import events as on
 from pdserve.services.router.request import migration_machine
 from pdserve.services.router.request.actions import FailureReason
 from pdserve.services.router.request.events import Reachability
-from pdserve.services.router.request.migration_machine import OUTPUT, MigrationOutcome
+from pdserve.services.router.request.migration_machine import MigrationOutcome
 from pdserve.services.router.request.state import (
-    AGAIN_S,
     MAX_SESSIONS,
+    MIGRATION_PAUSE_S,
     Attempt,
     Migration,
     Routing,
@@ -59,7 +58,7 @@ SENDER_S = 1.5  # after a source's death: decode finds a silent sender in 1 s
 def step(
     state: Routing, event: on.RoutingEvent, now: float
 ) -> tuple[Routing, tuple[do.RoutingAction, ...]]:
-    """Return the next state and the actions to carry out. Total: accepts any event in any state."""
+    """Return the next state and the actions to carry out. Accepts any event in any state."""
     if state.stage is Stage.ENDED:
         return state, ()
     transition = _Step(state, now)
@@ -87,10 +86,10 @@ def step(
             transition.worker_lost(event)
         case on.MigrationBegun():
             transition.migrate(event.target)
-        case on.PrefillStarted() | on.PrefillSent() | on.PrefillEnded():
+        case on.PrefillEvent():
             if state.attempt is not None and state.attempt.id == event.attempt:
                 transition.of_prefill(event)
-        case _:
+        case on.DecodeEvent():
             if not transition.take_for_migration(event):
                 transition.of_decode(event)
     return transition.state, tuple(transition.actions)
@@ -143,7 +142,7 @@ class _Step:
         self.act(do.AnnouncePlacement(attempt.id))
 
     def admitted(self, attempt: Attempt, event: on.AdmitAccepted) -> None:
-        """Go on to PREFILLING or RUNNING: decode has promised blocks and chosen who computes the
+        """Enter PREFILLING or RUNNING: decode has promised blocks and chosen who computes the
         prompt."""
         if self.state.stage is not Stage.ADMITTING:
             return
@@ -155,7 +154,7 @@ class _Step:
             self.start_prefill(attempt.prefill)
             return
         if attempt.prefill:
-            self.act(do.SparePrefill(attempt.id))
+            self.act(do.ReleasePrefill(attempt.id))
             self.set_attempt(prefill=b"")
         self.set(stage=Stage.RUNNING)
 
@@ -172,7 +171,7 @@ class _Step:
             self.not_tried("busy")
 
     def not_tried(self, reason: str) -> None:
-        """Close an attempt that is over on every worker before any work began."""
+        """Close an attempt that ended on every worker before any work began."""
         # An adopted attempt was not counted.
         self.set(num_attempts=max(0, self.state.num_attempts - 1))
         self.close(reason)
@@ -182,7 +181,8 @@ class _Step:
             self.act(do.Place())
 
     def retry(self, reason: str) -> None:
-        """Cancel the rest of a lost attempt and try again from what is known."""
+        """Cancel a lost attempt where it may still run, and try again with the ids received so
+        far."""
         self.act(do.LogLoss(reason))
         if self.state.queue_deadline is not None:  # it had its turn, so its wait starts again
             self.set(queue_deadline=self.now + self.state.queue_s)
@@ -193,12 +193,12 @@ class _Step:
         elif self.state.crash_count >= MAX_CRASHES:
             self.fail(FailureReason.POISON)
         elif self.state.num_attempts >= MAX_ATTEMPTS:
-            self.fail(FailureReason.NO_TRY_LEFT)
+            self.fail(FailureReason.NO_ATTEMPT_LEFT)
         else:
             self.act(do.Place())
 
     def cancel_attempt(self) -> None:
-        """Cancel the attempt on the sides that may still have it."""
+        """Cancel the attempt at the workers that may still run it."""
         attempt = self.state.attempt
         if attempt is None:
             return
@@ -241,9 +241,9 @@ class _Step:
         self.set(stage=Stage.ENDED)
 
     def reissued(self, same_progress: bool) -> None:
-        """End without an event. If decode has admitted the attempt, it goes on, and the successor
-        finds it by its placement. If decode has yet to answer the Admit and the successor holds the
-        same ids, the attempt is handed over, with the pending answer."""
+        """End without an event, since the client issued the request again. An attempt that decode
+        has admitted keeps running, and the new issue finds it by its placement. If decode has yet
+        to answer the Admit and the new issue holds the same ids, it takes over the attempt."""
         attempt = self.state.attempt
         admitting = self.state.stage is Stage.ADMITTING
         if attempt is not None and admitting and same_progress:
@@ -288,9 +288,9 @@ class _Step:
             self.cancel_attempt()
             self.busy()
         elif self.state.stage is Stage.RESUMING:
-            self.retry("decode did not answer")
+            self.retry("the decode worker did not respond in time")
         elif self.state.stage is Stage.PREFILLING and not attempt.prefill_started:
-            self.prefill_lost("no answer in time")
+            self.prefill_lost("no response in time")
 
     # --- lost sessions and resumed attempts
 
@@ -308,8 +308,8 @@ class _Step:
             self.prefill_lost(event.reason)
 
     def seek_again(self, attempt: Attempt, worker: bytes) -> bool:
-        """Seek the attempt again after the session with a live worker was lost. Returns False if it
-        cannot go on. Decode keeps what it has admitted, and prefill goes on without a session."""
+        """Wait for the session with a live worker to return. Returns False if the attempt cannot
+        continue. Decode keeps what it has admitted, and prefill needs no session."""
         if attempt.decode == worker and self.state.stage is not Stage.ADMITTING:
             self.set(stage=Stage.SEEKING, seek_start=self.now)
             return self.state.num_sessions + 1 < MAX_SESSIONS
@@ -319,7 +319,7 @@ class _Step:
         return False
 
     def seek(self, decode: Reachability) -> None:
-        """Send Resume if the placement's decode worker can be reached; retry if it will not be."""
+        """Send Resume if the decode worker can be reached; retry if it cannot be in time."""
         state = self.state
         self.set(stage=Stage.SEEKING)
         if decode is Reachability.YES:
@@ -342,11 +342,11 @@ class _Step:
             self.retry("the decode worker cannot be reached")
 
     def resumed(self, attempt: Attempt, event: on.ResumeAccepted) -> None:
-        """Go on with the attempt in this session; decode sends what the client lacks."""
+        """Continue the attempt in this session; decode sends what the client lacks."""
         if self.state.stage is not Stage.RESUMING or event.epoch != self.state.session_epoch:
             return
         self.set(num_resumed=self.state.num_resumed + 1)
-        self.act(do.GoOn(attempt.id), do.RepeatAborts(attempt.id))
+        self.act(do.Adopt(attempt.id), do.RepeatAborts(attempt.id))
         self.set_attempt(follows=event.follows)
         if not event.ticket:
             self.set(stage=Stage.RUNNING)
@@ -358,7 +358,7 @@ class _Step:
             self.seek_prefill(event.reachable)
 
     def seek_prefill(self, prefill: Reachability) -> None:
-        """Send PrefillStart again if the prefill worker can be reached; retry if it will not be."""
+        """Send PrefillStart again if the prefill worker can be reached; retry if it cannot be."""
         assert self.state.attempt is not None
         sender = self.state.attempt.sending_prefill  # empty for a migration's target
         if prefill is Reachability.YES and sender:
@@ -369,7 +369,7 @@ class _Step:
 
     # --- messages of workers about the attempt
 
-    def of_decode(self, event: on.OfDecode) -> None:
+    def of_decode(self, event: on.DecodeEvent) -> None:
         attempt = self.state.attempt
         if attempt is None or attempt.id != event.attempt:
             return  # of an attempt that is over
@@ -383,7 +383,7 @@ class _Step:
         if isinstance(event, answers):
             self.set_attempt(answered=True)
         match event:
-            case _ if isinstance(event, OUTPUT):
+            case on.OutputEvent():
                 if self.state.takes_output(attempt.id):
                     self.output(event)
             case on.AdmitAccepted():
@@ -392,7 +392,7 @@ class _Step:
                 self.busy()
             case on.AttemptUnknown():
                 self.set_attempt(decode_over=True)
-                self.retry("decode does not know the attempt")
+                self.retry("the decode worker does not know the attempt")
             case on.ResumeAccepted():
                 self.resumed(attempt, event)
             case on.AttemptFailed():
@@ -400,7 +400,7 @@ class _Step:
             case on.KvLost():
                 self.set_attempt(decode_over=True)
                 if attempt.migrates:
-                    self.retry(f"decode lost the KV: {event.reason}")
+                    self.retry(f"the decode worker lost the KV: {event.reason}")
                 else:
                     self.prefill_lost(event.reason)
             case on.WaitEnded():
@@ -408,19 +408,19 @@ class _Step:
             case on.WaitFailed():
                 self.not_tried(event.reason)
 
-    def output(self, event: on.OfDecode) -> None:
+    def output(self, event: on.OutputEvent) -> None:
         match event:
             case on.TokensReceived():
                 self.set(stage=Stage.RUNNING, begun=event.begun, complete=event.complete)
                 self.set_attempt(produced=True)
-                self.act(do.PassOn(event.attempt))
+                self.act(do.Forward(event.attempt))
             case on.ScoresReceived():
                 self.set_attempt(produced=True)
-                self.act(do.PassOn(event.attempt))
+                self.act(do.Forward(event.attempt))
             case on.EmbeddingReceived():  # not streamed: only Finished follows
                 self.set(stage=Stage.RUNNING, complete=True)
                 self.set_attempt(produced=True)
-                self.act(do.PassOn(event.attempt))
+                self.act(do.Forward(event.attempt))
             case on.OutputMissing():
                 if event.tokens:
                     self.set(stage=Stage.RUNNING)
@@ -441,7 +441,7 @@ class _Step:
         else:
             self.fail(event.error)
 
-    def of_prefill(self, event: on.OfPrefill) -> None:
+    def of_prefill(self, event: on.PrefillEvent) -> None:
         match event:
             case on.PrefillStarted():
                 self.set_attempt(prefill_started=True)
@@ -459,12 +459,12 @@ class _Step:
             self.set(migration=Migration(target, self.now))
             self.act(do.SendHold(source.id))
 
-    def take_for_migration(self, event: on.OfDecode) -> bool:
-        """Apply a message of decode to the migration. Returns whether it concerned nothing else."""
+    def take_for_migration(self, event: on.DecodeEvent) -> bool:
+        """Apply a message of decode to the migration. Returns whether it concerns only that."""
         migration, source = self.state.migration, self.state.attempt
         if migration is not None and source is not None and migration.is_target(event.attempt):
             self.advance(migration_machine.of_target(migration, source, event))
-            return not isinstance(event, OUTPUT)
+            return not isinstance(event, on.OutputEvent)
         if source is None or source.id != event.attempt:
             return True  # it is about an attempt that is over
         self.step_migration(event)
@@ -472,7 +472,7 @@ class _Step:
             return True
         if isinstance(event, on.SourceMoved):
             self.set_attempt(decode_over=True)
-            self.retry("the request moved to an attempt that had already ended")
+            self.retry("the request migrated to an attempt that had already ended")
             return True
         return isinstance(event, on.SourceHeld | on.SourceStayed)
 
@@ -486,15 +486,15 @@ class _Step:
         self.act(*result.actions)
         if result.source_over:
             self.set_attempt(decode_over=True)
-        if result.outcome is MigrationOutcome.MOVES:
+        if result.outcome is MigrationOutcome.COMPLETED:
             self.switch(result.migration)
             if result.sender_died:
                 self.set_attempt(sender_died=self.now)
-        elif result.outcome is MigrationOutcome.STAYS:
-            self.stay(result)
+        elif result.outcome is MigrationOutcome.FAILED:
+            self.migration_failed(result)
 
     def switch(self, migration: Migration) -> None:
-        """Make the target's attempt the one whose output counts."""
+        """Replace the source's attempt by the target's, whose output counts from now on."""
         source, attempt = self.state.attempt, migration.attempt
         assert source is not None
         assert attempt is not None
@@ -507,11 +507,11 @@ class _Step:
         self.place_at(attempt)
         self.act(do.RepeatAborts(attempt.id))
 
-    def stay(self, result: migration_machine.MigrationResult) -> None:
-        """Go on at the source after a failed migration."""
+    def migration_failed(self, result: migration_machine.MigrationResult) -> None:
+        """Continue at the source after a failed migration."""
         self.set(
             num_failed_migrations=self.state.num_failed_migrations + 1,
-            stays_until=self.now + AGAIN_S,
+            next_migration=self.now + MIGRATION_PAUSE_S,
         )
         self.drop_migration(result.reason)
         if not result.source_knows and self.state.attempt is not None:
@@ -536,9 +536,9 @@ class _Step:
         if attempt.produced:
             self.set_attempt(sender_died=None)
         elif self.now - attempt.sender_died >= SENDER_S:
-            self.retry("the source died before it sent KV")
+            self.retry("the decode worker died before it sent the KV")
 
 
 def taken_over(state: Routing, attempt: Attempt) -> Routing:
-    """Return the state of a successor that waits for the answer to its predecessor's Admit."""
+    """Return the state of a new issue of a request that awaits the answer to an earlier Admit."""
     return replace(state, attempt=attempt, num_attempts=1, stage=Stage.ADMITTING)

@@ -1,20 +1,20 @@
 """Pure state machine of a migration: a running request moves to another decode worker with its KV.
 
-    HOLDING ---SourceHeld---> ADMITTING ---AdmitAccepted---> SENDING ---SourceMoved---> MOVES
+    HOLDING ---SourceHeld---> ADMITTING ---AdmitAccepted---> SENDING ---SourceMoved---> COMPLETED
        |                          |                             |  (or the target's first output,
        |                          |                             |  or the source is lost: then the
-       |                          |                             |  target has all, or says KvLost)
+       |                          |                             |  target has all or reports KvLost)
        +--------------------------+-----------------------------+
                                   |  SourceStayed, the target refuses, fails or is lost,
-                                  v  nothing heard within MIGRATION_S
-                                STAYS
+                                  v  no outcome within MIGRATION_S
+                               FAILED
 
-The source stops and sends its last ids. The target admits the request with all ids, as after a lost
-worker, but the source sends the KV. So nothing is computed again, and the source makes no step
-between its last id and the KV that it sends.
+The source freezes the request and sends its last ids. The target admits the request with all ids,
+as after a lost worker, but the source sends the KV. So nothing is computed again, and the source
+makes no step between its last id and the KV that it sends.
 
-A migration is a sub-state of a request (machine.py), which acts on the outcome. Each side ends by
-itself when the other is lost; its messages after the outcome do not count.
+A migration is a sub-state of a request (machine.py), which acts on the outcome. Each side ends its
+part when the other is lost; its messages after the outcome do not count.
 """
 
 from dataclasses import dataclass, replace
@@ -25,21 +25,14 @@ from pdserve.services.router.request import events as on
 from pdserve.services.router.request.state import Attempt, Migration, MigrationStep
 
 MIGRATION_S = 3.0  # from Hold to the outcome; a source aborts the hand-off itself after 2 s
-OUTPUT = (
-    on.TokensReceived
-    | on.ScoresReceived
-    | on.EmbeddingReceived
-    | on.OutputMissing
-    | on.AttemptFinished
-)
 
 
 class MigrationOutcome(Enum):
-    """The worker where the request goes on."""
+    """Whether a migration is over, and where the request continues."""
 
     UNDER_WAY = "under way"
-    STAYS = "stays"  # at the source
-    MOVES = "moves"  # to the target
+    FAILED = "failed"  # it continues at the source
+    COMPLETED = "completed"  # it continues at the target
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +56,23 @@ def step(
     sending = migration.step is MigrationStep.SENDING
     match event:
         case on.TimePassed() if now - migration.began >= MIGRATION_S:
-            return _stays(migration, "no answer in time")
+            return _failed(migration, "no response in time")
         case on.WorkerLost():
             return _worker_lost(migration, source, event)
         case on.SourceHeld() if event.attempt == source.id:
             return _held(migration, source, event, now)
         case on.SourceStayed() if event.attempt == source.id:
-            return _stays(migration, event.reason, source_knows=True)
+            return _failed(migration, event.reason, source_knows=True)
         case on.ResumeAccepted() if event.attempt == source.id:  # a new session: it runs there
-            return _stays(migration, "the source was resumed", source_knows=True)
+            return _failed(migration, "the source was resumed", source_knows=True)
         case on.AttemptUnknown() if event.attempt == source.id and sending:
-            return _moves(migration, source_over=True)
+            return _completed(migration, source_over=True)
         case on.SourceMoved() if target is not None and event.to == target.id:
-            return _moves(migration, source_over=True)
+            return _completed(migration, source_over=True)
     return MigrationResult(migration)
 
 
-def of_target(migration: Migration, source: Attempt, event: on.OfDecode) -> MigrationResult:
+def of_target(migration: Migration, source: Attempt, event: on.DecodeEvent) -> MigrationResult:
     """Apply a message of the target about its attempt; its first output moves the request there."""
     attempt = migration.attempt
     assert attempt is not None
@@ -92,7 +85,7 @@ def of_target(migration: Migration, source: Attempt, event: on.OfDecode) -> Migr
             migration = replace(migration, step=MigrationStep.SENDING)
             return MigrationResult(migration, actions=(do.SendMove(source.id, attempt.id),))
         case on.AdmitAccepted() if not event.ticket:
-            return _stays(migration, "target: no ticket for the KV")
+            return _failed(migration, "target: no ticket for the KV")
         case on.AdmitRefused():
             refusal = "busy"
         case on.AttemptFailed():
@@ -101,11 +94,11 @@ def of_target(migration: Migration, source: Attempt, event: on.OfDecode) -> Migr
             refusal = "gone"
         case on.KvLost():
             refusal = "hand-off lost"
-        case _ if isinstance(event, OUTPUT):
-            return _moves(migration)
+        case on.OutputEvent():
+            return _completed(migration)
     if refusal:
         migration = replace(migration, attempt=replace(attempt, decode_over=True))
-        return _stays(migration, f"target: {refusal}")
+        return _failed(migration, f"target: {refusal}")
     return MigrationResult(migration)
 
 
@@ -115,7 +108,7 @@ def _held(
     if migration.step is not MigrationStep.HOLDING:
         return MigrationResult(migration)
     if not held.complete:
-        return _stays(migration, "token ids are missing")
+        return _failed(migration, "token ids are missing")
     attempt = Attempt(held.target_attempt, migration.target, command_sent=now, migrates=True)
     open_attempt = do.OpenAttempt(attempt.id, attempt.decode, migrates=True)
     admit = do.SendAdmit(attempt.id, source.decode, 0)
@@ -133,19 +126,19 @@ def _worker_lost(migration: Migration, source: Attempt, event: on.WorkerLost) ->
         if migration.attempt is not None:
             ended = replace(migration.attempt, decode_over=True)
             migration = replace(migration, attempt=ended)
-        return _stays(migration, "target lost")
+        return _failed(migration, "target lost")
     if event.worker == source.decode:
         if not sending:
-            return _stays(migration, "source lost", source_knows=True)
+            return _failed(migration, "source lost", source_knows=True)
         if dead:  # the target has the KV, or reports KvLost if it received anything
-            return replace(_moves(migration, source_over=True), sender_died=True)
+            return replace(_completed(migration, source_over=True), sender_died=True)
     return MigrationResult(migration)
 
 
-def _stays(migration: Migration, reason: str, source_knows: bool = False) -> MigrationResult:
-    stays = MigrationOutcome.STAYS
-    return MigrationResult(migration, stays, reason, source_knows=source_knows)
+def _failed(migration: Migration, reason: str, source_knows: bool = False) -> MigrationResult:
+    failed = MigrationOutcome.FAILED
+    return MigrationResult(migration, failed, reason, source_knows=source_knows)
 
 
-def _moves(migration: Migration, source_over: bool = False) -> MigrationResult:
-    return MigrationResult(migration, MigrationOutcome.MOVES, source_over=source_over)
+def _completed(migration: Migration, source_over: bool = False) -> MigrationResult:
+    return MigrationResult(migration, MigrationOutcome.COMPLETED, source_over=source_over)

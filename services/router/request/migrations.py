@@ -1,18 +1,86 @@
 """Chooses which running requests migrate to another decode worker with their KV.
 
-A draining worker sends all of them away, as far as others have room; a worker that lacks blocks
-sends one at a time (placement/rebalance.py). Each request runs its migration itself
-(migration_machine.py). Time is an argument.
+A draining worker sends all its requests away, as far as others have room. A live one sends one away
+only while it preempts: each preemption frees blocks for one request by recomputing another, over
+and over. So the measure is not load, but whether a worker lacks blocks for a while that another one
+has. Each request runs its migration itself (migration_machine.py). Time is an argument.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.services.router.fleet import Fleet, State, Worker
-from pdserve.services.router.placement import Pressure, Running, drain_order, relief_order
 from pdserve.services.router.request.placer import Placer
 from pdserve.services.router.request.request import RoutedRequest
+
+WINDOW_S = 1.0
+MIN_WINDOWS = 2  # in a row with preemptions, for each request that a worker sends away
+MIN_REMAINING = 32  # tokens that a request may still generate; with fewer it is soon over
+COPIED_PER_TOKEN = 64  # tokens whose KV is copied in about one decode step
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A request that can migrate."""
+
+    ordinal: int  # order of arrival; unique
+    num_tokens: int  # tokens whose KV would move
+    remaining: int | None  # tokens that it may still generate; None: as many as fit
+
+
+def drain_order(running: Iterable[Running]) -> list[Running]:
+    """Sort by urgency: the request that may run longest first."""
+    return sorted(running, key=lambda r: (r.remaining is not None, -(r.remaining or 0), r.ordinal))
+
+
+def pays(request: Running) -> bool:
+    """Return whether generating the rest of the request takes longer than its migration."""
+    remaining = request.remaining
+    return remaining is None or (
+        remaining >= MIN_REMAINING and remaining * COPIED_PER_TOKEN >= request.num_tokens
+    )
+
+
+def relief_order(running: Iterable[Running]) -> list[Running]:
+    """Sort for a worker that lacks blocks: requests with most blocks first, then the youngest."""
+    worthwhile = [r for r in running if pays(r)]
+    return sorted(worthwhile, key=lambda r: (-r.num_tokens, -r.ordinal))
+
+
+class Pressure:
+    """Finds workers that preempted requests in every recent window."""
+
+    def __init__(self) -> None:
+        self._seen: dict[bytes, int] = {}  # preemptions, by incarnation
+        self._windows: dict[bytes, int] = {}  # windows in a row with more of them, by incarnation
+        self._next = 0.0
+
+    def due(self, now: float) -> bool:
+        """Return whether a window has passed since the last `look`."""
+        return now >= self._next
+
+    def look(self, preemptions: Mapping[bytes, int], now: float) -> list[bytes]:
+        """End a window. Returns the workers that should send a request away now. `preemptions`:
+        total counts by incarnation."""
+        if not self.due(now):
+            return []
+        self._next = now + WINDOW_S
+        pressed = []
+        for incarnation, count in preemptions.items():
+            more = count > self._seen.get(incarnation, count)
+            self._windows[incarnation] = self._windows.get(incarnation, 0) + 1 if more else 0
+            if self._windows[incarnation] >= MIN_WINDOWS:
+                self._windows[incarnation] = 0
+                pressed.append(incarnation)
+        self._seen = dict(preemptions)
+        self._windows = {incarnation: self._windows[incarnation] for incarnation in preemptions}
+        return pressed
+
+    def calm(self, incarnation: bytes) -> bool:
+        """Return whether the worker did not preempt in the last window."""
+        return not self._windows.get(incarnation)
 
 
 class Migrations:
@@ -30,23 +98,24 @@ class Migrations:
         self._pressure = Pressure()
 
     def tick(self, requests: Iterable[RoutedRequest], now: float) -> None:
-        """Begin the migrations that are due among these requests: drains, then reliefs."""
+        """Begin the migrations that are due among these requests, those of draining workers
+        first."""
         workers = [w for w in self._fleet.workers.values() if w.role == DECODE]
         draining = [w for w in workers if w.state is State.DRAINING and w.connected]
         if draining:
             self._empty(draining, requests, now)
         if self._pressure.due(now):
-            preemptions = {w.boot: w.load.preemptions for w in workers}
-            for boot in self._pressure.look(preemptions, now):
-                self._relieve(boot, requests, now)
+            preemptions = {w.incarnation: w.load.preemptions for w in workers}
+            for incarnation in self._pressure.look(preemptions, now):
+                self._relieve(incarnation, requests, now)
 
-    def _relieve(self, boot: bytes, requests: Iterable[RoutedRequest], now: float) -> None:
-        """Migrate one request of a worker that preempts to one that has room for all of it."""
+    def _relieve(self, incarnation: bytes, requests: Iterable[RoutedRequest], now: float) -> None:
+        """Migrate one request from a worker that preempts to a worker with room for all of it."""
         candidates = {
             running(request): request
             for request in requests
             if request.state.attempt is not None
-            and request.state.attempt.decode == boot
+            and request.state.attempt.decode == incarnation
             and not request.state.num_failed_migrations
             and may_migrate(request, now)
         }
@@ -57,7 +126,7 @@ class Migrations:
             has_room = target.facts.free_tokens >= candidate.num_tokens + (
                 candidate.remaining or candidate.num_tokens
             )
-            if has_room and self._pressure.calm(target.boot):
+            if has_room and self._pressure.calm(target.incarnation):
                 candidates[candidate].migrate(target, now)
                 return
 
@@ -84,13 +153,14 @@ class Migrations:
         self._placer.budget.migration_begun(request)
 
     def done(self, request: RoutedRequest, num_tokens: int) -> None:
-        """Count a migration that went on at the target, with the KV of `num_tokens` tokens."""
+        """Count a completed migration, with the KV of `num_tokens` tokens."""
         self.num_done += 1
         self.num_tokens += num_tokens
         self._over(request)
 
-    def stayed(self, request: RoutedRequest, step: str) -> None:
-        """Count a migration that ended at the source. `step`: how far it got; empty: no failure."""
+    def failed_at(self, step: str, request: RoutedRequest) -> None:
+        """Count a migration that did not complete. `step`: the step that it reached; empty if the
+        request left the source for another reason."""
         if step:
             self.failed[step] += 1
         self._over(request)
@@ -101,14 +171,15 @@ class Migrations:
 
 
 def may_migrate(request: RoutedRequest, now: float) -> bool:
-    """Return whether it generates and its KV is one chain: one unfinished choice only."""
+    """Return whether the request generates and has only one unfinished choice, so that its KV is a
+    single sequence."""
     progress = request.progress
     one_chain = progress.num_unfinished == 1 and progress.may_go_remote
     return one_chain and request.state.may_migrate(now)
 
 
 def running(request: RoutedRequest) -> Running:
-    """Return the facts by which requests are chosen to migrate."""
+    """Return the facts of a request by which requests are chosen to migrate."""
     progress = request.progress
     generated = sum(len(c.generated_ids) for c in progress.choices if not c.finish)
     max_tokens = progress.start.params.max_tokens

@@ -2,7 +2,7 @@
 
 A request waits for its turn, for the recompute budget, or for a worker that is compatible with its
 generated tokens (placement/waiting.py). A request that no present worker is compatible with waits
-aside for at most STRANDED_S, so that it does not block the requests behind it.
+aside for at most COMPATIBLE_WORKER_WAIT_S, so that it does not block the requests behind it.
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pdserve.engine.kv import KvIdentity
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.services.router.fleet import (
-    STRANDED_S,
+    COMPATIBLE_WORKER_WAIT_S,
     Fleet,
     KvCompatibility,
     State,
@@ -48,7 +48,7 @@ WITHOUT_WORKER_S = 1.0  # without any worker, before another router of a sharded
 
 
 class PickQuery(NamedTuple):
-    """A prompt for which an endpoint picker wants a host."""
+    """A prompt for which an endpoint picker needs a host."""
 
     model: str
     ids: list[int]
@@ -65,7 +65,7 @@ class PickedHost(NamedTuple):
 
 
 class Placer:
-    """The placement of all requests of one router."""
+    """Places all requests of one router."""
 
     def __init__(self, fleet: Fleet, rules: Rules, rng: Random, max_queued: int) -> None:
         self._fleet = fleet
@@ -77,7 +77,9 @@ class Placer:
         self.compatibility = KvCompatibility(rules.resuming)
         self.promised = PromisedChains()
         self.picks = PickedPrompts(self.promised)
-        self.admitting: Counter[bytes] = Counter()  # unanswered, by boot of the decode worker
+        self.admitting: Counter[bytes] = (
+            Counter()
+        )  # unanswered, by incarnation of the decode worker
         self.reasons: Counter[str] = Counter()  # of decisions, counted
         self._without_worker: dict[RoutedRequest, float] = {}  # since when no suitable worker stays
 
@@ -109,7 +111,7 @@ class Placer:
         return self._is_first(request) and bool(self._candidates_in_time(request, now))
 
     def _is_first(self, request: RoutedRequest) -> bool:
-        """Return whether no request that waits for a turn at the same workers comes before it."""
+        """Return whether no other request for the same workers is to be placed before it."""
         model, tokenizer = request.pool
         for pool in self.waiting.pools:
             same_pool = pool[0] == model and ("" in (pool[1], tokenizer) or pool[1] == tokenizer)
@@ -121,7 +123,7 @@ class Placer:
         return True
 
     def _candidates_in_time(self, request: RoutedRequest, now: float) -> Sequence[Worker]:
-        """Return the workers that may take it; none past its deadline, after which it only ends."""
+        """Return the workers that may take the request; none after its deadline."""
         deadline = request.state.deadline
         late = deadline is not None and now >= deadline
         return [] if late else self._candidates(request, now)
@@ -130,16 +132,20 @@ class Placer:
         state = request.state
         if self.draining and state.orphan_since is not None:
             return []  # its gateway has taken it to another router
-        workers = self._free(self._compatible_workers(request), now) if state.may_ask_more else []
-        return [w for w in workers if w.boot not in state.refused] if state.refused else workers
+        workers = (
+            self._free(self._compatible_workers(request), now) if state.has_candidates_left else []
+        )
+        return (
+            [w for w in workers if w.incarnation not in state.refused] if state.refused else workers
+        )
 
     def _compatible_workers(self, request: RoutedRequest) -> Sequence[Worker]:
         workers = self._fleet.of(DECODE, request.model)
         return readers(self.compatibility.able(request.origin, workers), request.pool[1])
 
     def is_unread(self, request: RoutedRequest) -> bool:
-        """Return whether the workers of its prompt's tokenizer have all left or are leaving, while
-        others serve its model."""
+        """Return whether the workers with its prompt's tokenizer have left or are leaving, while
+        workers with another one serve its model."""
         has_other = False
         for worker in self._fleet.of(DECODE, request.model):
             if worker.stays:
@@ -150,13 +156,13 @@ class Placer:
 
     def _begin(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
         """Begin an attempt on the worker that the policy chooses; False if it chooses none."""
-        picked_boot = self._picked_worker(request, now)
+        picked = self._picked_worker(request, now)
         facts = self._facts(request, self.promised, now)
         decodes = facts.of_all(workers)
         if self.picks:
             decodes = [self.picks.counted(worker, now) for worker in decodes]
-        if picked_boot is not None:
-            decodes = [worker for worker in decodes if worker.boot == picked_boot] or decodes
+        if picked is not None:
+            decodes = [worker for worker in decodes if worker.incarnation == picked] or decodes
         senders = facts.of_all(taking_work(self._fleet.of(PREFILL, request.model), now))
         decision = decide(request.facts(), decodes, senders, self._rules, self._rng)
         if decision is None:
@@ -170,14 +176,15 @@ class Placer:
             request.beginning.expected = cached
         decode = self._fleet.workers[decision.decode]
         prefill = None if decision.prefill is None else self._fleet.workers[decision.prefill]
-        self.compatibility.count_left_out(decode.boot, decision.refused)
+        self.compatibility.count_left_out(decode.incarnation, decision.refused)
         min_shared = self._rules.min_shared_tokens
         attempt = request.begin(decode, prefill, decision.follows, min_shared, now)
-        self.promised.add(attempt, decode.boot, facts.chain(decode))
+        self.promised.add(attempt, decode.incarnation, facts.chain(decode))
         return True
 
     def _picked_worker(self, request: RoutedRequest, now: float) -> bytes | None:
-        """Return the worker that a picker got for the request, once; None if there is none."""
+        """Return the worker that an endpoint picker received for the request, once; None if there
+        is none."""
         if not self.picks or request.state.num_attempts:
             return None
         start = request.progress.start
@@ -207,16 +214,18 @@ class Placer:
             return []
         costs = decode_costs(prompt, workers, math.inf)
         by_cost = sorted(zip(costs, workers, strict=True), key=lambda pair: pair[0])
-        others = [w for _, w in by_cost if w.boot != decision.decode]
+        others = [w for _, w in by_cost if w.incarnation != decision.decode]
         best = self._fleet.workers[decision.decode]
-        cached = {w.boot: min(w.cached_tokens, prompt.num_tokens) for w in workers}
-        order = [best, *(self._fleet.workers[w.boot] for w in others)]
+        cached = {w.incarnation: min(w.cached_tokens, prompt.num_tokens) for w in workers}
+        order = [best, *(self._fleet.workers[w.incarnation] for w in others)]
         waits = decision.follows or decision.prefill is not None  # for KV, as in `opened`
         key = prompt_key(query.model, query.cache_salt, query.ids)
-        self.picks.add(key, best.boot, facts.chain(best), 0 if waits else len(query.ids), now)
+        self.picks.add(
+            key, best.incarnation, facts.chain(best), 0 if waits else len(query.ids), now
+        )
         cached_by_host: dict[str, int] = {}
         for worker in order:
-            cached_by_host.setdefault(worker.host, cached[worker.boot])
+            cached_by_host.setdefault(worker.host, cached[worker.incarnation])
         return [PickedHost(host, tokens) for host, tokens in cached_by_host.items()]
 
     def refuses(self, pool: tuple[str, str], tenant: bytes, now: float) -> bool:
@@ -231,8 +240,8 @@ class Placer:
     def _free(self, workers: Iterable[Worker], now: float) -> Sequence[Worker]:
         """Return the decode workers that take one more request now."""
         taking = taking_work(workers, now)
-        full = {boot for boot, num in self.admitting.items() if num >= MAX_ADMITTING}
-        return [w for w in taking if w.boot not in full] if full else taking
+        full = {incarnation for incarnation, num in self.admitting.items() if num >= MAX_ADMITTING}
+        return [w for w in taking if w.incarnation not in full] if full else taking
 
     def _facts(
         self, request: RoutedRequest, promised: PromisedChains, now: float
@@ -248,11 +257,12 @@ class Placer:
         source = facts.of(request.assignment.decode)
         others = facts.of_all(self._candidates(request, now))
         ids = request.progress.prefix_ids()
-        boot = destination(ids, source, others, self._rules.mixing, self._rng)
-        return None if boot is None else self._fleet.workers[boot]
+        incarnation = destination(ids, source, others, self._rules.mixing, self._rng)
+        return None if incarnation is None else self._fleet.workers[incarnation]
 
     def remote_tokens(self, request: RoutedRequest) -> int:
-        """Return the tokens that a prefill worker would compute for it if nothing is cached."""
+        """Return the number of tokens that a prefill worker would compute for the request if
+        nothing is cached."""
         tokens, mode = len(request.progress.prompt_ids), self._rules.remote_prefill
         remote = mode == "always" or (mode == "auto" and tokens >= self._rules.threshold)
         return tokens if remote and request.progress.may_go_remote else 0
@@ -260,7 +270,8 @@ class Placer:
     # --- waiting requests
 
     def pump(self, now: float) -> None:
-        """Begin waiting requests, tenants in turn, as far as budget and workers allow."""
+        """Begin attempts of waiting requests, tenants in turn, as far as the recompute budget and
+        the workers allow."""
         for request in self.waiting.of(WaitReason.BUDGET) if self.budget.has_room else ():
             if not self.budget.has_room:
                 break  # the requests behind it keep their turns
@@ -282,7 +293,7 @@ class Placer:
                     break
 
     def _strand(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
-        """Let the request wait for a compatible worker if none of its model's can go on with it.
+        """Let the request wait aside if workers serve its model, but none is compatible with it.
         Returns whether it waits."""
         if not workers:
             return False
@@ -291,12 +302,12 @@ class Placer:
         ):
             return False
         self.waiting.add(request, WaitReason.COMPATIBLE_WORKER, now)
-        text = "the request waits: no worker can continue it"
+        text = "the request waits for a worker with its weights and tokenizer"
         log.warning(text, extra={"request": request.id})
         return True
 
     def worker_connected(self, worker: Worker, now: float) -> None:
-        """Place the requests that waited for a compatible worker and can go on at this one."""
+        """Place the requests that waited for a compatible worker and can continue at this one."""
         self.compatibility.joined(worker)
         for request in self.waiting.of(WaitReason.COMPATIBLE_WORKER):
             if request.model == worker.model and worker in self._compatible_workers(request):
@@ -304,14 +315,15 @@ class Placer:
                 self.place(request, now)
 
     def overdue(self, now: float) -> list[RoutedRequest]:
-        """Return requests that have waited too long for a compatible worker, or wait in vain."""
+        """Return requests that have waited too long for a compatible worker, or need not wait since
+        none is expected."""
         stranded = self.waiting.of(WaitReason.COMPATIBLE_WORKER)
         waiting = (*stranded, *self.waiting.of(WaitReason.BUDGET))
-        late = [r for r in stranded if now - self.waiting.since(r) >= STRANDED_S]
+        late = [r for r in stranded if now - self.waiting.since(r) >= COMPATIBLE_WORKER_WAIT_S]
         return list(dict.fromkeys((*late, *(r for r in waiting if self._is_hopeless(r, now)))))
 
     def without_worker(self, now: float) -> list[RoutedRequest]:
-        """Return the waiting requests without a suitable worker that stays with this router. In a
+        """Return the waiting requests that no worker of this router can serve any more. In a
         sharded fleet a restarted worker may join other routers."""
         has_worker: dict[tuple[tuple[str, str], KvIdentity | None], bool] = {}
         for request in self.waiting:
@@ -332,13 +344,13 @@ class Placer:
         ]
 
     def _is_hopeless(self, request: RoutedRequest, now: float) -> bool:
-        """Return whether no worker can go on with it and none is expected."""
+        """Return whether no worker can continue it and none is expected."""
         return self.compatibility.withdrawn(request.origin, now) and not self._compatible_workers(
             request
         )
 
     def worker_forgotten(self, worker: Worker, now: float) -> None:
-        """Note that a decode worker is gone for good."""
+        """A decode worker is gone for good."""
         self.compatibility.left(worker, self._fleet.of(DECODE, worker.model), now)
 
     def forget(self, request: RoutedRequest) -> None:
@@ -361,13 +373,14 @@ class Placer:
         if not self.admitting[decode]:
             del self.admitting[decode]
 
-    def follows_no_more(self, attempt: Assignment, now: float) -> None:
-        """Count the prompt of an attempt that was expected to wait for another prompt."""
+    def stopped_following(self, attempt: Assignment, now: float) -> None:
+        """Count the prompt of an attempt that was expected to share the KV of another prompt, but
+        does not."""
         if attempt.prefill is not None:
             attempt.prefill.commanded(attempt.id, len(attempt.ids), now)
 
     def closed(self, request: RoutedRequest, attempt: Assignment) -> None:
-        """Drop the counts of an attempt that is over for the router."""
+        """Remove the counts of an attempt that ended."""
         self.promised.drop(attempt.id)
         self.budget.recompute_over(request)
         attempt.decode.forget_command(attempt.id)
@@ -375,7 +388,8 @@ class Placer:
             attempt.prefill.forget_command(attempt.id)
 
     def taken(self, request: RoutedRequest, attempt: Assignment) -> None:
-        """Note that a decode worker took the attempt; the request may go on inexactly there."""
+        """A decode worker accepted the attempt; its results may differ from those of the worker
+        before."""
         identity = attempt.decode.identity
         if self.compatibility.count_resume(request.id, request.origin, identity):
             request.inexact = True
@@ -383,7 +397,7 @@ class Placer:
 
 def reads(worker: Worker, tokenizer: str) -> bool:
     """Return whether the worker's model has the tokenizer that made a prompt's ids. An unknown
-    tokenizer matches any other."""
+    tokenizer (empty) matches any."""
     return not tokenizer or worker.identity.tokenizer in ("", tokenizer)
 
 

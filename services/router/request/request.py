@@ -1,9 +1,9 @@
 """One request in the router: carries out the actions of its state machine (machine.py).
 
-It holds what the machine does not need: the ids (RequestProgress), the workers behind the boot ids,
-tickets, and the facts that the client receives at the end. It is synchronous, time is an argument,
-and its `Effects` are its only access to the rest of the router, so that the same code runs on
-sockets and under a test's clock.
+It holds what the machine does not need: the token ids (RequestProgress), workers, tickets, and the
+facts that the client receives at the end. It is synchronous, time is an argument, and its `Effects`
+are its only access to the rest of the router, so that the same code runs on sockets and under a
+test's clock.
 """
 
 import logging
@@ -15,13 +15,19 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc import LostTokens, NumberedChoice, RequestProgress, remaining_ms
+from pdserve.services.common.rpc import (
+    LostTokens,
+    NumberedChoice,
+    RequestProgress,
+    remaining_ms,
+    send_ids,
+)
 from pdserve.services.common.tracing import NO_SPAN, TraceSpan
 from pdserve.services.router.fleet import Worker
 from pdserve.services.router.placement import PromptFacts
 from pdserve.services.router.request import actions as do
 from pdserve.services.router.request import events as on
-from pdserve.services.router.request import machine, messages
+from pdserve.services.router.request import machine
 from pdserve.services.router.request.actions import FailureReason
 from pdserve.services.router.request.effects import Assignment, Client, Effects
 from pdserve.services.router.request.state import (
@@ -30,15 +36,17 @@ from pdserve.services.router.request.state import (
     FirstToken,
     MigrationStep,
     Routing,
+    Transition,
 )
-from pdserve.services.router.request.transition import Transition
 
 log = logging.getLogger(__name__)
 
 OUTPUT = ("tokens", "prompt_logprobs", "embedding", "finished")
-FAILURES: dict[FailureReason, ServiceError] = {
+ROUTER_ERRORS: dict[FailureReason, ServiceError] = {
     FailureReason.CANCELLED: ServiceError(pb.CANCELLED, "the client cancelled the request"),
-    FailureReason.CLIENT_GONE: ServiceError(pb.CANCELLED, "the gateway of the request is gone"),
+    FailureReason.CLIENT_GONE: ServiceError(
+        pb.CANCELLED, "the gateway that sent the request has disconnected"
+    ),
     FailureReason.DEADLINE: ServiceError(
         pb.DEADLINE_EXCEEDED, "the request ran longer than its timeout"
     ),
@@ -48,15 +56,18 @@ FAILURES: dict[FailureReason, ServiceError] = {
     FailureReason.POISON: ServiceError(
         pb.POISON_REQUEST, "the request was running on two workers that died"
     ),
-    FailureReason.NO_TRY_LEFT: ServiceError(pb.INTERNAL, "every attempt at the request failed"),
+    FailureReason.NO_ATTEMPT_LEFT: ServiceError(pb.INTERNAL, "every attempt at the request failed"),
     FailureReason.NO_WORKER_HERE: ServiceError(
-        pb.UNAVAILABLE, "no worker that can take the request has joined this router", "", 1.0
+        pb.UNAVAILABLE,
+        "no worker that can take the request is registered with this router",
+        "",
+        1.0,
     ),
 }
 
 
 class RoutedRequest:
-    """One request of one client."""
+    """One request of one client, and its attempts on workers."""
 
     def __init__(
         self,
@@ -92,7 +103,7 @@ class RoutedRequest:
             placed_decode=start.placement.decode_boot,
             seek_start=now,
         )
-        self.verified: dict[bytes, int] = {}  # tokens that decode workers keep, by boot id
+        self.verified: dict[bytes, int] = {}  # tokens that decode workers keep, by incarnation
         self.beginning = Beginning(FirstToken(now))
         self.inexact = False  # it was resumed on another KV identity
         self.origin: KvIdentity | None = None  # of the worker whose output it passed on; binds it
@@ -111,12 +122,12 @@ class RoutedRequest:
 
     @property
     def key(self) -> tuple[bytes, str]:
-        """Key that all issues of the request share."""
+        """Key of the request, the same each time its client issues it."""
         return self.client.key, self.id
 
     @property
     def given_back(self) -> bool:
-        """Whether another router returned it because it had no worker for it."""
+        """Whether another router returned the request because it had no worker for it."""
         return bool(self.progress.start.given_back)
 
     @property
@@ -126,16 +137,17 @@ class RoutedRequest:
 
     @property
     def assignment(self) -> Assignment | None:
-        """The workers of the attempt that counts."""
+        """The workers of the current attempt."""
         attempt = self.state.attempt
         return None if attempt is None else self._assignments[attempt.id]
 
     def assignment_of(self, attempt: bytes) -> Assignment | None:
-        """Return the workers of an open attempt: the one that counts or a migration's."""
+        """Return the workers of an open attempt: the current one, or the one at a migration's
+        target."""
         return self._assignments.get(attempt)
 
     def facts(self) -> PromptFacts:
-        """Return what the placement policy knows of it."""
+        """Return what the placement policy needs to know of the request."""
         return PromptFacts(
             num_tokens=len(self.progress.prefix_ids()) - 1,
             may_go_remote=self.progress.may_go_remote,
@@ -144,17 +156,18 @@ class RoutedRequest:
         )
 
     def step(self, event: on.RoutingEvent, now: float, message: Any = None) -> None:
-        """Step the machine and carry out its actions. `message`: what came with the event."""
+        """Step the state machine and carry out its actions. `message`: the message that caused the
+        event."""
         for action in self._stepped(event, now):
             self._carry_out(action, message, now)
-        passes_on = self.state.only_passes_on
+        passes_on = self.state.only_forwards
         self._rows_of = self.assignment if passes_on else None
         self._quiet_until = self.state.quiet_until if passes_on else 0.0
 
     # --- called by the dispatcher
 
     def submit(self, now: float) -> None:
-        """Begin: look for the attempt that the Start names, or place the request."""
+        """Begin: resume the attempt that the Start names, or place the request."""
         has_placement = self.progress.start.HasField("placement")
         reach = self._effects.reach(self.placement.decode_boot, now) if has_placement else None
         self.step(on.Submitted(reach), now)
@@ -166,17 +179,17 @@ class RoutedRequest:
         id_ = os.urandom(16)
         ids = self.progress.prefix_ids()[:-1]
         self._assignments[id_] = Assignment(id_, decode, prefill, ids, now)
-        boot = b"" if prefill is None else prefill.boot
-        self.step(on.AttemptBegun(id_, decode.boot, boot, follows, min_shared), now)
+        incarnation = b"" if prefill is None else prefill.incarnation
+        self.step(on.AttemptBegun(id_, decode.incarnation, incarnation, follows, min_shared), now)
         return id_
 
     def migrate(self, target: Worker, now: float) -> None:
-        """Move it to another decode worker with its KV."""
+        """Begin to migrate the request to another decode worker with its KV."""
         self._target = target
-        self.step(on.MigrationBegun(target.boot), now)
+        self.step(on.MigrationBegun(target.incarnation), now)
 
     def cancel(self, choices: tuple[int, ...], now: float) -> None:
-        """End the request (CANCELLED), or drop some choices and go on with the rest."""
+        """End the request (CANCELLED), or drop some choices and continue the rest."""
         if not choices:
             self.step(on.RequestCancelled(), now)
             return
@@ -193,13 +206,15 @@ class RoutedRequest:
         self.step(on.TimePassed(decode, self._effects.reach(prefill, now)), now)
 
     def succeed(self, predecessor: "RoutedRequest", attempt: Attempt, now: float) -> None:
-        """Wait for decode's answer to the Admit of an earlier issue of the request."""
+        """Take over the attempt of an earlier issue of the request, whose Admit decode has yet to
+        answer."""
         self._assignments[attempt.id] = predecessor._assignments.pop(attempt.id)
         self._enter(machine.taken_over(self.state, attempt), now)
 
     def reissue(self, progress: RequestProgress, now: float) -> Attempt | None:
-        """End without an event because the request was issued again. Returns the attempt that the
-        new issue is to `succeed` in, if any; its Start names the placement of any other."""
+        """End without an event because the client issued the request again. Returns the attempt
+        that the new issue must take over with `succeed`; None if there is none, or if the placement
+        in the new Start names it."""
         start, attempt = progress.start, self.state.attempt
         start.crash_count = max(start.crash_count, self.state.crash_count)
         same_progress = progress.choices == self.progress.choices
@@ -217,7 +232,7 @@ class RoutedRequest:
     # --- messages from workers
 
     def on_decode(self, kind: str, message: Any, now: float) -> None:
-        """Take an event of a decode session; `kind` is its name in the proto."""
+        """Process an event of a decode worker; `kind` is its name in the proto."""
         attempt = message.attempt
         if kind in OUTPUT and not self._counted:
             self._counted = True
@@ -237,14 +252,15 @@ class RoutedRequest:
                 if kind == "admitted":
                     self._ticket(message)
                 elif kind == "place_again":
-                    text = "decode returned the request: %s"
+                    text = "the decode worker returned the request for a new placement: %s"
                     log.info(text, message.reason, extra={"request": self.id})
                     self.span.event("placed again", now, reason=message.reason)
                     self._keeps(message)
-                self.step(messages.of_decode(kind, message), now, message)
+                self.step(on.of_decode(kind, message), now, message)
 
     def pass_on_row(self, worker: Worker, choice: NumberedChoice, position: int, id_: int) -> bool:
-        """Pass on a worker's token of a choice that goes on; False if it may change more here."""
+        """Forward a worker's token of an unfinished choice to the client. Returns False if the
+        token may change the state, so that `on_token` must process it."""
         assignment = self._rows_of
         if assignment is None or assignment.decode is not worker:
             return False
@@ -262,18 +278,19 @@ class RoutedRequest:
         return True
 
     def on_token(self, choice: NumberedChoice, position: int, id_: int, now: float) -> None:
-        """Take a token that is not only passed on."""
+        """Process a token that `pass_on_row` did not forward."""
         tokens = pb.Tokens(
             attempt=choice.attempt, choice=choice.choice, position=position, ids=(id_,)
         )
         self.on_decode("tokens", tokens, now)
 
     def on_prefill(self, kind: str, message: Any, now: float) -> None:
-        """Take an event of a prefill session; `kind` is its name in the proto."""
-        self.step(messages.of_prefill(kind, message), now)
+        """Process an event of a prefill worker; `kind` is its name in the proto."""
+        self.step(on.of_prefill(kind, message), now)
 
     def _output(self, kind: str, message: Any, now: float) -> None:
-        """Take ids or prompt log-probabilities; only those that continue the answer are new."""
+        """Process ids or prompt log-probabilities; only those that continue the response are
+        new."""
         attempt = message.attempt
         if not self.state.takes_output(attempt):
             return
@@ -290,7 +307,7 @@ class RoutedRequest:
             self.step(on.ScoresReceived(attempt), now, fresh)
 
     def _embedding(self, message: pb.Embedding, now: float) -> None:
-        """Take the embedding; ignore a second one."""
+        """Process the embedding; a second one is ignored."""
         if not self.state.takes_output(message.attempt):
             return
         fresh = self.progress.take_embedding(message)
@@ -298,13 +315,14 @@ class RoutedRequest:
             self.step(on.EmbeddingReceived(message.attempt), now, fresh)
 
     def _verified(self, message: wire.Verified) -> None:
-        """Note the verified tokens, which decode keeps whatever happens to the attempt."""
+        """Record the number of tokens that decode keeps in its cache whatever happens to the
+        attempt."""
         if self._keeps(message) and self.beginning.hit is None:
             self.beginning.hit = message.cached_tokens
 
     def _keeps(self, message: wire.Verified | wire.PlaceAgain) -> bool:
-        """Note the tokens that decode keeps. Returns whether they are of the attempt that
-        counts."""
+        """Record the number of tokens that decode keeps in its cache. Returns whether the message
+        is about the current attempt."""
         attempt = self.state.attempt
         if attempt is None or attempt.id != message.attempt:
             return False
@@ -350,7 +368,7 @@ class RoutedRequest:
         return actions
 
     def _enter(self, state: Routing, now: float) -> None:
-        """Take the next state, and note what it changes."""
+        """Replace the state, and record what changed."""
         before, self.state = self.state, state
         if state is before:
             return
@@ -358,16 +376,16 @@ class RoutedRequest:
         self._effects.stepped(self, transition, now)
         if transition.migration_begun:
             self.span.event("migration begun", now)
-        elif transition.moved:
+        elif transition.migrated:
             assert before.attempt is not None  # at the source
-            self.beginning.moved(self._so_far, state.num_attempts, before.attempt.id)
-            num_tokens = len(self._assignments[transition.moved].ids)
+            self.beginning.migrated(self._so_far, state.num_attempts, before.attempt.id)
+            num_tokens = len(self._assignments[transition.migrated].ids)
             self.span.event("migration done", now, tokens=num_tokens)
         elif transition.migration_over:
             self.span.event("migration failed", now, step=transition.failed_step)
 
     def _carry_out(self, action: do.RoutingAction, message: Any, now: float) -> None:
-        """Carry out one action. `message`: what came with the event."""
+        """Carry out one action. `message`: the message that caused the event."""
         match action:
             case do.Place():
                 self._effects.place(self, now)
@@ -379,42 +397,47 @@ class RoutedRequest:
             case do.SendAdmit():
                 self._admit(action, now)
             case do.SendResume():
-                epoch, choices = self.state.session_epoch, self.progress.choices
-                self._to_decode(action.attempt, messages.resume(action.attempt, epoch, choices))
+                resume = wire.Resume(
+                    attempt=action.attempt,
+                    epoch=self.state.session_epoch,
+                    counts=[len(choice.generated_ids) for choice in self.progress.choices],
+                )
+                self._to_decode(action.attempt, resume=resume)
             case do.SendPrefillStart():
                 self._start_prefill(action, now)
             case do.SendHold():
-                self._to_decode(action.attempt, messages.hold(action.attempt))
+                self._to_decode(action.attempt, hold=wire.Hold(attempt=action.attempt))
             case do.SendMove():
                 to = self._assignments[action.to]
                 assert to.ticket is not None  # it was admitted with one
-                identity = pb.KvIdentity(**to.decode.identity.parts())
-                move = messages.move(action.attempt, to.id, to.ticket, identity)
-                self._to_decode(action.attempt, move)
+                move = wire.Move(attempt=action.attempt, to=to.id, ticket=to.ticket)
+                move.kv_identity.CopyFrom(pb.KvIdentity(**to.decode.identity.parts()))
+                self._to_decode(action.attempt, move=move)
             case do.SendStay():
-                self._to_decode(action.attempt, messages.stay(action.attempt))
+                self._to_decode(action.attempt, stay=wire.Stay(attempt=action.attempt))
             case do.CancelAtDecode():
-                cancel = messages.cancel_at_decode(action.attempt, action.choices)
-                self._to_decode(action.attempt, cancel)
+                cancel = wire.CancelAttempt(attempt=action.attempt, choices=action.choices)
+                self._to_decode(action.attempt, cancel=cancel)
             case do.CancelAtPrefill():
                 prefill = self._assignments[action.attempt].prefill
                 if prefill is not None:
-                    self._effects.send(prefill, messages.cancel_at_prefill(action.attempt))
+                    cancel = wire.CancelAttempt(attempt=action.attempt)
+                    self._effects.send(prefill, wire.PrefillCommand(cancel=cancel))
             case do.RepeatAborts():
                 choices = self.progress.choices
                 if aborted := [i for i, c in enumerate(choices) if c.finish == pb.ABORTED]:
-                    cancel = messages.cancel_at_decode(action.attempt, aborted)
-                    self._to_decode(action.attempt, cancel)
-            case do.SparePrefill():
+                    cancel = wire.CancelAttempt(attempt=action.attempt, choices=aborted)
+                    self._to_decode(action.attempt, cancel=cancel)
+            case do.ReleasePrefill():
                 assignment = self._assignments[action.attempt]
                 if assignment.prefill is not None:
                     assignment.prefill.forget_command(assignment.id)
                 assignment.prefill = None
             case do.AnnouncePlacement():
                 self._announce(self._assignments[action.attempt], now)
-            case do.GoOn():
+            case do.Adopt():
                 self._go_on(self._assignments[action.attempt], message)
-            case do.PassOn():
+            case do.Forward():
                 self._pass_on(self._assignments[action.attempt], message, now)
             case do.SendFinished():
                 self._finish(self._assignments.get(action.attempt), message, now)
@@ -424,8 +447,9 @@ class RoutedRequest:
                 log.info("attempt lost: %s", action.reason, extra={"request": self.id})
                 self.span.event("attempt lost", now, reason=action.reason)
 
-    def _to_decode(self, attempt: bytes, command: wire.DecodeCommand) -> None:
-        self._effects.send(self._assignments[attempt].decode, command)
+    def _to_decode(self, attempt: bytes, **command: Any) -> None:
+        """Send a command, by its field's name in the proto, to the attempt's decode worker."""
+        self._effects.send(self._assignments[attempt].decode, wire.DecodeCommand(**command))
 
     def _open(self, action: do.OpenAttempt, now: float) -> None:
         if action.attempt not in self._assignments:
@@ -450,15 +474,20 @@ class RoutedRequest:
         if source is not None and source is not assignment:  # a migration's target
             sender = source.decode
         if sender is not None:
-            assert sender.boot == action.sender
-            admit.prefill_boot, admit.prefill_identity = sender.boot, sender.identity.digest
-        for command in messages.admit(admit, start, self.progress.prompt_ids):
-            self._effects.send(assignment.decode, command)
+            assert sender.incarnation == action.sender
+            admit.prefill_boot, admit.prefill_identity = sender.incarnation, sender.identity.digest
+        parts, last_ids = send_ids(self.id, self.progress.prompt_ids)
+        for part in parts:
+            self._to_decode(assignment.id, ids_part=part)
+        command = wire.DecodeCommand(admit=admit)
+        command.admit.start.CopyFrom(start)
+        command.admit.start.prompt_ids.extend(last_ids)  # last, so that they are not copied
+        self._effects.send(assignment.decode, command)
 
     def _start_prefill(self, action: do.SendPrefillStart, now: float) -> None:
         assignment = self._assignments[action.attempt]
         worker = assignment.prefill
-        if worker is None or worker.boot != action.prefill:
+        if worker is None or worker.incarnation != action.prefill:
             worker = assignment.prefill = self._effects.find(action.prefill)
         assert worker is not None  # the event says that it can be reached
         start = wire.PrefillStart(
@@ -473,20 +502,24 @@ class RoutedRequest:
             trace_parent=self.progress.start.trace_parent,
             trace_state=self.progress.start.trace_state,
         )
-        for command in messages.start_prefill(start, assignment.ids):
-            self._effects.send(worker, command)
+        parts, last_ids = send_ids(assignment.id.hex(), assignment.ids)
+        for part in parts:
+            self._effects.send(worker, wire.PrefillCommand(ids_part=part))
+        command = wire.PrefillCommand(start=start)
+        command.start.ids.extend(last_ids)
+        self._effects.send(worker, command)
 
     def _announce(self, assignment: Assignment, now: float) -> None:
         decode = assignment.decode
         workers = {
-            "decode": decode.hello.address,
+            "decode": decode.address,
             "prefill": _address(assignment.prefill, "none"),
         }
         self.span.event("attempt", now, attempt=assignment.id.hex(), **workers)
         self.placement = pb.Placement(
             attempt=assignment.id,
-            decode_boot=decode.boot,
-            decode_address=decode.hello.address,
+            decode_boot=decode.incarnation,
+            decode_address=decode.address,
             identity=pb.KvIdentity(**(self.origin or decode.identity).parts()),
         )
         self._send_placed(assignment)
@@ -535,7 +568,7 @@ class RoutedRequest:
     def _finish(
         self, assignment: Assignment | None, report: pb.Finished | None, now: float
     ) -> None:
-        """Pass on the worker's Finished, or an empty one if every choice has ended without it."""
+        """Send the worker's Finished, or an empty one if every choice has ended without it."""
         finished = pb.Finished() if report is None or assignment is None else report
         finished.request, finished.epoch = self.id, self.state.epoch
         finished.inexact |= self.inexact
@@ -547,7 +580,7 @@ class RoutedRequest:
         error = action.error
         elsewhere = error is FailureReason.NO_WORKER_HERE
         if isinstance(error, FailureReason):
-            error = FAILURES[error]
+            error = ROUTER_ERRORS[error]
         assert isinstance(error, ServiceError)
         failed = pb.Failed(request=self.id, epoch=self.state.epoch, failure=error.to_failure())
         failed.attempt, failed.elsewhere = action.attempt, elsewhere
@@ -584,4 +617,4 @@ class RoutedRequest:
 
 
 def _address(worker: Worker | None, default: str) -> str:
-    return default if worker is None else worker.hello.address
+    return default if worker is None else worker.address

@@ -32,8 +32,8 @@ from pdserve.cli.up import CONFIG_FILE
 from pdserve.cli.up.folders import run_dir
 from pdserve.protos import router_pb2
 from pdserve.protos.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
+from pdserve.services.common import kubernetes
 from pdserve.services.common.auth import make_authority
-from pdserve.services.common.discovery import api_server
 
 NOBODY = "http://127.0.0.1:1"
 VALUES = {  # of options that are validated when they are read
@@ -146,7 +146,7 @@ def test_every_pod_of_a_service_is_queried(
     api.start()
     for name, value in api.environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(api_server, "SERVICE_ACCOUNT", str(tmp_path))
+    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", str(tmp_path))
     pods = FakeEndpoints(api, Random(1), port=two_routers.port)
     for host in two_routers.HOSTS:
         pods.add(host, ready=host == "127.0.0.1")

@@ -64,7 +64,7 @@ class Fuzzed:
             logger.propagate = False
         self._runner = asyncio.Runner()
         self._stack = AsyncExitStack()
-        patch = mock.patch("pdserve.services.worker.role.build_engine", self._build)
+        patch = mock.patch("pdserve.services.worker.process.build_engine", self._build)
         patch.start()
         self._addresses = self._runner.run(self._start(folder))
         self._cases = 0

@@ -20,7 +20,7 @@ from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
 from pdserve.services.common.rpc import Backpressure
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 from pdserve.services.common.tenants import ApiKeys
 
 REQUESTS: dict[str, type[Message]] = {"Chat": ChatRequest, "Complete": CompleteRequest}
@@ -34,7 +34,7 @@ class Fuzzed:
         self._channel = self._runner.run(self._open())
 
     async def _open(self) -> grpc.aio.Channel:
-        self._host = GrpcHost(ACCESS, TEXT_METHODS, (SERVICE,))
+        self._host = GrpcServer(ACCESS, TEXT_METHODS, (SERVICE,))
         service = scripted_service(FakeRouter(saying("hello world")))
         text = TextServicer(service, ApiKeys(), BACKPRESSURE, max_bytes=1 << 24)
         add_TextServicer_to_server(text, self._host.server)

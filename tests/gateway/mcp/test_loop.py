@@ -45,9 +45,10 @@ from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.request_models import ChatBody
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest
 from pdserve.protos.text_pb2_grpc import TextStub, add_TextServicer_to_server
+from pdserve.services.common.rate_limits import RateLimits, RateSettings
 from pdserve.services.common.rpc import Backpressure
-from pdserve.services.common.server import GrpcHost
-from pdserve.services.common.tenants import EVERYBODY, ApiKeys, RateLimits, RateSettings
+from pdserve.services.common.server import GrpcServer
+from pdserve.services.common.tenants import EVERYBODY, ApiKeys
 from pdserve.text import (
     ChatCompletionRequest,
     ParserChoice,
@@ -412,7 +413,7 @@ async def test_grpc_texts_are_offered_no_tools() -> None:
     router = ToolModel("Hello.")
     async with gateway(router, Tools(get=answers("x"))) as gw:
         text = TextServicer(gw.service, ApiKeys(), Backpressure(), 1 << 20)
-        host = GrpcHost(ACCESS, TEXT_METHODS, (SERVICE,))
+        host = GrpcServer(ACCESS, TEXT_METHODS, (SERVICE,))
         add_TextServicer_to_server(text, host.server)
         port = host.listen("127.0.0.1:0")
         await host.start()

@@ -12,8 +12,8 @@ from pdserve.gateway.router_client import RouterClient
 from pdserve.gateway.router_client import client as client_module
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import PickRequest
+from pdserve.services.common import discovery
 from pdserve.services.common.auth.access import SecretAccess
-from pdserve.services.common.discovery import discovery
 from pdserve.services.common.errors import ServiceError
 
 pytestmark = pytest.mark.anyio

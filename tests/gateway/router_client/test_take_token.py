@@ -13,7 +13,7 @@ from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client.session import RouterConnection
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import RequestEvent
-from pdserve.services.common.discovery import discovery
+from pdserve.services.common import discovery
 from pdserve.services.common.rpc import NumberedChoice
 
 pytestmark = pytest.mark.anyio

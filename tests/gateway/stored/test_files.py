@@ -10,7 +10,7 @@ from systems.stored_gateway import CHAT, lines_of, start_batch, stored_gateway
 
 from pdserve.gateway.batches.files import now_us
 from pdserve.gateway.openai.stored import files as stored_files
-from pdserve.services.common.tenants import RateLimits, RateSettings
+from pdserve.services.common.rate_limits import RateLimits, RateSettings
 
 pytestmark = pytest.mark.anyio
 BOUNDARY = "----a-boundary"

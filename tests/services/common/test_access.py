@@ -40,19 +40,17 @@ from pdserve.services.common.auth import (
     Role,
     TlsAccess,
     TlsFiles,
-    in_settings,
+    certificate_settings,
     issue,
     make_access,
     make_authority,
     make_tls,
-    tls,
 )
-from pdserve.services.common.auth.access import SecretAccess
-from pdserve.services.common.auth.certificates import role_in
-from pdserve.services.common.auth.roles import RIGHTS
-from pdserve.services.common.auth.tls import REPLACING_S
-from pdserve.services.common.options import HostSettings
-from pdserve.services.common.server import HEALTH_CHECK, GrpcHost
+from pdserve.services.common.auth import access as access_module
+from pdserve.services.common.auth.access import REPLACING_S, SecretAccess
+from pdserve.services.common.auth.certificates import RIGHTS, role_in
+from pdserve.services.common.options import ServerSettings
+from pdserve.services.common.server import HEALTH_CHECK, GrpcServer
 
 pytestmark = pytest.mark.anyio
 AUTHORITY = make_authority()
@@ -92,7 +90,7 @@ class Everything(FleetServicer, RouterServicer, BlobsServicer, DecodeServicer, P
 
 
 def access_of(role: Role, authority: Identity = AUTHORITY) -> TlsAccess:
-    found = make_access(HostSettings(**in_settings(authority, role)))
+    found = make_access(ServerSettings(**certificate_settings(authority, role)))
     assert isinstance(found, TlsAccess)
     return found
 
@@ -100,7 +98,7 @@ def access_of(role: Role, authority: Identity = AUTHORITY) -> TlsAccess:
 @pytest.fixture
 async def server(anyio_backend: str) -> AsyncIterator[tuple[Everything, str]]:
     """Run every service in one server, with the certificate of a router."""
-    host, everything = GrpcHost(access_of(Role.ROUTER)), Everything()
+    host, everything = GrpcServer(access_of(Role.ROUTER)), Everything()
     for add in (
         add_FleetServicer_to_server,
         add_RouterServicer_to_server,
@@ -223,7 +221,7 @@ async def test_a_process_of_another_role_is_not_connected_to(server: Any) -> Non
 
 async def test_a_probe_needs_no_certificate_and_reaches_nothing_else(anyio_backend: str) -> None:
     open_method = "/pdserve.v1.Router/Generate"
-    host, everything = GrpcHost(access_of(Role.ROUTER), [open_method]), Everything()
+    host, everything = GrpcServer(access_of(Role.ROUTER), [open_method]), Everything()
     add_RouterServicer_to_server(everything, host.server)
     port = lasting_port()
     host.listen_for_probes("127.0.0.1:0", port)
@@ -260,7 +258,7 @@ async def test_files_are_reloaded(tmp_path: Path, anyio_backend: str) -> None:
         own = (str(tmp_path / f"{role}.pem"), str(tmp_path / f"{role}-key.pem"))
         return TlsAccess(str(authorities), *own)
 
-    host, everything = GrpcHost(access(Role.ROUTER)), Everything()
+    host, everything = GrpcServer(access(Role.ROUTER)), Everything()
     add_RouterServicer_to_server(everything, host.server)
     address = f"127.0.0.1:{host.listen('127.0.0.1:0')}"
     await host.start()
@@ -331,7 +329,7 @@ def test_a_key_without_its_certificate_waits_for_it(
     asked: list[Any] = []
     make = "dynamic_ssl_server_credentials"
     monkeypatch.setattr(grpc, make, lambda *args, **_: asked.append(args[1]))
-    monkeypatch.setattr(tls, "configuration", lambda pair, authority: (pair, authority))
+    monkeypatch.setattr(access_module, "configuration", lambda pair, authority: (pair, authority))
     TlsFiles(str(certificate), str(key), str(trusted)).server_credentials()
     (new_files,) = asked
 
@@ -351,7 +349,7 @@ def test_a_key_without_its_certificate_waits_for_it(
 
     key.write_bytes(third.key)
     arrives = SimpleNamespace(sleep=lambda _: certificate.write_bytes(third.certificate))
-    monkeypatch.setattr(tls, "time", arrives)
+    monkeypatch.setattr(access_module, "time", arrives)
     assert new_files() == ((third.key, third.certificate), both), "it came during the pause"
 
 
@@ -363,7 +361,7 @@ async def test_clients_from_outside_get_another_certificate(
     write(tmp_path, "public", issue(public, Role.ROUTER))
     tls = make_tls(str(tmp_path / "public.pem"), str(tmp_path / "public-key.pem"))
     method = "/pdserve.v1.Router/GetFleet"
-    host, everything = GrpcHost(access_of(Role.ROUTER), [method]), Everything()
+    host, everything = GrpcServer(access_of(Role.ROUTER), [method]), Everything()
     add_RouterServicer_to_server(everything, host.server)
     port = host.listen_for_clients("127.0.0.1:0", tls)
     await host.start()
@@ -389,7 +387,7 @@ async def test_clients_from_outside_get_another_certificate(
 )
 def test_untrusted_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises((ValueError, OSError), match=said):
-        make_access(HostSettings(**settings))
+        make_access(ServerSettings(**settings))
 
 
 def test_an_incomplete_certificate_for_clients_is_refused() -> None:
@@ -401,7 +399,7 @@ def test_an_incomplete_certificate_for_clients_is_refused() -> None:
 async def test_a_secret_can_be_replaced(anyio_backend: str) -> None:
     """The next secret is accepted before any process sends it."""
     old, new = "o" * 32, "n" * 32
-    host, everything = GrpcHost(SecretAccess((old, new))), Everything()
+    host, everything = GrpcServer(SecretAccess((old, new))), Everything()
     add_RouterServicer_to_server(everything, host.server)
     address = f"127.0.0.1:{host.listen('127.0.0.1:0')}"
     await host.start()
@@ -421,7 +419,7 @@ def test_a_certificate_contains_its_role() -> None:
 
 
 async def served(access: SecretAccess, bind: str) -> None:
-    server = GrpcHost(access)
+    server = GrpcServer(access)
     try:
         server.listen(bind)
     finally:
@@ -454,7 +452,7 @@ async def test_addresses_to_which_a_secret_may_be_sent(tmp_path: Path, anyio_bac
         await served(access, bind)
         async with access.open_channel(bind, Role.ROUTER):
             pass
-    settings = HostSettings(cluster_secret=("x" * 32,), trust_network=True)
+    settings = ServerSettings(cluster_secret=("x" * 32,), trust_network=True)
     trusting = make_access(settings)
     assert isinstance(trusting, SecretAccess)
     await served(trusting, "0.0.0.0:0")
@@ -482,7 +480,7 @@ def test_a_certificate_made_by_up_lasts_as_long_as_its_authority() -> None:
         x509.load_pem_x509_certificate(pem).not_valid_after_utc
         for pem in (
             AUTHORITY.certificate,
-            in_settings(AUTHORITY, Role.DECODE)["cluster_cert"].encode(),
+            certificate_settings(AUTHORITY, Role.DECODE)["cluster_cert"].encode(),
         )
     ]
     assert ends[1] >= ends[0]

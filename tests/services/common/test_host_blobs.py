@@ -8,11 +8,12 @@ import pytest
 from systems.cluster_secret import ACCESS, open_channel
 
 from pdserve.protos import common_pb2 as pb
-from pdserve.protos.common_pb2_grpc import BlobsServicer, add_BlobsServicer_to_server
+from pdserve.protos import common_pb2_grpc
+from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc import BlobCache, BlobService, blob_digest, read_blob
+from pdserve.services.common.rpc import BlobCache, BlobsServicer, blob_digest, read_blob
 from pdserve.services.common.rpc import blobs as module
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 
 pytestmark = pytest.mark.anyio
 
@@ -69,7 +70,7 @@ async def test_a_failed_fetch_is_retried() -> None:
     assert await cache.get(blob_digest(A), finds) == A
 
 
-class Liar(BlobsServicer):
+class Liar(common_pb2_grpc.BlobsServicer):
     """Sends other bytes than requested."""
 
     async def GetBlob(self, request: Any, context: Any) -> AsyncIterator[pb.BlobChunk]:
@@ -78,7 +79,7 @@ class Liar(BlobsServicer):
 
 
 async def reading(servicer: Any, digest: str) -> bytes:
-    host = GrpcHost(ACCESS)
+    host = GrpcServer(ACCESS)
     add_BlobsServicer_to_server(servicer, host.server)
     port = host.listen("127.0.0.1:0")
     await host.start()
@@ -93,11 +94,11 @@ async def test_a_blob_travels_in_chunks_and_is_verified(monkeypatch: pytest.Monk
     cache = BlobCache()
     large = bytes(range(256)) * 2000
     cache.add(large)
-    assert await reading(BlobService(cache.get), blob_digest(large)) == large
+    assert await reading(BlobsServicer(cache.get), blob_digest(large)) == large
     with pytest.raises(ServiceError, match="cannot be read"):
-        await reading(BlobService(cache.get), blob_digest(A))
+        await reading(BlobsServicer(cache.get), blob_digest(A))
     with pytest.raises(ServiceError, match="does not match its digest"):
         await reading(Liar(), blob_digest(A))
     monkeypatch.setattr(module, "MAX_BLOB_BYTES", len(large) - 1)
     with pytest.raises(ServiceError, match="too large"):
-        await reading(BlobService(cache.get), blob_digest(large))
+        await reading(BlobsServicer(cache.get), blob_digest(large))

@@ -11,14 +11,14 @@ from systems.fault_proxy import FaultProxy
 from pdserve.protos.router_pb2 import GetFleetRequest
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.common.rpc import may_be_closed
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 
 pytestmark = pytest.mark.anyio
 SLOW_S = 0.15  # each way: TCP's handshake is done at once, HTTP/2's settings are late
 
 
 async def test_a_slow_peer_gets_its_connection() -> None:
-    host = GrpcHost(ACCESS)
+    host = GrpcServer(ACCESS)
     port = host.listen("127.0.0.1:0")
     await host.start()
     try:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import IdsCollector, send_ids
-from pdserve.services.common.rpc.fragments import IDS_PER_MESSAGE
+from pdserve.services.common.rpc.channel import IDS_PER_MESSAGE
 
 
 @given(st.lists(st.integers(0, 3 * IDS_PER_MESSAGE + 5), max_size=4), st.randoms())

@@ -13,9 +13,9 @@ from systems.eventually import LIMIT_S
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import Placed, RequestEvent
-from pdserve.services.common.rpc import NumberedChoice, RowReader, TokensOutbox, token_rows
-from pdserve.services.common.rpc.outbox import MAX_BATCH_BYTES, MAX_MERGED_IDS
-from pdserve.services.common.rpc.token_rows import MAX_NAMED, MAX_ROWS
+from pdserve.services.common.rpc import NumberedChoice, RowReader, TokensOutbox
+from pdserve.services.common.rpc import outbox as outbox_module
+from pdserve.services.common.rpc.outbox import MAX_BATCH_BYTES, MAX_MERGED_IDS, MAX_NAMED, MAX_ROWS
 
 steps = st.lists(
     st.tuples(
@@ -229,7 +229,7 @@ def test_each_choice_has_its_own_tokens_over_two_hops(seed: int, most: int) -> N
     and cancels at random, with numbers for only `most` choices.
     """
     random = Random(seed)
-    with patch.object(token_rows, "MAX_NUMBERED", most):
+    with patch.object(outbox_module, "MAX_NUMBERED", most):
         workers = [in_rows(), in_rows()]
         readers, at_gateway = [RowReader(), RowReader()], RowReader()
         router = in_rows()

@@ -12,8 +12,13 @@ import pytest
 
 from pdserve.protos.common_pb2 import OVERLOADED
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants import RateLimits, RateSettings
-from pdserve.services.common.tenants.rate_limits import OPEN_S, STORAGE_S, CountsFile
+from pdserve.services.common.rate_limits import (
+    OPEN_S,
+    STORAGE_S,
+    CountsFile,
+    RateLimits,
+    RateSettings,
+)
 
 pytestmark = pytest.mark.anyio
 

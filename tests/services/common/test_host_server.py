@@ -17,7 +17,7 @@ from pdserve.protos.common_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsSe
 from pdserve.protos.fleet_pb2_grpc import FleetServicer, FleetStub, add_FleetServicer_to_server
 from pdserve.protos.text_pb2_grpc import TextServicer, add_TextServicer_to_server
 from pdserve.services.common.errors import ServiceError, abort
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 
 pytestmark = pytest.mark.anyio
 
@@ -53,9 +53,9 @@ class Text(TextServicer):
 
 
 @pytest.fixture
-async def running() -> AsyncIterator[tuple[GrpcHost, str, Blobs, Fleet]]:
+async def running() -> AsyncIterator[tuple[GrpcServer, str, Blobs, Fleet]]:
     services = ["pdserve.v1.Blobs"]
-    host = GrpcHost(ACCESS, ["/pdserve.v1.Blobs/GetBlob"], services)
+    host = GrpcServer(ACCESS, ["/pdserve.v1.Blobs/GetBlob"], services)
     blobs, fleet = Blobs(), Fleet()
     add_BlobsServicer_to_server(blobs, host.server)
     add_FleetServicer_to_server(fleet, host.server)
@@ -100,7 +100,7 @@ async def test_denied_before_the_peer_has_sent_anything(running: Any) -> None:
 
 
 async def test_connections_beyond_the_limit_are_closed() -> None:
-    host = GrpcHost(ACCESS, max_connections=2)
+    host = GrpcServer(ACCESS, max_connections=2)
     port = host.listen("127.0.0.1:0")
     await host.start()
     held: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
@@ -169,13 +169,13 @@ async def test_reflection_lists_the_services(running: Any) -> None:
 
 async def test_a_port_in_use_is_named(running: Any) -> None:
     _, address, _, _ = running
-    second = GrpcHost(ACCESS)
+    second = GrpcServer(ACCESS)
     with pytest.raises(OSError, match=f"cannot listen on {address}: the port is in use"):
         second.listen(address)
 
 
 async def test_the_server_binds_to_the_given_address_only() -> None:
-    host = GrpcHost(ACCESS)
+    host = GrpcServer(ACCESS)
     port = host.listen("127.0.0.2:0")
     await host.start()
     with pytest.raises(ConnectionRefusedError):
@@ -205,7 +205,7 @@ async def test_bytes_that_are_not_a_message_are_refused(
     method: str, caplog: pytest.LogCaptureFixture, anyio_backend: str
 ) -> None:
     """They are refused whatever the kinds of request and answer, without a traceback."""
-    host = GrpcHost(ACCESS, [f"/pdserve.v1.{method}"])
+    host = GrpcServer(ACCESS, [f"/pdserve.v1.{method}"])
     text = Text()
     add_BlobsServicer_to_server(Blobs(), host.server)
     add_FleetServicer_to_server(Fleet(), host.server)

@@ -119,7 +119,7 @@ def test_a_shared_prefix_is_an_option() -> None:
 async def test_a_file_is_reloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str, told: bool
 ) -> None:
-    monkeypatch.setattr("pdserve.services.common.tenants.keys.LOOK_AGAIN_S", 3600 if told else 0.01)
+    monkeypatch.setattr("pdserve.services.common.tenants.LOOK_AGAIN_S", 3600 if told else 0.01)
     path = tmp_path / "keys"
     path.write_text("one\n")
     keys = ApiKeys(file=str(path))

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from systems.eventually import LIMIT_S, wait_until
 
-from pdserve.services.common.metrics import process_metrics
-from pdserve.services.common.metrics.process_metrics import MAX_CONNECTIONS, MetricsHttp
+from pdserve.services.common import metrics
+from pdserve.services.common.metrics import MAX_CONNECTIONS, MetricsHttp
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_names_are_the_same_for_every_scraper() -> None:
 def test_a_silent_connection_is_closed(
     server: MetricsHttp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_metrics, "SILENT_S", 0.1)
+    monkeypatch.setattr(metrics, "SILENT_S", 0.1)
     with silent(server) as nothing, silent(server) as half:
         half.sendall(b"GET /metrics HTTP/1.1\r\nHost:")
         assert nothing.recv(1) == half.recv(1) == b""

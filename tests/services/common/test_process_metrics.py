@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from systems.eventually import eventually
 
+from pdserve.services.common import metrics
 from pdserve.services.common.auth import Role, issue, make_authority
-from pdserve.services.common.metrics import process_metrics
-from pdserve.services.common.metrics.process_metrics import (
+from pdserve.services.common.metrics import (
     MetricsPort,
     ProcessFacts,
     lag_histogram,
@@ -53,7 +53,7 @@ def test_the_time_left_of_certificates_follows_their_files(tmp_path: Path) -> No
 @pytest.mark.anyio
 async def test_a_rare_long_delay_counts_with_its_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocked once in more than 100 measurements, the loop is late for that share of the time."""
-    monkeypatch.setattr(process_metrics, "LOOK_S", 0.005)
+    monkeypatch.setattr(metrics, "LOOK_S", 0.005)
     seen: list[float] = []
     watching = asyncio.create_task(watch_loop(seen.append))
     await eventually(lambda: len(seen) > 120)
@@ -65,8 +65,8 @@ async def test_a_rare_long_delay_counts_with_its_duration(monkeypatch: pytest.Mo
 
 @pytest.mark.anyio
 async def test_a_port_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_metrics.resources, "files", lambda package: tmp_path)
-    (tmp_path / process_metrics.COMMIT_FILE).write_text("abc123\n")
+    monkeypatch.setattr(metrics.resources, "files", lambda package: tmp_path)
+    (tmp_path / metrics.COMMIT_FILE).write_text("abc123\n")
     own = make_authority().certificate.decode()
     settings = BackendSettings(cluster_cert=own, metrics_port=0)
     port = MetricsPort(settings, "127.0.0.1:0", "")
@@ -82,5 +82,5 @@ async def test_a_port_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_there_is_no_commit_outside_of_an_image() -> None:
-    assert process_metrics.commit() == ""
+    assert metrics.commit() == ""
     assert lag_histogram(CollectorRegistry())

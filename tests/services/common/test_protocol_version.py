@@ -6,8 +6,8 @@ import pytest
 
 from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
 from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.rpc import VersionGate, host_of, protocol_version
-from pdserve.services.common.rpc.protocol_version import MAX_LOGGED_PEERS, incompatibility
+from pdserve.services.common.rpc import VersionGate, channel, host_of
+from pdserve.services.common.rpc.channel import MAX_LOGGED_PEERS, incompatibility
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,12 @@ from pdserve.services.common.rpc.protocol_version import MAX_LOGGED_PEERS, incom
 def test_a_release_is_compatible_with_its_neighbours(
     ours: int, theirs: int, talk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol_version, "PROTOCOL_VERSION", ours)
+    monkeypatch.setattr(channel, "PROTOCOL_VERSION", ours)
     assert (incompatibility(theirs, "router", "worker a:1") == "") == talk
 
 
 def test_the_error_says_to_upgrade_the_older_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol_version, "PROTOCOL_VERSION", 3)
+    monkeypatch.setattr(channel, "PROTOCOL_VERSION", 3)
     assert incompatibility(1, "router", "worker a:1") == (
         "protocol version 3 of the router does not match 1 of the worker a:1: "
         "upgrade the worker a:1 to a release with version 2 first"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pdserve.services.common import tracing as module
-from pdserve.services.common.options import HostSettings
+from pdserve.services.common.options import ServerSettings
 from pdserve.services.common.tracing import endpoint, redacted_url
 
 BASE, TRACES = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
@@ -13,7 +13,7 @@ PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 
 
 def of(url: str = "") -> str:
-    return endpoint(replace(HostSettings(), otlp_traces_endpoint=url))
+    return endpoint(replace(ServerSettings(), otlp_traces_endpoint=url))
 
 
 def test_the_endpoint_of_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:

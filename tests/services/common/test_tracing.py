@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from systems.eventually import wait_until
 
 from pdserve.services.common import tracing as module
-from pdserve.services.common.options import HostSettings
+from pdserve.services.common.options import ServerSettings
 from pdserve.services.common.tracing import (
     MAX_EVENTS,
     MAX_QUEUED,
@@ -29,7 +29,7 @@ from pdserve.services.common.tracing import (
     tracing,
 )
 
-SETTINGS = HostSettings()
+SETTINGS = ServerSettings()
 
 
 def test_a_span_is_a_child_of_the_client_s_context() -> None:
@@ -141,7 +141,7 @@ def test_without_an_endpoint_nothing_is_imported_or_recorded(monkeypatch: Any) -
         assert (span.recorded, span.context) == (False, NOWHERE)
     code = (
         "import sys; import pdserve.gateway.main, pdserve.services.router.main, "
-        "pdserve.services.decode.main, pdserve.services.prefill.main; "
+        "pdserve.services.decode, pdserve.services.prefill; "
         "sys.exit(any(name.startswith('opentelemetry.sdk') for name in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,7 +17,7 @@ from pdserve.engine.api import EngineConfig
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub
-from pdserve.services.decode.main import DecodeRole
+from pdserve.services.decode.servicer import DecodeRole
 from pdserve.services.worker import DecodeSettings
 
 NUM = 100
@@ -48,7 +48,7 @@ class Other:
             params=pb.SamplingParams(**PARAMS),
             choices=[pb.ChoiceState(generated_ids=said)],
         )
-        attempt, sender = os.urandom(16), pair.decode_worker.boot
+        attempt, sender = os.urandom(16), pair.decode_worker.incarnation
         admit = wire.Admit(attempt=attempt, start=start, prefill_boot=sender)
         self.client.send(wire.DecodeCommand(admit=admit))
         return attempt, (await self.client.wait("admitted", attempt)).ticket

@@ -26,7 +26,7 @@ from fakes.proxy_stream import (
 from fakes.scripted_picker import ScriptedPicker
 
 from pdserve.protos import ext_proc_pb2 as pb
-from pdserve.services.picker import exchange as messages
+from pdserve.services.picker import servicer as messages
 
 pytestmark = pytest.mark.anyio
 PODS = ["10.0.0.1:8080", "10.0.0.2:8080", "10.0.0.3:8080"]

@@ -11,7 +11,7 @@ from fakes.scripted_picker import ScriptedPicker
 from pdserve.protos import ext_proc_pb2 as pb
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.tenants import ApiKeys
-from pdserve.services.picker import exchange as messages
+from pdserve.services.picker import servicer as messages
 from pdserve.services.picker.endpoints import KEEP_S, MAX_MISSES, has_port
 from pdserve.services.picker.picker import NO_WORKER_S, ProxiedRequest
 

@@ -19,7 +19,7 @@ from systems.eventually import eventually
 from pdserve.protos import ext_proc_pb2 as pb
 from pdserve.protos.ext_proc_pb2_grpc import ExternalProcessorStub
 from pdserve.services.common.auth import Role, issue, make_authority
-from pdserve.services.picker import PickerSettings, exchange
+from pdserve.services.picker import PickerSettings, servicer
 from pdserve.services.picker.main import LIVE, NAMES, PickerProcess
 
 pytestmark = pytest.mark.anyio
@@ -63,7 +63,7 @@ async def endpoint_of(channel: grpc.aio.Channel, asked: dict[str, Any] = ASKED) 
     assert json.loads(passed.request_body.response.body_mutation.streamed_response.body) == asked
     await call.done_writing()
     assert await call.read() is grpc.aio.EOF
-    return set_headers(answer)[exchange.DESTINATION]
+    return set_headers(answer)[servicer.DESTINATION]
 
 
 async def test_a_chat_goes_where_the_router_decides() -> None:

@@ -17,7 +17,8 @@ from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.gateway.ollama import OllamaDialect
 from pdserve.gateway.openai import OpenAiDialect
 from pdserve.gateway.rerank import RerankDialect
-from pdserve.services.common.tenants import EVERYBODY, ApiKeys, RateLimits, RateSettings, Tenant
+from pdserve.services.common.rate_limits import RateLimits, RateSettings
+from pdserve.services.common.tenants import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.picker.prompts import PromptReader, PromptService
 
 pytestmark = pytest.mark.anyio

@@ -46,7 +46,7 @@ def ticket(pair: Pair, **change: Any) -> wire.Ticket:
     fields: dict[str, Any] = {
         "id": os.urandom(16),
         "secret": os.urandom(32),
-        "decode_boot": pair.decode_worker.boot,
+        "decode_boot": pair.decode_worker.incarnation,
         "data_address": pair.decode_worker.runtime.hello.data_address,  # type: ignore[union-attr]
     }
     return wire.Ticket(**(fields | change))

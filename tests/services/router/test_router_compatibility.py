@@ -15,7 +15,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.services.router import RouterSettings
-from pdserve.services.router.fleet import STRANDED_S
+from pdserve.services.router.fleet import COMPATIBLE_WORKER_WAIT_S
 from pdserve.services.router.main import make_rules
 from pdserve.services.router.placement import Rules, WaitReason
 
@@ -54,7 +54,7 @@ def test_an_incompatible_pair_is_never_proposed(
     assert logged[0].endswith(text)
     good = world.join(PREFILL)
     world.submit("last")
-    assert world.commands("admit")[-1][1].prefill_boot == good.boot
+    assert world.commands("admit")[-1][1].prefill_boot == good.incarnation
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_mixing_pairs_the_allowed_kinds_and_counts_them(
     prefill = world.join(PREFILL, **other)
     world.submit("r")
     _, admit = world.commands("admit")[0]
-    assert (admit.prefill_boot == prefill.boot) == paired
+    assert (admit.prefill_boot == prefill.incarnation) == paired
     decode = world.begin("r")
     if paired:
         _, start = world.commands("start")[0]
@@ -124,12 +124,12 @@ def test_without_a_compatible_worker_a_request_ends_with_a_typed_error() -> None
     world.join(DECODE, **WEIGHTS)
     world.die(first)
     world.pass_time(0.05)
-    world.pass_time(STRANDED_S - 1)
+    world.pass_time(COMPATIBLE_WORKER_WAIT_S - 1)
     assert world.events[-1].WhichOneof("event") == "tokens"
     world.pass_time(1.0)
     failed = world.events[-1].failed
     assert failed.failure.code == pb.UNAVAILABLE
-    assert "weights that began this answer" in failed.failure.message
+    assert "weights that generated the beginning" in failed.failure.message
     assert world.dispatcher.num_queued == world.dispatcher.num_running == 0
 
 
@@ -224,7 +224,7 @@ def test_exact_only_ends_a_stream_instead(exact_only: bool) -> None:
     stranger = world.join(DECODE, **NUMERICS)
     world.leave(first)
     if exact_only:
-        world.pass_time(STRANDED_S + 1)
+        world.pass_time(COMPATIBLE_WORKER_WAIT_S + 1)
         assert len(world.commands("admit")) == 1
         assert world.events[-1].failed.failure.code == pb.UNAVAILABLE
     else:

@@ -9,7 +9,8 @@ from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import ModelCard
 from pdserve.services.common.stall_detector import FROZEN_S
 from pdserve.services.router.fleet import Fleet, State, Worker, taking_work
-from pdserve.services.router.fleet.fleet import ISOLATED_S, SILENCE_S, SUSPECT_S, UNREPORTED_S
+from pdserve.services.router.fleet.fleet import ISOLATED_S, SILENCE_S, SUSPECT_S
+from pdserve.services.router.fleet.worker import UNREPORTED_S
 
 
 def hello(name: int, life: int = 0) -> pb.WorkerHello:
@@ -49,8 +50,8 @@ def test_a_worker_heard_again_is_as_before() -> None:
 def test_a_worker_that_leaves_only_this_router_is_live_again_when_it_joins() -> None:
     fleet, worker = joined()
     worker.connected = True
-    fleet.goodbye(worker, leaves=True)
-    assert (worker.state, worker.stays, worker.said_goodbye) == (State.LEAVING, False, False)
+    fleet.deregister(worker, leaves=True)
+    assert (worker.state, worker.stays, worker.draining) == (State.LEAVING, False, False)
     assert fleet.stream_ended(worker, worker.lease, 0.1) == []
     assert fleet.tick(60.0) == []
     assert worker.state is State.LEAVING, "its session reports what still runs there"
@@ -61,7 +62,7 @@ def test_a_worker_that_leaves_only_this_router_is_live_again_when_it_joins() -> 
 def test_a_worker_that_has_left_is_dead_when_its_session_ends() -> None:
     fleet, worker = joined()
     worker.connected = True
-    fleet.goodbye(worker, leaves=True)
+    fleet.deregister(worker, leaves=True)
     fleet.stream_ended(worker, worker.lease, 0.1)
     worker.connected = False
     assert fleet.tick(60.0) == []
@@ -86,13 +87,13 @@ def test_a_fleet_is_sharded_as_long_as_a_decode_worker_has_joined_some_routers()
 
 def test_a_worker_that_leaves_may_freeze_and_drain() -> None:
     fleet, worker = joined()
-    fleet.goodbye(worker, leaves=True)
+    fleet.deregister(worker, leaves=True)
     for beat in range(100):
         fleet.beat(worker, pb.Heartbeat(step=1, busy=True), beat * 0.1)
     assert worker.state is State.FROZEN
     fleet.beat(worker, pb.Heartbeat(step=2, busy=True), 10.0)
     assert worker.state is State.LEAVING
-    fleet.goodbye(worker)
+    fleet.deregister(worker)
     assert worker.state is State.DRAINING
 
 
@@ -121,9 +122,9 @@ def test_a_new_boot_on_the_same_address_ends_the_old_worker() -> None:
     assert list(fleet.workers.values()) == [new]
 
 
-def test_goodbye_then_gone() -> None:
+def test_deregistered_then_gone() -> None:
     fleet, worker = joined()
-    fleet.goodbye(worker)
+    fleet.deregister(worker)
     assert worker.state is State.DRAINING
     assert fleet.stream_ended(worker, worker.lease, 0.1) == [worker]
 
@@ -151,7 +152,7 @@ def test_a_frozen_engine_gets_no_work_until_it_moves() -> None:
 
 def test_a_frozen_worker_that_drains_keeps_draining() -> None:
     fleet, worker = joined()
-    fleet.goodbye(worker)
+    fleet.deregister(worker)
     assert worker.state is State.DRAINING
     for beat in range(100):
         fleet.beat(worker, pb.Heartbeat(step=7, busy=True), beat * 0.1)
@@ -161,10 +162,10 @@ def test_a_frozen_worker_that_drains_keeps_draining() -> None:
     assert fleet.stream_ended(worker, worker.lease, 10.1) == [worker]
 
 
-def test_goodbye_then_gone_while_its_last_messages_are_in_flight() -> None:
+def test_deregistered_then_gone_while_its_last_messages_are_in_flight() -> None:
     fleet, worker = joined()
     worker.connected = True
-    fleet.goodbye(worker)
+    fleet.deregister(worker)
     assert fleet.stream_ended(worker, worker.lease, 0.1) == []
     fleet.witnessed(worker, 0.4)
     assert fleet.tick(0.8) == []
@@ -226,14 +227,14 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(worker=lives)
     def hear(self, worker: Worker) -> None:
-        if self.fleet.get(worker.boot) is worker:
+        if self.fleet.get(worker.incarnation) is worker:
             self.fleet.heard(worker, self.now)
             assert worker.state is not State.SUSPECT
 
     @rule(worker=lives, step=st.integers(0, 1), busy=st.booleans(), beats=st.integers(1, 100))
     def beat(self, worker: Worker, step: int, busy: bool, beats: int) -> None:
         for _ in range(beats):
-            if self.fleet.get(worker.boot) is not worker:
+            if self.fleet.get(worker.incarnation) is not worker:
                 return
             self.now += 0.1
             self.fleet.heard(worker, self.now)
@@ -253,8 +254,8 @@ class FleetMachine(RuleBasedStateMachine):
         self.dead += self.fleet.stream_ended(worker, worker.lease, self.now)
 
     @rule(worker=lives, leaves=st.booleans())
-    def say_goodbye(self, worker: Worker, leaves: bool) -> None:
-        self.fleet.goodbye(worker, leaves)
+    def deregister(self, worker: Worker, leaves: bool) -> None:
+        self.fleet.deregister(worker, leaves)
         assert not taking_work([worker], self.now)
         assert not worker.stays
 
@@ -374,10 +375,10 @@ def test_hellos_without_a_worker_are_not_counted() -> None:
     assert not fleet.isolated
 
 
-def test_workers_that_said_goodbye_are_not_counted() -> None:
+def test_draining_workers_are_not_counted() -> None:
     fleet, workers = several(5)
     for worker in workers[:3]:
-        fleet.goodbye(worker)
+        fleet.deregister(worker)
     for worker in workers[3:]:
         fleet.heard(worker, SILENCE_S)
     fleet.tick(SILENCE_S)

@@ -106,7 +106,7 @@ async def test_a_death_is_counted_and_a_goodbye_is_not(make_cluster: Any, wait_f
     assert of_model(core, "pdserve_router_workers", **states) == 2
     assert len(found(core)["pdserve_worker_silent_seconds"]) == 2
     assert of_model(core, "pdserve_router_worker_deaths_total", role="decode") == 0
-    leaver.membership.goodbye()
+    leaver.membership.announce_drain()
     await wait_for(lambda: core.fleet.get(leaver.boot).state is State.DRAINING)
     await asyncio.gather(victim.kill(), leaver.kill())
     await wait_for(lambda: not core.fleet.workers)

@@ -16,15 +16,17 @@ from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.services.common.tracing import NO_TRACER, Tracer
-from pdserve.services.router.placement import (
+from pdserve.services.router.placement import RecomputeBudget
+from pdserve.services.router.request.migrations import (
+    MIN_REMAINING,
+    MIN_WINDOWS,
+    WINDOW_S,
     Pressure,
-    RecomputeBudget,
     Running,
     drain_order,
     relief_order,
 )
-from pdserve.services.router.placement.rebalance import MIN_REMAINING, MIN_WINDOWS, WINDOW_S
-from pdserve.services.router.request.state import MAX_FAILED, Beginning, FirstToken
+from pdserve.services.router.request.state import MAX_FAILED_MIGRATIONS, Beginning, FirstToken
 
 pytestmark = pytest.mark.anyio
 SHORT = list(range(20))
@@ -57,7 +59,7 @@ class Drained:
         return fleet_pb2.Load(blocks_free=100, blocks_total=100)
 
     def drain(self) -> None:
-        self.leaving.membership.goodbye()
+        self.leaving.membership.announce_drain()
 
     async def moving(self) -> wire.Move:
         """Begin, and drain until the source has the Move command; it does not answer."""
@@ -131,7 +133,7 @@ async def test_a_failed_move_changes_nothing(drained: Drained, how: str) -> None
     drained.leaving.hold_at = None
     await drained.answer()
     assert drained.migrations.num_done == 0
-    assert 1 <= drained.migrations.failed.total() <= MAX_FAILED
+    assert 1 <= drained.migrations.failed.total() <= MAX_FAILED_MIGRATIONS
     steps = {"keep": "holding", "busy": "admitting", "break_moves": "sending", "gone": "sending"}
     assert set(drained.migrations.failed) == {steps[how]}
     (placed,) = drained.gateway.of("r", "placed")
@@ -324,8 +326,8 @@ async def test_a_preempting_worker_moves_a_request(
 ) -> None:
     from pdserve.protos import fleet_pb2
 
-    monkeypatch.setattr("pdserve.services.router.placement.rebalance.WINDOW_S", 0.1)
-    monkeypatch.setattr("pdserve.services.router.placement.rebalance.MIN_REMAINING", 1)
+    monkeypatch.setattr("pdserve.services.router.request.migrations.WINDOW_S", 0.1)
+    monkeypatch.setattr("pdserve.services.router.request.migrations.MIN_REMAINING", 1)
     await drained.begin()
     counts = itertools.count(1)
 
@@ -361,9 +363,9 @@ def test_the_first_attempt_decides_a_request_s_first_phases() -> None:
     beginning.token.record(b"one", 10.5, 13.5)
     beginning.token.record(b"two", 14.0, 15.0)
     first = pb.Finished(cached_tokens=3, phases=pb.Phases(queue_s=1.0, prefill_s=2.0))
-    beginning.moved(first, 1, b"one")
+    beginning.migrated(first, 1, b"one")
     again = pb.Finished(cached_tokens=50, remote=True, phases=pb.Phases(queue_s=9.0))
-    beginning.moved(again, 1, b"two")
+    beginning.migrated(again, 1, b"two")
     last = pb.Finished(cached_tokens=60, remote=True, transport="tcp")
     beginning.complete(last, 1, b"three")
     assert (last.cached_tokens, last.remote, last.transport) == (3, False, "")

@@ -22,7 +22,7 @@ from pdserve.services.router.placement import (
     PromisedChains,
     prompt_key,
 )
-from pdserve.services.router.placement.promises import MAX_PICKS, PICKED_S
+from pdserve.services.router.placement.facts import MAX_PICKS, PICKED_S
 from pdserve.services.router.request import PickQuery
 
 IDS = list(range(40))

@@ -8,7 +8,7 @@ from pdserve.engine.kv import Mixing
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, Load, PrefixEvents
 from pdserve.services.router.fleet import Worker
-from pdserve.services.router.fleet.fleet import UNREPORTED_S
+from pdserve.services.router.fleet.worker import UNREPORTED_S
 from pdserve.services.router.placement import FactsOfWorkers
 from pdserve.services.router.request import PickQuery
 from pdserve.services.router.request.machine import ANSWER_S
@@ -90,9 +90,9 @@ def test_facts_of_many_workers_equal_those_of_each(
             worker.commanded(b"attempt", 30, world.now)
         chain = facts_of(world).chain(worker)[:num_blocks]
         worker.prefixes.apply(PrefixEvents(added=chain))
-        placer.promised.add(b"%d" % number, worker.boot, chain[: num_blocks // 2])
+        placer.promised.add(b"%d" % number, worker.incarnation, chain[: num_blocks // 2])
         if num_verified:
-            verified[worker.boot] = num_verified
+            verified[worker.incarnation] = num_verified
         workers.append(worker)
     found = facts_of(world, verified).of_all(workers)
     assert found == [facts_of(world, verified).of(worker) for worker in workers]

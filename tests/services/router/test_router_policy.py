@@ -30,7 +30,7 @@ A = kind()
 boots = st.binary(min_size=16, max_size=16)
 workers = st.builds(
     WorkerFacts,
-    boot=boots,
+    incarnation=boots,
     kind=st.builds(
         kind,
         digest=st.sampled_from([b"a", b"b"]),
@@ -41,7 +41,7 @@ workers = st.builds(
     waiting_tokens=st.integers(0, 100_000),
     cached_tokens=st.integers(0, 5_000),
 )
-fleets = st.lists(workers, max_size=6, unique_by=lambda w: w.boot)
+fleets = st.lists(workers, max_size=6, unique_by=lambda w: w.incarnation)
 prompts = st.builds(
     PromptFacts,
     num_tokens=st.integers(0, 5_000),
@@ -68,7 +68,7 @@ def test_a_decision_is_possible_and_follows_the_rules(
     if decision is None:
         assert not decodes
         return
-    decode = next(w for w in decodes if w.boot == decision.decode)
+    decode = next(w for w in decodes if w.incarnation == decision.decode)
     missing = max(0, prompt.num_tokens - decode.cached_tokens)
     assert decision.cached_tokens == prompt.num_tokens - missing
     fit = [
@@ -87,14 +87,14 @@ def test_a_decision_is_possible_and_follows_the_rules(
     )
     assert (decision.prefill is not None) == (wanted and bool(fit)), decision.reason
     if decision.prefill is not None:
-        assert decision.prefill in {p.boot for p in fit}
+        assert decision.prefill in {p.incarnation for p in fit}
 
 
 @given(prompts, st.lists(workers, min_size=1, max_size=6), st.integers())
 def test_failed_prefill_workers_are_not_tried_again(
     prompt: PromptFacts, prefills: list[WorkerFacts], seed: int
 ) -> None:
-    failed = replace(prompt, failed_prefills=frozenset(p.boot for p in prefills[1:]))
+    failed = replace(prompt, failed_prefills=frozenset(p.incarnation for p in prefills[1:]))
     decode = WorkerFacts(b"d" * 16, replace(A, transports=("tcp", "shm")))
     decision = decide(failed, [decode], prefills, Rules("always"), Random(seed))
     assert decision is not None
@@ -141,7 +141,7 @@ def test_the_length_of_a_cold_prompt_does_not_hide_a_queue() -> None:
     for seed in range(20):
         decision = decide(PromptFacts(50_000), [queue, idle], [], Rules(), Random(seed))
         assert decision is not None
-        assert decision.decode == idle.boot
+        assert decision.decode == idle.incarnation
 
 
 def chosen_of(warm: WorkerFacts, cold: WorkerFacts, num_tokens: int) -> set[bytes]:
@@ -157,7 +157,7 @@ def test_a_worker_with_the_prefix_is_worth_its_queue(cached: int, rest: int) -> 
     """Computing the prefix again would delay others too: it counts WORK_RATIO times."""
     cold = WorkerFacts(b"c" * 16, A)
     worth = WORK_RATIO * cached - ROW_TOKENS
-    for waiting, boot in ((worth - 1, b"w" * 16), (worth + 1, cold.boot)):
+    for waiting, boot in ((worth - 1, b"w" * 16), (worth + 1, cold.incarnation)):
         warm = WorkerFacts(b"w" * 16, A, 1, waiting_tokens=waiting, cached_tokens=cached)
         assert chosen_of(warm, cold, cached + rest) == {boot}
 
@@ -188,7 +188,7 @@ def test_a_cached_prefix_attracts_a_request() -> None:
     warm = WorkerFacts(b"w" * 16, A, requests=2, cached_tokens=900)
     decision = decide(PromptFacts(1000), [cold, warm], [], Rules(), Random(0))
     assert decision is not None
-    assert (decision.decode, decision.cached_tokens) == (warm.boot, 900)
+    assert (decision.decode, decision.cached_tokens) == (warm.incarnation, 900)
 
 
 @given(st.integers(2, 6), st.integers(1, 200), st.integers(100, 100_000), st.integers())
@@ -315,13 +315,13 @@ def test_another_prefill_that_has_the_prefix_continues() -> None:
 
 def test_the_decode_worker_that_has_the_blocks_is_chosen_again() -> None:
     kept = replace(DECODE, cached_tokens=1_000, requests=3)
-    idle = replace(DECODE, boot=b"e" * 16)
+    idle = replace(DECODE, incarnation=b"e" * 16)
     for seed in range(20):
         prompt = PromptFacts(4_000, prefill_failures=1)
         decision = decide(prompt, [idle, kept], [], Rules(), Random(seed))
         assert decision is not None
-        assert decision.decode == kept.boot
+        assert decision.decode == kept.incarnation
     busy = replace(kept, requests=40)
     decision = decide(PromptFacts(4_000, prefill_failures=1), [idle, busy], [], Rules(), Random(0))
     assert decision is not None
-    assert decision.decode == idle.boot, "not at any price"
+    assert decision.decode == idle.incarnation, "not at any price"

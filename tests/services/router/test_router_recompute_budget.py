@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.router.placement import RecomputeBudget, WaitingQueue, WaitReason
-from pdserve.services.router.placement.recompute_budget import SHARE
+from pdserve.services.router.placement.waiting import SHARE
 
 
 @dataclass(eq=False)

@@ -260,7 +260,7 @@ async def test_a_draining_worker_gets_no_new_work(
     gateway = await cluster.gateway()
     await gateway.start("old", SHORT)
     await gateway.until(lambda: len(gateway.ids("old")) == 3)
-    leaving.membership.goodbye()
+    leaving.membership.announce_drain()
     fleet = cluster.router.core.fleet
     await wait_for(lambda: fleet.get(leaving.boot).state.value == "draining")
     staying = await cluster.decode()

@@ -185,7 +185,9 @@ async def test_a_worker_resends_its_cache_when_a_message_was_lost(
     await eventually(lambda: core.fleet.prefixes.num_cached(said) == {worker.boot: 8})
     assert core.fleet.prefixes.num_gaps == 1
     assert "prefix cache events are missing" in caplog.text
-    assert [w.boot for w in core.fleet.workers.values()] == [worker.boot], "it was not given up"
+    assert [w.incarnation for w in core.fleet.workers.values()] == [worker.boot], (
+        "it was not given up"
+    )
 
 
 async def test_the_newest_stream_of_a_worker_counts(make_cluster: Any) -> None:

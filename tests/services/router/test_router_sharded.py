@@ -92,7 +92,7 @@ def test_running_requests_of_a_leaving_worker_stay_and_waiting_ones_are_given_ba
     world.submit("a")
     world.begin("a")
     assert world.dispatcher.workers_in_use() == {worker}
-    world.fleet.goodbye(worker, leaves=True)
+    world.fleet.deregister(worker, leaves=True)
     world.submit("b")
     pass_time(world, 1.2)
     assert given_back(world) == ["b"]
@@ -110,7 +110,7 @@ def test_prefill_workers_are_used_and_make_no_fleet_sharded() -> None:
     prefill, decode = world.join(PREFILL, SHARDED), world.join(DECODE)
     assert not world.fleet.sharded
     world.submit("a")
-    assert world.commands("admit")[-1][1].prefill_boot == prefill.boot
+    assert world.commands("admit")[-1][1].prefill_boot == prefill.incarnation
     assert world.dispatcher.workers_in_use() == {decode, prefill}
 
 
@@ -140,7 +140,7 @@ def test_a_request_whose_worker_others_may_know_is_given_back_at_once() -> None:
     world.pass_time(YOUNG_S)
     world.submit("a", placement=pb.Placement(attempt=b"a" * 16, decode_boot=b"x" * 16))
     assert given_back(world) == ["a"]
-    world.submit("b", placement=pb.Placement(attempt=b"b" * 16, decode_boot=here.boot))
+    world.submit("b", placement=pb.Placement(attempt=b"b" * 16, decode_boot=here.incarnation))
     assert given_back(world) == ["a"]
 
 

@@ -11,7 +11,7 @@ from systems.dispatcher_world import CARD, NUMERICS, SAME, TOKENIZER, World, oth
 from pdserve.engine.kv import Mixing
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import DECODE, WorkerHello
-from pdserve.services.router.fleet import STRANDED_S
+from pdserve.services.router.fleet import COMPATIBLE_WORKER_WAIT_S
 
 OLD, NEW = SAME.tokenizer, "71"
 
@@ -48,11 +48,11 @@ def test_workers_and_prompts_without_a_known_tokenizer_match_any() -> None:
 def test_the_client_must_encode_the_prompt_again() -> None:
     world = world_of({}, TOKENIZER)
     old = next(w for w in world.fleet.workers.values() if w.identity.tokenizer == OLD)
-    world.fleet.goodbye(old)
+    world.fleet.deregister(old)
     world.submit("late", tokenizer=OLD)
     failure = world.events[-1].failed.failure
     assert (failure.code, failure.retry_after_ms) == (pb.UNAVAILABLE, 1000)
-    assert "tokenizer changed" in failure.message
+    assert "tokenizer has changed" in failure.message
     world.submit("read again", tokenizer=NEW)
     assert tokenizers_of(world) == [NEW]
 
@@ -64,13 +64,13 @@ def test_a_request_that_waits_for_leaving_workers_delays_no_other() -> None:
     world.submit("first", tokenizer=OLD)
     world.submit("second", tokenizer=NEW)
     assert not tokenizers_of(world)
-    world.fleet.goodbye(old)
+    world.fleet.deregister(old)
     world.pass_time(1.0)
     assert tokenizers_of(world) == [NEW]
-    world.pass_time(STRANDED_S + 1.0)
+    world.pass_time(COMPATIBLE_WORKER_WAIT_S + 1.0)
     failed = [e.failed for e in world.events if e.HasField("failed")]
     assert [f.request for f in failed] == ["first"]
-    assert "tokenizer that the prompt was read with" in failed[0].failure.message
+    assert "tokenizer that tokenized the prompt" in failed[0].failure.message
 
 
 @pytest.mark.parametrize("busy", [OLD, NEW])
@@ -106,7 +106,7 @@ def test_a_leaving_pool_without_a_replacement_is_waited_for() -> None:
     """The departure may be a restart: no other worker serves the model."""
     world = world_of({})
     (old,) = world.fleet.workers.values()
-    world.fleet.goodbye(old)
+    world.fleet.deregister(old)
     world.submit("r", tokenizer=OLD)
     world.leave(old)
     world.pass_time(1.0)

@@ -5,7 +5,7 @@ from systems.dispatcher_world import WEIGHTS, World
 from pdserve.engine.kv import Mixing
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import DECODE
-from pdserve.services.router.fleet import STRANDED_S
+from pdserve.services.router.fleet import COMPATIBLE_WORKER_WAIT_S
 from pdserve.services.router.placement import Rules
 
 
@@ -22,7 +22,7 @@ def test_withdrawn_weights_are_not_waited_for() -> None:
     world.pass_time(0.05)
     failed = world.events[-1].failed
     assert failed.failure.code == pb.UNAVAILABLE
-    assert "weights that began this answer" in failed.failure.message
+    assert "weights that generated the beginning" in failed.failure.message
     back = world.join(DECODE)
     world.submit("s")
     world.submit("t")
@@ -38,16 +38,16 @@ def test_the_successor_of_the_only_worker_is_waited_for_a_while() -> None:
     world.submit("r")
     world.begin("r")
     world.leave(first)
-    world.pass_time(STRANDED_S - 1)
+    world.pass_time(COMPATIBLE_WORKER_WAIT_S - 1)
     back = world.join(DECODE)
     assert world.begin("r") is back
     world.leave(back)
-    world.pass_time(STRANDED_S - 1)
+    world.pass_time(COMPATIBLE_WORKER_WAIT_S - 1)
     assert not world.events[-1].HasField("failed")
     world.pass_time(1.0)
     failed = world.events[-1].failed
     assert failed.failure.code == pb.UNAVAILABLE
-    assert "weights that began this answer" in failed.failure.message
+    assert "weights that generated the beginning" in failed.failure.message
 
 
 def test_a_crashed_worker_of_withdrawn_weights_may_come_back() -> None:
@@ -60,7 +60,7 @@ def test_a_crashed_worker_of_withdrawn_weights_may_come_back() -> None:
     world.die(crashes)
     world.leave(drains)
     assert not world.events[-1].HasField("failed")
-    world.pass_time(STRANDED_S / 2)
+    world.pass_time(COMPATIBLE_WORKER_WAIT_S / 2)
     back = world.join(DECODE)
     assert world.commands("admit")[-1][0] is back
 
@@ -73,7 +73,7 @@ def test_withdrawn_weights_are_given_up_when_no_crashed_worker_returned() -> Non
     assert world.begin("r") is drains
     world.die(crashes)
     world.join(DECODE, **WEIGHTS)
-    world.pass_time(STRANDED_S - 1)
+    world.pass_time(COMPATIBLE_WORKER_WAIT_S - 1)
     world.leave(drains)
     assert not world.events[-1].HasField("failed")
     world.pass_time(1.0)

@@ -17,13 +17,19 @@ from systems.eventually import LIMIT_S, eventually
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
 from pdserve.protos.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
-from pdserve.services.common.discovery import discovery, rendezvous_order
+from pdserve.services.common import discovery
+from pdserve.services.common.discovery import rendezvous_order
 from pdserve.services.common.errors import ServiceError, abort
 from pdserve.services.common.rpc import PROTOCOL_VERSION
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 from pdserve.services.worker import membership
-from pdserve.services.worker.membership import HASHES_PER_EVENT, Membership
-from pdserve.services.worker.reports import HEARTBEAT_S, LOAD_INTERVAL_S, STEADY_INTERVAL_S
+from pdserve.services.worker.membership import (
+    HASHES_PER_EVENT,
+    HEARTBEAT_S,
+    LOAD_INTERVAL_S,
+    STEADY_INTERVAL_S,
+    Membership,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -59,7 +65,7 @@ class Router(FleetServicer):
         self.welcomed = 0.0
 
     async def start(self, port: int = 0) -> str:
-        self.host = GrpcHost(ACCESS)
+        self.host = GrpcServer(ACCESS)
         add_FleetServicer_to_server(self, self.host.server)
         self.address = f"127.0.0.1:{self.host.listen(f'127.0.0.1:{port}')}"
         await self.host.start()
@@ -260,7 +266,7 @@ async def test_goodbye_reaches_routers_now_and_later(make: Any) -> None:
     (router,), member = await make()
     member.start()
     await eventually(lambda: bool(router.leases))
-    member.goodbye("upgrade")
+    member.announce_drain("upgrade")
     await eventually(lambda: [g.reason for g in router.leases[0].of("goodbye")] == ["upgrade"])
     router.leases[0].cut.set()
     await eventually(lambda: len(router.leases) == 2 and bool(router.leases[1].of("goodbye")))
@@ -447,7 +453,7 @@ async def test_a_draining_worker_leaves_no_router(make: Any, quick: None) -> Non
     await routers[0].host.stop(0)
     member.start()
     await eventually(lambda: joined(routers[2]))
-    member.goodbye("upgrade")
+    member.announce_drain("upgrade")
     await routers[0].start(int(routers[0].address.rpartition(":")[2]))
     await eventually(lambda: joined(routers[0]) and routers[2].leases[0].of("goodbye"))
     await looks(routers[2], 3)

@@ -8,7 +8,7 @@ from systems.worker_kit import CARD
 
 from pdserve.engine.kv import KvIdentity, decode_spec
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.worker.card import model_card
+from pdserve.services.worker.runtime import model_card
 
 IDENTITY = KvIdentity(b"d" * 16, "aa", "Q4_1", "cc", "70", "bfloat16", "native/avx512")
 

@@ -7,11 +7,11 @@ from pdserve.protos import fleet_pb2 as pb
 from pdserve.services.common.stall_detector import StallDetector
 from pdserve.services.router.fleet.fleet import SILENCE_S
 from pdserve.services.router.servicer import HEARTBEAT_ECHO_S
-from pdserve.services.worker.membership import SILENT_S
-from pdserve.services.worker.reports import (
+from pdserve.services.worker.membership import (
     BEAT_S,
     HEARTBEAT_S,
     LOAD_INTERVAL_S,
+    SILENT_S,
     SLOT_S,
     WorkerReports,
 )

@@ -109,7 +109,7 @@ def test_loading_is_reported_in_whole_percents(
         progress("warming up", 0.0)
         raise OSError("enough")
 
-    monkeypatch.setattr("pdserve.services.worker.role.build_engine", build)
+    monkeypatch.setattr("pdserve.services.worker.process.build_engine", build)
     reported: list[tuple[str, int]] = []
 
     def report(event: str, figures: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ def test_a_signal_while_loading_ends_the_process(
         ended.append("whole")
         return engine_maker()(), CARD
 
-    monkeypatch.setattr("pdserve.services.worker.role.build_engine", build)
+    monkeypatch.setattr("pdserve.services.worker.process.build_engine", build)
     assert run_decode(settings(DecodeSettings, tmp_path), EngineConfig()) == 0
     assert bool(ended) == goes_on
     assert not [t for t in threading.enumerate() if t.name.startswith(("kv-", "engine", "load"))]

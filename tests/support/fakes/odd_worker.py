@@ -21,11 +21,11 @@ from systems.worker_kit import CARD
 from fakes.decoder import FakeDecoder, fake_spec
 from pdserve.engine.api import EngineConfig
 from pdserve.engine.scheduling import StepMeter
+from pdserve.services import decode
 from pdserve.services.common import stall_detector
-from pdserve.services.decode import main as decode
-from pdserve.services.worker import DecodeSettings, process, role
+from pdserve.services.worker import DecodeSettings, process
 
-FROZEN_S, LOOK_S, CLOSE_S = 2.5, 0.1, 2.0
+FROZEN_S, LOOK_S, ENGINE_CLOSE_S = 2.5, 0.1, 2.0
 
 
 class Obedient(FakeDecoder):
@@ -55,8 +55,12 @@ def main() -> int:
         engine._meter = StepMeter(token_s)
         return engine, replace(CARD, name=model)
 
-    role.build_engine = build
-    stall_detector.FROZEN_S, process.LOOK_S, process.CLOSE_S = FROZEN_S, LOOK_S, CLOSE_S
+    process.build_engine = build
+    stall_detector.FROZEN_S, process.LOOK_S, process.ENGINE_CLOSE_S = (
+        FROZEN_S,
+        LOOK_S,
+        ENGINE_CLOSE_S,
+    )
     settings = DecodeSettings(
         cluster_secret=(SECRET,),
         routers=(router,),

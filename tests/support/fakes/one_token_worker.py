@@ -11,7 +11,7 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
 from pdserve.services.common.auth import Access
 from pdserve.services.common.rpc import TokensOutbox
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 from pdserve.services.worker.membership import Membership
 
 TOKEN = 7
@@ -21,7 +21,7 @@ class OneTokenWorker(DecodeServicer):
     """Joins every router that the names resolve to, between `start` and `close`."""
 
     def __init__(self, routers: Sequence[str], access: Access, card: pb.ModelCard) -> None:
-        self.host = GrpcHost(access)
+        self.host = GrpcServer(access)
         self._routers, self._access, self._card = routers, access, card
         add_DecodeServicer_to_server(self, self.host.server)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pdserve.protos import ext_proc_pb2 as pb
-from pdserve.services.picker import exchange as messages
-from pdserve.services.picker.exchange import Exchange
+from pdserve.services.picker import servicer as messages
+from pdserve.services.picker.servicer import Exchange
 
 STREAMED, BUFFERED = pb.FULL_DUPLEX_STREAMED, pb.BUFFERED
 CHAT = {":method": "POST", ":path": "/v1/chat/completions", "content-type": "application/json"}

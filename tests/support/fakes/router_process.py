@@ -9,7 +9,7 @@ from fakes.router import FakeRouter
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
 from pdserve.services.common.rpc import PROTOCOL_VERSION, IdsCollector
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 
 
 class RouterServicer(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
@@ -70,10 +70,10 @@ class RouterServicer(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServic
             yield pb.BlobChunk(data=data[at : at + (190 << 10)])
 
 
-async def serve_router(router: FakeRouter) -> tuple[RouterServicer, GrpcHost, str]:
+async def serve_router(router: FakeRouter) -> tuple[RouterServicer, GrpcServer, str]:
     """Return the servicer, its host (stop it), and its address."""
     servicer = RouterServicer(router)
-    host = GrpcHost(ACCESS)
+    host = GrpcServer(ACCESS)
     router_pb2_grpc.add_RouterServicer_to_server(servicer, host.server)
     common_pb2_grpc.add_BlobsServicer_to_server(servicer, host.server)
     address = f"127.0.0.1:{host.listen('127.0.0.1:0')}"

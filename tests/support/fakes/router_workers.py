@@ -24,7 +24,7 @@ from pdserve.protos.worker_pb2_grpc import (
     add_PrefillServicer_to_server,
 )
 from pdserve.services.common.rpc import IdsCollector, NumberedChoice, Outbox, TokensOutbox
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 from pdserve.services.worker.membership import Membership
 
 TOKENIZER = b'{"tokenizer": "of the tests"}' * 20_000  # more than one chunk
@@ -67,7 +67,7 @@ class FakeWorker(ABC):
         self.address = ""
 
     async def start(self, router: str, port: int = 0) -> None:
-        self.host = GrpcHost(ACCESS)
+        self.host = GrpcServer(ACCESS)
         self.register()
         add_BlobsServicer_to_server(FakeBlobs(), self.host.server)
         self.address = f"127.0.0.1:{self.host.listen(f'127.0.0.1:{port}')}"

@@ -10,10 +10,9 @@ from pdserve.protos.router_pb2 import PickedWorker, PickReply, PickRequest
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.tenants import ApiKeys, Tenant
 from pdserve.services.picker.endpoints import Endpoints
-from pdserve.services.picker.exchange import Exchange, HeldBodies
-from pdserve.services.picker.metrics import PickerMetrics
-from pdserve.services.picker.picker import EndpointPicker
+from pdserve.services.picker.picker import EndpointPicker, PickerMetrics
 from pdserve.services.picker.prompts import RequestPrompt
+from pdserve.services.picker.servicer import Exchange, HeldBodies
 
 
 class ScriptedRouters:

@@ -10,7 +10,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
 from pdserve.services.common.errors import ServiceError, abort
 from pdserve.services.common.rpc import PROTOCOL_VERSION, IdsCollector
-from pdserve.services.common.server import GrpcHost
+from pdserve.services.common.server import GrpcServer
 
 BLOB = b"x" * 500_000
 Event = router_pb2.RequestEvent
@@ -140,7 +140,7 @@ class Served:
         self.port = 0
 
     async def start(self) -> str:
-        self.host = GrpcHost(ACCESS)
+        self.host = GrpcServer(ACCESS)
         router_pb2_grpc.add_RouterServicer_to_server(self.router, self.host.server)
         common_pb2_grpc.add_BlobsServicer_to_server(self.router, self.host.server)
         self.port = self.host.listen(f"127.0.0.1:{self.port}")

@@ -9,7 +9,7 @@ from fakes.router import FakeRouter
 from pdserve.gateway import AdmissionLimits, GatewaySettings, Service
 from pdserve.gateway.metrics import CountUsage, GatewayMetrics, uncounted
 from pdserve.gateway.service import ServerTools
-from pdserve.services.common.tenants import RateLimits, RateSettings
+from pdserve.services.common.rate_limits import RateLimits, RateSettings
 from pdserve.services.common.tracing import NO_TRACER, Tracer
 from pdserve.text import ParserChoice
 

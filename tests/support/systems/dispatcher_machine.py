@@ -68,7 +68,9 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def send(self, worker: Worker, command: Any) -> None:
         kind = command.WhichOneof("command")
-        if self.fleet.get(worker.boot) is not worker or not (worker.connected or kind == "cancel"):
+        if self.fleet.get(worker.incarnation) is not worker or not (
+            worker.connected or kind == "cancel"
+        ):
             return  # a cancel is sent in the next session
         if kind == "admit":
             assert worker.hello.role == fleet_pb2.DECODE

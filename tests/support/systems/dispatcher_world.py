@@ -125,7 +125,7 @@ class World:
 
     def leave(self, worker: Worker) -> None:
         """Make a worker say goodbye, and end."""
-        worker.said_goodbye = True
+        worker.draining = True
         self.fleet.lost(worker)
         self.dispatcher.disconnected(worker, False, self.now)
         self.pass_time(0.05)

@@ -19,7 +19,7 @@ from pdserve.engine.api import EngineConfig
 from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.discovery import rendezvous_order
-from pdserve.services.decode.main import DecodeRole
+from pdserve.services.decode.servicer import DecodeRole
 from pdserve.services.router import RouterSettings
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.worker import DecodeSettings
@@ -82,7 +82,7 @@ class ShardedSystem:
             engine = fake_engine(num_blocks=512, model=PacedDecoder(fake_spec()))
             return engine, replace(CARD, name=model)
 
-        self._patch.setattr("pdserve.services.worker.role.build_engine", build)
+        self._patch.setattr("pdserve.services.worker.process.build_engine", build)
         settings = DecodeSettings(
             cluster_secret=(SECRET,),
             kv_transport="tcp",
@@ -102,13 +102,13 @@ class ShardedSystem:
     def knows(self, router: str) -> dict[str, str]:
         """Return the states of the workers that a router can send to, by name."""
         fleet = self.routers[router].core.fleet
-        found = {name: fleet.get(worker.boot) for name, worker in self.workers.items()}
+        found = {name: fleet.get(worker.incarnation) for name, worker in self.workers.items()}
         return {n: w.state.value for n, w in found.items() if w is not None and w.connected}
 
     def uses(self, router: str) -> set[str]:
         """Return the names of the workers on which streams of this router run."""
-        used = {w.boot for w in self.routers[router].core.dispatcher.workers_in_use()}
-        return {name for name, worker in self.workers.items() if worker.boot in used}
+        used = {w.incarnation for w in self.routers[router].core.dispatcher.workers_in_use()}
+        return {name for name, worker in self.workers.items() if worker.incarnation in used}
 
     async def begin(self) -> None:
         """Wait until the gateway has a session to every router."""

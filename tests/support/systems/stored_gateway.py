@@ -20,7 +20,8 @@ from pdserve.gateway.http.serving import HttpServer, listen
 from pdserve.gateway.openai import OpenAiDialect
 from pdserve.gateway.openai.stored.parts import StoredParts
 from pdserve.protos import common_pb2 as pb
-from pdserve.services.common.tenants import ApiKeys, RateLimits
+from pdserve.services.common.rate_limits import RateLimits
+from pdserve.services.common.tenants import ApiKeys
 from systems.eventually import LIMIT_S, eventually
 
 CHAT = "/v1/chat/completions"

@@ -23,7 +23,7 @@ from pdserve.gateway.openai import OpenAiDialect
 from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import Load, WorkerHello, WorkerReport
-from pdserve.services.common.metrics.process_metrics import ProcessFacts
+from pdserve.services.common.metrics import ProcessFacts
 from pdserve.services.common.tenants import ApiKeys
 from pdserve.services.router import RouterSettings
 from pdserve.services.router.core import RouterCore

@@ -22,8 +22,8 @@ from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
 from pdserve.services.common.lifecycle import silent
 from pdserve.services.common.rpc import send_ids
 from pdserve.services.common.tracing import NO_TRACER
-from pdserve.services.decode.main import DecodeRole
-from pdserve.services.prefill.main import PrefillRole
+from pdserve.services.decode.servicer import DecodeRole
+from pdserve.services.prefill.servicer import PrefillRole
 from pdserve.services.worker import DecodeSettings, PrefillSettings
 from pdserve.services.worker.process import AnyRole, WorkerProcess
 from systems.cluster_secret import SECRET, open_channel
@@ -55,7 +55,7 @@ def build_with(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Engine]) -> N
         progress("loading", 0.5)
         return make(), CARD
 
-    monkeypatch.setattr("pdserve.services.worker.role.build_engine", build)
+    monkeypatch.setattr("pdserve.services.worker.process.build_engine", build)
 
 
 class SessionClient:
@@ -148,7 +148,7 @@ class Pair:
         for part in parts:
             self.decode.send(wire.DecodeCommand(ids_part=part))
         admit = wire.Admit(attempt=attempt, start=start, min_shared_tokens=shared)
-        admit.prefill_boot = self.prefill_worker.boot if remote else b""
+        admit.prefill_boot = self.prefill_worker.incarnation if remote else b""
         self.decode.send(wire.DecodeCommand(admit=admit))
         return attempt
 
@@ -184,7 +184,7 @@ class Pair:
 
 async def start_worker(settings: Any, role: AnyRole, boot: bytes = b"") -> WorkerProcess:
     worker = WorkerProcess(settings, role, silent)
-    worker.boot = boot or worker.boot
+    worker.incarnation = boot or worker.incarnation
     await worker.start()
     await asyncio.wait_for(worker.loaded, LIMIT_S)
     return worker

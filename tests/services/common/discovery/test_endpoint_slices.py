@@ -8,7 +8,7 @@ from fakes.kubernetes import endpoint_slice, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.services.common.discovery.endpoint_slices import (
+from pdserve.services.common.endpoint_slices import (
     MAX_DELETED,
     EndpointSlices,
     SliceEndpoint,

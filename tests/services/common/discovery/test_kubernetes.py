@@ -18,11 +18,10 @@ from systems.cluster_secret import SECRET
 from systems.eventually import LIMIT_S, eventually, wait_until
 
 from pdserve.gateway import GatewaySettings
-from pdserve.services.common.discovery import Discovery, kubernetes
-from pdserve.services.common.discovery.api_server import ApiServerError
-from pdserve.services.common.discovery.discovery import resolve
-from pdserve.services.common.discovery.endpoint_slices import EndpointSlices
-from pdserve.services.common.discovery.target import parse_kubernetes
+from pdserve.services.common import kubernetes
+from pdserve.services.common.discovery import Discovery, resolve
+from pdserve.services.common.endpoint_slices import EndpointSlices, parse_kubernetes
+from pdserve.services.common.kubernetes import ApiServerError
 from pdserve.services.picker import endpoints
 from pdserve.services.picker.endpoints import Endpoints
 from pdserve.services.worker import WorkerSettings
@@ -417,12 +416,11 @@ def test_only_processes_with_discovery_import_it() -> None:
     """Other processes start without importing it."""
     code = (
         "import sys; from pdserve.services.worker.membership import Membership;"
-        "print([m for m in sys.modules if m.startswith('pdserve.services.common.discovery')])"
+        "print([m for m in sys.modules if m.startswith('pdserve.services.common.')])"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-    assert "discovery.discovery" in done.stdout, done.stderr
-    assert "kubernetes" not in done.stdout
-    assert "api_server" not in done.stdout
+    assert "common.discovery" in done.stdout, done.stderr
+    assert "common.kubernetes" not in done.stdout
 
 
 def test_close_does_not_wait_for_a_watch(api: FakeKubernetes, find: Find) -> None:

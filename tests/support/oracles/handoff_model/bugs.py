@@ -27,7 +27,12 @@ from pdserve.services.router.request.actions import (
     LogLoss,
     RoutingAction,
 )
-from pdserve.services.router.request.events import AttemptBegun, OfDecode, OfPrefill, RoutingEvent
+from pdserve.services.router.request.events import (
+    AttemptBegun,
+    DecodeEvent,
+    PrefillEvent,
+    RoutingEvent,
+)
 from pdserve.services.router.request.state import Routing
 
 
@@ -135,7 +140,7 @@ def hears_every_attempt(
     state: Routing, event: RoutingEvent, now: float
 ) -> tuple[Routing, tuple[RoutingAction, ...]]:
     """Bug: a worker's message counts for the current attempt, whichever it names."""
-    if isinstance(event, OfDecode | OfPrefill) and state.attempt is not None:
+    if isinstance(event, DecodeEvent | PrefillEvent) and state.attempt is not None:
         event = replace(event, attempt=state.attempt.id)
     return request_machine.step(state, event, now)
 

@@ -2,33 +2,35 @@
 
 While the API server is unreachable, the last view stays; a view is empty only if the server said
 so. Any end of a watch other than the server's time limit causes a new list, which recovers missed
-events. docs/discovery.md explains why this is not a client library.
+events. The certificate authority and the service account's token are read for each request, since
+the kubelet replaces both files. docs/discovery.md explains why this is not a client library.
 """
 
+import json
 import logging
 import math
+import os
 import random
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from http.client import HTTPException, HTTPResponse, HTTPSConnection
 from io import BufferedIOBase
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
 
-from pdserve.services.common.discovery.api_server import (
-    ApiServer,
-    ApiServerError,
-    read_json,
-    read_lines,
-)
-from pdserve.services.common.discovery.endpoint_slices import (
+from pdserve.services.common.endpoint_slices import (
     GONE,
     EndpointSlices,
+    KubernetesTarget,
     SliceEndpoint,
     WatchError,
     WatchExpired,
 )
-from pdserve.services.common.discovery.target import KubernetesTarget
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,6 @@ FIRST_S = 2.0  # how long the first look waits for the first list
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
 MAX_BROKEN = 3  # failures in a row that count if the server begins each watch: 0.8 s
-FORESEEN = (ApiServerError, WatchError, OSError, ValueError)
 MAX_FAILURES = 16  # that lengthen a pause, which reaches its maximum long before
 SOON_S = 1.0  # a watch that ends sooner did not reach its time limit
 FORBIDDEN = 403
@@ -47,10 +48,110 @@ RULE = (
     "the pod's service account needs a Role with the verbs get, list and watch for the resource "
     "endpointslices of apiGroup discovery.k8s.io in %s (k8s/components/endpoint-slices)"
 )
+SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"  # token, ca.crt, namespace
+CONNECT_S = 5.0
+MAX_BYTES = 64 << 20  # of a response; etcd has no object of more than 2 MiB
+# Detects a peer whose machine is gone in 25 s.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+
+class ApiServerError(Exception):
+    """The API server refused a request."""
+
+    def __init__(self, status: int, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class ApiServer:
+    """The API server's address, and the service account for requests to it."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ, account: str = "") -> None:
+        """`account` is the folder of the service account's files. Raises ValueError outside a
+        pod."""
+        host, port = (environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
+        if not host or not port.isdecimal():
+            raise ValueError(
+                "KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set: this process "
+                "does not run in a pod"
+            )
+        self._host, self._port = host, int(port)
+        self._account = Path(account or SERVICE_ACCOUNT)
+
+    def namespace(self) -> str:
+        """The pod's namespace. Raises OSError if its file cannot be read."""
+        return (self._account / "namespace").read_text().strip()
+
+    @contextmanager
+    def get(
+        self,
+        path: str,
+        query: Mapping[str, str],
+        silent_s: float,
+        on_connect: Callable[[socket.socket], None],
+    ) -> Iterator[BufferedIOBase]:
+        """A response of status 200, whose reads time out after `silent_s` each. `on_connect`
+        receives the socket; shutting it down from another thread ends the reads. Raises
+        ApiServerError if the server refuses, OSError if the connection fails, also during reads."""
+        context = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
+        # Authorities of many clusters lack fields that Python 3.13 requires by default.
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        token = (self._account / "token").read_text().strip()
+        connection = HTTPSConnection(self._host, self._port, timeout=CONNECT_S, context=context)
+        try:
+            connection.connect()
+            _keep_alive(connection.sock)
+            on_connect(connection.sock)
+            headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
+            connection.request("GET", f"{path}?{urlencode(query)}", headers=headers)
+            connection.sock.settimeout(silent_s)
+            with connection.getresponse() as response:  # the response may own the socket by then
+                if response.status != 200:
+                    raise _error(response)
+                yield response
+        except HTTPException as error:
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+
+
+def read_json(response: BufferedIOBase) -> Any:
+    """The whole response. Raises ValueError if it is not JSON."""
+    return json.loads(response.read(MAX_BYTES))
+
+
+def read_lines(response: BufferedIOBase) -> Iterator[Any]:
+    """The JSON objects of a watch until it ends. Raises ConnectionError if it breaks off within
+    one, ValueError if one is not JSON."""
+    while line := response.readline(MAX_BYTES):
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the watch broke off within an event")
+        yield json.loads(line)
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):  # Linux has all
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _error(response: HTTPResponse) -> ApiServerError:
+    """Return the error that the response's Status message describes."""
+    message = response.reason
+    with suppress(OSError, HTTPException, ValueError, KeyError, TypeError):  # a proxy's error page
+        message = str(json.loads(response.read(1 << 16))["message"])
+    after = response.headers.get("Retry-After", "")
+    return ApiServerError(response.status, message, float(after) if after.isdecimal() else 0.0)
+
+
+FORESEEN = (ApiServerError, WatchError, OSError, ValueError)
 
 
 class EndpointSliceWatch:
-    """A Resolver. Its thread starts with the first look and is the only writer of its state."""
+    """A Resolver of one Service. Its thread starts with the first call of `addresses` and is the
+    only writer of its state."""
 
     def __init__(
         self, target: KubernetesTarget, on_change: Callable[[], None], ready_only: bool
@@ -128,7 +229,7 @@ class EndpointSliceWatch:
         self._listed.set()
 
     def _watch(self) -> None:
-        """Watch until the server ends it in order; then return."""
+        """Watch until the API server ends the watch at its time limit."""
         limit_s = max(1, round(WATCH_S * random.uniform(0.75, 1.0)))
         with self._get(
             watch="true",

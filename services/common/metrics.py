@@ -1,4 +1,4 @@
-"""Metrics that every process exports about itself, and the port for them in processes without a web
+"""Metrics of every process and of every engine, and the port for them in processes without a web
 server.
 
 The port needs no authentication, so connections, each with its thread, are bounded in number.
@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata, resources
 from math import ceil
@@ -18,11 +18,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
-from pdserve.services.common.auth import ends_of, read_pem
+from pdserve.protos.fleet_pb2 import Load, WorkerHello
+from pdserve.services.common.auth import expiries_of, read_pem
 from pdserve.services.common.options import CertificateSettings, ProbedSettings
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ MAX_CONNECTIONS = 16  # a further one closes the oldest; a scrape takes millisec
 LOOK_S = 0.25  # between two measurements of the event loop
 COMMIT_FILE = "commit.txt"  # in the package; images have it (Dockerfile)
 _LAG_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+MetricKind = type[GaugeMetricFamily] | type[CounterMetricFamily]
+# (label values, hello, load) of a worker
+Worker = tuple[Sequence[str], WorkerHello, Load]
 
 
 class MetricsHttp:
@@ -115,7 +119,7 @@ class _Server(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing: strangers would fill the log."""
+        """Log nothing: peers without credentials could fill the log."""
 
 
 def commit() -> str:
@@ -136,28 +140,31 @@ class ProcessFacts(Collector):
         self._build = metadata.version("pdserve"), commit()
 
     def collect(self) -> Iterator[Metric]:
-        build = GaugeMetricFamily(
-            "pdserve_build_info", "This build, as labels; the value is 1",
-            labels=("version", "commit"),
-        )  # fmt: skip
-        build.add_metric(self._build, 1)
-        yield build
-        expiry = GaugeMetricFamily(
+        yield family(
+            GaugeMetricFamily,
+            "pdserve_build_info",
+            "This build, as labels; the value is 1",
+            ("version", "commit"),
+            [(self._build, 1)],
+        )
+        seconds = []
+        for name, source in self._certificates.items():
+            with suppress(OSError, ValueError):  # its user logs the failure
+                ends = expiries_of(read_pem(source))
+                end = max(ends) if name == "cluster_ca" else ends[0]
+                seconds.append(((name,), end - self._now()))
+        yield family(
+            GaugeMetricFamily,
             "pdserve_certificate_expiry_seconds",
             "Seconds until a certificate of this process expires (of several authorities: the "
             "last); negative once it has expired",
-            labels=("certificate",),
+            ("certificate",),
+            seconds,
         )
-        for name, source in self._certificates.items():
-            with suppress(OSError, ValueError):  # its user logs the failure
-                ends = ends_of(read_pem(source))
-                end = max(ends) if name == "cluster_ca" else ends[0]
-                expiry.add_metric((name,), end - self._now())
-        yield expiry
 
 
 def lag_histogram(registry: CollectorRegistry) -> Histogram:
-    """The histogram for `watch_loop`."""
+    """Return the histogram that `watch_loop` fills."""
     return Histogram(
         "pdserve_event_loop_lag_seconds",
         "Delay of a timer of the event loop, measured 4 times a second; a long delay counts once "
@@ -208,3 +215,60 @@ class MetricsPort:
         """Stop listening."""
         self._watching.cancel()
         await asyncio.to_thread(self._http.close)
+
+
+def kv_usage(load: Load) -> float:
+    """Return the share of the KV blocks that requests hold; cached blocks can be evicted and count
+    as free."""
+    held = load.blocks_used + load.blocks_reserved
+    return held / load.blocks_total if load.blocks_total else 0.0
+
+
+def family(
+    kind: MetricKind,
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    samples: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    """Return a gauge or counter (`kind`) with these samples: (values of the labels, value)."""
+    metric = kind(name, text, labels=labels)
+    for label_values, value in samples:
+        metric.add_metric(label_values, value)
+    return metric
+
+
+def engine_metrics(labels: Sequence[str], workers: Iterable[Worker]) -> Iterator[Metric]:
+    """Yield vLLM's engine metrics with a sample per worker. Workers' metrics ports and the
+    gateways use it, so that a name means the same in both."""
+    rows = list(workers)
+    for name, text, field in (
+        ("num_requests_running", "Requests in the batch", "running"),
+        ("num_requests_waiting", "Requests that wait to enter the batch", "waiting"),
+    ):
+        samples = [(values, getattr(load, field)) for values, _, load in rows]
+        yield family(GaugeMetricFamily, f"vllm:{name}", text, labels, samples)
+    name, text = (
+        "vllm:kv_cache_usage_perc",
+        "Share of the KV blocks that requests hold, from 0 to 1",
+    )
+    samples = [(values, kv_usage(load)) for values, _, load in rows]
+    yield family(GaugeMetricFamily, name, text, labels, samples)
+    for name, text, field in (
+        ("num_preemptions", "Preemptions", "preemptions"),
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_queries"),
+        ("prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_hits"),
+    ):
+        samples = [(values, getattr(load, field)) for values, _, load in rows]
+        yield family(CounterMetricFamily, f"vllm:{name}", text, labels, samples)
+    yield family(
+        GaugeMetricFamily,
+        "vllm:cache_config_info",
+        "Tokens per KV block and number of blocks, as labels; the value is 1",
+        (*labels, "block_size", "num_gpu_blocks"),
+        [
+            ((*values, str(hello.block_size), str(load.blocks_total)), 1)
+            for values, hello, load in rows
+            if load.blocks_total
+        ],
+    )

@@ -52,8 +52,8 @@ EVERYBODY = Tenant("", b"", b"")
 
 
 class ApiKeys:
-    """A set of keys, of which those in a file can change; if it is empty, all clients are
-    accepted."""
+    """The API keys that are accepted, of which those in a file can change. If there are none, all
+    clients are accepted."""
 
     def __init__(
         self,
@@ -137,12 +137,13 @@ class ApiKeys:
 
 
 def make_keys(settings: KeySettings) -> ApiKeys:
-    """Raises OSError and ValueError like ApiKeys."""
+    """Make the ApiKeys of the options; raises what ApiKeys raises."""
     return ApiKeys(settings.api_keys, settings.api_key_file, shared_prefix=settings.shared_prefix)
 
 
 def hashed(name: str, key: str) -> str:
-    """A line of a key file. Raises ValueError if the name does not fit."""
+    """Return the line of a key file for a key: its name and its hash. Raises ValueError if the name
+    is not allowed."""
     line = f"{name}:sha256:{_digest(key).hex()}"
     if not _HASHED.fullmatch(line):
         raise ValueError(

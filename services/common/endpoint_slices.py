@@ -1,15 +1,38 @@
-"""The endpoints of one Service, from its EndpointSlices as the API server lists and watches them.
-Pure.
+"""Targets that are Kubernetes Services, and the endpoints in a Service's EndpointSlices. Pure.
 
 Invariant: the newest version of each slice wins, so a repeated or late event changes nothing.
 (EndpointSlice of discovery.k8s.io/v1; resource versions are increasing numbers.)
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 MAX_DELETED = 1000  # remembered names of deleted slices; beyond it, all slices are listed again
 GONE = 410
+_LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
+_SERVICE = re.compile(
+    rf"kubernetes://(?P<namespace>{_LABEL})?/(?P<service>{_LABEL})(?::(?P<port>{_LABEL}))?"
+)
+
+
+class KubernetesTarget(NamedTuple):
+    """One port of a Service."""
+
+    namespace: str  # empty: the pod's namespace
+    service: str
+    port: str  # name or number; empty: the Service's only port
+
+
+def parse_kubernetes(target: str) -> KubernetesTarget | None:
+    """The Service that a target names; None for host:port. Raises ValueError if it is neither."""
+    if match := _SERVICE.fullmatch(target):
+        return KubernetesTarget(match["namespace"] or "", match["service"], match["port"] or "")
+    if "://" in target or not re.fullmatch(r".+:\d+", target):
+        raise ValueError(
+            f"{target!r} is neither host:port nor kubernetes://[namespace]/service[:port]"
+        )
+    return None
 
 
 class SliceEndpoint(NamedTuple):
@@ -52,7 +75,8 @@ class EndpointSlices:
         return str(self._newest) if self._newest else ""
 
     def expire(self) -> None:
-        """Require a new list, since events may have been missed. The slices stay until then."""
+        """Require a new list, because events may have been missed. The known slices stay until
+        then."""
         self._newest = 0
 
     def take_list(self, response: Any) -> None:

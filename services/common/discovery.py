@@ -1,14 +1,18 @@
-"""Resolves a list of targets to addresses, each by its own resolver: DNS or Kubernetes.
+"""Resolves targets to addresses by DNS or Kubernetes, and orders addresses by rendezvous hash.
 
-docs/discovery.md describes the effect of each failure.
+docs/discovery.md describes the effect of each failure. All processes that know the same names order
+them identically. Adding or removing a name keeps the order of the others, so if the first K of N
+are used, K of N keys move (Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit
+Rates", 1998).
 """
 
+import hashlib
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from pdserve.services.common.discovery.target import parse_kubernetes
+from pdserve.services.common.endpoint_slices import parse_kubernetes
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +28,7 @@ class Resolver(Protocol):
 
 
 class DnsResolver:
-    """Resolves a host:port; each call looks up a host that is a name."""
+    """Resolves host:port. A host that is a name is looked up at each call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -72,7 +76,7 @@ def _make_resolver(
     if kubernetes_target is None:
         return DnsResolver(target)
     # Importing ssl and http.client takes 30 ms, and few processes need them.
-    from pdserve.services.common.discovery.kubernetes import EndpointSliceWatch
+    from pdserve.services.common.kubernetes import EndpointSliceWatch
 
     try:
         return EndpointSliceWatch(kubernetes_target, on_change, ready_only)
@@ -90,3 +94,35 @@ def resolve(name: str) -> list[str]:
         return []
     hosts = {str(address[4][0]) for address in infos}
     return sorted(f"[{h}]:{port}" if ":" in h else f"{h}:{port}" for h in hosts)
+
+
+def check_targets(option: str, targets: Sequence[str]) -> None:
+    """Raises ValueError, naming the option, if a target is malformed."""
+    for target in targets:
+        try:
+            parse_kubernetes(target)
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from None
+
+
+def weight(key: bytes, address: str) -> bytes:
+    """Return the weight of an address for a key of at most 64 bytes; the highest weight comes
+    first."""
+    return hashlib.blake2b(address.encode(), digest_size=8, key=key).digest()
+
+
+def rendezvous_order(key: bytes, addresses: Iterable[str]) -> list[str]:
+    """Return the distinct addresses, sorted by descending weight for the key."""
+    return sorted(set(addresses), key=lambda a: (weight(key, a), a), reverse=True)
+
+
+def first_that_count(order: Iterable[str], num: int, counts: Callable[[str], bool]) -> list[str]:
+    """Return the shortest prefix of `order` in which `counts` is true for `num` addresses; the
+    whole order if there are fewer."""
+    prefix = []
+    for address in order:
+        if num <= 0:
+            break
+        prefix.append(address)
+        num -= counts(address)
+    return prefix

@@ -28,15 +28,16 @@ OPEN_S = 10.0  # wait for other processes that open it at the same time
 LOCKED_S = 0.05  # wait for another process's write; blocks the event loop
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-MEMORY = "memory://"
-FILE = "sqlite:///"
+MEMORY_STORAGE = "memory://"
+FILE_STORAGE = "sqlite:///"
 MILLI = 1000  # seconds are counted in milliseconds
 STORAGE_S = 0.5  # timeout of the storage
 SKIP_S = 5.0  # pause of counting after the storage fails
 
 
 class CountsFile(Storage):
-    """A storage of the `limits` library. Raises ValueError if the file cannot be used."""
+    """Stores the counts of the `limits` library in an SQLite file that processes of one host share.
+    Raises ValueError if the file cannot be used."""
 
     STORAGE_SCHEME = None  # constructed by path, not by scheme
     base_exceptions = sqlite3.Error
@@ -73,7 +74,7 @@ class CountsFile(Storage):
         return self._row(key)[1]
 
     def _row(self, key: str) -> tuple[int, float]:
-        """The count, and when it ends."""
+        """Return the count of a key, and the time at which its minute ends."""
         now = time.time()
         row = self._db.execute(
             "SELECT count, ends FROM counts WHERE key = ? AND ends > ?", (key, now)
@@ -114,11 +115,11 @@ class RateSettings(NamedTuple):
     requests: int = 0
     tokens: int = 0
     text_s: float = 0.0
-    storage: str = MEMORY
+    storage: str = MEMORY_STORAGE
 
 
 class RateLimits:
-    """Counts what keys use; `owner` is a Tenant's id (services/common/tenants)."""
+    """Counts what keys use; `owner` is a Tenant's id (services/common/tenants.py)."""
 
     def __init__(self, settings: RateSettings) -> None:
         """Raises ValueError if the storage is unknown."""
@@ -142,7 +143,7 @@ class RateLimits:
 
         storage: Any
         try:
-            if settings.storage.startswith(FILE):
+            if settings.storage.startswith(FILE_STORAGE):
                 storage = _counts_file(settings.storage)
                 self._close = storage.close
             else:
@@ -163,8 +164,8 @@ class RateLimits:
         }
 
     def _connect(self, storage: str) -> dict[str, Any]:
-        """Options that make the library use redis-py; its default, coredis, needs older packages
-        than the other dependencies."""
+        """Return options that make the library use redis-py; its default, coredis, needs older
+        packages than the other dependencies."""
         if not storage.startswith(("redis://", "rediss://")):
             return {}
         from redis.asyncio import ConnectionPool
@@ -273,7 +274,7 @@ class RateLimits:
 
 
 def make_rate_limits(settings: PublicSettings, text_s: float = 0.0) -> RateLimits:
-    """Raises ValueError if the storage is unknown."""
+    """Make the rate limits of the options. Raises ValueError if the storage is unknown."""
     return RateLimits(
         RateSettings(
             settings.requests_per_minute, settings.tokens_per_minute, text_s, settings.rate_storage
@@ -284,7 +285,7 @@ def make_rate_limits(settings: PublicSettings, text_s: float = 0.0) -> RateLimit
 def _counts_file(storage: str) -> Any:
 
     try:
-        return CountsFile(storage.removeprefix(FILE))
+        return CountsFile(storage.removeprefix(FILE_STORAGE))
     except ValueError as error:
         raise ValueError(f"--rate-storage {error}") from None
 

@@ -1,5 +1,4 @@
-"""One HTTP request and its response, as a proxy reports them to a picker, and the messages between
-the two.
+"""The ext_proc service: one HTTP request and its response, as a proxy reports them to the picker.
 
 Names of headers and metadata are those of the Gateway API Inference Extension's endpoint picker
 protocol.
@@ -10,18 +9,29 @@ answered at once, and the answer to the body names the endpoint. For any other p
 alone decide. Bodies pass through unchanged.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import grpc.aio
 from google.protobuf.struct_pb2 import Struct
 from pydantic_core import to_json
 
 from pdserve.gateway.http import HttpError
 from pdserve.protos import ext_proc_pb2 as pb
+from pdserve.protos import ext_proc_pb2_grpc
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.fairness import FairShare
 from pdserve.services.common.tenants import EVERYBODY
-from pdserve.services.picker.picker import EndpointChoice, EndpointPicker, ProxiedRequest
+from pdserve.services.picker.picker import (
+    EndpointChoice,
+    EndpointPicker,
+    PickerMetrics,
+    ProxiedRequest,
+)
+
+log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
 
 DESTINATION = "x-gateway-destination-endpoint"  # a header, and a key in LB
 LB = "envoy.lb"
@@ -78,7 +88,8 @@ def _metadata(request: pb.ProcessingRequest, namespace: str) -> Mapping[str, Any
 def destination(
     endpoints: str, extra_headers: Mapping[str, str]
 ) -> tuple[pb.CommonResponse, Struct]:
-    """Return the decision as request headers, with the extra ones, and as dynamic metadata."""
+    """Return the choice of endpoints as request headers, with the extra ones, and as dynamic
+    metadata."""
     metadata = Struct()
     metadata.update({LB: {DESTINATION: endpoints}})
     common = pb.CommonResponse(
@@ -111,7 +122,7 @@ def chunks(parts: Sequence[bytes], end_of_stream: bool) -> Iterator[pb.CommonRes
 
 
 def refusal(status: int, headers: Mapping[str, str], body: bytes) -> pb.ProcessingResponse:
-    """Return the answer that the client gets instead of an endpoint's."""
+    """Return the response that the client receives instead of an endpoint's."""
     all_headers = {"content-type": "application/json", **headers}
     return pb.ProcessingResponse(
         immediate_response=pb.ImmediateResponse(
@@ -124,7 +135,8 @@ def refusal(status: int, headers: Mapping[str, str], body: bytes) -> pb.Processi
 
 
 class HeldBodies:
-    """Bounds of the bodies held until their end: of one, and of all together."""
+    """Limits of the request bodies that are held until they are complete: of each, and of all
+    together."""
 
     def __init__(self, max_body_bytes: int, max_bodies_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
@@ -132,7 +144,7 @@ class HeldBodies:
 
 
 class Exchange:
-    """Takes the messages of one stream in order; `close` it at the end."""
+    """Processes the messages of one ext_proc stream in order; call `close` at the end."""
 
     def __init__(
         self,
@@ -162,7 +174,7 @@ class Exchange:
             self._choice = None
 
     async def take(self, message: pb.ProcessingRequest) -> Responses:
-        """Return the answers to a message."""
+        """Process a message. Returns the responses to it."""
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
@@ -290,3 +302,28 @@ class Exchange:
             pb.ProcessingResponse(response_body=pb.BodyResponse(response=piece))
             for piece in chunks([part.body], part.end_of_stream)
         ]
+
+
+class ExternalProcessorServicer(ext_proc_pb2_grpc.ExternalProcessorServicer):
+    """Serves ext_proc: one stream for each proxied HTTP request. `exchange` makes its Exchange."""
+
+    def __init__(self, exchange: Callable[[], Exchange], metrics: PickerMetrics) -> None:
+        self._exchange = exchange
+        self._metrics = metrics
+
+    async def Process(
+        self, request_iterator: AsyncIterator[pb.ProcessingRequest], context: Context
+    ) -> AsyncIterator[pb.ProcessingResponse]:
+        """Serve one HTTP request until its proxy's stream ends. An exception here ends the stream
+        with an error, and the Gateway's failure mode decides what happens to the request."""
+        exchange = self._exchange()
+        try:
+            async for message in request_iterator:
+                for response in await exchange.take(message):
+                    yield response
+        except Exception:
+            self._metrics.failed()
+            log.exception("an ext_proc stream failed")
+            raise
+        finally:
+            exchange.close()

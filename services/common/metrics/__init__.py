@@ -1,3 +1,0 @@
-"""Prometheus metrics of every process."""
-
-from pdserve.services.common.metrics.observations import Observations

@@ -1,3 +1,0 @@
-"""Migration of running requests to other decode workers."""
-
-from pdserve.services.decode.migration.outgoing import OutgoingMigrations
