@@ -16,7 +16,16 @@ from pdserve.gateway.http.api import (
 from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import MAX_VALUES, VALUE_BYTES, BodyReader, num_values
 from pdserve.gateway.http.docs import DOCUMENT, LINES, AnswerModel, described
-from pdserve.gateway.http.fields import IGNORED, OF_ALL, OF_PROMPTS, OF_REQUESTS, refused_field
+from pdserve.gateway.http.fields import (
+    FIELD_ALIASES,
+    IGNORED_FIELDS,
+    NON_GENERATION_FIELDS,
+    OMITTED_FIELDS,
+    PROMPT_FIELDS,
+    REFUSED_FIELDS,
+    REQUEST_FIELDS,
+    refused_field,
+)
 from pdserve.gateway.http.guard import API_KEY, SESSION_ID, caller_of, is_loopback
 from pdserve.gateway.http.held_responses import MAX_HELD_BYTES
 from pdserve.gateway.http.inner import post
@@ -29,16 +38,16 @@ from pdserve.gateway.http.json_text import (
     object_json,
 )
 from pdserve.gateway.http.members import (
-    DROPPED,
-    HINT,
-    LEFT_OUT,
-    REFUSED,
-    SERVED,
-    Fate,
-    Member,
-    Table,
-    kept,
-    note,
+    ACCEPTED_TYPE,
+    DROPPED_TYPE,
+    OMITTED_TYPE,
+    REFUSED_TYPE,
+    SERVED_TYPE,
+    EntryType,
+    EntryTypes,
+    Handling,
+    kept_as_text,
+    log_unsupported,
 )
 from pdserve.gateway.http.multipart import FILE, FileForm
 from pdserve.gateway.http.responses import DirectWrite, EventStream, PieceStream, Reply
@@ -53,7 +62,7 @@ from pdserve.gateway.http.thinking import (
 )
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
-    NOTHING,
+    NEUTRAL_VALUES,
     ArgumentSchema,
     ModelName,
     Priority,

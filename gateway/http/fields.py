@@ -2,17 +2,17 @@
 does not serve.
 
 A field that would change the answer is never ignored silently: each field that a route serves and
-that can change an answer is in REFUSED, for the routes that do not serve it.
+that can change an answer is in REFUSED_FIELDS, for the routes that do not serve it.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from pdserve.gateway.http.validation import NOTHING, asks_nothing
+from pdserve.gateway.http.validation import NEUTRAL_VALUES, is_neutral
 
 # fmt: off
 # Fields that change a generated answer alone; routes without one ignore them.
-OF_ANSWERS = (
+GENERATION_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "min_tokens", "stop",
     "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "allowed_token_ids", "bad_words",
     "logit_bias", "repetition_penalty", "repeat_penalty", "repeat_last_n", "presence_penalty",
@@ -26,21 +26,21 @@ OF_ANSWERS = (
 )
 
 # Fields that some routes serve.
-ELSEWHERE = (
-    *OF_ANSWERS,
+SERVED_FIELDS = (
+    *GENERATION_FIELDS,
     "echo", "prompt", "messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice",
     "include_reasoning", "separate_reasoning", "truncate_prompt_tokens",
 )
 
-# Fields of REFUSED that change a prompt.
-OF_PROMPTS = (
+# Fields of REFUSED_FIELDS that change a prompt.
+PROMPT_FIELDS = (
     "tools", "functions", "documents", "chat_template", "truncate_prompt_tokens", "truncate",
     "prompt_truncate_len",
 )
 
 # Refused unless the value is one of these. The comments name the server that has the field.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(ELSEWHERE, NOTHING),
+REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(SERVED_FIELDS, NEUTRAL_VALUES),
     **dict.fromkeys(
         (
             # OpenAI
@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             "stop_words", "stop_token", "stop_sequences", "random_seed", "truncate",
             "prompt_truncate_len",
         ),
-        NOTHING,
+        NEUTRAL_VALUES,
     ),
     # Fields of thinking, and others whose false or empty value requests something.
     **dict.fromkeys(
@@ -94,8 +94,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "top_k": (None, -1, 0),
     "repeat_last_n": (None, -1),
     "skip_special_tokens": (None, True),
-    "response_format": (*NOTHING, {"type": "text"}),
-    "text": (*NOTHING, {"format": {"type": "text"}}),
+    "response_format": (*NEUTRAL_VALUES, {"type": "text"}),
+    "text": (*NEUTRAL_VALUES, {"format": {"type": "text"}}),
     "penalty_alpha": (None, 0.0),
     "guidance_scale": (None, 1.0),
     "best_of": (None, 1),
@@ -135,11 +135,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 # fmt: on
 
-# Fields of REFUSED that routes without a generated answer check.
-OF_ALL = REFUSED.keys() - OF_ANSWERS
+# Fields of REFUSED_FIELDS that routes without a generated answer check.
+NON_GENERATION_FIELDS = REFUSED_FIELDS.keys() - GENERATION_FIELDS
 
-# Other servers' names, all in REFUSED, for fields that this one serves.
-OTHER_NAMES: dict[str, str] = {
+# Other servers' names, all in REFUSED_FIELDS, for fields that this one serves.
+FIELD_ALIASES: dict[str, str] = {
     "max_completion_tokens": "max_tokens",
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
@@ -163,7 +163,7 @@ OTHER_NAMES: dict[str, str] = {
 }
 
 # They change no answer of this server.
-IGNORED: frozenset[str] = frozenset(
+IGNORED_FIELDS: frozenset[str] = frozenset(
     (
         # OpenAI
         "metadata", "service_tier", "prediction", "store",
@@ -181,11 +181,11 @@ IGNORED: frozenset[str] = frozenset(
 )  # fmt: skip
 
 # They offer tools that cannot be run here.
-LEFT_OUT: frozenset[str] = frozenset(("web_search_options",))
+OMITTED_FIELDS: frozenset[str] = frozenset(("web_search_options",))
 
 # For counting usage, and for a request's place among its tenant's. Routes that do not use them
 # ignore them.
-OF_REQUESTS = frozenset(("user", "session_id", "priority"))
+REQUEST_FIELDS = frozenset(("user", "session_id", "priority"))
 
 
 def refused_field(body: Mapping[str, Any], served: Collection[str]) -> tuple[str, str] | None:
@@ -194,12 +194,14 @@ def refused_field(body: Mapping[str, Any], served: Collection[str]) -> tuple[str
     for name, value in body.items():
         if name in served:
             continue
-        if name in REFUSED and not asks_nothing(value, REFUSED[name]):
-            reason = "a field of this request" if name in ELSEWHERE else "supported by this server"
+        if name in REFUSED_FIELDS and not is_neutral(value, REFUSED_FIELDS[name]):
+            reason = (
+                "a field of this request" if name in SERVED_FIELDS else "supported by this server"
+            )
             return name, f"{name} is not {reason}{_instead(name, served)}"
     return None
 
 
 def _instead(name: str, served: Collection[str]) -> str:
-    other = OTHER_NAMES.get(name)
+    other = FIELD_ALIASES.get(name)
     return f"; use {other}" if other in served else ""

@@ -21,7 +21,7 @@ MAX_DEPTH = 16  # of a value that is kept as text
 _OPAQUE = {"signature", "cache_control", "citations", "call_id", "tool_use_id", "data", "image_url"}
 
 
-class Fate(StrEnum):
+class Handling(StrEnum):
     """How a member is handled."""
 
     SERVED = "served"
@@ -33,11 +33,11 @@ class Fate(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class EntryType:
     """One member. `text`: the fields of history that are kept. `of_client`: the client wrote it,
     otherwise the model or its provider."""
 
-    fate: Fate
+    fate: Handling
     text: tuple[str, ...] = ()
     of_client: bool = False
 
@@ -52,18 +52,22 @@ class Member:
         return "\n".join([f"[{kind}]", *lines])
 
 
-Table = Mapping[str, Member]
+EntryTypes = Mapping[str, EntryType]
 
-SERVED, LEFT_OUT, HINT = Member(Fate.SERVED), Member(Fate.LEFT_OUT), Member(Fate.HINT)
-DROPPED, REFUSED = Member(Fate.DROPPED), Member(Fate.REFUSED)
+SERVED_TYPE, OMITTED_TYPE, ACCEPTED_TYPE = (
+    EntryType(Handling.SERVED),
+    EntryType(Handling.LEFT_OUT),
+    EntryType(Handling.HINT),
+)
+DROPPED_TYPE, REFUSED_TYPE = EntryType(Handling.DROPPED), EntryType(Handling.REFUSED)
 
 
-def kept(*fields: str, of_client: bool = False) -> Member:
+def kept_as_text(*fields: str, of_client: bool = False) -> EntryType:
     """Return a member of history that is kept as text."""
-    return Member(Fate.AS_TEXT, fields, of_client)
+    return EntryType(Handling.AS_TEXT, fields, of_client)
 
 
-def note(fate: Fate, subject: str, kinds: Iterable[str]) -> None:
+def log_unsupported(fate: Handling, subject: str, kinds: Iterable[str]) -> None:
     """Log what is left out or dropped from a request."""
     if names := sorted(set(kinds)):
         log.info(

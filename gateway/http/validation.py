@@ -18,7 +18,13 @@ from pydantic import (
     model_validator,
 )
 
-from pdserve.gateway.http.members import REFUSED, SERVED, Fate, Table, note
+from pdserve.gateway.http.members import (
+    REFUSED_TYPE,
+    SERVED_TYPE,
+    EntryTypes,
+    Handling,
+    log_unsupported,
+)
 from pdserve.gateway.sampling import refuse
 from pdserve.services.common.errors import MAX_QUOTED, ServiceError, cut, quoted
 from pdserve.text import Tool
@@ -34,7 +40,7 @@ MAX_TOOLS_VALUES = 1 << 16  # of the schemas of a request's tools
 MAX_TOOLS_CHARS = 1 << 20  # of their schemas and descriptions
 MAX_LOGGED_NAMES = 20  # unknown fields named in the log
 OBJECT_TYPES = ("object", "dict", "any")  # also as Python and Gemini clients write it
-NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+NEUTRAL_VALUES: tuple[Any, ...] = (None, False, "", [], {})
 """Values that ask for nothing, unless a field has others."""
 
 
@@ -205,10 +211,10 @@ def parse_body(
     for name, value in body.items():
         if name in kind.model_fields or name in ignored or name not in refused:
             continue
-        if not asks_nothing(value, refused[name]):
+        if not is_neutral(value, refused[name]):
             hint = f"; use {instead[name]}" if name in instead else ""
             raise refuse(name, f"{name} is not supported by this server{hint}")
-    note(Fate.LEFT_OUT, "fields", (name for name in left_out if body.get(name)))
+    log_unsupported(Handling.LEFT_OUT, "fields", (name for name in left_out if body.get(name)))
     return parse_fields(kind, body, {*ignored, *refused, *left_out})
 
 
@@ -229,11 +235,11 @@ def parsed(kind: type[M], value: Any, path: str = "") -> M:
         raise first_error(error, path) from None
 
 
-def check_served(table: Table, kind: str, path: str) -> None:
+def check_served(table: EntryTypes, kind: str, path: str) -> None:
     """Check that a member of a union is not refused. Raises ServiceError that names what is
     served."""
-    if table.get(kind, REFUSED).fate is Fate.REFUSED:
-        served = ", ".join(quoted(name) for name, member in table.items() if member is SERVED)
+    if table.get(kind, REFUSED_TYPE).fate is Handling.REFUSED:
+        served = ", ".join(quoted(name) for name, member in table.items() if member is SERVED_TYPE)
         text = f"{quoted(kind)} is not supported by this server, only {served}"
         raise refuse(f"{path}.type", f"{path}.type: {text}")
 
@@ -244,7 +250,7 @@ def check_num_fields(body: Mapping[str, Any]) -> None:
         raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
 
 
-def asks_nothing(value: Any, nothing: tuple[Any, ...]) -> bool:
+def is_neutral(value: Any, nothing: tuple[Any, ...]) -> bool:
     """Return whether a value equals one of `nothing`, where true is not 1 and false is not 0."""
     return any(
         value == other and isinstance(value, bool) == isinstance(other, bool) for other in nothing

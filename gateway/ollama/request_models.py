@@ -18,7 +18,7 @@ from pydantic import (
 from pdserve.engine.api import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.http import (
     MAX_TOOLS,
-    NOTHING,
+    NEUTRAL_VALUES,
     StrictModel,
     ThinkingFields,
     fields,
@@ -41,19 +41,19 @@ from pdserve.text import (
 
 # fmt: off
 # Refused unless the value is one of these.
-UNSERVED: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    ("suffix", "template", "context", "images", "width", "height", "steps"), NOTHING
+UNSERVED_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("suffix", "template", "context", "images", "width", "height", "steps"), NEUTRAL_VALUES
 )
 # The same where an answer is generated, unless the field is served.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    **fields.REFUSED,
-    **UNSERVED,
-    "tool_choice": (*NOTHING, "auto"),
+REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
+    **fields.REFUSED_FIELDS,
+    **UNSERVED_FIELDS,
+    "tool_choice": (*NEUTRAL_VALUES, "auto"),
 }
 # Hints: how long a model stays loaded, and how Ollama handles a prompt that is too long.
-IGNORED: frozenset[str] = frozenset(("keep_alive", "truncate", "shift"))
-_LIMITS = ("max_tokens", *(n for n, other in fields.OTHER_NAMES.items() if other == "max_tokens"))
-INSTEAD: dict[str, str] = {
+IGNORED_FIELDS: frozenset[str] = frozenset(("keep_alive", "truncate", "shift"))
+_LIMITS = ("max_tokens", *(n for n, other in fields.FIELD_ALIASES.items() if other == "max_tokens"))
+FIELD_ALIASES: dict[str, str] = {
     **dict.fromkeys(
         (
             *_LIMITS, "temperature", "top_k", "top_p", "min_p", "seed", "random_seed", "stop",
@@ -68,7 +68,7 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("reasoning", "reasoning_effort"), "think"),
 }
 # For fields of `options`, which are refused as the others are.
-INSTEAD_OPTIONS: dict[str, str] = {
+OPTION_ALIASES: dict[str, str] = {
     **dict.fromkeys(_LIMITS, "num_predict"),
     "repetition_penalty": "repeat_penalty",
 }
@@ -318,12 +318,12 @@ def parse(kind: type[B], body: Mapping[str, Any]) -> B:
             parse_body(
                 OllamaOptions,
                 options,
-                refused=fields.REFUSED,
+                refused=fields.REFUSED_FIELDS,
                 ignored=IGNORED_OPTIONS,
-                instead=INSTEAD_OPTIONS,
+                instead=OPTION_ALIASES,
             )
         except ServiceError as error:
             prefix = "options." if error.param else "options: "
             raise refuse(f"options.{error.param}".rstrip("."), prefix + error.message) from None
-    refused = REFUSED if generates else UNSERVED
-    return parse_body(kind, body, refused=refused, ignored=IGNORED, instead=INSTEAD)
+    refused = REFUSED_FIELDS if generates else UNSERVED_FIELDS
+    return parse_body(kind, body, refused=refused, ignored=IGNORED_FIELDS, instead=FIELD_ALIASES)

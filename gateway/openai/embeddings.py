@@ -11,7 +11,13 @@ from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.http import OF_ALL, JsonPieces, ModelName, array_json, object_json
+from pdserve.gateway.http import (
+    NON_GENERATION_FIELDS,
+    JsonPieces,
+    ModelName,
+    array_json,
+    object_json,
+)
 from pdserve.gateway.model_texts import check_ids, check_room, kept_ids
 from pdserve.gateway.openai.request_models import OwnedBody, base, texts_or_ids
 from pdserve.gateway.pooling import PreparedInputs, base64_of, shaped
@@ -30,7 +36,7 @@ def _inputs(value: Any) -> Any:
 class EmbeddingBody(OwnedBody):
     """Body of /v1/embeddings."""
 
-    checked = OF_ALL
+    checked = NON_GENERATION_FIELDS
     model: ModelName = ""
     input: Annotated[Any, AfterValidator(_inputs), WithJsonSchema(base.texts_or_ids(MAX_INPUTS))]
     encoding_format: Literal["float", "base64"] | None = None

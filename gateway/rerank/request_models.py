@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from pdserve.gateway.http import OF_ALL, ModelName
+from pdserve.gateway.http import NON_GENERATION_FIELDS, ModelName
 from pdserve.gateway.openai.request_models import OwnedBody
 from pdserve.gateway.rerank.scores import ScoreRequest
 from pdserve.gateway.sampling import refuse
@@ -48,7 +48,7 @@ Texts = Annotated[
 class ScoringBody(OwnedBody):
     """The fields that both have."""
 
-    checked = OF_ALL
+    checked = NON_GENERATION_FIELDS
     model: ModelName = ""
     instruction: str | None = Field(None, min_length=1)  # to a reranker
     truncate_prompt_tokens: int | None = None

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pdserve.gateway.anthropic import conversation as anthropic_members
 from pdserve.gateway.anthropic import request_models as anthropic
 from pdserve.gateway.anthropic.request_models import CountBody, MessagesBody
-from pdserve.gateway.http import NOTHING, Fate, Member, Table, fields
+from pdserve.gateway.http import NEUTRAL_VALUES, EntryType, EntryTypes, Handling, fields
 from pdserve.gateway.ollama import request_models as ollama
 from pdserve.gateway.ollama.request_models import (
     OllamaChatBody,
@@ -97,8 +97,8 @@ STREAMED = (
     "unless their values change nothing."
 )
 SERVED, IGNORED, REFUSED = "served", "ignored", "refused"
-LEFT_OUT = Fate.LEFT_OUT.value
-USUAL = {repr(value) for value in NOTHING}
+LEFT_OUT = Handling.LEFT_OUT.value
+USUAL = {repr(value) for value in NEUTRAL_VALUES}
 
 
 @dataclass(frozen=True)
@@ -113,25 +113,25 @@ class Route:
     left_out: Collection[str] = ()
     other_names: Mapping[str, str] = field(default_factory=dict)
     remark: str = ""
-    unions: Mapping[str, Table] = field(default_factory=dict)
+    unions: Mapping[str, EntryTypes] = field(default_factory=dict)
 
 
 def _openai(
     path: str,
     *bodies: type[Body],
     remark: str = "",
-    unions: Mapping[str, Table] = MappingProxyType({}),
+    unions: Mapping[str, EntryTypes] = MappingProxyType({}),
 ) -> Route:
     """A route of gateway/openai, whose fields are those of fields.py."""
     served = {name for body in bodies for name in _served_by(body)}
     refused = {name: (None,) for body in bodies for name in body.model_fields.keys() - served}
-    ignored = fields.OF_REQUESTS - served
+    ignored = fields.REQUEST_FIELDS - served
     checked = bodies[0].checked
-    refused |= {name: fields.REFUSED[name] for name in checked if name not in served}
-    if checked is fields.OF_PROMPTS:
+    refused |= {name: fields.REFUSED_FIELDS[name] for name in checked if name not in served}
+    if checked is fields.PROMPT_FIELDS:
         return Route(path, bodies, refused, ignored, remark=remark)
-    ignored |= fields.IGNORED
-    left_out, names = fields.LEFT_OUT, fields.OTHER_NAMES
+    ignored |= fields.IGNORED_FIELDS
+    left_out, names = fields.OMITTED_FIELDS, fields.FIELD_ALIASES
     return Route(path, bodies, refused, ignored, left_out, names, remark, unions)
 
 
@@ -142,14 +142,14 @@ def _other(
     ignored: Collection[str] = (),
     *,
     remark: str = "",
-    unions: Mapping[str, Table] = MappingProxyType({}),
+    unions: Mapping[str, EntryTypes] = MappingProxyType({}),
 ) -> Route:
     """A route with a separate table of fields."""
     served = _served_by(body)
-    ignored = {*table.IGNORED, *ignored} - served
-    left_out = getattr(table, "LEFT_OUT_FIELDS", ())
-    refused = {n: values for n, values in table.REFUSED.items() if n not in served | ignored}
-    return Route(path, (body,), refused, ignored, left_out, table.INSTEAD, remark, unions)
+    ignored = {*table.IGNORED_FIELDS, *ignored} - served
+    left_out = getattr(table, "OMITTED_FIELDS", ())
+    refused = {n: values for n, values in table.REFUSED_FIELDS.items() if n not in served | ignored}
+    return Route(path, (body,), refused, ignored, left_out, table.FIELD_ALIASES, remark, unions)
 
 
 def _served_by(body: type[BaseModel]) -> set[str]:
@@ -199,7 +199,7 @@ ROUTES = (
     _other("/api/chat", OllamaChatBody, ollama, remark=STREAMED),
     _other("/api/generate", OllamaGenerateBody, ollama, remark=STREAMED),
     *(
-        Route(path, (body,), ollama.UNSERVED, ollama.IGNORED - _served_by(body))
+        Route(path, (body,), ollama.UNSERVED_FIELDS, ollama.IGNORED_FIELDS - _served_by(body))
         for path, body in (
             ("/api/embed", OllamaEmbedBody),
             ("/api/embeddings", OllamaEmbeddingsBody),
@@ -249,12 +249,12 @@ def _lines() -> Iterator[str]:
                 yield f"| `{name}` | {member.fate}{_texts(member)} |"
 
 
-def _place(row: tuple[str, Member]) -> tuple[int, str]:
+def _place(row: tuple[str, EntryType]) -> tuple[int, str]:
     name, member = row
-    return list(Fate).index(member.fate), name
+    return list(Handling).index(member.fate), name
 
 
-def _texts(member: Member) -> str:
+def _texts(member: EntryType) -> str:
     return f": {', '.join(f'`{name}`' for name in member.text)}" if member.text else ""
 
 

@@ -13,21 +13,21 @@ from pydantic import Field
 from pdserve.engine.api import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.caller import MAX_SESSION, Caller
 from pdserve.gateway.http import (
-    IGNORED,
-    OF_PROMPTS,
-    OF_REQUESTS,
-    Fate,
+    IGNORED_FIELDS,
+    PROMPT_FIELDS,
+    REQUEST_FIELDS,
+    Handling,
     Priority,
     StrictModel,
     check_num_fields,
-    note,
+    log_unsupported,
     parse_fields,
     refused_field,
 )
-from pdserve.gateway.http.fields import LEFT_OUT, REFUSED
+from pdserve.gateway.http.fields import OMITTED_FIELDS, REFUSED_FIELDS
 from pdserve.gateway.sampling import bounded, refuse
 
-_KNOWN = IGNORED | LEFT_OUT | OF_REQUESTS | REFUSED.keys()
+_KNOWN = IGNORED_FIELDS | OMITTED_FIELDS | REQUEST_FIELDS | REFUSED_FIELDS.keys()
 TEXT: dict[str, Any] = {"type": "string"}
 STOP: dict[str, Any] = {
     "anyOf": [
@@ -54,8 +54,8 @@ CONTENT: dict[str, Any] = {
 class Body(StrictModel):
     """The body of a request, or a part of it."""
 
-    # The names in REFUSED that are checked.
-    checked: ClassVar[Collection[str]] = OF_PROMPTS
+    # The names in REFUSED_FIELDS that are checked.
+    checked: ClassVar[Collection[str]] = PROMPT_FIELDS
 
 
 class OwnedBody(Body):
@@ -79,7 +79,9 @@ def parse(kind: type[B], body: Mapping[str, Any]) -> B:
     checked_fields = {name: value for name, value in body.items() if name in kind.checked}
     if refused := refused_field(checked_fields, kind.model_fields):
         raise refuse(*refused)
-    note(Fate.LEFT_OUT, "fields", (name for name in LEFT_OUT if body.get(name)))
+    log_unsupported(
+        Handling.LEFT_OUT, "fields", (name for name in OMITTED_FIELDS if body.get(name))
+    )
     return parse_fields(kind, body, _KNOWN)
 
 

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJso
 
 from pdserve.engine.api import MAX_ENTRIES
 from pdserve.gateway.http import ModelName, TokenLimit, thinking_budget
-from pdserve.gateway.http.fields import REFUSED
+from pdserve.gateway.http.fields import REFUSED_FIELDS
 from pdserve.gateway.openai.request_models import base
 from pdserve.gateway.openai.request_models.base import Body, OwnedBody
 from pdserve.gateway.openai.request_models.structure import StructureFields
@@ -56,7 +56,7 @@ class Sampling(StructureFields, OwnedBody):
     """The fields that chat and plain completions share."""
 
     model_config = ConfigDict(json_schema_extra=base.completion)
-    checked = REFUSED.keys()
+    checked = REFUSED_FIELDS.keys()
     model: ModelName = ""
     n: int | None = None
     stream: bool | None = None

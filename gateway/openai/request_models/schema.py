@@ -7,17 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, WithJsonSchema
 
 from pdserve.gateway.http import (
-    DROPPED,
+    DROPPED_TYPE,
     MAX_TOOLS,
-    SERVED,
+    SERVED_TYPE,
     Effort,
-    Fate,
+    Handling,
     ModelName,
     ReasoningBody,
     ThinkingChoice,
     ThinkingFields,
     TokenLimit,
-    note,
+    log_unsupported,
 )
 from pdserve.gateway.openai.custom_input import custom_arguments, written
 from pdserve.gateway.openai.request_models import base, members
@@ -198,7 +198,7 @@ def _history(content: Any, dropped: list[str]) -> Any:
     parts = []
     for part in content:
         kind = str(part.get("type", "text")) if isinstance(part, dict) else "text"
-        if members.PARTS.get(kind, DROPPED).fate is Fate.DROPPED:
+        if members.PARTS.get(kind, DROPPED_TYPE).fate is Handling.DROPPED:
             dropped.append(kind)
         elif kind != "thinking":
             parts.append(part)
@@ -212,7 +212,11 @@ def _as_text(part: Any) -> Any:
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
     if kind == "text":
         return {**part, "type": "text"}
-    if not isinstance(kind, str) or kind == "thinking" or members.PARTS.get(kind) is not SERVED:
+    if (
+        not isinstance(kind, str)
+        or kind == "thinking"
+        or members.PARTS.get(kind) is not SERVED_TYPE
+    ):
         return part
     return {"type": "text", "text": part.get("refusal" if kind == "refusal" else "text")}
 
@@ -253,8 +257,8 @@ class ConversationBody(ThinkingFields, Body):
             for message in self.messages
             if message.role != "tool" or message.tool_call_id not in provider_call_ids
         ]
-        note(Fate.DROPPED, "parts", dropped)
-        note(Fate.DROPPED, "calls", [call["type"] for call in calls])
+        log_unsupported(Handling.DROPPED, "parts", dropped)
+        log_unsupported(Handling.DROPPED, "calls", [call["type"] for call in calls])
         with client_errors():
             return TemplateInput(
                 messages,

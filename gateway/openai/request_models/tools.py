@@ -6,15 +6,15 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from pdserve.gateway.http import (
-    LEFT_OUT,
     MAX_TOOLS,
+    OMITTED_TYPE,
     ArgumentSchema,
-    Fate,
+    Handling,
     ToolDescription,
     ToolName,
     check_served,
     check_tools,
-    note,
+    log_unsupported,
 )
 from pdserve.gateway.openai.custom_input import CustomFormat, custom_tool
 from pdserve.gateway.openai.request_models.base import Body
@@ -73,7 +73,7 @@ class ToolBody(Body):
 
     def tool(self, path: str) -> Tool | None:
         """Return the tool, None if it is left out. Raises ServiceError."""
-        if TOOLS.get(self.type, LEFT_OUT).fate is Fate.LEFT_OUT:
+        if TOOLS.get(self.type, OMITTED_TYPE).fate is Handling.LEFT_OUT:
             return None
         body_path = f"{path}.{self.type}"
         body = self.custom if self.type == "custom" else self.function
@@ -95,7 +95,7 @@ def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> 
             raise refuse(f"tools[{index}].{body.type}.name", text)
         else:
             tools_by_name[tool.name] = tool
-    note(Fate.LEFT_OUT, "tools", left_out)
+    log_unsupported(Handling.LEFT_OUT, "tools", left_out)
     tools, names = list(tools_by_name.values()), tools_by_name.keys()
     check_tools(tools)
     mode = choice.get("type") if isinstance(choice, dict) else choice
@@ -146,7 +146,7 @@ def _allowed(tools: Sequence[Tool], choice: Mapping[str, Any], parallel: bool) -
 
 def _is_left_out(tool: Any) -> bool:
     kind = tool.get("type") if isinstance(tool, dict) else None
-    return isinstance(kind, str) and TOOLS.get(kind, LEFT_OUT).fate is Fate.LEFT_OUT
+    return isinstance(kind, str) and TOOLS.get(kind, OMITTED_TYPE).fate is Handling.LEFT_OUT
 
 
 def _named(value: Any, names: Collection[str], path: str) -> str:

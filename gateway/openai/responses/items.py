@@ -7,16 +7,16 @@ from typing import Any, Literal
 from pydantic import Field
 
 from pdserve.gateway.http import (
-    DROPPED,
+    DROPPED_TYPE,
     MAX_TOOLS,
-    REFUSED,
-    SERVED,
+    REFUSED_TYPE,
+    SERVED_TYPE,
     Effort,
-    Fate,
+    Handling,
     StrictModel,
     TextOrObjects,
-    kept,
-    note,
+    kept_as_text,
+    log_unsupported,
     parsed,
 )
 from pdserve.gateway.openai.custom_input import custom_arguments, written
@@ -185,10 +185,10 @@ def parse_input(items: str | Sequence[Mapping[str, Any]]) -> list[Item]:
             raise refuse(f"{path}.id", f"{path}.id must be a string")
         kind = _kind(item, path)
         member = ITEMS.get(kind) or PARTS.get(kind, UNKNOWN_ITEM)
-        if member.fate is Fate.DROPPED:
+        if member.fate is Handling.DROPPED:
             dropped.append(kind)
             continue
-        if member.fate is Fate.AS_TEXT:
+        if member.fate is Handling.AS_TEXT:
             names = ("status", "call_id", *member.text)
             parsed_item: Item = {
                 "type": kind,
@@ -200,8 +200,8 @@ def parse_input(items: str | Sequence[Mapping[str, Any]]) -> list[Item]:
             text = f"{path}.type: items of type {quoted(kind)} are not supported by this server"
             raise refuse(f"{path}.type", text)
         parsed_items.append({**parsed_item, "id": item_id} if item_id else parsed_item)
-    note(Fate.DROPPED, "items", dropped)
-    note(Fate.DROPPED, "parts", dropped_parts)
+    log_unsupported(Handling.DROPPED, "items", dropped)
+    log_unsupported(Handling.DROPPED, "parts", dropped_parts)
     return parsed_items
 
 
@@ -212,7 +212,7 @@ def _kind(item: Mapping[str, Any], path: str) -> str:
     kind = item.get("type") or default
     if not isinstance(kind, str):
         raise refuse(f"{path}.type", f"{path}.type must be a string")
-    return REFERENCE if has_only_id and ITEMS.get(kind) is SERVED else kind
+    return REFERENCE if has_only_id and ITEMS.get(kind) is SERVED_TYPE else kind
 
 
 def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -251,7 +251,7 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
                 turns.answer(item)
             case kind:
                 member = ITEMS.get(kind, UNKNOWN_ITEM)
-                if member.fate is Fate.AS_TEXT:
+                if member.fate is Handling.AS_TEXT:
                     turns.note(member.as_text(kind, item), of_client=member.of_client)
                     if not member.of_client and isinstance(item.get("call_id"), str):
                         text_call_ids.add(item["call_id"])
@@ -273,7 +273,7 @@ def _answered(items: Sequence[Item]) -> set[int]:
     return answered
 
 
-_OUTPUT = kept("output", of_client=True)
+_OUTPUT = kept_as_text("output", of_client=True)
 
 
 def _is_output(item: Item) -> bool:
@@ -407,11 +407,11 @@ def _texts(
         kind = part.get("type", "text" if "text" in part else None)
         if not kind and not history:
             raise refuse(f"{path}[{index}].type", f"{path}[{index}].type is required")
-        fate = PARTS.get(str(kind), DROPPED if history else REFUSED).fate
-        if fate is Fate.DROPPED:
+        fate = PARTS.get(str(kind), DROPPED_TYPE if history else REFUSED_TYPE).fate
+        if fate is Handling.DROPPED:
             dropped.append(str(kind))
             continue
-        if fate is Fate.REFUSED:
+        if fate is Handling.REFUSED:
             text = f"parts of type {quoted(str(kind))} are not supported by this server, only text"
             raise refuse(f"{path}[{index}].type", f"{path}[{index}].type: {text}")
         key = "refusal" if kind == "refusal" else "text"

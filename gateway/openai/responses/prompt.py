@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http import SERVED, BodyReader, CodedError, Fate, note
+from pdserve.gateway.http import SERVED_TYPE, BodyReader, CodedError, Handling, log_unsupported
 from pdserve.gateway.openai.responses.items import (
     MAX_ITEMS,
     REFERENCE,
@@ -58,10 +58,10 @@ class ResponsePrompt:
 
     def request(self, items: list[Item], sampling: RequestedSampling) -> ChatCompletionRequest:
         """Return the chat for these items. Raises ServiceError."""
-        lists = [i["tools"] for i in items if "tools" in i and ITEMS.get(i["type"]) is SERVED]
+        lists = [i["tools"] for i in items if "tools" in i and ITEMS.get(i["type"]) is SERVED_TYPE]
         if lists:
             self.offer = self.offer.with_more(lists)
-        note(Fate.LEFT_OUT, "tools", self.offer.left_out)
+        log_unsupported(Handling.LEFT_OUT, "tools", self.offer.left_out)
         body = self._body
         template = TemplateInput(
             conversation(body.instructions, items),

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from pdserve.gateway.caller import MAX_SESSION
 from pdserve.gateway.http import (
     MAX_TOOLS,
-    NOTHING,
+    NEUTRAL_VALUES,
     ModelName,
     Priority,
     ReasoningBody,
@@ -31,7 +31,7 @@ from pdserve.text import VERBOSITIES, RequestedSampling, Structure, suggested_va
 
 # fmt: off
 # They change no answer of this server.
-IGNORED: frozenset[str] = frozenset(
+IGNORED_FIELDS: frozenset[str] = frozenset(
     (
         "service_tier", "prompt_cache_retention", "prompt_cache_options", "stream_options",
         "access_programs", "request_id",
@@ -39,21 +39,21 @@ IGNORED: frozenset[str] = frozenset(
     )
 )
 # Refused unless the value is one of these, or the field is served.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    **fields.REFUSED,
+REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
+    **fields.REFUSED_FIELDS,
     **dict.fromkeys(
         (
             "background", "conversation", "prompt", "moderation", "image", "personality",
         ),
-        NOTHING,
+        NEUTRAL_VALUES,
     ),
     "truncation": (None, "disabled", "auto"),  # prompts are never shortened
 }
 # Chats' names for fields that this API names differently.
-INSTEAD: dict[str, str] = {
+FIELD_ALIASES: dict[str, str] = {
     **{
         name: "max_output_tokens"
-        for name, other in {**fields.OTHER_NAMES, "max_tokens": "max_tokens"}.items()
+        for name, other in {**fields.FIELD_ALIASES, "max_tokens": "max_tokens"}.items()
         if other == "max_tokens"
     },
     "messages": "input",
@@ -212,11 +212,15 @@ class ResponsesBody(InputTokensBody):
 
 def parse_responses(body: Mapping[str, Any]) -> ResponsesBody:
     """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
-    return parse_body(ResponsesBody, body, refused=REFUSED, ignored=IGNORED, instead=INSTEAD)
+    return parse_body(
+        ResponsesBody, body, refused=REFUSED_FIELDS, ignored=IGNORED_FIELDS, instead=FIELD_ALIASES
+    )
 
 
 def parse_input_tokens(body: Mapping[str, Any]) -> InputTokensBody:
     """Parse a body of /v1/responses/input_tokens; fields that change no prompt are ignored. Raises
     ServiceError INVALID_ARGUMENT that names the field."""
-    ignored = IGNORED | ResponsesBody.model_fields.keys()
-    return parse_body(InputTokensBody, body, refused=REFUSED, ignored=ignored, instead=INSTEAD)
+    ignored = IGNORED_FIELDS | ResponsesBody.model_fields.keys()
+    return parse_body(
+        InputTokensBody, body, refused=REFUSED_FIELDS, ignored=ignored, instead=FIELD_ALIASES
+    )
