@@ -290,11 +290,11 @@ class _Turns:
         kind = block["type"]
         if kind == "text":
             return [_string(block, "text", path)]
-        if member.fate is Handling.AS_TEXT:
+        if member.handling is Handling.AS_TEXT:
             if kind == "document":
                 block = {**block, "source": self._source(block.get("source"), f"{path}.source")}
             return [member.as_text(kind, block)]
-        if member.fate is not Handling.DROPPED:
+        if member.handling is not Handling.DROPPED:
             text = f"blocks of type {quoted(kind)} are not supported by this server{place}"
             raise refuse(f"{path}.type", f"{path}.type: {text}")
         self.dropped.add(kind)

@@ -303,11 +303,11 @@ def _parse_tools(values: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
     for index, value in enumerate(values):
         path = f"tools[{index}]"
         kind = str(value.get("type") or "custom")
-        fate = TOOLS.get(kind, OMITTED_TYPE).fate
-        if fate is Handling.LEFT_OUT:
+        handling = TOOLS.get(kind, OMITTED_TYPE).handling
+        if handling is Handling.LEFT_OUT:
             left_out.append(kind)
             continue
-        if fate is Handling.REFUSED:
+        if handling is Handling.REFUSED:
             text = f"{quoted(kind)} is not supported by this server, only tools of the client"
             raise refuse(f"{path}.type", f"{path}.type: {text}")
         tool = parsed(AnthropicTool, value, path)

@@ -105,7 +105,7 @@ class AbsentModels:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LineResponse:
     """The API's response to a line; `body` is JSON."""
 
     request_id: str
@@ -114,7 +114,7 @@ class Answer:
     retry_after_s: float = 0.0
 
 
-Ask = Callable[[str, bytes, Tenant, str], Awaitable[Answer]]
+SendLine = Callable[[str, bytes, Tenant, str], Awaitable[LineResponse]]
 """Asks the API: (endpoint, body, whose request it is, its session)."""
 
 
@@ -133,14 +133,14 @@ class BatchRun:
         self,
         owned: OwnedBatch,
         files: Files,
-        ask: Ask,
+        send: SendLine,
         slots: LineSlots,
         max_line_bytes: int,
         absent: AbsentModels,
     ) -> None:
         self._owned = owned
         self._files = files
-        self._ask = ask
+        self._send = send
         self._slots = slots
         self._max_line_bytes = max_line_bytes
         self._absent = absent
@@ -268,7 +268,7 @@ class BatchRun:
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
                 for model, span in list(self._set_aside.items()):
                     del self._set_aside[model]
-                    await self._ask_once(batch, tenant, span)
+                    await self._send_once(batch, tenant, span)
                     if model not in self._set_aside:
                         return
         finally:
@@ -308,11 +308,13 @@ class BatchRun:
     async def _answer_line(self, batch: StoredBatch, tenant: Tenant, span: Span) -> None:
         """Retry a line until it has a result or is set aside."""
         pause_s = FIRST_PAUSE_S
-        while busy := await self._ask_once(batch, tenant, span):
+        while busy := await self._send_once(batch, tenant, span):
             await self._pause(max(busy.retry_after_s, pause_s))
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    async def _ask_once(self, batch: StoredBatch, tenant: Tenant, span: Span) -> Answer | None:
+    async def _send_once(
+        self, batch: StoredBatch, tenant: Tenant, span: Span
+    ) -> LineResponse | None:
         """Run a line once, unless its model is known to be absent: then it is set aside. Returns a
         response that is not a result. Everything is held in memory only during the line's turn."""
         async with self._slots.turn(tenant.id):
@@ -322,7 +324,7 @@ class BatchRun:
             if model in self._set_aside:
                 return None
             body = jsonl.body_of(request)
-            response = await self._ask(batch.endpoint, body, tenant, batch.id)
+            response = await self._send(batch.endpoint, body, tenant, batch.id)
             if response.status in RETRIED_STATUSES:
                 return response
             if response.status != NOT_FOUND:

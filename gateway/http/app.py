@@ -1,26 +1,231 @@
-"""The HTTP shell: mounts the dialects and the operations, and catches every error.
+"""The HTTP shell: mounts the APIs and the routes for operators, and catches every error.
 
-Invariant: the shell knows no API. An error has the shape of the dialect whose path it hit.
+Invariant: the shell knows no API. An error has the shape of the API whose path it hit.
 """
 
+import asyncio
+import logging
+import platform
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from importlib import metadata
+from typing import Literal
 
 from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.gateway.http.api import REQUEST_ID, Dialect, HttpError, dialect_of, error_response
-from pdserve.gateway.http.docs import FOLDER, add_docs
+from pdserve.gateway.http.docs import FOLDER, AnswerModel, add_docs, described
 from pdserve.gateway.http.guard import Guard, caller_of
-from pdserve.gateway.http.operations import add_operations, add_traces
+from pdserve.gateway.metrics import MeteredRequest
 from pdserve.gateway.readiness import Readiness
+from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
-from pdserve.services.common.errors import ServiceError
+from pdserve.protos.common_pb2 import UNAVAILABLE
+from pdserve.services.common.errors import ServiceError, quoted
+from pdserve.services.common.fairness import FairSemaphore
 from pdserve.services.common.tenants import ApiKeys
+
+log = logging.getLogger("pdserve.gateway.http")
+SCRAPE_PAUSE_S = 0.1  # between two metrics pages, each of which takes milliseconds to make
+_YES_OR_NO = ("true", "false")
+_FLEET = {
+    "parameters": [
+        {
+            "name": "fleet",
+            "in": "query",
+            "required": False,
+            "schema": {"enum": list(_YES_OR_NO)},
+        }
+    ]
+}
+
+
+class Health(BaseModel):
+    status: Literal["ok"]
+
+
+class Ready(BaseModel):
+    status: Literal["ready"]
+    models: list[str]
+
+
+class Version(BaseModel):
+    """The version of the server, as in vLLM, and the platform that the gateway runs on."""
+
+    version: str = metadata.version("pdserve")
+    python: str = platform.python_version()
+    platform: str = f"{platform.system()}-{platform.machine()}".lower()
+
+
+def add_operations(
+    app: FastAPI, service: Service, readiness: Readiness, fleet_metrics: bool
+) -> None:
+    scraping = FairSemaphore(1)
+
+    @app.get("/health", **described(answer=Health))
+    async def health() -> Response:
+        """Check that the gateway process is running."""
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready", **described(answer=Ready))
+    async def ready() -> Response:
+        """List the models that are ready to answer; 503 if none is."""
+        status = await readiness.check()
+        if not status.models:
+            raise ServiceError(UNAVAILABLE, status.why_not, retry_after_s=1.0)
+        return JSONResponse({"status": "ready", "models": status.models})
+
+    @app.get("/version", **described(answer=Version))
+    async def version() -> Response:
+        """Get the version of the server."""
+        return JSONResponse(Version().model_dump())
+
+    @app.get("/metrics", response_class=PlainTextResponse, openapi_extra=_FLEET)
+    async def metrics(request: Request) -> Response:
+        """Export the gateway's metrics in Prometheus' text format; with `fleet=true`, also those of
+        the whole fleet. The default of `fleet` is --fleet-metrics."""
+        fleet = request.query_params.get("fleet", _YES_OR_NO[not fleet_metrics])
+        if fleet not in _YES_OR_NO:
+            raise refuse("fleet", "fleet must be true or false")
+        async with scraping.turn(caller_of(request).tenant.id):
+            page = await _metrics_page(service, fleet == "true")
+            await asyncio.sleep(SCRAPE_PAUSE_S)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _metrics_page(service: Service, with_fleet: bool) -> bytes:
+    if with_fleet:
+        try:
+            service.metrics.fleet.update(await service.upstream.fleet())
+        except ServiceError as error:
+            log.warning(
+                "the fleet metrics are out of date: cannot read the fleet's state: %s",
+                error.message,
+            )
+    service.metrics.show_open(service.limits)
+    return await asyncio.to_thread(service.metrics.page, with_fleet)
+
+
+class TracePhase(AnswerModel):
+    """A phase; `start_ms` counts from the arrival of the request."""
+
+    name: str
+    start_ms: float
+    duration_ms: float
+
+
+class TraceAttempt(AnswerModel):
+    """A placement of the request, the first or a retry; `prefill` is empty if the decode worker
+    computes the prompt."""
+
+    attempt: str
+    start_ms: float
+    decode: str
+    prefill: str
+
+
+class RequestTrace(AnswerModel):
+    """The phases of one request. The phases before `decode` add up to `time_to_first_token_ms`,
+    which counts from the arrival of the request's headers. A running request lacks the phases that
+    are not known yet. `finish_reason` may be an error code."""
+
+    id: str
+    object: Literal["trace"] = "trace"
+    trace_id: str | None
+    model: str
+    state: str
+    finish_reason: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    transport: str | None
+    phases: list[TracePhase]
+    attempts: list[TraceAttempt]
+    time_to_first_token_ms: float | None
+    total_ms: float
+
+
+class FoundTrace(BaseModel):
+    """A trace from one of several gateway processes; `arrived` is by the clock of their host."""
+
+    arrived: float
+    trace: RequestTrace
+
+
+def add_traces(app: FastAPI, service: Service, dialects: Sequence[Dialect]) -> None:
+    """Mount the route."""
+
+    def local_trace(tenant: bytes, request_id: str) -> FoundTrace | None:
+        state = service.requests.find(tenant, request_id)
+        if state is None:
+            return None
+        return FoundTrace(arrived=state.arrived, trace=_trace_of(state))
+
+    def answer(tenant: bytes, request_id: str) -> bytes:
+        match = local_trace(tenant, request_id)
+        return match.model_dump_json().encode() if match else b""
+
+    service.siblings.answer("trace", answer)
+
+    @app.get("/v1/traces/{request_id:path}", **described(answer=RequestTrace))
+    async def trace(request_id: str, request: Request) -> Response:
+        """Get the time that each phase of a recent request of this key took. `request_id` is the
+        answer's `x-request-id` header, or its `id`."""
+        tenant = caller_of(request).tenant.id
+        others = await service.siblings.ask("trace", tenant, request_id)
+        traces = [local_trace(tenant, request_id), *map(FoundTrace.model_validate_json, others)]
+        match = max(filter(None, traces), key=lambda item: item.arrived, default=None)
+        if match is None:
+            text = f"request not found: {quoted(request_id)}; only recent requests are kept"
+            error = HttpError(404, text, "not_found", param="request_id")
+            error = replace(error, request_id=caller_of(request).shown_id)
+            return error_response(dialect_of(dialects, request.url.path), error)
+        headers = {"cache-control": "no-store"}
+        page = match.trace.model_dump_json()
+        return Response(page, media_type="application/json", headers=headers)
+
+
+def _trace_of(state: MeteredRequest) -> RequestTrace:
+    first_s, is_local = state.first_token_s, state.prefill_at in ("", "local")
+    return RequestTrace(
+        id=state.request_id,
+        trace_id=state.trace_id or None,
+        model=state.model,
+        state=state.phase,
+        finish_reason=state.finish or None,
+        prompt_tokens=state.prompt_tokens,
+        cached_tokens=state.cached_tokens,
+        completion_tokens=state.generated_tokens,
+        transport=None if is_local else state.prefill_at,
+        phases=[
+            TracePhase(name=item.name, start_ms=_ms(item.start_s), duration_ms=_ms(item.duration_s))
+            for item in state.timeline()
+        ],
+        attempts=[
+            TraceAttempt(
+                attempt=item.attempt.hex(),
+                start_ms=_ms(state.receive_s + item.at_s),
+                decode=item.decode,
+                prefill=item.prefill,
+            )
+            for item in state.attempts
+        ],
+        time_to_first_token_ms=None if first_s is None else _ms(state.receive_s + first_s),
+        total_ms=_ms(state.receive_s + state.elapsed_s),
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
+
 
 _ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 

@@ -1,11 +1,15 @@
-"""Answers that take time: a whole one, a file, or a stream of events framed by their API.
+"""Responses that take time: a whole one, a file, or a stream of events framed by their API.
 
 All watch the connection while they work: when the client leaves, the work is cancelled at once. The
-server ends the connection of a client that takes nothing (serving/protocol.py), and bounds the
-bytes made and not taken over all answers (held_responses.py). An error before the first byte is an
-ordinary error response; later it is the last event. The head of a stream is sent HEAD_S after its
-prompt is accepted, if no event comes before, so that an earlier refusal, also by a router or a
-worker, has its own status.
+server ends the connection of a client that takes nothing (serving/protocol.py). An error before the
+first byte is an ordinary error response; later it is the last event. The head of a stream is sent
+HEAD_S after its prompt is accepted, if no event comes before, so that an earlier refusal, also by a
+router or a worker, has its own status.
+
+Bytes made and not yet taken are bounded over all connections. Beyond the bound, the key that holds
+most loses its oldest response, with the connection; the response that needs the room is exempt. So
+a new response is always sent, and slow clients of one key do not cost another key's responses
+before their own. Each kind of response takes part in this account, so they are one file.
 """
 
 import asyncio
@@ -13,8 +17,8 @@ import logging
 from asyncio import FIRST_COMPLETED
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing
-from dataclasses import replace
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -23,11 +27,72 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdserve.gateway.http.api import ErrorShape, Event, HttpError, HttpLimits, error_response
-from pdserve.gateway.http.held_responses import HeldAnswer, HeldAnswers
-from pdserve.gateway.http.json_text import PIECE_BYTES, JsonPieces
+from pdserve.gateway.http.api import (
+    PIECE_BYTES,
+    ErrorShape,
+    Event,
+    HttpError,
+    HttpLimits,
+    JsonPieces,
+    error_response,
+)
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import Backpressure, SlowReaderError, deliver
+
+MAX_HELD_BYTES = 512 << 20
+
+
+@dataclass(eq=False, slots=True)
+class HeldAnswer:
+    """One held answer; `dropped` has a result when its client is to lose it."""
+
+    owner: bytes
+    dropped: asyncio.Future[None]
+    num_bytes: int = 0
+
+
+class HeldAnswers:
+    """The held answers of one server."""
+
+    def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._answers: dict[HeldAnswer, None] = {}  # the oldest first
+        self.total = 0
+
+    @contextmanager
+    def answer(self, owner: bytes) -> Iterator[HeldAnswer]:
+        """Register an answer of a key, which holds nothing yet, for the block; then release it."""
+        answer = HeldAnswer(owner, asyncio.get_running_loop().create_future())
+        self._answers[answer] = None
+        try:
+            yield answer
+        finally:
+            self.release(answer, answer.num_bytes)
+            del self._answers[answer]
+
+    def hold(self, answer: HeldAnswer, num_bytes: int) -> None:
+        """Count `num_bytes` more of the answer as made."""
+        answer.num_bytes += num_bytes
+        self.total += num_bytes
+        while self.total > self._max_bytes:
+            others = [other for other in self._answers if other.num_bytes and other is not answer]
+            if not others:
+                return
+            bytes_by_owner: Counter[bytes] = Counter()
+            for other in others:
+                bytes_by_owner[other.owner] += other.num_bytes
+            ((largest_owner, _),) = bytes_by_owner.most_common(1)
+            oldest = next(other for other in others if other.owner == largest_owner)
+            self.release(oldest, oldest.num_bytes)
+            if not oldest.dropped.done():
+                oldest.dropped.set_result(None)
+
+    def release(self, answer: HeldAnswer, num_bytes: int) -> None:
+        """Count `num_bytes` of the answer as taken."""
+        freed = min(num_bytes, answer.num_bytes)  # nothing, once it is dropped
+        answer.num_bytes -= freed
+        self.total -= freed
+
 
 log = logging.getLogger("pdserve.gateway.http")
 NO_ROOM = "the memory for unread answers is full"

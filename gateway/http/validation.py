@@ -18,11 +18,12 @@ from pydantic import (
     model_validator,
 )
 
-from pdserve.gateway.http.members import (
+from pdserve.gateway.http.fields import (
     REFUSED_TYPE,
     SERVED_TYPE,
     EntryTypes,
     Handling,
+    is_neutral,
     log_unsupported,
 )
 from pdserve.gateway.sampling import refuse
@@ -40,8 +41,6 @@ MAX_TOOLS_VALUES = 1 << 16  # of the schemas of a request's tools
 MAX_TOOLS_CHARS = 1 << 20  # of their schemas and descriptions
 MAX_LOGGED_NAMES = 20  # unknown fields named in the log
 OBJECT_TYPES = ("object", "dict", "any")  # also as Python and Gemini clients write it
-NEUTRAL_VALUES: tuple[Any, ...] = (None, False, "", [], {})
-"""Values that ask for nothing, unless a field has others."""
 
 
 def _text_or_objects(value: Any) -> Any:
@@ -238,7 +237,7 @@ def parsed(kind: type[M], value: Any, path: str = "") -> M:
 def check_served(table: EntryTypes, kind: str, path: str) -> None:
     """Check that a member of a union is not refused. Raises ServiceError that names what is
     served."""
-    if table.get(kind, REFUSED_TYPE).fate is Handling.REFUSED:
+    if table.get(kind, REFUSED_TYPE).handling is Handling.REFUSED:
         served = ", ".join(quoted(name) for name, member in table.items() if member is SERVED_TYPE)
         text = f"{quoted(kind)} is not supported by this server, only {served}"
         raise refuse(f"{path}.type", f"{path}.type: {text}")
@@ -248,13 +247,6 @@ def check_num_fields(body: Mapping[str, Any]) -> None:
     """Check the number of fields. Raises ServiceError INVALID_ARGUMENT for too many."""
     if len(body) > MAX_FIELDS:
         raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
-
-
-def is_neutral(value: Any, nothing: tuple[Any, ...]) -> bool:
-    """Return whether a value equals one of `nothing`, where true is not 1 and false is not 0."""
-    return any(
-        value == other and isinstance(value, bool) == isinstance(other, bool) for other in nothing
-    )
 
 
 def first_error(error: ValidationError, path: str = "") -> ServiceError:

@@ -2,11 +2,12 @@
 
 from pdserve.gateway.metrics.gateway_processes import Siblings
 from pdserve.gateway.metrics.metrics import GatewayMetrics
-from pdserve.gateway.metrics.request_log import MAX_SHOWN, RequestLog
 from pdserve.gateway.metrics.request_metrics import (
+    MAX_SHOWN,
     CountUsage,
     Meter,
     MeteredRequest,
+    RequestLog,
     RequestUsage,
     uncounted,
 )

@@ -31,13 +31,7 @@ from pdserve.gateway.http import (
 from pdserve.gateway.openai.chat import ChatReply, chat_batch
 from pdserve.gateway.openai.completions import CompletionReply
 from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
-from pdserve.gateway.openai.errors import error_object
-from pdserve.gateway.openai.models import (
-    ANTHROPIC_VERSION,
-    model_info,
-    model_object,
-    model_page,
-)
+from pdserve.gateway.openai.objects import error_object
 from pdserve.gateway.openai.request_models import (
     B,
     ChatBatchBody,
@@ -62,7 +56,15 @@ from pdserve.gateway.openai.response_models import (
     TokenizeAnswer,
 )
 from pdserve.gateway.openai.responses import add_response_routes
-from pdserve.gateway.openai.server_info import add_server_routes, detokenize, tokenize
+from pdserve.gateway.openai.server_info import (
+    ANTHROPIC_VERSION,
+    add_server_routes,
+    detokenize,
+    model_info,
+    model_object,
+    model_page,
+    tokenize,
+)
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage import ResponseStore

@@ -13,10 +13,10 @@ from typing import Any
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, ScoredToken, only_text
 from pdserve.gateway.http import DirectWrite, JsonPieces, array_json, object_json
-from pdserve.gateway.openai import parts
-from pdserve.gateway.openai.custom_input import CustomInput
-from pdserve.gateway.openai.parts import StreamUsage, TextChunk, usage_object
+from pdserve.gateway.openai import objects
+from pdserve.gateway.openai.objects import StreamUsage, TextChunk, usage_object
 from pdserve.gateway.openai.request_models import ChatBatchBody, ChatBody
+from pdserve.gateway.openai.request_models.tools import CustomInput
 from pdserve.gateway.prepared_completion import Usage
 from pdserve.gateway.sampling import check_logprobs
 from pdserve.gateway.service import Service
@@ -68,9 +68,9 @@ class ChatReply:
         """Return the fields of the whole answer, its choices and its usage. Raises ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
             if (num_top := self._body.prompt_logprobs) is not None:
-                parts.check_prompt_logprobs(completion.prompts, 1, num_top, "prompt_logprobs")
+                objects.check_prompt_logprobs(completion.prompts, 1, num_top, "prompt_logprobs")
             answers, usage = await self._service.completions.collect(
-                completion, partial(parts.ChatLogprobsText, self._as_ids)
+                completion, partial(objects.ChatLogprobsText, self._as_ids)
             )
             choices: list[dict[str, Any]] = [
                 {
@@ -88,7 +88,7 @@ class ChatReply:
                 for choice, answer in zip(choices, answers, strict=True):
                     choice["token_ids"] = answer.ids
             if num_top is not None:
-                head["prompt_logprobs"] = await parts.prompt_json(
+                head["prompt_logprobs"] = await objects.prompt_json(
                     completion.model.text.vocabulary,
                     completion.prompts[0].ids,
                     answers[0].prompt_scores,
@@ -229,7 +229,7 @@ class ChatReply:
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return parts.of_chat(tokens, self._as_ids)
+        return objects.of_chat(tokens, self._as_ids)
 
 
 def _choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:

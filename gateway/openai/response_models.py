@@ -1,11 +1,12 @@
-"""The answers of the OpenAI API as models, for its description; tests check real answers.
+"""The responses of the OpenAI API as models, for its description; tests check real responses.
 
-Clients must accept further fields, as OpenAI's do.
+Clients must accept further fields, as OpenAI's do. This file is long because it describes every
+route of the API.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import RootModel
+from pydantic import Field, RootModel
 
 from pdserve.gateway.http import AnswerModel
 
@@ -353,3 +354,355 @@ class TokenizerInfo(AnswerModel):
     bos_token: str
     eos_token: str
     chat_template: str
+
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputText(AnswerModel):
+    type: Literal["input_text"]
+    text: str
+
+
+class OutputText(AnswerModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[dict[str, Any]]
+    logprobs: list[ScoredChatToken] | None = None
+
+
+class ReasoningText(AnswerModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class SummaryText(AnswerModel):
+    type: Literal["summary_text"]
+    text: str
+
+
+class ResponseMessage(AnswerModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["user", "assistant", "system", "developer"]
+    status: Status
+    content: list[InputText | OutputText]
+
+
+class ResponseReasoning(AnswerModel):
+    id: str
+    type: Literal["reasoning"]
+    summary: list[SummaryText]
+    status: Status
+    content: list[ReasoningText]
+
+
+class ResponseCall(AnswerModel):
+    """A call of a function of the client's; `arguments` is a JSON text."""
+
+    id: str
+    type: Literal["function_call"]
+    status: Status
+    call_id: str
+    name: str
+    namespace: str | None = None
+    arguments: str
+
+
+class ResponseCustomCall(AnswerModel):
+    """A call of a custom tool of the client's."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: Status
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class ResponseCallOutput(AnswerModel):
+    id: str
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    status: Status
+    call_id: str
+    output: str | list[InputText]
+
+
+class OtherItem(AnswerModel):
+    """A stored item of another provider's tools: its type, ids and status, and the text that the
+    model sees."""
+
+    id: str
+    type: str
+
+
+OutputItem = ResponseMessage | ResponseReasoning | ResponseCall | ResponseCustomCall
+
+
+class InputTokensDetails(AnswerModel):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(AnswerModel):
+    reasoning_tokens: int
+
+
+class ResponseUsage(AnswerModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+    pdserve: UsageDetails
+
+
+class ResponseFailure(AnswerModel):
+    code: str
+    message: str
+
+
+class IncompleteDetails(AnswerModel):
+    reason: Literal["max_output_tokens"]
+
+
+class ReasoningShown(AnswerModel):
+    effort: str | None
+    summary: Literal["detailed"] | None
+
+
+class TextShown(AnswerModel):
+    format: dict[str, Any]
+    verbosity: str | None = None
+
+
+class FunctionShown(AnswerModel):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None
+    strict: bool
+
+
+class CustomShown(AnswerModel):
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class NamespaceShown(AnswerModel):
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: list[FunctionShown | CustomShown]
+
+
+class ResponseObject(AnswerModel):
+    """A response: the parameters of its request, and its output."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False]
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ReasoningShown
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextShown
+    tool_choice: str | dict[str, Any]
+    tools: list[FunctionShown | CustomShown | NamespaceShown]
+    top_logprobs: int
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class ResponseEvent(AnswerModel):
+    """An event of a streamed response; its fields depend on its type. The last event is
+    response.completed, response.incomplete or response.failed."""
+
+    type: str
+    sequence_number: int
+    response: ResponseObject | None = None
+    output_index: int | None = None
+    item: OutputItem | None = None
+    item_id: str | None = None
+    content_index: int | None = None
+    summary_index: int | None = None
+    part: OutputText | ReasoningText | SummaryText | None = None
+    delta: str | None = None
+    text: str | None = None
+    logprobs: list[ScoredChatToken] | None = None
+    name: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+
+
+class InputItemList(AnswerModel):
+    """Input items, the newest first unless `order` is `asc`."""
+
+    object: Literal["list"]
+    data: list[OutputItem | ResponseCallOutput | OtherItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ResponseDeleted(AnswerModel):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputTokens(AnswerModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class InputItemsQuery(AnswerModel):
+    after: str = ""
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+
+
+class FileUpload(AnswerModel):
+    """A form with a file and its purpose. Send `purpose` before the file if possible."""
+
+    purpose: Literal["batch"]
+    file: bytes
+
+
+class FileObject(AnswerModel):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: None
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+    status_details: None
+
+
+class FileList(AnswerModel):
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(AnswerModel):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class RequestCounts(AnswerModel):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchErrors(AnswerModel):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+
+
+class BatchObject(AnswerModel):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: str
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int | None
+    finalizing_at: int | None
+    cancelling_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(AnswerModel):
+    object: Literal["list"]
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class UsageSum(AnswerModel):
+    """One row; dimensions not grouped by are null."""
+
+    object: Literal["usage.result"]
+    num_model_requests: int
+    input_tokens: int
+    input_cached_tokens: int
+    output_tokens: int
+    model: str | None
+    api_key_id: str | None
+    session_id: str | None
+
+
+class UsageBucket(AnswerModel):
+    object: Literal["bucket"]
+    start_time: int
+    end_time: int
+    results: list[UsageSum]
+
+
+class UsagePage(AnswerModel):
+    object: Literal["page"]
+    data: list[UsageBucket]
+    has_more: bool
+    next_page: str | None
+
+
+class BatchesQuery(AnswerModel):
+    after: str = ""
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+
+
+class FilesQuery(AnswerModel):
+    after: str = ""
+    limit: int = Field(10_000, ge=1, le=10_000)
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str = ""
+
+
+class UsageReportQuery(AnswerModel):
+    start_time: int = Field(ge=0, le=1 << 40)
+    end_time: int = Field(ge=0, le=1 << 40)
+    bucket_width: Literal["1h", "1d"] = "1d"
+    group_by: list[Literal["model", "api_key_id", "session_id"]] = Field(max_length=3)
+    limit: int = Field(ge=1, le=168)
+    page: int = Field(ge=0, le=1 << 40)
+    models: list[str] = Field(max_length=100)
+    session_ids: list[str] = Field(max_length=100)

@@ -29,7 +29,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase
 
-from pdserve.gateway.storage.url import DRIVERS, check_folder
+from pdserve.gateway.storage.interface import DRIVERS, check_folder
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.common.errors import MAX_QUOTED, ServiceError
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pdserve.gateway.anthropic import conversation as anthropic_members
+from pdserve.gateway.anthropic import conversation as anthropic_types
 from pdserve.gateway.anthropic import request_models as anthropic
 from pdserve.gateway.anthropic.request_models import CountBody, MessagesBody
 from pdserve.gateway.http import NEUTRAL_VALUES, EntryType, EntryTypes, Handling, fields
@@ -35,13 +35,13 @@ from pdserve.gateway.openai.request_models import (
     TokenizeBody,
     TokenizeChatBody,
 )
-from pdserve.gateway.openai.request_models import members as chat_members
+from pdserve.gateway.openai.request_models import base as chat_types
+from pdserve.gateway.openai.response_models import FileUpload
 from pdserve.gateway.openai.responses import request_model as responses
-from pdserve.gateway.openai.responses import tools as responses_members
+from pdserve.gateway.openai.responses import tools as responses_types
 from pdserve.gateway.openai.responses.request_model import InputTokensBody, ResponsesBody
-from pdserve.gateway.openai.stored.batches import BatchBody
-from pdserve.gateway.openai.stored.response_models import FileUpload
-from pdserve.gateway.rerank.request_models import RerankBody, ScoreBody
+from pdserve.gateway.openai.stored.routes import BatchBody
+from pdserve.gateway.rerank.api import RerankBody, ScoreBody
 
 HEAD = """\
 # Fields of the API
@@ -162,7 +162,7 @@ def _served_by(body: type[BaseModel]) -> set[str]:
 
 
 ROUTES = (
-    _openai("/v1/chat/completions", ChatBody, remark=SHORT, unions=chat_members.UNIONS),
+    _openai("/v1/chat/completions", ChatBody, remark=SHORT, unions=chat_types.UNIONS),
     _openai(
         "/v1/chat/completions/batch", ChatBatchBody,
         remark="`messages` is a list of conversations, and each gets one choice.",
@@ -174,7 +174,7 @@ ROUTES = (
     _other(
         "/v1/responses", ResponsesBody, responses,
         remark=SHORT,
-        unions=responses_members.UNIONS,
+        unions=responses_types.UNIONS,
     ),
     _other("/v1/responses/input_tokens", InputTokensBody, responses, ResponsesBody.model_fields),
     _openai("/v1/embeddings", EmbeddingBody, remark=SHORT),
@@ -193,7 +193,7 @@ ROUTES = (
         remark="`context_management` is a hint, since prompts are never shortened. The last effort "
         "in the `output_config` of a system message replaces the request's. A system message whose "
         "`clear_at` is `next_user_message` is left out once a message of the user follows.",
-        unions=anthropic_members.UNIONS,
+        unions=anthropic_types.UNIONS,
     ),
     _other("/v1/messages/count_tokens", CountBody, anthropic, MessagesBody.model_fields),
     _other("/api/chat", OllamaChatBody, ollama, remark=STREAMED),
@@ -246,12 +246,12 @@ def _lines() -> Iterator[str]:
             yield "| member | here |"
             yield "|---|---|"
             for name, member in sorted(table.items(), key=_place):
-                yield f"| `{name}` | {member.fate}{_texts(member)} |"
+                yield f"| `{name}` | {member.handling}{_texts(member)} |"
 
 
 def _place(row: tuple[str, EntryType]) -> tuple[int, str]:
     name, member = row
-    return list(Handling).index(member.fate), name
+    return list(Handling).index(member.handling), name
 
 
 def _texts(member: EntryType) -> str:

@@ -26,8 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.gateway.http.api import Dialect, HttpError, error_response
-from pdserve.gateway.http.held_responses import HeldAnswers
-from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP, WRITE
+from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP, WRITE, HeldAnswers
 
 log = logging.getLogger("pdserve.gateway.http")
 MAX_TOGETHER = 16  # connections; with more, the first would wait for the others

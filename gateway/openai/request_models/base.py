@@ -1,5 +1,5 @@
 """What all request models of this API share: strict types, errors that name a field, schemas for
-/openapi.json.
+/openapi.json, and how each entry type of a chat is handled.
 
 Unknown fields are ignored and named in the debug log, as in vLLM. gateway/http/fields.py says how
 known fields that are not served are handled.
@@ -14,8 +14,12 @@ from pdserve.engine.api import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.caller import MAX_SESSION, Caller
 from pdserve.gateway.http import (
     IGNORED_FIELDS,
+    OMITTED_TYPE,
     PROMPT_FIELDS,
+    REFUSED_TYPE,
     REQUEST_FIELDS,
+    SERVED_TYPE,
+    EntryTypes,
     Handling,
     Priority,
     StrictModel,
@@ -102,3 +106,33 @@ def completion(schema: dict[str, Any]) -> None:
     if "echo" in schema["properties"]:  # max_tokens 0 is valid only for an echo
         schema["properties"]["max_tokens"]["anyOf"][0]["minimum"] = 0
         schema["oneOf"] = [{"required": ["prompt"]}, {"required": ["prompt_token_ids"]}]
+
+
+ROLES: EntryTypes = dict.fromkeys(
+    ("system", "developer", "user", "assistant", "tool", "function"), SERVED_TYPE
+)
+# A part in no row is dropped from a message of the assistant, and refused elsewhere.
+PARTS: EntryTypes = {
+    **dict.fromkeys(("text", "input_text", "output_text", "refusal"), SERVED_TYPE),
+    "thinking": SERVED_TYPE,  # from the assistant
+    **dict.fromkeys(("image_url", "input_audio", "file", "video_url"), REFUSED_TYPE),
+}
+CALLS: EntryTypes = {"function": SERVED_TYPE, "custom": SERVED_TYPE}
+# A tool in no row is a provider's, and left out.
+TOOLS: EntryTypes = {
+    "function": SERVED_TYPE,
+    "custom": SERVED_TYPE,
+    **dict.fromkeys(("web_search", "code_interpreter", "builtin_function", "mcp"), OMITTED_TYPE),
+}
+# The modes may be objects that have only their type; "any" is another name of "required".
+TOOL_CHOICES: EntryTypes = dict.fromkeys(
+    ("none", "auto", "required", "any", "function", "custom", "allowed_tools"), SERVED_TYPE
+)
+
+UNIONS: dict[str, EntryTypes] = {
+    "roles": ROLES,
+    "content parts": PARTS,
+    "calls": CALLS,
+    "tools": TOOLS,
+    "tool choices": TOOL_CHOICES,
+}

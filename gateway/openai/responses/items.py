@@ -19,7 +19,7 @@ from pdserve.gateway.http import (
     log_unsupported,
     parsed,
 )
-from pdserve.gateway.openai.custom_input import custom_arguments, written
+from pdserve.gateway.openai.request_models.tools import custom_arguments, written
 from pdserve.gateway.openai.responses.tools import ITEMS, PARTS, ROLES, UNKNOWN_ITEM, joined_name
 from pdserve.gateway.sampling import refuse
 from pdserve.services.common.errors import quoted
@@ -185,10 +185,10 @@ def parse_input(items: str | Sequence[Mapping[str, Any]]) -> list[Item]:
             raise refuse(f"{path}.id", f"{path}.id must be a string")
         kind = _kind(item, path)
         member = ITEMS.get(kind) or PARTS.get(kind, UNKNOWN_ITEM)
-        if member.fate is Handling.DROPPED:
+        if member.handling is Handling.DROPPED:
             dropped.append(kind)
             continue
-        if member.fate is Handling.AS_TEXT:
+        if member.handling is Handling.AS_TEXT:
             names = ("status", "call_id", *member.text)
             parsed_item: Item = {
                 "type": kind,
@@ -251,7 +251,7 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
                 turns.answer(item)
             case kind:
                 member = ITEMS.get(kind, UNKNOWN_ITEM)
-                if member.fate is Handling.AS_TEXT:
+                if member.handling is Handling.AS_TEXT:
                     turns.note(member.as_text(kind, item), of_client=member.of_client)
                     if not member.of_client and isinstance(item.get("call_id"), str):
                         text_call_ids.add(item["call_id"])
@@ -407,11 +407,11 @@ def _texts(
         kind = part.get("type", "text" if "text" in part else None)
         if not kind and not history:
             raise refuse(f"{path}[{index}].type", f"{path}[{index}].type is required")
-        fate = PARTS.get(str(kind), DROPPED_TYPE if history else REFUSED_TYPE).fate
-        if fate is Handling.DROPPED:
+        handling = PARTS.get(str(kind), DROPPED_TYPE if history else REFUSED_TYPE).handling
+        if handling is Handling.DROPPED:
             dropped.append(str(kind))
             continue
-        if fate is Handling.REFUSED:
+        if handling is Handling.REFUSED:
             text = f"parts of type {quoted(str(kind))} are not supported by this server, only text"
             raise refuse(f"{path}[{index}].type", f"{path}[{index}].type: {text}")
         key = "refusal" if kind == "refusal" else "text"

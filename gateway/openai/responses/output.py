@@ -11,8 +11,8 @@ from pydantic_core import to_json
 
 from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.http import JsonList, JsonPieces, array_json, object_json
-from pdserve.gateway.openai.custom_input import CustomInput
-from pdserve.gateway.openai.parts import with_top
+from pdserve.gateway.openai.objects import with_top
+from pdserve.gateway.openai.request_models.tools import CustomInput
 from pdserve.gateway.openai.responses.tools import OfferedTool
 from pdserve.text import ContentPart, ReasoningPart, TextPart, Tool, ToolCallPart
 

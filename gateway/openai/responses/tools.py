@@ -232,7 +232,7 @@ def _add_tools(
     for index, value in enumerate(values):
         path = f"{list_path}[{index}]"
         kind = _kind(value, path)
-        if TOOLS.get(kind, OMITTED_TYPE).fate is Handling.LEFT_OUT:
+        if TOOLS.get(kind, OMITTED_TYPE).handling is Handling.LEFT_OUT:
             left_out.append(kind)
         elif kind == "namespace":
             if namespace is not None:
@@ -306,7 +306,7 @@ def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
     groups: set[str] = set()
     for index, tool in enumerate(allowed_tools.tools):
         kind = tool.get("type")
-        if isinstance(kind, str) and TOOLS.get(kind, OMITTED_TYPE).fate is Handling.LEFT_OUT:
+        if isinstance(kind, str) and TOOLS.get(kind, OMITTED_TYPE).handling is Handling.LEFT_OUT:
             continue  # such a tool is not offered either
         group = str(tool.get("name")) if kind == "namespace" else ""
         if group not in groups:

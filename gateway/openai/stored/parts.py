@@ -5,20 +5,22 @@ shutdown.
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from starlette.types import ASGIApp
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message
 
 from pdserve.gateway.admission import AdmissionLimits
-from pdserve.gateway.batches import Answer, Batches, BatchRunner, FileLimits, Files, LineSlots
+from pdserve.gateway.batches import Batches, BatchRunner, FileLimits, Files, LineResponse, LineSlots
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http import BodyReader, Dialect, HttpLimits, caller_of, post
+from pdserve.gateway.http import BodyReader, Dialect, HttpLimits, caller_of
 from pdserve.gateway.metrics.usage_log import UsageLog
-from pdserve.gateway.openai.stored.batches import add_batch_routes
-from pdserve.gateway.openai.stored.files import add_file_routes
-from pdserve.gateway.openai.stored.usage_report import add_usage_routes
+from pdserve.gateway.openai.stored.routes import add_batch_routes, add_file_routes, add_usage_routes
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.gateway.storage.database import Database
 from pdserve.gateway.storage.responses import DatabaseResponses
@@ -117,7 +119,7 @@ class StoredParts:
 
     async def run(self, app: ASGIApp) -> None:
         """Run batches, write usage and remove old data until cancelled; `app` answers lines
-        (`post`). Waits for a database that is away."""
+        (`post_line`). Waits for a database that is away."""
         while not self._db.is_file:
             try:
                 await self._db.start()
@@ -126,13 +128,8 @@ class StoredParts:
                 log.error("%s", error)
                 await asyncio.sleep(OPEN_AGAIN_S)
 
-        async def answer_line(endpoint: str, body: bytes, tenant: Tenant, session: str) -> Answer:
-            reply = await post(app, endpoint, body, tenant, session)
-            retry_after = reply.headers.get("retry-after", "0")
-            return Answer(reply.request_id, reply.status, reply.body, float(retry_after))
-
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._runner.run(answer_line), name="batches")
+            group.create_task(self._runner.run(partial(post_line, app)), name="batches")
             group.create_task(self.usage.run(), name="usage")
             group.create_task(self._retention.run(), name="retention")
 
@@ -148,3 +145,53 @@ class StoredParts:
         except (ServiceError, TimeoutError):
             log.warning("the usage of the last few seconds was not recorded")
         await self._db.close()
+
+
+async def post_line(
+    app: ASGIApp, path: str, body: bytes, tenant: Tenant, session: str
+) -> LineResponse:
+    """Return the response of the application to the request in a line of a batch.
+
+    `app` has the routes without the Guard, so the caller provides the tenant. Routes, bodies,
+    bounds and errors are those of a client's request; the request runs in the background (Caller).
+    """
+    request_id = uuid.uuid4().hex
+    pending = [body]
+    start: Message = {}
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        await asyncio.Event().wait()  # this client never leaves; the waiter is cancelled
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            start.update(message)
+        else:
+            parts.append(message.get("body", b""))
+
+    with ExitStack() as at_end, suppress(Exception):  # the application has answered and logged it
+        caller = Caller(request_id, tenant=tenant, at_end=at_end, session=session, background=True)
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+            ],
+            "client": None,
+            "server": None,
+            "state": {"caller": caller},
+        }
+        await app(scope, receive, send)
+    retry_after = Headers(raw=start.get("headers", [])).get("retry-after", "0")
+    return LineResponse(request_id, start.get("status", 500), b"".join(parts), float(retry_after))

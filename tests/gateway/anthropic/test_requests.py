@@ -11,13 +11,13 @@ from fakes.tool_model import THINKING, ToolModel
 from oracles.http_errors import JSON, LARGE, nested
 
 from pdserve.gateway import AdmissionLimits
+from pdserve.gateway.anthropic.api import MessageContent
 from pdserve.gateway.anthropic.conversation import EDITS
-from pdserve.gateway.anthropic.reply import MessageContent
 from pdserve.gateway.anthropic.request_models import (
-    IGNORED,
-    INSTEAD,
-    LEFT_OUT_FIELDS,
-    REFUSED,
+    FIELD_ALIASES,
+    IGNORED_FIELDS,
+    OMITTED_FIELDS,
+    REFUSED_FIELDS,
     MessagesBody,
     parse_messages,
 )
@@ -54,27 +54,27 @@ async def test_unsupported_fields_are_refused_by_name(make_http, url):
     router = FakeRouter(saying("x"))
     client = make_http(router)
     asked = BODIES[url]
-    assert not IGNORED & MessagesBody.model_fields.keys()
-    for name in REFUSED.keys() - MessagesBody.model_fields.keys():
+    assert not IGNORED_FIELDS & MessagesBody.model_fields.keys()
+    for name in REFUSED_FIELDS.keys() - MessagesBody.model_fields.keys():
         for value in WANTED:
-            if value in REFUSED[name]:
+            if value in REFUSED_FIELDS[name]:
                 continue
             message = check(await client.post(url, json={**asked, name: value}), 400)
             assert message.startswith(f"{name} is not supported")
-            assert (f"use {INSTEAD.get(name)}" in message) is (name in INSTEAD)
+            assert (f"use {FIELD_ALIASES.get(name)}" in message) is (name in FIELD_ALIASES)
     assert router.starts == []
 
 
 @pytest.mark.parametrize("url", BODIES)
 async def test_no_op_values_of_unsupported_fields_are_accepted(make_http, url):
     client = make_http(saying("x"))
-    for number in range(max(map(len, REFUSED.values()))):
+    for number in range(max(map(len, REFUSED_FIELDS.values()))):
         given = {
             name: nothing[min(number, len(nothing) - 1)]
-            for name, nothing in REFUSED.items()
+            for name, nothing in REFUSED_FIELDS.items()
             if name not in MessagesBody.model_fields
         }
-        ignored = dict.fromkeys(IGNORED, "x")
+        ignored = dict.fromkeys(IGNORED_FIELDS, "x")
         asked = {**BODIES[url], **given, **ignored, "unknown": 1}
         reply = await client.post(url, json=asked, headers={"anthropic-version": "2023-06-01"})
         assert reply.status_code == 200, reply.json()
@@ -115,7 +115,7 @@ async def test_alternative_names_for_enabling_thinking(make_http, subtests):
 
 
 def test_each_known_field_is_in_one_list() -> None:
-    assert not (IGNORED | LEFT_OUT_FIELDS) & REFUSED.keys()
+    assert not (IGNORED_FIELDS | OMITTED_FIELDS) & REFUSED_FIELDS.keys()
 
 
 def said(*blocks: Any, role: str = "user") -> dict[str, Any]:

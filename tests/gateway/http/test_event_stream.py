@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.gateway.http import EventStream, HttpLimits, responses
-from pdserve.gateway.http.held_responses import HeldAnswers
-from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP
+from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP, HeldAnswers
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.common.errors import ServiceError
 

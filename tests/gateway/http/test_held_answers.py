@@ -11,8 +11,7 @@ from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway import Caller
 from pdserve.gateway.http import EventStream, HttpLimits, JsonPieces, Reply, json_event
-from pdserve.gateway.http.held_responses import HeldAnswer, HeldAnswers
-from pdserve.gateway.http.responses import HELD
+from pdserve.gateway.http.responses import HELD, HeldAnswer, HeldAnswers
 from pdserve.gateway.http.serving import HttpServer
 from pdserve.gateway.main import listen
 from pdserve.services.common.tenants import Tenant

@@ -1,4 +1,6 @@
-"""Parts of completions in OpenAI's format: usage, log-probabilities, chunks that have only text."""
+"""Objects that several routes of OpenAI's API return: errors, usage, log-probabilities, and chunks that
+have only text.
+"""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -8,12 +10,53 @@ from typing import Any
 from pydantic_core import to_json
 
 from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken, scored
-from pdserve.gateway.http import AT_ONCE, DirectWrite, JsonList, JsonPieces, list_json, object_json
+from pdserve.gateway.http import (
+    AT_ONCE,
+    DirectWrite,
+    HttpError,
+    JsonList,
+    JsonPieces,
+    list_json,
+    object_json,
+)
 from pdserve.gateway.openai.request_models import Sampling
 from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, Usage
 from pdserve.gateway.sampling import MAX_LOGPROBS, refuse
 from pdserve.protos.common_pb2 import TokenLogprob
 from pdserve.text.tokenizer import Vocabulary
+
+CONTEXT_CODE = "context_length_exceeded"
+# Codes that OpenAI names differently; a wrong field has no code, its name is in `param`.
+_ERROR_CODES = {
+    "invalid_argument": None,
+    "unauthenticated": "invalid_api_key",
+    "overloaded": "rate_limit_exceeded",
+}
+
+
+def error_message(error: HttpError) -> str:
+    """Return the text of an error. If a prompt is too long, the text has the code's name, by which
+    LangChain recognizes the error."""
+    if error.code != CONTEXT_CODE or CONTEXT_CODE in error.message:
+        return error.message
+    return f"{error.message} ({CONTEXT_CODE})"
+
+
+def error_object(error: HttpError) -> dict[str, Any]:
+    """Return the body of an error response, and the last event of a stream that fails."""
+    if error.status == 429:
+        kind = "rate_limit_error"
+    else:
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {
+        "error": {
+            "message": error_message(error),
+            "type": kind,
+            "param": error.param or None,
+            "code": _ERROR_CODES.get(error.code, error.code or None),
+        }
+    }
+
 
 MAX_DIRECT_CHARS = 1024
 _TEXT = "\0text\0"  # occurs in no other field
