@@ -344,7 +344,7 @@ _TYPES = {
 PING = framed({"type": "ping"})
 
 
-class AnthropicDialect:
+class AnthropicApi:
     """/v1/messages and /v1/messages/count_tokens, for any `anthropic-version`."""
 
     paths: tuple[str, ...] = ("/v1/messages",)

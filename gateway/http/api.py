@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI
@@ -134,7 +135,7 @@ class CodedError(ServiceError):
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An error for a client, before a dialect gives it a shape.
+    """An error for a client, before an API gives it a shape.
 
     `code` names it for programs: an ErrorCode in lower case, a code of the shell ("unknown_url",
     "method_not_allowed") or of a CodedError, or empty.
@@ -167,11 +168,11 @@ class HttpError:
         return cls(status, error.message, code, error.param, headers)
 
 
-class ErrorShape(Protocol):
+class ErrorFormat(Protocol):
     """The error format of one API."""
 
-    statuses: Mapping[int, int]
-    """HTTP statuses that the API has instead of others."""
+    statuses: Mapping[int, int] = MappingProxyType({})
+    """HTTP statuses that the API returns in place of others."""
 
     def error_object(self, error: HttpError) -> dict[str, Any]:
         """The JSON body of an error response."""
@@ -182,18 +183,18 @@ class ErrorShape(Protocol):
         ...
 
 
-class Dialect(ErrorShape, Protocol):
-    """One HTTP API. Its streams yield bytes that are framed already (http/responses.py)."""
+class HttpApi(ErrorFormat, Protocol):
+    """One HTTP API. Its streams yield framed bytes (http/responses.py)."""
 
     paths: tuple[str, ...]
-    """Beginnings of the paths on which errors have this dialect's shape."""
+    """Prefixes of the paths on which errors have this API's format."""
 
-    not_offered: tuple[str, ...]
-    """Beginnings of what the API has elsewhere and this server does not offer: paths, each with a
-    slash at its end, and where another method has the path, a method and a path."""
+    not_offered: tuple[str, ...] = ()
+    """Prefixes of routes that other servers of the API have and this one does not: a path with a
+    slash at its end, or a method and a path if this server has the path with another method."""
 
-    request_id_header: str
-    """In which its clients look for a request's id; every answer has REQUEST_ID as well."""
+    request_id_header: str = REQUEST_ID
+    """The header in which its clients look for a request's id; every response has REQUEST_ID too."""
 
     error_model: type[BaseModel]
     """What `error_object` returns, for the description of the API."""
@@ -203,12 +204,12 @@ class Dialect(ErrorShape, Protocol):
         ...
 
 
-def dialect_of(dialects: Sequence[Dialect], path: str) -> Dialect:
-    """Return the first dialect that has the path, else the last dialect."""
-    return next((d for d in dialects if path.startswith(d.paths)), dialects[-1])
+def api_of(apis: Sequence[HttpApi], path: str) -> HttpApi:
+    """Return the first API that has the path, else the last."""
+    return next((api for api in apis if path.startswith(api.paths)), apis[-1])
 
 
-def error_response(shape: ErrorShape, error: HttpError) -> JSONResponse:
+def error_response(shape: ErrorFormat, error: HttpError) -> JSONResponse:
     """Return an error as a whole response."""
     status = shape.statuses.get(error.status, error.status)
     return JSONResponse(shape.error_object(error), status, error.headers)

@@ -21,10 +21,10 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdserve.gateway.http.api import REQUEST_ID, Dialect, HttpError, dialect_of, error_response
+from pdserve.gateway.http.api import REQUEST_ID, HttpApi, HttpError, api_of, error_response
 from pdserve.gateway.http.docs import FOLDER, AnswerModel, add_docs, described
 from pdserve.gateway.http.guard import Guard, caller_of
-from pdserve.gateway.metrics import MeteredRequest
+from pdserve.gateway.metrics import RequestSnapshot
 from pdserve.gateway.readiness import Readiness
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
@@ -160,7 +160,7 @@ class FoundTrace(BaseModel):
     trace: RequestTrace
 
 
-def add_traces(app: FastAPI, service: Service, dialects: Sequence[Dialect]) -> None:
+def add_traces(app: FastAPI, service: Service, apis: Sequence[HttpApi]) -> None:
     """Mount the route."""
 
     def local_trace(tenant: bytes, request_id: str) -> FoundTrace | None:
@@ -173,27 +173,27 @@ def add_traces(app: FastAPI, service: Service, dialects: Sequence[Dialect]) -> N
         match = local_trace(tenant, request_id)
         return match.model_dump_json().encode() if match else b""
 
-    service.siblings.answer("trace", answer)
+    service.processes.serve("trace", answer)
 
     @app.get("/v1/traces/{request_id:path}", **described(answer=RequestTrace))
     async def trace(request_id: str, request: Request) -> Response:
         """Get the time that each phase of a recent request of this key took. `request_id` is the
         answer's `x-request-id` header, or its `id`."""
         tenant = caller_of(request).tenant.id
-        others = await service.siblings.ask("trace", tenant, request_id)
+        others = await service.processes.query("trace", tenant, request_id)
         traces = [local_trace(tenant, request_id), *map(FoundTrace.model_validate_json, others)]
         match = max(filter(None, traces), key=lambda item: item.arrived, default=None)
         if match is None:
             text = f"request not found: {quoted(request_id)}; only recent requests are kept"
             error = HttpError(404, text, "not_found", param="request_id")
             error = replace(error, request_id=caller_of(request).shown_id)
-            return error_response(dialect_of(dialects, request.url.path), error)
+            return error_response(api_of(apis, request.url.path), error)
         headers = {"cache-control": "no-store"}
         page = match.trace.model_dump_json()
         return Response(page, media_type="application/json", headers=headers)
 
 
-def _trace_of(state: MeteredRequest) -> RequestTrace:
+def _trace_of(state: RequestSnapshot) -> RequestTrace:
     first_s, is_local = state.first_token_s, state.prefill_at in ("", "local")
     return RequestTrace(
         id=state.request_id,
@@ -242,7 +242,7 @@ EXPOSED = (
 
 
 def create_app(
-    dialects: Sequence[Dialect],
+    apis: Sequence[HttpApi],
     service: Service,
     readiness: Readiness,
     keys: ApiKeys,
@@ -262,14 +262,14 @@ def create_app(
         raise ValueError(
             f"--root-path: {root_path!r} must start with / and have only letters, digits and /._~-"
         )
-    app = routes or create_routes(dialects, service, readiness)
-    add_docs(app, dialects, root_path, keys.required)
-    paths = [path for d in dialects for path in d.paths]
+    app = routes or create_routes(apis, service, readiness)
+    add_docs(app, apis, root_path, keys.required)
+    paths = [path for api in apis for path in api.paths]
     paths += [route.path for route in app.routes if isinstance(route, Route)]
     if root_path and any(f"{path}/".startswith(f"{root_path}/") for path in paths):
         raise ValueError(f"--root-path: {root_path} is a prefix of the server's own routes")
     open_routes = ["/health", "/ready", *open_paths, *(["/metrics"] if open_metrics else [])]
-    guard = _normalize(Guard(app, keys, open_routes, dialects, local, allowed_origins), root_path)
+    guard = _normalize(Guard(app, keys, open_routes, apis, local, allowed_origins), root_path)
     if not allowed_origins:
         return guard
     return CORSMiddleware(  # outside, so that a page can read why it is refused
@@ -277,12 +277,12 @@ def create_app(
         allow_origins=allowed_origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=sorted({REQUEST_ID, *(d.request_id_header for d in dialects), *EXPOSED}),
+        expose_headers=sorted({REQUEST_ID, *(api.request_id_header for api in apis), *EXPOSED}),
     )
 
 
 def create_routes(
-    dialects: Sequence[Dialect],
+    apis: Sequence[HttpApi],
     service: Service,
     readiness: Readiness,
     fleet_metrics: bool = True,
@@ -290,11 +290,11 @@ def create_routes(
     """Return the routes behind the Guard; `fleet_metrics`: /metrics includes the fleet."""
     # Without FastAPI's docs: their pages load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    _add_errors(app, dialects)
-    for dialect in dialects:
-        dialect.add_routes(app)
+    _add_errors(app, apis)
+    for api in apis:
+        api.add_routes(app)
     add_operations(app, service, readiness, fleet_metrics)
-    add_traces(app, service, dialects)
+    add_traces(app, service, apis)
     return app
 
 
@@ -316,10 +316,10 @@ def _normalize(app: ASGIApp, root_path: str) -> ASGIApp:
     return call
 
 
-def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:
+def _add_errors(app: FastAPI, apis: Sequence[HttpApi]) -> None:
     def respond(request: Request, error: HttpError) -> Response:
         error = replace(error, request_id=caller_of(request).shown_id)
-        return error_response(dialect_of(dialects, request.url.path), error)
+        return error_response(api_of(apis, request.url.path), error)
 
     @app.exception_handler(ServiceError)
     @app.exception_handler(Exception)  # the server logs it as well
@@ -333,7 +333,7 @@ def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:
         target = f"{request.method} {path}"[:200]
         # With 405, another method's route has the path.
         request_path = {404: f"{path}/", 405: f"{request.method} {path}"}.get(status, "")
-        if request_path.startswith(dialect_of(dialects, path).not_offered):
+        if request_path.startswith(api_of(apis, path).not_offered):
             message = f"{target} is not offered by this server"
             return respond(request, HttpError(404, message, "unknown_url"))
         if status == 404:

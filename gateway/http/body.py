@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class BodyReader:
-    """Reader of the bodies of all dialects. Together they hold `max_bodies_bytes`, parsed values
+    """Reader of the bodies of all APIs. Together they hold `max_bodies_bytes`, parsed values
     included, from their first byte until they are answered; each tenant has a share (FairShare)."""
 
     def __init__(self, limits: HttpLimits) -> None:

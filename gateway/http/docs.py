@@ -21,7 +21,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
-from pdserve.gateway.http.api import Dialect, dialect_of
+from pdserve.gateway.http.api import HttpApi, api_of
 from pdserve.services.common.errors import HTTP_STATUS
 
 _REF = "#/components/schemas/{model}"
@@ -138,7 +138,7 @@ def described(
 
 
 def document(
-    app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bool
+    app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool
 ) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document, in a tenth of a second. `keys`: clients need a key."""
     for route in app.routes:
@@ -154,14 +154,14 @@ def document(
     )
     models = page.setdefault("components", {}).setdefault("schemas", {})
     for path, operations in page["paths"].items():
-        dialect = dialect_of(dialects, path)
+        api = api_of(apis, path)
         for operation in operations.values():
             _add(models, operation.pop(_MODELS, {}))
-            error = {"content": {"application/json": {"schema": _ref(dialect.error_model, models)}}}
+            error = {"content": {"application/json": {"schema": _ref(api.error_model, models)}}}
             answers = operation["responses"]
             answers.pop("422", None)  # FastAPI's 422, which no route here returns
             statuses = _statuses("requestBody" in operation)
-            for status in (dialect.statuses.get(status, status) for status in statuses):
+            for status in (api.statuses.get(status, status) for status in statuses):
                 answers.setdefault(str(status), {"description": _phrase(status), **error})
     for unused in ("HTTPValidationError", "ValidationError"):
         models.pop(unused, None)
@@ -179,7 +179,7 @@ def _statuses(has_body: bool) -> list[int]:
 def _phrase(status: int) -> str:
     try:
         return HTTPStatus(status).phrase
-    except ValueError:  # a dialect's own status
+    except ValueError:  # an API's own status
         return "Error"
 
 
@@ -197,14 +197,14 @@ def _ref(model: Model, models: dict[str, Any]) -> dict[str, Any]:
     return {"$ref": _REF.format(model=model.__name__)}
 
 
-def add_docs(app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bool) -> None:
+def add_docs(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) -> None:
     """Add the documentation routes; call it after all other routes are added. The document is made
     on its first request."""
     cached: list[bytes] = []
 
     def make() -> bytes:
         if not cached:
-            cached.append(to_json(document(app, dialects, root_path, keys)))
+            cached.append(to_json(document(app, apis, root_path, keys)))
         return cached[0]
 
     @app.get(DOCUMENT, include_in_schema=False)

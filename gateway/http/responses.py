@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.gateway.http.api import (
     PIECE_BYTES,
-    ErrorShape,
+    ErrorFormat,
     Event,
     HttpError,
     HttpLimits,
@@ -153,7 +153,7 @@ class Reply(Response):
     """Response that sends a JSON object, or its text, once it is there; nothing if the client has
     left before."""
 
-    def __init__(self, work: Awaitable[dict[str, Any] | JsonPieces], errors: ErrorShape) -> None:
+    def __init__(self, work: Awaitable[dict[str, Any] | JsonPieces], errors: ErrorFormat) -> None:
         self._work = work
         self._errors = errors
         self.background = None
@@ -271,7 +271,7 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncGenerator[Event, None],
-        errors: ErrorShape,
+        errors: ErrorFormat,
         limits: HttpLimits,
         direct: DirectWrite | None = None,
         ping: Callable[[], bytes] | None = None,

@@ -1,4 +1,4 @@
-"""Checks of request bodies for all dialects: strict types, known fields that are not served, and
+"""Checks of request bodies for all APIs: strict types, known fields that are not served, and
 the error texts."""
 
 import logging

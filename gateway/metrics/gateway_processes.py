@@ -20,8 +20,8 @@ MAX_QUERY_BYTES = 1 << 18  # the word comes from an HTTP request's head, and JSO
 Answer = Callable[[bytes, str], bytes]
 
 
-class Siblings:
-    """The siblings of gateway process `index` of `num`; without a folder there are none. Call
+class GatewayProcesses:
+    """The processes of gateway process `index` of `num`; without a folder there are none. Call
     `start` after all `answer` calls, and `close` at the end."""
 
     def __init__(self, folder: Path | None = None, index: int = 0, num: int = 1) -> None:
@@ -35,7 +35,7 @@ class Siblings:
         self._fd = -1 if folder is None else os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC)
 
     def answer(self, kind: str, answer: Answer) -> None:
-        """Answer the siblings' queries of this kind with `answer`."""
+        """Answer the processes' queries of this kind with `answer`."""
         self._answers[kind] = answer
 
     async def start(self) -> None:
@@ -55,7 +55,7 @@ class Siblings:
             self._fd = -1
 
     async def ask(self, kind: str, tenant: bytes, details: str = "") -> list[bytes]:
-        """Query all siblings and return the non-empty answers received within ANSWER_S."""
+        """Query all processes and return the non-empty answers received within ANSWER_S."""
         others = [index for index in range(self._num) if index != self._index]
         queries = [self._ask_one(index, [kind, tenant.hex(), details]) for index in others]
         return [answer for answer in await asyncio.gather(*queries) if answer]

@@ -95,7 +95,7 @@ class PlacedAttempt:
 
 
 @dataclass(frozen=True, slots=True)
-class MeteredRequest:
+class RequestSnapshot:
     """A snapshot of one request; times in seconds since it arrived.
 
     `phase` is "preparing" (tokenizing the prompt), "placing" (no worker has it yet), "prefill",
@@ -137,7 +137,7 @@ def uncounted(caller: Caller, model: str, usage: RequestUsage) -> None:
     """Discard the usage: the CountUsage of a gateway without a usage log."""
 
 
-class Meter:
+class RequestMetrics:
     """Measures one request with `clock`, in seconds, and logs its ids."""
 
     def __init__(
@@ -187,7 +187,7 @@ class Meter:
         self._prompt_tokens = prompt_tokens
         self._itl = self._metrics.itl.of(model)
 
-    def next_round(self, prompt_tokens: int) -> None:
+    def next_turn(self, prompt_tokens: int) -> None:
         """Start another round with tool results; drops the finish reasons of the last round."""
         self._prompt_tokens += prompt_tokens
         self._last.clear()
@@ -264,7 +264,7 @@ class Meter:
         if self.span.recorded:
             self._end_span("" if error is None else self._finish)
 
-    def state(self) -> MeteredRequest:
+    def state(self) -> RequestSnapshot:
         """Return a snapshot of the request."""
         end = self._clock() if self._ended is None else self._ended
         received = self._caller.received
@@ -275,7 +275,7 @@ class Meter:
             phase = "preparing"
         elif self._first is None:
             phase = "prefill" if self._decode else "placing"
-        return MeteredRequest(
+        return RequestSnapshot(
             request_id=self._caller.shown_id,
             tenant=self._caller.tenant.id,
             model=self._model,
@@ -386,15 +386,15 @@ class RequestLog:
     MAX_ENDED, the oldest ended request of the tenant with the most ended requests is dropped."""
 
     def __init__(self) -> None:
-        self._open: dict[int, Meter] = {}  # in the order of arrival
-        self._ended: dict[bytes, deque[MeteredRequest]] = {}  # by tenant; none is empty
+        self._open: dict[int, RequestMetrics] = {}  # in the order of arrival
+        self._ended: dict[bytes, deque[RequestSnapshot]] = {}  # by tenant; none is empty
         self._num_ended = 0
 
-    def began(self, meter: Meter) -> None:
+    def began(self, meter: RequestMetrics) -> None:
         """Add an admitted request."""
         self._open[id(meter)] = meter
 
-    def ended(self, meter: Meter) -> None:
+    def ended(self, meter: RequestMetrics) -> None:
         """Move a request with a closed meter to the ended ones; ignores one not admitted."""
         if self._open.pop(id(meter), None) is None:
             return
@@ -407,7 +407,7 @@ class RequestLog:
             if not states:
                 del self._ended[tenant]
 
-    def find(self, tenant: bytes, id_: str) -> MeteredRequest | None:
+    def find(self, tenant: bytes, id_: str) -> RequestSnapshot | None:
         """Return the tenant's latest request with this id, or None."""
         for meter in reversed(self._open.values()):  # open requests are later than ended ones
             if meter.tenant == tenant and id_ in meter.ids:
@@ -415,10 +415,10 @@ class RequestLog:
         ended = reversed(self._ended.get(tenant, ()))
         return next((state for state in ended if id_ in state.ids), None)
 
-    def open_of(self, tenant: bytes) -> list[MeteredRequest]:
+    def open_of(self, tenant: bytes) -> list[RequestSnapshot]:
         """Return the open requests of one tenant, oldest first."""
         return [meter.state() for meter in self._open.values() if meter.tenant == tenant]
 
-    def ended_of(self, tenant: bytes) -> list[MeteredRequest]:
+    def ended_of(self, tenant: bytes) -> list[RequestSnapshot]:
         """Return the last MAX_SHOWN ended requests of one tenant, latest first."""
         return list(islice(reversed(self._ended.get(tenant, ())), MAX_SHOWN))

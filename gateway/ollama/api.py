@@ -165,7 +165,7 @@ class OllamaVector(AnswerModel):
 API_VERSION = "0.12.11"  # the emulated version of Ollama; editors refuse versions before 0.6.4
 
 
-class OllamaDialect:
+class OllamaApi:
     """/api/chat, /api/generate, /api/embed, /api/embeddings, /api/tags, /api/ps, /api/show and
     /api/version."""
 

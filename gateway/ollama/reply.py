@@ -16,7 +16,7 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.completion import HeldLogprobs
 from pdserve.gateway.http import JsonList, JsonPieces, object_json
-from pdserve.gateway.metrics import MeteredRequest
+from pdserve.gateway.metrics import RequestSnapshot
 from pdserve.gateway.ollama.request_models import OllamaEmbedBody, OllamaEmbeddingsBody
 from pdserve.gateway.openai import EmbeddingReply, capabilities, llama_sampling, with_top
 from pdserve.gateway.pooling import PreparedInputs, shaped
@@ -271,7 +271,7 @@ def answer(
     return {**head, "response": message.get("content", ""), **other_fields, **extra}
 
 
-def times(state: MeteredRequest) -> dict[str, int]:
+def times(state: RequestSnapshot) -> dict[str, int]:
     """Return how long each part of a request took, in nanoseconds."""
     total_s = state.elapsed_s
     first_s = total_s if state.first_token_s is None else state.first_token_s

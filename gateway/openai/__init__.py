@@ -1,6 +1,6 @@
 """OpenAI's API: chats, completions, embeddings, models."""
 
-from pdserve.gateway.openai.api import OpenAiDialect
+from pdserve.gateway.openai.api import OpenAiApi
 from pdserve.gateway.openai.embeddings import (
     MAX_INPUTS,
     EmbeddingBody,

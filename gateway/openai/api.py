@@ -16,10 +16,10 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.http import (
     REQUEST_ID,
     BodyReader,
-    Dialect,
     DirectWrite,
     Event,
     EventStream,
+    HttpApi,
     HttpError,
     HttpLimits,
     JsonPieces,
@@ -83,14 +83,14 @@ class MoreRoutes(Protocol):
     def add_routes(
         self,
         app: FastAPI,
-        dialect: Dialect,
+        api: HttpApi,
         limits: HttpLimits,
         bodies: BodyReader,
         count: Callable[[Caller], Awaitable[None]],
     ) -> None: ...
 
 
-class OpenAiDialect:
+class OpenAiApi:
     """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings and /v1/models, also
     without /v1; the further routes of vLLM and llama.cpp; and with a database /v1/files,
     /v1/batches and /v1/usage."""

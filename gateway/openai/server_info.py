@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.http import BodyReader, ErrorShape, Reply, caller_of, described
+from pdserve.gateway.http import BodyReader, ErrorFormat, Reply, caller_of, described
 from pdserve.gateway.metrics import MAX_SHOWN
 from pdserve.gateway.openai.request_models import (
     DetokenizeBody,
@@ -166,11 +166,11 @@ class SlotsQuery(BaseModel):
 
 
 def add_server_routes(
-    app: FastAPI, errors: ErrorShape, service: Service, bodies: BodyReader
+    app: FastAPI, errors: ErrorFormat, service: Service, bodies: BodyReader
 ) -> None:
     """Mount the routes. /slots and /load include the other processes of the same port."""
-    service.siblings.answer("slots", lambda tenant, _: to_json(_slots(service, tenant)))
-    service.siblings.answer("load", lambda tenant, _: to_json(_num_open(service)))
+    service.processes.serve("slots", lambda tenant, _: to_json(_slots(service, tenant)))
+    service.processes.serve("load", lambda tenant, _: to_json(_num_open(service)))
 
     @app.get("/props", **described(answer=ServerProps, query=ModelQuery))
     async def props(request: Request) -> Response:
@@ -183,7 +183,7 @@ def add_server_routes(
         tenant = caller_of(request).tenant.id
         if request.query_params.get("fail_on_no_slot") == "1":
             _check_room(service, tenant)
-        others = await service.siblings.ask("slots", tenant)
+        others = await service.processes.query("slots", tenant)
         requests = [state for states in map(from_json, others) for state in states]
         requests = sorted([*_slots(service, tenant), *requests], key=lambda state: -state["age_s"])
         contexts = {card.name: card.context_len for card in await service.catalog.cards()}
@@ -193,7 +193,7 @@ def add_server_routes(
     @app.get("/load", **described(answer=ServerLoad))
     async def load(request: Request) -> Response:
         """Count the open requests."""
-        others = await service.siblings.ask("load", caller_of(request).tenant.id)
+        others = await service.processes.query("load", caller_of(request).tenant.id)
         return JSONResponse({"server_load": _num_open(service) + sum(map(from_json, others))})
 
     @app.get("/tokenizer_info", **described(answer=TokenizerInfo, query=ModelQuery))

@@ -203,7 +203,7 @@ class ScoreList(AnswerModel):
     usage: PromptUsage
 
 
-class RerankDialect:
+class RerankApi:
     """API that scores documents for a query, sorted or in order."""
 
     paths: tuple[str, ...] = ("/v1/rerank", "/v2/rerank", "/v1/score", "/rerank", "/score")

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from pdserve.gateway.http import AnswerModel, caller_of, described
-from pdserve.gateway.metrics import MAX_SHOWN, MeteredRequest
+from pdserve.gateway.metrics import MAX_SHOWN, RequestSnapshot
 from pdserve.gateway.router_client import Upstream
 from pdserve.gateway.service import Service
 from pdserve.protos.fleet_pb2 import Role
@@ -223,7 +223,7 @@ def add_fleet(app: FastAPI, service: Service) -> None:
     def answer(tenant: bytes, _: str) -> bytes:
         return requests_of_process(tenant).model_dump_json().encode()
 
-    service.siblings.answer("requests", answer)
+    service.processes.serve("requests", answer)
 
     @app.get("/fleet/state", **described(answer=FleetState))
     async def state(request: Request) -> Response:
@@ -243,7 +243,7 @@ def add_fleet(app: FastAPI, service: Service) -> None:
                 moves=view.moves,
                 moves_failed=view.moves_failed,
             )
-        others = await service.siblings.ask("requests", tenant)
+        others = await service.processes.query("requests", tenant)
         all_shown = [requests_of_process(tenant), *map(RequestsShown.model_validate_json, others)]
         open_requests = sorted(
             (r for shown in all_shown for r in shown.open), key=lambda r: -r.arrived_s
@@ -312,7 +312,7 @@ def _fleet_worker(view: WorkerView) -> FleetWorker:
     )
 
 
-def _fleet_request(state: MeteredRequest, now: float) -> FleetRequest:
+def _fleet_request(state: RequestSnapshot, now: float) -> FleetRequest:
     phases = state.phases
     arrived_s = now - state.arrived
     return FleetRequest(

@@ -19,13 +19,14 @@ import termios
 from collections.abc import Iterable
 from functools import partial
 from http import HTTPStatus
+from importlib.metadata import version
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from pdserve.gateway.http.api import Dialect, HttpError, error_response
+from pdserve.gateway.http.api import ErrorFormat, HttpError, error_response
 from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP, WRITE, HeldAnswers
 
 log = logging.getLogger("pdserve.gateway.http")
@@ -40,6 +41,31 @@ LOOK_S = 0.1  # between checks whether a client that has ended its sending side 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSED = 7  # TCP_CLOSE of Linux, in the first byte of tcp_info
 _BYTES_ACKED = 120  # its offset in tcp_info
+
+UVICORN_VERSIONS = "0.45 to 0.54"  # have the names below, which uvicorn does not document
+_PROTOCOL_METHODS = ("_start_asgi_task", "on_response_complete", "send_400_response")
+_PROTOCOL_FIELDS = ("cycle", "flow", "headers", "loop", "parser", "pipeline", "scope", "transport")
+_CYCLE_FIELDS = (
+    "chunked_encoding", "disconnected", "expected_content_length", "keep_alive", "message_event",
+    "more_body", "response_complete", "response_started",
+)  # fmt: skip
+
+
+def check_uvicorn(protocol: type, cycle: type) -> None:
+    """Check that uvicorn's classes have the names that BoundedProtocol overrides and uses. Raises
+    RuntimeError that names the missing ones, the installed version and the versions to install."""
+    missing = [name for name in _PROTOCOL_METHODS if not hasattr(protocol, name)]
+    for owner, fields in ((protocol, _PROTOCOL_FIELDS), (cycle, _CYCLE_FIELDS)):
+        assigned = owner.__init__.__code__.co_names  # type: ignore[misc]
+        missing += [name for name in fields if name not in assigned]
+    if missing:
+        raise RuntimeError(
+            f"the HTTP server cannot run on uvicorn {version('uvicorn')}, which lacks "
+            f"{', '.join(missing)}: install a version from {UVICORN_VERSIONS}"
+        )
+
+
+check_uvicorn(HttpToolsProtocol, RequestResponseCycle)
 
 
 class BatchedWrites:
@@ -82,7 +108,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """HTTP connection that refuses a head over MAX_HEAD_BYTES with 431, and drops a slow one.
 
     An answer before the end of its request's body is the connection's last; the rest of the body
-    may take as long as a head. `dialect` shapes errors of requests whose path is not known yet;
+    may take as long as a head. `errors` shapes errors of requests whose path is not known yet;
     `lost` is set when the connection ends.
 
     A client loses its connection, with the unread data, when it takes nothing for `stall_s` of what
@@ -114,14 +140,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(
         self,
         *args: Any,
-        dialect: Dialect,
+        errors: ErrorFormat,
         stall_s: float,
         held: HeldAnswers,
         writes: BatchedWrites,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self._dialect = dialect
+        self._errors = errors
         self._stall_s = stall_s
         self._held = held
         self._writes = writes
@@ -348,7 +374,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         error = HttpError(status, message, headers={"connection": "close"})
-        response = error_response(self._dialect, error)
+        response = error_response(self._errors, error)
         head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()]
         head += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join([*head, b"", bytes(response.body)]))

@@ -29,7 +29,7 @@ from typing import Any
 
 import uvicorn
 
-from pdserve.gateway.http.api import Dialect
+from pdserve.gateway.http.api import ErrorFormat
 from pdserve.gateway.http.responses import MAX_HELD_BYTES, HeldAnswers
 from pdserve.gateway.http.serving.protocol import BatchedWrites, BoundedProtocol
 from pdserve.services.common.fairness import FairShare
@@ -309,7 +309,7 @@ HANDSHAKE_S = 15.0  # of TLS
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handling, which belongs to the process, and without its listener.
 
-    `dialect` shapes the errors of what is not a request; `stall_s` is how long a client may take
+    `errors` shapes the errors of what is not a request; `stall_s` is how long a client may take
     nothing of its answer; `max_answers_bytes` bounds the bytes that no client has taken yet. With
     the paths of a certificate and its key, both PEM, it serves TLS, except on Unix sockets.
     `counts` are the HttpListener's.
@@ -318,7 +318,7 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self,
         app: object,
-        dialect: Dialect,
+        errors: ErrorFormat,
         stall_s: float,
         certificate: str = "",
         key: str = "",
@@ -333,7 +333,7 @@ class HttpServer(uvicorn.Server):
                 app,  # type: ignore[arg-type]
                 http=functools.partial(  # type: ignore[arg-type]
                     BoundedProtocol,
-                    dialect=dialect,
+                    errors=errors,
                     stall_s=stall_s,
                     held=HeldAnswers(max_answers_bytes),
                     writes=BatchedWrites(),

@@ -16,7 +16,7 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import HeldLogprobs
 from pdserve.gateway.http import (
     BodyReader,
-    ErrorShape,
+    ErrorFormat,
     EventStream,
     HttpError,
     HttpLimits,
@@ -288,7 +288,7 @@ MAX_PAGE = 100
 
 def add_response_routes(
     app: FastAPI,
-    errors: ErrorShape,
+    errors: ErrorFormat,
     service: Service,
     bodies: BodyReader,
     limits: HttpLimits,

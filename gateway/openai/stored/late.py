@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http import DOCUMENT, BodyReader, Dialect, HttpLimits
+from pdserve.gateway.http import DOCUMENT, BodyReader, HttpApi, HttpLimits
 from pdserve.gateway.metrics import RequestUsage
 from pdserve.gateway.openai.api import STORED
 from pdserve.gateway.settings import GatewaySettings
@@ -112,13 +112,13 @@ class LateParts:
     def add_routes(
         self,
         app: FastAPI,
-        dialect: Dialect,
+        api: HttpApi,
         limits: HttpLimits,
         bodies: BodyReader,
         count: Callable[[Caller], Awaitable[None]],
     ) -> None:
         self._add_routes.append(
-            lambda parts: parts.routes.add_routes(app, dialect, limits, bodies, count)
+            lambda parts: parts.routes.add_routes(app, api, limits, bodies, count)
         )
         app.add_middleware(_WaitForParts, late=self)
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.batches import Batches, BatchRunner, FileLimits, Files, LineResponse, LineSlots
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http import BodyReader, Dialect, HttpLimits, caller_of
+from pdserve.gateway.http import BodyReader, HttpApi, HttpLimits, caller_of
 from pdserve.gateway.metrics.usage_log import UsageLog
 from pdserve.gateway.openai.stored.routes import add_batch_routes, add_file_routes, add_usage_routes
 from pdserve.gateway.settings import GatewaySettings
@@ -47,7 +47,7 @@ class StoredRoutes:
     def add_routes(
         self,
         app: FastAPI,
-        dialect: Dialect,
+        api: HttpApi,
         limits: HttpLimits,
         bodies: BodyReader,
         count: Callable[[Caller], Awaitable[None]],
@@ -58,9 +58,9 @@ class StoredRoutes:
             await count(caller_of(request))
 
         routes = APIRouter(dependencies=[Depends(counted)])
-        add_file_routes(routes, dialect, self.files, limits)
-        add_batch_routes(routes, dialect, self.batches, bodies, self.wake)
-        add_usage_routes(routes, dialect, self.usage)
+        add_file_routes(routes, api, self.files, limits)
+        add_batch_routes(routes, api, self.batches, bodies, self.wake)
+        add_usage_routes(routes, api, self.usage)
         app.router.routes.extend(routes.routes)  # an included router is hidden from the document
 
 

@@ -30,9 +30,9 @@ from pdserve.gateway.batches import (
 from pdserve.gateway.http import (
     FILE,
     BodyReader,
-    Dialect,
-    ErrorShape,
+    ErrorFormat,
     FileForm,
+    HttpApi,
     HttpError,
     HttpLimits,
     JsonPieces,
@@ -101,10 +101,10 @@ def list_reply(
     return Response(to_json(result), media_type="application/json")
 
 
-def not_found(dialect: Dialect, kind: str, object_id: str) -> Response:
+def not_found(api: HttpApi, kind: str, object_id: str) -> Response:
     """Return the error for an id that does not exist, or is another key's."""
     error = HttpError(404, f"no such {kind}: {quoted(object_id)}", "not_found", param="id")
-    return error_response(dialect, error)
+    return error_response(api, error)
 
 
 PURPOSE = "batch"
@@ -119,7 +119,7 @@ class _Bytes(Response):
     media_type = "application/octet-stream"  # no browser runs it, whatever its content
 
 
-def add_file_routes(app: APIRouter, dialect: Dialect, files: Files, limits: HttpLimits) -> None:
+def add_file_routes(app: APIRouter, api: HttpApi, files: Files, limits: HttpLimits) -> None:
     uploads, downloads = FairShare(MAX_UPLOADS), FairShare(MAX_DOWNLOADS)
 
     @app.post("/v1/files", **described(form=FileUpload, answer=FileObject))
@@ -144,7 +144,7 @@ def add_file_routes(app: APIRouter, dialect: Dialect, files: Files, limits: Http
         """Get the properties of a file."""
         file = await files.find(_tenant(request), file_id)
         if file is None:
-            return not_found(dialect, "file", file_id)
+            return not_found(api, "file", file_id)
         return JSONResponse(_file_object(file))
 
     @app.get("/v1/files/{file_id}/content", response_class=_Bytes)
@@ -152,7 +152,7 @@ def add_file_routes(app: APIRouter, dialect: Dialect, files: Files, limits: Http
         """Download a file."""
         file = await files.find(_tenant(request), file_id)
         if file is None:
-            return not_found(dialect, "file", file_id)
+            return not_found(api, "file", file_id)
         caller = caller_of(request)
         caller.at_end.enter_context(downloads.holding(caller.tenant.id, 1, "downloads"))
         pieces = files.pieces(file.id)
@@ -162,7 +162,7 @@ def add_file_routes(app: APIRouter, dialect: Dialect, files: Files, limits: Http
     async def delete(request: Request, file_id: str) -> Response:
         """Delete a file."""
         if not await files.delete(_tenant(request), file_id):
-            return not_found(dialect, "file", file_id)
+            return not_found(api, "file", file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
@@ -243,7 +243,7 @@ class BatchBody(Body):
 
 
 def add_batch_routes(
-    app: APIRouter, dialect: Dialect, batches: Batches, bodies: BodyReader, wake: Callable[[], None]
+    app: APIRouter, api: HttpApi, batches: Batches, bodies: BodyReader, wake: Callable[[], None]
 ) -> None:
     """Add the routes; `wake` is called when there is work for the runner."""
 
@@ -277,7 +277,7 @@ def add_batch_routes(
         """Get a batch and its progress."""
         batch = await batches.find(_tenant(request), batch_id)
         if batch is None:
-            return not_found(dialect, "batch", batch_id)
+            return not_found(api, "batch", batch_id)
         return JSONResponse(_batch_object(batch))
 
     @app.post("/v1/batches/{batch_id}/cancel", **described(answer=BatchObject))
@@ -285,7 +285,7 @@ def add_batch_routes(
         """Cancel a batch: no further request of it is started."""
         batch = await batches.cancel(_tenant(request), batch_id)
         if batch is None:
-            return not_found(dialect, "batch", batch_id)
+            return not_found(api, "batch", batch_id)
         wake()
         return JSONResponse(_batch_object(batch))
 
@@ -334,7 +334,7 @@ MAX_RESULTS = 10_000  # of a page
 MAX_TIME = 1 << 40
 
 
-def add_usage_routes(app: APIRouter, errors: ErrorShape, usage: UsageLog) -> None:
+def add_usage_routes(app: APIRouter, errors: ErrorFormat, usage: UsageLog) -> None:
     @app.get("/v1/usage", **described(answer=UsagePage, query=UsageReportQuery))
     async def report(request: Request) -> Response:
         """Report the usage of this key by hour or day."""

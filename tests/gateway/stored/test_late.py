@@ -13,7 +13,7 @@ from systems.stored_gateway import BOUNDS, CHAT
 
 from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness
 from pdserve.gateway.http import BodyReader, create_app, create_routes
-from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.openai.stored import LateParts
 from pdserve.services.common.tenants import ApiKeys
 
@@ -27,10 +27,10 @@ def made(folder):
     keys, limits, router = ApiKeys(()), AdmissionLimits(64, 32), FakeRouter(saying("hello"))
     late = LateParts(settings, keys, limits)
     service = scripted_service(router, limits, count_usage=late.count)
-    dialect = OpenAiDialect(service, BOUNDS, BodyReader(BOUNDS), late, late)
+    api = OpenAiApi(service, BOUNDS, BodyReader(BOUNDS), late, late)
     readiness = Readiness(router, service.catalog)
-    routes = create_routes([dialect], service, readiness)
-    return late, routes, create_app([dialect], service, readiness, keys, routes=routes)
+    routes = create_routes([api], service, readiness)
+    return late, routes, create_app([api], service, readiness, keys, routes=routes)
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/responses/resp_x"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.metrics import Siblings, gateway_processes
+from pdserve.gateway.metrics import GatewayProcesses, gateway_processes
 
 pytestmark = pytest.mark.anyio
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 async def test_live_processes_answer(tmp_path: Path, anyio_backend: str) -> None:
     folder = tmp_path / ("long " * 30)  # longer than a socket path may be
     folder.mkdir()
-    every = [Siblings(folder, index, 4) for index in range(3)]  # the fourth has not started
+    every = [GatewayProcesses(folder, index, 4) for index in range(3)]  # the fourth has not started
     for index, one in enumerate(every):
         name = str(index).encode()
         one.answer(
@@ -29,7 +29,7 @@ async def test_live_processes_answer(tmp_path: Path, anyio_backend: str) -> None
     assert await every[0].ask("nothing", b"") == []
     await every[1].close()
     assert await every[0].ask("echo", b"", "x") == [b"2  x"]
-    again = Siblings(folder, 1, 4)
+    again = GatewayProcesses(folder, 1, 4)
     again.answer("echo", lambda tenant, word: b"again")
     await again.start()
     assert sorted(await every[0].ask("echo", b"", "x")) == [b"2  x", b"again"]
@@ -41,7 +41,7 @@ async def test_a_partial_answer_is_ignored_and_a_late_one_is_not_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
 ) -> None:
     monkeypatch.setattr(gateway_processes, "ANSWER_S", 0.1)
-    asking = Siblings(tmp_path, 0, 3)
+    asking = GatewayProcesses(tmp_path, 0, 3)
 
     async def dies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b'{"hal')
@@ -65,7 +65,7 @@ async def test_a_partial_answer_is_ignored_and_a_late_one_is_not_awaited(
 async def test_a_partial_question_is_ignored(tmp_path: Path, anyio_backend: str) -> None:
     failed: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-    one = Siblings(tmp_path)
+    one = GatewayProcesses(tmp_path)
     await one.start()
     for question in (b"", b'["tra'):
         reader, writer = await asyncio.open_unix_connection(tmp_path / "gateway-0.sock")
@@ -79,7 +79,7 @@ async def test_a_partial_question_is_ignored(tmp_path: Path, anyio_backend: str)
 
 
 async def test_a_single_process_queries_no_other(anyio_backend: str) -> None:
-    alone = Siblings()
+    alone = GatewayProcesses()
     await alone.start()
     assert await alone.ask("trace", b"") == []
     await alone.close()
