@@ -48,9 +48,7 @@ from pdserve.text.processes import LoadedText, TextPool, bind, prepared
 MAX_TOTAL_CHOICES = 512
 
 
-NextTurn = Callable[
-    [PreparedCompletion, ChatCompletionRequest, int], Awaitable[PreparedCompletion]
-]
+NextTurn = Callable[[PreparedCompletion, ChatCompletionRequest, int], Awaitable[PreparedCompletion]]
 
 
 class ServerTools(Protocol):

@@ -26,6 +26,7 @@ from pdserve.gateway.http import (
     AnswerModel,
     BodyReader,
     EventStream,
+    HttpApi,
     HttpError,
     HttpLimits,
     Reply,
@@ -344,7 +345,7 @@ _TYPES = {
 PING = framed({"type": "ping"})
 
 
-class AnthropicApi:
+class AnthropicApi(HttpApi):
     """/v1/messages and /v1/messages/count_tokens, for any `anthropic-version`."""
 
     paths: tuple[str, ...] = ("/v1/messages",)

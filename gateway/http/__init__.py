@@ -19,7 +19,7 @@ from pdserve.gateway.http.api import (
     object_json,
     sent_event,
 )
-from pdserve.gateway.http.app import create_app, create_routes
+from pdserve.gateway.http.app import create_app, create_routes, post
 from pdserve.gateway.http.body import (
     FILE,
     MAX_VALUES,

@@ -1,7 +1,7 @@
 """The contract between the HTTP shell and the APIs that it carries: formats, errors, bounds, and JSON
 that is made piece by piece, so that a long response does not block the loop or use memory twice.
 
-An ApiFormat is one HTTP API, e.g. OpenAI's. It owns its routes, its request and response objects,
+An HttpApi is one HTTP API, e.g. OpenAI's. It owns its routes, its request and response objects,
 the framing of its streams and the shape of its errors. The shell owns status codes and headers.
 """
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class JsonPieces(list[bytes | bytearray]):
-    """The text of one value: all pieces, in order."""
+    """The JSON text of one value, as pieces in order."""
 
     @property
     def num_bytes(self) -> int:
@@ -50,7 +50,7 @@ class JsonPieces(list[bytes | bytearray]):
 
 
 class JsonList:
-    """The text of a growing list."""
+    """The JSON text of a growing list."""
 
     def __init__(self) -> None:
         self._items = bytearray()
@@ -98,19 +98,19 @@ def array_json(texts: Iterable[JsonPieces]) -> JsonPieces:
 
 
 RETRY_STATUS = (429, 503)
-REQUEST_ID = "x-request-id"  # a header of every answer
+REQUEST_ID = "x-request-id"  # a header of every response
 
 Event = bytes | JsonPieces
-"""A server-sent event. One in pieces is long, and they grow no more: it is sent part by part."""
+"""A framed server-sent event. A long one is in pieces that no longer grow, and is sent in parts."""
 
 
 def json_event(head: bytes, text: JsonPieces) -> Event:
-    """Return the event whose data are a JSON text."""
+    """Return an event of `head` and the JSON text of its data."""
     return sent_event(JsonPieces((head, *text, b"\n\n")))
 
 
 def sent_event(pieces: JsonPieces) -> Event:
-    """Return an event that is framed already."""
+    """Return a framed event, in one piece unless it is long."""
     return pieces if pieces.num_bytes > PIECE_BYTES else pieces.text()
 
 
@@ -146,7 +146,7 @@ class HttpError:
     code: str = ""
     param: str = ""  # the wrong field of the request, if any
     headers: dict[str, str] = field(default_factory=dict)
-    request_id: str = ""  # as the answer's header names the request
+    request_id: str = ""  # as in the response's header
 
     @classmethod
     def of(cls, error: Exception) -> "HttpError":
@@ -175,11 +175,11 @@ class ErrorFormat(Protocol):
     """HTTP statuses that the API returns in place of others."""
 
     def error_object(self, error: HttpError) -> dict[str, Any]:
-        """The JSON body of an error response."""
+        """Return the JSON body of an error response."""
         ...
 
     def error_event(self, error: HttpError) -> Event:
-        """The framed last event of a stream that an error ends."""
+        """Return the framed last event of a stream that an error ends."""
         ...
 
 
@@ -197,7 +197,7 @@ class HttpApi(ErrorFormat, Protocol):
     """The header in which its clients look for a request's id; every response has REQUEST_ID too."""
 
     error_model: type[BaseModel]
-    """What `error_object` returns, for the description of the API."""
+    """The type of `error_object`, for the description of the API."""
 
     def add_routes(self, app: FastAPI) -> None:
         """Mount the API's routes, described as in http/docs.py."""

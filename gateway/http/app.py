@@ -7,20 +7,24 @@ import asyncio
 import logging
 import platform
 import re
+import uuid
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from importlib import metadata
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.api import REQUEST_ID, HttpApi, HttpError, api_of, error_response
 from pdserve.gateway.http.docs import FOLDER, AnswerModel, add_docs, described
 from pdserve.gateway.http.guard import Guard, caller_of
@@ -31,7 +35,7 @@ from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.common.errors import ServiceError, quoted
 from pdserve.services.common.fairness import FairSemaphore
-from pdserve.services.common.tenants import ApiKeys
+from pdserve.services.common.tenants import ApiKeys, Tenant
 
 log = logging.getLogger("pdserve.gateway.http")
 SCRAPE_PAUSE_S = 0.1  # between two metrics pages, each of which takes milliseconds to make
@@ -343,3 +347,60 @@ def _add_errors(app: FastAPI, apis: Sequence[HttpApi]) -> None:
             not_allowed = HttpError(405, message, "method_not_allowed", headers=headers)
             return respond(request, not_allowed)
         return respond(request, HttpError(status, str(error.detail), headers=headers))
+
+
+class InnerReply(NamedTuple):
+    """A whole response."""
+
+    request_id: str
+    status: int
+    headers: Headers
+    body: bytes
+
+
+async def post(app: ASGIApp, path: str, body: bytes, tenant: Tenant, session: str) -> InnerReply:
+    """Call the application from within, and return its response to a JSON body.
+
+    `app` has the routes without the Guard, so the caller provides the tenant. Routes, bodies,
+    bounds and errors are those of a client's request; the request runs in the background (Caller).
+    """
+    request_id = uuid.uuid4().hex
+    pending = [body]
+    start: Message = {}
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        await asyncio.Event().wait()  # this client never leaves; the waiter is cancelled
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            start.update(message)
+        else:
+            parts.append(message.get("body", b""))
+
+    with ExitStack() as at_end, suppress(Exception):  # the application has answered and logged it
+        caller = Caller(request_id, tenant=tenant, at_end=at_end, session=session, background=True)
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+            ],
+            "client": None,
+            "server": None,
+            "state": {"caller": caller},
+        }
+        await app(scope, receive, send)
+    headers = Headers(raw=start.get("headers", []))
+    return InnerReply(request_id, start.get("status", 500), headers, b"".join(parts))

@@ -9,7 +9,6 @@ browser may load nothing from elsewhere.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.metadata import version
 from importlib.resources import files
@@ -25,7 +24,7 @@ from pdserve.gateway.http.api import HttpApi, api_of
 from pdserve.services.common.errors import HTTP_STATUS
 
 _REF = "#/components/schemas/{model}"
-_DESCRIPTION = "x-pdserve-description"  # a Description, until the document is made
+_DESCRIPTION = "x-pdserve-description"  # a function that makes the operation
 _MODELS = "x-pdserve-models"  # the schemas that a description refers to, until it is complete
 CLIENT_LEFT = 499  # no client is left to read it
 SHELL_ERRORS = (401, 403, 404, 405)
@@ -77,49 +76,6 @@ class AnswerModel(BaseModel):
     model_config = ConfigDict(defer_build=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """The request and response types of a route; making schemas takes long, so `document` does."""
-
-    bodies: tuple[Model, ...]
-    answer: Model
-    event: Model | None
-    end: str
-    stream: str
-    form: Model | None
-    query: Model | None
-
-    def operation(self) -> dict[str, Any]:
-        """Return this description as part of an OpenAPI operation."""
-        models: dict[str, Any] = {}
-        content: dict[str, Any] = {"application/json": {"schema": _ref(self.answer, models)}}
-        if self.stream == LINES and self.event is not None:
-            content[LINES] = {"schema": _ref(self.event, models)}
-        elif self.event is not None:
-            data = f"With `stream: true` the data of each event is a {self.event.__name__}"
-            text = f"{data}, or an error" + (f"; at the end {self.end}." if self.end else ".")
-            content["text/event-stream"] = {
-                "schema": {**_EVENT, "description": text},
-                "x-event-schema": _ref(self.event, models),
-            }
-        operation: dict[str, Any] = {"responses": {"200": {"content": content}}, _MODELS: models}
-        if self.bodies:
-            refs = [_ref(body, models) for body in self.bodies]
-            schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
-            body = {"application/json": {"schema": schema}}
-            operation["requestBody"] = {"required": True, "content": body}
-        if self.form is not None:
-            body = {"multipart/form-data": {"schema": _ref(self.form, models)}}
-            operation["requestBody"] = {"required": True, "content": body}
-        if self.query is not None:
-            fields = self.query.model_json_schema()["properties"]
-            operation["parameters"] = [
-                {"name": name, "in": "query", "required": False, "schema": field}
-                for name, field in fields.items()
-            ]
-        return operation
-
-
 def described(
     *bodies: Model,
     answer: Model,
@@ -129,22 +85,53 @@ def described(
     form: Model | None = None,
     query: Model | None = None,
 ) -> dict[str, Any]:
-    """Return further arguments of a route: the body it takes (one of several, or none) and its
-    answer. With `event` it can also stream events, after which `end` is the data of the last;
-    `stream`: LINES if they are not server-sent events. `form` has the fields of a form body,
-    `query` optional parameters of the URL."""
-    description = Description(bodies, answer, event, end, stream, form, query)
-    return {"openapi_extra": {_DESCRIPTION: description}}
+    """Return further arguments of a route that describe it: `bodies` are the types of its body (one
+    of several, or none), `answer` is the type of its response.
+
+    With `event` the response may be a stream of such events, and `end` is the data of its last one;
+    `stream` is LINES if they are not server-sent events. `form` has the fields of a form body,
+    `query` the optional parameters of the URL.
+    """
+
+    def operation() -> dict[str, Any]:
+        models: dict[str, Any] = {}
+        content: dict[str, Any] = {"application/json": {"schema": _ref(answer, models)}}
+        if stream == LINES and event is not None:
+            content[LINES] = {"schema": _ref(event, models)}
+        elif event is not None:
+            data = f"With `stream: true` the data of each event is a {event.__name__}"
+            text = f"{data}, or an error" + (f"; at the end {end}." if end else ".")
+            content["text/event-stream"] = {
+                "schema": {**_EVENT, "description": text},
+                "x-event-schema": _ref(event, models),
+            }
+        operation: dict[str, Any] = {"responses": {"200": {"content": content}}, _MODELS: models}
+        if bodies:
+            refs = [_ref(body, models) for body in bodies]
+            schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
+            body = {"application/json": {"schema": schema}}
+            operation["requestBody"] = {"required": True, "content": body}
+        if form is not None:
+            body = {"multipart/form-data": {"schema": _ref(form, models)}}
+            operation["requestBody"] = {"required": True, "content": body}
+        if query is not None:
+            fields = query.model_json_schema()["properties"]
+            operation["parameters"] = [
+                {"name": name, "in": "query", "required": False, "schema": field}
+                for name, field in fields.items()
+            ]
+        return operation
+
+    # Schemas take long to make: `document` makes them.
+    return {"openapi_extra": {_DESCRIPTION: operation}}
 
 
-def document(
-    app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool
-) -> dict[str, Any]:
+def document(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document, in a tenth of a second. `keys`: clients need a key."""
     for route in app.routes:
         extra = getattr(route, "openapi_extra", None) or {}
         if isinstance(route, APIRoute) and _DESCRIPTION in extra:
-            route.openapi_extra = extra[_DESCRIPTION].operation()
+            route.openapi_extra = extra[_DESCRIPTION]()
     page: dict[str, Any] = get_openapi(
         title="pdserve",
         version=version("pdserve"),

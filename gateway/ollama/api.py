@@ -2,9 +2,7 @@
 describe its responses. Times are in nanoseconds.
 """
 
-from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -13,10 +11,10 @@ from starlette.responses import JSONResponse
 
 from pdserve.gateway.http import (
     LINES,
-    REQUEST_ID,
     AnswerModel,
     BodyReader,
     EventStream,
+    HttpApi,
     HttpError,
     HttpLimits,
     Reply,
@@ -165,7 +163,7 @@ class OllamaVector(AnswerModel):
 API_VERSION = "0.12.11"  # the emulated version of Ollama; editors refuse versions before 0.6.4
 
 
-class OllamaApi:
+class OllamaApi(HttpApi):
     """/api/chat, /api/generate, /api/embed, /api/embeddings, /api/tags, /api/ps, /api/show and
     /api/version."""
 
@@ -175,8 +173,6 @@ class OllamaApi:
         for route in ("blobs", "copy", "create", "delete", "pull", "push", "me", "web_search",
                       "web_fetch")
     )  # fmt: skip
-    statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
-    request_id_header: str = REQUEST_ID
     error_model: type[BaseModel] = OllamaError
 
     def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:

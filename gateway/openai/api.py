@@ -1,26 +1,22 @@
 """OpenAI's API on the HTTP shell: its routes, its server-sent events and its errors."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http import (
-    REQUEST_ID,
     BodyReader,
     DirectWrite,
     Event,
     EventStream,
     HttpApi,
-    HttpError,
     HttpLimits,
     JsonPieces,
     Reply,
@@ -31,7 +27,7 @@ from pdserve.gateway.http import (
 from pdserve.gateway.openai.chat import ChatReply, chat_batch
 from pdserve.gateway.openai.completions import CompletionReply
 from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
-from pdserve.gateway.openai.objects import error_object
+from pdserve.gateway.openai.objects import OpenAiErrors, data_event
 from pdserve.gateway.openai.request_models import (
     B,
     ChatBatchBody,
@@ -90,13 +86,12 @@ class MoreRoutes(Protocol):
     ) -> None: ...
 
 
-class OpenAiApi:
+class OpenAiApi(OpenAiErrors, HttpApi):
     """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings and /v1/models, also
     without /v1; the further routes of vLLM and llama.cpp; and with a database /v1/files,
     /v1/batches and /v1/usage."""
 
     paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize", *SHORT)
-    statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
     not_offered: tuple[str, ...] = (
         "POST /v1/responses/compact",
         "DELETE /v1/models/",
@@ -111,7 +106,6 @@ class OpenAiApi:
         ),
     )  # fmt: skip
 
-    request_id_header: str = REQUEST_ID
     error_model: type[BaseModel] = ErrorObject
 
     def __init__(
@@ -128,12 +122,6 @@ class OpenAiApi:
         self._limits = limits
         self._bodies = bodies
         self._stored = stored
-
-    def error_object(self, error: HttpError) -> dict[str, Any]:
-        return error_object(error)
-
-    def error_event(self, error: HttpError) -> bytes:
-        return _event(error_object(error))
 
     def add_routes(self, app: FastAPI) -> None:
         service = self._service
@@ -244,14 +232,11 @@ def _add_refusals(app: FastAPI) -> None:
             )
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    """Return a server-sent event of an object."""
-    return b"data: %b\n\n" % to_json(value)
-
-
 async def _events(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[Event, None]:
     """Yield each chunk as an event, then [DONE]."""
     async with aclosing(chunks) as items:
         async for chunk in items:
-            yield json_event(b"data: ", chunk) if isinstance(chunk, JsonPieces) else _event(chunk)
+            yield (
+                json_event(b"data: ", chunk) if isinstance(chunk, JsonPieces) else data_event(chunk)
+            )
     yield DONE

@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic_core import to_json
+from starlette.requests import Request
 
 from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken, scored
 from pdserve.gateway.http import (
     AT_ONCE,
     DirectWrite,
+    ErrorFormat,
+    Event,
     HttpError,
     JsonList,
     JsonPieces,
@@ -42,20 +45,60 @@ def error_message(error: HttpError) -> str:
     return f"{error.message} ({CONTEXT_CODE})"
 
 
-def error_object(error: HttpError) -> dict[str, Any]:
-    """Return the body of an error response, and the last event of a stream that fails."""
-    if error.status == 429:
-        kind = "rate_limit_error"
-    else:
-        kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {
-        "error": {
-            "message": error_message(error),
-            "type": kind,
-            "param": error.param or None,
-            "code": _ERROR_CODES.get(error.code, error.code or None),
+class OpenAiErrors(ErrorFormat):
+    """The error format of OpenAI's API."""
+
+    def error_object(self, error: HttpError) -> dict[str, Any]:
+        if error.status == 429:
+            kind = "rate_limit_error"
+        else:
+            kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": error_message(error),
+                "type": kind,
+                "param": error.param or None,
+                "code": _ERROR_CODES.get(error.code, error.code or None),
+            }
         }
+
+    def error_event(self, error: HttpError) -> Event:
+        return data_event(self.error_object(error))
+
+
+def data_event(value: dict[str, Any]) -> bytes:
+    """Return a server-sent event whose data are an object."""
+    return b"data: %b\n\n" % to_json(value)
+
+
+def list_page(data: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """Return a page of objects that have ids."""
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": has_more,
     }
+
+
+def page_query(request: Request, default_limit: int, max_limit: int) -> tuple[str, int, bool]:
+    """Return the parameters of the URL that select a page of a list: the id after which it begins
+    (or empty), its length, and whether the newest is first. Raises ServiceError that names a wrong
+    one."""
+    query = request.query_params
+    limit = whole_number(query.get("limit", str(default_limit)), "limit", 1, max_limit)
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise refuse("order", "order must be 'asc' or 'desc'")
+    return query.get("after", ""), limit, order == "desc"
+
+
+def whole_number(text: str, name: str, low: int, high: int) -> int:
+    """Parse a whole number. Raises ServiceError that names the parameter."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 16 and low <= int(text) <= high):
+        raise refuse(name, f"{name} must be a whole number from {low} to {high}")
+    return int(text)
 
 
 MAX_DIRECT_CHARS = 1024

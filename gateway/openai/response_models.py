@@ -40,24 +40,25 @@ class UsageDetails(AnswerModel):
     inexact: bool
 
 
-class UsageObject(AnswerModel):
+class PromptUsage(AnswerModel):
     prompt_tokens: int
-    completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
-    pdserve: UsageDetails
 
 
-class ChunkUsage(AnswerModel):
+class ChunkUsage(PromptUsage):
     """The usage in a chunk of a stream: the counts so far, and at the end all counts."""
 
-    prompt_tokens: int
     completion_tokens: int
-    total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | None = None
     pdserve: UsageDetails | None = None
+
+
+class UsageObject(PromptUsage):
+    completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+    pdserve: UsageDetails
 
 
 class AnswerLogprob(AnswerModel):
@@ -239,11 +240,6 @@ class EmbeddingObject(AnswerModel):
     embedding: list[float] | str
 
 
-class PromptUsage(AnswerModel):
-    prompt_tokens: int
-    total_tokens: int
-
-
 class EmbeddingList(AnswerModel):
     """The answer of /v1/embeddings."""
 
@@ -381,50 +377,45 @@ class SummaryText(AnswerModel):
     text: str
 
 
-class ResponseMessage(AnswerModel):
+class ResponseItem(AnswerModel):
     id: str
+    status: Status
+
+
+class ResponseMessage(ResponseItem):
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
-    status: Status
     content: list[InputText | OutputText]
 
 
-class ResponseReasoning(AnswerModel):
-    id: str
+class ResponseReasoning(ResponseItem):
     type: Literal["reasoning"]
     summary: list[SummaryText]
-    status: Status
     content: list[ReasoningText]
 
 
-class ResponseCall(AnswerModel):
+class ResponseCall(ResponseItem):
     """A call of a function of the client's; `arguments` is a JSON text."""
 
-    id: str
     type: Literal["function_call"]
-    status: Status
     call_id: str
     name: str
     namespace: str | None = None
     arguments: str
 
 
-class ResponseCustomCall(AnswerModel):
+class ResponseCustomCall(ResponseItem):
     """A call of a custom tool of the client's."""
 
-    id: str
     type: Literal["custom_tool_call"]
-    status: Status
     call_id: str
     name: str
     namespace: str | None = None
     input: str
 
 
-class ResponseCallOutput(AnswerModel):
-    id: str
+class ResponseCallOutput(ResponseItem):
     type: Literal["function_call_output", "custom_tool_call_output"]
-    status: Status
     call_id: str
     output: str | list[InputText]
 
@@ -555,14 +546,17 @@ class ResponseEvent(AnswerModel):
     input: str | None = None
 
 
-class InputItemList(AnswerModel):
-    """Input items, the newest first unless `order` is `asc`."""
-
+class ListPage(AnswerModel):
     object: Literal["list"]
-    data: list[OutputItem | ResponseCallOutput | OtherItem]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class InputItemList(ListPage):
+    """Input items, the newest first unless `order` is `asc`."""
+
+    data: list[OutputItem | ResponseCallOutput | OtherItem]
 
 
 class ResponseDeleted(AnswerModel):
@@ -574,12 +568,6 @@ class ResponseDeleted(AnswerModel):
 class InputTokens(AnswerModel):
     object: Literal["response.input_tokens"]
     input_tokens: int
-
-
-class InputItemsQuery(AnswerModel):
-    after: str = ""
-    limit: int = Field(20, ge=1, le=100)
-    order: Literal["asc", "desc"] = "desc"
 
 
 class FileUpload(AnswerModel):
@@ -601,12 +589,8 @@ class FileObject(AnswerModel):
     status_details: None
 
 
-class FileList(AnswerModel):
-    object: Literal["list"]
+class FileList(ListPage):
     data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class FileDeleted(AnswerModel):
@@ -649,12 +633,8 @@ class BatchObject(AnswerModel):
     metadata: dict[str, str] | None
 
 
-class BatchList(AnswerModel):
-    object: Literal["list"]
+class BatchList(ListPage):
     data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class UsageSum(AnswerModel):
@@ -684,16 +664,14 @@ class UsagePage(AnswerModel):
     next_page: str | None
 
 
-class BatchesQuery(AnswerModel):
+class PageQuery(AnswerModel):
     after: str = ""
     limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"
 
 
-class FilesQuery(AnswerModel):
-    after: str = ""
+class FilesQuery(PageQuery):
     limit: int = Field(10_000, ge=1, le=10_000)
-    order: Literal["asc", "desc"] = "desc"
     purpose: str = ""
 
 

@@ -3,28 +3,24 @@ routes, also below /v1 and with Cohere's response below /v2; errors are OpenAI's
 """
 
 import time
-from collections.abc import Awaitable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
-from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http import (
     NON_GENERATION_FIELDS,
-    REQUEST_ID,
     AnswerModel,
     BodyReader,
-    HttpError,
+    HttpApi,
     ModelName,
     Reply,
     caller_of,
     described,
 )
-from pdserve.gateway.openai import ErrorObject, PromptUsage, error_object
+from pdserve.gateway.openai import ErrorObject, OpenAiErrors, PromptUsage
 from pdserve.gateway.openai.request_models import OwnedBody, parse
 from pdserve.gateway.rerank.scores import Scored, ScoreRequest, score
 from pdserve.gateway.sampling import refuse
@@ -203,24 +199,15 @@ class ScoreList(AnswerModel):
     usage: PromptUsage
 
 
-class RerankApi:
+class RerankApi(OpenAiErrors, HttpApi):
     """API that scores documents for a query, sorted or in order."""
 
     paths: tuple[str, ...] = ("/v1/rerank", "/v2/rerank", "/v1/score", "/rerank", "/score")
-    not_offered: tuple[str, ...] = ()
-    statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
-    request_id_header: str = REQUEST_ID
     error_model: type[BaseModel] = ErrorObject
 
     def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._service = service
         self._bodies = bodies
-
-    def error_object(self, error: HttpError) -> dict[str, Any]:
-        return error_object(error)
-
-    def error_event(self, error: HttpError) -> bytes:
-        return b"data: " + to_json(error_object(error)) + b"\n\n"
 
     def add_routes(self, app: FastAPI) -> None:
         rerank_fields = described(RerankBody, answer=RerankAnswer)
@@ -231,23 +218,20 @@ class RerankApi:
         async def rerank_route(request: Request) -> Response:
             """Sort documents by how well they answer a query."""
             body = await self._bodies.read(request, partial(parse, RerankBody))
-            return self._reply(rerank(self._service, body, caller_of(request)))
+            return Reply(rerank(self._service, body, caller_of(request)), self)
 
         @app.post("/v2/rerank", **described(RerankBody, answer=CohereRerankAnswer))
         async def rerank_v2(request: Request) -> Response:
             """Sort documents by how well they answer a query, in the format of Cohere's API v2."""
             body = await self._bodies.read(request, partial(parse, RerankBody))
-            return self._reply(cohere_rerank(self._service, body, caller_of(request)))
+            return Reply(cohere_rerank(self._service, body, caller_of(request)), self)
 
         @app.post("/v1/score", **score_fields)
         @app.post("/score", **score_fields)
         async def score_route(request: Request) -> Response:
             """Score how well each text answers or resembles another."""
             body = await self._bodies.read(request, partial(parse, ScoreBody))
-            return self._reply(scores(self._service, body, caller_of(request)))
-
-    def _reply(self, work: Awaitable[dict[str, Any]]) -> Reply:
-        return Reply(work, self)
+            return Reply(scores(self._service, body, caller_of(request)), self)
 
 
 async def cohere_rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str, Any]:

@@ -14,10 +14,9 @@ import hashlib
 from collections.abc import Callable
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from pdserve.gateway.http import AnswerModel, caller_of, described
@@ -118,6 +117,7 @@ def _answer(request: Request, file: _Asset) -> Response:
     return Response(file.packed, media_type=file.kind, headers=headers)
 
 
+M = TypeVar("M", bound=AnswerModel)
 FRESH_S = 0.5  # maximum age of the fleet's view, so that many viewers cost no more than one
 
 
@@ -187,23 +187,21 @@ class FleetRequest(AnswerModel):
     finish: str
 
 
-class FleetState(AnswerModel):
-    """`counters` is null while no router responds; `error` is then the reason."""
+class RequestsShown(AnswerModel):
+    """Requests of one gateway process; other processes behind its port have their own."""
+
+    open: list[FleetRequest]
+    num_open: int
+    ended: list[FleetRequest]
+
+
+class FleetState(RequestsShown):
+    """The fleet, and the requests of all gateway processes. `counters` is null while no router
+    responds; `error` is then the reason."""
 
     workers: list[FleetWorker]
     counters: FleetCounters | None
     error: str
-    open: list[FleetRequest]
-    num_open: int
-    ended: list[FleetRequest]
-
-
-class RequestsShown(BaseModel):
-    """The requests of one gateway process; other processes behind its port have their own."""
-
-    open: list[FleetRequest]
-    num_open: int
-    ended: list[FleetRequest]
 
 
 def add_fleet(app: FastAPI, service: Service) -> None:
@@ -236,13 +234,7 @@ def add_fleet(app: FastAPI, service: Service) -> None:
             error = failed.message
         else:
             workers = [_fleet_worker(worker) for worker in view.workers]
-            counters = FleetCounters(
-                prefill_local=view.prefill_local,
-                prefill_remote=view.prefill_remote,
-                retries=view.retries,
-                moves=view.moves,
-                moves_failed=view.moves_failed,
-            )
+            counters = _read(FleetCounters, view)
         others = await service.processes.query("requests", tenant)
         all_shown = [requests_of_process(tenant), *map(RequestsShown.model_validate_json, others)]
         open_requests = sorted(
@@ -283,55 +275,39 @@ class _LatestView:
             return self._view
 
 
+def _read(kind: type[M], source: object, **fields: Any) -> M:
+    """Return a model with these fields, and the others from attributes of the same names."""
+    names = kind.model_fields.keys() - fields.keys()
+    return kind(**fields, **{name: getattr(source, name) for name in names})
+
+
 def _fleet_worker(view: WorkerView) -> FleetWorker:
     hello, load = view.hello, view.load
-    return FleetWorker(
+    blocks = {name: getattr(load, f"blocks_{name}") for name in FleetBlocks.model_fields}
+    return _read(
+        FleetWorker,
+        load,
         boot=hello.boot.hex(),
         role=Role.Name(hello.role).lower(),
         state=view.state,
         silent_s=view.silent_s,
         address=hello.address,
         model=hello.card.name,
-        running=load.running,
-        waiting=load.waiting,
-        waiting_tokens=load.waiting_tokens,
-        parked=load.parked,
-        blocks=FleetBlocks(
-            total=load.blocks_total,
-            free=load.blocks_free,
-            used=load.blocks_used,
-            cached=load.blocks_cached,
-            reserved=load.blocks_reserved,
-        ),
-        prefill_tokens_s=load.prefill_tokens_s,
-        prompt_tokens=load.prompt_tokens,
-        generation_tokens=load.generation_tokens,
-        preemptions=load.preemptions,
-        prefix_queries=load.prefix_queries,
-        prefix_hits=load.prefix_hits,
+        blocks=FleetBlocks(**blocks),
     )
 
 
 def _fleet_request(state: RequestSnapshot, now: float) -> FleetRequest:
     phases = state.phases
     arrived_s = now - state.arrived
-    return FleetRequest(
+    return _read(
+        FleetRequest,
+        state,
         id=state.request_id,
-        model=state.model,
-        phase=state.phase,
-        prefill_at=state.prefill_at,
-        decode_at=state.decode_at,
-        prompt_tokens=state.prompt_tokens,
-        cached_tokens=state.cached_tokens,
-        generated_tokens=state.generated_tokens,
         arrived_s=arrived_s,
-        prepared_s=state.prepared_s,
         queue_s=phases.queue_s,
         prefill_s=phases.prefill_s,
         transfer_s=phases.transfer_s,
         first_step_s=phases.first_token_s,
-        first_token_s=state.first_token_s,
-        elapsed_s=state.elapsed_s,
         ended_s=arrived_s - state.elapsed_s if state.phase == "ended" else None,
-        finish=state.finish,
     )

@@ -1,11 +1,9 @@
 """/v1/responses: one response, whole or in typed events, and the routes for new and stored ones."""
 
-import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -30,11 +28,17 @@ from pdserve.gateway.http import (
     sent_event,
 )
 from pdserve.gateway.http import Event as SentEvent
-from pdserve.gateway.openai.objects import CONTEXT_CODE, error_message, error_object
+from pdserve.gateway.openai.objects import (
+    CONTEXT_CODE,
+    OpenAiErrors,
+    error_message,
+    list_page,
+    page_query,
+)
 from pdserve.gateway.openai.response_models import (
     InputItemList,
-    InputItemsQuery,
     InputTokens,
+    PageQuery,
     ResponseDeleted,
     ResponseEvent,
     ResponseObject,
@@ -67,11 +71,9 @@ _PREFIXES = {
 Object = dict[str, Any]
 
 
-class ResponseReply:
+class ResponseReply(OpenAiErrors):
     """One response; make it after the body is checked, then take `whole` or `events`. It shapes the
     stream errors: an error after the first event is a failed response."""
-
-    statuses: Mapping[int, int] = MappingProxyType({})
 
     def __init__(
         self,
@@ -151,9 +153,6 @@ class ResponseReply:
             if self._keeps:
                 response = await self._keep(context, response)
             yield self._numbered({"type": f"response.{status}", "response": object_json(response)})
-
-    def error_object(self, error: HttpError) -> Object:
-        return error_object(error)
 
     def ping(self) -> bytes:
         """Return events that show that the response goes on: clients take no other events as a sign
@@ -356,7 +355,7 @@ def add_response_routes(
 
     @app.get(
         "/v1/responses/{name}/input_items",
-        **described(answer=InputItemList, query=InputItemsQuery),
+        **described(answer=InputItemList, query=PageQuery),
     )
     async def input_items(request: Request, name: str) -> Response:
         """List the input items of a stored response."""
@@ -370,33 +369,18 @@ def _json(text: str | bytes) -> Response:
 
 def _page_of(request: Request) -> Callable[[KeptResponse], dict[str, Any]]:
     """Return the maker of a page with `limit`, `order` and `after`. Raises ServiceError."""
-    query = request.query_params
-    limit, order, after = (
-        query.get("limit", str(PAGE)),
-        query.get("order", "desc"),
-        query.get("after"),
-    )
-    if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= MAX_PAGE:
-        raise refuse("limit", f"limit must be from 1 to {MAX_PAGE}")
-    if order not in ("asc", "desc"):
-        raise refuse("order", "order must be 'asc' or 'desc'")
+    after, limit, newest_first = page_query(request, PAGE, MAX_PAGE)
 
     def page(response: KeptResponse) -> dict[str, Any]:
         items = from_json(response.items)
-        if order == "desc":
+        if newest_first:
             items.reverse()
         ids = [item["id"] for item in items]
-        if after is not None and after not in ids:
+        if after and after not in ids:
             raise refuse("after", f"after: no item has the id {quoted(after)}")
         # Start after the last item with that id: a client may have used one twice.
-        start = 0 if after is None else len(ids) - ids[::-1].index(after)
-        data = items[start : start + int(limit)]
-        return {
-            "object": "list",
-            "data": data,
-            "first_id": data[0]["id"] if data else None,
-            "last_id": data[-1]["id"] if data else None,
-            "has_more": start + len(data) < len(items),
-        }
+        start = len(ids) - ids[::-1].index(after) if after else 0
+        data = items[start : start + limit]
+        return list_page(data, has_more=start + len(data) < len(items))
 
     return page

@@ -5,20 +5,17 @@ shutdown.
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.batches import Batches, BatchRunner, FileLimits, Files, LineResponse, LineSlots
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http import BodyReader, HttpApi, HttpLimits, caller_of
+from pdserve.gateway.http import BodyReader, HttpApi, HttpLimits, caller_of, post
 from pdserve.gateway.metrics.usage_log import UsageLog
 from pdserve.gateway.openai.stored.routes import add_batch_routes, add_file_routes, add_usage_routes
 from pdserve.gateway.settings import GatewaySettings
@@ -119,7 +116,7 @@ class StoredParts:
 
     async def run(self, app: ASGIApp) -> None:
         """Run batches, write usage and remove old data until cancelled; `app` answers lines
-        (`post_line`). Waits for a database that is away."""
+        (`post`). Waits for a database that is away."""
         while not self._db.is_file:
             try:
                 await self._db.start()
@@ -129,7 +126,7 @@ class StoredParts:
                 await asyncio.sleep(OPEN_AGAIN_S)
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._runner.run(partial(post_line, app)), name="batches")
+            group.create_task(self._runner.run(partial(_answer_line, app)), name="batches")
             group.create_task(self.usage.run(), name="usage")
             group.create_task(self._retention.run(), name="retention")
 
@@ -147,51 +144,10 @@ class StoredParts:
         await self._db.close()
 
 
-async def post_line(
+async def _answer_line(
     app: ASGIApp, path: str, body: bytes, tenant: Tenant, session: str
 ) -> LineResponse:
-    """Return the response of the application to the request in a line of a batch.
-
-    `app` has the routes without the Guard, so the caller provides the tenant. Routes, bodies,
-    bounds and errors are those of a client's request; the request runs in the background (Caller).
-    """
-    request_id = uuid.uuid4().hex
-    pending = [body]
-    start: Message = {}
-    parts: list[bytes] = []
-
-    async def receive() -> Message:
-        if pending:
-            return {"type": "http.request", "body": pending.pop(), "more_body": False}
-        await asyncio.Event().wait()  # this client never leaves; the waiter is cancelled
-        raise AssertionError
-
-    async def send(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            start.update(message)
-        else:
-            parts.append(message.get("body", b""))
-
-    with ExitStack() as at_end, suppress(Exception):  # the application has answered and logged it
-        caller = Caller(request_id, tenant=tenant, at_end=at_end, session=session, background=True)
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "headers": [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-            ],
-            "client": None,
-            "server": None,
-            "state": {"caller": caller},
-        }
-        await app(scope, receive, send)
-    retry_after = Headers(raw=start.get("headers", [])).get("retry-after", "0")
-    return LineResponse(request_id, start.get("status", 500), b"".join(parts), float(retry_after))
+    """Return the response of the application to the request in a line of a batch."""
+    reply = await post(app, path, body, tenant, session)
+    retry_after_s = float(reply.headers.get("retry-after", "0"))
+    return LineResponse(reply.request_id, reply.status, reply.body, retry_after_s)

@@ -46,9 +46,9 @@ from pdserve.gateway.http import (
     object_json,
 )
 from pdserve.gateway.metrics.usage_log import UsageLog, UsageQuery
+from pdserve.gateway.openai.objects import list_page, page_query, whole_number
 from pdserve.gateway.openai.request_models import Body, parse
 from pdserve.gateway.openai.response_models import (
-    BatchesQuery,
     BatchList,
     BatchObject,
     FileDeleted,
@@ -56,6 +56,7 @@ from pdserve.gateway.openai.response_models import (
     FileObject,
     FilesQuery,
     FileUpload,
+    PageQuery,
     UsagePage,
     UsageReportQuery,
 )
@@ -64,25 +65,6 @@ from pdserve.gateway.storage import check_text
 from pdserve.services.common.errors import ServiceError, quoted
 from pdserve.services.common.fairness import FairShare
 
-ORDERS = ("asc", "desc")
-
-
-def page_of(request: Request, default_limit: int, max_limit: int) -> Page:
-    """Return the page that a query requests. Raises ServiceError naming what is wrong."""
-    query = request.query_params
-    limit = whole_number(query.get("limit", str(default_limit)), "limit", 1, max_limit)
-    order = query.get("order", "desc")
-    if order not in ORDERS:
-        raise refuse("order", "order must be 'asc' or 'desc'")
-    return Page(query.get("after", ""), limit, order == "desc")
-
-
-def whole_number(text: str, name: str, low: int, high: int) -> int:
-    """Parse a whole number. Raises ServiceError naming the parameter."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 16 and low <= int(text) <= high):
-        raise refuse(name, f"{name} must be a whole number from {low} to {high}")
-    return int(text)
-
 
 def list_reply(
     rows: Sequence[Stored] | None, page: Page, as_object: Callable[[Stored], dict[str, Any]]
@@ -90,15 +72,9 @@ def list_reply(
     """Return a page of `rows` (see `rows_of`). Raises ServiceError without a row to begin after."""
     if rows is None:
         raise refuse("after", f"after: {quoted(page.after)} does not exist")
-    page_rows = rows[: page.limit]
-    result = {
-        "object": "list",
-        "data": [as_object(row) for row in page_rows],
-        "first_id": page_rows[0].id if page_rows else None,
-        "last_id": page_rows[-1].id if page_rows else None,
-        "has_more": len(rows) > page.limit,
-    }
-    return Response(to_json(result), media_type="application/json")
+    data = [as_object(row) for row in rows[: page.limit]]
+    page_json = to_json(list_page(data, has_more=len(rows) > page.limit))
+    return Response(page_json, media_type="application/json")
 
 
 def not_found(api: HttpApi, kind: str, object_id: str) -> Response:
@@ -133,7 +109,7 @@ def add_file_routes(app: APIRouter, api: HttpApi, files: Files, limits: HttpLimi
     @app.get("/v1/files", **described(answer=FileList, query=FilesQuery))
     async def list_files(request: Request) -> Response:
         """List the files of this key."""
-        page = page_of(request, MAX_LISTED_FILES, MAX_LISTED_FILES)
+        page = Page(*page_query(request, MAX_LISTED_FILES, MAX_LISTED_FILES))
         purpose = request.query_params.get("purpose", "")
         check_text(purpose, "purpose")
         rows = await files.page(_tenant(request), page, purpose)
@@ -266,10 +242,10 @@ def add_batch_routes(
         wake()
         return JSONResponse(_batch_object(batch))
 
-    @app.get("/v1/batches", **described(answer=BatchList, query=BatchesQuery))
+    @app.get("/v1/batches", **described(answer=BatchList, query=PageQuery))
     async def list_batches(request: Request) -> Response:
         """List the batches of this key."""
-        page = page_of(request, LISTED_BATCHES, MAX_LISTED_BATCHES)
+        page = Page(*page_query(request, LISTED_BATCHES, MAX_LISTED_BATCHES))
         return list_reply(await batches.page(_tenant(request), page), page, _batch_object)
 
     @app.get("/v1/batches/{batch_id}", **described(answer=BatchObject))
@@ -291,9 +267,7 @@ def add_batch_routes(
 
 
 def _batch_object(batch: StoredBatch) -> dict[str, Any]:
-    ends: dict[str, int | None] = {
-        f"{s}_at": None for s in ("completed", "failed", "expired", "cancelled")
-    }
+    ends: dict[str, int | None] = dict.fromkeys(ENDS)
     if batch.ended_at is not None:
         ends[f"{batch.status}_at"] = batch.ended_at
     errors = None if batch.errors is None else {"object": "list", "data": batch.errors}
