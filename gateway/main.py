@@ -259,7 +259,7 @@ async def _serve(
         if counts:
             counts.set_ready()
         if stored:
-            stored.want()
+            stored.request()
 
     announcing = asyncio.create_task(_announce(readiness, grpc_host, announced), name="announce")
 

@@ -1,5 +1,5 @@
-"""Anthropic's messages on the HTTP shell: one message, whole or in server-sent events, token counts,
-routes, errors, and the models that describe them.
+"""Anthropic's messages on the HTTP shell: one message, whole or in server-sent events, token
+counts, routes, errors, and the models that describe them.
 
 Invariant: the events of a stream add up to the final `blocks`.
 """
@@ -23,15 +23,15 @@ from pdserve.gateway.anthropic.request_models import (
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta
 from pdserve.gateway.http import (
-    AnswerModel,
     BodyReader,
     EventStream,
     HttpApi,
     HttpError,
     HttpLimits,
     Reply,
+    ResponseModel,
     caller_of,
-    described,
+    describe,
 )
 from pdserve.gateway.prepared_completion import Usage
 from pdserve.gateway.service import Service
@@ -47,12 +47,12 @@ from pdserve.text import (
 )
 
 
-class MessagesErrorDetail(AnswerModel):
+class MessagesErrorDetail(ResponseModel):
     type: str
     message: str
 
 
-class MessagesError(AnswerModel):
+class MessagesError(ResponseModel):
     """The body of every error, and the data of the last event of a stream that fails."""
 
     type: Literal["error"]
@@ -60,12 +60,12 @@ class MessagesError(AnswerModel):
     request_id: str | None
 
 
-class TextBlock(AnswerModel):
+class TextBlock(ResponseModel):
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(AnswerModel):
+class ThinkingBlock(ResponseModel):
     """The model's reasoning. Clients send it back together with the signature."""
 
     type: Literal["thinking"]
@@ -73,7 +73,7 @@ class ThinkingBlock(AnswerModel):
     signature: str
 
 
-class ToolUseBlock(AnswerModel):
+class ToolUseBlock(ResponseModel):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -83,17 +83,17 @@ class ToolUseBlock(AnswerModel):
 AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
-class ThinkingTokens(AnswerModel):
+class ThinkingTokens(ResponseModel):
     thinking_tokens: int
 
 
-class Inexactness(AnswerModel):
+class Inexactness(ResponseModel):
     """`inexact`: KV of other weights or numerics was used, so a rerun may give other tokens."""
 
     inexact: bool
 
 
-class MessageUsage(AnswerModel):
+class MessageUsage(ResponseModel):
     """`input_tokens` does not include the tokens that are read from the cache."""
 
     input_tokens: int
@@ -105,7 +105,7 @@ class MessageUsage(AnswerModel):
     service_tier: Literal["standard"] | None = None
 
 
-class MessageObject(AnswerModel):
+class MessageObject(ResponseModel):
     """The answer of /v1/messages."""
 
     id: str
@@ -118,7 +118,7 @@ class MessageObject(AnswerModel):
     usage: MessageUsage
 
 
-class BlockDelta(AnswerModel):
+class BlockDelta(ResponseModel):
     """A piece of a block, or at the end the reason why the message ended."""
 
     type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"] | None = (
@@ -132,7 +132,7 @@ class BlockDelta(AnswerModel):
     stop_sequence: str | None = None
 
 
-class MessageEvent(AnswerModel):
+class MessageEvent(ResponseModel):
     """An event of a streamed message; its fields depend on its type."""
 
     type: Literal[
@@ -150,7 +150,7 @@ class MessageEvent(AnswerModel):
     usage: MessageUsage | None = None
 
 
-class TokenCount(AnswerModel):
+class TokenCount(ResponseModel):
     input_tokens: int
 
 
@@ -379,7 +379,7 @@ class AnthropicApi(HttpApi):
         service = self._service
 
         @app.post(
-            "/v1/messages", **described(MessagesBody, answer=MessageObject, event=MessageEvent)
+            "/v1/messages", **describe(MessagesBody, response=MessageObject, event=MessageEvent)
         )
         async def messages(request: Request) -> Response:
             """Generate the next message of a conversation."""
@@ -390,7 +390,7 @@ class AnthropicApi(HttpApi):
                 return EventStream(reply.framed(), self, self._limits, ping=lambda: PING)
             return Reply(reply.whole(), self)
 
-        @app.post("/v1/messages/count_tokens", **described(CountBody, answer=TokenCount))
+        @app.post("/v1/messages/count_tokens", **describe(CountBody, response=TokenCount))
         async def count(request: Request) -> Response:
             """Count the tokens of a message's prompt."""
             caller = caller_of(request)

@@ -28,7 +28,7 @@ from pdserve.gateway.http.body import (
     FileForm,
     num_values,
 )
-from pdserve.gateway.http.docs import DOCUMENT, LINES, AnswerModel, described
+from pdserve.gateway.http.docs import DOCUMENT, LINES, ResponseModel, describe
 from pdserve.gateway.http.fields import (
     ACCEPTED_TYPE,
     DROPPED_TYPE,

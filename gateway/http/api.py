@@ -1,8 +1,9 @@
-"""The contract between the HTTP shell and the APIs that it carries: formats, errors, bounds, and JSON
-that is made piece by piece, so that a long response does not block the loop or use memory twice.
+"""The contract between the HTTP shell and the APIs that it carries: formats, errors, bounds, and
+JSON that is made piece by piece, so that a long response does not block the loop or use memory
+twice.
 
-An HttpApi is one HTTP API, e.g. OpenAI's. It owns its routes, its request and response objects,
-the framing of its streams and the shape of its errors. The shell owns status codes and headers.
+An HttpApi is one HTTP API, e.g. OpenAI's. It owns its routes, its request and response objects, the
+framing of its streams and the shape of its errors. The shell owns status codes and headers.
 """
 
 import asyncio
@@ -194,7 +195,7 @@ class HttpApi(ErrorFormat, Protocol):
     slash at its end, or a method and a path if this server has the path with another method."""
 
     request_id_header: str = REQUEST_ID
-    """The header in which its clients look for a request's id; every response has REQUEST_ID too."""
+    """The header with a request's id for its clients; every response has REQUEST_ID too."""
 
     error_model: type[BaseModel]
     """The type of `error_object`, for the description of the API."""

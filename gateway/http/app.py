@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.api import REQUEST_ID, HttpApi, HttpError, api_of, error_response
-from pdserve.gateway.http.docs import FOLDER, AnswerModel, add_docs, described
+from pdserve.gateway.http.docs import FOLDER, ResponseModel, add_docs, describe
 from pdserve.gateway.http.guard import Guard, caller_of
 from pdserve.gateway.metrics import RequestSnapshot
 from pdserve.gateway.readiness import Readiness
@@ -74,12 +74,12 @@ def add_operations(
 ) -> None:
     scraping = FairSemaphore(1)
 
-    @app.get("/health", **described(answer=Health))
+    @app.get("/health", **describe(response=Health))
     async def health() -> Response:
         """Check that the gateway process is running."""
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready", **described(answer=Ready))
+    @app.get("/ready", **describe(response=Ready))
     async def ready() -> Response:
         """List the models that are ready to answer; 503 if none is."""
         status = await readiness.check()
@@ -87,7 +87,7 @@ def add_operations(
             raise ServiceError(UNAVAILABLE, status.why_not, retry_after_s=1.0)
         return JSONResponse({"status": "ready", "models": status.models})
 
-    @app.get("/version", **described(answer=Version))
+    @app.get("/version", **describe(response=Version))
     async def version() -> Response:
         """Get the version of the server."""
         return JSONResponse(Version().model_dump())
@@ -118,7 +118,7 @@ async def _metrics_page(service: Service, with_fleet: bool) -> bytes:
     return await asyncio.to_thread(service.metrics.page, with_fleet)
 
 
-class TracePhase(AnswerModel):
+class TracePhase(ResponseModel):
     """A phase; `start_ms` counts from the arrival of the request."""
 
     name: str
@@ -126,7 +126,7 @@ class TracePhase(AnswerModel):
     duration_ms: float
 
 
-class TraceAttempt(AnswerModel):
+class TraceAttempt(ResponseModel):
     """A placement of the request, the first or a retry; `prefill` is empty if the decode worker
     computes the prompt."""
 
@@ -136,7 +136,7 @@ class TraceAttempt(AnswerModel):
     prefill: str
 
 
-class RequestTrace(AnswerModel):
+class RequestTrace(ResponseModel):
     """The phases of one request. The phases before `decode` add up to `time_to_first_token_ms`,
     which counts from the arrival of the request's headers. A running request lacks the phases that
     are not known yet. `finish_reason` may be an error code."""
@@ -179,7 +179,7 @@ def add_traces(app: FastAPI, service: Service, apis: Sequence[HttpApi]) -> None:
 
     service.processes.serve("trace", answer)
 
-    @app.get("/v1/traces/{request_id:path}", **described(answer=RequestTrace))
+    @app.get("/v1/traces/{request_id:path}", **describe(response=RequestTrace))
     async def trace(request_id: str, request: Request) -> Response:
         """Get the time that each phase of a recent request of this key took. `request_id` is the
         answer's `x-request-id` header, or its `id`."""

@@ -1,6 +1,6 @@
 """The OpenAPI document of all routes, and /docs, a page that shows it.
 
-A route is described where it is added: `@app.post(path, **described(Body, answer=Answer))`. Errors
+A route is described where it is added: `@app.post(path, **describe(Body, response=Answer))`. Errors
 are described here, in the shape of the path's API.
 
 The page is Swagger UI (swagger-ui-dist 5.35.0 of npm, Apache-2.0; its licences lie beside it). A
@@ -70,15 +70,16 @@ SAFE = {
 DAY = {"cache-control": "private, max-age=86400"}
 
 
-class AnswerModel(BaseModel):
-    """A part of an answer, for the description alone: it is not built before that is made."""
+class ResponseModel(BaseModel):
+    """A type of response, or a part of one, for the API description alone. pydantic builds it only
+    when the description is made."""
 
     model_config = ConfigDict(defer_build=True)
 
 
-def described(
+def describe(
     *bodies: Model,
-    answer: Model,
+    response: Model,
     event: Model | None = None,
     end: str = "",
     stream: str = "",
@@ -86,7 +87,7 @@ def described(
     query: Model | None = None,
 ) -> dict[str, Any]:
     """Return further arguments of a route that describe it: `bodies` are the types of its body (one
-    of several, or none), `answer` is the type of its response.
+    of several, or none), `response` is that of its response.
 
     With `event` the response may be a stream of such events, and `end` is the data of its last one;
     `stream` is LINES if they are not server-sent events. `form` has the fields of a form body,
@@ -95,7 +96,7 @@ def described(
 
     def operation() -> dict[str, Any]:
         models: dict[str, Any] = {}
-        content: dict[str, Any] = {"application/json": {"schema": _ref(answer, models)}}
+        content: dict[str, Any] = {"application/json": {"schema": _ref(response, models)}}
         if stream == LINES and event is not None:
             content[LINES] = {"schema": _ref(event, models)}
         elif event is not None:

@@ -1,5 +1,5 @@
-"""What is supported of a request: fields of several servers' APIs, and entries of several types, such
-as roles, parts of a content, tools and input items.
+"""What is supported of a request: fields of several servers' APIs, and entries of several types,
+such as roles, parts of a content, tools and input items.
 
 A field that would change the response is never ignored silently: each field that a route serves and
 that can change a response is in REFUSED_FIELDS, for the routes that do not serve it. Each API has

@@ -43,7 +43,7 @@ MAX_HELD_BYTES = 512 << 20
 
 
 @dataclass(eq=False, slots=True)
-class HeldAnswer:
+class HeldResponse:
     """One held answer; `dropped` has a result when its client is to lose it."""
 
     owner: bytes
@@ -51,18 +51,18 @@ class HeldAnswer:
     num_bytes: int = 0
 
 
-class HeldAnswers:
+class HeldResponses:
     """The held answers of one server."""
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._answers: dict[HeldAnswer, None] = {}  # the oldest first
+        self._answers: dict[HeldResponse, None] = {}  # the oldest first
         self.total = 0
 
     @contextmanager
-    def answer(self, owner: bytes) -> Iterator[HeldAnswer]:
+    def answer(self, owner: bytes) -> Iterator[HeldResponse]:
         """Register an answer of a key, which holds nothing yet, for the block; then release it."""
-        answer = HeldAnswer(owner, asyncio.get_running_loop().create_future())
+        answer = HeldResponse(owner, asyncio.get_running_loop().create_future())
         self._answers[answer] = None
         try:
             yield answer
@@ -70,7 +70,7 @@ class HeldAnswers:
             self.release(answer, answer.num_bytes)
             del self._answers[answer]
 
-    def hold(self, answer: HeldAnswer, num_bytes: int) -> None:
+    def hold(self, answer: HeldResponse, num_bytes: int) -> None:
         """Count `num_bytes` more of the answer as made."""
         answer.num_bytes += num_bytes
         self.total += num_bytes
@@ -87,7 +87,7 @@ class HeldAnswers:
             if not oldest.dropped.done():
                 oldest.dropped.set_result(None)
 
-    def release(self, answer: HeldAnswer, num_bytes: int) -> None:
+    def release(self, answer: HeldResponse, num_bytes: int) -> None:
         """Count `num_bytes` of the answer as taken."""
         freed = min(num_bytes, answer.num_bytes)  # nothing, once it is dropped
         answer.num_bytes -= freed
@@ -107,7 +107,7 @@ STREAM = [
 DROP = "pdserve.drop"  # drops the connection
 KEEPS_UP = "pdserve.keeps_up"  # whether the client takes what is written
 WRITE = "pdserve.write"  # writes a short piece of the body at once, unless the client lags
-HELD = "pdserve.held"  # the HeldAnswers of all its connections
+HELD = "pdserve.held"  # the HeldResponses of all its connections
 
 
 class DirectWrite:
@@ -194,9 +194,9 @@ async def _send_json(pieces: JsonPieces, send: Send) -> None:
 async def _send_held(pieces: JsonPieces, scope: Scope, send: Send) -> None:
     """Send the pieces as `_send_json` does, unless all answers take too much before the client has
     taken this one: then drop its connection."""
-    held_answers = _held_answers(scope)
-    with held_answers.answer(_owner(scope)) as answer:
-        held_answers.hold(answer, pieces.num_bytes)
+    held_responses = _held_responses(scope)
+    with held_responses.answer(_owner(scope)) as answer:
+        held_responses.hold(answer, pieces.num_bytes)
         sending = asyncio.create_task(_send_json(pieces, send))
         try:
             await asyncio.wait((sending, answer.dropped), return_when=FIRST_COMPLETED)
@@ -209,9 +209,9 @@ async def _send_held(pieces: JsonPieces, scope: Scope, send: Send) -> None:
     await _drop_connection(scope)
 
 
-def _held_answers(scope: Scope) -> HeldAnswers:
-    held_answers = scope.get("extensions", {}).get(HELD)
-    return held_answers if isinstance(held_answers, HeldAnswers) else HeldAnswers()
+def _held_responses(scope: Scope) -> HeldResponses:
+    held_responses = scope.get("extensions", {}).get(HELD)
+    return held_responses if isinstance(held_responses, HeldResponses) else HeldResponses()
 
 
 def _owner(scope: Scope) -> bytes:
@@ -291,9 +291,9 @@ class EventStream(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held_answers = _held_answers(scope)
-        with held_answers.answer(_owner(scope)) as answer:
-            long_events = _LongEvents(held_answers, answer)
+        held_responses = _held_responses(scope)
+        with held_responses.answer(_owner(scope)) as answer:
+            long_events = _LongEvents(held_responses, answer)
             sending = asyncio.create_task(self._send(scope, receive, send, long_events))
             watching = asyncio.create_task(_disconnected(receive))
             ends = (sending, watching, answer.dropped)
@@ -443,7 +443,7 @@ async def _with_first(
 class _LongEvents:
     """The long events of one stream, as its server counts them; a shared piece is counted once."""
 
-    def __init__(self, held: HeldAnswers, answer: HeldAnswer) -> None:
+    def __init__(self, held: HeldResponses, answer: HeldResponse) -> None:
         self._held = held
         self._answer = answer
         self._num_uses: Counter[int] = Counter()  # uses of a held piece, by its id()

@@ -11,15 +11,15 @@ from starlette.responses import JSONResponse
 
 from pdserve.gateway.http import (
     LINES,
-    AnswerModel,
     BodyReader,
     EventStream,
     HttpApi,
     HttpError,
     HttpLimits,
     Reply,
+    ResponseModel,
     caller_of,
-    described,
+    describe,
 )
 from pdserve.gateway.ollama.reply import OllamaReply, embed, line, load, processes, show, tags
 from pdserve.gateway.ollama.request_models import (
@@ -35,31 +35,31 @@ from pdserve.gateway.openai import ScoredChatToken
 from pdserve.gateway.service import Service
 
 
-class OllamaError(AnswerModel):
+class OllamaError(ResponseModel):
     """The body of every error, and the last line of a stream that fails."""
 
     error: str
 
 
-class CalledOllamaFunction(AnswerModel):
+class CalledOllamaFunction(ResponseModel):
     index: int
     name: str
     arguments: dict[str, Any]
 
 
-class CalledOllamaTool(AnswerModel):
+class CalledOllamaTool(ResponseModel):
     id: str
     function: CalledOllamaFunction
 
 
-class OllamaAnswerMessage(AnswerModel):
+class OllamaAnswerMessage(ResponseModel):
     role: str
     content: str
     thinking: str | None = None
     tool_calls: list[CalledOllamaTool] | None = None
 
 
-class OllamaProgress(AnswerModel):
+class OllamaProgress(ResponseModel):
     """`load_duration` is the time until the prompt was ready, `prompt_eval_duration` the time from
     then to the first token. The last line of a stream has the counts and times."""
 
@@ -90,7 +90,7 @@ class OllamaGenerated(OllamaProgress):
     tool_calls: list[CalledOllamaTool] | None = None
 
 
-class OllamaDetails(AnswerModel):
+class OllamaDetails(ResponseModel):
     """Details of a model; unknown ones are empty."""
 
     parent_model: str
@@ -101,7 +101,7 @@ class OllamaDetails(AnswerModel):
     quantization_level: str
 
 
-class OllamaTag(AnswerModel):
+class OllamaTag(ResponseModel):
     name: str
     model: str
     modified_at: str
@@ -110,7 +110,7 @@ class OllamaTag(AnswerModel):
     details: OllamaDetails
 
 
-class OllamaTags(AnswerModel):
+class OllamaTags(ResponseModel):
     """The answer of /api/tags."""
 
     models: list[OllamaTag]
@@ -123,13 +123,13 @@ class OllamaProcess(OllamaTag):
     context_length: int
 
 
-class OllamaProcesses(AnswerModel):
+class OllamaProcesses(ResponseModel):
     """The answer of /api/ps."""
 
     models: list[OllamaProcess]
 
 
-class OllamaModel(AnswerModel):
+class OllamaModel(ResponseModel):
     """The answer of /api/show. The template is the model's own, in jinja2."""
 
     modified_at: str
@@ -140,11 +140,11 @@ class OllamaModel(AnswerModel):
     capabilities: list[str]
 
 
-class OllamaVersion(AnswerModel):
+class OllamaVersion(ResponseModel):
     version: str
 
 
-class OllamaVectors(AnswerModel):
+class OllamaVectors(ResponseModel):
     """The answer of /api/embed. Each vector has length 1."""
 
     model: str
@@ -154,7 +154,7 @@ class OllamaVectors(AnswerModel):
     prompt_eval_count: int | None = None
 
 
-class OllamaVector(AnswerModel):
+class OllamaVector(ResponseModel):
     """The answer of /api/embeddings: the vector as the model returns it."""
 
     embedding: list[float]
@@ -194,7 +194,7 @@ class OllamaApi(HttpApi):
 
         @app.post(
             "/api/chat",
-            **described(OllamaChatBody, answer=OllamaChat, event=OllamaChat, stream=LINES),
+            **describe(OllamaChatBody, response=OllamaChat, event=OllamaChat, stream=LINES),
         )
         async def chat(request: Request) -> Response:
             """Generate the next message of a conversation; without messages, load the model."""
@@ -202,43 +202,43 @@ class OllamaApi(HttpApi):
 
         @app.post(
             "/api/generate",
-            **described(
-                OllamaGenerateBody, answer=OllamaGenerated, event=OllamaGenerated, stream=LINES
+            **describe(
+                OllamaGenerateBody, response=OllamaGenerated, event=OllamaGenerated, stream=LINES
             ),
         )
         async def generate(request: Request) -> Response:
             """Answer one message, or continue a raw text; without a prompt, load the model."""
             return self._answer(await self._read(request, OllamaGenerateBody), request)
 
-        @app.post("/api/embed", **described(OllamaEmbedBody, answer=OllamaVectors))
+        @app.post("/api/embed", **describe(OllamaEmbedBody, response=OllamaVectors))
         async def embed_route(request: Request) -> Response:
             """Compute the embeddings of texts."""
             body = await self._read(request, OllamaEmbedBody)
             return Reply(embed(service, body, caller_of(request)), self)
 
-        @app.post("/api/embeddings", **described(OllamaEmbeddingsBody, answer=OllamaVector))
+        @app.post("/api/embeddings", **describe(OllamaEmbeddingsBody, response=OllamaVector))
         async def embeddings(request: Request) -> Response:
             """Compute the embedding of one text."""
             body = await self._read(request, OllamaEmbeddingsBody)
             return Reply(embed(service, body, caller_of(request)), self)
 
-        @app.post("/api/show", **described(OllamaShowBody, answer=OllamaModel))
+        @app.post("/api/show", **describe(OllamaShowBody, response=OllamaModel))
         async def show_route(request: Request) -> Response:
             """Describe a model."""
             body = await self._read(request, OllamaShowBody)
             return Reply(show(service, body.model or body.name or ""), self)
 
-        @app.get("/api/tags", **described(answer=OllamaTags))
+        @app.get("/api/tags", **describe(response=OllamaTags))
         async def tags_route() -> Response:
             """List the served models."""
             return JSONResponse(await tags(service))
 
-        @app.get("/api/ps", **described(answer=OllamaProcesses))
+        @app.get("/api/ps", **describe(response=OllamaProcesses))
         async def ps() -> Response:
             """List the loaded models; every served model is loaded."""
             return JSONResponse(await processes(service))
 
-        @app.get("/api/version", **described(answer=OllamaVersion))
+        @app.get("/api/version", **describe(response=OllamaVersion))
         async def version() -> Response:
             """Get the version of Ollama's API; /version returns that of the server."""
             return JSONResponse({"version": API_VERSION})

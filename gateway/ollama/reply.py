@@ -1,5 +1,5 @@
-"""What Ollama's API returns: generated responses, whole or line by line, embeddings, and the models of
-the fleet.
+"""What Ollama's API returns: generated responses, whole or line by line, embeddings, and the models
+of the fleet.
 
 Invariant: a call is returned once, when it is complete.
 """
@@ -18,7 +18,7 @@ from pdserve.gateway.completion import HeldLogprobs
 from pdserve.gateway.http import JsonList, JsonPieces, object_json
 from pdserve.gateway.metrics import RequestSnapshot
 from pdserve.gateway.ollama.request_models import OllamaEmbedBody, OllamaEmbeddingsBody
-from pdserve.gateway.openai import EmbeddingReply, capabilities, llama_sampling, with_top
+from pdserve.gateway.openai import EmbeddingReply, capabilities, llama_sampling, token_logprobs
 from pdserve.gateway.pooling import PreparedInputs, shaped
 from pdserve.gateway.prepared_completion import Usage
 from pdserve.gateway.service import Service
@@ -294,7 +294,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _scores(tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
-    return [with_top(token, as_ids=False) for token in tokens]
+    return [token_logprobs(token, as_ids=False) for token in tokens]
 
 
 class _Vectors(EmbeddingReply):

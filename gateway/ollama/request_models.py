@@ -1,5 +1,5 @@
-"""Request bodies of Ollama's API, the messages that chat templates get from them, and the fields that
-are refused by name or ignored on purpose.
+"""Request bodies of Ollama's API, the messages that chat templates get from them, and the fields
+that are refused by name or ignored on purpose.
 
 Types are strict here; bounds are in gateway/sampling.py. Pure.
 """

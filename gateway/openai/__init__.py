@@ -7,6 +7,6 @@ from pdserve.gateway.openai.embeddings import (
     EmbeddingReply,
     embedding_ids,
 )
-from pdserve.gateway.openai.objects import OpenAiErrors, with_top
+from pdserve.gateway.openai.objects import OpenAiErrors, token_logprobs
 from pdserve.gateway.openai.response_models import ErrorObject, PromptUsage, ScoredChatToken
 from pdserve.gateway.openai.server_info import capabilities, llama_sampling

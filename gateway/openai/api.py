@@ -21,7 +21,7 @@ from pdserve.gateway.http import (
     JsonPieces,
     Reply,
     caller_of,
-    described,
+    describe,
     json_event,
 )
 from pdserve.gateway.openai.chat import ChatReply, chat_batch
@@ -128,14 +128,14 @@ class OpenAiApi(OpenAiErrors, HttpApi):
 
         @app.post(
             "/v1/chat/completions",
-            **described(ChatBody, answer=ChatCompletion, event=ChatCompletionChunk, end=END),
+            **describe(ChatBody, response=ChatCompletion, event=ChatCompletionChunk, end=END),
         )
         async def chat(request: Request) -> Response:
             """Generate the next message of a conversation."""
             body = await self._read(request, ChatBody)
             return self._answer(ChatReply(service, body, caller_of(request)), body.stream)
 
-        @app.post("/v1/chat/completions/batch", **described(ChatBatchBody, answer=ChatBatch))
+        @app.post("/v1/chat/completions/batch", **describe(ChatBatchBody, response=ChatBatch))
         async def chat_batch_route(request: Request) -> Response:
             """Generate the next message of each of several conversations."""
             body = await self._read(request, ChatBatchBody)
@@ -145,33 +145,33 @@ class OpenAiApi(OpenAiErrors, HttpApi):
 
         @app.post(
             "/v1/completions",
-            **described(CompletionBody, answer=TextCompletion, event=TextCompletion, end=END),
+            **describe(CompletionBody, response=TextCompletion, event=TextCompletion, end=END),
         )
         async def completions(request: Request) -> Response:
             """Generate continuations of texts or token ids."""
             body = await self._read(request, CompletionBody)
             return self._answer(CompletionReply(service, body, caller_of(request)), body.stream)
 
-        @app.post("/v1/embeddings", **described(EmbeddingBody, answer=EmbeddingList))
+        @app.post("/v1/embeddings", **describe(EmbeddingBody, response=EmbeddingList))
         async def embeddings(request: Request) -> Response:
             """Compute the embeddings of texts or token ids."""
             body = await self._read(request, EmbeddingBody)
             reply = EmbeddingReply(service, body, caller_of(request))
             return Reply(reply.whole(), self)
 
-        @app.post("/tokenize", **described(TokenizeBody, TokenizeChatBody, answer=TokenizeAnswer))
+        @app.post("/tokenize", **describe(TokenizeBody, TokenizeChatBody, response=TokenizeAnswer))
         async def tokenize_route(request: Request) -> Response:
             """Convert a text, or messages with the chat template applied, to token ids."""
             body = await self._bodies.read(request, parse_tokenize)
             return Reply(tokenize(service, body, caller_of(request)), self)
 
-        @app.post("/detokenize", **described(DetokenizeBody, answer=DetokenizeAnswer))
+        @app.post("/detokenize", **describe(DetokenizeBody, response=DetokenizeAnswer))
         async def detokenize_route(request: Request) -> Response:
             """Convert token ids to text."""
             body = await self._read(request, DetokenizeBody)
             return Reply(detokenize(service, body, caller_of(request)), self)
 
-        @app.get("/v1/models", **described(answer=ModelList))
+        @app.get("/v1/models", **describe(response=ModelList))
         async def models(request: Request) -> Response:
             """List the served models and their aliases; in the format of Anthropic's API if the
             request has the header `anthropic-version`."""
@@ -181,7 +181,7 @@ class OpenAiApi(OpenAiErrors, HttpApi):
             data = [model_object(service, name, card) for name, card in cards.items()]
             return JSONResponse({"object": "list", "data": data})
 
-        @app.get("/v1/models/{name:path}", **described(answer=ModelObject))
+        @app.get("/v1/models/{name:path}", **describe(response=ModelObject))
         async def model(request: Request, name: str) -> Response:
             """Get one served model by its name or an alias."""
             card = await service.catalog.card(name)

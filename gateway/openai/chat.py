@@ -229,7 +229,7 @@ class ChatReply:
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return objects.of_chat(tokens, self._as_ids)
+        return objects.chat_logprobs(tokens, self._as_ids)
 
 
 def _choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:

@@ -106,7 +106,9 @@ class CompletionReply:
                             await logprobs_text.add(item.tokens)
                             choice["logprobs"] = logprobs_text.pieces()
                         elif scored:
-                            choice["logprobs"] = objects.of_completion(item.tokens, self._as_ids)
+                            choice["logprobs"] = objects.completion_logprobs(
+                                item.tokens, self._as_ids
+                            )
                         if self._body.return_token_ids:
                             choice["token_ids"] = list(item.ids)
                             if item.choice not in started_choices:

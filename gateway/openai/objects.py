@@ -1,5 +1,5 @@
-"""Objects that several routes of OpenAI's API return: errors, usage, log-probabilities, and chunks that
-have only text.
+"""Objects that several routes of OpenAI's API return: errors, usage, log-probabilities, and chunks
+that have only text.
 """
 
 import asyncio
@@ -142,13 +142,13 @@ class StreamUsage:
         return self.before()
 
 
-def of_chat(tokens: Sequence[ScoredToken], as_ids: bool) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[ScoredToken], as_ids: bool) -> dict[str, Any]:
     """Return the `logprobs` of a chat's tokens; `as_ids`: write tokens by their ids."""
-    content = [with_top(token, as_ids) for token in tokens]
+    content = [token_logprobs(token, as_ids) for token in tokens]
     return {"content": content, "refusal": None}
 
 
-def with_top(token: ScoredToken, as_ids: bool) -> dict[str, Any]:
+def token_logprobs(token: ScoredToken, as_ids: bool) -> dict[str, Any]:
     top = [_entry(entry, as_ids) for entry in token.top]
     return {**_entry(token.chosen, as_ids), "top_logprobs": top}
 
@@ -157,7 +157,7 @@ def _entry(entry: LogprobEntry, as_ids: bool) -> dict[str, Any]:
     return {"token": _name(entry, as_ids), "logprob": entry.logprob, "bytes": list(entry.raw)}
 
 
-def of_completion(tokens: Sequence[ScoredToken], as_ids: bool) -> dict[str, Any]:
+def completion_logprobs(tokens: Sequence[ScoredToken], as_ids: bool) -> dict[str, Any]:
     return {
         "tokens": [_name(token.chosen, as_ids) for token in tokens],
         "token_logprobs": [token.chosen.logprob for token in tokens],
@@ -210,7 +210,7 @@ class ChatLogprobsText(LogprobsText):
         self._content = JsonList()
 
     def _write(self, tokens: Sequence[ScoredToken]) -> None:
-        self._content.extend(of_chat(tokens, self._as_ids)["content"])
+        self._content.extend(chat_logprobs(tokens, self._as_ids)["content"])
 
     def pieces(self) -> JsonPieces:
         return object_json({"content": self._content.pieces(), "refusal": None})
@@ -221,10 +221,10 @@ class CompletionLogprobsText(LogprobsText):
 
     def __init__(self, as_ids: bool) -> None:
         super().__init__(as_ids)
-        self._lists = {name: JsonList() for name in of_completion((), as_ids)}
+        self._lists = {name: JsonList() for name in completion_logprobs((), as_ids)}
 
     def _write(self, tokens: Sequence[ScoredToken]) -> None:
-        for name, values in of_completion(tokens, self._as_ids).items():
+        for name, values in completion_logprobs(tokens, self._as_ids).items():
             self._lists[name].extend(values)
 
     def pieces(self) -> JsonPieces:

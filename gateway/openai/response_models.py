@@ -8,39 +8,39 @@ from typing import Any, Literal
 
 from pydantic import Field, RootModel
 
-from pdserve.gateway.http import AnswerModel
+from pdserve.gateway.http import ResponseModel
 
 
-class ErrorDetail(AnswerModel):
+class ErrorDetail(ResponseModel):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorObject(AnswerModel):
+class ErrorObject(ResponseModel):
     """The body of every error, and the last event of a stream that fails."""
 
     error: ErrorDetail
 
 
-class PromptTokensDetails(AnswerModel):
+class PromptTokensDetails(ResponseModel):
     cached_tokens: int
 
 
-class CompletionTokensDetails(AnswerModel):
+class CompletionTokensDetails(ResponseModel):
     """`reasoning_tokens` counts the tokens of the reasoning before the answer."""
 
     reasoning_tokens: int
 
 
-class UsageDetails(AnswerModel):
+class UsageDetails(ResponseModel):
     """`inexact`: KV of other weights or numerics was used, so a rerun may give other tokens."""
 
     inexact: bool
 
 
-class PromptUsage(AnswerModel):
+class PromptUsage(ResponseModel):
     prompt_tokens: int
     total_tokens: int
 
@@ -61,7 +61,7 @@ class UsageObject(PromptUsage):
     pdserve: UsageDetails
 
 
-class AnswerLogprob(AnswerModel):
+class AnswerLogprob(ResponseModel):
     token: str
     logprob: float | None
     bytes: list[int]
@@ -71,12 +71,12 @@ class ScoredChatToken(AnswerLogprob):
     top_logprobs: list[AnswerLogprob]
 
 
-class ChatLogprobs(AnswerModel):
+class ChatLogprobs(ResponseModel):
     content: list[ScoredChatToken]
     refusal: None
 
 
-class PromptLogprob(AnswerModel):
+class PromptLogprob(ResponseModel):
     """A token at a position of the prompt; `rank` is set if it is among the most likely."""
 
     logprob: float | None
@@ -84,25 +84,25 @@ class PromptLogprob(AnswerModel):
     decoded_token: str
 
 
-class CalledFunction(AnswerModel):
+class CalledFunction(ResponseModel):
     """`arguments` is a JSON text."""
 
     name: str
     arguments: str
 
 
-class ToolCall(AnswerModel):
+class ToolCall(ResponseModel):
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class CalledCustom(AnswerModel):
+class CalledCustom(ResponseModel):
     name: str
     input: str
 
 
-class CustomCall(AnswerModel):
+class CustomCall(ResponseModel):
     """A call of a tool whose input is a text."""
 
     id: str
@@ -110,7 +110,7 @@ class CustomCall(AnswerModel):
     custom: CalledCustom
 
 
-class AnswerMessage(AnswerModel):
+class AnswerMessage(ResponseModel):
     """The content is null if there are only calls or thoughts."""
 
     role: Literal["assistant"]
@@ -120,7 +120,7 @@ class AnswerMessage(AnswerModel):
     tool_calls: list[ToolCall | CustomCall] | None = None
 
 
-class ChatChoice(AnswerModel):
+class ChatChoice(ResponseModel):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
@@ -129,7 +129,7 @@ class ChatChoice(AnswerModel):
     token_ids: list[int] | None = None
 
 
-class ChatCompletion(AnswerModel):
+class ChatCompletion(ResponseModel):
     """The answer of /v1/chat/completions."""
 
     id: str
@@ -154,17 +154,17 @@ class ChatBatch(ChatCompletion):
     choices: list[ChatBatchChoice]  # type: ignore[assignment]
 
 
-class FunctionDelta(AnswerModel):
+class FunctionDelta(ResponseModel):
     name: str | None = None
     arguments: str
 
 
-class CustomDelta(AnswerModel):
+class CustomDelta(ResponseModel):
     name: str | None = None
     input: str
 
 
-class ToolCallDelta(AnswerModel):
+class ToolCallDelta(ResponseModel):
     """A piece of a call: the first has its id and name, the others continue its arguments."""
 
     index: int
@@ -174,7 +174,7 @@ class ToolCallDelta(AnswerModel):
     custom: CustomDelta | None = None
 
 
-class MessageDelta(AnswerModel):
+class MessageDelta(ResponseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     refusal: None = None
@@ -182,7 +182,7 @@ class MessageDelta(AnswerModel):
     tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChunkChoice(AnswerModel):
+class ChunkChoice(ResponseModel):
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobs | None
@@ -191,7 +191,7 @@ class ChunkChoice(AnswerModel):
     token_ids: list[int] | None = None
 
 
-class ChatCompletionChunk(AnswerModel):
+class ChatCompletionChunk(ResponseModel):
     """An event of a streamed chat completion."""
 
     id: str
@@ -203,14 +203,14 @@ class ChatCompletionChunk(AnswerModel):
     prompt_token_ids: list[int] | None = None
 
 
-class CompletionLogprobs(AnswerModel):
+class CompletionLogprobs(ResponseModel):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float | None] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(AnswerModel):
+class CompletionChoice(ResponseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -221,7 +221,7 @@ class CompletionChoice(AnswerModel):
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
-class TextCompletion(AnswerModel):
+class TextCompletion(ResponseModel):
     """The answer of /v1/completions, or an event of a streamed one with the usage so far."""
 
     id: str
@@ -232,7 +232,7 @@ class TextCompletion(AnswerModel):
     usage: ChunkUsage | None = None
 
 
-class EmbeddingObject(AnswerModel):
+class EmbeddingObject(ResponseModel):
     """One vector; in base64 it is little-endian float32."""
 
     object: Literal["embedding"]
@@ -240,7 +240,7 @@ class EmbeddingObject(AnswerModel):
     embedding: list[float] | str
 
 
-class EmbeddingList(AnswerModel):
+class EmbeddingList(ResponseModel):
     """The answer of /v1/embeddings."""
 
     id: str
@@ -251,7 +251,7 @@ class EmbeddingList(AnswerModel):
     usage: PromptUsage
 
 
-class ModelObject(AnswerModel):
+class ModelObject(ResponseModel):
     """A served model; if `id` is an alias, `root` is the model's name. Capabilities and default
     sampling are null until they are known."""
 
@@ -271,36 +271,36 @@ class ModelObject(AnswerModel):
     numerics_id: str
 
 
-class ModelList(AnswerModel):
+class ModelList(ResponseModel):
     object: Literal["list"]
     data: list[ModelObject]
 
 
-class TokenizeAnswer(AnswerModel):
+class TokenizeAnswer(ResponseModel):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class DetokenizeAnswer(AnswerModel):
+class DetokenizeAnswer(ResponseModel):
     prompt: str
 
 
-class AppliedTemplate(AnswerModel):
+class AppliedTemplate(ResponseModel):
     """The text of a chat's prompt."""
 
     prompt: str
 
 
-class GenerationSettings(AnswerModel):
+class GenerationSettings(ResponseModel):
     """`params` is the sampling that the model recommends."""
 
     n_ctx: int
     params: dict[str, float]
 
 
-class ServerProps(AnswerModel):
+class ServerProps(ResponseModel):
     """The answer of llama.cpp's /props; `total_slots` is the number of requests that this gateway
     process accepts at once."""
 
@@ -314,11 +314,11 @@ class ServerProps(AnswerModel):
     build_info: str
 
 
-class SlotToken(AnswerModel):
+class SlotToken(ResponseModel):
     n_decoded: int
 
 
-class Slot(AnswerModel):
+class Slot(ResponseModel):
     """An open request of the client's own key."""
 
     id: int
@@ -334,13 +334,13 @@ class Slots(RootModel[list[Slot]]):
     """The answer of /slots, oldest first."""
 
 
-class ServerLoad(AnswerModel):
+class ServerLoad(ResponseModel):
     """The answer of vLLM's /load: the number of open requests in the gateway, of all keys."""
 
     server_load: int
 
 
-class TokenizerInfo(AnswerModel):
+class TokenizerInfo(ResponseModel):
     """The answer of vLLM's /tokenizer_info, without the class that transformers would load."""
 
     model: str
@@ -355,29 +355,29 @@ class TokenizerInfo(AnswerModel):
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class InputText(AnswerModel):
+class InputText(ResponseModel):
     type: Literal["input_text"]
     text: str
 
 
-class OutputText(AnswerModel):
+class OutputText(ResponseModel):
     type: Literal["output_text"]
     text: str
     annotations: list[dict[str, Any]]
     logprobs: list[ScoredChatToken] | None = None
 
 
-class ReasoningText(AnswerModel):
+class ReasoningText(ResponseModel):
     type: Literal["reasoning_text"]
     text: str
 
 
-class SummaryText(AnswerModel):
+class SummaryText(ResponseModel):
     type: Literal["summary_text"]
     text: str
 
 
-class ResponseItem(AnswerModel):
+class ResponseItem(ResponseModel):
     id: str
     status: Status
 
@@ -420,7 +420,7 @@ class ResponseCallOutput(ResponseItem):
     output: str | list[InputText]
 
 
-class OtherItem(AnswerModel):
+class OtherItem(ResponseModel):
     """A stored item of another provider's tools: its type, ids and status, and the text that the
     model sees."""
 
@@ -431,16 +431,16 @@ class OtherItem(AnswerModel):
 OutputItem = ResponseMessage | ResponseReasoning | ResponseCall | ResponseCustomCall
 
 
-class InputTokensDetails(AnswerModel):
+class InputTokensDetails(ResponseModel):
     cached_tokens: int
     cache_write_tokens: int
 
 
-class OutputTokensDetails(AnswerModel):
+class OutputTokensDetails(ResponseModel):
     reasoning_tokens: int
 
 
-class ResponseUsage(AnswerModel):
+class ResponseUsage(ResponseModel):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -449,26 +449,26 @@ class ResponseUsage(AnswerModel):
     pdserve: UsageDetails
 
 
-class ResponseFailure(AnswerModel):
+class ResponseFailure(ResponseModel):
     code: str
     message: str
 
 
-class IncompleteDetails(AnswerModel):
+class IncompleteDetails(ResponseModel):
     reason: Literal["max_output_tokens"]
 
 
-class ReasoningShown(AnswerModel):
+class ReasoningShown(ResponseModel):
     effort: str | None
     summary: Literal["detailed"] | None
 
 
-class TextShown(AnswerModel):
+class TextShown(ResponseModel):
     format: dict[str, Any]
     verbosity: str | None = None
 
 
-class FunctionShown(AnswerModel):
+class FunctionShown(ResponseModel):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -476,21 +476,21 @@ class FunctionShown(AnswerModel):
     strict: bool
 
 
-class CustomShown(AnswerModel):
+class CustomShown(ResponseModel):
     type: Literal["custom"]
     name: str
     description: str | None = None
     format: dict[str, Any] | None = None
 
 
-class NamespaceShown(AnswerModel):
+class NamespaceShown(ResponseModel):
     type: Literal["namespace"]
     name: str
     description: str | None = None
     tools: list[FunctionShown | CustomShown]
 
 
-class ResponseObject(AnswerModel):
+class ResponseObject(ResponseModel):
     """A response: the parameters of its request, and its output."""
 
     id: str
@@ -525,7 +525,7 @@ class ResponseObject(AnswerModel):
     user: str | None
 
 
-class ResponseEvent(AnswerModel):
+class ResponseEvent(ResponseModel):
     """An event of a streamed response; its fields depend on its type. The last event is
     response.completed, response.incomplete or response.failed."""
 
@@ -546,7 +546,7 @@ class ResponseEvent(AnswerModel):
     input: str | None = None
 
 
-class ListPage(AnswerModel):
+class ListPage(ResponseModel):
     object: Literal["list"]
     first_id: str | None
     last_id: str | None
@@ -559,25 +559,25 @@ class InputItemList(ListPage):
     data: list[OutputItem | ResponseCallOutput | OtherItem]
 
 
-class ResponseDeleted(AnswerModel):
+class ResponseDeleted(ResponseModel):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
 
 
-class InputTokens(AnswerModel):
+class InputTokens(ResponseModel):
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
-class FileUpload(AnswerModel):
+class FileUpload(ResponseModel):
     """A form with a file and its purpose. Send `purpose` before the file if possible."""
 
     purpose: Literal["batch"]
     file: bytes
 
 
-class FileObject(AnswerModel):
+class FileObject(ResponseModel):
     id: str
     object: Literal["file"]
     bytes: int
@@ -593,24 +593,24 @@ class FileList(ListPage):
     data: list[FileObject]
 
 
-class FileDeleted(AnswerModel):
+class FileDeleted(ResponseModel):
     id: str
     object: Literal["file"]
     deleted: Literal[True]
 
 
-class RequestCounts(AnswerModel):
+class RequestCounts(ResponseModel):
     total: int
     completed: int
     failed: int
 
 
-class BatchErrors(AnswerModel):
+class BatchErrors(ResponseModel):
     object: Literal["list"]
     data: list[dict[str, Any]]
 
 
-class BatchObject(AnswerModel):
+class BatchObject(ResponseModel):
     id: str
     object: Literal["batch"]
     endpoint: str
@@ -637,7 +637,7 @@ class BatchList(ListPage):
     data: list[BatchObject]
 
 
-class UsageSum(AnswerModel):
+class UsageSum(ResponseModel):
     """One row; dimensions not grouped by are null."""
 
     object: Literal["usage.result"]
@@ -650,21 +650,21 @@ class UsageSum(AnswerModel):
     session_id: str | None
 
 
-class UsageBucket(AnswerModel):
+class UsageBucket(ResponseModel):
     object: Literal["bucket"]
     start_time: int
     end_time: int
     results: list[UsageSum]
 
 
-class UsagePage(AnswerModel):
+class UsagePage(ResponseModel):
     object: Literal["page"]
     data: list[UsageBucket]
     has_more: bool
     next_page: str | None
 
 
-class PageQuery(AnswerModel):
+class PageQuery(ResponseModel):
     after: str = ""
     limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"
@@ -675,7 +675,7 @@ class FilesQuery(PageQuery):
     purpose: str = ""
 
 
-class UsageReportQuery(AnswerModel):
+class UsageReportQuery(ResponseModel):
     start_time: int = Field(ge=0, le=1 << 40)
     end_time: int = Field(ge=0, le=1 << 40)
     bucket_width: Literal["1h", "1d"] = "1d"

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.http import BodyReader, ErrorFormat, Reply, caller_of, described
+from pdserve.gateway.http import BodyReader, ErrorFormat, Reply, caller_of, describe
 from pdserve.gateway.metrics import MAX_SHOWN
 from pdserve.gateway.openai.request_models import (
     DetokenizeBody,
@@ -172,12 +172,12 @@ def add_server_routes(
     service.processes.serve("slots", lambda tenant, _: to_json(_slots(service, tenant)))
     service.processes.serve("load", lambda tenant, _: to_json(_num_open(service)))
 
-    @app.get("/props", **described(answer=ServerProps, query=ModelQuery))
+    @app.get("/props", **describe(response=ServerProps, query=ModelQuery))
     async def props(request: Request) -> Response:
         """Get the properties of the server and its model, in llama.cpp's format."""
         return JSONResponse(await _props(service, request.query_params.get("model", "")))
 
-    @app.get("/slots", **described(answer=Slots, query=SlotsQuery))
+    @app.get("/slots", **describe(response=Slots, query=SlotsQuery))
     async def slots(request: Request) -> Response:
         """List the open requests of this key."""
         tenant = caller_of(request).tenant.id
@@ -190,18 +190,18 @@ def add_server_routes(
         slot_list = [_slot(n, state, contexts) for n, state in enumerate(requests[:MAX_SHOWN])]
         return JSONResponse(slot_list)
 
-    @app.get("/load", **described(answer=ServerLoad))
+    @app.get("/load", **describe(response=ServerLoad))
     async def load(request: Request) -> Response:
         """Count the open requests."""
         others = await service.processes.query("load", caller_of(request).tenant.id)
         return JSONResponse({"server_load": _num_open(service) + sum(map(from_json, others))})
 
-    @app.get("/tokenizer_info", **described(answer=TokenizerInfo, query=ModelQuery))
+    @app.get("/tokenizer_info", **describe(response=TokenizerInfo, query=ModelQuery))
     async def tokenizer_info(request: Request) -> Response:
         """Describe a model's tokenizer."""
         return JSONResponse(await _tokenizer_info(service, request.query_params.get("model", "")))
 
-    @app.post("/apply-template", **described(TemplateBody, answer=AppliedTemplate))
+    @app.post("/apply-template", **describe(TemplateBody, response=AppliedTemplate))
     async def apply_template(request: Request) -> Response:
         """Render the prompt of a chat without running the model."""
         body = await bodies.read(request, lambda fields: parse(TemplateBody, fields))

@@ -12,13 +12,13 @@ from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http import (
     NON_GENERATION_FIELDS,
-    AnswerModel,
     BodyReader,
     HttpApi,
     ModelName,
     Reply,
+    ResponseModel,
     caller_of,
-    described,
+    describe,
 )
 from pdserve.gateway.openai import ErrorObject, OpenAiErrors, PromptUsage
 from pdserve.gateway.openai.request_models import OwnedBody, parse
@@ -143,11 +143,11 @@ class ScoreBody(ScoringBody):
         return self._request("Score", "score", first, second, names)
 
 
-class RankedDocument(AnswerModel):
+class RankedDocument(ResponseModel):
     text: str
 
 
-class RerankResult(AnswerModel):
+class RerankResult(ResponseModel):
     """`index` is that of the request's document."""
 
     index: int
@@ -155,7 +155,7 @@ class RerankResult(AnswerModel):
     document: RankedDocument | None = None
 
 
-class RerankAnswer(AnswerModel):
+class RerankAnswer(ResponseModel):
     """The best documents first."""
 
     id: str
@@ -164,16 +164,16 @@ class RerankAnswer(AnswerModel):
     results: list[RerankResult]
 
 
-class CohereVersion(AnswerModel):
+class CohereVersion(ResponseModel):
     version: Literal["2"]
 
 
-class CohereTokens(AnswerModel):
+class CohereTokens(ResponseModel):
     input_tokens: int
     output_tokens: int
 
 
-class CohereMeta(AnswerModel):
+class CohereMeta(ResponseModel):
     api_version: CohereVersion
     tokens: CohereTokens
 
@@ -184,13 +184,13 @@ class CohereRerankAnswer(RerankAnswer):
     meta: CohereMeta
 
 
-class ScoreObject(AnswerModel):
+class ScoreObject(ResponseModel):
     index: int
     object: Literal["score"]
     score: float
 
 
-class ScoreList(AnswerModel):
+class ScoreList(ResponseModel):
     id: str
     object: Literal["list"]
     created: int
@@ -210,8 +210,8 @@ class RerankApi(OpenAiErrors, HttpApi):
         self._bodies = bodies
 
     def add_routes(self, app: FastAPI) -> None:
-        rerank_fields = described(RerankBody, answer=RerankAnswer)
-        score_fields = described(ScoreBody, answer=ScoreList)
+        rerank_fields = describe(RerankBody, response=RerankAnswer)
+        score_fields = describe(ScoreBody, response=ScoreList)
 
         @app.post("/v1/rerank", **rerank_fields)
         @app.post("/rerank", **rerank_fields)
@@ -220,7 +220,7 @@ class RerankApi(OpenAiErrors, HttpApi):
             body = await self._bodies.read(request, partial(parse, RerankBody))
             return Reply(rerank(self._service, body, caller_of(request)), self)
 
-        @app.post("/v2/rerank", **described(RerankBody, answer=CohereRerankAnswer))
+        @app.post("/v2/rerank", **describe(RerankBody, response=CohereRerankAnswer))
         async def rerank_v2(request: Request) -> Response:
             """Sort documents by how well they answer a query, in the format of Cohere's API v2."""
             body = await self._bodies.read(request, partial(parse, RerankBody))

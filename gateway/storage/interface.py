@@ -1,5 +1,5 @@
-"""The parts of the storage that need no SQLAlchemy, which is slow to import: checks of a database's URL
-and of clients' texts, and the interface with which /v1/responses stores and finds responses.
+"""The parts of the storage that need no SQLAlchemy, which is slow to import: checks of a database's
+URL and of clients' texts, and the interface with which /v1/responses stores and finds responses.
 
 PostgreSQL rejects texts with a NUL character, SQLite does not; the checks refuse it for both.
 """

@@ -1,5 +1,5 @@
-"""The web pages: a chat at /, a live view at /fleet, the files that they load, and GET /fleet/state, the
-routers' view of their workers and the requests of one client.
+"""The web pages: a chat at /, a live view at /fleet, the files that they load, and GET
+/fleet/state, the routers' view of their workers and the requests of one client.
 
 They are plain HTML, CSS and ES modules, with no build step. Markdown is parsed by marked 18.2.1 and
 sanitized by DOMPurify 3.4.18, both of npm, less the last line, which names a source map (MIT;
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from pdserve.gateway.http import AnswerModel, caller_of, described
+from pdserve.gateway.http import ResponseModel, caller_of, describe
 from pdserve.gateway.metrics import MAX_SHOWN, RequestSnapshot
 from pdserve.gateway.router_client import Upstream
 from pdserve.gateway.service import Service
@@ -117,11 +117,11 @@ def _answer(request: Request, file: _Asset) -> Response:
     return Response(file.packed, media_type=file.kind, headers=headers)
 
 
-M = TypeVar("M", bound=AnswerModel)
+M = TypeVar("M", bound=ResponseModel)
 FRESH_S = 0.5  # maximum age of the fleet's view, so that many viewers cost no more than one
 
 
-class FleetBlocks(AnswerModel):
+class FleetBlocks(ResponseModel):
     """KV blocks of a worker; free, used, cached and reserved blocks make up the total."""
 
     total: int
@@ -131,7 +131,7 @@ class FleetBlocks(AnswerModel):
     reserved: int
 
 
-class FleetWorker(AnswerModel):
+class FleetWorker(ResponseModel):
     """`running` and `waiting` count requests; tokens and preemptions are totals since its start."""
 
     boot: str
@@ -153,7 +153,7 @@ class FleetWorker(AnswerModel):
     prefix_hits: int
 
 
-class FleetCounters(AnswerModel):
+class FleetCounters(ResponseModel):
     """Counters of the router since its start; with --join-routers, the sums of all routers."""
 
     prefill_local: int
@@ -163,7 +163,7 @@ class FleetCounters(AnswerModel):
     moves_failed: int
 
 
-class FleetRequest(AnswerModel):
+class FleetRequest(ResponseModel):
     """`phase` is preparing, placing, prefill, decode or ended. Times are in seconds since the
     request's arrival, except the durations of phases, and `ended_s`: the time since its end."""
 
@@ -187,7 +187,7 @@ class FleetRequest(AnswerModel):
     finish: str
 
 
-class RequestsShown(AnswerModel):
+class RequestsShown(ResponseModel):
     """Requests of one gateway process; other processes behind its port have their own."""
 
     open: list[FleetRequest]
@@ -223,7 +223,7 @@ def add_fleet(app: FastAPI, service: Service) -> None:
 
     service.processes.serve("requests", answer)
 
-    @app.get("/fleet/state", **described(answer=FleetState))
+    @app.get("/fleet/state", **describe(response=FleetState))
     async def state(request: Request) -> Response:
         """Return the workers as the router sees them, and this key's open and latest requests."""
         tenant = caller_of(request).tenant.id

@@ -52,7 +52,8 @@ def test_the_table_lists_the_routes_of_the_application() -> None:
     from pdserve.gateway.web import add_fleet, add_pages
 
     none: Any = None
-    service: Any = SimpleNamespace(count=None, upstream=None, clock=None, processes=GatewayProcesses())
+    processes = GatewayProcesses()
+    service: Any = SimpleNamespace(count=None, upstream=None, clock=None, processes=processes)
     stored = StoredRoutes(none, none, none, lambda: None)
     apis = [
         AnthropicApi(none, none, none),

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.gateway.http.api import ErrorFormat, HttpError, error_response
-from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP, WRITE, HeldAnswers
+from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP, WRITE, HeldResponses
 
 log = logging.getLogger("pdserve.gateway.http")
 MAX_TOGETHER = 16  # connections; with more, the first would wait for the others
@@ -142,7 +142,7 @@ class BoundedProtocol(HttpToolsProtocol):
         *args: Any,
         errors: ErrorFormat,
         stall_s: float,
-        held: HeldAnswers,
+        held: HeldResponses,
         writes: BatchedWrites,
         **options: Any,
     ) -> None:

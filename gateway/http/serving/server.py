@@ -1,5 +1,5 @@
-"""The HTTP server of the gateway: its sockets, the listener that accepts connections, and uvicorn with
-its certificate.
+"""The HTTP server of the gateway: its sockets, the listener that accepts connections, and uvicorn
+with its certificate.
 
 The listener accepts connections until it is closed, despite any error. The process with the fewest
 connections accepts the next one, so that even a few long connections are spread. The counts are in
@@ -30,7 +30,7 @@ from typing import Any
 import uvicorn
 
 from pdserve.gateway.http.api import ErrorFormat
-from pdserve.gateway.http.responses import MAX_HELD_BYTES, HeldAnswers
+from pdserve.gateway.http.responses import MAX_HELD_BYTES, HeldResponses
 from pdserve.gateway.http.serving.protocol import BatchedWrites, BoundedProtocol
 from pdserve.services.common.fairness import FairShare
 from pdserve.services.common.process import LOOK_AGAIN_S, stamp
@@ -335,7 +335,7 @@ class HttpServer(uvicorn.Server):
                     BoundedProtocol,
                     errors=errors,
                     stall_s=stall_s,
-                    held=HeldAnswers(max_answers_bytes),
+                    held=HeldResponses(max_answers_bytes),
                     writes=BatchedWrites(),
                 ),
                 ws="none",

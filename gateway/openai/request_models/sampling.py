@@ -1,5 +1,6 @@
-"""The fields that chat and plain completions share: sampling, whose bounds are in gateway/sampling.py,
-and the structure of the answer, as clients of OpenAI, vLLM, SGLang and llama.cpp request it.
+"""The fields that chat and plain completions share: sampling, whose bounds are in
+gateway/sampling.py, and the structure of the answer, as clients of OpenAI, vLLM, SGLang and
+llama.cpp request it.
 
 A request has at most one structure. A schema's keywords that cannot be enforced are refused by
 name; only OpenAI's json_schema without `strict` is best effort, as there: they bind nothing.

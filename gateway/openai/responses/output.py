@@ -11,7 +11,7 @@ from pydantic_core import to_json
 
 from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.http import JsonList, JsonPieces, array_json, object_json
-from pdserve.gateway.openai.objects import with_top
+from pdserve.gateway.openai.objects import token_logprobs
 from pdserve.gateway.openai.request_models.tools import CustomInput
 from pdserve.gateway.openai.responses.tools import OfferedTool
 from pdserve.text import ContentPart, ReasoningPart, TextPart, Tool, ToolCallPart
@@ -82,7 +82,7 @@ class ResponseOutput:
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
         tokens, self._unplaced = self._unplaced, []
-        return [with_top(token, as_ids=False) for token in tokens]
+        return [token_logprobs(token, as_ids=False) for token in tokens]
 
     def _close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         if self._open is not None:

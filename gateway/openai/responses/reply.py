@@ -22,7 +22,7 @@ from pdserve.gateway.http import (
     Reply,
     array_json,
     caller_of,
-    described,
+    describe,
     error_response,
     object_json,
     sent_event,
@@ -309,7 +309,7 @@ def add_response_routes(
         return answer(response)
 
     @app.post(
-        "/v1/responses", **described(ResponsesBody, answer=ResponseObject, event=ResponseEvent)
+        "/v1/responses", **describe(ResponsesBody, response=ResponseObject, event=ResponseEvent)
     )
     async def create(request: Request) -> Response:
         """Generate a response to a conversation; the server may store it."""
@@ -319,21 +319,21 @@ def add_response_routes(
             return EventStream(reply.framed(), reply, limits, ping=reply.ping)
         return Reply(reply.whole(), errors)
 
-    @app.post("/v1/responses/input_tokens", **described(InputTokensBody, answer=InputTokens))
+    @app.post("/v1/responses/input_tokens", **describe(InputTokensBody, response=InputTokens))
     async def input_tokens(request: Request) -> Response:
         """Count the tokens of a response's prompt."""
         body = await bodies.read(request, parse_input_tokens)
         counting = count_input_tokens(service, body, caller_of(request), bodies, store)
         return Reply(counting, errors)
 
-    @app.get("/v1/responses/{name}", **described(answer=ResponseObject))
+    @app.get("/v1/responses/{name}", **describe(response=ResponseObject))
     async def retrieve(request: Request, name: str) -> Response:
         """Get a stored response."""
         if request.query_params.get("stream") == "true":
             raise refuse("stream", "stream: a stored response cannot be streamed")
         return await on_kept(request, name, lambda response: _json(response.response))
 
-    @app.delete("/v1/responses/{name}", **described(answer=ResponseDeleted))
+    @app.delete("/v1/responses/{name}", **describe(response=ResponseDeleted))
     async def remove(request: Request, name: str) -> Response:
         """Delete a stored response."""
         deleted = {"id": name, "object": "response", "deleted": True}
@@ -342,7 +342,7 @@ def add_response_routes(
             await store.remove(caller_of(request).tenant.id, name)
         return reply
 
-    @app.post("/v1/responses/{name}/cancel", **described(answer=ResponseObject))
+    @app.post("/v1/responses/{name}/cancel", **describe(response=ResponseObject))
     async def cancel(request: Request, name: str) -> Response:
         """Cancel a background response. Always fails, as there are no background responses."""
 
@@ -355,7 +355,7 @@ def add_response_routes(
 
     @app.get(
         "/v1/responses/{name}/input_items",
-        **described(answer=InputItemList, query=PageQuery),
+        **describe(response=InputItemList, query=PageQuery),
     )
     async def input_items(request: Request, name: str) -> Response:
         """List the input items of a stored response."""

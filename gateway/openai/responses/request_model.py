@@ -1,5 +1,5 @@
-"""The request of /v1/responses: its fields, those that are refused by name or ignored on purpose, and
-the chat that it becomes: the conversation, with its stored part, and the tools.
+"""The request of /v1/responses: its fields, those that are refused by name or ignored on purpose,
+and the chat that it becomes: the conversation, with its stored part, and the tools.
 
 Types are strict here; bounds are in gateway/sampling.py.
 """

@@ -93,7 +93,8 @@ TOOLS: EntryTypes = {
 # The modes may be objects that have only their type.
 TOOL_CHOICES: EntryTypes = {
     **dict.fromkeys(
-        ("none", "auto", "required", "function", "custom", "namespace", "allowed_tools"), SERVED_TYPE
+        ("none", "auto", "required", "function", "custom", "namespace", "allowed_tools"),
+        SERVED_TYPE,
     ),
     **dict.fromkeys(
         (

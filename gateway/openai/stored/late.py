@@ -55,8 +55,8 @@ class LateParts:
         self._ready = asyncio.Event()
         self._parts: StoredParts | None = None
 
-    def want(self) -> None:
-        """Start making the parts."""
+    def request(self) -> None:
+        """Start making the parts, if that has not begun."""
         self._requested.set()
 
     async def run(self, app: ASGIApp) -> None:
@@ -78,7 +78,7 @@ class LateParts:
 
     async def parts(self) -> "StoredParts":
         """Return the parts once they exist."""
-        self.want()
+        self.request()
         await self._ready.wait()
         assert self._parts is not None
         return self._parts

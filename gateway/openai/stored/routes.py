@@ -1,4 +1,5 @@
-"""The routes that need a database: /v1/files, /v1/batches and /v1/usage. A key sees only its own data.
+"""The routes that need a database: /v1/files, /v1/batches and /v1/usage. A key sees only its own
+data.
 
 Times of usage are seconds since the epoch. Sums are kept by the hour, so a bucket is an hour or a
 day (UTC).
@@ -40,7 +41,7 @@ from pdserve.gateway.http import (
     Reply,
     array_json,
     caller_of,
-    described,
+    describe,
     error_response,
     list_json,
     object_json,
@@ -98,7 +99,7 @@ class _Bytes(Response):
 def add_file_routes(app: APIRouter, api: HttpApi, files: Files, limits: HttpLimits) -> None:
     uploads, downloads = FairShare(MAX_UPLOADS), FairShare(MAX_DOWNLOADS)
 
-    @app.post("/v1/files", **described(form=FileUpload, answer=FileObject))
+    @app.post("/v1/files", **describe(form=FileUpload, response=FileObject))
     async def upload(request: Request) -> Response:
         """Upload a file with the requests of a batch."""
         form = FileForm(request, files.limits.max_file_bytes, limits.body_timeout_s)
@@ -106,7 +107,7 @@ def add_file_routes(app: APIRouter, api: HttpApi, files: Files, limits: HttpLimi
         with uploads.holding(owner, 1, "uploads"):
             return JSONResponse(_file_object(await _store(files, owner.hex(), form)))
 
-    @app.get("/v1/files", **described(answer=FileList, query=FilesQuery))
+    @app.get("/v1/files", **describe(response=FileList, query=FilesQuery))
     async def list_files(request: Request) -> Response:
         """List the files of this key."""
         page = Page(*page_query(request, MAX_LISTED_FILES, MAX_LISTED_FILES))
@@ -115,7 +116,7 @@ def add_file_routes(app: APIRouter, api: HttpApi, files: Files, limits: HttpLimi
         rows = await files.page(_tenant(request), page, purpose)
         return list_reply(rows, page, _file_object)
 
-    @app.get("/v1/files/{file_id}", **described(answer=FileObject))
+    @app.get("/v1/files/{file_id}", **describe(response=FileObject))
     async def get_file(request: Request, file_id: str) -> Response:
         """Get the properties of a file."""
         file = await files.find(_tenant(request), file_id)
@@ -134,7 +135,7 @@ def add_file_routes(app: APIRouter, api: HttpApi, files: Files, limits: HttpLimi
         pieces = files.pieces(file.id)
         return PieceStream(pieces, file.num_bytes, _Bytes.media_type)
 
-    @app.delete("/v1/files/{file_id}", **described(answer=FileDeleted))
+    @app.delete("/v1/files/{file_id}", **describe(response=FileDeleted))
     async def delete(request: Request, file_id: str) -> Response:
         """Delete a file."""
         if not await files.delete(_tenant(request), file_id):
@@ -223,7 +224,7 @@ def add_batch_routes(
 ) -> None:
     """Add the routes; `wake` is called when there is work for the runner."""
 
-    @app.post("/v1/batches", **described(BatchBody, answer=BatchObject))
+    @app.post("/v1/batches", **describe(BatchBody, response=BatchObject))
     async def create(request: Request) -> Response:
         """Create a batch from a file of requests. It runs while the server has free capacity."""
         body = await bodies.read(request, partial(parse, BatchBody))
@@ -242,13 +243,13 @@ def add_batch_routes(
         wake()
         return JSONResponse(_batch_object(batch))
 
-    @app.get("/v1/batches", **described(answer=BatchList, query=PageQuery))
+    @app.get("/v1/batches", **describe(response=BatchList, query=PageQuery))
     async def list_batches(request: Request) -> Response:
         """List the batches of this key."""
         page = Page(*page_query(request, LISTED_BATCHES, MAX_LISTED_BATCHES))
         return list_reply(await batches.page(_tenant(request), page), page, _batch_object)
 
-    @app.get("/v1/batches/{batch_id}", **described(answer=BatchObject))
+    @app.get("/v1/batches/{batch_id}", **describe(response=BatchObject))
     async def get_batch(request: Request, batch_id: str) -> Response:
         """Get a batch and its progress."""
         batch = await batches.find(_tenant(request), batch_id)
@@ -256,7 +257,7 @@ def add_batch_routes(
             return not_found(api, "batch", batch_id)
         return JSONResponse(_batch_object(batch))
 
-    @app.post("/v1/batches/{batch_id}/cancel", **described(answer=BatchObject))
+    @app.post("/v1/batches/{batch_id}/cancel", **describe(response=BatchObject))
     async def cancel(request: Request, batch_id: str) -> Response:
         """Cancel a batch: no further request of it is started."""
         batch = await batches.cancel(_tenant(request), batch_id)
@@ -309,7 +310,7 @@ MAX_TIME = 1 << 40
 
 
 def add_usage_routes(app: APIRouter, errors: ErrorFormat, usage: UsageLog) -> None:
-    @app.get("/v1/usage", **described(answer=UsagePage, query=UsageReportQuery))
+    @app.get("/v1/usage", **describe(response=UsagePage, query=UsageReportQuery))
     async def report(request: Request) -> Response:
         """Report the usage of this key by hour or day."""
         query, limit_s = _query(request.query_params, int(time.time()))

@@ -16,7 +16,7 @@ from oracles.sse import events
 from pydantic import BaseModel
 from systems.served_gateway import served_gateway
 
-from pdserve.gateway.http import described
+from pdserve.gateway.http import describe
 from pdserve.gateway.http.docs import PAGE, START, document
 from pdserve.gateway.openai import OpenAiApi
 from pdserve.services.common.errors import HTTP_STATUS
@@ -265,8 +265,8 @@ def test_a_schema_name_belongs_to_one_model():
 
     Second.__name__ = First.__name__
     app = FastAPI()
-    app.get("/first", **described(answer=First))(lambda: None)
-    app.get("/second", **described(answer=Second))(lambda: None)
+    app.get("/first", **describe(response=First))(lambda: None)
+    app.get("/second", **describe(response=Second))(lambda: None)
     api = OpenAiApi(None, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="named First"):
         document(app, [api], "", keys=False)
