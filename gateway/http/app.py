@@ -127,8 +127,8 @@ class TracePhase(ResponseModel):
 
 
 class TraceAttempt(ResponseModel):
-    """A placement of the request, the first or a retry; `prefill` is empty if the decode worker
-    computes the prompt."""
+    """One attempt at the request, and its workers; `prefill` is empty if the decode worker computes
+    the prompt."""
 
     attempt: str
     start_ms: float
@@ -158,14 +158,14 @@ class RequestTrace(ResponseModel):
 
 
 class FoundTrace(BaseModel):
-    """A trace from one of several gateway processes; `arrived` is by the clock of their host."""
+    """A trace found in one gateway process; `arrived` is a reading of the clock of its host."""
 
     arrived: float
     trace: RequestTrace
 
 
 def add_traces(app: FastAPI, service: Service, apis: Sequence[HttpApi]) -> None:
-    """Mount the route."""
+    """Add GET /v1/traces/{request_id}, which also queries the other gateway processes."""
 
     def local_trace(tenant: bytes, request_id: str) -> FoundTrace | None:
         state = service.requests.find(tenant, request_id)
@@ -257,10 +257,13 @@ def create_app(
     routes: FastAPI | None = None,
     open_paths: Collection[str] = (),
 ) -> ASGIApp:
-    """Return the ASGI application. `open_metrics` lets /metrics in without a key, like
-    `open_paths`. `local` and `allowed_origins` are the Guard's; pages of the allowed origins get
-    CORS headers. `root_path` is where a proxy shows the application. `routes` are those of
-    `create_routes`, if they are made already. Raises ValueError for an invalid root path."""
+    """Return the ASGI application.
+
+    `open_metrics` makes /metrics accessible without a key, like `open_paths`. `local` and
+    `allowed_origins` are the Guard's; pages of the allowed origins get CORS headers. `root_path` is
+    the path at which a proxy shows the application. `routes` are those of `create_routes`, if they
+    exist already. Raises ValueError for an invalid root path.
+    """
     root_path = root_path.rstrip("/")
     if root_path and not _ROOT.fullmatch(root_path):
         raise ValueError(
@@ -291,7 +294,7 @@ def create_routes(
     readiness: Readiness,
     fleet_metrics: bool = True,
 ) -> FastAPI:
-    """Return the routes behind the Guard; `fleet_metrics`: /metrics includes the fleet."""
+    """Return the routes behind the Guard. `fleet_metrics`: /metrics includes the fleet by default."""
     # Without FastAPI's docs: their pages load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_errors(app, apis)

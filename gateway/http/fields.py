@@ -18,10 +18,10 @@ from pydantic_core import to_json
 from pdserve.services.common.errors import MAX_QUOTED, cut
 
 NEUTRAL_VALUES: tuple[Any, ...] = (None, False, "", [], {})
-"""Values that ask for nothing, unless a field has others."""
+"""Values with which a field requests nothing, unless REFUSED_FIELDS lists others for it."""
 
 # fmt: off
-# Fields that change a generated answer alone; routes without one ignore them.
+# Fields that change only generated text; routes that generate none ignore them.
 GENERATION_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "min_tokens", "stop",
     "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "allowed_token_ids", "bad_words",
@@ -35,7 +35,7 @@ GENERATION_FIELDS = (
     "output_format",
 )
 
-# Fields that some routes serve.
+# Fields that some routes serve; others refuse them.
 SERVED_FIELDS = (
     *GENERATION_FIELDS,
     "echo", "prompt", "messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice",
@@ -145,7 +145,7 @@ REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 # fmt: on
 
-# Fields of REFUSED_FIELDS that routes without a generated answer check.
+# Fields of REFUSED_FIELDS that are checked by routes that generate no text.
 NON_GENERATION_FIELDS = REFUSED_FIELDS.keys() - GENERATION_FIELDS
 
 # Other servers' names, all in REFUSED_FIELDS, for fields that this one serves.
@@ -172,7 +172,7 @@ FIELD_ALIASES: dict[str, str] = {
     "decoder_input_details": "prompt_logprobs",
 }
 
-# They change no answer of this server.
+# Fields that change no response of this server.
 IGNORED_FIELDS: frozenset[str] = frozenset(
     (
         # OpenAI
@@ -190,7 +190,7 @@ IGNORED_FIELDS: frozenset[str] = frozenset(
     )
 )  # fmt: skip
 
-# They offer tools that cannot be run here.
+# Fields that offer tools which cannot run here; they are left out and logged.
 OMITTED_FIELDS: frozenset[str] = frozenset(("web_search_options",))
 
 # For counting usage, and for a request's place among its tenant's. Routes that do not use them
@@ -199,8 +199,8 @@ REQUEST_FIELDS = frozenset(("user", "session_id", "priority"))
 
 
 def refused_field(body: Mapping[str, Any], served: Collection[str]) -> tuple[str, str] | None:
-    """Return the name of the first field of `body` that requests what is not `served`, and why it
-    is refused; None if there is no such field."""
+    """Return the name of the first field of `body` that is refused, and the reason; None if all are
+    accepted. `served`: the fields that the route serves."""
     for name, value in body.items():
         if name in served:
             continue
@@ -217,14 +217,14 @@ def _instead(name: str, served: Collection[str]) -> str:
     return f"; use {other}" if other in served else ""
 
 
-def is_neutral(value: Any, nothing: tuple[Any, ...]) -> bool:
-    """Return whether a value equals one of `nothing`, where true is not 1 and false is not 0."""
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Return whether a value equals one of `neutral`, where true is not 1 and false is not 0."""
     return any(
-        value == other and isinstance(value, bool) == isinstance(other, bool) for other in nothing
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral
     )
 
 
-log = logging.getLogger("pdserve.gateway.requests")
+log = logging.getLogger(__name__)
 
 MAX_DEPTH = 16  # of a value that is kept as text
 # Keys whose values only their provider can read, or that mean nothing to a model.
@@ -232,10 +232,10 @@ _OPAQUE = {"signature", "cache_control", "citations", "call_id", "tool_use_id", 
 
 
 class Handling(StrEnum):
-    """How a member is handled."""
+    """What happens to an entry of a type."""
 
     SERVED = "served"
-    LEFT_OUT = "left out and logged"  # offered to the model, and cannot run here
+    LEFT_OUT = "left out and logged"  # offers the model something that cannot run here
     AS_TEXT = "kept as text"  # history
     DROPPED = "dropped and logged"  # history that means nothing to a model here
     HINT = "accepted"  # changes no answer
@@ -244,15 +244,15 @@ class Handling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EntryType:
-    """One member. `text`: the fields of history that are kept. `of_client`: the client wrote it,
-    otherwise the model or its provider."""
+    """How entries of one type are handled. `text`: the fields that are kept of an entry that
+    becomes text. `of_client`: the client wrote the entry, otherwise the model or its provider."""
 
     handling: Handling
     text: tuple[str, ...] = ()
     of_client: bool = False
 
     def as_text(self, kind: str, value: Mapping[str, Any]) -> str:
-        """Return the text of an entry of history: its kind, and its kept fields."""
+        """Return an entry of the conversation's history as text: its type, and its kept fields."""
         values = {name: _readable(value[name], MAX_DEPTH) for name in self.text if name in value}
         lines = [
             item if isinstance(item, str) else to_json(item).decode()
@@ -273,12 +273,12 @@ DROPPED_TYPE, REFUSED_TYPE = EntryType(Handling.DROPPED), EntryType(Handling.REF
 
 
 def kept_as_text(*fields: str, of_client: bool = False) -> EntryType:
-    """Return a member of history that is kept as text."""
+    """Return the handling of entries of history of which `fields` are kept as text."""
     return EntryType(Handling.AS_TEXT, fields, of_client)
 
 
 def log_unsupported(handling: Handling, subject: str, kinds: Iterable[str]) -> None:
-    """Log what is left out or dropped from a request."""
+    """Log the types of entries, or the fields, that are left out or dropped from a request."""
     if names := sorted(set(kinds)):
         log.info(
             "a request has unsupported entries, %s: %s",
@@ -288,7 +288,7 @@ def log_unsupported(handling: Handling, subject: str, kinds: Iterable[str]) -> N
 
 
 def _readable(value: Any, depth: int) -> Any:
-    """Return a value without what only its provider can read; join the texts of text parts."""
+    """Return a value without parts that only its provider can read, and with text parts joined."""
     if isinstance(value, Mapping):
         if not depth:
             return None

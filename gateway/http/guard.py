@@ -55,7 +55,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def foreign(headers: Headers, allowed_origins: Collection[str]) -> str:
-    """Return why a request to a loopback server is not from this machine; empty if it is."""
+    """Return why a request to a loopback server is refused; empty if it is from this machine or
+    from an allowed origin."""
     if not is_loopback(_host_of(f"//{headers.get('host', '')}")):
         return "this server accepts only requests to localhost; set an API key to allow others"
     origin = headers.get("origin")
@@ -75,8 +76,11 @@ def _host_of(url: str) -> str:
 
 
 class Guard:
-    """Wrapper of the application; `open_paths` need no key. `local`: only this machine reaches it,
-    so that without keys only `allowed_origins` and this machine's origins may call it."""
+    """ASGI application that checks a request before it calls another one.
+
+    `open_paths` need no key. `local`: only this machine reaches the server, so that without keys
+    only pages of `allowed_origins` and of this machine may call it.
+    """
 
     def __init__(
         self,

@@ -44,7 +44,8 @@ MAX_HELD_BYTES = 512 << 20
 
 @dataclass(eq=False, slots=True)
 class HeldResponse:
-    """One held answer; `dropped` has a result when its client is to lose it."""
+    """A response with bytes that its client has not taken; `dropped` gets a result when the
+    connection is to be closed to free its memory."""
 
     owner: bytes
     dropped: asyncio.Future[None]
@@ -52,7 +53,7 @@ class HeldResponse:
 
 
 class HeldResponses:
-    """The held answers of one server."""
+    """The held responses of one server, and the bound on their bytes."""
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -61,7 +62,7 @@ class HeldResponses:
 
     @contextmanager
     def answer(self, owner: bytes) -> Iterator[HeldResponse]:
-        """Register an answer of a key, which holds nothing yet, for the block; then release it."""
+        """Register a response of a key, which holds no bytes yet, for the block; then release it."""
         answer = HeldResponse(owner, asyncio.get_running_loop().create_future())
         self._answers[answer] = None
         try:
@@ -71,7 +72,7 @@ class HeldResponses:
             del self._answers[answer]
 
     def hold(self, answer: HeldResponse, num_bytes: int) -> None:
-        """Count `num_bytes` more of the answer as made."""
+        """Count `num_bytes` of the response as made and not yet taken."""
         answer.num_bytes += num_bytes
         self.total += num_bytes
         while self.total > self._max_bytes:
@@ -88,14 +89,14 @@ class HeldResponses:
                 oldest.dropped.set_result(None)
 
     def release(self, answer: HeldResponse, num_bytes: int) -> None:
-        """Count `num_bytes` of the answer as taken."""
+        """Count `num_bytes` of the response as taken."""
         freed = min(num_bytes, answer.num_bytes)  # nothing, once it is dropped
         answer.num_bytes -= freed
         self.total -= freed
 
 
 log = logging.getLogger("pdserve.gateway.http")
-NO_ROOM = "the memory for unread answers is full"
+NO_ROOM = "the memory for unread responses is full"
 EVENTS = "text/event-stream; charset=utf-8"
 HEAD_S = 0.25
 SILENCE_S = 10.0  # after which a stream sends a ping
@@ -111,21 +112,22 @@ HELD = "pdserve.held"  # the HeldResponses of all its connections
 
 
 class DirectWrite:
-    """The direct write of one answer, whose stream opens and closes it."""
+    """A way for the producer of a stream's events to write one at once. The EventStream opens and
+    closes it."""
 
     def __init__(self) -> None:
         self._write: Callable[[bytes], bool] | None = None
         self.last_write = 0.0  # a reading of time.monotonic
 
     def open(self, write: Callable[[bytes], bool] | None) -> None:
-        """Set `write`, which sends a piece of the body at once, or only returns False."""
+        """Set the function that sends a piece of the body at once, or returns False."""
         self._write = write
 
     def close(self) -> None:
         self._write = None
 
     def write(self, event: bytes) -> bool:
-        """Send a short event; False: it has to go the usual way.
+        """Send a short event, and return whether it was sent. If not, yield it instead.
 
         Call it only when all earlier events have been sent.
         """
@@ -150,8 +152,8 @@ def _public(error: Exception, scope: Scope) -> HttpError:
 
 
 class Reply(Response):
-    """Response that sends a JSON object, or its text, once it is there; nothing if the client has
-    left before."""
+    """Response whose body is a JSON object, or its text, that `work` returns. Sends nothing if the
+    client leaves before `work` is done."""
 
     def __init__(self, work: Awaitable[dict[str, Any] | JsonPieces], errors: ErrorFormat) -> None:
         self._work = work
@@ -192,8 +194,8 @@ async def _send_json(pieces: JsonPieces, send: Send) -> None:
 
 
 async def _send_held(pieces: JsonPieces, scope: Scope, send: Send) -> None:
-    """Send the pieces as `_send_json` does, unless all answers take too much before the client has
-    taken this one: then drop its connection."""
+    """Send the pieces as `_send_json` does. Closes the connection if held responses exceed their
+    bound before the client has taken this one."""
     held_responses = _held_responses(scope)
     with held_responses.answer(_owner(scope)) as answer:
         held_responses.hold(answer, pieces.num_bytes)
@@ -220,8 +222,8 @@ def _owner(scope: Scope) -> bytes:
 
 
 class PieceStream(Response):
-    """Response that sends bytes of a known length as a generator yields them; if the bytes cannot
-    be had, the client loses its connection."""
+    """Response that sends bytes of a known length as a generator yields them. Closes the connection
+    if the generator fails."""
 
     def __init__(
         self, pieces: AsyncGenerator[bytes, None], num_bytes: int, media_type: str
@@ -258,7 +260,7 @@ class PieceStream(Response):
 
 
 class EventStream(Response):
-    """Response that sends what a generator yields, as it comes.
+    """Response that sends the events of a generator as they come.
 
     Events that the client does not take wait here, up to `max_buffer_bytes` and `stall_s` without
     progress; beyond either the generator is closed, which cancels its requests. Long events are
@@ -441,7 +443,7 @@ async def _with_first(
 
 
 class _LongEvents:
-    """The long events of one stream, as its server counts them; a shared piece is counted once."""
+    """Counts the bytes of the long events of one stream; a piece that several share counts once."""
 
     def __init__(self, held: HeldResponses, answer: HeldResponse) -> None:
         self._held = held
@@ -455,8 +457,8 @@ class _LongEvents:
             self._held.hold(self._answer, sum(new.values()))
 
     def parts(self, event: Event) -> Iterator[bytes]:
-        """Yield what is written at once. A piece that no other event has is released when all parts
-        are taken."""
+        """Yield the parts of an event that are written at once. When the client has taken all of
+        them, release the pieces that no other event has."""
         if isinstance(event, bytes):
             yield event
             return
@@ -473,7 +475,7 @@ def _unread_bytes(event: Event) -> int:
 
 
 class _Joined(JsonPieces):
-    """Several events that are written together."""
+    """Several events that are written as one."""
 
     def __init__(self) -> None:
         super().__init__()

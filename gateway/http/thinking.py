@@ -1,5 +1,6 @@
-"""Fields in which clients of several servers say whether, and how much, a model thinks. They become
-variables of chat templates, and a bound on the tokens of reasoning.
+"""Fields with which clients of several servers set whether, and how much, a model thinks.
+
+They become variables of chat templates, and a bound on the tokens of reasoning.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,12 +19,12 @@ from pdserve.gateway.http.validation import StrictModel
 from pdserve.gateway.sampling import refuse
 from pdserve.text import EFFORTS, suggested_variables
 
-_OF_MODEL = ("auto", "default")  # efforts that leave the choice to the model's template
+_TEMPLATE_DECIDES = ("auto", "default")  # efforts that leave the choice to the model's template
 Effort = Annotated[
-    Literal[*EFFORTS, *_OF_MODEL] | None,  # type: ignore[valid-type]
-    AfterValidator(lambda effort: None if effort in _OF_MODEL else effort),
+    Literal[*EFFORTS, *_TEMPLATE_DECIDES] | None,  # type: ignore[valid-type]
+    AfterValidator(lambda effort: None if effort in _TEMPLATE_DECIDES else effort),
 ]
-"""How much a model thinks; null, "auto" and "default" do not say."""
+"""How much a model thinks; null, "auto" and "default" leave that to the template."""
 
 
 class ThinkingBody(StrictModel):
@@ -51,7 +52,7 @@ class ReasoningBody(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class ThinkingChoice:
-    """The choice of one field; None: the field does not say."""
+    """What one field sets about thinking; None: it does not set this."""
 
     field: str
     enabled: bool | None = None
@@ -60,7 +61,8 @@ class ThinkingChoice:
 
 
 def _expect(expected: str) -> WrapValidator:
-    """Name only the field in a union's error; pydantic would add the failed alternative."""
+    """Return a validator whose error names only the field and what is expected; pydantic's would
+    name each failed alternative of the union."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -108,8 +110,8 @@ def thinking_variables(fields: Iterable[ThinkingChoice]) -> dict[str, Any]:
 
 
 def thinking_budget(bounds: Mapping[str, int]) -> dict[str, Any]:
-    """Return the only bound on reasoning tokens as fields of RequestedSampling; `bounds`: by the
-    field that sets each. -1 means no bound. Raises ServiceError for several bounds."""
+    """Return the bound on reasoning tokens as fields of RequestedSampling. `bounds` has at most one
+    bound, by the field that sets it; -1 means none. Raises ServiceError for several bounds."""
     names = list(bounds)
     if len(names) > 1:
         raise refuse(names[1], f"give either {names[0]} or {names[1]}")
@@ -119,7 +121,7 @@ def thinking_budget(bounds: Mapping[str, int]) -> dict[str, Any]:
 
 
 class ThinkingFields(StrictModel):
-    """Fields at the top of a body."""
+    """The fields about thinking that a body may have at its top level."""
 
     enable_thinking: bool | None = None  # Qwen, vLLM
     think: Think = None  # Ollama

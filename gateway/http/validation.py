@@ -56,11 +56,11 @@ TextOrObjects = Annotated[
     AfterValidator(_text_or_objects),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
 ]
-"""A field that is a text, or a list of parts or turns whose types are looked at elsewhere."""
+"""A field that is a text, or a list of objects, whose contents are checked later."""
 
 
 Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-"""Of a client's requests that wait, one with a lower value comes first; 0 is usual."""
+"""The priority of a request among those of its client: a lower value runs first; 0 by default."""
 
 
 def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
@@ -172,7 +172,7 @@ ModelName = Annotated[
     BeforeValidator(lambda name: "" if name is None else name),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
 ]
-"""The name of a model; null and an empty one take the only model that is served."""
+"""The name of a model; null and an empty name select the only model that is served."""
 
 
 def _unbounded(value: int | None) -> int | None:
@@ -186,7 +186,7 @@ def _described_limit(schema: dict[str, Any]) -> None:
 TokenLimit = Annotated[
     int | None, AfterValidator(_unbounded), Field(json_schema_extra=_described_limit)
 ]
-"""The most tokens of an answer; null and -1: what the context has room for."""
+"""The maximum number of generated tokens; null and -1: as many as fit in the context."""
 
 
 M = TypeVar("M", bound=StrictModel)
@@ -201,10 +201,12 @@ def parse_body(
     instead: Mapping[str, str],
     left_out: Collection[str] = (),
 ) -> M:
-    """Parse a body with the fields of `kind`. A `refused` field that is neither among them nor
-    `ignored` may have only the values listed for it, which request nothing; `instead` names what to
-    use for it. A `left_out` field is ignored, and named in the log. Unknown fields are ignored.
-    Raises ServiceError INVALID_ARGUMENT naming the first wrong field.
+    """Parse a body with the fields of `kind`.
+
+    A `refused` field that is neither among them nor `ignored` may have only the values listed for
+    it, which request nothing; `instead` has the field to use in its place, for the error text. A
+    `left_out` field is ignored and logged; unknown fields are ignored. Raises ServiceError
+    INVALID_ARGUMENT naming the first wrong field.
     """
     check_num_fields(body)
     for name, value in body.items():
@@ -235,8 +237,8 @@ def parsed(kind: type[M], value: Any, path: str = "") -> M:
 
 
 def check_served(table: EntryTypes, kind: str, path: str) -> None:
-    """Check that a member of a union is not refused. Raises ServiceError that names what is
-    served."""
+    """Check that entries of type `kind` are not refused. Raises ServiceError that names the types
+    that are served."""
     if table.get(kind, REFUSED_TYPE).handling is Handling.REFUSED:
         served = ", ".join(quoted(name) for name, member in table.items() if member is SERVED_TYPE)
         text = f"{quoted(kind)} is not supported by this server, only {served}"

@@ -1,12 +1,11 @@
-"""uvicorn's HTTP protocol with further bounds (size and time of a request's head) and batched
-writes.
+"""uvicorn's HTTP protocol with bounds on the size and time of a request's head, and batched writes.
 
-For a write the system wakes the client's process, which takes longer than the write itself. A
-process that several clients share is still awake at the next write. All that one answer writes in a
-turn is one segment.
+A write wakes the client's process, which takes longer than the write itself. Writes of one turn of
+the loop are done together, so a process with several connections is woken once, and all bytes of a
+response in a turn are one segment.
 
-It also ends clients that do not read their answer, has the ASGI extension that drops a response,
-and answers clients that end their sending side.
+The protocol also closes connections whose client does not read its response, has the ASGI extension
+that drops a response, and answers clients that have ended their sending side.
 """
 
 import asyncio
@@ -75,8 +74,8 @@ class BatchedWrites:
         self._waiting: dict[asyncio.Transport, list[bytes]] = {}
 
     def write(self, transport: asyncio.Transport, pieces: Iterable[bytes]) -> None:
-        """Write pieces at the turn's end, at `flush`, or when MAX_TOGETHER connections have
-        some."""
+        """Queue pieces, which are written at the end of the loop's turn, at `flush`, or when
+        MAX_TOGETHER connections have some."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush_all)
         self._waiting.setdefault(transport, []).extend(pieces)
@@ -347,7 +346,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._start_stall()
         else:
             log.warning(
-                "closing a connection: the client read nothing of its answer for %g s",
+                "closing a connection: the client read nothing of its response for %g s",
                 self._stall_s,
             )
             self.transport.abort()

@@ -138,7 +138,8 @@ FULL_LOG_S = 10.0  # between log lines about missing room
 
 
 class ConnectionCounts:
-    """The counts as process `index` of `num` uses them; it is unready at first. Raises OSError."""
+    """The connections of `num` gateway processes, as process `index` uses the counts in the file at
+    `path`; it is unready at first. Raises OSError."""
 
     def __init__(self, path: Path, index: int, num: int) -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -59,7 +59,7 @@ async def test_unsupported_fields_are_refused_by_name(make_http):
 
 
 async def test_a_dropped_tool_is_logged_once_per_request(make_http, caplog, subtests):
-    caplog.set_level(logging.INFO, "pdserve.gateway.requests")
+    caplog.set_level(logging.INFO, "pdserve.gateway.http.fields")
     hosted = {"type": "web_search"}
     more = {
         "type": "additional_tools",
