@@ -38,7 +38,7 @@ class PreparedCompletion:
     priority: int = 0
     tenant: bytes = b""
     format: AnswerFormat = field(default_factory=AnswerFormat)  # how the model's output is read
-    tool_loop: "ToolLoop | None" = None  # set if the answer, of one choice, may take several rounds
+    tool_loop: "ToolLoop | None" = None  # runs a request with one choice
 
 
 @dataclass(frozen=True, slots=True)

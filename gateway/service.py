@@ -57,7 +57,7 @@ class ServerTools(Protocol):
     def offer(
         self, request: ChatCompletionRequest, next_turn: NextTurn
     ) -> tuple[ChatCompletionRequest, ToolLoop | None]:
-        """Return the request with these tools, and the rounds of its answer if it may take them."""
+        """Return the request with these tools, and the loop that runs it if one may be called."""
 
 
 class Service:
@@ -215,7 +215,7 @@ class Service:
     async def _next_turn(
         self, completion: PreparedCompletion, request: ChatCompletionRequest, number: int
     ) -> PreparedCompletion:
-        """Return the completion for another round's conversation. Raises ServiceError."""
+        """Return the completion for the next turn of a tool loop. Raises ServiceError."""
         owner = completion.tenant
         prompt = await self._chat_prompt(request, completion.model, owner)
         sampling, form = self._shape(request, completion.model, prompt.ids)
@@ -265,7 +265,7 @@ class Service:
     def _offered(
         self, request: ChatCompletionRequest, model: ServedModel, caller: Caller
     ) -> tuple[ChatCompletionRequest, ToolLoop | None]:
-        """Add the tools of MCP servers if the model can call tools; also return the rounds that
+        """Add the tools of MCP servers if the model can call tools; also return the loop that
         carry out their calls, or None without such tools."""
         # A line of a batch may run again, which would repeat the effects of its calls.
         if self._server_tools is None or caller.background or not self.may_call_tools(model.text):

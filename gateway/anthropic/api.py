@@ -159,7 +159,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessageContent:
-    """Content of a message; consecutive parts of one kind are one block."""
+    """Builds the content of a message; consecutive parts of one kind become one block."""
 
     def __init__(self, *, shows_thinking: bool = True) -> None:
         """Without `shows_thinking`, a thinking block has only its signature."""
@@ -307,7 +307,7 @@ class MessageReply:
         }
 
     def _usage_object(self) -> dict[str, Any]:
-        """Return the usage; cached tokens are not input, and unknown before the end."""
+        """Return the usage. Cached tokens do not count as input; they are unknown before the end."""
         usage = self._usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -399,7 +399,8 @@ class AnthropicApi(HttpApi):
 
 
 def _overflow(message: str) -> str:
-    """Return the error text in Anthropic's words, which its clients look for."""
+    """Return the text of an error about the context length in Anthropic's words, by which its
+    clients recognize it."""
     match = CONTEXT_EXCEEDED.search(message)
     if match is None:
         return message

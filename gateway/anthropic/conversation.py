@@ -1,5 +1,5 @@
-"""Converts messages of Anthropic's API to those that chat templates expect: the members of its
-unions, and the signatures of thinking blocks.
+"""Converts messages of Anthropic's API to those that chat templates expect: how each type of block
+is handled, and the signatures of thinking blocks.
 
 A signature proves nothing: a client may write any reasoning. The signature of hidden reasoning
 contains its text, so that the next turn's prompt includes it.
@@ -71,7 +71,7 @@ USER_BLOCKS: EntryTypes = {
     "tool_use": REFUSED_TYPE,
     **_HISTORY,
 }
-# A block in no row is history, and dropped.
+# A block whose type is not listed is dropped.
 ASSISTANT_BLOCKS: EntryTypes = {
     **_TEXTS,
     "thinking": SERVED_TYPE,
@@ -90,7 +90,7 @@ RESULT_BLOCKS: EntryTypes = {
     "browser_state": kept_as_text("tabs", "state_changes"),
     "image": REFUSED_TYPE,
 }
-# A tool in no row is the provider's, and left out.
+# A tool whose type is not listed belongs to the provider, and is left out.
 TOOLS: EntryTypes = {
     "custom": SERVED_TYPE,
     "function": REFUSED_TYPE,  # OpenAI's form
@@ -200,7 +200,7 @@ def conversation(
 
 
 class _Turns:
-    """Builder of the turns; collects the kinds of blocks that are `dropped`."""
+    """Builds the turns; `dropped` collects the types of blocks that are left out."""
 
     def __init__(self) -> None:
         self.turns: list[dict[str, Any]] = []
@@ -313,7 +313,7 @@ class _Turns:
 
 
 def _arguments(value: Any) -> Any:
-    """Return an object as it is, anything else as the text that the model has written."""
+    """Return the arguments of an earlier call: an object, or anything else as JSON text."""
     if value is None:
         return {}
     return value if isinstance(value, Mapping | str) else to_json(value).decode()

@@ -60,7 +60,7 @@ class LeaseLost(Exception):
 
 
 class OpenBatch(NamedTuple):
-    """The facts of an open batch with which a gateway decides whether to run it."""
+    """What a gateway needs to know of an open batch to decide whether to run it."""
 
     lease: BatchLease
     tenant: str

@@ -30,10 +30,10 @@ from pdserve.services.common.tenants import Tenant
 PAUSE_S = 0.05  # between two checks for waiting requests
 MODEL_WAIT_S = 30.0
 STARTING_S = 900.0
-MAX_MODELS = 1000  # per batch that are waited for; more names than a fleet has are typing errors
+MAX_MODELS = 1000  # waited for per batch; a fleet has fewer, so more names are typing errors
 MAX_NAME = 512  # characters of a name that are compared
 WasUsed = Callable[[str, str], Awaitable[bool]]
-"""Whether a tenant (its id in hexadecimal) has had answers of a model in the last day."""
+"""Whether a tenant (its id in hexadecimal) has used a model in the last day."""
 MAX_ERRORS = 100  # reported errors of an input file
 LINES_AT_ONCE = 500  # lines written in one transaction
 PAGE = 64  # lines read by one query
@@ -48,9 +48,9 @@ REASONS = {
 
 
 class LineSlots:
-    """At most `most` lines at once; tenants take turns. While `num_waiting()` client requests have
-    no first token, a line starts only if no other one runs, so that batches progress without
-    delaying clients."""
+    """Lets at most `max_running` lines of batches run at once; tenants take turns. While any of
+    the `num_waiting()` client requests waits for its first token, a line starts only if no other
+    one runs, so that batches progress without delaying clients."""
 
     def __init__(self, max_running: int, num_waiting: Callable[[], int]) -> None:
         self.max_running = max_running
@@ -62,7 +62,7 @@ class LineSlots:
     async def turn(self, owner: bytes) -> AsyncIterator[None]:
         """Run one line in the block."""
         async with self._turns.turn(owner):
-            while self.running and self._num_waiting():  # noqa: ASYNC110  (no request tells)
+            while self.running and self._num_waiting():  # noqa: ASYNC110  (nothing signals it)
                 await asyncio.sleep(PAUSE_S)
             self.running += 1
             try:
@@ -72,7 +72,7 @@ class LineSlots:
 
 
 class AbsentModels:
-    """The models that lines of one batch wanted and that were absent."""
+    """Models that lines of one batch request and that no worker serves."""
 
     def __init__(self, tenant: str, was_used: WasUsed, starting_until: float) -> None:
         """`starting_until` is in seconds on the clock of `gives_up`."""
@@ -83,13 +83,13 @@ class AbsentModels:
         self._given_up: set[str] = set()
 
     def found(self, model: str) -> None:
-        """Record that the model was there."""
+        """Record that the model is served."""
         self._since.pop(model, None)
         self._given_up.discard(model)
 
     async def gives_up(self, model: str, now: float) -> bool:
-        """Whether a line that did not find the model takes that as its result. Raises ServiceError
-        if the database cannot be used."""
+        """Return whether "model not found" is the result of a line; if not, the line waits for the
+        model. Raises ServiceError if the database cannot be used."""
         if model in self._given_up:
             return True
         if len(self._since) < MAX_MODELS:
@@ -115,7 +115,7 @@ class LineResponse:
 
 
 SendLine = Callable[[str, bytes, Tenant, str], Awaitable[LineResponse]]
-"""Asks the API: (endpoint, body, whose request it is, its session)."""
+"""Sends the request of a line to the API: (endpoint, body, tenant, session)."""
 
 
 class _Stopped(Exception):
@@ -145,7 +145,7 @@ class BatchRun:
         self._max_line_bytes = max_line_bytes
         self._absent = absent
         self._set_aside: dict[str, Span] = {}  # the first line of each absent model
-        self.waits = False  # all remaining lines want absent models
+        self.waits = False  # all remaining lines request absent models
         self.cancelling = asyncio.Event()
         self.stopping = asyncio.Event()
 

@@ -93,7 +93,7 @@ class BatchRunner:
         self._stopping = False
 
     def wake(self) -> None:
-        """A batch is new, or is to be cancelled."""
+        """Look for batches at once, since one is new or is to be cancelled."""
         self._wake.set()
 
     async def run(self, send: SendLine) -> None:

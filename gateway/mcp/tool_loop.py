@@ -1,7 +1,7 @@
-"""An answer of several turns: the gateway carries out the model's tool calls and runs it again.
+"""The tool loop: the gateway carries out the tool calls of a model's turn and runs the model again.
 
-Invariant: a client sees only the calls that it has to carry out. One turn runs at a time; closing
-the stream cancels the turn and its calls.
+Invariant: a client sees only the calls that it has to carry out itself. One turn of the model runs
+at a time; closing the stream cancels the turn and its calls.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ class McpTools:
     def offer(
         self, request: ChatCompletionRequest, next_turn: NextTurn
     ) -> tuple[ChatCompletionRequest, "McpToolLoop | None"]:
-        """Return the request with the servers' tools, and the turns of its answer if the gateway
-        may call one of them."""
+        """Return the request with the servers' tools, and the loop that runs it if the gateway may
+        call one of them."""
         sampling = request.sampling
         constrained = sampling.structure is not None or sampling.prompt_logprobs is not None
         if (
@@ -76,8 +76,11 @@ class _Call:
 
 
 class ToolTurn:
-    """Output of one turn; `push` returns what the client sees of it. Calls are held back until it
-    is known who carries them out; with `separated` an empty line comes before the text."""
+    """Collects the output of one turn of the model; `push` returns the part that the client sees.
+
+    Calls are held back until it is known whether the gateway carries them out. With `separated`, an
+    empty line comes before the text.
+    """
 
     def __init__(self, is_gateway_call: Callable[[str], bool], *, separated: bool) -> None:
         self._is_gateway_call = is_gateway_call
@@ -117,11 +120,11 @@ class ToolTurn:
 
     @property
     def gateway_calls(self) -> list[_Call]:
-        """Return the calls, if the gateway carries out all of them."""
+        """The calls of the turn if the gateway carries out all of them, else none."""
         return [] if self._has_client_call else list(self._calls.values())
 
     def message(self) -> dict[str, Any]:
-        """Return the assistant's turn, for the next turn's prompt."""
+        """Return the turn as a message of the assistant, for the prompt of the next turn."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text or None}
         if thought := reasoning_of(self._content):
             message["reasoning_content"] = thought
@@ -146,7 +149,7 @@ def arguments_of(text: str) -> dict[str, Any] | None:
 
 
 class McpToolLoop:
-    """The turns of one request with one choice."""
+    """Runs one request, with one choice, turn by turn."""
 
     def __init__(
         self,
@@ -172,8 +175,8 @@ class McpToolLoop:
         """Yield the deltas of all turns as those of one choice, then the usage of all."""
         messages = list(self._request.conversation.messages)
         usage = Usage(0, 0, 0)
-        num_tokens = 0  # of the turns before
-        num_calls = 0  # of the turns before
+        num_tokens = 0  # of earlier turns
+        num_calls = 0  # of earlier turns
         written = False  # the client has text of earlier turns
         current = completion
         for number in range(self._max_turns + 1):
@@ -222,7 +225,8 @@ class McpToolLoop:
     async def _call_all(
         self, calls: Sequence[_Call], num_before: int, completion: PreparedCompletion
     ) -> list[dict[str, Any]]:
-        """Return the tools' turns, in the calls' order; `num_before`: calls of earlier turns."""
+        """Carry out calls and return the tools' messages, in the same order. `num_before` is the
+        number of calls in earlier turns. Raises ServiceError at the request's timeout."""
         max_calls = self._request.max_tool_calls
         num_allowed = len(calls) if max_calls is None else max_calls - num_before
         async with asyncio.TaskGroup() as group:
@@ -266,7 +270,7 @@ class McpToolLoop:
         num_tokens: int,
         number: int,
     ) -> PreparedCompletion | None:
-        """Return the next turn; None if the context has no room for it."""
+        """Return the completion of the next turn; None if the context has no room for it."""
         request = self._request
         sampling = replace(
             request.sampling, min_tokens=max(0, request.sampling.min_tokens - num_tokens)

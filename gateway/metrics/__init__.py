@@ -1,4 +1,4 @@
-"""What the gateway measures: Prometheus metrics, the log of requests, usage by key."""
+"""Measurements of the gateway: Prometheus metrics, the log of requests, usage by key."""
 
 from pdserve.gateway.metrics.gateway_processes import GatewayProcesses
 from pdserve.gateway.metrics.metrics import GatewayMetrics

@@ -96,7 +96,7 @@ class PlacedAttempt:
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """A snapshot of one request; times in seconds since it arrived.
+    """A snapshot of a request's metrics; times are in seconds since it arrived.
 
     `phase` is "preparing" (tokenizing the prompt), "placing" (no worker has it yet), "prefill",
     "decode" or "ended". `phases` is known once the request has ended.
@@ -130,7 +130,7 @@ class RequestSnapshot:
 
 
 CountUsage = Callable[[Caller, str, RequestUsage], None]
-"""Notes whose request has used what of which model, at once."""
+"""Counts the tokens that a request of a caller has used of a model; returns at once."""
 
 
 def uncounted(caller: Caller, model: str, usage: RequestUsage) -> None:
@@ -138,7 +138,7 @@ def uncounted(caller: Caller, model: str, usage: RequestUsage) -> None:
 
 
 class RequestMetrics:
-    """Measures one request with `clock`, in seconds, and logs its ids."""
+    """Measures one request with `clock`, in seconds, and logs it at its end."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class RequestMetrics:
         self._itl = self._metrics.itl.of(model)
 
     def next_turn(self, prompt_tokens: int) -> None:
-        """Start another round with tool results; drops the finish reasons of the last round."""
+        """Start the next turn of a tool loop; drops the finish reasons of the turn before."""
         self._prompt_tokens += prompt_tokens
         self._last.clear()
         self._finishes.clear()
@@ -395,7 +395,7 @@ class RequestLog:
         self._open[id(meter)] = meter
 
     def ended(self, meter: RequestMetrics) -> None:
-        """Move a request with a closed meter to the ended ones; ignores one not admitted."""
+        """Move a request, whose metrics are closed, to the ended ones; ignores one not admitted."""
         if self._open.pop(id(meter), None) is None:
             return
         self._ended.setdefault(meter.tenant, deque()).append(meter.state())

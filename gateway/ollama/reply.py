@@ -127,7 +127,7 @@ _REASONS = {"tool_calls": "stop"}  # finish reasons that this API names differen
 
 
 class OllamaContent:
-    """Converter of each delta to a message."""
+    """Converts each delta to a message."""
 
     def __init__(self) -> None:
         self._call: list[ContentPart] = []  # parts of the incomplete call
@@ -160,7 +160,7 @@ class OllamaContent:
 
 
 def joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message that the messages of a stream add up to."""
+    """Join the messages of a stream to one message."""
     message = {
         "content": "".join(part.get("content", "") for part in messages),
         "thinking": "".join(part.get("thinking", "") for part in messages),
@@ -272,7 +272,7 @@ def answer(
 
 
 def times(state: RequestSnapshot) -> dict[str, int]:
-    """Return how long each part of a request took, in nanoseconds."""
+    """Return the durations of a request's parts, in nanoseconds."""
     total_s = state.elapsed_s
     first_s = total_s if state.first_token_s is None else state.first_token_s
     prepared_s = first_s if state.prepared_s is None else state.prepared_s

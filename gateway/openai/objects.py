@@ -118,7 +118,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class StreamUsage:
-    """The `usage` in chunks of a stream: none, null until the last one, or the counts so far.
+    """Makes the `usage` field of chunks: none, null before the last chunk, or the counts so far.
     Cached tokens are not known before the end."""
 
     def __init__(self, body: Sampling, completion: PreparedCompletion) -> None:
@@ -143,7 +143,7 @@ class StreamUsage:
 
 
 def chat_logprobs(tokens: Sequence[ScoredToken], as_ids: bool) -> dict[str, Any]:
-    """Return the `logprobs` of a chat's tokens; `as_ids`: write tokens by their ids."""
+    """Return the `logprobs` of a chat's tokens; `as_ids`: name tokens by their ids."""
     content = [token_logprobs(token, as_ids) for token in tokens]
     return {"content": content, "refusal": None}
 
@@ -266,7 +266,8 @@ def check_prompt_logprobs(prompts: Sequence[Prompt], n: int, num_top: int, param
 
 
 class TextChunk:
-    """Maker of the chunks of one choice, from a template: what `chunk` makes of a text."""
+    """Makes the chunks of one choice that differ only in their text. `chunk` makes the object for a
+    text."""
 
     def __init__(self, chunk: Callable[[str], dict[str, Any]]) -> None:
         self._prefix, self._suffix = to_json(chunk(_TEXT)).split(to_json(_TEXT))
@@ -275,8 +276,8 @@ class TextChunk:
         return JsonPieces((self._prefix, to_json(text), self._suffix))
 
     def write(self, text: str, direct: DirectWrite) -> bool:
-        """Send the event of a chunk at once; False if that is not possible. A long text goes the
-        usual way, since it may be held and must then be counted."""
+        """Send the event of a chunk at once, and return whether it was sent. A long text is not: it
+        may be held in memory and must then be counted."""
         if len(text) > MAX_DIRECT_CHARS:
             return False
         return direct.write(b"data: %b%b%b\n\n" % (self._prefix, to_json(text), self._suffix))

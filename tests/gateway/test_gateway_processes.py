@@ -18,21 +18,21 @@ async def test_live_processes_answer(tmp_path: Path, anyio_backend: str) -> None
     every = [GatewayProcesses(folder, index, 4) for index in range(3)]  # the fourth has not started
     for index, one in enumerate(every):
         name = str(index).encode()
-        one.answer(
+        one.serve(
             "echo", lambda tenant, word, name=name: b"%s %s " % (name, tenant) + word.encode()
         )
-        one.answer("nothing", lambda tenant, word: b"")
+        one.serve("nothing", lambda tenant, word: b"")
         await one.start()
     word = "\n\u20ac" + "\x01" * 20_000
-    found = await every[0].ask("echo", b"\xff", word)
+    found = await every[0].query("echo", b"\xff", word)
     assert sorted(found) == [b"%d \xff " % index + word.encode() for index in (1, 2)]
-    assert await every[0].ask("nothing", b"") == []
+    assert await every[0].query("nothing", b"") == []
     await every[1].close()
-    assert await every[0].ask("echo", b"", "x") == [b"2  x"]
+    assert await every[0].query("echo", b"", "x") == [b"2  x"]
     again = GatewayProcesses(folder, 1, 4)
-    again.answer("echo", lambda tenant, word: b"again")
+    again.serve("echo", lambda tenant, word: b"again")
     await again.start()
-    assert sorted(await every[0].ask("echo", b"", "x")) == [b"2  x", b"again"]
+    assert sorted(await every[0].query("echo", b"", "x")) == [b"2  x", b"again"]
     for one in (every[0], every[2], again):
         await one.close()
 
@@ -55,7 +55,7 @@ async def test_a_partial_answer_is_ignored_and_a_late_one_is_not_awaited(
         await asyncio.start_unix_server(serve, tmp_path / f"gateway-{index}.sock")
         for index, serve in enumerate((dies, hangs), 1)
     ]
-    assert await asking.ask("trace", b"", "x") == []
+    assert await asking.query("trace", b"", "x") == []
     for server in servers:
         server.close()
         await server.wait_closed()
@@ -81,5 +81,5 @@ async def test_a_partial_question_is_ignored(tmp_path: Path, anyio_backend: str)
 async def test_a_single_process_queries_no_other(anyio_backend: str) -> None:
     alone = GatewayProcesses()
     await alone.start()
-    assert await alone.ask("trace", b"") == []
+    assert await alone.query("trace", b"") == []
     await alone.close()

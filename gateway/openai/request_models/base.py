@@ -111,14 +111,14 @@ def completion(schema: dict[str, Any]) -> None:
 ROLES: EntryTypes = dict.fromkeys(
     ("system", "developer", "user", "assistant", "tool", "function"), SERVED_TYPE
 )
-# A part in no row is dropped from a message of the assistant, and refused elsewhere.
+# A part whose type is not listed is dropped from a message of the assistant, and refused elsewhere.
 PARTS: EntryTypes = {
     **dict.fromkeys(("text", "input_text", "output_text", "refusal"), SERVED_TYPE),
     "thinking": SERVED_TYPE,  # from the assistant
     **dict.fromkeys(("image_url", "input_audio", "file", "video_url"), REFUSED_TYPE),
 }
 CALLS: EntryTypes = {"function": SERVED_TYPE, "custom": SERVED_TYPE}
-# A tool in no row is a provider's, and left out.
+# A tool whose type is not listed belongs to a provider, and is left out.
 TOOLS: EntryTypes = {
     "function": SERVED_TYPE,
     "custom": SERVED_TYPE,

@@ -43,7 +43,7 @@ def _of_grammar(value: str | None, info: ValidationInfo) -> str | None:
 
 
 class CustomFormat(StrictModel):
-    """What the input has to match. A regular expression is kept to; a Lark grammar is shown to
+    """The format of the input. A regular expression is enforced; a Lark grammar is only shown to
     the model."""
 
     type: Literal["text", "grammar"] = "text"
@@ -68,7 +68,8 @@ class CustomFormat(StrictModel):
 
 
 def custom_tool(name: str, description: str, format_: CustomFormat | None, param: str = "") -> Tool:
-    """Return the function that the model is offered. `param`: the field of `format_`."""
+    """Return the function that the model sees in place of a custom tool. `param` is the place of
+    `format_` in the request."""
     value: dict[str, Any] = {"type": "string"}
     strict, schema_path = False, ""
     if format_ is not None and format_.type == "grammar":
@@ -88,19 +89,19 @@ def custom_tool(name: str, description: str, format_: CustomFormat | None, param
 
 
 def custom_arguments(text: str) -> str:
-    """Return the arguments of the function, for an input."""
+    """Return the arguments with which the model would call the function of a custom tool."""
     return to_json({INPUT: text}).decode()
 
 
 def written(value: Any) -> str:
-    """Return the input or the arguments of an earlier call as a text."""
+    """Return the input or the arguments of an earlier call as text."""
     if isinstance(value, str):
         return value
     return "" if value is None else to_json(value).decode()
 
 
 class CustomInput:
-    """Converter of the pieces of the function's arguments to the input."""
+    """Extracts the input of a custom tool from the pieces of the function's arguments."""
 
     def __init__(self) -> None:
         self._raw = ""  # not read yet
@@ -125,8 +126,8 @@ class CustomInput:
         return self._read()
 
     def finish(self) -> str:
-        """Return the input of arguments in another form: their only text, or all of them as they
-        are written."""
+        """Return the rest of the input. It is empty, unless the arguments are in another form: then
+        it is their only text, or all of them as they are written."""
         if self._begun:
             return ""
         raw = "".join(self._other or [self._raw])

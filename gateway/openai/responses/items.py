@@ -1,4 +1,4 @@
-"""Checks input items of /v1/responses and converts them to the messages of a chat; pure."""
+"""Checks the input items of /v1/responses and converts them to the messages of a chat; pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -45,40 +45,30 @@ class MessageItem(StrictModel):
         return {"type": "message", "role": self.role, "content": parts, "status": "completed"}
 
 
-class FunctionCallItem(StrictModel):
-    """A call that the assistant made. Arguments that are not JSON are kept as text."""
+class CallItem(StrictModel):
+    """A call that the assistant has made, of a function or of a custom tool. Arguments that are not
+    JSON are kept as text."""
 
+    type: Literal["function_call", "custom_tool_call"]
     call_id: str
     name: str
     namespace: str | None = None
     arguments: Any = None
-
-    def normalized(self, path: str, dropped: list[str]) -> Item:
-        return {
-            "type": "function_call",
-            "call_id": self.call_id,
-            "name": self.name,
-            **_namespace(self.namespace),
-            "arguments": written(self.arguments),
-            "status": "completed",
-        }
-
-
-class CustomCallItem(StrictModel):
-    """A call of a custom tool that the assistant has made."""
-
-    call_id: str
-    name: str
-    namespace: str | None = None
     input: Any = None
 
     def normalized(self, path: str, dropped: list[str]) -> Item:
+        is_function = self.type == "function_call"
+        text = (
+            {"arguments": written(self.arguments)}
+            if is_function
+            else {"input": written(self.input)}
+        )
         return {
-            "type": "custom_tool_call",
+            "type": self.type,
             "call_id": self.call_id,
             "name": self.name,
-            **_namespace(self.namespace),
-            "input": written(self.input),
+            **({"namespace": self.namespace} if self.namespace else {}),
+            field: written(getattr(self, field)),
             "status": "completed",
         }
 
@@ -157,9 +147,9 @@ class ConfigurationItem(StrictModel):
 REFERENCE = "item_reference"
 KINDS: dict[str, Any] = {
     "message": MessageItem,
-    "function_call": FunctionCallItem,
+    "function_call": CallItem,
     "function_call_output": CallOutputItem,
-    "custom_tool_call": CustomCallItem,
+    "custom_tool_call": CallItem,
     "custom_tool_call_output": CallOutputItem,
     "reasoning": ReasoningItem,
     REFERENCE: ReferenceItem,
@@ -281,7 +271,7 @@ def _is_output(item: Item) -> bool:
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message, with a text for a content of one part: items always have parts."""
+    """Return the message, with a text in place of a content of one part."""
     match message["content"]:
         case [{"type": "text", "text": text}]:
             return {**message, "content": text}
@@ -295,7 +285,7 @@ def last_effort(items: Sequence[Item]) -> str | None:
 
 
 class _Turns:
-    """Builder of the messages."""
+    """Builds the messages of a chat from items."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -375,8 +365,9 @@ class _Turns:
             action()
 
     def _turn(self, open_to: tuple[str, ...]) -> dict[str, Any]:
-        """Return the turn whose calls have no answers yet, or the assistant's last turn if it has
-        only notes otherwise, or a new one."""
+        """Return the turn of the assistant that what comes next belongs to: the one whose calls
+        have no answers yet; else the last turn, if apart from notes it has only fields of
+        `open_to`; else a new one."""
         if self._unanswered:
             return self._calling
         last_turn = self.messages[-1] if self.messages else {}
@@ -419,10 +410,6 @@ def _texts(
             raise refuse(f"{path}[{index}].{key}", f"{path}[{index}].{key} must be a string")
         texts.append(part[key])
     return texts
-
-
-def _namespace(name: str | None) -> Item:
-    return {"namespace": name} if name else {}
 
 
 def _texts_of(parts: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -1,5 +1,5 @@
-"""The tools of /v1/responses: which are offered, which of them an answer may or must call, and how
-each member of its unions is handled.
+"""The tools of /v1/responses: which are offered, and which of them a response may or must call; and
+how each type of item, content part and tool is handled.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -30,7 +30,7 @@ from pdserve.services.common.errors import quoted
 from pdserve.text import Tool, ToolUse
 
 ROLES: EntryTypes = dict.fromkeys(("user", "assistant", "system", "developer"), SERVED_TYPE)
-# A part in no row is dropped from a message of the assistant, and refused elsewhere.
+# A part whose type is not listed is dropped from a message of the assistant, and refused elsewhere.
 PARTS: EntryTypes = {
     **dict.fromkeys(
         ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"),
@@ -75,7 +75,7 @@ ITEMS: EntryTypes = {
 UNKNOWN_ITEM = kept_as_text(
     "content", "text", "name", "arguments", "input", "action", "output", "result"
 )
-# A tool in no row is the provider's, and left out.
+# A tool whose type is not listed belongs to the provider, and is left out.
 TOOLS: EntryTypes = {
     "function": SERVED_TYPE,
     "custom": SERVED_TYPE,
@@ -126,15 +126,15 @@ class OfferedTool:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The tools of a request by the names that the model knows, as the response shows them, and the
-    types of those that are left out."""
+    """The tools of a request by the names that the model uses, the same tools as the response shows
+    them, and the types of tools that are left out."""
 
     tools: Mapping[str, OfferedTool] = field(default_factory=dict)
     shown: Sequence[dict[str, Any]] = ()
     left_out: Sequence[str] = ()
 
     def with_more(self, lists: Sequence[Sequence[Mapping[str, Any]]]) -> "Offer":
-        """Return the offer with those tools of items whose names are new. Raises ServiceError."""
+        """Return the offer with the tools of items added whose names are new. Raises ServiceError."""
         tools = dict(self.tools)
         left_out = list(self.left_out)
         for tool_list in lists:
@@ -242,9 +242,9 @@ def _add_tools(
                 )
             group = parsed(Namespace, value, path)
             group_path = f"{path}.tools"
-            members = _add_tools(tools, left_out, group.tools, group_path, offered, group.name)
+            added = _add_tools(tools, left_out, group.tools, group_path, offered, group.name)
             description = {} if group.description is None else {"description": group.description}
-            shown.append({"type": "namespace", "name": group.name, **description, "tools": members})
+            shown.append({"type": "namespace", "name": group.name, **description, "tools": added})
         elif not _is_offered(value, offered, namespace):
             tool = _parsed_tool(value, kind, path)
             name = joined_name(namespace, tool.name)
@@ -279,7 +279,7 @@ def _kind(tool: Mapping[str, Any], path: str) -> str:
 
 
 def tool_use(offer: Offer, choice: Any, parallel: bool) -> ToolUse | None:
-    """Return the use of tools, None without. Raises ServiceError for a choice they do not allow."""
+    """Return the use of tools, None without tools. Raises ServiceError for an invalid choice."""
     mode, names = _choice(choice, offer)
     if not offer.tools and mode == "required":
         raise refuse("tool_choice", "tool_choice needs tools")

@@ -1,5 +1,5 @@
-"""The database parts of a gateway, made while it serves: importing SQLAlchemy takes as long as all
-other imports.
+"""Makes the parts of a gateway that use the database while it already serves, since importing
+SQLAlchemy takes as long as all other imports.
 
 They are made once a model is ready, or when a client first needs them. Until then requests for them
 wait, and the usage of keys is held in memory.
@@ -33,8 +33,9 @@ WAITING = (*STORED, DOCUMENT)  # the document describes all routes
 
 
 class LateParts:
-    """The MoreRoutes, ResponseStore and CountUsage of a gateway, before and after its StoredParts
-    exist. `run` is the task that makes and runs them; `drain` and `close` end them."""
+    """Stands in for a gateway's StoredParts before they exist, and passes calls on afterwards: as
+    its MoreRoutes, ResponseStore and CountUsage. `run` is the task that makes and runs them;
+    `drain` and `close` end them."""
 
     def __init__(
         self,

@@ -1,6 +1,4 @@
-"""The parts that only a gateway with a database has: their routes, their tasks, retention and
-shutdown.
-"""
+"""The parts that only a gateway with a database has: their routes, tasks, retention and shutdown."""
 
 import asyncio
 import logging
@@ -34,7 +32,8 @@ LINE_TRANSACTIONS = 4  # of batches at once: the others are for client requests
 
 @dataclass(frozen=True, slots=True)
 class StoredRoutes:
-    """The data of the routes; `wake` is called when a batch is created or cancelled."""
+    """The routes of files, batches and usage, and their data. `wake` is called when a batch is
+    created or cancelled."""
 
     files: Files
     batches: Batches
@@ -62,7 +61,7 @@ class StoredRoutes:
 
 
 class Retention:
-    """Retention task; every gateway of a database may run one, and each row is removed once."""
+    """Removes data older than some days. Several gateways of a database may run it at once."""
 
     def __init__(self, batches: Batches, usage: UsageLog, days: int) -> None:
         """`days` 0: keep everything."""
