@@ -307,7 +307,8 @@ class MessageReply:
         }
 
     def _usage_object(self) -> dict[str, Any]:
-        """Return the usage. Cached tokens do not count as input; they are unknown before the end."""
+        """Return the usage. Cached tokens do not count as input; they are unknown before the
+        end."""
         usage = self._usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,

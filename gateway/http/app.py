@@ -294,7 +294,8 @@ def create_routes(
     readiness: Readiness,
     fleet_metrics: bool = True,
 ) -> FastAPI:
-    """Return the routes behind the Guard. `fleet_metrics`: /metrics includes the fleet by default."""
+    """Return the routes behind the Guard. `fleet_metrics`: /metrics includes the fleet by
+    default."""
     # Without FastAPI's docs: their pages load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_errors(app, apis)

@@ -62,7 +62,8 @@ class HeldResponses:
 
     @contextmanager
     def answer(self, owner: bytes) -> Iterator[HeldResponse]:
-        """Register a response of a key, which holds no bytes yet, for the block; then release it."""
+        """Register a response of a key, which holds no bytes yet, for the block; then release
+        it."""
         answer = HeldResponse(owner, asyncio.get_running_loop().create_future())
         self._answers[answer] = None
         try:

@@ -57,12 +57,7 @@ class CallItem(StrictModel):
     input: Any = None
 
     def normalized(self, path: str, dropped: list[str]) -> Item:
-        is_function = self.type == "function_call"
-        text = (
-            {"arguments": written(self.arguments)}
-            if is_function
-            else {"input": written(self.input)}
-        )
+        field = "arguments" if self.type == "function_call" else "input"
         return {
             "type": self.type,
             "call_id": self.call_id,

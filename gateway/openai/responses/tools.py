@@ -134,7 +134,8 @@ class Offer:
     left_out: Sequence[str] = ()
 
     def with_more(self, lists: Sequence[Sequence[Mapping[str, Any]]]) -> "Offer":
-        """Return the offer with the tools of items added whose names are new. Raises ServiceError."""
+        """Return the offer with the tools of items added whose names are new. Raises
+        ServiceError."""
         tools = dict(self.tools)
         left_out = list(self.left_out)
         for tool_list in lists:

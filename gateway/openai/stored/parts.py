@@ -1,4 +1,5 @@
-"""The parts that only a gateway with a database has: their routes, tasks, retention and shutdown."""
+"""The parts that only a gateway with a database has: their routes, tasks, retention and
+shutdown."""
 
 import asyncio
 import logging
