@@ -6,6 +6,7 @@ Invariant: the events of a stream add up to the final `blocks`.
 
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -17,8 +18,7 @@ from pdserve.gateway.anthropic.conversation import signature_of
 from pdserve.gateway.anthropic.request_models import (
     CountBody,
     MessagesBody,
-    parse_count,
-    parse_messages,
+    parse,
 )
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta
@@ -385,7 +385,7 @@ class AnthropicApi(HttpApi):
         async def messages(request: Request) -> Response:
             """Generate the next message of a conversation."""
             caller = caller_of(request)
-            body = await self._bodies.read(request, parse_messages)
+            body = await self._bodies.read(request, partial(parse, MessagesBody))
             reply = MessageReply(service, body, caller)
             if body.stream:
                 return EventStream(reply.framed(), self, self._limits, ping=lambda: PING)
@@ -395,7 +395,7 @@ class AnthropicApi(HttpApi):
         async def count(request: Request) -> Response:
             """Count the tokens of a message's prompt."""
             caller = caller_of(request)
-            body = await self._bodies.read(request, parse_count)
+            body = await self._bodies.read(request, partial(parse, CountBody))
             return Reply(count_tokens(service, body, caller), self)
 
 

@@ -2,7 +2,7 @@
 fields that are refused by name or ignored on purpose.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
@@ -320,25 +320,17 @@ def _parse_tools(values: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
     return parsed_tools
 
 
-def parse_messages(body: Mapping[str, Any]) -> MessagesBody:
-    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
-    return _parse(MessagesBody, body, IGNORED_FIELDS)
-
-
-def parse_count(body: Mapping[str, Any]) -> CountBody:
-    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
-    return _parse(CountBody, body, IGNORED_FIELDS | MessagesBody.model_fields.keys())
-
-
 B = TypeVar("B", bound=CountBody)
 
 
-def _parse(kind: type[B], body: Mapping[str, Any], ignored: Collection[str]) -> B:
+def parse(kind: type[B], body: Mapping[str, Any]) -> B:
+    """Parse a body. Fields of messages that change no prompt are ignored for a count. Raises
+    ServiceError INVALID_ARGUMENT naming the first wrong field."""
     return parse_body(
         kind,
         body,
         refused=REFUSED_FIELDS,
-        ignored=ignored,
+        ignored=IGNORED_FIELDS | MessagesBody.model_fields.keys(),
         instead=FIELD_ALIASES,
         left_out=OMITTED_FIELDS,
     )

@@ -19,6 +19,8 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import to_json
+
 from pdserve.gateway.batches import jsonl
 from pdserve.gateway.batches.batches import OwnedBatch
 from pdserve.gateway.batches.files import Files
@@ -323,7 +325,7 @@ class BatchRun:
             model = str(request.body.get("model"))[:MAX_NAME]
             if model in self._set_aside:
                 return None
-            body = jsonl.body_of(request)
+            body = to_json(request.body)
             response = await self._send(batch.endpoint, body, tenant, batch.id)
             if response.status in RETRIED_STATUSES:
                 return response

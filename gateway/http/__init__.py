@@ -42,13 +42,13 @@ from pdserve.gateway.http.fields import (
     REFUSED_FIELDS,
     REFUSED_TYPE,
     REQUEST_FIELDS,
+    SERVED_FIELDS,
     SERVED_TYPE,
     EntryType,
     EntryTypes,
     Handling,
     kept_as_text,
     log_unsupported,
-    refused_field,
 )
 from pdserve.gateway.http.guard import API_KEY, SESSION_ID, caller_of, is_loopback
 from pdserve.gateway.http.responses import (
@@ -77,10 +77,8 @@ from pdserve.gateway.http.validation import (
     TokenLimit,
     ToolDescription,
     ToolName,
-    check_num_fields,
     check_served,
     check_tools,
     parse_body,
-    parse_fields,
     parsed,
 )

@@ -8,7 +8,7 @@ logging.
 """
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -196,25 +196,6 @@ OMITTED_FIELDS: frozenset[str] = frozenset(("web_search_options",))
 # For counting usage, and for a request's place among its tenant's. Routes that do not use them
 # ignore them.
 REQUEST_FIELDS = frozenset(("user", "session_id", "priority"))
-
-
-def refused_field(body: Mapping[str, Any], served: Collection[str]) -> tuple[str, str] | None:
-    """Return the name of the first field of `body` that is refused, and the reason; None if all are
-    accepted. `served`: the fields that the route serves."""
-    for name, value in body.items():
-        if name in served:
-            continue
-        if name in REFUSED_FIELDS and not is_neutral(value, REFUSED_FIELDS[name]):
-            reason = (
-                "a field of this request" if name in SERVED_FIELDS else "supported by this server"
-            )
-            return name, f"{name} is not {reason}{_instead(name, served)}"
-    return None
-
-
-def _instead(name: str, served: Collection[str]) -> str:
-    other = FIELD_ALIASES.get(name)
-    return f"; use {other}" if other in served else ""
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:

@@ -79,13 +79,6 @@ Think = Annotated[
 ]
 
 
-def ollama_thinking(think: Think) -> ThinkingChoice:
-    """Return the choice of Ollama's `think`: a level is an effort."""
-    if isinstance(think, str):
-        return ThinkingChoice("think", True, think)
-    return ThinkingChoice("think", think)
-
-
 def thinking_variables(fields: Iterable[ThinkingChoice]) -> dict[str, Any]:
     """Return the template variables of the fields. Raises ServiceError for fields that contradict
     each other."""
@@ -150,7 +143,10 @@ class ThinkingFields(StrictModel):
     def _thinking_fields(self) -> Iterator[ThinkingChoice]:
         if self.enable_thinking is not None:
             yield ThinkingChoice("enable_thinking", self.enable_thinking)
-        yield ollama_thinking(self.think)
+        if isinstance(self.think, str):  # a level is an effort
+            yield ThinkingChoice("think", True, self.think)
+        else:
+            yield ThinkingChoice("think", self.think)
         if isinstance(self.thinking, ThinkingBody):
             enabled = self.thinking.type != "disabled"
             budget = self.thinking.budget_tokens if enabled else None

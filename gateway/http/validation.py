@@ -200,30 +200,31 @@ def parse_body(
     ignored: Collection[str],
     instead: Mapping[str, str],
     left_out: Collection[str] = (),
+    of_other_routes: Collection[str] = (),
 ) -> M:
     """Parse a body with the fields of `kind`.
 
     A `refused` field that is neither among them nor `ignored` may have only the values listed for
     it, which request nothing; `instead` has the field to use in its place, for the error text. A
-    `left_out` field is ignored and logged; unknown fields are ignored. Raises ServiceError
-    INVALID_ARGUMENT naming the first wrong field.
+    `left_out` field is ignored and logged; unknown fields are ignored. The error for fields
+    `of_other_routes` says so. Raises ServiceError INVALID_ARGUMENT naming the first wrong field.
     """
-    check_num_fields(body)
+    if len(body) > MAX_FIELDS:
+        raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
     for name, value in body.items():
         if name in kind.model_fields or name in ignored or name not in refused:
             continue
         if not is_neutral(value, refused[name]):
             hint = f"; use {instead[name]}" if name in instead else ""
-            raise refuse(name, f"{name} is not supported by this server{hint}")
+            is_other = name in of_other_routes
+            reason = "a field of this request" if is_other else "supported by this server"
+            raise refuse(name, f"{name} is not {reason}{hint}")
     log_unsupported(Handling.LEFT_OUT, "fields", (name for name in left_out if body.get(name)))
-    return parse_fields(kind, body, {*ignored, *refused, *left_out})
-
-
-def parse_fields(kind: type[M], body: Mapping[str, Any], known: Collection[str]) -> M:
-    """Parse the fields of `kind`. Others are ignored, and named in the log unless they are `known`.
-    Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
     model = parsed(kind, body)
-    _log_unknown(set(body) - kind.model_fields.keys() - set(known))
+    unknown = set(body) - kind.model_fields.keys() - {*ignored, *refused, *left_out}
+    if unknown:
+        names = ", ".join(repr(name[:40]) for name in sorted(unknown)[:MAX_LOGGED_NAMES])
+        log.debug("ignored %d unknown fields: %s", len(unknown), names)
     return model
 
 
@@ -245,12 +246,6 @@ def check_served(table: EntryTypes, kind: str, path: str) -> None:
         raise refuse(f"{path}.type", f"{path}.type: {text}")
 
 
-def check_num_fields(body: Mapping[str, Any]) -> None:
-    """Check the number of fields. Raises ServiceError INVALID_ARGUMENT for too many."""
-    if len(body) > MAX_FIELDS:
-        raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
-
-
 def first_error(error: ValidationError, path: str = "") -> ServiceError:
     """Return the error for the first wrong field below `path`, in OpenAI's notation."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
@@ -263,10 +258,3 @@ def first_error(error: ValidationError, path: str = "") -> ServiceError:
     message = first["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     return refuse(param, f"{param}: {message.removeprefix('input ')}")
-
-
-def _log_unknown(names: Collection[str]) -> None:
-    """Name the unknown fields of a body in the debug log."""
-    if names:
-        quoted_names = ", ".join(repr(name[:40]) for name in sorted(names)[:MAX_LOGGED_NAMES])
-        log.debug("ignored %d unknown fields: %s", len(names), quoted_names)

@@ -13,25 +13,23 @@ from pydantic import Field
 from pdserve.engine.api import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.caller import MAX_SESSION, Caller
 from pdserve.gateway.http import (
+    FIELD_ALIASES,
     IGNORED_FIELDS,
+    OMITTED_FIELDS,
     OMITTED_TYPE,
     PROMPT_FIELDS,
+    REFUSED_FIELDS,
     REFUSED_TYPE,
     REQUEST_FIELDS,
+    SERVED_FIELDS,
     SERVED_TYPE,
     EntryTypes,
-    Handling,
     Priority,
     StrictModel,
-    check_num_fields,
-    log_unsupported,
-    parse_fields,
-    refused_field,
+    parse_body,
 )
-from pdserve.gateway.http.fields import OMITTED_FIELDS, REFUSED_FIELDS
-from pdserve.gateway.sampling import bounded, refuse
+from pdserve.gateway.sampling import bounded
 
-_KNOWN = IGNORED_FIELDS | OMITTED_FIELDS | REQUEST_FIELDS | REFUSED_FIELDS.keys()
 TEXT: dict[str, Any] = {"type": "string"}
 STOP: dict[str, Any] = {
     "anyOf": [
@@ -79,14 +77,17 @@ B = TypeVar("B", bound=Body)
 
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
     """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
-    check_num_fields(body)
-    checked_fields = {name: value for name, value in body.items() if name in kind.checked}
-    if refused := refused_field(checked_fields, kind.model_fields):
-        raise refuse(*refused)
-    log_unsupported(
-        Handling.LEFT_OUT, "fields", (name for name in OMITTED_FIELDS if body.get(name))
+    return parse_body(
+        kind,
+        body,
+        refused={name: REFUSED_FIELDS[name] for name in kind.checked},
+        ignored=IGNORED_FIELDS | REQUEST_FIELDS | (REFUSED_FIELDS.keys() - set(kind.checked)),
+        instead={
+            name: other for name, other in FIELD_ALIASES.items() if other in kind.model_fields
+        },
+        left_out=OMITTED_FIELDS,
+        of_other_routes=SERVED_FIELDS,
     )
-    return parse_fields(kind, body, _KNOWN)
 
 
 def ids(max_items: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -50,8 +51,7 @@ from pdserve.gateway.openai.responses.request_model import (
     ResponsePrompt,
     ResponsesBody,
     count_input_tokens,
-    parse_input_tokens,
-    parse_responses,
+    parse,
 )
 from pdserve.gateway.prepared_completion import PreparedCompletion, Usage
 from pdserve.gateway.sampling import refuse
@@ -313,7 +313,7 @@ def add_response_routes(
     )
     async def create(request: Request) -> Response:
         """Generate a response to a conversation; the server may store it."""
-        body = await bodies.read(request, parse_responses)
+        body = await bodies.read(request, partial(parse, ResponsesBody))
         reply = ResponseReply(service, body, caller_of(request), bodies, store)
         if body.stream:
             return EventStream(reply.framed(), reply, limits, ping=reply.ping)
@@ -322,7 +322,7 @@ def add_response_routes(
     @app.post("/v1/responses/input_tokens", **describe(InputTokensBody, response=InputTokens))
     async def input_tokens(request: Request) -> Response:
         """Count the tokens of a response's prompt."""
-        body = await bodies.read(request, parse_input_tokens)
+        body = await bodies.read(request, partial(parse, InputTokensBody))
         counting = count_input_tokens(service, body, caller_of(request), bodies, store)
         return Reply(counting, errors)
 

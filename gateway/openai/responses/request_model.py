@@ -6,7 +6,7 @@ Types are strict here; bounds are in gateway/sampling.py.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import from_json, to_json
@@ -238,20 +238,14 @@ class ResponsesBody(InputTokensBody):
         )
 
 
-def parse_responses(body: Mapping[str, Any]) -> ResponsesBody:
-    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
-    return parse_body(
-        ResponsesBody, body, refused=REFUSED_FIELDS, ignored=IGNORED_FIELDS, instead=FIELD_ALIASES
-    )
+B = TypeVar("B", bound=InputTokensBody)
 
 
-def parse_input_tokens(body: Mapping[str, Any]) -> InputTokensBody:
-    """Parse a body of /v1/responses/input_tokens; fields that change no prompt are ignored. Raises
-    ServiceError INVALID_ARGUMENT that names the field."""
+def parse(kind: type[B], body: Mapping[str, Any]) -> B:
+    """Parse a body. Fields of responses that change no prompt are ignored for a count of input
+    tokens. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
     ignored = IGNORED_FIELDS | ResponsesBody.model_fields.keys()
-    return parse_body(
-        InputTokensBody, body, refused=REFUSED_FIELDS, ignored=ignored, instead=FIELD_ALIASES
-    )
+    return parse_body(kind, body, refused=REFUSED_FIELDS, ignored=ignored, instead=FIELD_ALIASES)
 
 
 # The ids of a response's items contain the response's own id; input items have "in" before their

@@ -19,7 +19,7 @@ from pdserve.gateway.anthropic.request_models import (
     OMITTED_FIELDS,
     REFUSED_FIELDS,
     MessagesBody,
-    parse_messages,
+    parse,
 )
 from pdserve.text import ReasoningPart, TextPart, ToolUse
 
@@ -265,13 +265,13 @@ def test_tool_choice_none_is_accepted_without_tools() -> None:
     """Accept `none` without tools, because tools of MCP servers count as well (gateway/mcp)."""
     messages = [{"role": "user", "content": "hi"}]
     asked = {"model": "m", "max_tokens": 5, "messages": messages, "tool_choice": {"type": "none"}}
-    assert parse_messages(asked).tool_use() == ToolUse((), "none")
+    assert parse(MessagesBody, asked).tool_use() == ToolUse((), "none")
 
 
 def turns(*messages: Any, **fields: Any) -> list[Any]:
     """The turns that the template renders."""
     body = {"model": "tiny", "max_tokens": 9, "messages": list(messages), **fields}
-    return list(parse_messages(body).conversation().messages)
+    return list(parse(MessagesBody, body).conversation().messages)
 
 
 def texts(turn: Any) -> list[str]:
@@ -342,7 +342,7 @@ def test_a_system_message_may_expire_and_set_the_effort() -> None:
         (HI, high, "high"),
     ):
         body = {"max_tokens": 9, "messages": messages, **fields}
-        conversation = parse_messages(body).conversation()
+        conversation = parse(MessagesBody, body).conversation()
         assert conversation.suggested == {"reasoning_effort": effort}
 
 
@@ -369,7 +369,7 @@ def test_an_earlier_name_of_the_output_format() -> None:
         ({"output_format": form}, "output_format.schema"),
         ({"output_config": {"format": form}}, "output_config.format.schema"),
     ):
-        structure = parse_messages({**ASKED, **fields}).structure()
+        structure = parse(MessagesBody, {**ASKED, **fields}).structure()
         assert structure is not None
         assert (structure.value, structure.param) == (form["schema"], name)
 
