@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http import (
@@ -33,33 +32,19 @@ from pdserve.gateway.openai.request_models import (
     ChatBatchBody,
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    TokenizeChatBody,
     parse,
-    parse_tokenize,
 )
 from pdserve.gateway.openai.response_models import (
     ChatBatch,
     ChatCompletion,
     ChatCompletionChunk,
-    DetokenizeAnswer,
     EmbeddingList,
     ErrorObject,
-    ModelList,
-    ModelObject,
     TextCompletion,
-    TokenizeAnswer,
 )
 from pdserve.gateway.openai.responses import add_response_routes
 from pdserve.gateway.openai.server_info import (
-    ANTHROPIC_VERSION,
     add_server_routes,
-    detokenize,
-    model_info,
-    model_object,
-    model_page,
-    tokenize,
 )
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
@@ -158,37 +143,6 @@ class OpenAiApi(OpenAiErrors, HttpApi):
             body = await self._read(request, EmbeddingBody)
             reply = EmbeddingReply(service, body, caller_of(request))
             return Reply(reply.whole(), self)
-
-        @app.post("/tokenize", **describe(TokenizeBody, TokenizeChatBody, response=TokenizeAnswer))
-        async def tokenize_route(request: Request) -> Response:
-            """Convert a text, or messages with the chat template applied, to token ids."""
-            body = await self._bodies.read(request, parse_tokenize)
-            return Reply(tokenize(service, body, caller_of(request)), self)
-
-        @app.post("/detokenize", **describe(DetokenizeBody, response=DetokenizeAnswer))
-        async def detokenize_route(request: Request) -> Response:
-            """Convert token ids to text."""
-            body = await self._read(request, DetokenizeBody)
-            return Reply(detokenize(service, body, caller_of(request)), self)
-
-        @app.get("/v1/models", **describe(response=ModelList))
-        async def models(request: Request) -> Response:
-            """List the served models and their aliases; in the format of Anthropic's API if the
-            request has the header `anthropic-version`."""
-            cards = await service.catalog.listed()
-            if ANTHROPIC_VERSION in request.headers:
-                return JSONResponse(model_page(cards))
-            data = [model_object(service, name, card) for name, card in cards.items()]
-            return JSONResponse({"object": "list", "data": data})
-
-        @app.get("/v1/models/{name:path}", **describe(response=ModelObject))
-        async def model(request: Request, name: str) -> Response:
-            """Get one served model by its name or an alias."""
-            card = await service.catalog.card(name)
-            name = name or card.name
-            if ANTHROPIC_VERSION in request.headers:
-                return JSONResponse(model_info(name, card))
-            return JSONResponse(model_object(service, name, card))
 
         add_server_routes(app, self, service, self._bodies)
         _add_short_paths(app)

@@ -8,6 +8,7 @@ A client sees the models, the number of open requests, and details of only its o
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -26,12 +27,17 @@ from pdserve.gateway.openai.request_models import (
     TokenizeBody,
     TokenizeChatBody,
     parse,
+    parse_tokenize,
 )
 from pdserve.gateway.openai.response_models import (
     AppliedTemplate,
+    DetokenizeAnswer,
+    ModelList,
+    ModelObject,
     ServerLoad,
     ServerProps,
     Slots,
+    TokenizeAnswer,
     TokenizerInfo,
 )
 from pdserve.gateway.service import Service
@@ -72,7 +78,7 @@ def llama_sampling(service: Service, card: ModelCard) -> dict[str, float]:
     return {names.get(name, name): value for name, value in defaults.items()}
 
 
-def model_object(service: Service, name: str, card: ModelCard) -> dict[str, Any]:
+def _model_object(service: Service, name: str, card: ModelCard) -> dict[str, Any]:
     """Return a model under its own name or an alias."""
     return {
         "id": name,
@@ -92,7 +98,7 @@ def model_object(service: Service, name: str, card: ModelCard) -> dict[str, Any]
     }
 
 
-def model_info(name: str, card: ModelCard) -> dict[str, Any]:
+def _model_info(name: str, card: ModelCard) -> dict[str, Any]:
     """Return a model in the format of Anthropic's API."""
     created = datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z")
     return {
@@ -106,9 +112,9 @@ def model_info(name: str, card: ModelCard) -> dict[str, Any]:
     }
 
 
-def model_page(cards: Mapping[str, ModelCard]) -> dict[str, Any]:
+def _model_page(cards: Mapping[str, ModelCard]) -> dict[str, Any]:
     """Return all models and aliases on one page of Anthropic's API."""
-    data = [model_info(name, card) for name, card in cards.items()]
+    data = [_model_info(name, card) for name, card in cards.items()]
     return {
         "data": data,
         "has_more": False,
@@ -117,7 +123,7 @@ def model_page(cards: Mapping[str, ModelCard]) -> dict[str, Any]:
     }
 
 
-async def tokenize(
+async def _tokenize(
     service: Service, body: TokenizeBody | TokenizeChatBody, caller: Caller
 ) -> dict[str, Any]:
     """Return the ids of a prompt, or of messages after the template. Raises ServiceError."""
@@ -142,7 +148,7 @@ async def tokenize(
         }
 
 
-async def detokenize(service: Service, body: DetokenizeBody, caller: Caller) -> dict[str, Any]:
+async def _detokenize(service: Service, body: DetokenizeBody, caller: Caller) -> dict[str, Any]:
     """Return the text of ids. Raises ServiceError."""
     owner = caller.tenant.id
     with service.limits.admit(owner):
@@ -168,9 +174,40 @@ class SlotsQuery(BaseModel):
 def add_server_routes(
     app: FastAPI, errors: ErrorFormat, service: Service, bodies: BodyReader
 ) -> None:
-    """Mount the routes. /slots and /load include the other processes of the same port."""
+    """Add the routes. /slots and /load include the other processes of the same port."""
     service.processes.serve("slots", lambda tenant, _: to_json(_slots(service, tenant)))
     service.processes.serve("load", lambda tenant, _: to_json(_num_open(service)))
+
+    @app.post("/tokenize", **describe(TokenizeBody, TokenizeChatBody, response=TokenizeAnswer))
+    async def tokenize_route(request: Request) -> Response:
+        """Convert a text, or messages with the chat template applied, to token ids."""
+        body = await bodies.read(request, parse_tokenize)
+        return Reply(_tokenize(service, body, caller_of(request)), errors)
+
+    @app.post("/detokenize", **describe(DetokenizeBody, response=DetokenizeAnswer))
+    async def detokenize_route(request: Request) -> Response:
+        """Convert token ids to text."""
+        body = await bodies.read(request, partial(parse, DetokenizeBody))
+        return Reply(_detokenize(service, body, caller_of(request)), errors)
+
+    @app.get("/v1/models", **describe(response=ModelList))
+    async def models(request: Request) -> Response:
+        """List the served models and their aliases; in the format of Anthropic's API if the
+        request has the header `anthropic-version`."""
+        cards = await service.catalog.listed()
+        if ANTHROPIC_VERSION in request.headers:
+            return JSONResponse(_model_page(cards))
+        data = [_model_object(service, name, card) for name, card in cards.items()]
+        return JSONResponse({"object": "list", "data": data})
+
+    @app.get("/v1/models/{name:path}", **describe(response=ModelObject))
+    async def model(request: Request, name: str) -> Response:
+        """Get one served model by its name or an alias."""
+        card = await service.catalog.card(name)
+        name = name or card.name
+        if ANTHROPIC_VERSION in request.headers:
+            return JSONResponse(_model_info(name, card))
+        return JSONResponse(_model_object(service, name, card))
 
     @app.get("/props", **describe(response=ServerProps, query=ModelQuery))
     async def props(request: Request) -> Response:
@@ -204,7 +241,7 @@ def add_server_routes(
     @app.post("/apply-template", **describe(TemplateBody, response=AppliedTemplate))
     async def apply_template(request: Request) -> Response:
         """Render the prompt of a chat without running the model."""
-        body = await bodies.read(request, lambda fields: parse(TemplateBody, fields))
+        body = await bodies.read(request, partial(parse, TemplateBody))
         return Reply(_applied(service, body, caller_of(request)), errors)
 
 
