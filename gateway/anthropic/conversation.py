@@ -232,8 +232,8 @@ class _Turns:
                 function = {"name": function_name, "arguments": _arguments(block.get("input"))}
                 calls.append({"id": call_id, "type": "function", "function": function})
             else:
-                member = ASSISTANT_BLOCKS.get(kind, DROPPED_TYPE)
-                texts += self._text(block, path, member, " in a message of the assistant")
+                entry_type = ASSISTANT_BLOCKS.get(kind, DROPPED_TYPE)
+                texts += self._text(block, path, entry_type, " in a message of the assistant")
         if texts or not calls:
             turn["content"] = "\n".join(texts)
         if any(thoughts):
@@ -248,8 +248,8 @@ class _Turns:
             if block["type"] == "tool_result":
                 self._add_result(block, path)
                 continue
-            member = USER_BLOCKS.get(block["type"], REFUSED_TYPE)
-            for text in self._text(block, path, member, " in a message of the user"):
+            entry_type = USER_BLOCKS.get(block["type"], REFUSED_TYPE)
+            for text in self._text(block, path, entry_type, " in a message of the user"):
                 if not self.turns or self.turns[-1]["role"] != "user":
                     self.turns.append({"role": "user", "content": []})
                 self.turns[-1]["content"].append({"type": "text", "text": text})
@@ -284,17 +284,17 @@ class _Turns:
             )
         ]
 
-    def _text(self, block: Block, path: str, member: EntryType, place: str) -> list[str]:
+    def _text(self, block: Block, path: str, entry_type: EntryType, place: str) -> list[str]:
         """Return the text of a block; empty if the block is dropped. Raises ServiceError if it is
         refused."""
         kind = block["type"]
         if kind == "text":
             return [_string(block, "text", path)]
-        if member.handling is Handling.AS_TEXT:
+        if entry_type.handling is Handling.AS_TEXT:
             if kind == "document":
                 block = {**block, "source": self._source(block.get("source"), f"{path}.source")}
-            return [member.as_text(kind, block)]
-        if member.handling is not Handling.DROPPED:
+            return [entry_type.as_text(kind, block)]
+        if entry_type.handling is not Handling.DROPPED:
             text = f"blocks of type {quoted(kind)} are not supported by this server{place}"
             raise refuse(f"{path}.type", f"{path}.type: {text}")
         self.dropped.add(kind)

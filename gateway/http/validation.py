@@ -241,7 +241,9 @@ def check_served(table: EntryTypes, kind: str, path: str) -> None:
     """Check that entries of type `kind` are not refused. Raises ServiceError that names the types
     that are served."""
     if table.get(kind, REFUSED_TYPE).handling is Handling.REFUSED:
-        served = ", ".join(quoted(name) for name, member in table.items() if member is SERVED_TYPE)
+        served = ", ".join(
+            quoted(name) for name, entry_type in table.items() if entry_type is SERVED_TYPE
+        )
         text = f"{quoted(kind)} is not supported by this server, only {served}"
         raise refuse(f"{path}.type", f"{path}.type: {text}")
 

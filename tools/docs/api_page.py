@@ -83,11 +83,11 @@ Roles, content, tools and items follow one rule on every route:
 - History is kept as text, or dropped and named in the log where it says nothing to a model here.
 - A hint is taken, whatever its value.
 
-Below the fields of /v1/chat/completions, /v1/responses and /v1/messages are the members of their
-unions, as the packages of OpenAI and Anthropic have them (tests/gateway/test_unions.py compares).
-Of members that are in no table, a tool is left out, an item is kept as text, a call is dropped, a
-part or block is dropped from a message of the assistant and refused elsewhere, and a role or a tool
-choice is refused.
+Below the fields of /v1/chat/completions, /v1/responses and /v1/messages are the types of roles,
+content, tools and items, as the packages of OpenAI and Anthropic have them
+(tests/gateway/test_unions.py compares). Of types that are in no table, a tool is left out, an item
+is kept as text, a call is dropped, a part or block is dropped from a message of the assistant and
+refused elsewhere, and a role or a tool choice is refused.
 """
 SHORT = "The route is there without `/v1`, too."
 STREAMED = (
@@ -243,19 +243,19 @@ def _lines() -> Iterator[str]:
             yield f"| `{name}` | {_taken(taken)} | {REFUSED}{_instead(route, name)} |"
         for title, table in route.unions.items():
             yield f"\n### {title[0].upper()}{title[1:]} of {route.path}\n"
-            yield "| member | here |"
+            yield "| type | here |"
             yield "|---|---|"
-            for name, member in sorted(table.items(), key=_place):
-                yield f"| `{name}` | {member.handling}{_texts(member)} |"
+            for name, entry_type in sorted(table.items(), key=_place):
+                yield f"| `{name}` | {entry_type.handling}{_texts(entry_type)} |"
 
 
 def _place(row: tuple[str, EntryType]) -> tuple[int, str]:
-    name, member = row
-    return list(Handling).index(member.handling), name
+    name, entry_type = row
+    return list(Handling).index(entry_type.handling), name
 
 
-def _texts(member: EntryType) -> str:
-    return f": {', '.join(f'`{name}`' for name in member.text)}" if member.text else ""
+def _texts(entry_type: EntryType) -> str:
+    return f": {', '.join(f'`{name}`' for name in entry_type.text)}" if entry_type.text else ""
 
 
 def _served(route: Route) -> Iterator[tuple[str, str]]:

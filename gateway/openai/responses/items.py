@@ -169,12 +169,12 @@ def parse_input(items: str | Sequence[Mapping[str, Any]]) -> list[Item]:
         if not isinstance(item_id, str | None):
             raise refuse(f"{path}.id", f"{path}.id must be a string")
         kind = _kind(item, path)
-        member = ITEMS.get(kind) or PARTS.get(kind, UNKNOWN_ITEM)
-        if member.handling is Handling.DROPPED:
+        entry_type = ITEMS.get(kind) or PARTS.get(kind, UNKNOWN_ITEM)
+        if entry_type.handling is Handling.DROPPED:
             dropped.append(kind)
             continue
-        if member.handling is Handling.AS_TEXT:
-            names = ("status", "call_id", *member.text)
+        if entry_type.handling is Handling.AS_TEXT:
+            names = ("status", "call_id", *entry_type.text)
             parsed_item: Item = {
                 "type": kind,
                 **{name: item[name] for name in names if name in item},
@@ -235,10 +235,10 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
                     raise refuse("input", f"input: a {kind}: {text}")
                 turns.answer(item)
             case kind:
-                member = ITEMS.get(kind, UNKNOWN_ITEM)
-                if member.handling is Handling.AS_TEXT:
-                    turns.note(member.as_text(kind, item), of_client=member.of_client)
-                    if not member.of_client and isinstance(item.get("call_id"), str):
+                entry_type = ITEMS.get(kind, UNKNOWN_ITEM)
+                if entry_type.handling is Handling.AS_TEXT:
+                    turns.note(entry_type.as_text(kind, item), of_client=entry_type.of_client)
+                    if not entry_type.of_client and isinstance(item.get("call_id"), str):
                         text_call_ids.add(item["call_id"])
     turns.release()
     return [_with_text(message) for message in turns.messages]
