@@ -58,8 +58,8 @@ class BodyReader:
         if coding != "identity":
             text = f"compressed bodies are not supported; remove 'Content-Encoding: {coding[:40]}'"
             raise HTTPException(415, text)
-        declared = request.headers.get("content-length", "0")
-        if not declared.isdecimal() or len(declared) > 18 or int(declared) > self._max_bytes:
+        declared = _declared_bytes(request)
+        if declared is None or declared > self._max_bytes:
             raise self._too_large()
         caller = caller_of(request)
         owner = caller.tenant.id
@@ -112,6 +112,12 @@ class BodyReader:
 
     def _too_large(self) -> HTTPException:
         return HTTPException(413, f"the body is larger than {self._max_bytes} bytes")
+
+
+def _declared_bytes(request: Request) -> int | None:
+    """Return the Content-Length of a request, 0 without one; None if it is not a valid number."""
+    declared = request.headers.get("content-length", "0")
+    return int(declared) if declared.isdecimal() and len(declared) <= 18 else None
 
 
 def num_values(data: bytes | bytearray) -> int:
@@ -186,10 +192,10 @@ class FileForm:
         """Yield the file in pieces of `piece_bytes`; the last may be shorter. Raises ServiceError
         for a malformed form, HTTPException 413 for a file that is too large and 408 for a slow
         one."""
-        declared = self._request.headers.get("content-length", "0")
-        if not declared.isdecimal() or len(declared) > 18:
+        declared = _declared_bytes(self._request)
+        if declared is None:
             raise _invalid_form("the Content-Length header is not a valid number")
-        if int(declared) > self._max_file_bytes + MAX_OVERHEAD:
+        if declared > self._max_file_bytes + MAX_OVERHEAD:
             raise self._too_large()
         received = 0
         chunks = self._request.stream()

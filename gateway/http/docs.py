@@ -148,8 +148,9 @@ def document(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) 
             error = {"content": {"application/json": {"schema": _ref(api.error_model, models)}}}
             answers = operation["responses"]
             answers.pop("422", None)  # FastAPI's 422, which no route here returns
-            statuses = _statuses("requestBody" in operation)
-            for status in (api.statuses.get(status, status) for status in statuses):
+            body_errors = BODY_ERRORS if "requestBody" in operation else ()
+            statuses = {*HTTP_STATUS.values(), *SHELL_ERRORS, *body_errors} - {CLIENT_LEFT}
+            for status in (api.statuses.get(status, status) for status in sorted(statuses)):
                 answers.setdefault(str(status), {"description": _phrase(status), **error})
     for unused in ("HTTPValidationError", "ValidationError"):
         models.pop(unused, None)
@@ -157,11 +158,6 @@ def document(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) 
         page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         page["security"] = [{"key": []}]
     return page
-
-
-def _statuses(has_body: bool) -> list[int]:
-    statuses = {*HTTP_STATUS.values(), *SHELL_ERRORS, *(BODY_ERRORS if has_body else ())}
-    return sorted(statuses - {CLIENT_LEFT})
 
 
 def _phrase(status: int) -> str:

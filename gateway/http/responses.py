@@ -377,7 +377,7 @@ class EventStream(Response):
                         remaining,
                         write,
                         self._backpressure,
-                        size=_unread_bytes,
+                        size=lambda event: len(event) if isinstance(event, bytes) else 0,
                         join=_joined,
                         parts=long_events.parts,
                         interruptible=True,
@@ -469,10 +469,6 @@ class _LongEvents:
             if not self._num_uses[id(piece)]:
                 del self._num_uses[id(piece)]
                 self._held.release(self._answer, len(piece))
-
-
-def _unread_bytes(event: Event) -> int:
-    return len(event) if isinstance(event, bytes) else 0
 
 
 class _Joined(JsonPieces):

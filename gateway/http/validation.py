@@ -175,16 +175,10 @@ ModelName = Annotated[
 """The name of a model; null and an empty name select the only model that is served."""
 
 
-def _unbounded(value: int | None) -> int | None:
-    return None if value == -1 else value
-
-
-def _described_limit(schema: dict[str, Any]) -> None:
-    schema["anyOf"].insert(1, {"const": -1})
-
-
 TokenLimit = Annotated[
-    int | None, AfterValidator(_unbounded), Field(json_schema_extra=_described_limit)
+    int | None,
+    AfterValidator(lambda limit: None if limit == -1 else limit),
+    Field(json_schema_extra=lambda schema: schema["anyOf"].insert(1, {"const": -1})),
 ]
 """The maximum number of generated tokens; null and -1: as many as fit in the context."""
 

@@ -5,7 +5,7 @@ at a time; closing the stream cancels the turn and its calls.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -163,7 +163,8 @@ class McpToolLoop:
         """`offered`: the servers' tools among those of the request, by name."""
         self._request = request
         self._offered = offered
-        self._client_names = _client_tools(request, offered)
+        tools = request.tool_use.tools if request.tool_use is not None else ()
+        self._client_names = {tool.name for tool in tools} - offered.keys()
         self._servers = servers
         self._next_turn = next_turn
         self._max_turns = max_turns
@@ -290,11 +291,3 @@ class McpToolLoop:
                 if error.code != CONTEXT_LENGTH_EXCEEDED:
                     raise
         return None
-
-
-def _client_tools(
-    request: ChatCompletionRequest, offered: Mapping[str, OfferedTool]
-) -> Collection[str]:
-    """Return the names of the client's own tools."""
-    tools = request.tool_use.tools if request.tool_use is not None else ()
-    return {tool.name for tool in tools} - offered.keys()

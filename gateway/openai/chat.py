@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import Delta, ScoredToken, only_text
+from pdserve.gateway.choice import Delta, only_text
 from pdserve.gateway.http import DirectWrite, JsonPieces, array_json, object_json
 from pdserve.gateway.openai import objects
 from pdserve.gateway.openai.objects import StreamUsage, TextChunk, usage_object
@@ -184,7 +184,8 @@ class ChatReply:
                 return []  # reasoning that is left out
             deltas.append({"content": ""})
         choices = [_choice(delta.choice, content_delta) for content_delta in deltas]
-        choices[0]["logprobs"] = self._logprobs(delta.tokens)
+        if self._body.logprobs:
+            choices[0]["logprobs"] = objects.chat_logprobs(delta.tokens, self._as_ids)
         if self._body.return_token_ids:
             choices[0]["token_ids"] = list(delta.ids)
         return choices
@@ -225,11 +226,6 @@ class ChatReply:
             return _call(call)
         custom_input = CustomInput()
         return _custom_call(call, custom_input.push(call.arguments) + custom_input.finish())
-
-    def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
-        if not self._body.logprobs:
-            return None
-        return objects.chat_logprobs(tokens, self._as_ids)
 
 
 def _choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:

@@ -29,16 +29,16 @@ MAX_ANSWER_BYTES = 128 << 20  # of the vectors of a call
 _NUMBER_BYTES = {False: 22, True: 16 / 3}  # of the text of one number, by whether it is base64
 
 
-def _inputs(value: Any) -> Any:
-    return texts_or_ids(value, MAX_INPUTS, "inputs")
-
-
 class EmbeddingBody(OwnedBody):
     """Body of /v1/embeddings."""
 
     checked = NON_GENERATION_FIELDS
     model: ModelName = ""
-    input: Annotated[Any, AfterValidator(_inputs), WithJsonSchema(base.texts_or_ids(MAX_INPUTS))]
+    input: Annotated[
+        Any,
+        AfterValidator(lambda value: texts_or_ids(value, MAX_INPUTS, "inputs")),
+        WithJsonSchema(base.texts_or_ids(MAX_INPUTS)),
+    ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
     add_special_tokens: bool | None = None

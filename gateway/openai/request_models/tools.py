@@ -167,7 +167,8 @@ class CustomInput:
                 second = _ESCAPE.fullmatch(rest)
                 low = _unescaped(rest) if second else ""
                 if "\udc00" <= low <= "\udfff":
-                    text, end = _surrogate_pair(text, low), end + 6
+                    code = 0x10000 + ((ord(text) - 0xD800) << 10) + (ord(low) - 0xDC00)
+                    text, end = chr(code), end + 6
             texts.append("\ufffd" if "\ud800" <= text <= "\udfff" else text)
             position = end
         self._raw = raw[position:]
@@ -184,10 +185,6 @@ def _json_value(raw: str, partial: Literal[False, "trailing-strings"]) -> Any:
 def _unescaped(escape: str) -> str:
     kind = escape[1]
     return chr(int(escape[2:], 16)) if kind == "u" else _ESCAPED.get(kind, kind)
-
-
-def _surrogate_pair(high: str, low: str) -> str:
-    return chr(0x10000 + ((ord(high) - 0xD800) << 10) + (ord(low) - 0xDC00))
 
 
 # Anthropic and Mistral call it "any".

@@ -250,7 +250,7 @@ def _answered(items: Sequence[Item]) -> set[int]:
     last_calls: dict[Any, int] = {}
     answered: set[int] = set()
     for index, item in enumerate(items):
-        if _is_output(item):
+        if KINDS.get(item["type"]) is CallOutputItem:
             if item["call_id"] in last_calls:
                 answered.add(last_calls[item["call_id"]])
         elif isinstance(item.get("call_id"), str):
@@ -259,10 +259,6 @@ def _answered(items: Sequence[Item]) -> set[int]:
 
 
 _OUTPUT = kept_as_text("output", of_client=True)
-
-
-def _is_output(item: Item) -> bool:
-    return KINDS.get(item["type"]) is CallOutputItem
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:

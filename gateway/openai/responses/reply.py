@@ -194,7 +194,9 @@ class ResponseReply(OpenAiErrors):
         """Keep the response; return it with `store`, which says whether it was kept."""
         assert self._store is not None
         named_items = [
-            item if "id" in item else {"id": self._item_id(i, item), **item}
+            item
+            if "id" in item
+            else {"id": f"{_PREFIXES.get(item['type'], 'item')}_{self._suffix}_in{i}", **item}
             for i, item in enumerate(items)
         ]
         kept_response = KeptResponse(
@@ -205,9 +207,6 @@ class ResponseReply(OpenAiErrors):
         except ServiceError:
             stored = False  # the store has logged why; the answer is still useful
         return {**response, "store": stored}
-
-    def _item_id(self, index: int, item: Item) -> str:
-        return f"{_PREFIXES.get(item['type'], 'item')}_{self._suffix}_in{index}"
 
     def _numbered(self, event: Event) -> Event:
         numbered = {**event, "sequence_number": self._num_events}

@@ -331,12 +331,10 @@ def _chosen(choice: Mapping[str, Any], names_by_key: Index, path: str) -> Sequen
     check_served(TOOL_CHOICES, str(kind), path)
     if not isinstance(name, str):
         raise refuse(f"{path}.name", f"{path}.name must be a string")
-    lookup_key = (name, None) if kind == "namespace" else (_text(namespace), name)
+    if not isinstance(namespace, str):
+        namespace = None
+    lookup_key = (name, None) if kind == "namespace" else (namespace, name)
     names = names_by_key.get(lookup_key, ())
     if not names:
         raise refuse("tool_choice", f"tool_choice: no tool has the name {quoted(name)}")
     return names if kind == "namespace" else names[:1]
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
