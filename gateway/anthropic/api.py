@@ -235,7 +235,8 @@ def _same_block(first: ContentPart, second: ContentPart) -> bool:
 
 
 def _block(first: ContentPart, text: str, *, cut: bool = False) -> dict[str, Any]:
-    """Return the block of a first part and the whole text; `cut`: its call was cut off."""
+    """Return the content block that begins with the part `first` and has the whole text; `cut`: the
+    call in it was cut off."""
     if isinstance(first, TextPart):
         return {"type": "text", "text": text}
     if isinstance(first, ReasoningPart):
@@ -245,7 +246,7 @@ def _block(first: ContentPart, text: str, *, cut: bool = False) -> dict[str, Any
 
 
 class MessageReply:
-    """One message; make it after the body is checked, then take `whole` or `framed`."""
+    """Generates the message that a checked body requests: take either `whole` or `framed`."""
 
     def __init__(self, service: Service, body: MessagesBody, caller: Caller) -> None:
         """Raises ServiceError for fields that contradict each other."""

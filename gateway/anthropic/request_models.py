@@ -149,7 +149,7 @@ class TurnConfig(OutputConfig):
 
 
 class MessageTurn(StrictModel):
-    """One message."""
+    """One message of the conversation."""
 
     role: Literal[*ROLES]  # type: ignore[valid-type]
     content: TextOrObjects | None = None

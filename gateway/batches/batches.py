@@ -70,7 +70,8 @@ class OpenBatch(NamedTuple):
 
 
 class Batches:
-    """The batches of all tenants."""
+    """Transactions on the batches of all tenants, for clients and for gateways that look for
+    work."""
 
     def __init__(self, database: Database) -> None:
         self._db = database

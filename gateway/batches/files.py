@@ -79,7 +79,7 @@ class Standstill:
 
 
 class Files:
-    """The files of all tenants; `tenant` is a Tenant's id in hexadecimal."""
+    """Transactions on the files of all tenants; `tenant` is a Tenant's id in hexadecimal."""
 
     def __init__(self, database: Database, limits: FileLimits) -> None:
         self._db = database

@@ -87,7 +87,7 @@ def describe(
     query: Model | None = None,
 ) -> dict[str, Any]:
     """Return further arguments of a route that describe it: `bodies` are the types of its body (one
-    of several, or none), `response` is that of its response.
+    of several, or none), `response` is the type of its response.
 
     With `event` the response may be a stream of such events, and `end` is the data of its last one;
     `stream` is LINES if they are not server-sent events. `form` has the fields of a form body,

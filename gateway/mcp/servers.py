@@ -49,7 +49,8 @@ class Pace(NamedTuple):
 
 
 class McpServers:
-    """All servers; `offered` is what they have now, in the order of the configuration."""
+    """The MCP servers of a gateway; `offered` has the tools that they offer now, in the order of
+    the configuration."""
 
     def __init__(
         self,

@@ -194,7 +194,8 @@ class RequestMetrics:
         self._finishes.clear()
 
     def cut_short(self) -> None:
-        """End the answer with finish reason "length" although the model called tools."""
+        """Replace the finish reasons by "length": the model called tools, and its next turn does
+        not run."""
         self._finishes[:] = ["length"]
 
     def placed(self, placed: Placed) -> None:

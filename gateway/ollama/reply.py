@@ -178,7 +178,7 @@ def _call(call: ToolCallPart) -> dict[str, Any]:
 
 
 class OllamaReply:
-    """One answer; make it for a request, then take `whole` or `lines`."""
+    """Generates the response to a request: take either `whole` or `lines`."""
 
     def __init__(
         self,

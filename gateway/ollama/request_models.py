@@ -115,8 +115,8 @@ class _OpenCalls:
         self._ids[tool].append(id_)
 
     def take(self, id_: str | None, tool: str | None) -> tuple[str, str]:
-        """Return the id and the tool of the call that a result belongs to, as far as known, and
-        close it."""
+        """Return the id and the tool of the call that a result belongs to (empty if unknown), and
+        remove the call."""
         ids = self._ids.get(tool or "", deque())
         while not id_ and ids:
             first = ids.popleft()

@@ -34,7 +34,8 @@ AT_ONCE = 16
 
 
 class ChatReply:
-    """One chat completion; make it after the body is checked, then take `whole` or `chunks`."""
+    """Generates the chat completion that a checked body requests: take either `whole` or
+    `chunks`."""
 
     def __init__(self, service: Service, body: ChatBody, caller: Caller) -> None:
         """Raises ServiceError for fields that contradict each other."""
@@ -205,7 +206,8 @@ class ChatReply:
         return deltas
 
     def _call_piece(self, choice: int, part: ToolCallPart) -> dict[str, Any] | None:
-        """Return a piece of a call; None if it has nothing of the input of a custom tool."""
+        """Return a piece of a call as clients see it; None for a piece of a custom tool's call
+        that has no part of the input."""
         if part.id and part.name in self._custom:
             new_input = self._inputs[choice, part.index] = CustomInput()
             return _custom_call(part, new_input.push(part.arguments))
@@ -216,7 +218,8 @@ class ChatReply:
         return {"custom": {"input": piece}} if piece else None
 
     def _late_inputs(self, choice: int) -> Iterator[dict[str, Any]]:
-        """Yield the inputs of a choice that are known only at its end."""
+        """Yield the inputs of a choice's custom tools that are known only at the end of the
+        choice."""
         for (owner, index), custom_input in self._inputs.items():
             if owner == choice and (rest := custom_input.finish()):
                 yield {"tool_calls": [{"index": index, "custom": {"input": rest}}]}

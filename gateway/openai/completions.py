@@ -17,7 +17,8 @@ from pdserve.text import ContentPart, TextCompletionRequest, TextPart, text_of
 
 
 class CompletionReply:
-    """One plain completion; make it after the body is checked, then take `whole` or `chunks`."""
+    """Generates the plain completion that a checked body requests: take either `whole` or
+    `chunks`."""
 
     def __init__(self, service: Service, body: CompletionBody, caller: Caller) -> None:
         """Raises ServiceError for fields that contradict each other."""

@@ -56,7 +56,7 @@ class EmbeddingBody(OwnedBody):
 
 
 class EmbeddingReply:
-    """One call; make it after the body is checked, then take `whole`."""
+    """Computes the embeddings that a checked body requests; `whole` returns the response."""
 
     keeps_start = False  # keep the start of a text that is too long, instead of its end
 

@@ -203,7 +203,7 @@ class LogprobsText(ABC):
 
 
 class ChatLogprobsText(LogprobsText):
-    """The `logprobs` of a chat's choice."""
+    """The text of the `logprobs` of a chat's choice."""
 
     def __init__(self, as_ids: bool) -> None:
         super().__init__(as_ids)
@@ -217,7 +217,7 @@ class ChatLogprobsText(LogprobsText):
 
 
 class CompletionLogprobsText(LogprobsText):
-    """The `logprobs` of a completion's choice."""
+    """The text of the `logprobs` of a completion's choice."""
 
     def __init__(self, as_ids: bool) -> None:
         super().__init__(as_ids)

@@ -235,7 +235,8 @@ class RerankApi(OpenAiErrors, HttpApi):
 
 
 async def cohere_rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str, Any]:
-    """Rerank as Cohere: documents only if the client wants them. Raises ServiceError."""
+    """Rerank with Cohere's response, which has the documents only on request. Raises
+    ServiceError."""
     with_documents = body.return_documents is True
     answer = await rerank(service, body, caller, with_documents=with_documents)
     tokens = {"input_tokens": answer["usage"]["prompt_tokens"], "output_tokens": 0}

@@ -40,7 +40,7 @@ RequestT = TypeVar("RequestT")
 
 
 class LiveRouter(NamedTuple):
-    """A router that accepts calls."""
+    """The address of a router with an open session, and the channel for calls to it."""
 
     address: str
     channel: grpc.aio.Channel

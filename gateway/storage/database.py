@@ -77,8 +77,8 @@ def in_own_task(
 
 
 class Database:
-    """Opened by `start`. `changing` and `reading` are transactions; use them in functions that are
-    `in_own_task`."""
+    """A database and its connections, opened by `start`. `changing` and `reading` are transactions;
+    use them in functions that are decorated with `in_own_task`."""
 
     def __init__(self, url: str) -> None:
         """`url` as SQLAlchemy reads it: "sqlite:///file.db", "postgresql://host/name". Raises

@@ -107,7 +107,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """HTTP connection that refuses a head over MAX_HEAD_BYTES with 431, and drops a slow one.
 
     An answer before the end of its request's body is the connection's last; the rest of the body
-    may take as long as a head. `errors` shapes errors of requests whose path is not known yet;
+    may take as long as a head. `errors` formats the errors of requests whose path is not known yet;
     `lost` is set when the connection ends.
 
     A client loses its connection, with the unread data, when it takes nothing for `stall_s` of what

@@ -310,7 +310,7 @@ HANDSHAKE_S = 15.0  # of TLS
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handling, which belongs to the process, and without its listener.
 
-    `errors` shapes the errors of what is not a request; `stall_s` is how long a client may take
+    `errors` formats the errors of what is not a request; `stall_s` is how long a client may take
     nothing of its answer; `max_answers_bytes` bounds the bytes that no client has taken yet. With
     the paths of a certificate and its key, both PEM, it serves TLS, except on Unix sockets.
     `counts` are the HttpListener's.
@@ -353,7 +353,7 @@ class HttpServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn."""
+        """Listen on the sockets. uvicorn calls this to start its own servers."""
         for sock in sockets or ():
             sock.listen(self.config.backlog)
             self._listeners.append(
@@ -363,7 +363,7 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn."""
+        """Accept no more connections, then end the open ones as uvicorn does."""
         for listener in self._listeners:
             listener.close()
         await super().shutdown(sockets)

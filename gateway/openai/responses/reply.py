@@ -72,8 +72,11 @@ Object = dict[str, Any]
 
 
 class ResponseReply(OpenAiErrors):
-    """One response; make it after the body is checked, then take `whole` or `events`. It shapes the
-    stream errors: an error after the first event is a failed response."""
+    """Generates the response that a checked body requests: take either `whole` or `events`.
+
+    It is also the error format of its stream: an error after the first event becomes a failed
+    response.
+    """
 
     def __init__(
         self,
@@ -164,7 +167,7 @@ class ResponseReply(OpenAiErrors):
         return _pieces(self._numbered({"type": IN_PROGRESS, "response": response})).text()
 
     def _opening(self) -> list[Event]:
-        """Return the first two events."""
+        """Return the first two events of the stream."""
         response = object_json(self._object("in_progress"))
         kinds = ("response.created", IN_PROGRESS)
         return [self._numbered({"type": kind, "response": response}) for kind in kinds]
@@ -182,7 +185,7 @@ class ResponseReply(OpenAiErrors):
         return _framed(*opening, self._numbered(failed))
 
     def _learn(self, completion: PreparedCompletion) -> None:
-        """Record the model and the sampling for the answer."""
+        """Record the model and the sampling that the response object shows."""
         self._model = completion.model.card.name
         resolved = completion.prompts[0].params  # as float32
         for name in ("temperature", "top_p"):

@@ -255,7 +255,7 @@ PARSED_RATIO = 3  # memory of a kept response in use, relative to the bytes of i
 
 
 class ResponsePrompt:
-    """Converter of a checked request body to the request for the model."""
+    """Converts a checked body to the request for the model."""
 
     def __init__(
         self, body: InputTokensBody, caller: Caller, bodies: BodyReader, store: ResponseStore | None
@@ -308,8 +308,8 @@ class ResponsePrompt:
         return resolved
 
     async def _learn(self, name: str, path: str, items_by_id: dict[str, Item]) -> None:
-        """Add the items of the response that has an item of this name. Raises ServiceError if there
-        is no such response."""
+        """Add the items of the stored response that contains the item `name` to `items_by_id`.
+        Raises ServiceError if no stored response does."""
         match = _ITEM_ID.fullmatch(name)
         if match is not None and self._store is not None:
             stored = await self._store.find(self._caller.tenant.id, f"resp_{match[1]}")

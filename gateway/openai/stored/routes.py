@@ -91,7 +91,7 @@ MAX_LISTED_FILES = 1000
 
 
 class _Bytes(Response):
-    """A response type for the API description."""
+    """A response of bytes; its class tells the API description the media type."""
 
     media_type = "application/octet-stream"  # no browser runs it, whatever its content
 
@@ -168,7 +168,7 @@ async def _store(files: Files, tenant: str, form: FileForm) -> StoredFile:
 
 
 def _check_form(fields: dict[str, str]) -> None:
-    """Check the fields that have come so far, if possible before the file."""
+    """Check the fields received so far; they may precede the file. Raises ServiceError."""
     for name, value in fields.items():
         if name != "purpose":
             raise refuse(name, f"{quoted(name)} is not supported by this server")
@@ -352,7 +352,8 @@ async def usage_page(usage: UsageLog, tenant: str, query: UsageQuery, limit_s: i
 
 
 def _query(params: QueryParams, now: int) -> tuple[UsageQuery, int]:
-    """Return the report of one page, and where the last page ends. Raises ServiceError."""
+    """Return the query of one page of a report, and the time at which the last page ends. Raises
+    ServiceError for a wrong parameter."""
     params = QueryParams([(n.removesuffix("[]"), v) for n, v in params.multi_items()])
     for name in params:
         if name not in KNOWN:
