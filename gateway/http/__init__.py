@@ -2,7 +2,6 @@
 
 from pdserve.gateway.http.api import (
     AT_ONCE,
-    REQUEST_ID,
     CodedError,
     ErrorFormat,
     Event,

@@ -21,6 +21,7 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.http import BodyReader, ErrorFormat, Reply, caller_of, describe
 from pdserve.gateway.metrics import MAX_SHOWN
+from pdserve.gateway.openai.objects import list_page
 from pdserve.gateway.openai.request_models import (
     DetokenizeBody,
     TemplateBody,
@@ -114,13 +115,9 @@ def _model_info(name: str, card: ModelCard) -> dict[str, Any]:
 
 def _model_page(cards: Mapping[str, ModelCard]) -> dict[str, Any]:
     """Return all models and aliases on one page of Anthropic's API."""
-    data = [_model_info(name, card) for name, card in cards.items()]
-    return {
-        "data": data,
-        "has_more": False,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-    }
+    page = list_page([_model_info(name, card) for name, card in cards.items()], has_more=False)
+    del page["object"]
+    return page
 
 
 async def _tokenize(

@@ -356,9 +356,8 @@ class _Turns:
             action()
 
     def _turn(self, open_to: tuple[str, ...]) -> dict[str, Any]:
-        """Return the turn of the assistant that what comes next belongs to: the one whose calls
-        have no answers yet; else the last turn, if apart from notes it has only fields of
-        `open_to`; else a new one."""
+        """Return the turn of the assistant to add to: the one whose calls have no answers yet; else
+        the last turn, if apart from notes it has only fields of `open_to`; else a new one."""
         if self._unanswered:
             return self._calling
         last_turn = self.messages[-1] if self.messages else {}
