@@ -354,7 +354,7 @@ def _add_errors(app: FastAPI, apis: Sequence[HttpApi]) -> None:
 
 
 class InnerReply(NamedTuple):
-    """A whole response."""
+    """A whole response of the application."""
 
     request_id: str
     status: int

@@ -28,14 +28,14 @@ Effort = Annotated[
 
 
 class ThinkingBody(StrictModel):
-    """Anthropic's form, which GLM, DeepSeek and others share."""
+    """Anthropic's `thinking`, which GLM, DeepSeek and others share."""
 
     type: Literal["enabled", "adaptive", "auto", "disabled"]
     budget_tokens: int | None = Field(None, ge=-1)  # -1: no bound
 
 
 class ReasoningBody(StrictModel):
-    """OpenRouter's form."""
+    """OpenRouter's `reasoning`: whether and how much a model thinks."""
 
     enabled: bool | None = None
     effort: Effort = None

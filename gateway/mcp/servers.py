@@ -28,7 +28,7 @@ AWAY = "error: the tool is not available at the moment"
 
 
 class ToolConnection(Protocol):
-    """A connected server (connection.py)."""
+    """A connection to an MCP server; connection.py has the real one."""
 
     async def tools(self) -> Sequence[ServerTool]: ...
 
@@ -111,7 +111,8 @@ class McpServers:
 
 
 class _ServerTask:
-    """One server: `tools` is empty while it is away."""
+    """The task of one server, which connects and lists tools; `tools` is empty while the server is
+    unavailable."""
 
     def __init__(
         self, config: McpServer, connect: Connect | None, pace: Pace, on_change: Callable[[], None]

@@ -58,8 +58,8 @@ SHORT = ("/chat/completions", "/completions", "/embeddings", "/models", "/respon
 STORED = ("/v1/files", "/v1/batches", "/v1/usage")
 
 
-class MoreRoutes(Protocol):
-    """Source of the routes that need a database."""
+class DatabaseRoutes(Protocol):
+    """Adds the routes that need a database."""
 
     def add_routes(
         self,
@@ -99,7 +99,7 @@ class OpenAiApi(OpenAiErrors, HttpApi):
         limits: HttpLimits,
         bodies: BodyReader,
         responses: ResponseStore | None = None,
-        stored: MoreRoutes | None = None,
+        stored: DatabaseRoutes | None = None,
     ) -> None:
         """`responses` None: none are kept; `stored` None: there are no files and batches."""
         self._responses = responses

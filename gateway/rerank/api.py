@@ -63,7 +63,7 @@ Texts = Annotated[
 
 
 class ScoringBody(OwnedBody):
-    """The fields that both have."""
+    """The fields that rerank and score bodies share."""
 
     checked = NON_GENERATION_FIELDS
     model: ModelName = ""
@@ -156,7 +156,7 @@ class RerankResult(ResponseModel):
 
 
 class RerankAnswer(ResponseModel):
-    """The best documents first."""
+    """The response of /rerank: the best documents first."""
 
     id: str
     model: str

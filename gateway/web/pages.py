@@ -205,7 +205,7 @@ class FleetState(RequestsShown):
 
 
 def add_fleet(app: FastAPI, service: Service) -> None:
-    """Mount the route."""
+    """Add GET /fleet/state, which also queries the other gateway processes."""
     clock = service.clock
     latest = _LatestView(service.upstream, clock)
 

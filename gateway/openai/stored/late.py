@@ -34,7 +34,7 @@ WAITING = (*STORED, DOCUMENT)  # the document describes all routes
 
 class LateParts:
     """Stands in for a gateway's StoredParts before they exist, and passes calls on afterwards: as
-    its MoreRoutes, ResponseStore and CountUsage. `run` is the task that makes and runs them;
+    its DatabaseRoutes, ResponseStore and CountUsage. `run` is the task that makes and runs them;
     `drain` and `close` end them."""
 
     def __init__(
