@@ -175,10 +175,14 @@ ModelName = Annotated[
 """The name of a model; null and an empty name select the only model that is served."""
 
 
+def _describe_no_limit(schema: dict[str, Any]) -> None:
+    schema["anyOf"].insert(1, {"const": -1})
+
+
 TokenLimit = Annotated[
     int | None,
     AfterValidator(lambda limit: None if limit == -1 else limit),
-    Field(json_schema_extra=lambda schema: schema["anyOf"].insert(1, {"const": -1})),
+    Field(json_schema_extra=_describe_no_limit),
 ]
 """The maximum number of generated tokens; null and -1: as many as fit in the context."""
 

@@ -55,7 +55,7 @@ def check_uvicorn(protocol: type, cycle: type) -> None:
     RuntimeError that names the missing ones, the installed version and the versions to install."""
     missing = [name for name in _PROTOCOL_METHODS if not hasattr(protocol, name)]
     for owner, fields in ((protocol, _PROTOCOL_FIELDS), (cycle, _CYCLE_FIELDS)):
-        assigned = owner.__init__.__code__.co_names  # type: ignore[misc]
+        assigned = vars(owner)["__init__"].__code__.co_names
         missing += [name for name in fields if name not in assigned]
     if missing:
         raise RuntimeError(
