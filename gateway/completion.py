@@ -289,8 +289,8 @@ class Completions:
         """Yield the deltas of all choices as they come, then the Usage. Leaves out deltas that
         `write` sends; `write` is called only when the consumer has handled all earlier ones. Raises
         ServiceError."""
-        if completion.rounds is not None:
-            return completion.rounds.stream(completion, self._run)
+        if completion.tool_loop is not None:
+            return completion.tool_loop.stream(completion, self._run)
         return self._run(completion, write)
 
     async def _run(
@@ -318,7 +318,7 @@ class Completions:
         """Return whole choices, each with its own `scores`, and the Usage. Keeps the n of best_of
         candidates with the best mean log-probability. Raises ServiceError."""
         logprobs = HeldLogprobs(completion)
-        if completion.rounds is not None:
+        if completion.tool_loop is not None:
             return await self._collect_rounds(completion, scores, logprobs)
         runs = self._runs(completion)
         answers: dict[int, CompletionResult[S]] = {}

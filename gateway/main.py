@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from pdserve.gateway.admission import AdmissionLimits
-from pdserve.gateway.anthropic import AnthropicDialect
+from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
 from pdserve.gateway.http import (
     MAX_VALUES,
     VALUE_BYTES,
     BodyReader,
-    Dialect,
+    HttpApi,
     HttpLimits,
     create_app,
     create_routes,
@@ -35,12 +35,12 @@ from pdserve.gateway.http.serving import (
     unix_listener,
 )
 from pdserve.gateway.mcp import McpServers, McpTools, read_config
-from pdserve.gateway.metrics import GatewayMetrics, Siblings, uncounted
-from pdserve.gateway.ollama import OllamaDialect
-from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.metrics import GatewayMetrics, GatewayProcesses, uncounted
+from pdserve.gateway.ollama import OllamaApi
+from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.openai.stored import LateParts
 from pdserve.gateway.readiness import Readiness
-from pdserve.gateway.rerank import RerankDialect
+from pdserve.gateway.rerank import RerankApi
 from pdserve.gateway.router_client import RouterClient
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import (
@@ -148,10 +148,10 @@ async def _serve(
     if worker:
         metrics = GatewayMetrics(worker.metrics_folder, worker.index)
         counts = ConnectionCounts(worker.counts_file, worker.index, worker.num)
-        siblings = Siblings(Path(worker.folder), worker.index, worker.num)
+        processes = GatewayProcesses(Path(worker.folder), worker.index, worker.num)
         limits.on_change = lambda: metrics.show_open(limits)
     else:
-        metrics, counts, siblings = GatewayMetrics(), None, Siblings()
+        metrics, counts, processes = GatewayMetrics(), None, GatewayProcesses()
     metrics.add_process(certificates_of(settings, settings.tls_cert))
     mcp = make_mcp(settings, metrics)
     service = Service(
@@ -168,7 +168,7 @@ async def _serve(
         stored.count if stored else uncounted,
         None if mcp is None else McpTools(mcp, settings.mcp_max_rounds, time.monotonic),
         tracer,
-        siblings,
+        processes,
         settings.strict_max_tokens,
         settings.aliases,
         settings.any_model,
@@ -182,24 +182,24 @@ async def _serve(
         settings.stall_timeout_s,
     )
     bodies = BodyReader(http_limits)
-    openai = OpenAiDialect(
+    openai = OpenAiApi(
         service,
         http_limits,
         bodies,
         responses=stored,
         stored=stored,
     )
-    dialects: list[Dialect] = [
-        AnthropicDialect(service, http_limits, bodies),
-        RerankDialect(service, bodies),
-        OllamaDialect(service, http_limits, bodies),
+    apis: list[HttpApi] = [
+        AnthropicApi(service, http_limits, bodies),
+        RerankApi(service, bodies),
+        OllamaApi(service, http_limits, bodies),
         openai,
     ]
-    routes = create_routes(dialects, service, readiness, settings.fleet_metrics)
+    routes = create_routes(apis, service, readiness, settings.fleet_metrics)
     add_fleet(routes, service)
     open_paths = add_pages(routes, settings.root_path)
     app = create_app(
-        dialects,
+        apis,
         service,
         readiness,
         keys,
@@ -233,7 +233,7 @@ async def _serve(
     grpc_bind = host_port(settings.host, settings.grpc_port)
     grpc_port = grpc_host.listen_for_clients(grpc_bind, tls)
     await grpc_host.start()
-    await siblings.start()
+    await processes.start()
     session = await client.start()
     if mcp is not None:
         mcp.start()
@@ -260,7 +260,7 @@ async def _serve(
         if counts:
             counts.set_ready()
         if stored:
-            stored.want()
+            stored.request()
 
     announcing = asyncio.create_task(_announce(readiness, grpc_host, announced), name="announce")
 
@@ -293,7 +293,7 @@ async def _serve(
         await client.close()
         await service.catalog.close()
         await rates.close()
-        await siblings.close()
+        await processes.close()
 
     return await run_until_signal(
         set_serving=set_serving,

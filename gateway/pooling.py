@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from pdserve.gateway.admission import AdmittedRequest
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.metrics import Meter
+from pdserve.gateway.metrics import RequestMetrics
 from pdserve.gateway.router_client import Upstream, merge
 from pdserve.protos.common_pb2 import INTERNAL, SamplingParams, Start
 from pdserve.protos.router_pb2 import RequestEvent
@@ -53,7 +53,7 @@ class PreparedInputs:
     model: ServedModel
     inputs: Sequence[Collection[int]]
     admitted: AdmittedRequest
-    meter: Meter
+    meter: RequestMetrics
     timeout_s: float
     queue_timeout_s: float
     cache_salt: bytes = b""

@@ -7,7 +7,7 @@ from typing import Protocol
 from pdserve.gateway.admission import AdmittedRequest
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.choice import Delta
-from pdserve.gateway.metrics import Meter
+from pdserve.gateway.metrics import RequestMetrics
 from pdserve.protos.common_pb2 import SamplingParams
 from pdserve.text import AnswerFormat, RequestedSampling
 
@@ -28,7 +28,7 @@ class PreparedCompletion:
     prompts: Sequence[Prompt]
     sampling: RequestedSampling
     admitted: AdmittedRequest
-    meter: Meter
+    meter: RequestMetrics
     timeout_s: float
     queue_timeout_s: float
     continues: bool = False  # the answer continues the prompt's text
@@ -38,7 +38,7 @@ class PreparedCompletion:
     priority: int = 0
     tenant: bytes = b""
     format: AnswerFormat = field(default_factory=AnswerFormat)  # how the model's output is read
-    rounds: "Rounds | None" = None  # set if the answer, of one choice, may take several rounds
+    tool_loop: "ToolLoop | None" = None  # runs a request with one choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ WriteText = Callable[[int, str], bool]
 sent."""
 
 
-class Rounds(Protocol):
+class ToolLoop(Protocol):
     """Loop that calls the model again, with the results of tools, until its answer is complete."""
 
     def stream(

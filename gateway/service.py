@@ -16,14 +16,14 @@ from pdserve.gateway.completion import Completions
 from pdserve.gateway.metrics import (
     CountUsage,
     GatewayMetrics,
-    Meter,
+    GatewayProcesses,
     RequestLog,
-    Siblings,
+    RequestMetrics,
     uncounted,
 )
 from pdserve.gateway.model_texts import ModelTexts, check_ids, check_room, kept_ids
 from pdserve.gateway.pooling import PoolingRuns, PreparedInputs
-from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, Rounds
+from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, ToolLoop
 from pdserve.gateway.router_client import Upstream
 from pdserve.gateway.sampling import check, client_errors, refuse, resolve
 from pdserve.protos.common_pb2 import SamplingParams
@@ -53,18 +53,16 @@ from pdserve.text.workers import (
 MAX_TOTAL_CHOICES = 512
 
 
-NextRound = Callable[
-    [PreparedCompletion, ChatCompletionRequest, int], Awaitable[PreparedCompletion]
-]
+NextTurn = Callable[[PreparedCompletion, ChatCompletionRequest, int], Awaitable[PreparedCompletion]]
 
 
 class ServerTools(Protocol):
     """Tools that the gateway offers to every chat besides the client's."""
 
     def offer(
-        self, request: ChatCompletionRequest, next_round: NextRound
-    ) -> tuple[ChatCompletionRequest, Rounds | None]:
-        """Return the request with these tools, and the rounds of its answer if it may take them."""
+        self, request: ChatCompletionRequest, next_turn: NextTurn
+    ) -> tuple[ChatCompletionRequest, ToolLoop | None]:
+        """Return the request with these tools, and the loop that runs it if one may be called."""
 
 
 class Service:
@@ -85,13 +83,13 @@ class Service:
         count_usage: CountUsage = uncounted,
         server_tools: ServerTools | None = None,
         tracer: Tracer = NO_TRACER,
-        siblings: Siblings | None = None,
+        processes: GatewayProcesses | None = None,
         strict_max_tokens: bool = False,
         aliases: Sequence[str] = (),
         any_model: bool = False,
     ) -> None:
         """`template_kwargs`: names that clients may set for a chat template. `count_usage` is
-        called for each request that has used a model. `siblings` know the requests of the other
+        called for each request that has used a model. `processes` know the requests of the other
         gateway processes. `strict_max_tokens`: refuse a max_tokens beyond the context. `aliases`
         and `any_model` are the Catalog's."""
         self.upstream = upstream
@@ -111,7 +109,7 @@ class Service:
         self._server_tools = server_tools
         self._strict_max_tokens = strict_max_tokens
         self.tracer = tracer
-        self.siblings = siblings or Siblings()
+        self.processes = processes or GatewayProcesses()
 
     @asynccontextmanager
     async def prepare(
@@ -123,14 +121,14 @@ class Service:
         owner = caller.tenant.id
         text = request if isinstance(request, TextCompletionRequest) else None
         sampling, form = request.sampling, AnswerFormat()
-        rounds: Rounds | None = None
+        tool_loop: ToolLoop | None = None
         async with self._open(caller) as (admitted, meter):
             async with self._counted(caller):
                 model = await self.catalog.get(request.model)
                 _check_generates(model, "Completions" if text else "Chat Completions")
                 check(request.sampling, model.card)
                 if isinstance(request, ChatCompletionRequest):
-                    request, rounds = self._offered(request, model, caller)
+                    request, tool_loop = self._offered(request, model, caller)
                     prompts = [await self._chat_prompt(request, model, owner)]
                     sampling, form = self._shape(request, model, prompts[0].ids)
                 else:
@@ -159,7 +157,7 @@ class Service:
                 cache_salt=caller.tenant.cache_salt(request.cache_salt),
                 priority=request.priority,
                 tenant=caller.tenant.id,
-                rounds=rounds,
+                tool_loop=tool_loop,
                 format=form,
             )
 
@@ -198,13 +196,13 @@ class Service:
             )
 
     @asynccontextmanager
-    async def _open(self, caller: Caller) -> AsyncIterator[tuple[AdmittedRequest, Meter]]:
+    async def _open(self, caller: Caller) -> AsyncIterator[tuple[AdmittedRequest, RequestMetrics]]:
         """Count a request in the limits, and log its line at the end."""
         began = self.clock() if caller.received is None else caller.received
         span = self.tracer.begin("request", caller.trace, began, entry=True)
         if span.context.span_id not in ("", caller.trace.span_id):  # not the client's own
             caller.headers["traceparent"] = span.context.parent
-        meter = Meter(self.metrics, caller, self.clock, self._count_usage, span)
+        meter = RequestMetrics(self.metrics, caller, self.clock, self._count_usage, span)
         owner = caller.tenant.id
         error: BaseException | None = None
         try:
@@ -219,16 +217,16 @@ class Service:
             self.requests.ended(meter)
             self.rates.tokens_spent(owner, meter.num_generated)
 
-    async def _next_round(
+    async def _next_turn(
         self, completion: PreparedCompletion, request: ChatCompletionRequest, number: int
     ) -> PreparedCompletion:
-        """Return the completion for another round's conversation. Raises ServiceError."""
+        """Return the completion for the next turn of a tool loop. Raises ServiceError."""
         owner = completion.tenant
         prompt = await self._chat_prompt(request, completion.model, owner)
         sampling, form = self._shape(request, completion.model, prompt.ids)
         await self._bind([prompt], sampling, completion.model, owner, request.continues)
         await self.rates.count_tokens(owner, len(prompt.ids))
-        completion.meter.next_round(len(prompt.ids))
+        completion.meter.next_turn(len(prompt.ids))
         elapsed_s = self.clock() - completion.meter.arrived
         return replace(
             completion,
@@ -271,13 +269,13 @@ class Service:
 
     def _offered(
         self, request: ChatCompletionRequest, model: ServedModel, caller: Caller
-    ) -> tuple[ChatCompletionRequest, Rounds | None]:
-        """Add the tools of MCP servers if the model can call tools; also return the rounds that
+    ) -> tuple[ChatCompletionRequest, ToolLoop | None]:
+        """Add the tools of MCP servers if the model can call tools; also return the loop that
         carry out their calls, or None without such tools."""
         # A line of a batch may run again, which would repeat the effects of its calls.
         if self._server_tools is None or caller.background or not self.may_call_tools(model.text):
             return request, None
-        return self._server_tools.offer(request, self._next_round)
+        return self._server_tools.offer(request, self._next_turn)
 
     async def _bind(
         self,

@@ -1,36 +1,339 @@
-"""Anthropic's API on the HTTP shell: its routes, its server-sent events and its errors."""
+"""Anthropic's messages on the HTTP shell: one message, whole or in server-sent events, token
+counts, routes, errors, and the models that describe them.
 
-from collections.abc import Mapping
+Invariant: the events of a stream add up to the final `blocks`.
+"""
+
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
+from pydantic_core import to_json
 
-from pdserve.gateway.anthropic.reply import MessageReply, count_tokens, framed
+from pdserve.gateway.anthropic.conversation import signature_of
 from pdserve.gateway.anthropic.request_models import (
     CountBody,
     MessagesBody,
-    parse_count,
-    parse_messages,
+    parse,
 )
-from pdserve.gateway.anthropic.response_models import (
-    MessageEvent,
-    MessageObject,
-    MessagesError,
-    TokenCount,
-)
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.choice import Delta
 from pdserve.gateway.http import (
     BodyReader,
     EventStream,
+    HttpApi,
     HttpError,
     HttpLimits,
     Reply,
+    ResponseModel,
     caller_of,
-    described,
+    describe,
 )
+from pdserve.gateway.prepared_completion import Usage
 from pdserve.gateway.service import Service
 from pdserve.services.common.errors import CONTEXT_EXCEEDED
+from pdserve.text import (
+    ChatCompletionRequest,
+    ContentPart,
+    ReasoningPart,
+    RequestedSampling,
+    TextPart,
+    ToolCallPart,
+    arguments_object,
+)
+
+
+class MessagesErrorDetail(ResponseModel):
+    type: str
+    message: str
+
+
+class MessagesError(ResponseModel):
+    """The body of every error, and the data of the last event of a stream that fails."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    request_id: str | None
+
+
+class TextBlock(ResponseModel):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(ResponseModel):
+    """The model's reasoning. Clients send it back together with the signature."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(ResponseModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class ThinkingTokens(ResponseModel):
+    thinking_tokens: int
+
+
+class Inexactness(ResponseModel):
+    """`inexact`: KV of other weights or numerics was used, so a rerun may give other tokens."""
+
+    inexact: bool
+
+
+class MessageUsage(ResponseModel):
+    """`input_tokens` does not include the tokens that are read from the cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: ThinkingTokens
+    pdserve: Inexactness
+    service_tier: Literal["standard"] | None = None
+
+
+class MessageObject(ResponseModel):
+    """The answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class BlockDelta(ResponseModel):
+    """A piece of a block, or at the end the reason why the message ended."""
+
+    type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"] | None = (
+        None
+    )
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    partial_json: str | None = None
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+
+
+class MessageEvent(ResponseModel):
+    """An event of a streamed message; its fields depend on its type."""
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    message: MessageObject | None = None
+    index: int | None = None
+    content_block: AnswerBlock | None = None
+    delta: BlockDelta | None = None
+    usage: MessageUsage | None = None
+
+
+class TokenCount(ResponseModel):
+    input_tokens: int
+
+
+Event = dict[str, Any]
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageContent:
+    """Builds the content of a message; consecutive parts of one kind become one block."""
+
+    def __init__(self, *, shows_thinking: bool = True) -> None:
+        """Without `shows_thinking`, a thinking block has only its signature."""
+        self._shows_thinking = shows_thinking
+        self.blocks: list[dict[str, Any]] = []
+        self.thinking_tokens = 0
+        self.stop_reason: str | None = None
+        self.stop_sequence: str | None = None
+        self._first: ContentPart | None = None  # first part of the open block
+        self._cut = False  # whether its call is cut off
+        self._pieces: list[str] = []
+
+    def push(self, delta: Delta) -> Iterator[Event]:
+        """Yield the events of a delta."""
+        for part in delta.content:
+            if isinstance(part, ReasoningPart):
+                self.thinking_tokens = delta.num_tokens
+            if self._first is None or not _same_block(self._first, part):
+                yield from self._close()
+                self._first = part
+                yield {
+                    "type": "content_block_start",
+                    "index": len(self.blocks),
+                    "content_block": _block(part, ""),
+                }
+            self._cut = isinstance(part, ToolCallPart) and part.cut
+            name, piece = _piece(part)
+            if piece:
+                self._pieces.append(piece)
+            if piece and (self._shows_thinking or name != "thinking_delta"):
+                yield {
+                    "type": "content_block_delta",
+                    "index": len(self.blocks),
+                    "delta": {"type": name, _KEYS[name]: piece},
+                }
+        if delta.finish is not None:
+            yield from self._close()
+            self.stop_sequence = delta.stop
+            reason = _STOP_REASONS[delta.finish]
+            self.stop_reason = reason if delta.stop is None else "stop_sequence"
+
+    def _close(self) -> Iterator[Event]:
+        if self._first is None:
+            return
+        index = len(self.blocks)
+        block = _block(self._first, "".join(self._pieces), cut=self._cut)
+        if block["type"] == "thinking":
+            hidden = not self._shows_thinking
+            block["signature"] = signature_of(block["thinking"], hidden=hidden)
+            if hidden:
+                block["thinking"] = ""
+            delta = {"type": "signature_delta", "signature": block["signature"]}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+        self.blocks.append(block)
+        self._first, self._pieces = None, []
+
+
+_KEYS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+
+
+def _piece(part: ContentPart) -> tuple[str, str]:
+    """Return the type of a part's delta, and its text."""
+    if isinstance(part, ToolCallPart):
+        return "input_json_delta", part.arguments
+    return ("thinking_delta" if isinstance(part, ReasoningPart) else "text_delta"), part.text
+
+
+def _same_block(first: ContentPart, second: ContentPart) -> bool:
+    if isinstance(first, ToolCallPart):
+        return isinstance(second, ToolCallPart) and first.index == second.index
+    return type(first) is type(second)
+
+
+def _block(first: ContentPart, text: str, *, cut: bool = False) -> dict[str, Any]:
+    """Return the content block that begins with the part `first` and has the whole text; `cut`: the
+    call in it was cut off."""
+    if isinstance(first, TextPart):
+        return {"type": "text", "text": text}
+    if isinstance(first, ReasoningPart):
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    arguments = arguments_object(text, cut=cut)
+    return {"type": "tool_use", "id": first.id, "name": first.name, "input": arguments}
+
+
+class MessageReply:
+    """Generates the message that a checked body requests: take either `whole` or `framed`."""
+
+    def __init__(self, service: Service, body: MessagesBody, caller: Caller) -> None:
+        """Raises ServiceError for fields that contradict each other."""
+        self._service = service
+        self._request = ChatCompletionRequest(
+            body.model, body.conversation(), body.sampling(), tool_use=body.tool_use()
+        )
+        self._id = f"msg_{caller.request_id}"
+        self._caller = caller.of_body(self._id, None, body.user)
+        self._content = MessageContent(shows_thinking=body.shows_thinking)
+        self._model = body.model
+        self._usage = Usage(0, 0, 0)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the message object. Raises ServiceError."""
+        async with aclosing(self._events()) as events:
+            async for _ in events:
+                pass
+        return self._message()
+
+    async def framed(self) -> AsyncGenerator[bytes, None]:
+        """Yield the framed events. Raises ServiceError."""
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                yield framed(event)
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        async with self._service.prepare(self._request, self._caller) as completion:
+            self._model = completion.model.card.name
+            self._usage = Usage(sum(len(prompt.ids) for prompt in completion.prompts), 0, 0)
+            has_begun = False
+            async with aclosing(self._service.completions.stream(completion)) as items:
+                async for item in items:
+                    if not has_begun:
+                        has_begun = True
+                        yield {"type": "message_start", "message": self._message()}
+                    if isinstance(item, Usage):
+                        self._usage = item
+                        continue
+                    for event in self._content.push(item):
+                        yield event
+            delta = {
+                "stop_reason": self._content.stop_reason,
+                "stop_sequence": self._content.stop_sequence,
+            }
+            yield {"type": "message_delta", "delta": delta, "usage": self._usage_object()}
+            yield {"type": "message_stop"}
+
+    def _message(self) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": self._content.blocks,
+            "stop_reason": self._content.stop_reason,
+            "stop_sequence": self._content.stop_sequence,
+            "usage": {**self._usage_object(), "service_tier": "standard"},
+        }
+
+    def _usage_object(self) -> dict[str, Any]:
+        """Return the usage. Cached tokens do not count as input; they are unknown before the
+        end."""
+        usage = self._usage
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self._content.thinking_tokens},
+            "pdserve": {"inexact": usage.inexact},
+        }
+
+
+async def count_tokens(service: Service, body: CountBody, caller: Caller) -> dict[str, Any]:
+    """Return the number of tokens of a message's prompt. Raises ServiceError."""
+    sampling = RequestedSampling(structure=body.structure())
+    request = ChatCompletionRequest(
+        body.model, body.conversation(), sampling, tool_use=body.tool_use()
+    )
+    return {"input_tokens": await service.count_prompt(request, caller)}
+
+
+def framed(event: Event) -> bytes:
+    """Return a server-sent event."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))
+
 
 _TYPES = {
     401: "authentication_error",
@@ -44,7 +347,7 @@ _TYPES = {
 PING = framed({"type": "ping"})
 
 
-class AnthropicDialect:
+class AnthropicApi(HttpApi):
     """/v1/messages and /v1/messages/count_tokens, for any `anthropic-version`."""
 
     paths: tuple[str, ...] = ("/v1/messages",)
@@ -78,27 +381,28 @@ class AnthropicDialect:
         service = self._service
 
         @app.post(
-            "/v1/messages", **described(MessagesBody, answer=MessageObject, event=MessageEvent)
+            "/v1/messages", **describe(MessagesBody, response=MessageObject, event=MessageEvent)
         )
         async def messages(request: Request) -> Response:
             """Generate the next message of a conversation."""
             caller = caller_of(request)
-            body = await self._bodies.read(request, parse_messages)
+            body = await self._bodies.read(request, partial(parse, MessagesBody))
             reply = MessageReply(service, body, caller)
             if body.stream:
                 return EventStream(reply.framed(), self, self._limits, ping=lambda: PING)
             return Reply(reply.whole(), self)
 
-        @app.post("/v1/messages/count_tokens", **described(CountBody, answer=TokenCount))
+        @app.post("/v1/messages/count_tokens", **describe(CountBody, response=TokenCount))
         async def count(request: Request) -> Response:
             """Count the tokens of a message's prompt."""
             caller = caller_of(request)
-            body = await self._bodies.read(request, parse_count)
+            body = await self._bodies.read(request, partial(parse, CountBody))
             return Reply(count_tokens(service, body, caller), self)
 
 
 def _overflow(message: str) -> str:
-    """Return the error text in Anthropic's words, which its clients look for."""
+    """Return the text of an error about the context length in Anthropic's words, by which its
+    clients recognize it."""
     match = CONTEXT_EXCEEDED.search(message)
     if match is None:
         return message

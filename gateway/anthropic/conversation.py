@@ -1,5 +1,5 @@
-"""Converts messages of Anthropic's API to those that chat templates expect: the members of its
-unions, and the signatures of thinking blocks.
+"""Converts messages of Anthropic's API to those that chat templates expect: how each type of block
+is handled, and the signatures of thinking blocks.
 
 A signature proves nothing: a client may write any reasoning. The signature of hidden reasoning
 contains its text, so that the next turn's prompt includes it.
@@ -15,25 +15,25 @@ from typing import Any
 from pydantic_core import to_json
 
 from pdserve.gateway.http import (
-    DROPPED,
-    HINT,
-    LEFT_OUT,
-    REFUSED,
-    SERVED,
-    Fate,
-    Member,
-    Table,
-    kept,
-    note,
+    ACCEPTED_TYPE,
+    DROPPED_TYPE,
+    OMITTED_TYPE,
+    REFUSED_TYPE,
+    SERVED_TYPE,
+    EntryType,
+    EntryTypes,
+    Handling,
+    kept_as_text,
+    log_unsupported,
 )
 from pdserve.gateway.sampling import refuse
 from pdserve.services.common.errors import quoted
 
-ROLES: Table = {"user": SERVED, "assistant": SERVED, "system": SERVED}
+ROLES: EntryTypes = {"user": SERVED_TYPE, "assistant": SERVED_TYPE, "system": SERVED_TYPE}
 # Results of a provider's own tools, and related blocks.
-_HISTORY: dict[str, Member] = {
-    "server_tool_use": kept("name", "input"),
-    "mcp_tool_use": kept("server_name", "name", "input"),
+_HISTORY: dict[str, EntryType] = {
+    "server_tool_use": kept_as_text("name", "input"),
+    "mcp_tool_use": kept_as_text("server_name", "name", "input"),
     **dict.fromkeys(
         (
             "web_search_tool_result", "web_fetch_tool_result", "advisor_tool_result",
@@ -41,59 +41,59 @@ _HISTORY: dict[str, Member] = {
             "text_editor_code_execution_tool_result", "tool_search_tool_result",
             "mcp_tool_result",
         ),
-        kept("content"),
+        kept_as_text("content"),
     ),
-    "compaction": kept("content"),
-    "redacted_thinking": DROPPED,
-    "fallback": DROPPED,
-    "mcp_tool_listing": DROPPED,
-    "tool_addition": DROPPED,  # every tool of the request is offered from the start
-    "tool_removal": REFUSED,
-    "image": REFUSED,
-    "container_upload": REFUSED,
+    "compaction": kept_as_text("content"),
+    "redacted_thinking": DROPPED_TYPE,
+    "fallback": DROPPED_TYPE,
+    "mcp_tool_listing": DROPPED_TYPE,
+    "tool_addition": DROPPED_TYPE,  # every tool of the request is offered from the start
+    "tool_removal": REFUSED_TYPE,
+    "image": REFUSED_TYPE,
+    "container_upload": REFUSED_TYPE,
 }  # fmt: skip
-_TEXTS: dict[str, Member] = {
-    "text": SERVED,
-    "search_result": kept("title", "source", "content", of_client=True),
-    "document": kept("title", "context", "source", of_client=True),
+_TEXTS: dict[str, EntryType] = {
+    "text": SERVED_TYPE,
+    "search_result": kept_as_text("title", "source", "content", of_client=True),
+    "document": kept_as_text("title", "context", "source", of_client=True),
 }
 # Of documents. The text of a source that is served is kept.
-SOURCES: Table = {
-    "text": SERVED,
-    "content": SERVED,
-    **dict.fromkeys(("base64", "url", "file"), REFUSED),
+SOURCES: EntryTypes = {
+    "text": SERVED_TYPE,
+    "content": SERVED_TYPE,
+    **dict.fromkeys(("base64", "url", "file"), REFUSED_TYPE),
 }
-SOURCE_BLOCKS: Table = {"text": SERVED, "image": REFUSED}
-USER_BLOCKS: Table = {
+SOURCE_BLOCKS: EntryTypes = {"text": SERVED_TYPE, "image": REFUSED_TYPE}
+USER_BLOCKS: EntryTypes = {
     **_TEXTS,
-    "tool_result": SERVED,
-    "thinking": DROPPED,
-    "tool_use": REFUSED,
+    "tool_result": SERVED_TYPE,
+    "thinking": DROPPED_TYPE,
+    "tool_use": REFUSED_TYPE,
     **_HISTORY,
 }
-# A block in no row is history, and dropped.
-ASSISTANT_BLOCKS: Table = {
+# A block whose type is not listed is dropped.
+ASSISTANT_BLOCKS: EntryTypes = {
     **_TEXTS,
-    "thinking": SERVED,
-    "tool_use": SERVED,
-    "tool_result": REFUSED,
+    "thinking": SERVED_TYPE,
+    "tool_use": SERVED_TYPE,
+    "tool_result": REFUSED_TYPE,
     **_HISTORY,
 }
-SYSTEM_BLOCKS: Table = {
-    "text": SERVED,
-    "tool_addition": DROPPED,
-    "tool_removal": REFUSED,
+SYSTEM_BLOCKS: EntryTypes = {
+    "text": SERVED_TYPE,
+    "tool_addition": DROPPED_TYPE,
+    "tool_removal": REFUSED_TYPE,
 }
-RESULT_BLOCKS: Table = {
+RESULT_BLOCKS: EntryTypes = {
     **_TEXTS,
-    "tool_reference": kept("tool_name"),
-    "browser_state": kept("tabs", "state_changes"),
-    "image": REFUSED,
+    "tool_reference": kept_as_text("tool_name"),
+    "browser_state": kept_as_text("tabs", "state_changes"),
+    "image": REFUSED_TYPE,
 }
-# A tool in no row is the provider's, and left out.
-TOOLS: Table = {
-    "custom": SERVED,
-    "function": REFUSED,  # OpenAI's form
+# A tool whose type is not listed belongs to the provider, and is left out.
+TOOLS: EntryTypes = {
+    "custom": SERVED_TYPE,
+    "function": REFUSED_TYPE,  # OpenAI's form
     **dict.fromkeys(
         (
             "advisor_20260301", "bash_20241022", "bash_20250124", "browser_toolset_20260801",
@@ -106,22 +106,27 @@ TOOLS: Table = {
             "web_fetch_20260209", "web_fetch_20260309", "web_fetch_20260318",
             "web_search_20250305", "web_search_20260209", "web_search_20260318",
         ),
-        LEFT_OUT,
+        OMITTED_TYPE,
     ),
 }  # fmt: skip
-TOOL_CHOICES: Table = {"auto": SERVED, "any": SERVED, "tool": SERVED, "none": SERVED}
-THINKING: Table = {
-    "enabled": SERVED,
-    "auto": SERVED,  # another name of "adaptive"
-    "adaptive": SERVED,
-    "disabled": SERVED,
-    "between_tools": HINT,
+TOOL_CHOICES: EntryTypes = {
+    "auto": SERVED_TYPE,
+    "any": SERVED_TYPE,
+    "tool": SERVED_TYPE,
+    "none": SERVED_TYPE,
+}
+THINKING: EntryTypes = {
+    "enabled": SERVED_TYPE,
+    "auto": SERVED_TYPE,  # another name of "adaptive"
+    "adaptive": SERVED_TYPE,
+    "disabled": SERVED_TYPE,
+    "between_tools": ACCEPTED_TYPE,
 }
 # Of context_management. Prompts are never shortened.
-EDITS: Table = dict.fromkeys(
-    ("clear_tool_uses_20250919", "clear_thinking_20251015", "compact_20260112"), HINT
+EDITS: EntryTypes = dict.fromkeys(
+    ("clear_tool_uses_20250919", "clear_thinking_20251015", "compact_20260112"), ACCEPTED_TYPE
 )
-UNIONS: dict[str, Table] = {
+UNIONS: dict[str, EntryTypes] = {
     "roles": ROLES,
     "blocks of the user": USER_BLOCKS,
     "blocks of the assistant": ASSISTANT_BLOCKS,
@@ -188,14 +193,14 @@ def conversation(
             turns.add_assistant(blocks)
         else:
             turns.add_user(blocks)
-    note(Fate.DROPPED, "blocks", turns.dropped)
+    log_unsupported(Handling.DROPPED, "blocks", turns.dropped)
     if len(turns.turns) == num_rules:
         raise refuse("messages", "messages have no content")
     return turns.turns
 
 
 class _Turns:
-    """Builder of the turns; collects the kinds of blocks that are `dropped`."""
+    """Builds the turns; `dropped` collects the types of blocks that are left out."""
 
     def __init__(self) -> None:
         self.turns: list[dict[str, Any]] = []
@@ -227,8 +232,8 @@ class _Turns:
                 function = {"name": function_name, "arguments": _arguments(block.get("input"))}
                 calls.append({"id": call_id, "type": "function", "function": function})
             else:
-                member = ASSISTANT_BLOCKS.get(kind, DROPPED)
-                texts += self._text(block, path, member, " in a message of the assistant")
+                entry_type = ASSISTANT_BLOCKS.get(kind, DROPPED_TYPE)
+                texts += self._text(block, path, entry_type, " in a message of the assistant")
         if texts or not calls:
             turn["content"] = "\n".join(texts)
         if any(thoughts):
@@ -243,8 +248,8 @@ class _Turns:
             if block["type"] == "tool_result":
                 self._add_result(block, path)
                 continue
-            member = USER_BLOCKS.get(block["type"], REFUSED)
-            for text in self._text(block, path, member, " in a message of the user"):
+            entry_type = USER_BLOCKS.get(block["type"], REFUSED_TYPE)
+            for text in self._text(block, path, entry_type, " in a message of the user"):
                 if not self.turns or self.turns[-1]["role"] != "user":
                     self.turns.append({"role": "user", "content": []})
                 self.turns[-1]["content"].append({"type": "text", "text": text})
@@ -267,27 +272,29 @@ class _Turns:
         self.turns.insert(self._results_index, turn)
         self._results_index += 1
 
-    def _texts(self, content: str | Sequence[Block], path: str, table: Table) -> list[Part]:
+    def _texts(self, content: str | Sequence[Block], path: str, table: EntryTypes) -> list[Part]:
         """Return the texts as parts. Raises ServiceError for a block without a text."""
         if not isinstance(content, str | list | tuple):
             raise refuse(path, f"{path} must be a string or a list of blocks")
         return [
             {"type": "text", "text": text}
             for block, block_path in _blocks(content, path)
-            for text in self._text(block, block_path, table.get(block["type"], REFUSED), " here")
+            for text in self._text(
+                block, block_path, table.get(block["type"], REFUSED_TYPE), " here"
+            )
         ]
 
-    def _text(self, block: Block, path: str, member: Member, place: str) -> list[str]:
+    def _text(self, block: Block, path: str, entry_type: EntryType, place: str) -> list[str]:
         """Return the text of a block; empty if the block is dropped. Raises ServiceError if it is
         refused."""
         kind = block["type"]
         if kind == "text":
             return [_string(block, "text", path)]
-        if member.fate is Fate.AS_TEXT:
+        if entry_type.handling is Handling.AS_TEXT:
             if kind == "document":
                 block = {**block, "source": self._source(block.get("source"), f"{path}.source")}
-            return [member.as_text(kind, block)]
-        if member.fate is not Fate.DROPPED:
+            return [entry_type.as_text(kind, block)]
+        if entry_type.handling is not Handling.DROPPED:
             text = f"blocks of type {quoted(kind)} are not supported by this server{place}"
             raise refuse(f"{path}.type", f"{path}.type: {text}")
         self.dropped.add(kind)
@@ -296,7 +303,7 @@ class _Turns:
     def _source(self, source: Any, path: str) -> str:
         """Return the text of a document's source. Raises ServiceError for one without a text."""
         kind = _string(source, "type", path)
-        if SOURCES.get(kind, REFUSED) is REFUSED:
+        if SOURCES.get(kind, REFUSED_TYPE) is REFUSED_TYPE:
             text = f"sources of type {quoted(kind)} are not supported by this server"
             raise refuse(f"{path}.type", f"{path}.type: {text}")
         if kind == "text":
@@ -306,7 +313,7 @@ class _Turns:
 
 
 def _arguments(value: Any) -> Any:
-    """Return an object as it is, anything else as the text that the model has written."""
+    """Return the arguments of an earlier call: an object, or anything else as JSON text."""
     if value is None:
         return {}
     return value if isinstance(value, Mapping | str) else to_json(value).decode()

@@ -2,7 +2,7 @@
 fields that are refused by name or ignored on purpose.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
@@ -16,12 +16,12 @@ from pdserve.gateway.anthropic.conversation import (
     conversation,
 )
 from pdserve.gateway.http import (
-    LEFT_OUT,
     MAX_TOOLS,
-    NOTHING,
+    NEUTRAL_VALUES,
+    OMITTED_TYPE,
     ArgumentSchema,
     Effort,
-    Fate,
+    Handling,
     ModelName,
     StrictModel,
     TextOrObjects,
@@ -31,7 +31,7 @@ from pdserve.gateway.http import (
     ToolName,
     check_tools,
     fields,
-    note,
+    log_unsupported,
     parse_body,
     parsed,
 )
@@ -48,26 +48,26 @@ from pdserve.text import (
 
 # fmt: off
 # Refused unless the value is one of these, or the field is served.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    **fields.REFUSED,
-    **dict.fromkeys(("compaction", "fallbacks", "thread", "user_profile_id"), NOTHING),
+REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
+    **fields.REFUSED_FIELDS,
+    **dict.fromkeys(("compaction", "fallbacks", "thread", "user_profile_id"), NEUTRAL_VALUES),
     "speed": (None, "standard"),
 }
 # They change no answer of this server. The provider's own tools run in a container, and prompts are
 # never shortened.
-IGNORED: frozenset[str] = frozenset(
+IGNORED_FIELDS: frozenset[str] = frozenset(
     (
         "service_tier", "cache_control", "container", "diagnostics", "inference_geo", "betas",
         "billing_policy", "fallback_credit_token", "workspace_id", "context_management",
     )
 )
 # They offer tools that cannot be run here.
-LEFT_OUT_FIELDS: frozenset[str] = frozenset(("mcp_servers",))
+OMITTED_FIELDS: frozenset[str] = frozenset(("mcp_servers",))
 # Names of other APIs for fields that this one names differently.
-INSTEAD: dict[str, str] = {
+FIELD_ALIASES: dict[str, str] = {
     **{
         name: {"stop": "stop_sequences"}.get(other, other)
-        for name, other in {**fields.OTHER_NAMES, "stop": "stop"}.items()
+        for name, other in {**fields.FIELD_ALIASES, "stop": "stop"}.items()
         if other in ("stop", "max_tokens", "tools", "tool_choice")
     },
     **dict.fromkeys(
@@ -149,7 +149,7 @@ class TurnConfig(OutputConfig):
 
 
 class MessageTurn(StrictModel):
-    """One message."""
+    """One message of the conversation."""
 
     role: Literal[*ROLES]  # type: ignore[valid-type]
     content: TextOrObjects | None = None
@@ -303,37 +303,34 @@ def _parse_tools(values: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
     for index, value in enumerate(values):
         path = f"tools[{index}]"
         kind = str(value.get("type") or "custom")
-        fate = TOOLS.get(kind, LEFT_OUT).fate
-        if fate is Fate.LEFT_OUT:
+        handling = TOOLS.get(kind, OMITTED_TYPE).handling
+        if handling is Handling.LEFT_OUT:
             left_out.append(kind)
             continue
-        if fate is Fate.REFUSED:
+        if handling is Handling.REFUSED:
             text = f"{quoted(kind)} is not supported by this server, only tools of the client"
             raise refuse(f"{path}.type", f"{path}.type: {text}")
         tool = parsed(AnthropicTool, value, path)
         if tool.name in tools:
             raise refuse(f"{path}.name", f"{path}.name: two tools are called {quoted(tool.name)}")
         tools[tool.name] = tool.as_tool(index)
-    note(Fate.LEFT_OUT, "tools", left_out)
+    log_unsupported(Handling.LEFT_OUT, "tools", left_out)
     parsed_tools = list(tools.values())
     check_tools(parsed_tools)
     return parsed_tools
 
 
-def parse_messages(body: Mapping[str, Any]) -> MessagesBody:
-    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
-    return _parse(MessagesBody, body, IGNORED)
-
-
-def parse_count(body: Mapping[str, Any]) -> CountBody:
-    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
-    return _parse(CountBody, body, IGNORED | MessagesBody.model_fields.keys())
-
-
 B = TypeVar("B", bound=CountBody)
 
 
-def _parse(kind: type[B], body: Mapping[str, Any], ignored: Collection[str]) -> B:
+def parse(kind: type[B], body: Mapping[str, Any]) -> B:
+    """Parse a body. Fields of messages that change no prompt are ignored for a count. Raises
+    ServiceError INVALID_ARGUMENT naming the first wrong field."""
     return parse_body(
-        kind, body, refused=REFUSED, ignored=ignored, instead=INSTEAD, left_out=LEFT_OUT_FIELDS
+        kind,
+        body,
+        refused=REFUSED_FIELDS,
+        ignored=IGNORED_FIELDS | MessagesBody.model_fields.keys(),
+        instead=FIELD_ALIASES,
+        left_out=OMITTED_FIELDS,
     )

@@ -2,6 +2,6 @@
 
 from pdserve.gateway.batches.batches import Batches
 from pdserve.gateway.batches.files import FileLimits, Files, Page, Stored
-from pdserve.gateway.batches.run import Answer, LineSlots
+from pdserve.gateway.batches.run import LineResponse, LineSlots
 from pdserve.gateway.batches.runner import BatchRunner
 from pdserve.gateway.batches.tables import PIECE_BYTES, StoredBatch, StoredFile

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from sqlalchemy import CursorResult, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from pdserve.gateway.batches.files import OPEN, Page, now_us, remove_files, rows_of
+from pdserve.gateway.batches.files import OPEN, Page, Standstill, now_us, remove_files, rows_of
 from pdserve.gateway.batches.jsonl import Span
-from pdserve.gateway.batches.leases import BatchLease
 from pdserve.gateway.batches.tables import MAX_ID, BatchLine, FilePiece, StoredBatch, StoredFile
 from pdserve.gateway.storage import may_be_id
 from pdserve.gateway.storage.database import Database, in_own_task
@@ -31,12 +30,37 @@ REMOVED_AT_ONCE = 100  # batches removed per query
 OUTPUT, ERRORS = "output", "errors"
 
 
+LEASE_S = 5.0  # time without a beat after which an owner counts as dead
+BEAT_S = 1.0  # between two beats of a live owner
+
+
+class BatchLease(NamedTuple):
+    """The owner of a batch ("": none), and the count of its renewals."""
+
+    batch_id: str
+    owner: str
+    beat: int
+
+
+class LeaseWatch:
+    """Watches the leases of other gateways."""
+
+    def __init__(self) -> None:
+        self._beats = Standstill()
+
+    def free(self, leases: Sequence[BatchLease], now: float) -> list[BatchLease]:
+        """The leases without a live owner, in order. `leases` must be all leases; `now` is in
+        seconds of a monotonic clock."""
+        dead = self._beats.unchanged({lease.batch_id: lease for lease in leases}, LEASE_S, now)
+        return [lease for lease in leases if not lease.owner or lease.batch_id in dead]
+
+
 class LeaseLost(Exception):
     """Another gateway runs the batch now, or it has ended."""
 
 
 class OpenBatch(NamedTuple):
-    """The facts of an open batch with which a gateway decides whether to run it."""
+    """What a gateway needs to know of an open batch to decide whether to run it."""
 
     lease: BatchLease
     tenant: str
@@ -46,7 +70,8 @@ class OpenBatch(NamedTuple):
 
 
 class Batches:
-    """The batches of all tenants."""
+    """Transactions on the batches of all tenants, for clients and for gateways that look for
+    work."""
 
     def __init__(self, database: Database) -> None:
         self._db = database

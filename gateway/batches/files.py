@@ -6,7 +6,7 @@ Invariant: a client never sees an incomplete file; an upload that has stopped is
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,7 +23,6 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from pdserve.gateway.batches.leases import Standstill
 from pdserve.gateway.batches.tables import (
     MAX_ID,
     PIECE_BYTES,
@@ -63,8 +62,24 @@ class Page:
     descending: bool = True
 
 
+class Standstill:
+    """Remembers when each value was first seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[Hashable, float]] = {}
+
+    def unchanged(self, values: Mapping[str, Hashable], for_s: float, now: float) -> set[str]:
+        """The names of values unchanged for `for_s` seconds. `values` must be all values; `now` is
+        in seconds of a monotonic clock."""
+        previous, self._seen = self._seen, {}
+        for name, value in values.items():
+            previous_value, since = previous.get(name, (value, now))
+            self._seen[name] = value, since if previous_value == value else now
+        return {name for name, (_, since) in self._seen.items() if now - since >= for_s}
+
+
 class Files:
-    """The files of all tenants; `tenant` is a Tenant's id in hexadecimal."""
+    """Transactions on the files of all tenants; `tenant` is a Tenant's id in hexadecimal."""
 
     def __init__(self, database: Database, limits: FileLimits) -> None:
         self._db = database

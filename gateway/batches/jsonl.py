@@ -170,8 +170,3 @@ def not_run(request_id: str, custom_id: str, code: str, message: str) -> bytes:
         "error": {"code": code, "message": message},
     }
     return to_json(line) + b"\n"
-
-
-def body_of(request: LineRequest) -> bytes:
-    """The request's body as a client would send it."""
-    return to_json(request.body)

@@ -19,6 +19,8 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import to_json
+
 from pdserve.gateway.batches import jsonl
 from pdserve.gateway.batches.batches import OwnedBatch
 from pdserve.gateway.batches.files import Files
@@ -30,10 +32,10 @@ from pdserve.services.common.tenants import Tenant
 PAUSE_S = 0.05  # between two checks for waiting requests
 MODEL_WAIT_S = 30.0
 STARTING_S = 900.0
-MAX_MODELS = 1000  # per batch that are waited for; more names than a fleet has are typing errors
+MAX_MODELS = 1000  # waited for per batch; a fleet has fewer, so more names are typing errors
 MAX_NAME = 512  # characters of a name that are compared
 WasUsed = Callable[[str, str], Awaitable[bool]]
-"""Whether a tenant (its id in hexadecimal) has had answers of a model in the last day."""
+"""Whether a tenant (its id in hexadecimal) has used a model in the last day."""
 MAX_ERRORS = 100  # reported errors of an input file
 LINES_AT_ONCE = 500  # lines written in one transaction
 PAGE = 64  # lines read by one query
@@ -48,9 +50,9 @@ REASONS = {
 
 
 class LineSlots:
-    """At most `most` lines at once; tenants take turns. While `num_waiting()` client requests have
-    no first token, a line starts only if no other one runs, so that batches progress without
-    delaying clients."""
+    """Lets at most `max_running` lines of batches run at once; tenants take turns. While any of
+    the `num_waiting()` client requests waits for its first token, a line starts only if no other
+    one runs, so that batches progress without delaying clients."""
 
     def __init__(self, max_running: int, num_waiting: Callable[[], int]) -> None:
         self.max_running = max_running
@@ -62,7 +64,7 @@ class LineSlots:
     async def turn(self, owner: bytes) -> AsyncIterator[None]:
         """Run one line in the block."""
         async with self._turns.turn(owner):
-            while self.running and self._num_waiting():  # noqa: ASYNC110  (no request tells)
+            while self.running and self._num_waiting():  # noqa: ASYNC110  (nothing signals it)
                 await asyncio.sleep(PAUSE_S)
             self.running += 1
             try:
@@ -72,7 +74,7 @@ class LineSlots:
 
 
 class AbsentModels:
-    """The models that lines of one batch wanted and that were absent."""
+    """Models that lines of one batch request and that no worker serves."""
 
     def __init__(self, tenant: str, was_used: WasUsed, starting_until: float) -> None:
         """`starting_until` is in seconds on the clock of `gives_up`."""
@@ -83,13 +85,13 @@ class AbsentModels:
         self._given_up: set[str] = set()
 
     def found(self, model: str) -> None:
-        """Record that the model was there."""
+        """Record that the model is served."""
         self._since.pop(model, None)
         self._given_up.discard(model)
 
     async def gives_up(self, model: str, now: float) -> bool:
-        """Whether a line that did not find the model takes that as its result. Raises ServiceError
-        if the database cannot be used."""
+        """Return whether "model not found" is the result of a line; if not, the line waits for the
+        model. Raises ServiceError if the database cannot be used."""
         if model in self._given_up:
             return True
         if len(self._since) < MAX_MODELS:
@@ -105,7 +107,7 @@ class AbsentModels:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LineResponse:
     """The API's response to a line; `body` is JSON."""
 
     request_id: str
@@ -114,8 +116,8 @@ class Answer:
     retry_after_s: float = 0.0
 
 
-Ask = Callable[[str, bytes, Tenant, str], Awaitable[Answer]]
-"""Asks the API: (endpoint, body, whose request it is, its session)."""
+SendLine = Callable[[str, bytes, Tenant, str], Awaitable[LineResponse]]
+"""Sends the request of a line to the API: (endpoint, body, tenant, session)."""
 
 
 class _Stopped(Exception):
@@ -133,19 +135,19 @@ class BatchRun:
         self,
         owned: OwnedBatch,
         files: Files,
-        ask: Ask,
+        send: SendLine,
         slots: LineSlots,
         max_line_bytes: int,
         absent: AbsentModels,
     ) -> None:
         self._owned = owned
         self._files = files
-        self._ask = ask
+        self._send = send
         self._slots = slots
         self._max_line_bytes = max_line_bytes
         self._absent = absent
         self._set_aside: dict[str, Span] = {}  # the first line of each absent model
-        self.waits = False  # all remaining lines want absent models
+        self.waits = False  # all remaining lines request absent models
         self.cancelling = asyncio.Event()
         self.stopping = asyncio.Event()
 
@@ -268,7 +270,7 @@ class BatchRun:
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
                 for model, span in list(self._set_aside.items()):
                     del self._set_aside[model]
-                    await self._ask_once(batch, tenant, span)
+                    await self._send_once(batch, tenant, span)
                     if model not in self._set_aside:
                         return
         finally:
@@ -308,11 +310,13 @@ class BatchRun:
     async def _answer_line(self, batch: StoredBatch, tenant: Tenant, span: Span) -> None:
         """Retry a line until it has a result or is set aside."""
         pause_s = FIRST_PAUSE_S
-        while busy := await self._ask_once(batch, tenant, span):
+        while busy := await self._send_once(batch, tenant, span):
             await self._pause(max(busy.retry_after_s, pause_s))
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    async def _ask_once(self, batch: StoredBatch, tenant: Tenant, span: Span) -> Answer | None:
+    async def _send_once(
+        self, batch: StoredBatch, tenant: Tenant, span: Span
+    ) -> LineResponse | None:
         """Run a line once, unless its model is known to be absent: then it is set aside. Returns a
         response that is not a result. Everything is held in memory only during the line's turn."""
         async with self._slots.turn(tenant.id):
@@ -321,8 +325,8 @@ class BatchRun:
             model = str(request.body.get("model"))[:MAX_NAME]
             if model in self._set_aside:
                 return None
-            body = jsonl.body_of(request)
-            response = await self._ask(batch.endpoint, body, tenant, batch.id)
+            body = to_json(request.body)
+            response = await self._send(batch.endpoint, body, tenant, batch.id)
             if response.status in RETRIED_STATUSES:
                 return response
             if response.status != NOT_FOUND:

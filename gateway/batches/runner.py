@@ -13,11 +13,24 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import time
 
-from pdserve.gateway.batches.batches import Batches, LeaseLost, OpenBatch, OwnedBatch
+from pdserve.gateway.batches.batches import (
+    BEAT_S,
+    Batches,
+    LeaseLost,
+    LeaseWatch,
+    OpenBatch,
+    OwnedBatch,
+)
 from pdserve.gateway.batches.files import Files
 from pdserve.gateway.batches.jsonl import ENVELOPE_BYTES
-from pdserve.gateway.batches.leases import BEAT_S, LeaseWatch
-from pdserve.gateway.batches.run import STARTING_S, AbsentModels, Ask, BatchRun, LineSlots, WasUsed
+from pdserve.gateway.batches.run import (
+    STARTING_S,
+    AbsentModels,
+    BatchRun,
+    LineSlots,
+    SendLine,
+    WasUsed,
+)
 from pdserve.gateway.storage.database import Database, in_own_task
 from pdserve.services.common.errors import ServiceError
 
@@ -80,10 +93,10 @@ class BatchRunner:
         self._stopping = False
 
     def wake(self) -> None:
-        """A batch is new, or is to be cancelled."""
+        """Look for batches at once, since one is new or is to be cancelled."""
         self._wake.set()
 
-    async def run(self, ask: Ask) -> None:
+    async def run(self, send: SendLine) -> None:
         """Run batches until cancelled."""
         loop = asyncio.get_running_loop()
         self._starting_until = loop.time() + STARTING_S
@@ -92,7 +105,7 @@ class BatchRunner:
             try:
                 await self._renew()
                 if not self._stopping:
-                    await self._claim(ask)
+                    await self._claim(send)
                     if loop.time() - swept >= SWEEP_S:
                         swept = loop.time()
                         await self._files.remove_stopped()
@@ -135,7 +148,7 @@ class BatchRunner:
             elif not running.ending and not self._accepts_key(running.opened.key_name):
                 running.run.stopping.set()
 
-    async def _claim(self, ask: Ask) -> None:
+    async def _claim(self, send: SendLine) -> None:
         """Claim batches. Keys take turns: the next batch is of a key with the fewest runs here."""
         open_batches = await self._batches.leases()
         now, wall_now = asyncio.get_running_loop().time(), time()
@@ -150,7 +163,7 @@ class BatchRunner:
         endings = [o for o in claimable if o.cancelling or o.expires_at <= wall_now]
         for opened in endings:
             if sum(running.ending for running in self._runs.values()) < MAX_ENDING:
-                await self._claim_one(opened, ask, ending=True)
+                await self._claim_one(opened, send, ending=True)
         waiting = [o for o in claimable if o not in endings and self._accepts_key(o.key_name)]
         while waiting and not self._stopping:
             num_runs = Counter(r.opened.tenant for r in self._runs.values() if r.counts)
@@ -159,10 +172,10 @@ class BatchRunner:
             if num_runs[candidate.tenant] >= max_runs:
                 return
             waiting.remove(candidate)
-            await self._claim_one(candidate, ask, ending=False)
+            await self._claim_one(candidate, send, ending=False)
 
     @in_own_task
-    async def _claim_one(self, opened: OpenBatch, ask: Ask, ending: bool) -> None:
+    async def _claim_one(self, opened: OpenBatch, send: SendLine, ending: bool) -> None:
         """Claim a batch and start it; release it if the runner is stopping."""
         async with self._claiming:
             if self._stopping or not await self._batches.claim(opened.lease, self._owner):
@@ -170,15 +183,15 @@ class BatchRunner:
             if self._stopping:
                 await self._batches.release(self._owner, opened.lease.batch_id)
             else:
-                self._start(opened, ask, ending)
+                self._start(opened, send, ending)
 
-    def _start(self, opened: OpenBatch, ask: Ask, ending: bool) -> None:
+    def _start(self, opened: OpenBatch, send: SendLine, ending: bool) -> None:
         batch_id = opened.lease.batch_id
         if opened.lease.owner:
             log.info("%s: taken over from another gateway", batch_id)
         owned = OwnedBatch(self._db, batch_id, self._owner)
         absent = AbsentModels(opened.tenant, self._was_used, self._starting_until)
-        run = BatchRun(owned, self._files, ask, self._slots, self._max_line_bytes, absent)
+        run = BatchRun(owned, self._files, send, self._slots, self._max_line_bytes, absent)
         task = asyncio.create_task(self._run_one(batch_id, run), name=batch_id)
         self._runs[batch_id] = _Running(opened, run, task, ending)
 

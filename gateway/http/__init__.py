@@ -1,47 +1,62 @@
 """The HTTP shell that carries every API: server, bounds, errors, streams, documentation."""
 
 from pdserve.gateway.http.api import (
-    REQUEST_ID,
+    AT_ONCE,
     CodedError,
-    Dialect,
-    ErrorShape,
+    ErrorFormat,
     Event,
+    HttpApi,
     HttpError,
     HttpLimits,
-    dialect_of,
-    error_response,
-    json_event,
-    sent_event,
-)
-from pdserve.gateway.http.app import create_app, create_routes
-from pdserve.gateway.http.body import MAX_VALUES, VALUE_BYTES, BodyReader, num_values
-from pdserve.gateway.http.docs import DOCUMENT, LINES, AnswerModel, described
-from pdserve.gateway.http.fields import IGNORED, OF_ALL, OF_PROMPTS, OF_REQUESTS, refused_field
-from pdserve.gateway.http.guard import API_KEY, SESSION_ID, caller_of, is_loopback
-from pdserve.gateway.http.held_responses import MAX_HELD_BYTES
-from pdserve.gateway.http.inner import post
-from pdserve.gateway.http.json_text import (
-    AT_ONCE,
     JsonList,
     JsonPieces,
+    api_of,
     array_json,
+    error_response,
+    json_event,
     list_json,
     object_json,
+    sent_event,
 )
-from pdserve.gateway.http.members import (
-    DROPPED,
-    HINT,
-    LEFT_OUT,
-    REFUSED,
-    SERVED,
-    Fate,
-    Member,
-    Table,
-    kept,
-    note,
+from pdserve.gateway.http.app import create_app, create_routes, post
+from pdserve.gateway.http.body import (
+    FILE,
+    MAX_VALUES,
+    VALUE_BYTES,
+    BodyReader,
+    FileForm,
+    num_values,
 )
-from pdserve.gateway.http.multipart import FILE, FileForm
-from pdserve.gateway.http.responses import DirectWrite, EventStream, PieceStream, Reply
+from pdserve.gateway.http.docs import DOCUMENT, LINES, ResponseModel, describe
+from pdserve.gateway.http.fields import (
+    ACCEPTED_TYPE,
+    DROPPED_TYPE,
+    FIELD_ALIASES,
+    IGNORED_FIELDS,
+    NEUTRAL_VALUES,
+    NON_GENERATION_FIELDS,
+    OMITTED_FIELDS,
+    OMITTED_TYPE,
+    PROMPT_FIELDS,
+    REFUSED_FIELDS,
+    REFUSED_TYPE,
+    REQUEST_FIELDS,
+    SERVED_FIELDS,
+    SERVED_TYPE,
+    EntryType,
+    EntryTypes,
+    Handling,
+    kept_as_text,
+    log_unsupported,
+)
+from pdserve.gateway.http.guard import API_KEY, SESSION_ID, caller_of, is_loopback
+from pdserve.gateway.http.responses import (
+    MAX_HELD_BYTES,
+    DirectWrite,
+    EventStream,
+    PieceStream,
+    Reply,
+)
 from pdserve.gateway.http.thinking import (
     Effort,
     ReasoningBody,
@@ -53,7 +68,6 @@ from pdserve.gateway.http.thinking import (
 )
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
-    NOTHING,
     ArgumentSchema,
     ModelName,
     Priority,
@@ -62,10 +76,8 @@ from pdserve.gateway.http.validation import (
     TokenLimit,
     ToolDescription,
     ToolName,
-    check_num_fields,
     check_served,
     check_tools,
     parse_body,
-    parse_fields,
     parsed,
 )

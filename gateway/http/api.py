@@ -1,36 +1,117 @@
-"""The contract between the HTTP shell and the APIs that it carries: dialects, errors, bounds.
+"""The contract between the HTTP shell and the APIs that it carries: formats, errors, bounds, and
+JSON that is made piece by piece, so that a long response does not block the loop or use memory
+twice.
 
-A dialect is one HTTP API, e.g. OpenAI's. It owns its routes, its request and answer objects, the
+An HttpApi is one HTTP API, e.g. OpenAI's. It owns its routes, its request and response objects, the
 framing of its streams and the shape of its errors. The shell owns status codes and headers.
 """
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
-from pdserve.gateway.http.json_text import PIECE_BYTES, JsonPieces
 from pdserve.protos.common_pb2 import INTERNAL, ErrorCode
 from pdserve.services.common.errors import HTTP_STATUS, ServiceError
 
+AT_ONCE = 8  # items of a list written before other tasks run
+PIECE_BYTES = 1 << 16  # of a long text, sent at once
+
+T = TypeVar("T")
+
+
+class JsonPieces(list[bytes | bytearray]):
+    """The JSON text of one value, as pieces in order."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self))
+
+    def text(self) -> bytes:
+        return b"".join(self)
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield the same bytes, PIECE_BYTES at a time."""
+        buffer = bytearray()
+        for piece in self:
+            for offset in range(0, len(piece), PIECE_BYTES):
+                buffer += piece[offset : offset + PIECE_BYTES]
+                if len(buffer) >= PIECE_BYTES:
+                    yield bytes(buffer[:PIECE_BYTES])
+                    del buffer[:PIECE_BYTES]
+        if buffer:
+            yield bytes(buffer)
+
+
+class JsonList:
+    """The JSON text of a growing list."""
+
+    def __init__(self) -> None:
+        self._items = bytearray()
+
+    def extend(self, items: Sequence[Any]) -> None:
+        """Add items, AT_ONCE at most."""
+        if items:
+            if self._items:
+                self._items += b","
+            self._items += to_json(items)[1:-1]
+
+    def pieces(self) -> JsonPieces:
+        """Return the pieces, not a copy: they grow with the list."""
+        return JsonPieces((b"[", self._items, b"]"))
+
+
+async def list_json(items: Sequence[T], as_object: Callable[[T], Any]) -> JsonPieces:
+    """Return the text of a list of what `as_object` makes of each item."""
+    text = JsonList()
+    for start in range(0, len(items), AT_ONCE):
+        text.extend([as_object(item) for item in items[start : start + AT_ONCE]])
+        await asyncio.sleep(0)
+    return text.pieces()
+
+
+def object_json(fields: Mapping[str, Any]) -> JsonPieces:
+    """Return the text of an object; fields that are JsonPieces are texts already."""
+    pieces = JsonPieces((b"{",))
+    for name, value in fields.items():
+        pieces.append((b"," if len(pieces) > 1 else b"") + to_json(name) + b":")
+        pieces += value if isinstance(value, JsonPieces) else (to_json(value),)
+    pieces.append(b"}")
+    return pieces
+
+
+def array_json(texts: Iterable[JsonPieces]) -> JsonPieces:
+    """Return the text of a list whose items are texts already."""
+    pieces = JsonPieces((b"[",))
+    for text in texts:
+        if len(pieces) > 1:
+            pieces.append(b",")
+        pieces += text
+    pieces.append(b"]")
+    return pieces
+
+
 RETRY_STATUS = (429, 503)
-REQUEST_ID = "x-request-id"  # a header of every answer
+REQUEST_ID = "x-request-id"  # a header of every response
 
 Event = bytes | JsonPieces
-"""A server-sent event. One in pieces is long, and they grow no more: it is sent part by part."""
+"""A framed server-sent event. A long one is in pieces that no longer grow, and is sent in parts."""
 
 
 def json_event(head: bytes, text: JsonPieces) -> Event:
-    """Return the event whose data are a JSON text."""
+    """Return an event of `head` and the JSON text of its data."""
     return sent_event(JsonPieces((head, *text, b"\n\n")))
 
 
 def sent_event(pieces: JsonPieces) -> Event:
-    """Return an event that is framed already."""
+    """Return a framed event, in one piece unless it is long."""
     return pieces if pieces.num_bytes > PIECE_BYTES else pieces.text()
 
 
@@ -55,7 +136,7 @@ class CodedError(ServiceError):
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An error for a client, before a dialect gives it a shape.
+    """An error for a client, before an API gives it a shape.
 
     `code` names it for programs: an ErrorCode in lower case, a code of the shell ("unknown_url",
     "method_not_allowed") or of a CodedError, or empty.
@@ -66,7 +147,7 @@ class HttpError:
     code: str = ""
     param: str = ""  # the wrong field of the request, if any
     headers: dict[str, str] = field(default_factory=dict)
-    request_id: str = ""  # as the answer's header names the request
+    request_id: str = ""  # as in the response's header
 
     @classmethod
     def of(cls, error: Exception) -> "HttpError":
@@ -88,48 +169,48 @@ class HttpError:
         return cls(status, error.message, code, error.param, headers)
 
 
-class ErrorShape(Protocol):
+class ErrorFormat(Protocol):
     """The error format of one API."""
 
-    statuses: Mapping[int, int]
-    """HTTP statuses that the API has instead of others."""
+    statuses: Mapping[int, int] = MappingProxyType({})
+    """HTTP statuses that the API returns in place of others."""
 
     def error_object(self, error: HttpError) -> dict[str, Any]:
-        """The JSON body of an error response."""
+        """Return the JSON body of an error response."""
         ...
 
     def error_event(self, error: HttpError) -> Event:
-        """The framed last event of a stream that an error ends."""
+        """Return the framed last event of a stream that an error ends."""
         ...
 
 
-class Dialect(ErrorShape, Protocol):
-    """One HTTP API. Its streams yield bytes that are framed already (http/responses.py)."""
+class HttpApi(ErrorFormat, Protocol):
+    """One HTTP API. Its streams yield framed bytes (http/responses.py)."""
 
     paths: tuple[str, ...]
-    """Beginnings of the paths on which errors have this dialect's shape."""
+    """Prefixes of the paths on which errors have this API's format."""
 
-    not_offered: tuple[str, ...]
-    """Beginnings of what the API has elsewhere and this server does not offer: paths, each with a
-    slash at its end, and where another method has the path, a method and a path."""
+    not_offered: tuple[str, ...] = ()
+    """Prefixes of routes that other servers of the API have and this one does not: a path with a
+    slash at its end, or a method and a path if this server has the path with another method."""
 
-    request_id_header: str
-    """In which its clients look for a request's id; every answer has REQUEST_ID as well."""
+    request_id_header: str = REQUEST_ID
+    """The header with a request's id for its clients; every response has REQUEST_ID too."""
 
     error_model: type[BaseModel]
-    """What `error_object` returns, for the description of the API."""
+    """The type of `error_object`, for the description of the API."""
 
     def add_routes(self, app: FastAPI) -> None:
         """Mount the API's routes, described as in http/docs.py."""
         ...
 
 
-def dialect_of(dialects: Sequence[Dialect], path: str) -> Dialect:
-    """Return the first dialect that has the path, else the last dialect."""
-    return next((d for d in dialects if path.startswith(d.paths)), dialects[-1])
+def api_of(apis: Sequence[HttpApi], path: str) -> HttpApi:
+    """Return the first API that has the path, else the last."""
+    return next((api for api in apis if path.startswith(api.paths)), apis[-1])
 
 
-def error_response(shape: ErrorShape, error: HttpError) -> JSONResponse:
+def error_response(shape: ErrorFormat, error: HttpError) -> JSONResponse:
     """Return an error as a whole response."""
     status = shape.statuses.get(error.status, error.status)
     return JSONResponse(shape.error_object(error), status, error.headers)

@@ -1,26 +1,235 @@
-"""The HTTP shell: mounts the dialects and the operations, and catches every error.
+"""The HTTP shell: mounts the APIs and the routes for operators, and catches every error.
 
-Invariant: the shell knows no API. An error has the shape of the dialect whose path it hit.
+Invariant: the shell knows no API. An error has the shape of the API whose path it hit.
 """
 
+import asyncio
+import logging
+import platform
 import re
+import uuid
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from importlib import metadata
+from typing import Literal, NamedTuple
 
 from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdserve.gateway.http.api import REQUEST_ID, Dialect, HttpError, dialect_of, error_response
-from pdserve.gateway.http.docs import FOLDER, add_docs
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.api import REQUEST_ID, HttpApi, HttpError, api_of, error_response
+from pdserve.gateway.http.docs import FOLDER, ResponseModel, add_docs, describe
 from pdserve.gateway.http.guard import Guard, caller_of
-from pdserve.gateway.http.operations import add_operations, add_traces
+from pdserve.gateway.metrics import RequestSnapshot
 from pdserve.gateway.readiness import Readiness
+from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
-from pdserve.services.common.errors import ServiceError
-from pdserve.services.common.tenants import ApiKeys
+from pdserve.protos.common_pb2 import UNAVAILABLE
+from pdserve.services.common.errors import ServiceError, quoted
+from pdserve.services.common.fairness import FairSemaphore
+from pdserve.services.common.tenants import ApiKeys, Tenant
+
+log = logging.getLogger("pdserve.gateway.http")
+SCRAPE_PAUSE_S = 0.1  # between two metrics pages, each of which takes milliseconds to make
+_YES_OR_NO = ("true", "false")
+_FLEET = {
+    "parameters": [
+        {
+            "name": "fleet",
+            "in": "query",
+            "required": False,
+            "schema": {"enum": list(_YES_OR_NO)},
+        }
+    ]
+}
+
+
+class Health(BaseModel):
+    status: Literal["ok"]
+
+
+class Ready(BaseModel):
+    status: Literal["ready"]
+    models: list[str]
+
+
+class Version(BaseModel):
+    """The version of the server, as in vLLM, and the platform that the gateway runs on."""
+
+    version: str = metadata.version("pdserve")
+    python: str = platform.python_version()
+    platform: str = f"{platform.system()}-{platform.machine()}".lower()
+
+
+def add_operations(
+    app: FastAPI, service: Service, readiness: Readiness, fleet_metrics: bool
+) -> None:
+    scraping = FairSemaphore(1)
+
+    @app.get("/health", **describe(response=Health))
+    async def health() -> Response:
+        """Check that the gateway process is running."""
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready", **describe(response=Ready))
+    async def ready() -> Response:
+        """List the models that are ready to answer; 503 if none is."""
+        status = await readiness.check()
+        if not status.models:
+            raise ServiceError(UNAVAILABLE, status.why_not, retry_after_s=1.0)
+        return JSONResponse({"status": "ready", "models": status.models})
+
+    @app.get("/version", **describe(response=Version))
+    async def version() -> Response:
+        """Get the version of the server."""
+        return JSONResponse(Version().model_dump())
+
+    @app.get("/metrics", response_class=PlainTextResponse, openapi_extra=_FLEET)
+    async def metrics(request: Request) -> Response:
+        """Export the gateway's metrics in Prometheus' text format; with `fleet=true`, also those of
+        the whole fleet. The default of `fleet` is --fleet-metrics."""
+        fleet = request.query_params.get("fleet", _YES_OR_NO[not fleet_metrics])
+        if fleet not in _YES_OR_NO:
+            raise refuse("fleet", "fleet must be true or false")
+        async with scraping.turn(caller_of(request).tenant.id):
+            page = await _metrics_page(service, fleet == "true")
+            await asyncio.sleep(SCRAPE_PAUSE_S)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _metrics_page(service: Service, with_fleet: bool) -> bytes:
+    if with_fleet:
+        try:
+            service.metrics.fleet.update(await service.upstream.fleet())
+        except ServiceError as error:
+            log.warning(
+                "the fleet metrics are out of date: cannot read the fleet's state: %s",
+                error.message,
+            )
+    service.metrics.show_open(service.limits)
+    return await asyncio.to_thread(service.metrics.page, with_fleet)
+
+
+class TracePhase(ResponseModel):
+    """A phase; `start_ms` counts from the arrival of the request."""
+
+    name: str
+    start_ms: float
+    duration_ms: float
+
+
+class TraceAttempt(ResponseModel):
+    """One attempt at the request, and its workers; `prefill` is empty if the decode worker computes
+    the prompt."""
+
+    attempt: str
+    start_ms: float
+    decode: str
+    prefill: str
+
+
+class RequestTrace(ResponseModel):
+    """The phases of one request. The phases before `decode` add up to `time_to_first_token_ms`,
+    which counts from the arrival of the request's headers. A running request lacks the phases that
+    are not known yet. `finish_reason` may be an error code."""
+
+    id: str
+    object: Literal["trace"] = "trace"
+    trace_id: str | None
+    model: str
+    state: str
+    finish_reason: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    transport: str | None
+    phases: list[TracePhase]
+    attempts: list[TraceAttempt]
+    time_to_first_token_ms: float | None
+    total_ms: float
+
+
+class FoundTrace(BaseModel):
+    """A trace found in one gateway process; `arrived` is a reading of the clock of its host."""
+
+    arrived: float
+    trace: RequestTrace
+
+
+def add_traces(app: FastAPI, service: Service, apis: Sequence[HttpApi]) -> None:
+    """Add GET /v1/traces/{request_id}, which also queries the other gateway processes."""
+
+    def local_trace(tenant: bytes, request_id: str) -> FoundTrace | None:
+        state = service.requests.find(tenant, request_id)
+        if state is None:
+            return None
+        return FoundTrace(arrived=state.arrived, trace=_trace_of(state))
+
+    def answer(tenant: bytes, request_id: str) -> bytes:
+        match = local_trace(tenant, request_id)
+        return match.model_dump_json().encode() if match else b""
+
+    service.processes.serve("trace", answer)
+
+    @app.get("/v1/traces/{request_id:path}", **describe(response=RequestTrace))
+    async def trace(request_id: str, request: Request) -> Response:
+        """Get the time that each phase of a recent request of this key took. `request_id` is the
+        answer's `x-request-id` header, or its `id`."""
+        tenant = caller_of(request).tenant.id
+        others = await service.processes.query("trace", tenant, request_id)
+        traces = [local_trace(tenant, request_id), *map(FoundTrace.model_validate_json, others)]
+        match = max(filter(None, traces), key=lambda item: item.arrived, default=None)
+        if match is None:
+            text = f"request not found: {quoted(request_id)}; only recent requests are kept"
+            error = HttpError(404, text, "not_found", param="request_id")
+            error = replace(error, request_id=caller_of(request).shown_id)
+            return error_response(api_of(apis, request.url.path), error)
+        headers = {"cache-control": "no-store"}
+        page = match.trace.model_dump_json()
+        return Response(page, media_type="application/json", headers=headers)
+
+
+def _trace_of(state: RequestSnapshot) -> RequestTrace:
+    first_s, is_local = state.first_token_s, state.prefill_at in ("", "local")
+    return RequestTrace(
+        id=state.request_id,
+        trace_id=state.trace_id or None,
+        model=state.model,
+        state=state.phase,
+        finish_reason=state.finish or None,
+        prompt_tokens=state.prompt_tokens,
+        cached_tokens=state.cached_tokens,
+        completion_tokens=state.generated_tokens,
+        transport=None if is_local else state.prefill_at,
+        phases=[
+            TracePhase(name=item.name, start_ms=_ms(item.start_s), duration_ms=_ms(item.duration_s))
+            for item in state.timeline()
+        ],
+        attempts=[
+            TraceAttempt(
+                attempt=item.attempt.hex(),
+                start_ms=_ms(state.receive_s + item.at_s),
+                decode=item.decode,
+                prefill=item.prefill,
+            )
+            for item in state.attempts
+        ],
+        time_to_first_token_ms=None if first_s is None else _ms(state.receive_s + first_s),
+        total_ms=_ms(state.receive_s + state.elapsed_s),
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
+
 
 _ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
@@ -37,7 +246,7 @@ EXPOSED = (
 
 
 def create_app(
-    dialects: Sequence[Dialect],
+    apis: Sequence[HttpApi],
     service: Service,
     readiness: Readiness,
     keys: ApiKeys,
@@ -48,23 +257,26 @@ def create_app(
     routes: FastAPI | None = None,
     open_paths: Collection[str] = (),
 ) -> ASGIApp:
-    """Return the ASGI application. `open_metrics` lets /metrics in without a key, like
-    `open_paths`. `local` and `allowed_origins` are the Guard's; pages of the allowed origins get
-    CORS headers. `root_path` is where a proxy shows the application. `routes` are those of
-    `create_routes`, if they are made already. Raises ValueError for an invalid root path."""
+    """Return the ASGI application.
+
+    `open_metrics` makes /metrics accessible without a key, like `open_paths`. `local` and
+    `allowed_origins` are the Guard's; pages of the allowed origins get CORS headers. `root_path` is
+    the path at which a proxy shows the application. `routes` are those of `create_routes`, if they
+    exist already. Raises ValueError for an invalid root path.
+    """
     root_path = root_path.rstrip("/")
     if root_path and not _ROOT.fullmatch(root_path):
         raise ValueError(
             f"--root-path: {root_path!r} must start with / and have only letters, digits and /._~-"
         )
-    app = routes or create_routes(dialects, service, readiness)
-    add_docs(app, dialects, root_path, keys.required)
-    paths = [path for d in dialects for path in d.paths]
+    app = routes or create_routes(apis, service, readiness)
+    add_docs(app, apis, root_path, keys.required)
+    paths = [path for api in apis for path in api.paths]
     paths += [route.path for route in app.routes if isinstance(route, Route)]
     if root_path and any(f"{path}/".startswith(f"{root_path}/") for path in paths):
         raise ValueError(f"--root-path: {root_path} is a prefix of the server's own routes")
     open_routes = ["/health", "/ready", *open_paths, *(["/metrics"] if open_metrics else [])]
-    guard = _normalize(Guard(app, keys, open_routes, dialects, local, allowed_origins), root_path)
+    guard = _normalize(Guard(app, keys, open_routes, apis, local, allowed_origins), root_path)
     if not allowed_origins:
         return guard
     return CORSMiddleware(  # outside, so that a page can read why it is refused
@@ -72,24 +284,25 @@ def create_app(
         allow_origins=allowed_origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=sorted({REQUEST_ID, *(d.request_id_header for d in dialects), *EXPOSED}),
+        expose_headers=sorted({REQUEST_ID, *(api.request_id_header for api in apis), *EXPOSED}),
     )
 
 
 def create_routes(
-    dialects: Sequence[Dialect],
+    apis: Sequence[HttpApi],
     service: Service,
     readiness: Readiness,
     fleet_metrics: bool = True,
 ) -> FastAPI:
-    """Return the routes behind the Guard; `fleet_metrics`: /metrics includes the fleet."""
+    """Return the routes behind the Guard. `fleet_metrics`: /metrics includes the fleet by
+    default."""
     # Without FastAPI's docs: their pages load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    _add_errors(app, dialects)
-    for dialect in dialects:
-        dialect.add_routes(app)
+    _add_errors(app, apis)
+    for api in apis:
+        api.add_routes(app)
     add_operations(app, service, readiness, fleet_metrics)
-    add_traces(app, service, dialects)
+    add_traces(app, service, apis)
     return app
 
 
@@ -111,10 +324,10 @@ def _normalize(app: ASGIApp, root_path: str) -> ASGIApp:
     return call
 
 
-def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:
+def _add_errors(app: FastAPI, apis: Sequence[HttpApi]) -> None:
     def respond(request: Request, error: HttpError) -> Response:
         error = replace(error, request_id=caller_of(request).shown_id)
-        return error_response(dialect_of(dialects, request.url.path), error)
+        return error_response(api_of(apis, request.url.path), error)
 
     @app.exception_handler(ServiceError)
     @app.exception_handler(Exception)  # the server logs it as well
@@ -128,7 +341,7 @@ def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:
         target = f"{request.method} {path}"[:200]
         # With 405, another method's route has the path.
         request_path = {404: f"{path}/", 405: f"{request.method} {path}"}.get(status, "")
-        if request_path.startswith(dialect_of(dialects, path).not_offered):
+        if request_path.startswith(api_of(apis, path).not_offered):
             message = f"{target} is not offered by this server"
             return respond(request, HttpError(404, message, "unknown_url"))
         if status == 404:
@@ -138,3 +351,60 @@ def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:
             not_allowed = HttpError(405, message, "method_not_allowed", headers=headers)
             return respond(request, not_allowed)
         return respond(request, HttpError(status, str(error.detail), headers=headers))
+
+
+class InnerReply(NamedTuple):
+    """A whole response of the application."""
+
+    request_id: str
+    status: int
+    headers: Headers
+    body: bytes
+
+
+async def post(app: ASGIApp, path: str, body: bytes, tenant: Tenant, session: str) -> InnerReply:
+    """Call the application from within, and return its response to a JSON body.
+
+    `app` has the routes without the Guard, so the caller provides the tenant. Routes, bodies,
+    bounds and errors are those of a client's request; the request runs in the background (Caller).
+    """
+    request_id = uuid.uuid4().hex
+    pending = [body]
+    start: Message = {}
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        await asyncio.Event().wait()  # this client never leaves; the waiter is cancelled
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            start.update(message)
+        else:
+            parts.append(message.get("body", b""))
+
+    with ExitStack() as at_end, suppress(Exception):  # the application has answered and logged it
+        caller = Caller(request_id, tenant=tenant, at_end=at_end, session=session, background=True)
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+            ],
+            "client": None,
+            "server": None,
+            "state": {"caller": caller},
+        }
+        await app(scope, receive, send)
+    headers = Headers(raw=start.get("headers", []))
+    return InnerReply(request_id, start.get("status", 500), headers, b"".join(parts))

@@ -1,15 +1,22 @@
-"""Reads JSON bodies within bounds: bytes of one and of all, seconds, depth, and no NaN.
+"""Reads request bodies within bounds: JSON, and forms with one file.
 
-The parser bounds depth (200 levels); fields bound their numbers later. The event loop parses, so
-the number of a body's values is bounded too: it determines the time, not the bytes. Each pass of
-the loop parses one body that is not small, and tenants take turns.
+JSON has bounds on the bytes of one body and of all, on seconds and depth, and has no NaN. The
+parser bounds depth (200 levels); fields bound their numbers later. The event loop parses, so the
+number of a body's values is bounded too: it determines the time, not the bytes. Each pass of the
+loop parses one body that is not small, and tenants take turns.
+
+A form is read as it comes, and its file is passed on in pieces. Bounds apply to its fields, their
+bytes, the heads of its parts, and the pace: the whole may take `body_timeout_s`, and a second more
+for each PACE bytes.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 from pydantic_core import from_json
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
@@ -17,7 +24,7 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.api import HttpLimits
 from pdserve.gateway.http.guard import caller_of
 from pdserve.protos.common_pb2 import CANCELLED, INVALID_ARGUMENT, OVERLOADED
-from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.errors import ServiceError, quoted
 from pdserve.services.common.fairness import FairSemaphore, FairShare
 
 MAX_VALUES = 1 << 19  # in one body; parsing that many takes about 0.1 s
@@ -28,7 +35,7 @@ T = TypeVar("T")
 
 
 class BodyReader:
-    """Reader of the bodies of all dialects. Together they hold `max_bodies_bytes`, parsed values
+    """Reader of the bodies of all APIs. Together they hold `max_bodies_bytes`, parsed values
     included, from their first byte until they are answered; each tenant has a share (FairShare)."""
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -51,8 +58,8 @@ class BodyReader:
         if coding != "identity":
             text = f"compressed bodies are not supported; remove 'Content-Encoding: {coding[:40]}'"
             raise HTTPException(415, text)
-        declared = request.headers.get("content-length", "0")
-        if not declared.isdecimal() or len(declared) > 18 or int(declared) > self._max_bytes:
+        declared = _declared_bytes(request)
+        if declared is None or declared > self._max_bytes:
             raise self._too_large()
         caller = caller_of(request)
         owner = caller.tenant.id
@@ -107,6 +114,12 @@ class BodyReader:
         return HTTPException(413, f"the body is larger than {self._max_bytes} bytes")
 
 
+def _declared_bytes(request: Request) -> int | None:
+    """Return the Content-Length of a request, 0 without one; None if it is not a valid number."""
+    declared = request.headers.get("content-length", "0")
+    return int(declared) if declared.isdecimal() and len(declared) <= 18 else None
+
+
 def num_values(data: bytes | bytearray) -> int:
     """Return an upper bound on the values and keys of a JSON text; keys take as long as values.
     Counts the mark before each, so marks within strings count too. Raises ServiceError
@@ -129,3 +142,181 @@ def parse_object(data: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ServiceError(INVALID_ARGUMENT, "the body must be a JSON object")
     return value
+
+
+PACE = 64 << 10  # bytes in a second
+MAX_FIELDS = 16
+MAX_FIELD_BYTES = 4096
+MAX_HEAD_BYTES = 2048  # of a part
+MAX_BOUNDARY = 70  # RFC 2046
+MAX_OVERHEAD = MAX_FIELDS * (MAX_FIELD_BYTES + MAX_HEAD_BYTES)  # besides the file
+FILE = "file"
+
+
+class FileForm:
+    """One form; consume `pieces` to the end, then `fields` and `filename` are complete."""
+
+    def __init__(self, request: Request, max_file_bytes: int, timeout_s: float) -> None:
+        """Raises HTTPException 415 for another content type."""
+        kind, options = parse_options_header(request.headers.get("content-type", ""))
+        boundary = options.get(b"boundary", b"")
+        if kind != b"multipart/form-data" or not 1 <= len(boundary) <= MAX_BOUNDARY:
+            raise HTTPException(
+                415, "the body must be a form, with 'Content-Type: multipart/form-data'"
+            )
+        self._request = request
+        self._max_file_bytes = max_file_bytes
+        self._timeout_s = timeout_s
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None  # None: no file has come
+        self.file_bytes = 0
+        self._names: set[str] = set()
+        self._part = _Part()
+        self._file = bytearray()  # received and not yet yielded
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": lambda data, start, end: self._part.add_name(data[start:end]),
+                "on_header_value": lambda data, start, end: self._part.add_value(data[start:end]),
+                "on_header_end": lambda: self._part.end_header(),
+                "on_headers_finished": self._begin_data,
+                "on_part_data": self._data,
+                "on_part_end": self._end_part,
+                "on_end": self._end,
+            },
+        )
+        self._ended = False
+
+    async def pieces(self, piece_bytes: int) -> AsyncGenerator[bytes, None]:
+        """Yield the file in pieces of `piece_bytes`; the last may be shorter. Raises ServiceError
+        for a malformed form, HTTPException 413 for a file that is too large and 408 for a slow
+        one."""
+        declared = _declared_bytes(self._request)
+        if declared is None:
+            raise _invalid_form("the Content-Length header is not a valid number")
+        if declared > self._max_file_bytes + MAX_OVERHEAD:
+            raise self._too_large()
+        received = 0
+        chunks = self._request.stream()
+        loop = asyncio.get_running_loop()
+        started, waited_elsewhere = loop.time(), 0.0
+        while True:
+            deadline = started + waited_elsewhere + self._timeout_s + received / PACE
+            try:
+                async with asyncio.timeout_at(deadline):
+                    chunk = await anext(chunks, None)
+            except TimeoutError:
+                raise HTTPException(408, "the file is uploaded too slowly") from None
+            except ClientDisconnect:
+                raise ServiceError(CANCELLED, "the client closed the connection") from None
+            if chunk is None:
+                break
+            received += len(chunk)
+            if received > self._max_file_bytes + MAX_OVERHEAD:
+                raise self._too_large()
+            self._parse(chunk)
+            began = loop.time()
+            while len(self._file) >= piece_bytes:
+                piece = bytes(self._file[:piece_bytes])
+                del self._file[:piece_bytes]
+                yield piece
+            waited_elsewhere += loop.time() - began
+        if not self._ended:
+            raise _invalid_form("the form is incomplete: its end is missing")
+        if self.filename is None:
+            raise ServiceError(INVALID_ARGUMENT, "file is required", param=FILE)
+        if self._file:
+            yield bytes(self._file)
+
+    def _parse(self, chunk: bytes) -> None:
+        try:
+            self._parser.write(chunk)
+        except FormParserError:
+            raise _invalid_form("the body is not a valid multipart form") from None
+
+    def _begin_part(self) -> None:
+        if len(self._names) >= MAX_FIELDS:
+            raise _invalid_form(f"the form has more than {MAX_FIELDS} fields")
+        self._part = _Part()
+
+    def _begin_data(self) -> None:
+        part = self._part
+        part.read_head()
+        if part.name in self._names:
+            raise ServiceError(
+                INVALID_ARGUMENT, f"{quoted(part.name)} occurs more than once", part.name
+            )
+        self._names.add(part.name)
+        if part.name == FILE:
+            self.filename = part.filename or FILE
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        if self._part.name == FILE:
+            self.file_bytes += end - start
+            if self.file_bytes > self._max_file_bytes:
+                raise self._too_large()
+            self._file += memoryview(data)[start:end]
+            return
+        self._part.value += data[start:end]
+        if len(self._part.value) > MAX_FIELD_BYTES:
+            name = self._part.name
+            raise ServiceError(INVALID_ARGUMENT, f"{quoted(name)} is too long", param=name)
+
+    def _end_part(self) -> None:
+        if self._part.name != FILE:
+            self.fields[self._part.name] = self._part.value.decode("utf-8", "replace")
+
+    def _end(self) -> None:
+        self._ended = True
+
+    def _too_large(self) -> HTTPException:
+        return HTTPException(413, f"the file is larger than {self._max_file_bytes} bytes")
+
+
+class _Part:
+    """A part of a form: its head, and its value if it is not a file."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.filename = ""
+        self.value = bytearray()
+        self._headers: dict[bytes, bytes] = {}
+        self._header = bytearray(), bytearray()
+        self._head_bytes = 0
+
+    def add_name(self, data: bytes) -> None:
+        self._count(data)
+        self._header[0].extend(data)
+
+    def add_value(self, data: bytes) -> None:
+        self._count(data)
+        self._header[1].extend(data)
+
+    def end_header(self) -> None:
+        name, value = self._header
+        self._headers[bytes(name).lower()] = bytes(value)
+        self._header = bytearray(), bytearray()
+
+    def read_head(self) -> None:
+        """Parse the head. Raises ServiceError for a part without a name."""
+        kind, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        if kind != b"form-data" or not options.get(b"name"):
+            raise _invalid_form("a part of the form has no name")
+        self.name = _printable(options[b"name"])
+        self.filename = _printable(options.get(b"filename", b""))
+
+    def _count(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _invalid_form("the headers of a form part are too long")
+
+
+def _printable(data: bytes) -> str:
+    """Return the text with only characters that a log line may have."""
+    text = data.decode("utf-8", "replace")
+    return "".join(c if c.isprintable() else "?" for c in text)[:255]
+
+
+def _invalid_form(message: str) -> ServiceError:
+    return ServiceError(INVALID_ARGUMENT, message)

@@ -1,6 +1,6 @@
 """The OpenAPI document of all routes, and /docs, a page that shows it.
 
-A route is described where it is added: `@app.post(path, **described(Body, answer=Answer))`. Errors
+A route is described where it is added: `@app.post(path, **describe(Body, response=Answer))`. Errors
 are described here, in the shape of the path's API.
 
 The page is Swagger UI (swagger-ui-dist 5.35.0 of npm, Apache-2.0; its licences lie beside it). A
@@ -9,7 +9,6 @@ browser may load nothing from elsewhere.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.metadata import version
 from importlib.resources import files
@@ -21,11 +20,11 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
-from pdserve.gateway.http.api import Dialect, dialect_of
+from pdserve.gateway.http.api import HttpApi, api_of
 from pdserve.services.common.errors import HTTP_STATUS
 
 _REF = "#/components/schemas/{model}"
-_DESCRIPTION = "x-pdserve-description"  # a Description, until the document is made
+_DESCRIPTION = "x-pdserve-description"  # a function that makes the operation
 _MODELS = "x-pdserve-models"  # the schemas that a description refers to, until it is complete
 CLIENT_LEFT = 499  # no client is left to read it
 SHELL_ERRORS = (401, 403, 404, 405)
@@ -71,80 +70,69 @@ SAFE = {
 DAY = {"cache-control": "private, max-age=86400"}
 
 
-class AnswerModel(BaseModel):
-    """A part of an answer, for the description alone: it is not built before that is made."""
+class ResponseModel(BaseModel):
+    """A type of response, or a part of one, for the API description alone. pydantic builds it only
+    when the description is made."""
 
     model_config = ConfigDict(defer_build=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """The request and response types of a route; making schemas takes long, so `document` does."""
-
-    bodies: tuple[Model, ...]
-    answer: Model
-    event: Model | None
-    end: str
-    stream: str
-    form: Model | None
-    query: Model | None
-
-    def operation(self) -> dict[str, Any]:
-        """Return this description as part of an OpenAPI operation."""
-        models: dict[str, Any] = {}
-        content: dict[str, Any] = {"application/json": {"schema": _ref(self.answer, models)}}
-        if self.stream == LINES and self.event is not None:
-            content[LINES] = {"schema": _ref(self.event, models)}
-        elif self.event is not None:
-            data = f"With `stream: true` the data of each event is a {self.event.__name__}"
-            text = f"{data}, or an error" + (f"; at the end {self.end}." if self.end else ".")
-            content["text/event-stream"] = {
-                "schema": {**_EVENT, "description": text},
-                "x-event-schema": _ref(self.event, models),
-            }
-        operation: dict[str, Any] = {"responses": {"200": {"content": content}}, _MODELS: models}
-        if self.bodies:
-            refs = [_ref(body, models) for body in self.bodies]
-            schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
-            body = {"application/json": {"schema": schema}}
-            operation["requestBody"] = {"required": True, "content": body}
-        if self.form is not None:
-            body = {"multipart/form-data": {"schema": _ref(self.form, models)}}
-            operation["requestBody"] = {"required": True, "content": body}
-        if self.query is not None:
-            fields = self.query.model_json_schema()["properties"]
-            operation["parameters"] = [
-                {"name": name, "in": "query", "required": False, "schema": field}
-                for name, field in fields.items()
-            ]
-        return operation
-
-
-def described(
+def describe(
     *bodies: Model,
-    answer: Model,
+    response: Model,
     event: Model | None = None,
     end: str = "",
     stream: str = "",
     form: Model | None = None,
     query: Model | None = None,
 ) -> dict[str, Any]:
-    """Return further arguments of a route: the body it takes (one of several, or none) and its
-    answer. With `event` it can also stream events, after which `end` is the data of the last;
-    `stream`: LINES if they are not server-sent events. `form` has the fields of a form body,
-    `query` optional parameters of the URL."""
-    description = Description(bodies, answer, event, end, stream, form, query)
-    return {"openapi_extra": {_DESCRIPTION: description}}
+    """Return further arguments of a route that describe it: `bodies` are the types of its body (one
+    of several, or none), `response` is the type of its response.
+
+    With `event` the response may be a stream of such events, and `end` is the data of its last one;
+    `stream` is LINES if they are not server-sent events. `form` has the fields of a form body,
+    `query` the optional parameters of the URL.
+    """
+
+    def operation() -> dict[str, Any]:
+        models: dict[str, Any] = {}
+        content: dict[str, Any] = {"application/json": {"schema": _ref(response, models)}}
+        if stream == LINES and event is not None:
+            content[LINES] = {"schema": _ref(event, models)}
+        elif event is not None:
+            data = f"With `stream: true` the data of each event is a {event.__name__}"
+            text = f"{data}, or an error" + (f"; at the end {end}." if end else ".")
+            content["text/event-stream"] = {
+                "schema": {**_EVENT, "description": text},
+                "x-event-schema": _ref(event, models),
+            }
+        operation: dict[str, Any] = {"responses": {"200": {"content": content}}, _MODELS: models}
+        if bodies:
+            refs = [_ref(body, models) for body in bodies]
+            schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
+            body = {"application/json": {"schema": schema}}
+            operation["requestBody"] = {"required": True, "content": body}
+        if form is not None:
+            body = {"multipart/form-data": {"schema": _ref(form, models)}}
+            operation["requestBody"] = {"required": True, "content": body}
+        if query is not None:
+            fields = query.model_json_schema()["properties"]
+            operation["parameters"] = [
+                {"name": name, "in": "query", "required": False, "schema": field}
+                for name, field in fields.items()
+            ]
+        return operation
+
+    # Schemas take long to make: `document` makes them.
+    return {"openapi_extra": {_DESCRIPTION: operation}}
 
 
-def document(
-    app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bool
-) -> dict[str, Any]:
+def document(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document, in a tenth of a second. `keys`: clients need a key."""
     for route in app.routes:
         extra = getattr(route, "openapi_extra", None) or {}
         if isinstance(route, APIRoute) and _DESCRIPTION in extra:
-            route.openapi_extra = extra[_DESCRIPTION].operation()
+            route.openapi_extra = extra[_DESCRIPTION]()
     page: dict[str, Any] = get_openapi(
         title="pdserve",
         version=version("pdserve"),
@@ -154,14 +142,15 @@ def document(
     )
     models = page.setdefault("components", {}).setdefault("schemas", {})
     for path, operations in page["paths"].items():
-        dialect = dialect_of(dialects, path)
+        api = api_of(apis, path)
         for operation in operations.values():
             _add(models, operation.pop(_MODELS, {}))
-            error = {"content": {"application/json": {"schema": _ref(dialect.error_model, models)}}}
+            error = {"content": {"application/json": {"schema": _ref(api.error_model, models)}}}
             answers = operation["responses"]
             answers.pop("422", None)  # FastAPI's 422, which no route here returns
-            statuses = _statuses("requestBody" in operation)
-            for status in (dialect.statuses.get(status, status) for status in statuses):
+            body_errors = BODY_ERRORS if "requestBody" in operation else ()
+            statuses = {*HTTP_STATUS.values(), *SHELL_ERRORS, *body_errors} - {CLIENT_LEFT}
+            for status in (api.statuses.get(status, status) for status in sorted(statuses)):
                 answers.setdefault(str(status), {"description": _phrase(status), **error})
     for unused in ("HTTPValidationError", "ValidationError"):
         models.pop(unused, None)
@@ -171,15 +160,10 @@ def document(
     return page
 
 
-def _statuses(has_body: bool) -> list[int]:
-    statuses = {*HTTP_STATUS.values(), *SHELL_ERRORS, *(BODY_ERRORS if has_body else ())}
-    return sorted(statuses - {CLIENT_LEFT})
-
-
 def _phrase(status: int) -> str:
     try:
         return HTTPStatus(status).phrase
-    except ValueError:  # a dialect's own status
+    except ValueError:  # an API's own status
         return "Error"
 
 
@@ -197,14 +181,14 @@ def _ref(model: Model, models: dict[str, Any]) -> dict[str, Any]:
     return {"$ref": _REF.format(model=model.__name__)}
 
 
-def add_docs(app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bool) -> None:
+def add_docs(app: FastAPI, apis: Sequence[HttpApi], root_path: str, keys: bool) -> None:
     """Add the documentation routes; call it after all other routes are added. The document is made
     on its first request."""
     cached: list[bytes] = []
 
     def make() -> bytes:
         if not cached:
-            cached.append(to_json(document(app, dialects, root_path, keys)))
+            cached.append(to_json(document(app, apis, root_path, keys)))
         return cached[0]
 
     @app.get(DOCUMENT, include_in_schema=False)

@@ -1,18 +1,28 @@
-"""Fields of several servers' APIs. A route refuses by name, or ignores on purpose, those that it
-does not serve.
+"""What is supported of a request: fields of several servers' APIs, and entries of several types,
+such as roles, parts of a content, tools and input items.
 
-A field that would change the answer is never ignored silently: each field that a route serves and
-that can change an answer is in REFUSED, for the routes that do not serve it.
+A field that would change the response is never ignored silently: each field that a route serves and
+that can change a response is in REFUSED_FIELDS, for the routes that do not serve it. Each API has
+tables of entry types, which its code uses and from which docs/api.md is generated. Pure except for
+logging.
 """
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from pdserve.gateway.http.validation import NOTHING, asks_nothing
+from pydantic_core import to_json
+
+from pdserve.services.common.errors import MAX_QUOTED, cut
+
+NEUTRAL_VALUES: tuple[Any, ...] = (None, False, "", [], {})
+"""Values with which a field requests nothing, unless REFUSED_FIELDS lists others for it."""
 
 # fmt: off
-# Fields that change a generated answer alone; routes without one ignore them.
-OF_ANSWERS = (
+# Fields that change only generated text; routes that generate none ignore them.
+GENERATION_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "min_tokens", "stop",
     "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "allowed_token_ids", "bad_words",
     "logit_bias", "repetition_penalty", "repeat_penalty", "repeat_last_n", "presence_penalty",
@@ -25,22 +35,22 @@ OF_ANSWERS = (
     "output_format",
 )
 
-# Fields that some routes serve.
-ELSEWHERE = (
-    *OF_ANSWERS,
+# Fields that some routes serve; others refuse them.
+SERVED_FIELDS = (
+    *GENERATION_FIELDS,
     "echo", "prompt", "messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice",
     "include_reasoning", "separate_reasoning", "truncate_prompt_tokens",
 )
 
-# Fields of REFUSED that change a prompt.
-OF_PROMPTS = (
+# Fields of REFUSED_FIELDS that change a prompt.
+PROMPT_FIELDS = (
     "tools", "functions", "documents", "chat_template", "truncate_prompt_tokens", "truncate",
     "prompt_truncate_len",
 )
 
 # Refused unless the value is one of these. The comments name the server that has the field.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(ELSEWHERE, NOTHING),
+REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(SERVED_FIELDS, NEUTRAL_VALUES),
     **dict.fromkeys(
         (
             # OpenAI
@@ -71,7 +81,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             "stop_words", "stop_token", "stop_sequences", "random_seed", "truncate",
             "prompt_truncate_len",
         ),
-        NOTHING,
+        NEUTRAL_VALUES,
     ),
     # Fields of thinking, and others whose false or empty value requests something.
     **dict.fromkeys(
@@ -94,8 +104,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "top_k": (None, -1, 0),
     "repeat_last_n": (None, -1),
     "skip_special_tokens": (None, True),
-    "response_format": (*NOTHING, {"type": "text"}),
-    "text": (*NOTHING, {"format": {"type": "text"}}),
+    "response_format": (*NEUTRAL_VALUES, {"type": "text"}),
+    "text": (*NEUTRAL_VALUES, {"format": {"type": "text"}}),
     "penalty_alpha": (None, 0.0),
     "guidance_scale": (None, 1.0),
     "best_of": (None, 1),
@@ -135,11 +145,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 # fmt: on
 
-# Fields of REFUSED that routes without a generated answer check.
-OF_ALL = REFUSED.keys() - OF_ANSWERS
+# Fields of REFUSED_FIELDS that are checked by routes that generate no text.
+NON_GENERATION_FIELDS = REFUSED_FIELDS.keys() - GENERATION_FIELDS
 
-# Other servers' names, all in REFUSED, for fields that this one serves.
-OTHER_NAMES: dict[str, str] = {
+# Other servers' names, all in REFUSED_FIELDS, for fields that this one serves.
+FIELD_ALIASES: dict[str, str] = {
     "max_completion_tokens": "max_tokens",
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
@@ -162,8 +172,8 @@ OTHER_NAMES: dict[str, str] = {
     "decoder_input_details": "prompt_logprobs",
 }
 
-# They change no answer of this server.
-IGNORED: frozenset[str] = frozenset(
+# Fields that change no response of this server.
+IGNORED_FIELDS: frozenset[str] = frozenset(
     (
         # OpenAI
         "metadata", "service_tier", "prediction", "store",
@@ -180,26 +190,100 @@ IGNORED: frozenset[str] = frozenset(
     )
 )  # fmt: skip
 
-# They offer tools that cannot be run here.
-LEFT_OUT: frozenset[str] = frozenset(("web_search_options",))
+# Fields that offer tools which cannot run here; they are left out and logged.
+OMITTED_FIELDS: frozenset[str] = frozenset(("web_search_options",))
 
 # For counting usage, and for a request's place among its tenant's. Routes that do not use them
 # ignore them.
-OF_REQUESTS = frozenset(("user", "session_id", "priority"))
+REQUEST_FIELDS = frozenset(("user", "session_id", "priority"))
 
 
-def refused_field(body: Mapping[str, Any], served: Collection[str]) -> tuple[str, str] | None:
-    """Return the name of the first field of `body` that requests what is not `served`, and why it
-    is refused; None if there is no such field."""
-    for name, value in body.items():
-        if name in served:
-            continue
-        if name in REFUSED and not asks_nothing(value, REFUSED[name]):
-            reason = "a field of this request" if name in ELSEWHERE else "supported by this server"
-            return name, f"{name} is not {reason}{_instead(name, served)}"
-    return None
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Return whether a value equals one of `neutral`, where true is not 1 and false is not 0."""
+    return any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral
+    )
 
 
-def _instead(name: str, served: Collection[str]) -> str:
-    other = OTHER_NAMES.get(name)
-    return f"; use {other}" if other in served else ""
+log = logging.getLogger(__name__)
+
+MAX_DEPTH = 16  # of a value that is kept as text
+# Keys whose values only their provider can read, or that mean nothing to a model.
+_OPAQUE = {"signature", "cache_control", "citations", "call_id", "tool_use_id", "data", "image_url"}
+
+
+class Handling(StrEnum):
+    """What happens to an entry of a type."""
+
+    SERVED = "served"
+    LEFT_OUT = "left out and logged"  # offers the model something that cannot run here
+    AS_TEXT = "kept as text"  # history
+    DROPPED = "dropped and logged"  # history that means nothing to a model here
+    HINT = "accepted"  # changes no answer
+    REFUSED = "refused by name"  # would change the answer, and is not supported
+
+
+@dataclass(frozen=True, slots=True)
+class EntryType:
+    """How entries of one type are handled. `text`: the fields that are kept of an entry that
+    becomes text. `of_client`: the client wrote the entry, otherwise the model or its provider."""
+
+    handling: Handling
+    text: tuple[str, ...] = ()
+    of_client: bool = False
+
+    def as_text(self, kind: str, value: Mapping[str, Any]) -> str:
+        """Return an entry of the conversation's history as text: its type, and its kept fields."""
+        values = {name: _readable(value[name], MAX_DEPTH) for name in self.text if name in value}
+        lines = [
+            item if isinstance(item, str) else to_json(item).decode()
+            for item in values.values()
+            if item not in (None, "", [], {})
+        ]
+        return "\n".join([f"[{kind}]", *lines])
+
+
+EntryTypes = Mapping[str, EntryType]
+
+SERVED_TYPE, OMITTED_TYPE, ACCEPTED_TYPE = (
+    EntryType(Handling.SERVED),
+    EntryType(Handling.LEFT_OUT),
+    EntryType(Handling.HINT),
+)
+DROPPED_TYPE, REFUSED_TYPE = EntryType(Handling.DROPPED), EntryType(Handling.REFUSED)
+
+
+def kept_as_text(*fields: str, of_client: bool = False) -> EntryType:
+    """Return the handling of entries of history of which `fields` are kept as text."""
+    return EntryType(Handling.AS_TEXT, fields, of_client)
+
+
+def log_unsupported(handling: Handling, subject: str, kinds: Iterable[str]) -> None:
+    """Log the types of entries, or the fields, that are left out or dropped from a request."""
+    if names := sorted(set(kinds)):
+        log.info(
+            "a request has unsupported entries, %s: %s",
+            handling.value,
+            cut(f"{subject} {', '.join(map(repr, names))}", MAX_QUOTED),
+        )
+
+
+def _readable(value: Any, depth: int) -> Any:
+    """Return a value without parts that only its provider can read, and with text parts joined."""
+    if isinstance(value, Mapping):
+        if not depth:
+            return None
+        if value.get("type") in ("text", "input_text", "output_text", "summary_text"):
+            return value.get("text")
+        return {
+            name: _readable(item, depth - 1)
+            for name, item in value.items()
+            if name not in _OPAQUE and not name.startswith("encrypted_")
+        }
+    if isinstance(value, list | tuple):
+        if not depth:
+            return None
+        values = [_readable(item, depth - 1) for item in value]
+        texts = values and all(isinstance(item, str) for item in values)
+        return "\n".join(values) if texts and isinstance(value[0], Mapping) else values
+    return value

@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http.api import REQUEST_ID, Dialect, HttpError, dialect_of, error_response
+from pdserve.gateway.http.api import REQUEST_ID, HttpApi, HttpError, api_of, error_response
 from pdserve.services.common.fairness import FairSemaphore
 from pdserve.services.common.tenants import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.common.tracing import TraceContext
@@ -55,7 +55,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def foreign(headers: Headers, allowed_origins: Collection[str]) -> str:
-    """Return why a request to a loopback server is not from this machine; empty if it is."""
+    """Return why a request to a loopback server is refused; empty if it is from this machine or
+    from an allowed origin."""
     if not is_loopback(_host_of(f"//{headers.get('host', '')}")):
         return "this server accepts only requests to localhost; set an API key to allow others"
     origin = headers.get("origin")
@@ -75,22 +76,25 @@ def _host_of(url: str) -> str:
 
 
 class Guard:
-    """Wrapper of the application; `open_paths` need no key. `local`: only this machine reaches it,
-    so that without keys only `allowed_origins` and this machine's origins may call it."""
+    """ASGI application that checks a request before it calls another one.
+
+    `open_paths` need no key. `local`: only this machine reaches the server, so that without keys
+    only pages of `allowed_origins` and of this machine may call it.
+    """
 
     def __init__(
         self,
         app: ASGIApp,
         keys: ApiKeys,
         open_paths: Collection[str],
-        dialects: Sequence[Dialect],
+        apis: Sequence[HttpApi],
         local: bool,
         allowed_origins: Collection[str],
     ) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = frozenset(open_paths)
-        self._dialects = dialects
+        self._apis = apis
         self._local = local
         self._allowed_origins = frozenset(allowed_origins)
         self._entering = FairSemaphore(1)
@@ -107,12 +111,12 @@ class Guard:
         if not _GOOD_ID.fullmatch(client_id):
             client_id = ""
 
-        dialect = dialect_of(self._dialects, scope["path"])
+        api = api_of(self._apis, scope["path"])
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 outgoing = MutableHeaders(scope=message)
-                for name in {REQUEST_ID, dialect.request_id_header}:
+                for name in {REQUEST_ID, api.request_id_header}:
                     outgoing[name] = client_id or generated_id
                 outgoing.update(extra_headers)
             await send(message)
@@ -124,7 +128,7 @@ class Guard:
             await asyncio.sleep(0)  # lets requests that entered before go on
         if error := self._refusal(scope, headers, tenant):
             error = replace(error, request_id=client_id or generated_id)
-            denial = error_response(dialect, error)
+            denial = error_response(api, error)
             await denial(scope, receive, send_with_id)
             return
         tenant = tenant or EVERYBODY

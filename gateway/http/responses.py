@@ -1,11 +1,15 @@
-"""Answers that take time: a whole one, a file, or a stream of events framed by their API.
+"""Responses that take time: a whole one, a file, or a stream of events framed by their API.
 
 All watch the connection while they work: when the client leaves, the work is cancelled at once. The
-server ends the connection of a client that takes nothing (serving/protocol.py), and bounds the
-bytes made and not taken over all answers (held_responses.py). An error before the first byte is an
-ordinary error response; later it is the last event. The head of a stream is sent HEAD_S after its
-prompt is accepted, if no event comes before, so that an earlier refusal, also by a router or a
-worker, has its own status.
+server ends the connection of a client that takes nothing (serving/protocol.py). An error before the
+first byte is an ordinary error response; later it is the last event. The head of a stream is sent
+HEAD_S after its prompt is accepted, if no event comes before, so that an earlier refusal, also by a
+router or a worker, has its own status.
+
+Bytes made and not yet taken are bounded over all connections. Beyond the bound, the key that holds
+most loses its oldest response, with the connection; the response that needs the room is exempt. So
+a new response is always sent, and slow clients of one key do not cost another key's responses
+before their own. Each kind of response takes part in this account, so they are one file.
 """
 
 import asyncio
@@ -13,8 +17,8 @@ import logging
 from asyncio import FIRST_COMPLETED
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing
-from dataclasses import replace
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -23,14 +27,77 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdserve.gateway.http.api import ErrorShape, Event, HttpError, HttpLimits, error_response
-from pdserve.gateway.http.held_responses import HeldAnswer, HeldAnswers
-from pdserve.gateway.http.json_text import PIECE_BYTES, JsonPieces
+from pdserve.gateway.http.api import (
+    PIECE_BYTES,
+    ErrorFormat,
+    Event,
+    HttpError,
+    HttpLimits,
+    JsonPieces,
+    error_response,
+)
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.rpc import Backpressure, SlowReaderError, deliver
 
+MAX_HELD_BYTES = 512 << 20
+
+
+@dataclass(eq=False, slots=True)
+class HeldResponse:
+    """A response with bytes that its client has not taken; `dropped` gets a result when the
+    connection is to be closed to free its memory."""
+
+    owner: bytes
+    dropped: asyncio.Future[None]
+    num_bytes: int = 0
+
+
+class HeldResponses:
+    """The held responses of one server, and the bound on their bytes."""
+
+    def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._answers: dict[HeldResponse, None] = {}  # the oldest first
+        self.total = 0
+
+    @contextmanager
+    def answer(self, owner: bytes) -> Iterator[HeldResponse]:
+        """Register a response of a key, which holds no bytes yet, for the block; then release
+        it."""
+        answer = HeldResponse(owner, asyncio.get_running_loop().create_future())
+        self._answers[answer] = None
+        try:
+            yield answer
+        finally:
+            self.release(answer, answer.num_bytes)
+            del self._answers[answer]
+
+    def hold(self, answer: HeldResponse, num_bytes: int) -> None:
+        """Count `num_bytes` of the response as made and not yet taken."""
+        answer.num_bytes += num_bytes
+        self.total += num_bytes
+        while self.total > self._max_bytes:
+            others = [other for other in self._answers if other.num_bytes and other is not answer]
+            if not others:
+                return
+            bytes_by_owner: Counter[bytes] = Counter()
+            for other in others:
+                bytes_by_owner[other.owner] += other.num_bytes
+            ((largest_owner, _),) = bytes_by_owner.most_common(1)
+            oldest = next(other for other in others if other.owner == largest_owner)
+            self.release(oldest, oldest.num_bytes)
+            if not oldest.dropped.done():
+                oldest.dropped.set_result(None)
+
+    def release(self, answer: HeldResponse, num_bytes: int) -> None:
+        """Count `num_bytes` of the response as taken."""
+        freed = min(num_bytes, answer.num_bytes)  # nothing, once it is dropped
+        answer.num_bytes -= freed
+        self.total -= freed
+
+
 log = logging.getLogger("pdserve.gateway.http")
-NO_ROOM = "the memory for unread answers is full"
+NO_ROOM = "the memory for unread responses is full"
 EVENTS = "text/event-stream; charset=utf-8"
 HEAD_S = 0.25
 SILENCE_S = 10.0  # after which a stream sends a ping
@@ -42,25 +109,26 @@ STREAM = [
 DROP = "pdserve.drop"  # drops the connection
 KEEPS_UP = "pdserve.keeps_up"  # whether the client takes what is written
 WRITE = "pdserve.write"  # writes a short piece of the body at once, unless the client lags
-HELD = "pdserve.held"  # the HeldAnswers of all its connections
+HELD = "pdserve.held"  # the HeldResponses of all its connections
 
 
 class DirectWrite:
-    """The direct write of one answer, whose stream opens and closes it."""
+    """A way for the producer of a stream's events to write one at once. The EventStream opens and
+    closes it."""
 
     def __init__(self) -> None:
         self._write: Callable[[bytes], bool] | None = None
         self.last_write = 0.0  # a reading of time.monotonic
 
     def open(self, write: Callable[[bytes], bool] | None) -> None:
-        """Set `write`, which sends a piece of the body at once, or only returns False."""
+        """Set the function that sends a piece of the body at once, or returns False."""
         self._write = write
 
     def close(self) -> None:
         self._write = None
 
     def write(self, event: bytes) -> bool:
-        """Send a short event; False: it has to go the usual way.
+        """Send a short event, and return whether it was sent. If not, yield it instead.
 
         Call it only when all earlier events have been sent.
         """
@@ -85,10 +153,10 @@ def _public(error: Exception, scope: Scope) -> HttpError:
 
 
 class Reply(Response):
-    """Response that sends a JSON object, or its text, once it is there; nothing if the client has
-    left before."""
+    """Response whose body is a JSON object, or its text, that `work` returns. Sends nothing if the
+    client leaves before `work` is done."""
 
-    def __init__(self, work: Awaitable[dict[str, Any] | JsonPieces], errors: ErrorShape) -> None:
+    def __init__(self, work: Awaitable[dict[str, Any] | JsonPieces], errors: ErrorFormat) -> None:
         self._work = work
         self._errors = errors
         self.background = None
@@ -127,11 +195,11 @@ async def _send_json(pieces: JsonPieces, send: Send) -> None:
 
 
 async def _send_held(pieces: JsonPieces, scope: Scope, send: Send) -> None:
-    """Send the pieces as `_send_json` does, unless all answers take too much before the client has
-    taken this one: then drop its connection."""
-    held_answers = _held_answers(scope)
-    with held_answers.answer(_owner(scope)) as answer:
-        held_answers.hold(answer, pieces.num_bytes)
+    """Send the pieces as `_send_json` does. Closes the connection if held responses exceed their
+    bound before the client has taken this one."""
+    held_responses = _held_responses(scope)
+    with held_responses.answer(_owner(scope)) as answer:
+        held_responses.hold(answer, pieces.num_bytes)
         sending = asyncio.create_task(_send_json(pieces, send))
         try:
             await asyncio.wait((sending, answer.dropped), return_when=FIRST_COMPLETED)
@@ -144,9 +212,9 @@ async def _send_held(pieces: JsonPieces, scope: Scope, send: Send) -> None:
     await _drop_connection(scope)
 
 
-def _held_answers(scope: Scope) -> HeldAnswers:
-    held_answers = scope.get("extensions", {}).get(HELD)
-    return held_answers if isinstance(held_answers, HeldAnswers) else HeldAnswers()
+def _held_responses(scope: Scope) -> HeldResponses:
+    held_responses = scope.get("extensions", {}).get(HELD)
+    return held_responses if isinstance(held_responses, HeldResponses) else HeldResponses()
 
 
 def _owner(scope: Scope) -> bytes:
@@ -155,8 +223,8 @@ def _owner(scope: Scope) -> bytes:
 
 
 class PieceStream(Response):
-    """Response that sends bytes of a known length as a generator yields them; if the bytes cannot
-    be had, the client loses its connection."""
+    """Response that sends bytes of a known length as a generator yields them. Closes the connection
+    if the generator fails."""
 
     def __init__(
         self, pieces: AsyncGenerator[bytes, None], num_bytes: int, media_type: str
@@ -193,7 +261,7 @@ class PieceStream(Response):
 
 
 class EventStream(Response):
-    """Response that sends what a generator yields, as it comes.
+    """Response that sends the events of a generator as they come.
 
     Events that the client does not take wait here, up to `max_buffer_bytes` and `stall_s` without
     progress; beyond either the generator is closed, which cancels its requests. Long events are
@@ -206,7 +274,7 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncGenerator[Event, None],
-        errors: ErrorShape,
+        errors: ErrorFormat,
         limits: HttpLimits,
         direct: DirectWrite | None = None,
         ping: Callable[[], bytes] | None = None,
@@ -226,9 +294,9 @@ class EventStream(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held_answers = _held_answers(scope)
-        with held_answers.answer(_owner(scope)) as answer:
-            long_events = _LongEvents(held_answers, answer)
+        held_responses = _held_responses(scope)
+        with held_responses.answer(_owner(scope)) as answer:
+            long_events = _LongEvents(held_responses, answer)
             sending = asyncio.create_task(self._send(scope, receive, send, long_events))
             watching = asyncio.create_task(_disconnected(receive))
             ends = (sending, watching, answer.dropped)
@@ -309,7 +377,7 @@ class EventStream(Response):
                         remaining,
                         write,
                         self._backpressure,
-                        size=_unread_bytes,
+                        size=lambda event: len(event) if isinstance(event, bytes) else 0,
                         join=_joined,
                         parts=long_events.parts,
                         interruptible=True,
@@ -376,9 +444,9 @@ async def _with_first(
 
 
 class _LongEvents:
-    """The long events of one stream, as its server counts them; a shared piece is counted once."""
+    """Counts the bytes of the long events of one stream; a piece that several share counts once."""
 
-    def __init__(self, held: HeldAnswers, answer: HeldAnswer) -> None:
+    def __init__(self, held: HeldResponses, answer: HeldResponse) -> None:
         self._held = held
         self._answer = answer
         self._num_uses: Counter[int] = Counter()  # uses of a held piece, by its id()
@@ -390,8 +458,8 @@ class _LongEvents:
             self._held.hold(self._answer, sum(new.values()))
 
     def parts(self, event: Event) -> Iterator[bytes]:
-        """Yield what is written at once. A piece that no other event has is released when all parts
-        are taken."""
+        """Yield the parts of an event that are written at once. When the client has taken all of
+        them, release the pieces that no other event has."""
         if isinstance(event, bytes):
             yield event
             return
@@ -403,12 +471,8 @@ class _LongEvents:
                 self._held.release(self._answer, len(piece))
 
 
-def _unread_bytes(event: Event) -> int:
-    return len(event) if isinstance(event, bytes) else 0
-
-
 class _Joined(JsonPieces):
-    """Several events that are written together."""
+    """Several events that are written as one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Fields in which clients of several servers say whether, and how much, a model thinks. They become
-variables of chat templates, and a bound on the tokens of reasoning.
+"""Fields with which clients of several servers set whether, and how much, a model thinks.
+
+They become variables of chat templates, and a bound on the tokens of reasoning.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,23 +19,23 @@ from pdserve.gateway.http.validation import StrictModel
 from pdserve.gateway.sampling import refuse
 from pdserve.text import EFFORTS, suggested_variables
 
-_OF_MODEL = ("auto", "default")  # efforts that leave the choice to the model's template
+_TEMPLATE_DECIDES = ("auto", "default")  # efforts that leave the choice to the model's template
 Effort = Annotated[
-    Literal[*EFFORTS, *_OF_MODEL] | None,  # type: ignore[valid-type]
-    AfterValidator(lambda effort: None if effort in _OF_MODEL else effort),
+    Literal[*EFFORTS, *_TEMPLATE_DECIDES] | None,  # type: ignore[valid-type]
+    AfterValidator(lambda effort: None if effort in _TEMPLATE_DECIDES else effort),
 ]
-"""How much a model thinks; null, "auto" and "default" do not say."""
+"""How much a model thinks; null, "auto" and "default" leave that to the template."""
 
 
 class ThinkingBody(StrictModel):
-    """Anthropic's form, which GLM, DeepSeek and others share."""
+    """Anthropic's `thinking`, which GLM, DeepSeek and others share."""
 
     type: Literal["enabled", "adaptive", "auto", "disabled"]
     budget_tokens: int | None = Field(None, ge=-1)  # -1: no bound
 
 
 class ReasoningBody(StrictModel):
-    """OpenRouter's form."""
+    """OpenRouter's `reasoning`: whether and how much a model thinks."""
 
     enabled: bool | None = None
     effort: Effort = None
@@ -51,7 +52,7 @@ class ReasoningBody(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class ThinkingChoice:
-    """The choice of one field; None: the field does not say."""
+    """What one field sets about thinking; None: it does not set this."""
 
     field: str
     enabled: bool | None = None
@@ -60,7 +61,8 @@ class ThinkingChoice:
 
 
 def _expect(expected: str) -> WrapValidator:
-    """Name only the field in a union's error; pydantic would add the failed alternative."""
+    """Return a validator whose error names only the field and what is expected; pydantic's would
+    name each failed alternative of the union."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -75,13 +77,6 @@ Think = Annotated[
     bool | Literal["low", "medium", "high"] | None,
     _expect("true, false, low, medium or high"),
 ]
-
-
-def ollama_thinking(think: Think) -> ThinkingChoice:
-    """Return the choice of Ollama's `think`: a level is an effort."""
-    if isinstance(think, str):
-        return ThinkingChoice("think", True, think)
-    return ThinkingChoice("think", think)
 
 
 def thinking_variables(fields: Iterable[ThinkingChoice]) -> dict[str, Any]:
@@ -108,8 +103,8 @@ def thinking_variables(fields: Iterable[ThinkingChoice]) -> dict[str, Any]:
 
 
 def thinking_budget(bounds: Mapping[str, int]) -> dict[str, Any]:
-    """Return the only bound on reasoning tokens as fields of RequestedSampling; `bounds`: by the
-    field that sets each. -1 means no bound. Raises ServiceError for several bounds."""
+    """Return the bound on reasoning tokens as fields of RequestedSampling. `bounds` has at most one
+    bound, by the field that sets it; -1 means none. Raises ServiceError for several bounds."""
     names = list(bounds)
     if len(names) > 1:
         raise refuse(names[1], f"give either {names[0]} or {names[1]}")
@@ -119,7 +114,7 @@ def thinking_budget(bounds: Mapping[str, int]) -> dict[str, Any]:
 
 
 class ThinkingFields(StrictModel):
-    """Fields at the top of a body."""
+    """The fields about thinking that a body may have at its top level."""
 
     enable_thinking: bool | None = None  # Qwen, vLLM
     think: Think = None  # Ollama
@@ -148,7 +143,10 @@ class ThinkingFields(StrictModel):
     def _thinking_fields(self) -> Iterator[ThinkingChoice]:
         if self.enable_thinking is not None:
             yield ThinkingChoice("enable_thinking", self.enable_thinking)
-        yield ollama_thinking(self.think)
+        if isinstance(self.think, str):  # a level is an effort
+            yield ThinkingChoice("think", True, self.think)
+        else:
+            yield ThinkingChoice("think", self.think)
         if isinstance(self.thinking, ThinkingBody):
             enabled = self.thinking.type != "disabled"
             budget = self.thinking.budget_tokens if enabled else None

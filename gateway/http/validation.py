@@ -1,4 +1,4 @@
-"""Checks of request bodies for all dialects: strict types, known fields that are not served, and
+"""Checks of request bodies for all APIs: strict types, known fields that are not served, and
 the error texts."""
 
 import logging
@@ -18,7 +18,14 @@ from pydantic import (
     model_validator,
 )
 
-from pdserve.gateway.http.members import REFUSED, SERVED, Fate, Table, note
+from pdserve.gateway.http.fields import (
+    REFUSED_TYPE,
+    SERVED_TYPE,
+    EntryTypes,
+    Handling,
+    is_neutral,
+    log_unsupported,
+)
 from pdserve.gateway.sampling import refuse
 from pdserve.services.common.errors import MAX_QUOTED, ServiceError, cut, quoted
 from pdserve.text import Tool
@@ -34,8 +41,6 @@ MAX_TOOLS_VALUES = 1 << 16  # of the schemas of a request's tools
 MAX_TOOLS_CHARS = 1 << 20  # of their schemas and descriptions
 MAX_LOGGED_NAMES = 20  # unknown fields named in the log
 OBJECT_TYPES = ("object", "dict", "any")  # also as Python and Gemini clients write it
-NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-"""Values that ask for nothing, unless a field has others."""
 
 
 def _text_or_objects(value: Any) -> Any:
@@ -51,11 +56,11 @@ TextOrObjects = Annotated[
     AfterValidator(_text_or_objects),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
 ]
-"""A field that is a text, or a list of parts or turns whose types are looked at elsewhere."""
+"""A field that is a text, or a list of objects, whose contents are checked later."""
 
 
 Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-"""Of a client's requests that wait, one with a lower value comes first; 0 is usual."""
+"""The priority of a request among those of its client: a lower value runs first; 0 by default."""
 
 
 def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
@@ -167,21 +172,19 @@ ModelName = Annotated[
     BeforeValidator(lambda name: "" if name is None else name),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
 ]
-"""The name of a model; null and an empty one take the only model that is served."""
+"""The name of a model; null and an empty name select the only model that is served."""
 
 
-def _unbounded(value: int | None) -> int | None:
-    return None if value == -1 else value
-
-
-def _described_limit(schema: dict[str, Any]) -> None:
+def _describe_no_limit(schema: dict[str, Any]) -> None:
     schema["anyOf"].insert(1, {"const": -1})
 
 
 TokenLimit = Annotated[
-    int | None, AfterValidator(_unbounded), Field(json_schema_extra=_described_limit)
+    int | None,
+    AfterValidator(lambda limit: None if limit == -1 else limit),
+    Field(json_schema_extra=_describe_no_limit),
 ]
-"""The most tokens of an answer; null and -1: what the context has room for."""
+"""The maximum number of generated tokens; null and -1: as many as fit in the context."""
 
 
 M = TypeVar("M", bound=StrictModel)
@@ -195,28 +198,31 @@ def parse_body(
     ignored: Collection[str],
     instead: Mapping[str, str],
     left_out: Collection[str] = (),
+    of_other_routes: Collection[str] = (),
 ) -> M:
-    """Parse a body with the fields of `kind`. A `refused` field that is neither among them nor
-    `ignored` may have only the values listed for it, which request nothing; `instead` names what to
-    use for it. A `left_out` field is ignored, and named in the log. Unknown fields are ignored.
-    Raises ServiceError INVALID_ARGUMENT naming the first wrong field.
+    """Parse a body with the fields of `kind`.
+
+    A `refused` field that is neither among them nor `ignored` may have only the values listed for
+    it, which request nothing; `instead` has the field to use in its place, for the error text. A
+    `left_out` field is ignored and logged; unknown fields are ignored. The error for fields
+    `of_other_routes` says so. Raises ServiceError INVALID_ARGUMENT naming the first wrong field.
     """
-    check_num_fields(body)
+    if len(body) > MAX_FIELDS:
+        raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
     for name, value in body.items():
         if name in kind.model_fields or name in ignored or name not in refused:
             continue
-        if not asks_nothing(value, refused[name]):
+        if not is_neutral(value, refused[name]):
             hint = f"; use {instead[name]}" if name in instead else ""
-            raise refuse(name, f"{name} is not supported by this server{hint}")
-    note(Fate.LEFT_OUT, "fields", (name for name in left_out if body.get(name)))
-    return parse_fields(kind, body, {*ignored, *refused, *left_out})
-
-
-def parse_fields(kind: type[M], body: Mapping[str, Any], known: Collection[str]) -> M:
-    """Parse the fields of `kind`. Others are ignored, and named in the log unless they are `known`.
-    Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+            is_other = name in of_other_routes
+            reason = "a field of this request" if is_other else "supported by this server"
+            raise refuse(name, f"{name} is not {reason}{hint}")
+    log_unsupported(Handling.LEFT_OUT, "fields", (name for name in left_out if body.get(name)))
     model = parsed(kind, body)
-    _log_unknown(set(body) - kind.model_fields.keys() - set(known))
+    unknown = set(body) - kind.model_fields.keys() - {*ignored, *refused, *left_out}
+    if unknown:
+        names = ", ".join(repr(name[:40]) for name in sorted(unknown)[:MAX_LOGGED_NAMES])
+        log.debug("ignored %d unknown fields: %s", len(unknown), names)
     return model
 
 
@@ -229,26 +235,15 @@ def parsed(kind: type[M], value: Any, path: str = "") -> M:
         raise first_error(error, path) from None
 
 
-def check_served(table: Table, kind: str, path: str) -> None:
-    """Check that a member of a union is not refused. Raises ServiceError that names what is
-    served."""
-    if table.get(kind, REFUSED).fate is Fate.REFUSED:
-        served = ", ".join(quoted(name) for name, member in table.items() if member is SERVED)
+def check_served(table: EntryTypes, kind: str, path: str) -> None:
+    """Check that entries of type `kind` are not refused. Raises ServiceError that names the types
+    that are served."""
+    if table.get(kind, REFUSED_TYPE).handling is Handling.REFUSED:
+        served = ", ".join(
+            quoted(name) for name, entry_type in table.items() if entry_type is SERVED_TYPE
+        )
         text = f"{quoted(kind)} is not supported by this server, only {served}"
         raise refuse(f"{path}.type", f"{path}.type: {text}")
-
-
-def check_num_fields(body: Mapping[str, Any]) -> None:
-    """Check the number of fields. Raises ServiceError INVALID_ARGUMENT for too many."""
-    if len(body) > MAX_FIELDS:
-        raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
-
-
-def asks_nothing(value: Any, nothing: tuple[Any, ...]) -> bool:
-    """Return whether a value equals one of `nothing`, where true is not 1 and false is not 0."""
-    return any(
-        value == other and isinstance(value, bool) == isinstance(other, bool) for other in nothing
-    )
 
 
 def first_error(error: ValidationError, path: str = "") -> ServiceError:
@@ -263,10 +258,3 @@ def first_error(error: ValidationError, path: str = "") -> ServiceError:
     message = first["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     return refuse(param, f"{param}: {message.removeprefix('input ')}")
-
-
-def _log_unknown(names: Collection[str]) -> None:
-    """Name the unknown fields of a body in the debug log."""
-    if names:
-        quoted_names = ", ".join(repr(name[:40]) for name in sorted(names)[:MAX_LOGGED_NAMES])
-        log.debug("ignored %d unknown fields: %s", len(names), quoted_names)

@@ -37,7 +37,7 @@ logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 class Connection:
-    """A connected server."""
+    """A connection to an MCP server: lists and calls its tools."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -28,7 +28,7 @@ AWAY = "error: the tool is not available at the moment"
 
 
 class ToolConnection(Protocol):
-    """A connected server (connection.py)."""
+    """A connection to an MCP server; connection.py has the real one."""
 
     async def tools(self) -> Sequence[ServerTool]: ...
 
@@ -49,7 +49,8 @@ class Pace(NamedTuple):
 
 
 class McpServers:
-    """All servers; `offered` is what they have now, in the order of the configuration."""
+    """The MCP servers of a gateway; `offered` has the tools that they offer now, in the order of
+    the configuration."""
 
     def __init__(
         self,
@@ -110,7 +111,8 @@ class McpServers:
 
 
 class _ServerTask:
-    """One server: `tools` is empty while it is away."""
+    """The task of one server, which connects and lists tools; `tools` is empty while the server is
+    unavailable."""
 
     def __init__(
         self, config: McpServer, connect: Connect | None, pace: Pace, on_change: Callable[[], None]

@@ -1,11 +1,11 @@
-"""An answer of several rounds: the gateway carries out the model's tool calls and runs it again.
+"""The tool loop: the gateway carries out the tool calls of a model's turn and runs the model again.
 
-Invariant: a client sees only the calls that it has to carry out. One round runs at a time; closing
-the stream cancels the round and its calls.
+Invariant: a client sees only the calls that it has to carry out itself. One turn of the model runs
+at a time; closing the stream cancels the turn and its calls.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +16,7 @@ from pdserve.gateway.choice import Delta
 from pdserve.gateway.mcp.offer import OfferedTool, ToolResult, with_offered
 from pdserve.gateway.mcp.servers import McpServers
 from pdserve.gateway.prepared_completion import PreparedCompletion, Run, Usage
-from pdserve.gateway.service import NextRound
+from pdserve.gateway.service import NextTurn
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, DEADLINE_EXCEEDED
 from pdserve.services.common.errors import ServiceError
 from pdserve.text import (
@@ -28,22 +28,22 @@ from pdserve.text import (
     text_of,
 )
 
-MAX_CALLS = 16  # carried out per round; the model gets an error for further ones
+MAX_CALLS = 16  # carried out per turn; the model gets an error for further ones
 
 
 class McpTools:
     """The tools that a Service offers to chats (its ServerTools)."""
 
-    def __init__(self, servers: McpServers, max_rounds: int, clock: Callable[[], float]) -> None:
+    def __init__(self, servers: McpServers, max_turns: int, clock: Callable[[], float]) -> None:
         self._servers = servers
-        self._max_rounds = max_rounds
+        self._max_turns = max_turns
         self._clock = clock
 
     def offer(
-        self, request: ChatCompletionRequest, next_round: NextRound
-    ) -> tuple[ChatCompletionRequest, "ToolRounds | None"]:
-        """Return the request with the servers' tools, and the rounds of its answer if the gateway
-        may call one of them."""
+        self, request: ChatCompletionRequest, next_turn: NextTurn
+    ) -> tuple[ChatCompletionRequest, "McpToolLoop | None"]:
+        """Return the request with the servers' tools, and the loop that runs it if the gateway may
+        call one of them."""
         sampling = request.sampling
         constrained = sampling.structure is not None or sampling.prompt_logprobs is not None
         if (
@@ -57,10 +57,10 @@ class McpTools:
             return request, None
         request = replace(request, tool_use=use)
         approved = any(tool.approved for tool in added.values())
-        if sampling.n > 1 or not approved or not self._max_rounds:
+        if sampling.n > 1 or not approved or not self._max_turns:
             return request, None
-        return request, ToolRounds(
-            request, added, self._servers, next_round, self._max_rounds, self._clock
+        return request, McpToolLoop(
+            request, added, self._servers, next_turn, self._max_turns, self._clock
         )
 
 
@@ -75,9 +75,12 @@ class _Call:
         return "".join(self.pieces)
 
 
-class Round:
-    """Output of one round; `push` returns what the client sees of it. Calls are held back until it
-    is known who carries them out; with `separated` an empty line comes before the text."""
+class ToolTurn:
+    """Collects the output of one turn of the model; `push` returns the part that the client sees.
+
+    Calls are held back until it is known whether the gateway carries them out. With `separated`, an
+    empty line comes before the text.
+    """
 
     def __init__(self, is_gateway_call: Callable[[str], bool], *, separated: bool) -> None:
         self._is_gateway_call = is_gateway_call
@@ -117,11 +120,11 @@ class Round:
 
     @property
     def gateway_calls(self) -> list[_Call]:
-        """Return the calls, if the gateway carries out all of them."""
+        """The calls of the turn if the gateway carries out all of them, else none."""
         return [] if self._has_client_call else list(self._calls.values())
 
     def message(self) -> dict[str, Any]:
-        """Return the assistant's turn, for the next round's prompt."""
+        """Return the turn as a message of the assistant, for the prompt of the next turn."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text or None}
         if thought := reasoning_of(self._content):
             message["reasoning_content"] = thought
@@ -145,61 +148,62 @@ def arguments_of(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-class ToolRounds:
-    """The rounds of one request with one choice."""
+class McpToolLoop:
+    """Runs one request, with one choice, turn by turn."""
 
     def __init__(
         self,
         request: ChatCompletionRequest,
         offered: Mapping[str, OfferedTool],
         servers: McpServers,
-        next_round: NextRound,
-        max_rounds: int,
+        next_turn: NextTurn,
+        max_turns: int,
         clock: Callable[[], float],
     ) -> None:
         """`offered`: the servers' tools among those of the request, by name."""
         self._request = request
         self._offered = offered
-        self._client_names = _client_tools(request, offered)
+        tools = request.tool_use.tools if request.tool_use is not None else ()
+        self._client_names = {tool.name for tool in tools} - offered.keys()
         self._servers = servers
-        self._next_round = next_round
-        self._max_rounds = max_rounds
+        self._next_turn = next_turn
+        self._max_turns = max_turns
         self._clock = clock
 
     async def stream(
         self, completion: PreparedCompletion, run: Run
     ) -> AsyncGenerator[Delta | Usage, None]:
-        """Yield the deltas of all rounds as those of one choice, then the usage of all."""
+        """Yield the deltas of all turns as those of one choice, then the usage of all."""
         messages = list(self._request.conversation.messages)
         usage = Usage(0, 0, 0)
-        num_tokens = 0  # of the rounds before
-        num_calls = 0  # of the rounds before
-        written = False  # the client has text of earlier rounds
+        num_tokens = 0  # of earlier turns
+        num_calls = 0  # of earlier turns
+        written = False  # the client has text of earlier turns
         current = completion
-        for number in range(self._max_rounds + 1):
-            current_round = Round(self._is_gateway_call, separated=written)
+        for number in range(self._max_turns + 1):
+            turn = ToolTurn(self._is_gateway_call, separated=written)
             ended = Delta(0, (), (), 0, None)
             async with aclosing(run(current)) as items:
                 async for item in items:
                     if isinstance(item, Usage):
                         usage += item
                         continue
-                    visible = tuple(current_round.push(item.content))
+                    visible = tuple(turn.push(item.content))
                     total = num_tokens + item.num_tokens
                     delta = item._replace(content=visible, num_tokens=total)
-                    if item.finish == "tool_calls" and current_round.gateway_calls:
+                    if item.finish == "tool_calls" and turn.gateway_calls:
                         ended, delta = delta, delta._replace(finish=None)
                     yield delta
             num_tokens = ended.num_tokens
-            written = written or bool(current_round.text.strip())
+            written = written or bool(turn.text.strip())
             if ended.finish is None:  # the model has ended, or the client has to carry out calls
                 yield usage
                 return
             following = None
-            if number < self._max_rounds and self._may_continue(num_tokens):
-                results = await self._call_all(current_round.gateway_calls, num_calls, completion)
-                num_calls += len(current_round.gateway_calls)
-                messages += [current_round.message(), *results]
+            if number < self._max_turns and self._may_continue(num_tokens):
+                results = await self._call_all(turn.gateway_calls, num_calls, completion)
+                num_calls += len(turn.gateway_calls)
+                messages += [turn.message(), *results]
                 following = await self._follow(completion, messages, num_tokens, number + 1)
             if following is None:
                 completion.meter.cut_short()
@@ -222,7 +226,8 @@ class ToolRounds:
     async def _call_all(
         self, calls: Sequence[_Call], num_before: int, completion: PreparedCompletion
     ) -> list[dict[str, Any]]:
-        """Return the tools' turns, in the calls' order; `num_before`: calls of earlier rounds."""
+        """Carry out calls and return the tools' messages, in the same order. `num_before` is the
+        number of calls in earlier turns. Raises ServiceError at the request's timeout."""
         max_calls = self._request.max_tool_calls
         num_allowed = len(calls) if max_calls is None else max_calls - num_before
         async with asyncio.TaskGroup() as group:
@@ -266,7 +271,7 @@ class ToolRounds:
         num_tokens: int,
         number: int,
     ) -> PreparedCompletion | None:
-        """Return the next round; None if the context has no room for it."""
+        """Return the completion of the next turn; None if the context has no room for it."""
         request = self._request
         sampling = replace(
             request.sampling, min_tokens=max(0, request.sampling.min_tokens - num_tokens)
@@ -281,16 +286,8 @@ class ToolRounds:
                 sampling=replace(sampling, max_tokens=limit),
             )
             try:
-                return await self._next_round(completion, following, number)
+                return await self._next_turn(completion, following, number)
             except ServiceError as error:
                 if error.code != CONTEXT_LENGTH_EXCEEDED:
                     raise
         return None
-
-
-def _client_tools(
-    request: ChatCompletionRequest, offered: Mapping[str, OfferedTool]
-) -> Collection[str]:
-    """Return the names of the client's own tools."""
-    tools = request.tool_use.tools if request.tool_use is not None else ()
-    return {tool.name for tool in tools} - offered.keys()

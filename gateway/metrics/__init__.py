@@ -1,12 +1,13 @@
-"""What the gateway measures: Prometheus metrics, the log of requests, usage by key."""
+"""Measurements of the gateway: Prometheus metrics, the log of requests, usage by key."""
 
-from pdserve.gateway.metrics.gateway_processes import Siblings
+from pdserve.gateway.metrics.gateway_processes import GatewayProcesses
 from pdserve.gateway.metrics.metrics import GatewayMetrics
-from pdserve.gateway.metrics.request_log import MAX_SHOWN, RequestLog
 from pdserve.gateway.metrics.request_metrics import (
+    MAX_SHOWN,
     CountUsage,
-    Meter,
-    MeteredRequest,
+    RequestLog,
+    RequestMetrics,
+    RequestSnapshot,
     RequestUsage,
     uncounted,
 )

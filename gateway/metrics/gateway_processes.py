@@ -14,15 +14,15 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 ANSWER_S = 1.0
-MAX_QUERY_BYTES = 1 << 18  # the word comes from an HTTP request's head, and JSON escapes it
+MAX_QUERY_BYTES = 1 << 18  # details come from an HTTP request's head, and JSON escapes them
 
-# Maps a tenant and a word with details to a JSON text, or to nothing.
+# Maps the id of a tenant and the details of a query to a JSON text, or to an empty one.
 Answer = Callable[[bytes, str], bytes]
 
 
-class Siblings:
-    """The siblings of gateway process `index` of `num`; without a folder there are none. Call
-    `start` after all `answer` calls, and `close` at the end."""
+class GatewayProcesses:
+    """The other processes, as process `index` of `num` queries them; without a folder there are
+    none. Call `start` after all `serve` calls, and `close` at the end."""
 
     def __init__(self, folder: Path | None = None, index: int = 0, num: int = 1) -> None:
         """Raises OSError if the folder cannot be opened."""
@@ -34,8 +34,8 @@ class Siblings:
         # Sockets are addressed through this descriptor: a socket path has at most 107 bytes.
         self._fd = -1 if folder is None else os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC)
 
-    def answer(self, kind: str, answer: Answer) -> None:
-        """Answer the siblings' queries of this kind with `answer`."""
+    def serve(self, kind: str, answer: Answer) -> None:
+        """Answer the other processes' queries of this kind with `answer`."""
         self._answers[kind] = answer
 
     async def start(self) -> None:
@@ -54,20 +54,20 @@ class Siblings:
             os.close(self._fd)
             self._fd = -1
 
-    async def ask(self, kind: str, tenant: bytes, details: str = "") -> list[bytes]:
-        """Query all siblings and return the non-empty answers received within ANSWER_S."""
+    async def query(self, kind: str, tenant: bytes, details: str = "") -> list[bytes]:
+        """Query all other processes and return the non-empty answers received within ANSWER_S."""
         others = [index for index in range(self._num) if index != self._index]
-        queries = [self._ask_one(index, [kind, tenant.hex(), details]) for index in others]
+        queries = [self._query_one(index, [kind, tenant.hex(), details]) for index in others]
         return [answer for answer in await asyncio.gather(*queries) if answer]
 
-    async def _ask_one(self, index: int, query: list[str]) -> bytes:
+    async def _query_one(self, index: int, query: list[str]) -> bytes:
         try:
             async with asyncio.timeout(ANSWER_S):
                 reader, writer = await asyncio.open_unix_connection(self._path(index))
                 try:
                     writer.write(json.dumps(query).encode() + b"\n")
                     line = await reader.read()
-                    return line.rstrip(b"\n") if line.endswith(b"\n") else b""  # the sibling died
+                    return line.rstrip(b"\n") if line.endswith(b"\n") else b""  # the process died
                 finally:
                     writer.close()
         except (OSError, TimeoutError) as error:

@@ -51,6 +51,8 @@ class Observer(Protocol):
 
 
 class TokenHistogram(Protocol):
+    """A histogram by model."""
+
     def of(self, model: str) -> Observer: ...
 
 
@@ -77,18 +79,14 @@ class MemoryHistogram(Collector):
 
 
 class FileHistogram:
-    """A histogram of several processes, which prometheus_client keeps in files."""
+    """A histogram of several processes, or of one model in it, which prometheus_client keeps in
+    files."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
 
     def of(self, model: str) -> Observer:
-        return _InFile(self._histogram.labels(model))
-
-
-class _InFile:
-    def __init__(self, histogram: Histogram) -> None:
-        self._histogram = histogram
+        return FileHistogram(self._histogram.labels(model))
 
     def observe(self, value: float, times: int) -> None:
         for _ in range(times):

@@ -1,16 +1,20 @@
-"""Measures one request, phase by phase, for metrics, usage and its log line.
+"""Measures one request, phase by phase, for metrics, usage and its log line; and keeps the open
+requests of this gateway and those that ended last.
 
 Invariant: the phases before the first token sum to the time to first token. The gateway measures
 the first two; router and decode worker report the next (protos/common.proto). "return" is the
 remainder: the communication between the processes in both directions.
 
-Invariant: `close` is called once and counts the request once, however it ends.
+Invariant: `close` is called once and counts the request once, however it ends. Only the Service
+adds requests to the log and ends them; readers get snapshots.
 """
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.metrics.metrics import GatewayMetrics, Observer
@@ -91,8 +95,8 @@ class PlacedAttempt:
 
 
 @dataclass(frozen=True, slots=True)
-class MeteredRequest:
-    """A snapshot of one request; times in seconds since it arrived.
+class RequestSnapshot:
+    """A snapshot of a request's metrics; times are in seconds since it arrived.
 
     `phase` is "preparing" (tokenizing the prompt), "placing" (no worker has it yet), "prefill",
     "decode" or "ended". `phases` is known once the request has ended.
@@ -126,15 +130,15 @@ class MeteredRequest:
 
 
 CountUsage = Callable[[Caller, str, RequestUsage], None]
-"""Notes whose request has used what of which model, at once."""
+"""Counts the tokens that a request of a caller has used of a model; returns at once."""
 
 
 def uncounted(caller: Caller, model: str, usage: RequestUsage) -> None:
     """Discard the usage: the CountUsage of a gateway without a usage log."""
 
 
-class Meter:
-    """Measures one request with `clock`, in seconds, and logs its ids."""
+class RequestMetrics:
+    """Measures one request with `clock`, in seconds, and logs it at its end."""
 
     def __init__(
         self,
@@ -183,14 +187,15 @@ class Meter:
         self._prompt_tokens = prompt_tokens
         self._itl = self._metrics.itl.of(model)
 
-    def next_round(self, prompt_tokens: int) -> None:
-        """Start another round with tool results; drops the finish reasons of the last round."""
+    def next_turn(self, prompt_tokens: int) -> None:
+        """Start the next turn of a tool loop; drops the finish reasons of the turn before."""
         self._prompt_tokens += prompt_tokens
         self._last.clear()
         self._finishes.clear()
 
     def cut_short(self) -> None:
-        """End the answer with finish reason "length" although the model called tools."""
+        """Replace the finish reasons by "length": the model called tools, and its next turn does
+        not run."""
         self._finishes[:] = ["length"]
 
     def placed(self, placed: Placed) -> None:
@@ -260,7 +265,7 @@ class Meter:
         if self.span.recorded:
             self._end_span("" if error is None else self._finish)
 
-    def state(self) -> MeteredRequest:
+    def state(self) -> RequestSnapshot:
         """Return a snapshot of the request."""
         end = self._clock() if self._ended is None else self._ended
         received = self._caller.received
@@ -271,7 +276,7 @@ class Meter:
             phase = "preparing"
         elif self._first is None:
             phase = "prefill" if self._decode else "placing"
-        return MeteredRequest(
+        return RequestSnapshot(
             request_id=self._caller.shown_id,
             tenant=self._caller.tenant.id,
             model=self._model,
@@ -371,3 +376,50 @@ def _code(error: BaseException) -> str:
         return ErrorCode.Name(error.code)
     disconnected = isinstance(error, asyncio.CancelledError | GeneratorExit)
     return "CANCELLED" if disconnected else "INTERNAL"
+
+
+MAX_ENDED = 1000  # about 1 KB each, at most 8 KB: ids, attempts and finish reasons are bounded
+MAX_SHOWN = 200  # on the page, of open requests and of ended requests each
+
+
+class RequestLog:
+    """A bounded log: AdmissionLimits bound the open requests, MAX_ENDED the ended ones. Above
+    MAX_ENDED, the oldest ended request of the tenant with the most ended requests is dropped."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, RequestMetrics] = {}  # in the order of arrival
+        self._ended: dict[bytes, deque[RequestSnapshot]] = {}  # by tenant; none is empty
+        self._num_ended = 0
+
+    def began(self, meter: RequestMetrics) -> None:
+        """Add an admitted request."""
+        self._open[id(meter)] = meter
+
+    def ended(self, meter: RequestMetrics) -> None:
+        """Move a request, whose metrics are closed, to the ended ones; ignores one not admitted."""
+        if self._open.pop(id(meter), None) is None:
+            return
+        self._ended.setdefault(meter.tenant, deque()).append(meter.state())
+        self._num_ended += 1
+        if self._num_ended > MAX_ENDED:
+            tenant, states = max(self._ended.items(), key=lambda item: len(item[1]))
+            states.popleft()
+            self._num_ended -= 1
+            if not states:
+                del self._ended[tenant]
+
+    def find(self, tenant: bytes, id_: str) -> RequestSnapshot | None:
+        """Return the tenant's latest request with this id, or None."""
+        for meter in reversed(self._open.values()):  # open requests are later than ended ones
+            if meter.tenant == tenant and id_ in meter.ids:
+                return meter.state()
+        ended = reversed(self._ended.get(tenant, ()))
+        return next((state for state in ended if id_ in state.ids), None)
+
+    def open_of(self, tenant: bytes) -> list[RequestSnapshot]:
+        """Return the open requests of one tenant, oldest first."""
+        return [meter.state() for meter in self._open.values() if meter.tenant == tenant]
+
+    def ended_of(self, tenant: bytes) -> list[RequestSnapshot]:
+        """Return the last MAX_SHOWN ended requests of one tenant, latest first."""
+        return list(islice(reversed(self._ended.get(tenant, ())), MAX_SHOWN))

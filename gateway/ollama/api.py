@@ -1,8 +1,8 @@
-"""Ollama's API on the HTTP shell: its routes, its lines of JSON and its errors."""
+"""Ollama's API on the HTTP shell: its routes, its lines of JSON, its errors, and the models that
+describe its responses. Times are in nanoseconds.
+"""
 
-from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -11,18 +11,17 @@ from starlette.responses import JSONResponse
 
 from pdserve.gateway.http import (
     LINES,
-    REQUEST_ID,
     BodyReader,
     EventStream,
+    HttpApi,
     HttpError,
     HttpLimits,
     Reply,
+    ResponseModel,
     caller_of,
-    described,
+    describe,
 )
-from pdserve.gateway.ollama.embeddings import embed
-from pdserve.gateway.ollama.models import processes, show, tags
-from pdserve.gateway.ollama.reply import OllamaReply, line, load
+from pdserve.gateway.ollama.reply import OllamaReply, embed, line, load, processes, show, tags
 from pdserve.gateway.ollama.request_models import (
     OllamaChatBody,
     OllamaEmbedBody,
@@ -32,23 +31,139 @@ from pdserve.gateway.ollama.request_models import (
     OllamaShowBody,
     parse,
 )
-from pdserve.gateway.ollama.response_models import (
-    OllamaChat,
-    OllamaError,
-    OllamaGenerated,
-    OllamaModel,
-    OllamaProcesses,
-    OllamaTags,
-    OllamaVector,
-    OllamaVectors,
-    OllamaVersion,
-)
+from pdserve.gateway.openai import ScoredChatToken
 from pdserve.gateway.service import Service
+
+
+class OllamaError(ResponseModel):
+    """The body of every error, and the last line of a stream that fails."""
+
+    error: str
+
+
+class CalledOllamaFunction(ResponseModel):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class CalledOllamaTool(ResponseModel):
+    id: str
+    function: CalledOllamaFunction
+
+
+class OllamaAnswerMessage(ResponseModel):
+    role: str
+    content: str
+    thinking: str | None = None
+    tool_calls: list[CalledOllamaTool] | None = None
+
+
+class OllamaProgress(ResponseModel):
+    """`load_duration` is the time until the prompt was ready, `prompt_eval_duration` the time from
+    then to the first token. The last line of a stream has the counts and times."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: str | None = None
+    total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+    prompt_eval_duration: int | None = None
+    eval_count: int | None = None
+    eval_duration: int | None = None
+    logprobs: list[ScoredChatToken] | None = None
+
+
+class OllamaChat(OllamaProgress):
+    """The answer of /api/chat, or a line of a streamed one."""
+
+    message: OllamaAnswerMessage
+
+
+class OllamaGenerated(OllamaProgress):
+    """The answer of /api/generate, or a line of a streamed one."""
+
+    response: str
+    thinking: str | None = None
+    tool_calls: list[CalledOllamaTool] | None = None
+
+
+class OllamaDetails(ResponseModel):
+    """Details of a model; unknown ones are empty."""
+
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaTag(ResponseModel):
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+
+
+class OllamaTags(ResponseModel):
+    """The answer of /api/tags."""
+
+    models: list[OllamaTag]
+
+
+class OllamaProcess(OllamaTag):
+    """A model that workers serve; it is never unloaded."""
+
+    expires_at: str
+    context_length: int
+
+
+class OllamaProcesses(ResponseModel):
+    """The answer of /api/ps."""
+
+    models: list[OllamaProcess]
+
+
+class OllamaModel(ResponseModel):
+    """The answer of /api/show. The template is the model's own, in jinja2."""
+
+    modified_at: str
+    template: str
+    parameters: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+
+
+class OllamaVersion(ResponseModel):
+    version: str
+
+
+class OllamaVectors(ResponseModel):
+    """The answer of /api/embed. Each vector has length 1."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+
+
+class OllamaVector(ResponseModel):
+    """The answer of /api/embeddings: the vector as the model returns it."""
+
+    embedding: list[float]
+
 
 API_VERSION = "0.12.11"  # the emulated version of Ollama; editors refuse versions before 0.6.4
 
 
-class OllamaDialect:
+class OllamaApi(HttpApi):
     """/api/chat, /api/generate, /api/embed, /api/embeddings, /api/tags, /api/ps, /api/show and
     /api/version."""
 
@@ -58,8 +173,6 @@ class OllamaDialect:
         for route in ("blobs", "copy", "create", "delete", "pull", "push", "me", "web_search",
                       "web_fetch")
     )  # fmt: skip
-    statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
-    request_id_header: str = REQUEST_ID
     error_model: type[BaseModel] = OllamaError
 
     def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:
@@ -81,7 +194,7 @@ class OllamaDialect:
 
         @app.post(
             "/api/chat",
-            **described(OllamaChatBody, answer=OllamaChat, event=OllamaChat, stream=LINES),
+            **describe(OllamaChatBody, response=OllamaChat, event=OllamaChat, stream=LINES),
         )
         async def chat(request: Request) -> Response:
             """Generate the next message of a conversation; without messages, load the model."""
@@ -89,43 +202,43 @@ class OllamaDialect:
 
         @app.post(
             "/api/generate",
-            **described(
-                OllamaGenerateBody, answer=OllamaGenerated, event=OllamaGenerated, stream=LINES
+            **describe(
+                OllamaGenerateBody, response=OllamaGenerated, event=OllamaGenerated, stream=LINES
             ),
         )
         async def generate(request: Request) -> Response:
             """Answer one message, or continue a raw text; without a prompt, load the model."""
             return self._answer(await self._read(request, OllamaGenerateBody), request)
 
-        @app.post("/api/embed", **described(OllamaEmbedBody, answer=OllamaVectors))
+        @app.post("/api/embed", **describe(OllamaEmbedBody, response=OllamaVectors))
         async def embed_route(request: Request) -> Response:
             """Compute the embeddings of texts."""
             body = await self._read(request, OllamaEmbedBody)
             return Reply(embed(service, body, caller_of(request)), self)
 
-        @app.post("/api/embeddings", **described(OllamaEmbeddingsBody, answer=OllamaVector))
+        @app.post("/api/embeddings", **describe(OllamaEmbeddingsBody, response=OllamaVector))
         async def embeddings(request: Request) -> Response:
             """Compute the embedding of one text."""
             body = await self._read(request, OllamaEmbeddingsBody)
             return Reply(embed(service, body, caller_of(request)), self)
 
-        @app.post("/api/show", **described(OllamaShowBody, answer=OllamaModel))
+        @app.post("/api/show", **describe(OllamaShowBody, response=OllamaModel))
         async def show_route(request: Request) -> Response:
             """Describe a model."""
             body = await self._read(request, OllamaShowBody)
             return Reply(show(service, body.model or body.name or ""), self)
 
-        @app.get("/api/tags", **described(answer=OllamaTags))
+        @app.get("/api/tags", **describe(response=OllamaTags))
         async def tags_route() -> Response:
             """List the served models."""
             return JSONResponse(await tags(service))
 
-        @app.get("/api/ps", **described(answer=OllamaProcesses))
+        @app.get("/api/ps", **describe(response=OllamaProcesses))
         async def ps() -> Response:
             """List the loaded models; every served model is loaded."""
             return JSONResponse(await processes(service))
 
-        @app.get("/api/version", **described(answer=OllamaVersion))
+        @app.get("/api/version", **describe(response=OllamaVersion))
         async def version() -> Response:
             """Get the version of Ollama's API; /version returns that of the server."""
             return JSONResponse({"version": API_VERSION})

@@ -1,4 +1,5 @@
-"""One answer of /api/chat or /api/generate, whole or line by line.
+"""What Ollama's API returns: generated responses, whole or line by line, embeddings, and the models
+of the fleet.
 
 Invariant: a call is returned once, when it is complete.
 """
@@ -15,11 +16,13 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.completion import HeldLogprobs
 from pdserve.gateway.http import JsonList, JsonPieces, object_json
-from pdserve.gateway.metrics import MeteredRequest
-from pdserve.gateway.ollama.models import served_name, written
-from pdserve.gateway.openai import with_top
+from pdserve.gateway.metrics import RequestSnapshot
+from pdserve.gateway.ollama.request_models import OllamaEmbedBody, OllamaEmbeddingsBody
+from pdserve.gateway.openai import EmbeddingReply, capabilities, llama_sampling, token_logprobs
+from pdserve.gateway.pooling import PreparedInputs, shaped
 from pdserve.gateway.prepared_completion import Usage
 from pdserve.gateway.service import Service
+from pdserve.protos.common_pb2 import ModelCard
 from pdserve.text import (
     ChatCompletionRequest,
     ContentPart,
@@ -31,11 +34,100 @@ from pdserve.text import (
     text_of,
 )
 
+LATEST = ":latest"  # the tag of a name without one
+NEVER = "9999-12-31T23:59:59Z"
+# Ollama's words for a model's capabilities, by those of /v1/models.
+_CAPABILITIES = {
+    "completion": "completion",
+    "tools": "tools",
+    "reasoning": "thinking",
+    "embeddings": "embedding",
+}
+
+
+async def served_name(service: Service, name: str) -> str:
+    """Return the name without the tag `latest`, unless a model or an alias has that tag."""
+    if not name.endswith(LATEST) or await service.catalog.knows(name):
+        return name
+    return name.removesuffix(LATEST)
+
+
+async def tags(service: Service) -> dict[str, Any]:
+    """Return the served models and their aliases."""
+    cards = await service.catalog.listed()
+    return {"models": [_tag(name, card) for name, card in cards.items()]}
+
+
+async def processes(service: Service) -> dict[str, Any]:
+    """Return the loaded models, which are all served models."""
+    cards = await service.catalog.listed()
+    return {
+        "models": [
+            {**_tag(name, card), "expires_at": NEVER, "context_length": card.context_len}
+            for name, card in cards.items()
+        ]
+    }
+
+
+async def show(service: Service, name: str) -> dict[str, Any]:
+    """Return the description of one model. Raises ServiceError."""
+    model = await service.catalog.get(await served_name(service, name))
+    card = model.card
+    abilities = capabilities(service, card)
+    defaults = llama_sampling(service, card)
+    info: dict[str, Any] = {
+        "general.architecture": card.architecture,
+        f"{card.architecture}.context_length": card.context_len,
+        f"{card.architecture}.vocab_size": card.vocab_size,
+    }
+    if card.hidden_size:
+        info[f"{card.architecture}.embedding_length"] = card.hidden_size
+    return {
+        "modified_at": _modified(card),
+        "template": await service.catalog.template(card),
+        "parameters": "\n".join(f"{name} {value}" for name, value in defaults.items()),
+        "details": _details(card),
+        "model_info": info,
+        "capabilities": [text for name, text in _CAPABILITIES.items() if abilities[name]],
+    }
+
+
+def _tag(name: str, card: ModelCard) -> dict[str, Any]:
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _modified(card),
+        "size": card.weights_bytes,
+        "digest": card.kv_identity.weights,
+        "details": _details(card),
+    }
+
+
+def _details(card: ModelCard) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "",
+        "family": card.architecture,
+        "families": [card.architecture],
+        "parameter_size": "",
+        "quantization_level": card.kv_identity.quantization,
+    }
+
+
+def _modified(card: ModelCard) -> str:
+    return time_text(datetime.fromtimestamp(card.created, UTC))
+
+
+def time_text(time: datetime) -> str:
+    """Return a UTC time in this API's format."""
+    return time.replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
+
+
 _REASONS = {"tool_calls": "stop"}  # finish reasons that this API names differently
 
 
 class OllamaContent:
-    """Converter of each delta to a message."""
+    """Converts each delta to a message."""
 
     def __init__(self) -> None:
         self._call: list[ContentPart] = []  # parts of the incomplete call
@@ -68,7 +160,7 @@ class OllamaContent:
 
 
 def joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message that the messages of a stream add up to."""
+    """Join the messages of a stream to one message."""
     message = {
         "content": "".join(part.get("content", "") for part in messages),
         "thinking": "".join(part.get("thinking", "") for part in messages),
@@ -86,7 +178,7 @@ def _call(call: ToolCallPart) -> dict[str, Any]:
 
 
 class OllamaReply:
-    """One answer; make it for a request, then take `whole` or `lines`."""
+    """Generates the response to a request: take either `whole` or `lines`."""
 
     def __init__(
         self,
@@ -172,15 +264,15 @@ def answer(
     model: str, message: dict[str, Any], extra: dict[str, Any], *, is_chat: bool
 ) -> dict[str, Any]:
     """Return the object of a whole answer or of a line."""
-    head = {"model": model, "created_at": written(datetime.now(UTC))}
+    head = {"model": model, "created_at": time_text(datetime.now(UTC))}
     if is_chat:
         return {**head, "message": {"role": "assistant", "content": "", **message}, **extra}
     other_fields = {name: value for name, value in message.items() if name != "content"}
     return {**head, "response": message.get("content", ""), **other_fields, **extra}
 
 
-def times(state: MeteredRequest) -> dict[str, int]:
-    """Return how long each part of a request took, in nanoseconds."""
+def times(state: RequestSnapshot) -> dict[str, int]:
+    """Return the durations of a request's parts, in nanoseconds."""
     total_s = state.elapsed_s
     first_s = total_s if state.first_token_s is None else state.first_token_s
     prepared_s = first_s if state.prepared_s is None else state.prepared_s
@@ -202,4 +294,52 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _scores(tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
-    return [with_top(token, as_ids=False) for token in tokens]
+    return [token_logprobs(token, as_ids=False) for token in tokens]
+
+
+class _Vectors(EmbeddingReply):
+    """The answer of /api/embed: vectors of length 1. A text that is too long keeps its start."""
+
+    keeps_start = True
+
+    def _item(self, number: int, values: Sequence[float], normalizes: bool) -> JsonPieces:
+        return JsonPieces((to_json(shaped(values, self._body.dimensions, True).tolist()),))
+
+    def _answer(self, prepared: PreparedInputs, vectors: JsonPieces) -> dict[str, Any]:
+        durations = times(prepared.meter.state())
+        return {
+            "model": prepared.model.card.name,
+            "embeddings": vectors,
+            "total_duration": durations["total_duration"],
+            "load_duration": durations["load_duration"],
+            "prompt_eval_count": prepared.num_tokens,
+        }
+
+
+class _Vector(EmbeddingReply):
+    """The single vector of /api/embeddings."""
+
+    keeps_start = True
+
+    def _item(self, number: int, values: Sequence[float], normalizes: bool) -> JsonPieces:
+        return JsonPieces((to_json(shaped(values, None, normalizes).tolist()),))
+
+    def _answer(self, prepared: PreparedInputs, vectors: JsonPieces) -> dict[str, Any]:
+        return {"embedding": JsonPieces(vectors[1:-1])}
+
+
+async def embed(
+    service: Service, body: OllamaEmbedBody | OllamaEmbeddingsBody, caller: Caller
+) -> JsonPieces:
+    """Return the JSON text of the answer. Raises ServiceError."""
+    name = await served_name(service, body.model or "")
+    is_batch = isinstance(body, OllamaEmbedBody)
+    embedding = body.embedding()
+    if embedding is not None:
+        embedding.model = name
+        return await (_Vectors if is_batch else _Vector)(service, embedding, caller).whole()
+    with service.limits.admit(caller.tenant.id):
+        await service.count(caller)
+        model = await service.catalog.get(name)
+    empty = {"model": model.card.name, "embeddings": []} if is_batch else {"embedding": []}
+    return object_json(empty)

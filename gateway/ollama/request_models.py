@@ -1,9 +1,12 @@
-"""Request bodies of Ollama's API: strict types here, bounds in gateway/sampling.py; and the fields
+"""Request bodies of Ollama's API, the messages that chat templates get from them, and the fields
 that are refused by name or ignored on purpose.
+
+Types are strict here; bounds are in gateway/sampling.py. Pure.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -18,16 +21,15 @@ from pydantic import (
 from pdserve.engine.api import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.http import (
     MAX_TOOLS,
-    NOTHING,
+    NEUTRAL_VALUES,
     StrictModel,
     ThinkingFields,
     fields,
     parse_body,
     thinking_budget,
 )
-from pdserve.gateway.ollama.conversation import OllamaMessage, conversation
 from pdserve.gateway.openai import MAX_INPUTS, EmbeddingBody
-from pdserve.gateway.openai.request_models import MAX_MESSAGES, ToolBody, tool_use
+from pdserve.gateway.openai.request_models import MAX_MESSAGES, MAX_TOOL_CALLS, ToolBody, tool_use
 from pdserve.gateway.sampling import PenaltyWindow, bounded, refuse, within_window
 from pdserve.services.common.errors import ServiceError
 from pdserve.text import (
@@ -39,21 +41,106 @@ from pdserve.text import (
     ToolUse,
 )
 
+
+def _no_images(value: Any) -> None:
+    if value not in (None, []):
+        raise ValueError("images are not supported by this server")
+
+
+class OllamaFunction(StrictModel):
+    """The function of a call; `arguments` is an object, or the text that the model wrote."""
+
+    name: str
+    arguments: Any = None
+
+
+class OllamaCall(StrictModel):
+    id: str | None = None
+    function: OllamaFunction
+
+
+class OllamaMessage(StrictModel):
+    """One message; text/templates checks its role when it fills the template."""
+
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: list[OllamaCall] | None = Field(None, max_length=MAX_TOOL_CALLS)
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    images: Annotated[None, BeforeValidator(_no_images)] = None
+
+
+def conversation(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    """Return the turns of a chat.
+
+    Most of Ollama's clients send calls without ids, and templates require ids: each call gets one.
+    A result belongs to the call with its id, else to the first open call with its tool's name, else
+    to the first open call.
+    """
+    turns: list[dict[str, Any]] = []
+    open_calls = _OpenCalls()
+    num_calls = 0
+    for message in messages:
+        turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            turn["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            calls = []
+            for call in message.tool_calls:
+                # Nine letters, as Mistral's templates require.
+                id_ = call.id or f"call{num_calls:05d}"
+                num_calls += 1
+                open_calls.add(id_, call.function.name)
+                function = {"name": call.function.name, "arguments": call.function.arguments}
+                calls.append({"id": id_, "type": "function", "function": function})
+            turn |= {"content": message.content or None, "tool_calls": calls}
+        if message.role == "tool":
+            id_, tool = open_calls.take(message.tool_call_id, message.tool_name)
+            fields = {"tool_call_id": id_, "name": tool}
+            turn |= {key: value for key, value in fields.items() if value}
+        turns.append(turn)
+    return turns
+
+
+class _OpenCalls:
+    """Calls without a result, in order. A conversation may have many, so each is visited once."""
+
+    def __init__(self) -> None:
+        self._tools: dict[str, str] = {}  # by the ids of open calls
+        self._ids: defaultdict[str, deque[str]] = defaultdict(deque)  # by tool, closed ones too
+
+    def add(self, id_: str, tool: str) -> None:
+        self._tools[id_] = tool
+        self._ids[tool].append(id_)
+
+    def take(self, id_: str | None, tool: str | None) -> tuple[str, str]:
+        """Return the id and the tool of the call that a result belongs to (empty if unknown), and
+        remove the call."""
+        ids = self._ids.get(tool or "", deque())
+        while not id_ and ids:
+            first = ids.popleft()
+            id_ = first if first in self._tools else None
+        id_ = id_ or next(iter(self._tools), "")
+        called_tool = self._tools.pop(id_, "")
+        return id_, tool or called_tool
+
+
 # fmt: off
 # Refused unless the value is one of these.
-UNSERVED: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    ("suffix", "template", "context", "images", "width", "height", "steps"), NOTHING
+UNSERVED_FIELDS: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("suffix", "template", "context", "images", "width", "height", "steps"), NEUTRAL_VALUES
 )
 # The same where an answer is generated, unless the field is served.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    **fields.REFUSED,
-    **UNSERVED,
-    "tool_choice": (*NOTHING, "auto"),
+REFUSED_FIELDS: dict[str, tuple[Any, ...]] = {
+    **fields.REFUSED_FIELDS,
+    **UNSERVED_FIELDS,
+    "tool_choice": (*NEUTRAL_VALUES, "auto"),
 }
 # Hints: how long a model stays loaded, and how Ollama handles a prompt that is too long.
-IGNORED: frozenset[str] = frozenset(("keep_alive", "truncate", "shift"))
-_LIMITS = ("max_tokens", *(n for n, other in fields.OTHER_NAMES.items() if other == "max_tokens"))
-INSTEAD: dict[str, str] = {
+IGNORED_FIELDS: frozenset[str] = frozenset(("keep_alive", "truncate", "shift"))
+_LIMITS = ("max_tokens", *(n for n, other in fields.FIELD_ALIASES.items() if other == "max_tokens"))
+FIELD_ALIASES: dict[str, str] = {
     **dict.fromkeys(
         (
             *_LIMITS, "temperature", "top_k", "top_p", "min_p", "seed", "random_seed", "stop",
@@ -68,7 +155,7 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(("reasoning", "reasoning_effort"), "think"),
 }
 # For fields of `options`, which are refused as the others are.
-INSTEAD_OPTIONS: dict[str, str] = {
+OPTION_ALIASES: dict[str, str] = {
     **dict.fromkeys(_LIMITS, "num_predict"),
     "repetition_penalty": "repeat_penalty",
 }
@@ -318,12 +405,12 @@ def parse(kind: type[B], body: Mapping[str, Any]) -> B:
             parse_body(
                 OllamaOptions,
                 options,
-                refused=fields.REFUSED,
+                refused=fields.REFUSED_FIELDS,
                 ignored=IGNORED_OPTIONS,
-                instead=INSTEAD_OPTIONS,
+                instead=OPTION_ALIASES,
             )
         except ServiceError as error:
             prefix = "options." if error.param else "options: "
             raise refuse(f"options.{error.param}".rstrip("."), prefix + error.message) from None
-    refused = REFUSED if generates else UNSERVED
-    return parse_body(kind, body, refused=refused, ignored=IGNORED, instead=INSTEAD)
+    refused = REFUSED_FIELDS if generates else UNSERVED_FIELDS
+    return parse_body(kind, body, refused=refused, ignored=IGNORED_FIELDS, instead=FIELD_ALIASES)

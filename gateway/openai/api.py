@@ -1,68 +1,51 @@
 """OpenAI's API on the HTTP shell: its routes, its server-sent events and its errors."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from pydantic_core import to_json
-from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http import (
-    REQUEST_ID,
     BodyReader,
-    Dialect,
     DirectWrite,
     Event,
     EventStream,
-    HttpError,
+    HttpApi,
     HttpLimits,
     JsonPieces,
     Reply,
     caller_of,
-    described,
+    describe,
     json_event,
 )
 from pdserve.gateway.openai.chat import ChatReply, chat_batch
 from pdserve.gateway.openai.completions import CompletionReply
 from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
-from pdserve.gateway.openai.errors import error_object
-from pdserve.gateway.openai.models import (
-    ANTHROPIC_VERSION,
-    model_info,
-    model_object,
-    model_page,
-)
+from pdserve.gateway.openai.objects import OpenAiErrors, data_event
 from pdserve.gateway.openai.request_models import (
     B,
     ChatBatchBody,
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    TokenizeChatBody,
     parse,
-    parse_tokenize,
 )
 from pdserve.gateway.openai.response_models import (
     ChatBatch,
     ChatCompletion,
     ChatCompletionChunk,
-    DetokenizeAnswer,
     EmbeddingList,
     ErrorObject,
-    ModelList,
-    ModelObject,
     TextCompletion,
-    TokenizeAnswer,
 )
 from pdserve.gateway.openai.responses import add_response_routes
-from pdserve.gateway.openai.server_info import add_server_routes, detokenize, tokenize
+from pdserve.gateway.openai.server_info import (
+    add_server_routes,
+)
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage import ResponseStore
@@ -75,26 +58,25 @@ SHORT = ("/chat/completions", "/completions", "/embeddings", "/models", "/respon
 STORED = ("/v1/files", "/v1/batches", "/v1/usage")
 
 
-class MoreRoutes(Protocol):
-    """Source of the routes that need a database."""
+class DatabaseRoutes(Protocol):
+    """Adds the routes that need a database."""
 
     def add_routes(
         self,
         app: FastAPI,
-        dialect: Dialect,
+        api: HttpApi,
         limits: HttpLimits,
         bodies: BodyReader,
         count: Callable[[Caller], Awaitable[None]],
     ) -> None: ...
 
 
-class OpenAiDialect:
+class OpenAiApi(OpenAiErrors, HttpApi):
     """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings and /v1/models, also
     without /v1; the further routes of vLLM and llama.cpp; and with a database /v1/files,
     /v1/batches and /v1/usage."""
 
     paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize", *SHORT)
-    statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
     not_offered: tuple[str, ...] = (
         "POST /v1/responses/compact",
         "DELETE /v1/models/",
@@ -109,7 +91,6 @@ class OpenAiDialect:
         ),
     )  # fmt: skip
 
-    request_id_header: str = REQUEST_ID
     error_model: type[BaseModel] = ErrorObject
 
     def __init__(
@@ -118,7 +99,7 @@ class OpenAiDialect:
         limits: HttpLimits,
         bodies: BodyReader,
         responses: ResponseStore | None = None,
-        stored: MoreRoutes | None = None,
+        stored: DatabaseRoutes | None = None,
     ) -> None:
         """`responses` None: none are kept; `stored` None: there are no files and batches."""
         self._responses = responses
@@ -127,25 +108,19 @@ class OpenAiDialect:
         self._bodies = bodies
         self._stored = stored
 
-    def error_object(self, error: HttpError) -> dict[str, Any]:
-        return error_object(error)
-
-    def error_event(self, error: HttpError) -> bytes:
-        return _event(error_object(error))
-
     def add_routes(self, app: FastAPI) -> None:
         service = self._service
 
         @app.post(
             "/v1/chat/completions",
-            **described(ChatBody, answer=ChatCompletion, event=ChatCompletionChunk, end=END),
+            **describe(ChatBody, response=ChatCompletion, event=ChatCompletionChunk, end=END),
         )
         async def chat(request: Request) -> Response:
             """Generate the next message of a conversation."""
             body = await self._read(request, ChatBody)
             return self._answer(ChatReply(service, body, caller_of(request)), body.stream)
 
-        @app.post("/v1/chat/completions/batch", **described(ChatBatchBody, answer=ChatBatch))
+        @app.post("/v1/chat/completions/batch", **describe(ChatBatchBody, response=ChatBatch))
         async def chat_batch_route(request: Request) -> Response:
             """Generate the next message of each of several conversations."""
             body = await self._read(request, ChatBatchBody)
@@ -155,50 +130,19 @@ class OpenAiDialect:
 
         @app.post(
             "/v1/completions",
-            **described(CompletionBody, answer=TextCompletion, event=TextCompletion, end=END),
+            **describe(CompletionBody, response=TextCompletion, event=TextCompletion, end=END),
         )
         async def completions(request: Request) -> Response:
             """Generate continuations of texts or token ids."""
             body = await self._read(request, CompletionBody)
             return self._answer(CompletionReply(service, body, caller_of(request)), body.stream)
 
-        @app.post("/v1/embeddings", **described(EmbeddingBody, answer=EmbeddingList))
+        @app.post("/v1/embeddings", **describe(EmbeddingBody, response=EmbeddingList))
         async def embeddings(request: Request) -> Response:
             """Compute the embeddings of texts or token ids."""
             body = await self._read(request, EmbeddingBody)
             reply = EmbeddingReply(service, body, caller_of(request))
             return Reply(reply.whole(), self)
-
-        @app.post("/tokenize", **described(TokenizeBody, TokenizeChatBody, answer=TokenizeAnswer))
-        async def tokenize_route(request: Request) -> Response:
-            """Convert a text, or messages with the chat template applied, to token ids."""
-            body = await self._bodies.read(request, parse_tokenize)
-            return Reply(tokenize(service, body, caller_of(request)), self)
-
-        @app.post("/detokenize", **described(DetokenizeBody, answer=DetokenizeAnswer))
-        async def detokenize_route(request: Request) -> Response:
-            """Convert token ids to text."""
-            body = await self._read(request, DetokenizeBody)
-            return Reply(detokenize(service, body, caller_of(request)), self)
-
-        @app.get("/v1/models", **described(answer=ModelList))
-        async def models(request: Request) -> Response:
-            """List the served models and their aliases; in the format of Anthropic's API if the
-            request has the header `anthropic-version`."""
-            cards = await service.catalog.listed()
-            if ANTHROPIC_VERSION in request.headers:
-                return JSONResponse(model_page(cards))
-            data = [model_object(service, name, card) for name, card in cards.items()]
-            return JSONResponse({"object": "list", "data": data})
-
-        @app.get("/v1/models/{name:path}", **described(answer=ModelObject))
-        async def model(request: Request, name: str) -> Response:
-            """Get one served model by its name or an alias."""
-            card = await service.catalog.card(name)
-            name = name or card.name
-            if ANTHROPIC_VERSION in request.headers:
-                return JSONResponse(model_info(name, card))
-            return JSONResponse(model_object(service, name, card))
 
         add_server_routes(app, self, service, self._bodies)
         _add_short_paths(app)
@@ -242,14 +186,11 @@ def _add_refusals(app: FastAPI) -> None:
             )
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    """Return a server-sent event of an object."""
-    return b"data: %b\n\n" % to_json(value)
-
-
 async def _events(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[Event, None]:
     """Yield each chunk as an event, then [DONE]."""
     async with aclosing(chunks) as items:
         async for chunk in items:
-            yield json_event(b"data: ", chunk) if isinstance(chunk, JsonPieces) else _event(chunk)
+            yield (
+                json_event(b"data: ", chunk) if isinstance(chunk, JsonPieces) else data_event(chunk)
+            )
     yield DONE

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import Delta, ScoredToken, only_text
+from pdserve.gateway.choice import Delta, only_text
 from pdserve.gateway.http import DirectWrite, JsonPieces, array_json, object_json
-from pdserve.gateway.openai import parts
-from pdserve.gateway.openai.custom_input import CustomInput
-from pdserve.gateway.openai.parts import StreamUsage, TextChunk, usage_object
+from pdserve.gateway.openai import objects
+from pdserve.gateway.openai.objects import StreamUsage, TextChunk, usage_object
 from pdserve.gateway.openai.request_models import ChatBatchBody, ChatBody
+from pdserve.gateway.openai.request_models.tools import CustomInput
 from pdserve.gateway.prepared_completion import Usage
 from pdserve.gateway.sampling import check_logprobs
 from pdserve.gateway.service import Service
@@ -34,7 +34,8 @@ AT_ONCE = 16
 
 
 class ChatReply:
-    """One chat completion; make it after the body is checked, then take `whole` or `chunks`."""
+    """Generates the chat completion that a checked body requests: take either `whole` or
+    `chunks`."""
 
     def __init__(self, service: Service, body: ChatBody, caller: Caller) -> None:
         """Raises ServiceError for fields that contradict each other."""
@@ -68,9 +69,9 @@ class ChatReply:
         """Return the fields of the whole answer, its choices and its usage. Raises ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
             if (num_top := self._body.prompt_logprobs) is not None:
-                parts.check_prompt_logprobs(completion.prompts, 1, num_top, "prompt_logprobs")
+                objects.check_prompt_logprobs(completion.prompts, 1, num_top, "prompt_logprobs")
             answers, usage = await self._service.completions.collect(
-                completion, partial(parts.ChatLogprobsText, self._as_ids)
+                completion, partial(objects.ChatLogprobsText, self._as_ids)
             )
             choices: list[dict[str, Any]] = [
                 {
@@ -88,7 +89,7 @@ class ChatReply:
                 for choice, answer in zip(choices, answers, strict=True):
                     choice["token_ids"] = answer.ids
             if num_top is not None:
-                head["prompt_logprobs"] = await parts.prompt_json(
+                head["prompt_logprobs"] = await objects.prompt_json(
                     completion.model.text.vocabulary,
                     completion.prompts[0].ids,
                     answers[0].prompt_scores,
@@ -184,7 +185,8 @@ class ChatReply:
                 return []  # reasoning that is left out
             deltas.append({"content": ""})
         choices = [_choice(delta.choice, content_delta) for content_delta in deltas]
-        choices[0]["logprobs"] = self._logprobs(delta.tokens)
+        if self._body.logprobs:
+            choices[0]["logprobs"] = objects.chat_logprobs(delta.tokens, self._as_ids)
         if self._body.return_token_ids:
             choices[0]["token_ids"] = list(delta.ids)
         return choices
@@ -204,7 +206,8 @@ class ChatReply:
         return deltas
 
     def _call_piece(self, choice: int, part: ToolCallPart) -> dict[str, Any] | None:
-        """Return a piece of a call; None if it has nothing of the input of a custom tool."""
+        """Return a piece of a call as clients see it; None for a piece of a custom tool's call
+        that has no part of the input."""
         if part.id and part.name in self._custom:
             new_input = self._inputs[choice, part.index] = CustomInput()
             return _custom_call(part, new_input.push(part.arguments))
@@ -215,7 +218,8 @@ class ChatReply:
         return {"custom": {"input": piece}} if piece else None
 
     def _late_inputs(self, choice: int) -> Iterator[dict[str, Any]]:
-        """Yield the inputs of a choice that are known only at its end."""
+        """Yield the inputs of a choice's custom tools that are known only at the end of the
+        choice."""
         for (owner, index), custom_input in self._inputs.items():
             if owner == choice and (rest := custom_input.finish()):
                 yield {"tool_calls": [{"index": index, "custom": {"input": rest}}]}
@@ -225,11 +229,6 @@ class ChatReply:
             return _call(call)
         custom_input = CustomInput()
         return _custom_call(call, custom_input.push(call.arguments) + custom_input.finish())
-
-    def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
-        if not self._body.logprobs:
-            return None
-        return parts.of_chat(tokens, self._as_ids)
 
 
 def _choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http import AT_ONCE, DirectWrite, JsonPieces, array_json, object_json
-from pdserve.gateway.openai import parts
-from pdserve.gateway.openai.parts import StreamUsage, TextChunk, usage_object
+from pdserve.gateway.openai import objects
+from pdserve.gateway.openai.objects import StreamUsage, TextChunk, usage_object
 from pdserve.gateway.openai.request_models import CompletionBody
 from pdserve.gateway.prepared_completion import PreparedCompletion, Usage
 from pdserve.gateway.service import Service
@@ -17,7 +17,8 @@ from pdserve.text import ContentPart, TextCompletionRequest, TextPart, text_of
 
 
 class CompletionReply:
-    """One plain completion; make it after the body is checked, then take `whole` or `chunks`."""
+    """Generates the plain completion that a checked body requests: take either `whole` or
+    `chunks`."""
 
     def __init__(self, service: Service, body: CompletionBody, caller: Caller) -> None:
         """Raises ServiceError for fields that contradict each other."""
@@ -46,7 +47,7 @@ class CompletionReply:
         async with self._service.prepare(self._request, self._caller) as completion:
             self._check(completion)
             answers, usage = await self._service.completions.collect(
-                completion, partial(parts.CompletionLogprobsText, self._as_ids)
+                completion, partial(objects.CompletionLogprobsText, self._as_ids)
             )
             prompt_logprobs: dict[int, JsonPieces] = {}  # log-probabilities, by prompt
             choices = []
@@ -62,7 +63,7 @@ class CompletionReply:
                     choice |= {"prompt_token_ids": list(prompt.ids), "token_ids": answer.ids}
                 if (num_top := self._body.prompt_logprobs) is not None:
                     if number not in prompt_logprobs:
-                        prompt_logprobs[number] = await parts.prompt_json(
+                        prompt_logprobs[number] = await objects.prompt_json(
                             completion.model.text.vocabulary,
                             prompt.ids,
                             answer.prompt_scores,
@@ -102,11 +103,13 @@ class CompletionReply:
                             choice["stop_reason"] = item.stop_reason
                         is_long = len(item.tokens) > AT_ONCE and scored
                         if is_long:
-                            logprobs_text = parts.CompletionLogprobsText(self._as_ids)
+                            logprobs_text = objects.CompletionLogprobsText(self._as_ids)
                             await logprobs_text.add(item.tokens)
                             choice["logprobs"] = logprobs_text.pieces()
                         elif scored:
-                            choice["logprobs"] = parts.of_completion(item.tokens, self._as_ids)
+                            choice["logprobs"] = objects.completion_logprobs(
+                                item.tokens, self._as_ids
+                            )
                         if self._body.return_token_ids:
                             choice["token_ids"] = list(item.ids)
                             if item.choice not in started_choices:
@@ -152,4 +155,4 @@ class CompletionReply:
             ("logprobs", self._body.logprobs if self._body.echo else None),
         ):
             if num_top is not None:
-                parts.check_prompt_logprobs(completion.prompts, n, num_top, param)
+                objects.check_prompt_logprobs(completion.prompts, n, num_top, param)

@@ -11,7 +11,13 @@ from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.http import OF_ALL, JsonPieces, ModelName, array_json, object_json
+from pdserve.gateway.http import (
+    NON_GENERATION_FIELDS,
+    JsonPieces,
+    ModelName,
+    array_json,
+    object_json,
+)
 from pdserve.gateway.model_texts import check_ids, check_room, kept_ids
 from pdserve.gateway.openai.request_models import OwnedBody, base, texts_or_ids
 from pdserve.gateway.pooling import PreparedInputs, base64_of, shaped
@@ -23,16 +29,16 @@ MAX_ANSWER_BYTES = 128 << 20  # of the vectors of a call
 _NUMBER_BYTES = {False: 22, True: 16 / 3}  # of the text of one number, by whether it is base64
 
 
-def _inputs(value: Any) -> Any:
-    return texts_or_ids(value, MAX_INPUTS, "inputs")
-
-
 class EmbeddingBody(OwnedBody):
     """Body of /v1/embeddings."""
 
-    checked = OF_ALL
+    checked = NON_GENERATION_FIELDS
     model: ModelName = ""
-    input: Annotated[Any, AfterValidator(_inputs), WithJsonSchema(base.texts_or_ids(MAX_INPUTS))]
+    input: Annotated[
+        Any,
+        AfterValidator(lambda value: texts_or_ids(value, MAX_INPUTS, "inputs")),
+        WithJsonSchema(base.texts_or_ids(MAX_INPUTS)),
+    ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
     add_special_tokens: bool | None = None
@@ -50,7 +56,7 @@ class EmbeddingBody(OwnedBody):
 
 
 class EmbeddingReply:
-    """One call; make it after the body is checked, then take `whole`."""
+    """Computes the embeddings that a checked body requests; `whole` returns the response."""
 
     keeps_start = False  # keep the start of a text that is too long, instead of its end
 

@@ -1,9 +1,14 @@
-"""Routes with which clients of llama.cpp and vLLM query a server: /tokenize, /detokenize, /props,
+"""What a client can learn of the server: /v1/models in OpenAI's format and in Anthropic's, and the
+routes with which clients of llama.cpp and vLLM query a server: /tokenize, /detokenize, /props,
 /slots, /load, /tokenizer_info and /apply-template.
 
 A client sees the models, the number of open requests, and details of only its own requests.
 """
 
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -14,29 +19,108 @@ from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
-from pdserve.gateway.http import BodyReader, ErrorShape, Reply, caller_of, described
+from pdserve.gateway.http import BodyReader, ErrorFormat, Reply, caller_of, describe
 from pdserve.gateway.metrics import MAX_SHOWN
-from pdserve.gateway.openai.models import llama_sampling
+from pdserve.gateway.openai.objects import list_page
 from pdserve.gateway.openai.request_models import (
     DetokenizeBody,
     TemplateBody,
     TokenizeBody,
     TokenizeChatBody,
     parse,
+    parse_tokenize,
 )
 from pdserve.gateway.openai.response_models import (
     AppliedTemplate,
+    DetokenizeAnswer,
+    ModelList,
+    ModelObject,
     ServerLoad,
     ServerProps,
     Slots,
+    TokenizeAnswer,
     TokenizerInfo,
 )
 from pdserve.gateway.service import Service
-from pdserve.protos.common_pb2 import UNAVAILABLE
+from pdserve.protos.common_pb2 import UNAVAILABLE, ModelCard
 from pdserve.services.common.errors import ServiceError
 
+ANTHROPIC_VERSION = "anthropic-version"  # the header of requests to Anthropic's API
 
-async def tokenize(
+
+def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
+    """Return what the model can do; null: not known before its tokenizer is loaded."""
+    generates = not (card.pooling or card.score_token_ids)
+    chat = generates and bool(card.template_digest)
+    text = service.catalog.loaded(card)
+    return {
+        "completion": generates,
+        "chat": chat,
+        "tools": chat and service.parsers.reads_calls,
+        "reasoning": chat and (service.may_reason(text) if text else None),
+        "structured_output": generates,
+        "embeddings": bool(card.pooling),
+        "score": not generates,
+    }
+
+
+def default_sampling(service: Service, card: ModelCard) -> dict[str, float] | None:
+    """Return the model's recommended sampling; None before its files are read."""
+    text = service.catalog.loaded(card)
+    if text is None:
+        return None
+    return {name: value for name, value in asdict(text.defaults).items() if value is not None}
+
+
+def llama_sampling(service: Service, card: ModelCard) -> dict[str, float]:
+    """Return the recommended sampling in llama.cpp's words; empty before its files are read."""
+    names = {"repetition_penalty": "repeat_penalty"}
+    defaults = default_sampling(service, card) or {}
+    return {names.get(name, name): value for name, value in defaults.items()}
+
+
+def _model_object(service: Service, name: str, card: ModelCard) -> dict[str, Any]:
+    """Return a model under its own name or an alias."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "pdserve",
+        "root": card.name,
+        "max_model_len": card.context_len,
+        "capabilities": capabilities(service, card),
+        "default_sampling_params": default_sampling(service, card),
+        "architecture": card.architecture,
+        "quantization": card.kv_identity.quantization,
+        "weights_bytes": card.weights_bytes,
+        "weights_digest": card.kv_identity.weights,
+        "kv_identity": card.kv_identity.digest.hex(),
+        "numerics_id": card.kv_identity.numerics,
+    }
+
+
+def _model_info(name: str, card: ModelCard) -> dict[str, Any]:
+    """Return a model in the format of Anthropic's API."""
+    created = datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z")
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created,
+        "lifecycle": "active",
+        "max_input_tokens": card.context_len,
+        "max_tokens": card.context_len,
+    }
+
+
+def _model_page(cards: Mapping[str, ModelCard]) -> dict[str, Any]:
+    """Return all models and aliases on one page of Anthropic's API."""
+    page = list_page([_model_info(name, card) for name, card in cards.items()], has_more=False)
+    del page["object"]
+    return page
+
+
+async def _tokenize(
     service: Service, body: TokenizeBody | TokenizeChatBody, caller: Caller
 ) -> dict[str, Any]:
     """Return the ids of a prompt, or of messages after the template. Raises ServiceError."""
@@ -61,7 +145,7 @@ async def tokenize(
         }
 
 
-async def detokenize(service: Service, body: DetokenizeBody, caller: Caller) -> dict[str, Any]:
+async def _detokenize(service: Service, body: DetokenizeBody, caller: Caller) -> dict[str, Any]:
     """Return the text of ids. Raises ServiceError."""
     owner = caller.tenant.id
     with service.limits.admit(owner):
@@ -85,45 +169,76 @@ class SlotsQuery(BaseModel):
 
 
 def add_server_routes(
-    app: FastAPI, errors: ErrorShape, service: Service, bodies: BodyReader
+    app: FastAPI, errors: ErrorFormat, service: Service, bodies: BodyReader
 ) -> None:
-    """Mount the routes. /slots and /load include the other processes of the same port."""
-    service.siblings.answer("slots", lambda tenant, _: to_json(_slots(service, tenant)))
-    service.siblings.answer("load", lambda tenant, _: to_json(_num_open(service)))
+    """Add the routes. /slots and /load include the other processes of the same port."""
+    service.processes.serve("slots", lambda tenant, _: to_json(_slots(service, tenant)))
+    service.processes.serve("load", lambda tenant, _: to_json(_num_open(service)))
 
-    @app.get("/props", **described(answer=ServerProps, query=ModelQuery))
+    @app.post("/tokenize", **describe(TokenizeBody, TokenizeChatBody, response=TokenizeAnswer))
+    async def tokenize_route(request: Request) -> Response:
+        """Convert a text, or messages with the chat template applied, to token ids."""
+        body = await bodies.read(request, parse_tokenize)
+        return Reply(_tokenize(service, body, caller_of(request)), errors)
+
+    @app.post("/detokenize", **describe(DetokenizeBody, response=DetokenizeAnswer))
+    async def detokenize_route(request: Request) -> Response:
+        """Convert token ids to text."""
+        body = await bodies.read(request, partial(parse, DetokenizeBody))
+        return Reply(_detokenize(service, body, caller_of(request)), errors)
+
+    @app.get("/v1/models", **describe(response=ModelList))
+    async def models(request: Request) -> Response:
+        """List the served models and their aliases; in the format of Anthropic's API if the
+        request has the header `anthropic-version`."""
+        cards = await service.catalog.listed()
+        if ANTHROPIC_VERSION in request.headers:
+            return JSONResponse(_model_page(cards))
+        data = [_model_object(service, name, card) for name, card in cards.items()]
+        return JSONResponse({"object": "list", "data": data})
+
+    @app.get("/v1/models/{name:path}", **describe(response=ModelObject))
+    async def model(request: Request, name: str) -> Response:
+        """Get one served model by its name or an alias."""
+        card = await service.catalog.card(name)
+        name = name or card.name
+        if ANTHROPIC_VERSION in request.headers:
+            return JSONResponse(_model_info(name, card))
+        return JSONResponse(_model_object(service, name, card))
+
+    @app.get("/props", **describe(response=ServerProps, query=ModelQuery))
     async def props(request: Request) -> Response:
         """Get the properties of the server and its model, in llama.cpp's format."""
         return JSONResponse(await _props(service, request.query_params.get("model", "")))
 
-    @app.get("/slots", **described(answer=Slots, query=SlotsQuery))
+    @app.get("/slots", **describe(response=Slots, query=SlotsQuery))
     async def slots(request: Request) -> Response:
         """List the open requests of this key."""
         tenant = caller_of(request).tenant.id
         if request.query_params.get("fail_on_no_slot") == "1":
             _check_room(service, tenant)
-        others = await service.siblings.ask("slots", tenant)
+        others = await service.processes.query("slots", tenant)
         requests = [state for states in map(from_json, others) for state in states]
         requests = sorted([*_slots(service, tenant), *requests], key=lambda state: -state["age_s"])
         contexts = {card.name: card.context_len for card in await service.catalog.cards()}
         slot_list = [_slot(n, state, contexts) for n, state in enumerate(requests[:MAX_SHOWN])]
         return JSONResponse(slot_list)
 
-    @app.get("/load", **described(answer=ServerLoad))
+    @app.get("/load", **describe(response=ServerLoad))
     async def load(request: Request) -> Response:
         """Count the open requests."""
-        others = await service.siblings.ask("load", caller_of(request).tenant.id)
+        others = await service.processes.query("load", caller_of(request).tenant.id)
         return JSONResponse({"server_load": _num_open(service) + sum(map(from_json, others))})
 
-    @app.get("/tokenizer_info", **described(answer=TokenizerInfo, query=ModelQuery))
+    @app.get("/tokenizer_info", **describe(response=TokenizerInfo, query=ModelQuery))
     async def tokenizer_info(request: Request) -> Response:
         """Describe a model's tokenizer."""
         return JSONResponse(await _tokenizer_info(service, request.query_params.get("model", "")))
 
-    @app.post("/apply-template", **described(TemplateBody, answer=AppliedTemplate))
+    @app.post("/apply-template", **describe(TemplateBody, response=AppliedTemplate))
     async def apply_template(request: Request) -> Response:
         """Render the prompt of a chat without running the model."""
-        body = await bodies.read(request, lambda fields: parse(TemplateBody, fields))
+        body = await bodies.read(request, partial(parse, TemplateBody))
         return Reply(_applied(service, body, caller_of(request)), errors)
 
 

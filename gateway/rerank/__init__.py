@@ -1,3 +1,3 @@
 """Rerank and score routes, with Cohere's and vLLM's fields."""
 
-from pdserve.gateway.rerank.api import RerankDialect
+from pdserve.gateway.rerank.api import RerankApi

@@ -1,39 +1,153 @@
-"""/rerank and /score on the HTTP shell, also below /v1 and with Cohere's answer below /v2; errors
-are OpenAI's, as in vLLM.
+"""/rerank (Cohere's and Jina's fields) and /score (vLLM's) on the HTTP shell: bodies, responses and
+routes, also below /v1 and with Cohere's response below /v2; errors are OpenAI's, as in vLLM.
 """
 
 import time
-from collections.abc import Awaitable, Mapping
 from functools import partial
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel
-from pydantic_core import to_json
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http import (
-    REQUEST_ID,
-    AnswerModel,
+    NON_GENERATION_FIELDS,
     BodyReader,
-    HttpError,
+    HttpApi,
+    ModelName,
     Reply,
+    ResponseModel,
     caller_of,
-    described,
+    describe,
 )
-from pdserve.gateway.openai import ErrorObject, PromptUsage, error_object
-from pdserve.gateway.openai.request_models import parse
-from pdserve.gateway.rerank.request_models import RerankBody, ScoreBody
-from pdserve.gateway.rerank.scores import Scored, score
+from pdserve.gateway.openai import ErrorObject, OpenAiErrors, PromptUsage
+from pdserve.gateway.openai.request_models import OwnedBody, parse
+from pdserve.gateway.rerank.scores import Scored, ScoreRequest, score
+from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 
+MAX_TEXTS = 2048
+# vLLM's names for the texts of /score, first and second.
+PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
-class RankedDocument(AnswerModel):
+
+def _as_list(value: Any) -> Any:
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and len(texts) > MAX_TEXTS:
+        raise ValueError(f"at most {MAX_TEXTS} texts, not {len(texts)}")
+    return texts
+
+
+def _documents(value: Any) -> Any:
+    """Return the texts, taking the `text` of objects that have one."""
+    texts = _as_list(value)
+    if not isinstance(texts, list):
+        return texts
+    return [item["text"] if isinstance(item, dict) and "text" in item else item for item in texts]
+
+
+_TEXT = {"type": "string"}
+_TEXT_OBJECT = {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}
+
+
+def _described(*kinds: dict[str, Any], single: bool = False) -> WithJsonSchema:
+    """Return the JSON schema of a list of these kinds, or with `single` also of a text."""
+    item = kinds[0] if len(kinds) == 1 else {"anyOf": list(kinds)}
+    array = {"type": "array", "items": item, "minItems": 1, "maxItems": MAX_TEXTS}
+    return WithJsonSchema({"anyOf": [_TEXT, array]} if single else array)
+
+
+Texts = Annotated[
+    list[str], Field(min_length=1), BeforeValidator(_as_list), _described(_TEXT, single=True)
+]
+
+
+class ScoringBody(OwnedBody):
+    """The fields that rerank and score bodies share."""
+
+    checked = NON_GENERATION_FIELDS
+    model: ModelName = ""
+    instruction: str | None = Field(None, min_length=1)  # to a reranker
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    use_activation: Literal[True] | None = None  # not served otherwise
+    activation: Literal[True] | None = None  # its earlier names
+    softmax: Literal[True] | None = None
+
+    def _request(
+        self,
+        api: str,
+        operation: str,
+        queries: list[str],
+        documents: list[str],
+        names: tuple[str, str],
+    ) -> ScoreRequest:
+        return ScoreRequest(
+            api,
+            operation,
+            self.model,
+            queries,
+            documents,
+            names,
+            self.instruction,
+            self.truncate_prompt_tokens,
+            (self.cache_salt or "").encode(),
+            self.priority or 0,
+        )
+
+
+class RerankBody(ScoringBody):
+    """Body of /rerank and /v1/rerank."""
+
+    query: str
+    documents: Annotated[
+        list[str],
+        Field(min_length=1),
+        BeforeValidator(_documents),
+        _described(_TEXT, _TEXT_OBJECT, single=True),
+    ]
+    top_n: int | None = Field(None, ge=0)  # 0: all, as vLLM
+    return_documents: bool | None = None
+    max_tokens_per_doc: None = None  # not served; truncate_prompt_tokens is
+    max_chunks_per_doc: None = None  # not served
+    rank_fields: None = None  # not served
+
+    def request(self) -> ScoreRequest:
+        names = ("query", "documents")
+        return self._request("Rerank (Score)", "rerank", [self.query], self.documents, names)
+
+
+class ScoreBody(ScoringBody):
+    """Body of /score and /v1/score."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+
+    def request(self) -> ScoreRequest:
+        """Return the request. Raises ServiceError for fields that contradict each other."""
+        present = {name for pair in PAIRS for name in pair if getattr(self, name) is not None}
+        names = next((pair for pair in PAIRS if set(pair) == present), None)
+        if names is None:
+            pairs = ", or ".join(" and ".join(pair) for pair in PAIRS)
+            missing = next((name for name in PAIRS[0] if name not in present), PAIRS[0][0])
+            raise refuse(missing, f"set {pairs}")
+        first, second = (getattr(self, name) for name in names)
+        if len(first) not in (1, len(second)):
+            text = f"{names[0]} must have one text, or as many as {names[1]}: {len(second)}"
+            raise refuse(names[0], f"{text}, not {len(first)}")
+        return self._request("Score", "score", first, second, names)
+
+
+class RankedDocument(ResponseModel):
     text: str
 
 
-class RerankResult(AnswerModel):
+class RerankResult(ResponseModel):
     """`index` is that of the request's document."""
 
     index: int
@@ -41,8 +155,8 @@ class RerankResult(AnswerModel):
     document: RankedDocument | None = None
 
 
-class RerankAnswer(AnswerModel):
-    """The best documents first."""
+class RerankAnswer(ResponseModel):
+    """The response of /rerank: the best documents first."""
 
     id: str
     model: str
@@ -50,16 +164,16 @@ class RerankAnswer(AnswerModel):
     results: list[RerankResult]
 
 
-class CohereVersion(AnswerModel):
+class CohereVersion(ResponseModel):
     version: Literal["2"]
 
 
-class CohereTokens(AnswerModel):
+class CohereTokens(ResponseModel):
     input_tokens: int
     output_tokens: int
 
 
-class CohereMeta(AnswerModel):
+class CohereMeta(ResponseModel):
     api_version: CohereVersion
     tokens: CohereTokens
 
@@ -70,13 +184,13 @@ class CohereRerankAnswer(RerankAnswer):
     meta: CohereMeta
 
 
-class ScoreObject(AnswerModel):
+class ScoreObject(ResponseModel):
     index: int
     object: Literal["score"]
     score: float
 
 
-class ScoreList(AnswerModel):
+class ScoreList(ResponseModel):
     id: str
     object: Literal["list"]
     created: int
@@ -85,55 +199,44 @@ class ScoreList(AnswerModel):
     usage: PromptUsage
 
 
-class RerankDialect:
+class RerankApi(OpenAiErrors, HttpApi):
     """API that scores documents for a query, sorted or in order."""
 
     paths: tuple[str, ...] = ("/v1/rerank", "/v2/rerank", "/v1/score", "/rerank", "/score")
-    not_offered: tuple[str, ...] = ()
-    statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
-    request_id_header: str = REQUEST_ID
     error_model: type[BaseModel] = ErrorObject
 
     def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._service = service
         self._bodies = bodies
 
-    def error_object(self, error: HttpError) -> dict[str, Any]:
-        return error_object(error)
-
-    def error_event(self, error: HttpError) -> bytes:
-        return b"data: " + to_json(error_object(error)) + b"\n\n"
-
     def add_routes(self, app: FastAPI) -> None:
-        rerank_fields = described(RerankBody, answer=RerankAnswer)
-        score_fields = described(ScoreBody, answer=ScoreList)
+        rerank_fields = describe(RerankBody, response=RerankAnswer)
+        score_fields = describe(ScoreBody, response=ScoreList)
 
         @app.post("/v1/rerank", **rerank_fields)
         @app.post("/rerank", **rerank_fields)
         async def rerank_route(request: Request) -> Response:
             """Sort documents by how well they answer a query."""
             body = await self._bodies.read(request, partial(parse, RerankBody))
-            return self._reply(rerank(self._service, body, caller_of(request)))
+            return Reply(rerank(self._service, body, caller_of(request)), self)
 
-        @app.post("/v2/rerank", **described(RerankBody, answer=CohereRerankAnswer))
+        @app.post("/v2/rerank", **describe(RerankBody, response=CohereRerankAnswer))
         async def rerank_v2(request: Request) -> Response:
             """Sort documents by how well they answer a query, in the format of Cohere's API v2."""
             body = await self._bodies.read(request, partial(parse, RerankBody))
-            return self._reply(cohere_rerank(self._service, body, caller_of(request)))
+            return Reply(cohere_rerank(self._service, body, caller_of(request)), self)
 
         @app.post("/v1/score", **score_fields)
         @app.post("/score", **score_fields)
         async def score_route(request: Request) -> Response:
             """Score how well each text answers or resembles another."""
             body = await self._bodies.read(request, partial(parse, ScoreBody))
-            return self._reply(scores(self._service, body, caller_of(request)))
-
-    def _reply(self, work: Awaitable[dict[str, Any]]) -> Reply:
-        return Reply(work, self)
+            return Reply(scores(self._service, body, caller_of(request)), self)
 
 
 async def cohere_rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str, Any]:
-    """Rerank as Cohere: documents only if the client wants them. Raises ServiceError."""
+    """Rerank with Cohere's response, which has the documents only on request. Raises
+    ServiceError."""
     with_documents = body.return_documents is True
     answer = await rerank(service, body, caller, with_documents=with_documents)
     tokens = {"input_tokens": answer["usage"]["prompt_tokens"], "output_tokens": 0}

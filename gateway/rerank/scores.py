@@ -1,4 +1,4 @@
-"""Scores of documents for a query: a reranker's judgement, or the similarity of two embeddings.
+"""Scores documents for a query: by a reranker's judgement, or by the similarity of two embeddings.
 
 The prompt is that of Qwen3-Reranker's model card. As there, its frame is tokenized separately, so
 that a client's text never becomes a special token. So is the document, after a line break, where
@@ -178,7 +178,7 @@ async def _similarities(
 
 
 def _query_of(queries: Sequence[T], number: int) -> T:
-    """Return the query of a document."""
+    """Return the query of a document, by its index."""
     return queries[number if len(queries) > 1 else 0]
 
 

@@ -40,7 +40,7 @@ RequestT = TypeVar("RequestT")
 
 
 class LiveRouter(NamedTuple):
-    """A router that accepts calls."""
+    """The address of a router with an open session, and the channel for calls to it."""
 
     address: str
     channel: grpc.aio.Channel
@@ -201,18 +201,16 @@ async def _first_with_models(
 
 async def _list(channel: grpc.aio.Channel) -> ListModelsResponse | None:
     """The models of one router; None if it does not reply."""
-    try:
+    with suppress(ServiceError):
         return await _answer(RouterStub(channel).ListModels, ListModelsRequest(), LIST_S)
-    except ServiceError:
-        return None
+    return None
 
 
 async def _fleet_of(channel: grpc.aio.Channel) -> FleetView | None:
     """The fleet view of one router; None if it does not reply."""
-    try:
+    with suppress(ServiceError):
         return await _answer(RouterStub(channel).GetFleet, GetFleetRequest(), LIST_S)
-    except ServiceError:
-        return None
+    return None
 
 
 def merged(views: Sequence[FleetView]) -> FleetView:

@@ -62,7 +62,7 @@ class ResumableRequest:
         return rendezvous_order(self._placement.decode_boot, addresses)[: self._join_routers]
 
     def issue(self, now: float, given_back: bool = False) -> Start | None:
-        """The message that starts or continues the request; a higher epoch each time.
+        """Return the message that starts or continues the request; it has a higher epoch each time.
 
         None if every choice has ended or the deadline has passed.
         """
@@ -83,7 +83,7 @@ class ResumableRequest:
         return start
 
     def refused(self, failed: Failed) -> None:
-        """A router has not begun the last issue of the request."""
+        """Record that a router refused the last issue of the request without beginning it."""
         self._crash_count = max(self._crash_count, failed.crash_count)
 
     def drop_placement(self) -> None:

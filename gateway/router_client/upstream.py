@@ -15,8 +15,8 @@ from pdserve.protos.router_pb2 import FleetView, RequestEvent
 
 T = TypeVar("T")
 TakeToken = Callable[[int, int], T | None]
-"""Takes the number of a choice and the id of its next token, as soon as that arrives. What it
-returns is given to whoever iterates over the events, in the token's place."""
+"""Takes the number of a choice and the id of its next token as soon as that arrives. Its result is
+yielded to the consumer of the events in place of the token."""
 _AHEAD = 64  # items read ahead of the consumer
 
 

@@ -29,7 +29,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase
 
-from pdserve.gateway.storage.url import DRIVERS, check_folder
+from pdserve.gateway.storage.interface import DRIVERS, check_folder
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.common.errors import MAX_QUOTED, ServiceError
 
@@ -77,8 +77,8 @@ def in_own_task(
 
 
 class Database:
-    """Opened by `start`. `changing` and `reading` are transactions; use them in functions that are
-    `in_own_task`."""
+    """A database and its connections, opened by `start`. `changing` and `reading` are transactions;
+    use them in functions that are decorated with `in_own_task`."""
 
     def __init__(self, url: str) -> None:
         """`url` as SQLAlchemy reads it: "sqlite:///file.db", "postgresql://host/name". Raises

@@ -12,8 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from pdserve.gateway.storage.database import Base, Database, in_own_task
-from pdserve.gateway.storage.response_store import KeptResponse
-from pdserve.gateway.storage.text import may_be_id
+from pdserve.gateway.storage.interface import KeptResponse, may_be_id
 
 MAX_ID = 200  # characters
 PRUNED_AT_ONCE = 32  # rows

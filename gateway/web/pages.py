@@ -1,20 +1,31 @@
-"""The web pages: a chat at /, a live view at /fleet, and the files that they load.
+"""The web pages: a chat at /, a live view at /fleet, the files that they load, and GET
+/fleet/state, the routers' view of their workers and the requests of one client.
 
 They are plain HTML, CSS and ES modules, with no build step. Markdown is parsed by marked 18.2.1 and
 sanitized by DOMPurify 3.4.18, both of npm, less the last line, which names a source map (MIT;
 Apache-2.0 or MPL-2.0; their licences lie beside them). A browser loads nothing from elsewhere and
-runs no script that is not a file here; the pages hold no secret, so they need no key.
+runs no script that is not a file here; the pages hold no secret, so they need no key. Every client
+sees the whole fleet, as in /metrics, but only the requests of its key.
 """
 
+import asyncio
 import gzip
 import hashlib
 from collections.abc import Callable
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+
+from pdserve.gateway.http import ResponseModel, caller_of, describe
+from pdserve.gateway.metrics import MAX_SHOWN, RequestSnapshot
+from pdserve.gateway.router_client import Upstream
+from pdserve.gateway.service import Service
+from pdserve.protos.fleet_pb2 import Role
+from pdserve.protos.router_pb2 import FleetView, WorkerView
+from pdserve.services.common.errors import ServiceError
 
 PAGES = {"/": "chat.html", "/fleet": "fleet.html"}
 FILES = "/web/"  # before the name of a file
@@ -104,3 +115,199 @@ def _answer(request: Request, file: _Asset) -> Response:
         return Response(gzip.decompress(file.packed), media_type=file.kind, headers=headers)
     headers["content-encoding"] = "gzip"
     return Response(file.packed, media_type=file.kind, headers=headers)
+
+
+M = TypeVar("M", bound=ResponseModel)
+FRESH_S = 0.5  # maximum age of the fleet's view, so that many viewers cost no more than one
+
+
+class FleetBlocks(ResponseModel):
+    """KV blocks of a worker; free, used, cached and reserved blocks make up the total."""
+
+    total: int
+    free: int
+    used: int
+    cached: int
+    reserved: int
+
+
+class FleetWorker(ResponseModel):
+    """`running` and `waiting` count requests; tokens and preemptions are totals since its start."""
+
+    boot: str
+    role: str
+    state: str
+    silent_s: float
+    address: str
+    model: str
+    running: int
+    waiting: int
+    waiting_tokens: int
+    parked: int
+    blocks: FleetBlocks
+    prefill_tokens_s: float
+    prompt_tokens: int
+    generation_tokens: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+class FleetCounters(ResponseModel):
+    """Counters of the router since its start; with --join-routers, the sums of all routers."""
+
+    prefill_local: int
+    prefill_remote: int
+    retries: int
+    moves: int
+    moves_failed: int
+
+
+class FleetRequest(ResponseModel):
+    """`phase` is preparing, placing, prefill, decode or ended. Times are in seconds since the
+    request's arrival, except the durations of phases, and `ended_s`: the time since its end."""
+
+    id: str
+    model: str
+    phase: str
+    prefill_at: str
+    decode_at: str
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    arrived_s: float
+    prepared_s: float | None
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    first_step_s: float
+    first_token_s: float | None
+    elapsed_s: float
+    ended_s: float | None
+    finish: str
+
+
+class RequestsShown(ResponseModel):
+    """Requests of one gateway process; other processes behind its port have their own."""
+
+    open: list[FleetRequest]
+    num_open: int
+    ended: list[FleetRequest]
+
+
+class FleetState(RequestsShown):
+    """The fleet, and the requests of all gateway processes. `counters` is null while no router
+    responds; `error` is then the reason."""
+
+    workers: list[FleetWorker]
+    counters: FleetCounters | None
+    error: str
+
+
+def add_fleet(app: FastAPI, service: Service) -> None:
+    """Add GET /fleet/state, which also queries the other gateway processes."""
+    clock = service.clock
+    latest = _LatestView(service.upstream, clock)
+
+    def requests_of_process(tenant: bytes) -> RequestsShown:
+        now = clock()
+        open_requests = service.requests.open_of(tenant)
+        return RequestsShown(
+            open=[_fleet_request(request, now) for request in open_requests[:MAX_SHOWN]],
+            num_open=len(open_requests),
+            ended=[_fleet_request(request, now) for request in service.requests.ended_of(tenant)],
+        )
+
+    def answer(tenant: bytes, _: str) -> bytes:
+        return requests_of_process(tenant).model_dump_json().encode()
+
+    service.processes.serve("requests", answer)
+
+    @app.get("/fleet/state", **describe(response=FleetState))
+    async def state(request: Request) -> Response:
+        """Return the workers as the router sees them, and this key's open and latest requests."""
+        tenant = caller_of(request).tenant.id
+        workers, counters, error = [], None, ""
+        try:
+            view = await latest.get()
+        except ServiceError as failed:
+            error = failed.message
+        else:
+            workers = [_fleet_worker(worker) for worker in view.workers]
+            counters = _read(FleetCounters, view)
+        others = await service.processes.query("requests", tenant)
+        all_shown = [requests_of_process(tenant), *map(RequestsShown.model_validate_json, others)]
+        open_requests = sorted(
+            (r for shown in all_shown for r in shown.open), key=lambda r: -r.arrived_s
+        )
+        ended = sorted(
+            (r for shown in all_shown for r in shown.ended), key=lambda r: r.ended_s or 0.0
+        )
+        fleet_state = FleetState(
+            workers=sorted(workers, key=lambda worker: (worker.role, worker.address)),
+            counters=counters,
+            error=error,
+            open=open_requests[:MAX_SHOWN],
+            num_open=sum(shown.num_open for shown in all_shown),
+            ended=ended[:MAX_SHOWN],
+        )
+        headers = {"cache-control": "no-store"}
+        return Response(
+            fleet_state.model_dump_json(), media_type="application/json", headers=headers
+        )
+
+
+class _LatestView:
+    """Cached view of the fleet: one query to the router at a time, and at most one per FRESH_S."""
+
+    def __init__(self, upstream: Upstream, clock: Callable[[], float]) -> None:
+        self._upstream = upstream
+        self._clock = clock
+        self._querying = asyncio.Lock()
+        self._view = FleetView()
+        self._at = float("-inf")
+
+    async def get(self) -> FleetView:
+        async with self._querying:
+            if self._clock() - self._at > FRESH_S:
+                self._view = await self._upstream.fleet()
+                self._at = self._clock()
+            return self._view
+
+
+def _read(kind: type[M], source: object, **fields: Any) -> M:
+    """Return a model with these fields, and the others from attributes of the same names."""
+    names = kind.model_fields.keys() - fields.keys()
+    return kind(**fields, **{name: getattr(source, name) for name in names})
+
+
+def _fleet_worker(view: WorkerView) -> FleetWorker:
+    hello, load = view.hello, view.load
+    blocks = {name: getattr(load, f"blocks_{name}") for name in FleetBlocks.model_fields}
+    return _read(
+        FleetWorker,
+        load,
+        boot=hello.boot.hex(),
+        role=Role.Name(hello.role).lower(),
+        state=view.state,
+        silent_s=view.silent_s,
+        address=hello.address,
+        model=hello.card.name,
+        blocks=FleetBlocks(**blocks),
+    )
+
+
+def _fleet_request(state: RequestSnapshot, now: float) -> FleetRequest:
+    phases = state.phases
+    arrived_s = now - state.arrived
+    return _read(
+        FleetRequest,
+        state,
+        id=state.request_id,
+        arrived_s=arrived_s,
+        queue_s=phases.queue_s,
+        prefill_s=phases.prefill_s,
+        transfer_s=phases.transfer_s,
+        first_step_s=phases.first_token_s,
+        ended_s=arrived_s - state.elapsed_s if state.phase == "ended" else None,
+    )

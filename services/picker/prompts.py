@@ -14,19 +14,19 @@ from pdserve.gateway import (
     ServedModel,
     Service,
 )
-from pdserve.gateway.anthropic import AnthropicDialect
+from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.http import (
     BodyReader,
-    Dialect,
+    HttpApi,
     HttpError,
     HttpLimits,
+    api_of,
     create_routes,
-    dialect_of,
     post,
 )
-from pdserve.gateway.ollama import OllamaDialect
-from pdserve.gateway.openai import OpenAiDialect
-from pdserve.gateway.rerank import RerankDialect
+from pdserve.gateway.ollama import OllamaApi
+from pdserve.gateway.openai import OpenAiApi
+from pdserve.gateway.rerank import RerankApi
 from pdserve.protos.common_pb2 import CANCELLED
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.tenants import Tenant
@@ -98,14 +98,14 @@ class PromptReader:
 
     def __init__(self, service: PromptService, limits: HttpLimits) -> None:
         bodies = BodyReader(limits)
-        self._dialects: list[Dialect] = [
-            AnthropicDialect(service, limits, bodies),
-            RerankDialect(service, bodies),
-            OllamaDialect(service, limits, bodies),
-            OpenAiDialect(service, limits, bodies),
+        self._apis: list[HttpApi] = [
+            AnthropicApi(service, limits, bodies),
+            RerankApi(service, bodies),
+            OllamaApi(service, limits, bodies),
+            OpenAiApi(service, limits, bodies),
         ]
         self.readiness = Readiness(service.upstream, service.catalog)
-        self._routes = create_routes(self._dialects, service, self.readiness)
+        self._routes = create_routes(self._apis, service, self.readiness)
 
     async def read(self, path: str, body: bytes, tenant: Tenant) -> RequestPrompt | None:
         """Return the prompt; None if the request has none or is invalid, which its gateway will
@@ -121,4 +121,4 @@ class PromptReader:
     def error(self, path: str, error: ServiceError) -> tuple[HttpError, dict[str, object]]:
         """Return an error as the API of the path writes it."""
         http_error = HttpError.of(error)
-        return http_error, dialect_of(self._dialects, path).error_object(http_error)
+        return http_error, api_of(self._apis, path).error_object(http_error)

@@ -17,13 +17,13 @@ from systems.cluster_secret import ACCESS
 from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness, Service
-from pdserve.gateway.anthropic import AnthropicDialect
+from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
 from pdserve.gateway.http import BodyReader, HttpLimits, create_app, create_routes
 from pdserve.gateway.http.serving import HttpServer, listen
-from pdserve.gateway.ollama import OllamaDialect
-from pdserve.gateway.openai import OpenAiDialect
-from pdserve.gateway.rerank import RerankDialect
+from pdserve.gateway.ollama import OllamaApi
+from pdserve.gateway.openai import OpenAiApi
+from pdserve.gateway.rerank import RerankApi
 from pdserve.gateway.storage import ResponseStore
 from pdserve.gateway.web import add_fleet, add_pages
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
@@ -92,18 +92,18 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         )  # fmt: skip
         arrange(service)
         bodies = BodyReader(bounds)
-        dialects = [
-            AnthropicDialect(service, bounds, bodies),
-            RerankDialect(service, bodies),
-            OllamaDialect(service, bounds, bodies),
-            OpenAiDialect(service, bounds, bodies, responses),
+        apis = [
+            AnthropicApi(service, bounds, bodies),
+            RerankApi(service, bodies),
+            OllamaApi(service, bounds, bodies),
+            OpenAiApi(service, bounds, bodies, responses),
         ]
         readiness = Readiness(router, service.catalog)
-        routes = create_routes(dialects, service, readiness, fleet_metrics)
+        routes = create_routes(apis, service, readiness, fleet_metrics)
         if pages:
             add_fleet(routes, service)
         return create_app(
-            dialects,
+            apis,
             service,
             readiness,
             ApiKeys(keys),
@@ -154,7 +154,7 @@ async def serve(
 
     async def make(play: Played, send_buffer: int = 0, **options: Any) -> str:
         router = _router(play, options)
-        openai = OpenAiDialect(make_service(router), BOUNDS, BodyReader(BOUNDS))
+        openai = OpenAiApi(make_service(router), BOUNDS, BodyReader(BOUNDS))
         server = HttpServer(make_app(router, **options), openai, BOUNDS.stall_s)
         listener = listen("127.0.0.1", 0)
         if send_buffer:

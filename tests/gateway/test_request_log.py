@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.gateway.metrics import RequestLog, request_log
+from pdserve.gateway.metrics import RequestLog, request_metrics
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def names(log: RequestLog, tenant: bytes) -> list[str]:
 
 
 def test_a_flood_of_one_key_keeps_the_requests_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_log, "MAX_ENDED", 5)
+    monkeypatch.setattr(request_metrics, "MAX_ENDED", 5)
     log = RequestLog()
     end(log, b"a", "a1", "a2")
     end(log, b"b", *(f"b{n}" for n in range(100)))
@@ -50,7 +50,7 @@ def test_a_flood_of_one_key_keeps_the_requests_of_others(monkeypatch: pytest.Mon
 def test_evicted_keys_leave_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request_log, "MAX_ENDED", 3)
+    monkeypatch.setattr(request_metrics, "MAX_ENDED", 3)
     log = RequestLog()
     for n in range(10):
         end(log, b"%d" % n, f"r{n}")

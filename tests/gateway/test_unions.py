@@ -28,8 +28,8 @@ from openai.types.responses import (
 
 from pdserve.gateway.anthropic import conversation as messages
 from pdserve.gateway.anthropic.request_models import MessageTurn
-from pdserve.gateway.http import Table
-from pdserve.gateway.openai.request_models import members as chat
+from pdserve.gateway.http import EntryTypes
+from pdserve.gateway.openai.request_models import base as chat
 from pdserve.gateway.openai.responses import tools as responses
 from pdserve.text import EFFORTS
 
@@ -74,7 +74,7 @@ def content(message: Any) -> Any:
 
 ASSISTANT_PARTS = chat_completion_assistant_message_param.ContentArrayOfContentPart
 RESULT, BETA_RESULT = tool_result_block_param.Content, beta_tool_result_block_param.Content
-CASES: list[tuple[Table, Any, str]] = [
+CASES: list[tuple[EntryTypes, Any, str]] = [
     (chat.ROLES, openai_chat.ChatCompletionMessageParam, "role"),
     (chat.PARTS, openai_chat.ChatCompletionContentPartParam, "type"),
     (chat.PARTS, ASSISTANT_PARTS, "type"),

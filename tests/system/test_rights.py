@@ -41,29 +41,30 @@ def fleet() -> Iterator[Fleet]:
 
 
 def test_the_table_lists_the_routes_of_the_application() -> None:
-    from pdserve.gateway.anthropic import AnthropicDialect
+    from pdserve.gateway.anthropic import AnthropicApi
     from pdserve.gateway.http import create_routes
     from pdserve.gateway.http.docs import add_docs
-    from pdserve.gateway.metrics import Siblings
-    from pdserve.gateway.ollama import OllamaDialect
-    from pdserve.gateway.openai import OpenAiDialect
+    from pdserve.gateway.metrics import GatewayProcesses
+    from pdserve.gateway.ollama import OllamaApi
+    from pdserve.gateway.openai import OpenAiApi
     from pdserve.gateway.openai.stored.parts import StoredRoutes
-    from pdserve.gateway.rerank import RerankDialect
+    from pdserve.gateway.rerank import RerankApi
     from pdserve.gateway.web import add_fleet, add_pages
 
     none: Any = None
-    service: Any = SimpleNamespace(count=None, upstream=None, clock=None, siblings=Siblings())
+    processes = GatewayProcesses()
+    service: Any = SimpleNamespace(count=None, upstream=None, clock=None, processes=processes)
     stored = StoredRoutes(none, none, none, lambda: None)
-    dialects = [
-        AnthropicDialect(none, none, none),
-        RerankDialect(none, none),
-        OllamaDialect(none, none, none),
-        OpenAiDialect(service, none, none, stored=stored),
+    apis = [
+        AnthropicApi(none, none, none),
+        RerankApi(none, none),
+        OllamaApi(none, none, none),
+        OpenAiApi(service, none, none, stored=stored),
     ]
-    app = create_routes(dialects, service, none)
+    app = create_routes(apis, service, none)
     add_fleet(app, service)
     add_pages(app, "")
-    add_docs(app, dialects, "", keys=True)
+    add_docs(app, apis, "", keys=True)
     there = {
         f"{method} {route.path.replace(':path', '')}"  # type: ignore[attr-defined]
         for route in app.routes

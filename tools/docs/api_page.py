@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pdserve.gateway.anthropic import conversation as anthropic_members
+from pdserve.gateway.anthropic import conversation as anthropic_types
 from pdserve.gateway.anthropic import request_models as anthropic
 from pdserve.gateway.anthropic.request_models import CountBody, MessagesBody
-from pdserve.gateway.http import NOTHING, Fate, Member, Table, fields
+from pdserve.gateway.http import NEUTRAL_VALUES, EntryType, EntryTypes, Handling, fields
 from pdserve.gateway.ollama import request_models as ollama
 from pdserve.gateway.ollama.request_models import (
     OllamaChatBody,
@@ -35,13 +35,13 @@ from pdserve.gateway.openai.request_models import (
     TokenizeBody,
     TokenizeChatBody,
 )
-from pdserve.gateway.openai.request_models import members as chat_members
+from pdserve.gateway.openai.request_models import base as chat_types
+from pdserve.gateway.openai.response_models import FileUpload
 from pdserve.gateway.openai.responses import request_model as responses
-from pdserve.gateway.openai.responses import tools as responses_members
+from pdserve.gateway.openai.responses import tools as responses_types
 from pdserve.gateway.openai.responses.request_model import InputTokensBody, ResponsesBody
-from pdserve.gateway.openai.stored.batches import BatchBody
-from pdserve.gateway.openai.stored.response_models import FileUpload
-from pdserve.gateway.rerank.request_models import RerankBody, ScoreBody
+from pdserve.gateway.openai.stored.routes import BatchBody
+from pdserve.gateway.rerank.api import RerankBody, ScoreBody
 
 HEAD = """\
 # Fields of the API
@@ -83,11 +83,11 @@ Roles, content, tools and items follow one rule on every route:
 - History is kept as text, or dropped and named in the log where it says nothing to a model here.
 - A hint is taken, whatever its value.
 
-Below the fields of /v1/chat/completions, /v1/responses and /v1/messages are the members of their
-unions, as the packages of OpenAI and Anthropic have them (tests/gateway/test_unions.py compares).
-Of members that are in no table, a tool is left out, an item is kept as text, a call is dropped, a
-part or block is dropped from a message of the assistant and refused elsewhere, and a role or a tool
-choice is refused.
+Below the fields of /v1/chat/completions, /v1/responses and /v1/messages are the types of roles,
+content, tools and items, as the packages of OpenAI and Anthropic have them
+(tests/gateway/test_unions.py compares). Of types that are in no table, a tool is left out, an item
+is kept as text, a call is dropped, a part or block is dropped from a message of the assistant and
+refused elsewhere, and a role or a tool choice is refused.
 """
 SHORT = "The route is there without `/v1`, too."
 STREAMED = (
@@ -97,8 +97,8 @@ STREAMED = (
     "unless their values change nothing."
 )
 SERVED, IGNORED, REFUSED = "served", "ignored", "refused"
-LEFT_OUT = Fate.LEFT_OUT.value
-USUAL = {repr(value) for value in NOTHING}
+LEFT_OUT = Handling.LEFT_OUT.value
+USUAL = {repr(value) for value in NEUTRAL_VALUES}
 
 
 @dataclass(frozen=True)
@@ -113,25 +113,25 @@ class Route:
     left_out: Collection[str] = ()
     other_names: Mapping[str, str] = field(default_factory=dict)
     remark: str = ""
-    unions: Mapping[str, Table] = field(default_factory=dict)
+    unions: Mapping[str, EntryTypes] = field(default_factory=dict)
 
 
 def _openai(
     path: str,
     *bodies: type[Body],
     remark: str = "",
-    unions: Mapping[str, Table] = MappingProxyType({}),
+    unions: Mapping[str, EntryTypes] = MappingProxyType({}),
 ) -> Route:
     """A route of gateway/openai, whose fields are those of fields.py."""
     served = {name for body in bodies for name in _served_by(body)}
     refused = {name: (None,) for body in bodies for name in body.model_fields.keys() - served}
-    ignored = fields.OF_REQUESTS - served
+    ignored = fields.REQUEST_FIELDS - served
     checked = bodies[0].checked
-    refused |= {name: fields.REFUSED[name] for name in checked if name not in served}
-    if checked is fields.OF_PROMPTS:
+    refused |= {name: fields.REFUSED_FIELDS[name] for name in checked if name not in served}
+    if checked is fields.PROMPT_FIELDS:
         return Route(path, bodies, refused, ignored, remark=remark)
-    ignored |= fields.IGNORED
-    left_out, names = fields.LEFT_OUT, fields.OTHER_NAMES
+    ignored |= fields.IGNORED_FIELDS
+    left_out, names = fields.OMITTED_FIELDS, fields.FIELD_ALIASES
     return Route(path, bodies, refused, ignored, left_out, names, remark, unions)
 
 
@@ -142,14 +142,14 @@ def _other(
     ignored: Collection[str] = (),
     *,
     remark: str = "",
-    unions: Mapping[str, Table] = MappingProxyType({}),
+    unions: Mapping[str, EntryTypes] = MappingProxyType({}),
 ) -> Route:
     """A route with a separate table of fields."""
     served = _served_by(body)
-    ignored = {*table.IGNORED, *ignored} - served
-    left_out = getattr(table, "LEFT_OUT_FIELDS", ())
-    refused = {n: values for n, values in table.REFUSED.items() if n not in served | ignored}
-    return Route(path, (body,), refused, ignored, left_out, table.INSTEAD, remark, unions)
+    ignored = {*table.IGNORED_FIELDS, *ignored} - served
+    left_out = getattr(table, "OMITTED_FIELDS", ())
+    refused = {n: values for n, values in table.REFUSED_FIELDS.items() if n not in served | ignored}
+    return Route(path, (body,), refused, ignored, left_out, table.FIELD_ALIASES, remark, unions)
 
 
 def _served_by(body: type[BaseModel]) -> set[str]:
@@ -162,7 +162,7 @@ def _served_by(body: type[BaseModel]) -> set[str]:
 
 
 ROUTES = (
-    _openai("/v1/chat/completions", ChatBody, remark=SHORT, unions=chat_members.UNIONS),
+    _openai("/v1/chat/completions", ChatBody, remark=SHORT, unions=chat_types.UNIONS),
     _openai(
         "/v1/chat/completions/batch", ChatBatchBody,
         remark="`messages` is a list of conversations, and each gets one choice.",
@@ -174,7 +174,7 @@ ROUTES = (
     _other(
         "/v1/responses", ResponsesBody, responses,
         remark=SHORT,
-        unions=responses_members.UNIONS,
+        unions=responses_types.UNIONS,
     ),
     _other("/v1/responses/input_tokens", InputTokensBody, responses, ResponsesBody.model_fields),
     _openai("/v1/embeddings", EmbeddingBody, remark=SHORT),
@@ -193,13 +193,13 @@ ROUTES = (
         remark="`context_management` is a hint, since prompts are never shortened. The last effort "
         "in the `output_config` of a system message replaces the request's. A system message whose "
         "`clear_at` is `next_user_message` is left out once a message of the user follows.",
-        unions=anthropic_members.UNIONS,
+        unions=anthropic_types.UNIONS,
     ),
     _other("/v1/messages/count_tokens", CountBody, anthropic, MessagesBody.model_fields),
     _other("/api/chat", OllamaChatBody, ollama, remark=STREAMED),
     _other("/api/generate", OllamaGenerateBody, ollama, remark=STREAMED),
     *(
-        Route(path, (body,), ollama.UNSERVED, ollama.IGNORED - _served_by(body))
+        Route(path, (body,), ollama.UNSERVED_FIELDS, ollama.IGNORED_FIELDS - _served_by(body))
         for path, body in (
             ("/api/embed", OllamaEmbedBody),
             ("/api/embeddings", OllamaEmbeddingsBody),
@@ -243,19 +243,19 @@ def _lines() -> Iterator[str]:
             yield f"| `{name}` | {_taken(taken)} | {REFUSED}{_instead(route, name)} |"
         for title, table in route.unions.items():
             yield f"\n### {title[0].upper()}{title[1:]} of {route.path}\n"
-            yield "| member | here |"
+            yield "| type | here |"
             yield "|---|---|"
-            for name, member in sorted(table.items(), key=_place):
-                yield f"| `{name}` | {member.fate}{_texts(member)} |"
+            for name, entry_type in sorted(table.items(), key=_place):
+                yield f"| `{name}` | {entry_type.handling}{_texts(entry_type)} |"
 
 
-def _place(row: tuple[str, Member]) -> tuple[int, str]:
-    name, member = row
-    return list(Fate).index(member.fate), name
+def _place(row: tuple[str, EntryType]) -> tuple[int, str]:
+    name, entry_type = row
+    return list(Handling).index(entry_type.handling), name
 
 
-def _texts(member: Member) -> str:
-    return f": {', '.join(f'`{name}`' for name in member.text)}" if member.text else ""
+def _texts(entry_type: EntryType) -> str:
+    return f": {', '.join(f'`{name}`' for name in entry_type.text)}" if entry_type.text else ""
 
 
 def _served(route: Route) -> Iterator[tuple[str, str]]:

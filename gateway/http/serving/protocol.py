@@ -1,12 +1,11 @@
-"""uvicorn's HTTP protocol with further bounds (size and time of a request's head) and batched
-writes.
+"""uvicorn's HTTP protocol with bounds on the size and time of a request's head, and batched writes.
 
-For a write the system wakes the client's process, which takes longer than the write itself. A
-process that several clients share is still awake at the next write. All that one answer writes in a
-turn is one segment.
+A write wakes the client's process, which takes longer than the write itself. Writes of one turn of
+the loop are done together, so a process with several connections is woken once, and all bytes of a
+response in a turn are one segment.
 
-It also ends clients that do not read their answer, has the ASGI extension that drops a response,
-and answers clients that end their sending side.
+The protocol also closes connections whose client does not read its response, has the ASGI extension
+that drops a response, and answers clients that have ended their sending side.
 """
 
 import asyncio
@@ -19,15 +18,15 @@ import termios
 from collections.abc import Iterable
 from functools import partial
 from http import HTTPStatus
+from importlib.metadata import version
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from pdserve.gateway.http.api import Dialect, HttpError, error_response
-from pdserve.gateway.http.held_responses import HeldAnswers
-from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP, WRITE
+from pdserve.gateway.http.api import ErrorFormat, HttpError, error_response
+from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP, WRITE, HeldResponses
 
 log = logging.getLogger("pdserve.gateway.http")
 MAX_TOGETHER = 16  # connections; with more, the first would wait for the others
@@ -42,6 +41,31 @@ INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSED = 7  # TCP_CLOSE of Linux, in the first byte of tcp_info
 _BYTES_ACKED = 120  # its offset in tcp_info
 
+UVICORN_VERSIONS = "0.45 to 0.54"  # have the names below, which uvicorn does not document
+_PROTOCOL_METHODS = ("_start_asgi_task", "on_response_complete", "send_400_response")
+_PROTOCOL_FIELDS = ("cycle", "flow", "headers", "loop", "parser", "pipeline", "scope", "transport")
+_CYCLE_FIELDS = (
+    "chunked_encoding", "disconnected", "expected_content_length", "keep_alive", "message_event",
+    "more_body", "response_complete", "response_started",
+)  # fmt: skip
+
+
+def check_uvicorn(protocol: type, cycle: type) -> None:
+    """Check that uvicorn's classes have the names that BoundedProtocol overrides and uses. Raises
+    RuntimeError that names the missing ones, the installed version and the versions to install."""
+    missing = [name for name in _PROTOCOL_METHODS if not hasattr(protocol, name)]
+    for owner, fields in ((protocol, _PROTOCOL_FIELDS), (cycle, _CYCLE_FIELDS)):
+        assigned = vars(owner)["__init__"].__code__.co_names
+        missing += [name for name in fields if name not in assigned]
+    if missing:
+        raise RuntimeError(
+            f"the HTTP server cannot run on uvicorn {version('uvicorn')}, which lacks "
+            f"{', '.join(missing)}: install a version from {UVICORN_VERSIONS}"
+        )
+
+
+check_uvicorn(HttpToolsProtocol, RequestResponseCycle)
+
 
 class BatchedWrites:
     """The pending writes of all connections of an event loop."""
@@ -50,8 +74,8 @@ class BatchedWrites:
         self._waiting: dict[asyncio.Transport, list[bytes]] = {}
 
     def write(self, transport: asyncio.Transport, pieces: Iterable[bytes]) -> None:
-        """Write pieces at the turn's end, at `flush`, or when MAX_TOGETHER connections have
-        some."""
+        """Queue pieces, which are written at the end of the loop's turn, at `flush`, or when
+        MAX_TOGETHER connections have some."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush_all)
         self._waiting.setdefault(transport, []).extend(pieces)
@@ -83,7 +107,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """HTTP connection that refuses a head over MAX_HEAD_BYTES with 431, and drops a slow one.
 
     An answer before the end of its request's body is the connection's last; the rest of the body
-    may take as long as a head. `dialect` shapes errors of requests whose path is not known yet;
+    may take as long as a head. `errors` formats the errors of requests whose path is not known yet;
     `lost` is set when the connection ends.
 
     A client loses its connection, with the unread data, when it takes nothing for `stall_s` of what
@@ -115,14 +139,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(
         self,
         *args: Any,
-        dialect: Dialect,
+        errors: ErrorFormat,
         stall_s: float,
-        held: HeldAnswers,
+        held: HeldResponses,
         writes: BatchedWrites,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self._dialect = dialect
+        self._errors = errors
         self._stall_s = stall_s
         self._held = held
         self._writes = writes
@@ -322,7 +346,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._start_stall()
         else:
             log.warning(
-                "closing a connection: the client read nothing of its answer for %g s",
+                "closing a connection: the client read nothing of its response for %g s",
                 self._stall_s,
             )
             self.transport.abort()
@@ -349,7 +373,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         error = HttpError(status, message, headers={"connection": "close"})
-        response = error_response(self._dialect, error)
+        response = error_response(self._errors, error)
         head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()]
         head += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join([*head, b"", bytes(response.body)]))

@@ -1,5 +1,5 @@
 """What all request models of this API share: strict types, errors that name a field, schemas for
-/openapi.json.
+/openapi.json, and how each entry type of a chat is handled.
 
 Unknown fields are ignored and named in the debug log, as in vLLM. gateway/http/fields.py says how
 known fields that are not served are handled.
@@ -13,21 +13,23 @@ from pydantic import Field
 from pdserve.engine.api import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.caller import MAX_SESSION, Caller
 from pdserve.gateway.http import (
-    IGNORED,
-    OF_PROMPTS,
-    OF_REQUESTS,
-    Fate,
+    FIELD_ALIASES,
+    IGNORED_FIELDS,
+    OMITTED_FIELDS,
+    OMITTED_TYPE,
+    PROMPT_FIELDS,
+    REFUSED_FIELDS,
+    REFUSED_TYPE,
+    REQUEST_FIELDS,
+    SERVED_FIELDS,
+    SERVED_TYPE,
+    EntryTypes,
     Priority,
     StrictModel,
-    check_num_fields,
-    note,
-    parse_fields,
-    refused_field,
+    parse_body,
 )
-from pdserve.gateway.http.fields import LEFT_OUT, REFUSED
-from pdserve.gateway.sampling import bounded, refuse
+from pdserve.gateway.sampling import bounded
 
-_KNOWN = IGNORED | LEFT_OUT | OF_REQUESTS | REFUSED.keys()
 TEXT: dict[str, Any] = {"type": "string"}
 STOP: dict[str, Any] = {
     "anyOf": [
@@ -54,8 +56,8 @@ CONTENT: dict[str, Any] = {
 class Body(StrictModel):
     """The body of a request, or a part of it."""
 
-    # The names in REFUSED that are checked.
-    checked: ClassVar[Collection[str]] = OF_PROMPTS
+    # The names in REFUSED_FIELDS that are checked.
+    checked: ClassVar[Collection[str]] = PROMPT_FIELDS
 
 
 class OwnedBody(Body):
@@ -75,12 +77,17 @@ B = TypeVar("B", bound=Body)
 
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
     """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
-    check_num_fields(body)
-    checked_fields = {name: value for name, value in body.items() if name in kind.checked}
-    if refused := refused_field(checked_fields, kind.model_fields):
-        raise refuse(*refused)
-    note(Fate.LEFT_OUT, "fields", (name for name in LEFT_OUT if body.get(name)))
-    return parse_fields(kind, body, _KNOWN)
+    return parse_body(
+        kind,
+        body,
+        refused={name: REFUSED_FIELDS[name] for name in kind.checked},
+        ignored=IGNORED_FIELDS | REQUEST_FIELDS | (REFUSED_FIELDS.keys() - set(kind.checked)),
+        instead={
+            name: other for name, other in FIELD_ALIASES.items() if other in kind.model_fields
+        },
+        left_out=OMITTED_FIELDS,
+        of_other_routes=SERVED_FIELDS,
+    )
 
 
 def ids(max_items: int) -> dict[str, Any]:
@@ -100,3 +107,33 @@ def completion(schema: dict[str, Any]) -> None:
     if "echo" in schema["properties"]:  # max_tokens 0 is valid only for an echo
         schema["properties"]["max_tokens"]["anyOf"][0]["minimum"] = 0
         schema["oneOf"] = [{"required": ["prompt"]}, {"required": ["prompt_token_ids"]}]
+
+
+ROLES: EntryTypes = dict.fromkeys(
+    ("system", "developer", "user", "assistant", "tool", "function"), SERVED_TYPE
+)
+# A part whose type is not listed is dropped from a message of the assistant, and refused elsewhere.
+PARTS: EntryTypes = {
+    **dict.fromkeys(("text", "input_text", "output_text", "refusal"), SERVED_TYPE),
+    "thinking": SERVED_TYPE,  # from the assistant
+    **dict.fromkeys(("image_url", "input_audio", "file", "video_url"), REFUSED_TYPE),
+}
+CALLS: EntryTypes = {"function": SERVED_TYPE, "custom": SERVED_TYPE}
+# A tool whose type is not listed belongs to a provider, and is left out.
+TOOLS: EntryTypes = {
+    "function": SERVED_TYPE,
+    "custom": SERVED_TYPE,
+    **dict.fromkeys(("web_search", "code_interpreter", "builtin_function", "mcp"), OMITTED_TYPE),
+}
+# The modes may be objects that have only their type; "any" is another name of "required".
+TOOL_CHOICES: EntryTypes = dict.fromkeys(
+    ("none", "auto", "required", "any", "function", "custom", "allowed_tools"), SERVED_TYPE
+)
+
+UNIONS: dict[str, EntryTypes] = {
+    "roles": ROLES,
+    "content parts": PARTS,
+    "calls": CALLS,
+    "tools": TOOLS,
+    "tool choices": TOOL_CHOICES,
+}

@@ -1,18 +1,246 @@
-"""The fields that chat and plain completions share; their bounds are in gateway/sampling.py."""
+"""The fields that chat and plain completions share: sampling, whose bounds are in
+gateway/sampling.py, and the structure of the answer, as clients of OpenAI, vLLM, SGLang and
+llama.cpp request it.
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+A request has at most one structure. A schema's keywords that cannot be enforced are refused by
+name; only OpenAI's json_schema without `strict` is best effort, as there: they bind nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import from_json
 
-from pdserve.engine.api import MAX_ENTRIES
+from pdserve.engine.api import MAX_ENTRIES, MAX_STRUCTURE_CHARS
 from pdserve.gateway.http import ModelName, TokenLimit, thinking_budget
-from pdserve.gateway.http.fields import REFUSED
+from pdserve.gateway.http.fields import REFUSED_FIELDS
 from pdserve.gateway.openai.request_models import base
 from pdserve.gateway.openai.request_models.base import Body, OwnedBody
-from pdserve.gateway.openai.request_models.structure import StructureFields
 from pdserve.gateway.sampling import PenaltyWindow, refuse, within_window
 from pdserve.services.common.errors import MAX_QUOTED, cut
+from pdserve.text import Kind, Structure
+
+MAX_NAME = 64  # characters of a schema's name
+MAX_TAGS = 256
+
+
+def _parsed(value: Any) -> Any:
+    """Accept JSON as text, too; an empty text is None."""
+    if not isinstance(value, str):
+        return value
+    if len(value) > 2 * MAX_STRUCTURE_CHARS:
+        raise ValueError(f"must have at most {2 * MAX_STRUCTURE_CHARS} characters")
+    try:
+        return from_json(value, allow_inf_nan=False) if value else None
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+
+
+def _check_unset(value: Any) -> None:
+    if value not in (None, False):
+        raise ValueError("not supported by this server")
+
+
+def _texts(value: Any) -> Any:
+    """Fail at the first wrong entry: an error for each of many takes long."""
+    if isinstance(value, list) and not all(isinstance(text, str) for text in value):
+        raise ValueError("must be a list of strings")
+    return value
+
+
+JsonText = BeforeValidator(_parsed)
+Schema = Annotated[dict[str, Any] | bool | None, JsonText]
+Choices = Annotated[list[str], Field(min_length=1), BeforeValidator(_texts)]
+NotServed = Annotated[None, BeforeValidator(_check_unset)]
+
+
+class TagBody(Body):
+    """The format of the text after one opening tag."""
+
+    begin: str = Field(min_length=1)
+    content: dict[str, Any] | bool = Field(alias="schema")
+    end: str
+
+
+Tags = Annotated[list[TagBody], Field(min_length=1, max_length=MAX_TAGS)]
+Trigger = Annotated[str, Field(min_length=1)]
+Triggers = Annotated[list[Trigger], Field(min_length=1, max_length=MAX_TAGS)]
+
+
+class StructuralTag(Body):
+    """Free text with tags, in the form that vLLM and SGLang share."""
+
+    structures: Tags
+    triggers: Triggers
+    format: NotServed = None  # XGrammar's later form
+
+
+Tag = Annotated[StructuralTag | None, JsonText]
+
+
+class JsonSchemaFormat(Body):
+    """`json_schema` of a response format."""
+
+    name: str | None = Field(None, max_length=MAX_NAME)
+    description: str | None = None
+    content: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormatBody(Body):
+    """OpenAI's `response_format`; llama.cpp and others also accept a schema in a json_object."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    content: Schema = Field(None, alias="schema")
+    structures: Tags | None = None
+    triggers: Triggers | None = None
+    format: NotServed = None
+
+    def structure(self, param: str) -> Structure | None:
+        match self.type:
+            case "text":
+                return None
+            case "json_object" if self.content is None:
+                return Structure("json_object", None, param)
+            case "json_object":
+                return Structure("json_schema", self.content, param, path=f"{param}.schema")
+            case "json_schema" if self.json_schema is None and self.content is not None:
+                path = f"{param}.schema"
+                return Structure("json_schema", self.content, param, lenient=True, path=path)
+            case "json_schema":
+                schema = self.json_schema
+                if schema is None or schema.content is None:
+                    missing_field = "json_schema.schema" if schema else "json_schema"
+                    raise refuse(f"{param}.{missing_field}", f"{param}.{missing_field} is required")
+                path = f"{param}.json_schema.schema"
+                lenient = not schema.strict
+                return Structure("json_schema", schema.content, param, lenient=lenient, path=path)
+            case "structural_tag":
+                for name in ("structures", "triggers"):
+                    if getattr(self, name) is None:
+                        raise refuse(f"{param}.{name}", f"{param}.{name} is required")
+                return _tagged(self.structures or (), self.triggers or (), param)
+            case _:
+                types = "text, json_object, json_schema or structural_tag"
+                raise refuse(f"{param}.type", f"{param}.type must be {types}")
+
+
+def _tagged(tags: Sequence[TagBody], triggers: Sequence[str], param: str) -> Structure:
+    structures = [
+        {"begin": tag.begin, "schema": tag.content, "end": tag.end,
+         "path": f"{param}.structures[{index}].schema"}
+        for index, tag in enumerate(tags)
+    ]  # fmt: skip
+    value = {"structures": structures, "triggers": list(triggers)}
+    return Structure("structural_tag", value, param)
+
+
+_KINDS: dict[str, Kind] = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "json_schema": "json_schema",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+_WITHIN: dict[str, Kind] = {  # of StructuredOutputs
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+
+
+def _of_fields(
+    kinds: Mapping[str, Kind], values: Mapping[str, Any], prefix: str, whitespace: bool
+) -> Iterator[Structure]:
+    """Yield the structure that each field requests; an empty text requests none."""
+    for name, kind in kinds.items():
+        value = values[name]
+        if isinstance(value, StructuralTag):
+            yield _tagged(value.structures, value.triggers, prefix + name)
+        elif value not in (None, ""):
+            yield Structure(kind, value, prefix + name, whitespace=whitespace)
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`."""
+
+    model_config = ConfigDict(extra="forbid")
+    content: Schema = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Tag = None
+    disable_any_whitespace: bool | None = None
+    disable_fallback: bool | None = None  # there is only one implementation
+    disable_additional_properties: NotServed = None
+    whitespace_pattern: NotServed = None
+
+    def structures(self, param: str) -> Iterator[Structure]:
+        whitespace = not self.disable_any_whitespace
+        values = {
+            "json": self.content,
+            **{n: getattr(self, n) for n in _WITHIN if n != "json"},
+        }
+        yield from _of_fields(_WITHIN, values, f"{param}.", whitespace=whitespace)
+        if self.json_object:
+            yield Structure("json_object", None, f"{param}.json_object", whitespace=whitespace)
+
+
+class StructureFields(Body):
+    """Fields that request a structured answer; only one may be set."""
+
+    response_format: ResponseFormatBody | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: Schema = None
+    grammar: str | None = None
+    structural_tag: Tag = None
+    constraint: str | None = None  # vLLM.rs: of the kind in constraint_type
+    constraint_type: Literal["regex", "lark", "json_schema", "json"] | None = None
+
+    def structure(self) -> Structure | None:
+        """Return the requested structure. Raises ServiceError for more than one."""
+        structures = list(self._structures())
+        if len(structures) > 1:
+            first, second = structures[0].param, structures[1].param
+            raise refuse(second, f"give either {first} or {second}")
+        return structures[0] if structures else None
+
+    def _structures(self) -> Iterator[Structure]:
+        if self.response_format is not None:
+            structure = self.response_format.structure("response_format")
+            if structure is not None:
+                yield structure
+        if self.structured_outputs is not None:
+            yield from self.structured_outputs.structures("structured_outputs")
+        values = {name: getattr(self, name) for name in _KINDS}
+        yield from _of_fields(_KINDS, values, "", whitespace=True)
+        if self.constraint:
+            yield self._constraint(self.constraint)
+
+    def _constraint(self, text: str) -> Structure:
+        kind = self.constraint_type or "regex"
+        if kind == "regex" or kind == "lark":
+            return Structure(kind, text, "constraint")
+        try:
+            return Structure("json_schema", _parsed(text), "constraint")
+        except ValueError as error:
+            raise refuse("constraint", f"constraint: {error}") from None
+
 
 # Fields with the same name in RequestedSampling.
 _SAME_NAMES = (
@@ -56,7 +284,7 @@ class Sampling(StructureFields, OwnedBody):
     """The fields that chat and plain completions share."""
 
     model_config = ConfigDict(json_schema_extra=base.completion)
-    checked = REFUSED.keys()
+    checked = REFUSED_FIELDS.keys()
     model: ModelName = ""
     n: int | None = None
     stream: bool | None = None

@@ -7,24 +7,27 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, WithJsonSchema
 
 from pdserve.gateway.http import (
-    DROPPED,
+    DROPPED_TYPE,
     MAX_TOOLS,
-    SERVED,
+    SERVED_TYPE,
     Effort,
-    Fate,
+    Handling,
     ModelName,
     ReasoningBody,
     ThinkingChoice,
     ThinkingFields,
     TokenLimit,
-    note,
+    log_unsupported,
 )
-from pdserve.gateway.openai.custom_input import custom_arguments, written
-from pdserve.gateway.openai.request_models import base, members
+from pdserve.gateway.openai.request_models import base
 from pdserve.gateway.openai.request_models.base import Body, parse
-from pdserve.gateway.openai.request_models.sampling import Sampling
-from pdserve.gateway.openai.request_models.structure import StructureFields
-from pdserve.gateway.openai.request_models.tools import ToolBody, tool_use
+from pdserve.gateway.openai.request_models.sampling import Sampling, StructureFields
+from pdserve.gateway.openai.request_models.tools import (
+    ToolBody,
+    custom_arguments,
+    tool_use,
+    written,
+)
 from pdserve.gateway.sampling import client_errors, refuse
 from pdserve.text import (
     REASONING,
@@ -112,7 +115,7 @@ Thought = Annotated[str | None, BeforeValidator(_joined_texts)]
 class Message(Body):
     """One message. text/templates checks its role and content when it fills the template."""
 
-    role: Annotated[str, WithJsonSchema({**base.TEXT, "enum": list(members.ROLES)})]
+    role: Annotated[str, WithJsonSchema({**base.TEXT, "enum": list(base.ROLES)})]
     content: Annotated[Any, WithJsonSchema(base.CONTENT)] = None
     refusal: str | None = None
     name: str | None = None
@@ -179,7 +182,7 @@ def _as_function(call: Any) -> Any:
 def _of_provider(call: Any) -> bool:
     """Return whether a call is of a tool that a provider has run, and is not in function form."""
     kind = call.get("type") if isinstance(call, dict) else None
-    return isinstance(kind, str) and kind not in members.CALLS and "function" not in call
+    return isinstance(kind, str) and kind not in base.CALLS and "function" not in call
 
 
 def _thoughts_within(content: Any) -> str | None:
@@ -198,7 +201,7 @@ def _history(content: Any, dropped: list[str]) -> Any:
     parts = []
     for part in content:
         kind = str(part.get("type", "text")) if isinstance(part, dict) else "text"
-        if members.PARTS.get(kind, DROPPED).fate is Fate.DROPPED:
+        if base.PARTS.get(kind, DROPPED_TYPE).handling is Handling.DROPPED:
             dropped.append(kind)
         elif kind != "thinking":
             parts.append(part)
@@ -212,7 +215,7 @@ def _as_text(part: Any) -> Any:
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
     if kind == "text":
         return {**part, "type": "text"}
-    if not isinstance(kind, str) or kind == "thinking" or members.PARTS.get(kind) is not SERVED:
+    if not isinstance(kind, str) or kind == "thinking" or base.PARTS.get(kind) is not SERVED_TYPE:
         return part
     return {"type": "text", "text": part.get("refusal" if kind == "refusal" else "text")}
 
@@ -253,8 +256,8 @@ class ConversationBody(ThinkingFields, Body):
             for message in self.messages
             if message.role != "tool" or message.tool_call_id not in provider_call_ids
         ]
-        note(Fate.DROPPED, "parts", dropped)
-        note(Fate.DROPPED, "calls", [call["type"] for call in calls])
+        log_unsupported(Handling.DROPPED, "parts", dropped)
+        log_unsupported(Handling.DROPPED, "calls", [call["type"] for call in calls])
         with client_errors():
             return TemplateInput(
                 messages,

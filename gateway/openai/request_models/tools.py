@@ -1,27 +1,191 @@
-"""The fields of a chat that define which tools its model may call, and how."""
+"""The fields of a chat that define which tools its model may call, and how; and custom tools.
 
+Of a custom tool, the model sees a function of one string, and the client gets only that string. The
+pieces of an input add up to the same text however its JSON is cut.
+"""
+
+import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError, from_json, to_json
 
 from pdserve.gateway.http import (
-    LEFT_OUT,
     MAX_TOOLS,
+    OMITTED_TYPE,
     ArgumentSchema,
-    Fate,
+    Handling,
+    StrictModel,
     ToolDescription,
     ToolName,
     check_served,
     check_tools,
-    note,
+    log_unsupported,
 )
-from pdserve.gateway.openai.custom_input import CustomFormat, custom_tool
-from pdserve.gateway.openai.request_models.base import Body
-from pdserve.gateway.openai.request_models.members import TOOL_CHOICES, TOOLS
+from pdserve.gateway.openai.request_models.base import TOOL_CHOICES, TOOLS, Body
 from pdserve.gateway.sampling import refuse
 from pdserve.services.common.errors import quoted
 from pdserve.text import Tool, ToolUse
+
+INPUT = "input"
+_OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+MAX_OPENING = 256  # characters before the text
+_PLAIN = re.compile(r'[^"\\]+')
+_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|[^u])")
+_ESCAPED = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+
+
+def _of_grammar(value: str | None, info: ValidationInfo) -> str | None:
+    if not value and info.data.get("type") == "grammar":
+        raise PydanticCustomError("missing", "is required")
+    return value
+
+
+class CustomFormat(StrictModel):
+    """The format of the input. A regular expression is enforced; a Lark grammar is only shown to
+    the model."""
+
+    type: Literal["text", "grammar"] = "text"
+    syntax: Annotated[Literal["lark", "regex"] | None, AfterValidator(_of_grammar)] = Field(
+        None, validate_default=True
+    )
+    definition: Annotated[str, AfterValidator(_of_grammar)] = Field(
+        "", max_length=1 << 15, validate_default=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, value: Any) -> Any:
+        """Accept a grammar that is nested in an object, as in chat requests, or has no type."""
+        if not isinstance(value, dict):
+            return value
+        if isinstance(value.get("grammar"), dict):
+            value = {**value, **value["grammar"]}
+        if value.get("type") is None and value.keys() & {"syntax", "definition"}:
+            value = {**value, "type": "grammar"}
+        return value
+
+
+def custom_tool(name: str, description: str, format_: CustomFormat | None, param: str = "") -> Tool:
+    """Return the function that the model sees in place of a custom tool. `param` is the place of
+    `format_` in the request."""
+    value: dict[str, Any] = {"type": "string"}
+    strict, schema_path = False, ""
+    if format_ is not None and format_.type == "grammar":
+        if format_.syntax == "regex":
+            value["pattern"] = f"^(?:{format_.definition})$"
+            strict, schema_path = True, f"{param}.definition"
+        else:
+            description = f"{description}\n\nThe input matches this Lark grammar:\n"
+            description = (description + format_.definition).strip()
+    parameters = {
+        "type": "object",
+        "properties": {INPUT: value},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+    return Tool(name, description, parameters, strict, param, schema_path)
+
+
+def custom_arguments(text: str) -> str:
+    """Return the arguments with which the model would call the function of a custom tool."""
+    return to_json({INPUT: text}).decode()
+
+
+def written(value: Any) -> str:
+    """Return the input or the arguments of an earlier call as text."""
+    if isinstance(value, str):
+        return value
+    return "" if value is None else to_json(value).decode()
+
+
+class CustomInput:
+    """Extracts the input of a custom tool from the pieces of the function's arguments."""
+
+    def __init__(self) -> None:
+        self._raw = ""  # not read yet
+        self._begun = self._ended = False
+        self._other: list[str] | None = None  # arguments of another form
+
+    def push(self, piece: str) -> str:
+        """Return the new part of the input."""
+        if self._ended:
+            return ""
+        if self._other is not None:
+            self._other.append(piece)
+            return ""
+        self._raw += piece
+        if not self._begun:
+            opening = _OPENING.match(self._raw)
+            if opening is None:
+                if len(self._raw) > MAX_OPENING:
+                    self._other, self._raw = [self._raw], ""
+                return ""
+            self._begun, self._raw = True, self._raw[opening.end() :]
+        return self._read()
+
+    def finish(self) -> str:
+        """Return the rest of the input. It is empty, unless the arguments are in another form: then
+        it is their only text, or all of them as they are written."""
+        if self._begun:
+            return ""
+        raw = "".join(self._other or [self._raw])
+        value = _json_value(raw, "trailing-strings")
+        if value == {}:
+            return ""
+        text = value.get(INPUT) if isinstance(value, Mapping) else None
+        if text is None:
+            complete = _json_value(raw, False)  # another field counts only if no more can follow
+            if isinstance(complete, Mapping) and len(complete) == 1:
+                (text,) = complete.values()
+        return text if isinstance(text, str) else raw
+
+    def _read(self) -> str:
+        """Return the text up to its end, or to an incomplete escape."""
+        raw, position, texts = self._raw, 0, []
+        while position < len(raw):
+            if raw[position] == '"':
+                self._ended = True
+                break
+            if plain := _PLAIN.match(raw, position):
+                texts.append(plain[0])
+                position = plain.end()
+                continue
+            escape = _ESCAPE.match(raw, position)
+            if escape is None:
+                if len(raw) - position < 6:
+                    break
+                texts.append(raw[position])  # not JSON: keep what the model has written
+                position += 1
+                continue
+            text, end = _unescaped(escape[0]), escape.end()
+            if "\ud800" <= text <= "\udbff":  # the first surrogate of a pair
+                rest = raw[end : end + 6]
+                if len(rest) < 6 and rest[:2] == "\\u"[: len(rest)]:
+                    break
+                second = _ESCAPE.fullmatch(rest)
+                low = _unescaped(rest) if second else ""
+                if "\udc00" <= low <= "\udfff":
+                    code = 0x10000 + ((ord(text) - 0xD800) << 10) + (ord(low) - 0xDC00)
+                    text, end = chr(code), end + 6
+            texts.append("\ufffd" if "\ud800" <= text <= "\udfff" else text)
+            position = end
+        self._raw = raw[position:]
+        return "".join(texts)
+
+
+def _json_value(raw: str, partial: Literal[False, "trailing-strings"]) -> Any:
+    try:
+        return from_json(raw, allow_partial=partial)
+    except ValueError:
+        return None
+
+
+def _unescaped(escape: str) -> str:
+    kind = escape[1]
+    return chr(int(escape[2:], 16)) if kind == "u" else _ESCAPED.get(kind, kind)
+
 
 # Anthropic and Mistral call it "any".
 MODES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
@@ -73,7 +237,7 @@ class ToolBody(Body):
 
     def tool(self, path: str) -> Tool | None:
         """Return the tool, None if it is left out. Raises ServiceError."""
-        if TOOLS.get(self.type, LEFT_OUT).fate is Fate.LEFT_OUT:
+        if TOOLS.get(self.type, OMITTED_TYPE).handling is Handling.LEFT_OUT:
             return None
         body_path = f"{path}.{self.type}"
         body = self.custom if self.type == "custom" else self.function
@@ -95,7 +259,7 @@ def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> 
             raise refuse(f"tools[{index}].{body.type}.name", text)
         else:
             tools_by_name[tool.name] = tool
-    note(Fate.LEFT_OUT, "tools", left_out)
+    log_unsupported(Handling.LEFT_OUT, "tools", left_out)
     tools, names = list(tools_by_name.values()), tools_by_name.keys()
     check_tools(tools)
     mode = choice.get("type") if isinstance(choice, dict) else choice
@@ -146,7 +310,7 @@ def _allowed(tools: Sequence[Tool], choice: Mapping[str, Any], parallel: bool) -
 
 def _is_left_out(tool: Any) -> bool:
     kind = tool.get("type") if isinstance(tool, dict) else None
-    return isinstance(kind, str) and TOOLS.get(kind, LEFT_OUT).fate is Fate.LEFT_OUT
+    return isinstance(kind, str) and TOOLS.get(kind, OMITTED_TYPE).handling is Handling.LEFT_OUT
 
 
 def _named(value: Any, names: Collection[str], path: str) -> str:

@@ -1,3 +1,3 @@
 """/v1/responses."""
 
-from pdserve.gateway.openai.responses.routes import add_response_routes
+from pdserve.gateway.openai.responses.reply import add_response_routes

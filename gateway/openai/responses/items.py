@@ -1,4 +1,4 @@
-"""Checks input items of /v1/responses and converts them to the messages of a chat; pure."""
+"""Checks the input items of /v1/responses and converts them to the messages of a chat; pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -7,19 +7,19 @@ from typing import Any, Literal
 from pydantic import Field
 
 from pdserve.gateway.http import (
-    DROPPED,
+    DROPPED_TYPE,
     MAX_TOOLS,
-    REFUSED,
-    SERVED,
+    REFUSED_TYPE,
+    SERVED_TYPE,
     Effort,
-    Fate,
+    Handling,
     StrictModel,
     TextOrObjects,
-    kept,
-    note,
+    kept_as_text,
+    log_unsupported,
     parsed,
 )
-from pdserve.gateway.openai.custom_input import custom_arguments, written
+from pdserve.gateway.openai.request_models.tools import custom_arguments, written
 from pdserve.gateway.openai.responses.tools import ITEMS, PARTS, ROLES, UNKNOWN_ITEM, joined_name
 from pdserve.gateway.sampling import refuse
 from pdserve.services.common.errors import quoted
@@ -45,40 +45,25 @@ class MessageItem(StrictModel):
         return {"type": "message", "role": self.role, "content": parts, "status": "completed"}
 
 
-class FunctionCallItem(StrictModel):
-    """A call that the assistant made. Arguments that are not JSON are kept as text."""
+class CallItem(StrictModel):
+    """A call that the assistant has made, of a function or of a custom tool. Arguments that are not
+    JSON are kept as text."""
 
+    type: Literal["function_call", "custom_tool_call"]
     call_id: str
     name: str
     namespace: str | None = None
     arguments: Any = None
-
-    def normalized(self, path: str, dropped: list[str]) -> Item:
-        return {
-            "type": "function_call",
-            "call_id": self.call_id,
-            "name": self.name,
-            **_namespace(self.namespace),
-            "arguments": written(self.arguments),
-            "status": "completed",
-        }
-
-
-class CustomCallItem(StrictModel):
-    """A call of a custom tool that the assistant has made."""
-
-    call_id: str
-    name: str
-    namespace: str | None = None
     input: Any = None
 
     def normalized(self, path: str, dropped: list[str]) -> Item:
+        field = "arguments" if self.type == "function_call" else "input"
         return {
-            "type": "custom_tool_call",
+            "type": self.type,
             "call_id": self.call_id,
             "name": self.name,
-            **_namespace(self.namespace),
-            "input": written(self.input),
+            **({"namespace": self.namespace} if self.namespace else {}),
+            field: written(getattr(self, field)),
             "status": "completed",
         }
 
@@ -157,9 +142,9 @@ class ConfigurationItem(StrictModel):
 REFERENCE = "item_reference"
 KINDS: dict[str, Any] = {
     "message": MessageItem,
-    "function_call": FunctionCallItem,
+    "function_call": CallItem,
     "function_call_output": CallOutputItem,
-    "custom_tool_call": CustomCallItem,
+    "custom_tool_call": CallItem,
     "custom_tool_call_output": CallOutputItem,
     "reasoning": ReasoningItem,
     REFERENCE: ReferenceItem,
@@ -184,12 +169,12 @@ def parse_input(items: str | Sequence[Mapping[str, Any]]) -> list[Item]:
         if not isinstance(item_id, str | None):
             raise refuse(f"{path}.id", f"{path}.id must be a string")
         kind = _kind(item, path)
-        member = ITEMS.get(kind) or PARTS.get(kind, UNKNOWN_ITEM)
-        if member.fate is Fate.DROPPED:
+        entry_type = ITEMS.get(kind) or PARTS.get(kind, UNKNOWN_ITEM)
+        if entry_type.handling is Handling.DROPPED:
             dropped.append(kind)
             continue
-        if member.fate is Fate.AS_TEXT:
-            names = ("status", "call_id", *member.text)
+        if entry_type.handling is Handling.AS_TEXT:
+            names = ("status", "call_id", *entry_type.text)
             parsed_item: Item = {
                 "type": kind,
                 **{name: item[name] for name in names if name in item},
@@ -200,8 +185,8 @@ def parse_input(items: str | Sequence[Mapping[str, Any]]) -> list[Item]:
             text = f"{path}.type: items of type {quoted(kind)} are not supported by this server"
             raise refuse(f"{path}.type", text)
         parsed_items.append({**parsed_item, "id": item_id} if item_id else parsed_item)
-    note(Fate.DROPPED, "items", dropped)
-    note(Fate.DROPPED, "parts", dropped_parts)
+    log_unsupported(Handling.DROPPED, "items", dropped)
+    log_unsupported(Handling.DROPPED, "parts", dropped_parts)
     return parsed_items
 
 
@@ -212,7 +197,7 @@ def _kind(item: Mapping[str, Any], path: str) -> str:
     kind = item.get("type") or default
     if not isinstance(kind, str):
         raise refuse(f"{path}.type", f"{path}.type must be a string")
-    return REFERENCE if has_only_id and ITEMS.get(kind) is SERVED else kind
+    return REFERENCE if has_only_id and ITEMS.get(kind) is SERVED_TYPE else kind
 
 
 def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -250,10 +235,10 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
                     raise refuse("input", f"input: a {kind}: {text}")
                 turns.answer(item)
             case kind:
-                member = ITEMS.get(kind, UNKNOWN_ITEM)
-                if member.fate is Fate.AS_TEXT:
-                    turns.note(member.as_text(kind, item), of_client=member.of_client)
-                    if not member.of_client and isinstance(item.get("call_id"), str):
+                entry_type = ITEMS.get(kind, UNKNOWN_ITEM)
+                if entry_type.handling is Handling.AS_TEXT:
+                    turns.note(entry_type.as_text(kind, item), of_client=entry_type.of_client)
+                    if not entry_type.of_client and isinstance(item.get("call_id"), str):
                         text_call_ids.add(item["call_id"])
     turns.release()
     return [_with_text(message) for message in turns.messages]
@@ -265,7 +250,7 @@ def _answered(items: Sequence[Item]) -> set[int]:
     last_calls: dict[Any, int] = {}
     answered: set[int] = set()
     for index, item in enumerate(items):
-        if _is_output(item):
+        if KINDS.get(item["type"]) is CallOutputItem:
             if item["call_id"] in last_calls:
                 answered.add(last_calls[item["call_id"]])
         elif isinstance(item.get("call_id"), str):
@@ -273,15 +258,11 @@ def _answered(items: Sequence[Item]) -> set[int]:
     return answered
 
 
-_OUTPUT = kept("output", of_client=True)
-
-
-def _is_output(item: Item) -> bool:
-    return KINDS.get(item["type"]) is CallOutputItem
+_OUTPUT = kept_as_text("output", of_client=True)
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message, with a text for a content of one part: items always have parts."""
+    """Return the message, with a text in place of a content of one part."""
     match message["content"]:
         case [{"type": "text", "text": text}]:
             return {**message, "content": text}
@@ -295,7 +276,7 @@ def last_effort(items: Sequence[Item]) -> str | None:
 
 
 class _Turns:
-    """Builder of the messages."""
+    """Builds the messages of a chat from items."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -375,8 +356,8 @@ class _Turns:
             action()
 
     def _turn(self, open_to: tuple[str, ...]) -> dict[str, Any]:
-        """Return the turn whose calls have no answers yet, or the assistant's last turn if it has
-        only notes otherwise, or a new one."""
+        """Return the turn of the assistant to add to: the one whose calls have no answers yet; else
+        the last turn, if apart from notes it has only fields of `open_to`; else a new one."""
         if self._unanswered:
             return self._calling
         last_turn = self.messages[-1] if self.messages else {}
@@ -407,11 +388,11 @@ def _texts(
         kind = part.get("type", "text" if "text" in part else None)
         if not kind and not history:
             raise refuse(f"{path}[{index}].type", f"{path}[{index}].type is required")
-        fate = PARTS.get(str(kind), DROPPED if history else REFUSED).fate
-        if fate is Fate.DROPPED:
+        handling = PARTS.get(str(kind), DROPPED_TYPE if history else REFUSED_TYPE).handling
+        if handling is Handling.DROPPED:
             dropped.append(str(kind))
             continue
-        if fate is Fate.REFUSED:
+        if handling is Handling.REFUSED:
             text = f"parts of type {quoted(str(kind))} are not supported by this server, only text"
             raise refuse(f"{path}[{index}].type", f"{path}[{index}].type: {text}")
         key = "refusal" if kind == "refusal" else "text"
@@ -419,10 +400,6 @@ def _texts(
             raise refuse(f"{path}[{index}].{key}", f"{path}[{index}].{key} must be a string")
         texts.append(part[key])
     return texts
-
-
-def _namespace(name: str | None) -> Item:
-    return {"namespace": name} if name else {}
 
 
 def _texts_of(parts: Iterable[Mapping[str, Any]]) -> list[str]:

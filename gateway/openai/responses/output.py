@@ -5,14 +5,14 @@ JsonPieces: an answer holds its log-probabilities as their text.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
 from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.http import JsonList, JsonPieces, array_json, object_json
-from pdserve.gateway.openai.custom_input import CustomInput
-from pdserve.gateway.openai.parts import with_top
+from pdserve.gateway.openai.objects import token_logprobs
+from pdserve.gateway.openai.request_models.tools import CustomInput
 from pdserve.gateway.openai.responses.tools import OfferedTool
 from pdserve.text import ContentPart, ReasoningPart, TextPart, Tool, ToolCallPart
 
@@ -22,7 +22,7 @@ _NO_TOOLS: Mapping[str, OfferedTool] = {}
 
 
 class ResponseOutput:
-    """Output of one response; consecutive parts of one kind are one item."""
+    """Builds the output of one response; consecutive parts of one kind become one item."""
 
     def __init__(
         self,
@@ -33,17 +33,17 @@ class ResponseOutput:
         summarized: bool = False,
         offered: Mapping[str, OfferedTool] = _NO_TOOLS,
     ) -> None:
-        """`suffix` makes the items' ids unique to this response. `reasons`: reasoning is sent.
-        `summarized`: it is also sent as its summary. `offered`: the client's tools by the names
-        that the model knows."""
+        """`suffix` makes the items' ids unique to this response. `reasons`: whether reasoning is
+        sent. `summarized`: whether reasoning is also sent as its summary. `offered`: the client's
+        tools, by the names that the model uses."""
         self.items: list[JsonPieces] = []
         self._suffix = suffix
         self._logprobs = logprobs
         self._reasons = reasons
         self._reasoning = _SUMMARIZED if summarized else _REASONING
         self.offered = offered
-        self._open: _OpenItem | None = None
-        self._cut = False  # whether its call is cut off
+        self._open: _OpenText | _OpenCall | None = None
+        self._cut = False  # whether the open call is cut off
         self._unplaced: list[ScoredToken] = []  # tokens whose text is yet to come
 
     def push(self, delta: Delta) -> Iterator[Event]:
@@ -82,7 +82,7 @@ class ResponseOutput:
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
         tokens, self._unplaced = self._unplaced, []
-        return [with_top(token, as_ids=False) for token in tokens]
+        return [token_logprobs(token, as_ids=False) for token in tokens]
 
     def _close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         if self._open is not None:
@@ -91,40 +91,18 @@ class ResponseOutput:
             self._open = None
 
 
-class _OpenItem(Protocol):
-    """An item that the model is still writing."""
-
-    item: dict[str, Any]
-
-    def takes(self, part: ContentPart) -> bool: ...
-
-    def begin(self) -> Iterator[Event]: ...
-
-    def push(self, part: ContentPart, logprobs: list[dict[str, Any]]) -> Iterator[Event]: ...
-
-    def close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]: ...
-
-
 # The type of a call's item, the field of its input, and the prefix of its events.
 _FUNCTION = "function_call", "arguments", "response.function_call_arguments"
 _CUSTOM = "custom_tool_call", "input", "response.custom_tool_call_input"
 
 
-class _TextKind:
-    """Format of an item whose content is one text."""
+class _TextKind(NamedTuple):
+    """The format of an item whose content is one text."""
 
-    def __init__(
-        self,
-        part: type[TextPart | ReasoningPart],
-        event: str,
-        item: dict[str, Any],
-        *,
-        summarized: bool = False,
-    ) -> None:
-        self.part = part
-        self.event = event  # prefix of its events' names
-        self.item = item
-        self.summarized = summarized  # the text is also the summary
+    part: type[TextPart | ReasoningPart]
+    event: str  # prefix of its events' names
+    item: dict[str, Any]
+    summarized: bool = False  # the text is also the summary
 
 
 _MESSAGE = _TextKind(TextPart, "output_text", {"type": "message", "role": "assistant"})

@@ -1,34 +1,63 @@
-"""One response of /v1/responses: its object, whole or in typed events, and what is kept of it."""
+"""/v1/responses: one response, whole or in typed events, and the routes for new and stored ones."""
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
-from pydantic_core import to_json
+from fastapi import FastAPI, Request, Response
+from pydantic_core import from_json, to_json
+from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import HeldLogprobs
 from pdserve.gateway.http import (
     BodyReader,
+    ErrorFormat,
+    EventStream,
     HttpError,
+    HttpLimits,
     JsonPieces,
+    Reply,
     array_json,
+    caller_of,
+    describe,
+    error_response,
     object_json,
     sent_event,
 )
 from pdserve.gateway.http import Event as SentEvent
-from pdserve.gateway.openai.errors import CONTEXT_CODE, error_message, error_object
+from pdserve.gateway.openai.objects import (
+    CONTEXT_CODE,
+    OpenAiErrors,
+    error_message,
+    list_page,
+    page_query,
+)
+from pdserve.gateway.openai.response_models import (
+    InputItemList,
+    InputTokens,
+    PageQuery,
+    ResponseDeleted,
+    ResponseEvent,
+    ResponseObject,
+)
 from pdserve.gateway.openai.responses.items import Item
 from pdserve.gateway.openai.responses.output import Event, ResponseOutput
-from pdserve.gateway.openai.responses.prompt import ResponsePrompt
-from pdserve.gateway.openai.responses.request_model import ResponsesBody
+from pdserve.gateway.openai.responses.request_model import (
+    InputTokensBody,
+    ResponsePrompt,
+    ResponsesBody,
+    count_input_tokens,
+    parse,
+)
 from pdserve.gateway.prepared_completion import PreparedCompletion, Usage
+from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage import KeptResponse, ResponseStore
-from pdserve.services.common.errors import ServiceError
+from pdserve.services.common.errors import ServiceError, quoted
 
 IN_PROGRESS = "response.in_progress"
 _PREFIXES = {
@@ -42,11 +71,12 @@ _PREFIXES = {
 Object = dict[str, Any]
 
 
-class ResponseReply:
-    """One response; make it after the body is checked, then take `whole` or `events`. It shapes the
-    stream errors: an error after the first event is a failed response."""
+class ResponseReply(OpenAiErrors):
+    """Generates the response that a checked body requests: take either `whole` or `events`.
 
-    statuses: Mapping[int, int] = MappingProxyType({})
+    It is also the error format of its stream: an error after the first event becomes a failed
+    response.
+    """
 
     def __init__(
         self,
@@ -127,9 +157,6 @@ class ResponseReply:
                 response = await self._keep(context, response)
             yield self._numbered({"type": f"response.{status}", "response": object_json(response)})
 
-    def error_object(self, error: HttpError) -> Object:
-        return error_object(error)
-
     def ping(self) -> bytes:
         """Return events that show that the response goes on: clients take no other events as a sign
         of life. Instructions, tools and output, which may be long, are only in other events."""
@@ -140,7 +167,7 @@ class ResponseReply:
         return _pieces(self._numbered({"type": IN_PROGRESS, "response": response})).text()
 
     def _opening(self) -> list[Event]:
-        """Return the first two events."""
+        """Return the first two events of the stream."""
         response = object_json(self._object("in_progress"))
         kinds = ("response.created", IN_PROGRESS)
         return [self._numbered({"type": kind, "response": response}) for kind in kinds]
@@ -158,7 +185,7 @@ class ResponseReply:
         return _framed(*opening, self._numbered(failed))
 
     def _learn(self, completion: PreparedCompletion) -> None:
-        """Record the model and the sampling for the answer."""
+        """Record the model and the sampling that the response object shows."""
         self._model = completion.model.card.name
         resolved = completion.prompts[0].params  # as float32
         for name in ("temperature", "top_p"):
@@ -170,7 +197,9 @@ class ResponseReply:
         """Keep the response; return it with `store`, which says whether it was kept."""
         assert self._store is not None
         named_items = [
-            item if "id" in item else {"id": self._item_id(i, item), **item}
+            item
+            if "id" in item
+            else {"id": f"{_PREFIXES.get(item['type'], 'item')}_{self._suffix}_in{i}", **item}
             for i, item in enumerate(items)
         ]
         kept_response = KeptResponse(
@@ -181,9 +210,6 @@ class ResponseReply:
         except ServiceError:
             stored = False  # the store has logged why; the answer is still useful
         return {**response, "store": stored}
-
-    def _item_id(self, index: int, item: Item) -> str:
-        return f"{_PREFIXES.get(item['type'], 'item')}_{self._suffix}_in{index}"
 
     def _numbered(self, event: Event) -> Event:
         numbered = {**event, "sequence_number": self._num_events}
@@ -255,3 +281,108 @@ def _pieces(*events: Event) -> JsonPieces:
     for event in events:
         pieces += (b"event: %b\ndata: " % event["type"].encode(), *object_json(event), b"\n\n")
     return pieces
+
+
+PAGE = 20  # items, unless the client sets a limit
+MAX_PAGE = 100
+
+
+def add_response_routes(
+    app: FastAPI,
+    errors: ErrorFormat,
+    service: Service,
+    bodies: BodyReader,
+    limits: HttpLimits,
+    store: ResponseStore | None,
+) -> None:
+    """Mount the routes; without a store no response is kept or found."""
+
+    async def on_kept(
+        request: Request, name: str, answer: Callable[[KeptResponse], Response]
+    ) -> Response:
+        """Return what `answer` makes of a kept response, within the limits of its tenant."""
+        caller = caller_of(request)
+        with service.limits.admit(caller.tenant.id):
+            await service.count(caller)
+            response = None if store is None else await store.find(caller.tenant.id, name)
+        if response is None:
+            message = f"response {quoted(name)} was not found"
+            return error_response(errors, HttpError(404, message, "response_not_found"))
+        return answer(response)
+
+    @app.post(
+        "/v1/responses", **describe(ResponsesBody, response=ResponseObject, event=ResponseEvent)
+    )
+    async def create(request: Request) -> Response:
+        """Generate a response to a conversation; the server may store it."""
+        body = await bodies.read(request, partial(parse, ResponsesBody))
+        reply = ResponseReply(service, body, caller_of(request), bodies, store)
+        if body.stream:
+            return EventStream(reply.framed(), reply, limits, ping=reply.ping)
+        return Reply(reply.whole(), errors)
+
+    @app.post("/v1/responses/input_tokens", **describe(InputTokensBody, response=InputTokens))
+    async def input_tokens(request: Request) -> Response:
+        """Count the tokens of a response's prompt."""
+        body = await bodies.read(request, partial(parse, InputTokensBody))
+        counting = count_input_tokens(service, body, caller_of(request), bodies, store)
+        return Reply(counting, errors)
+
+    @app.get("/v1/responses/{name}", **describe(response=ResponseObject))
+    async def retrieve(request: Request, name: str) -> Response:
+        """Get a stored response."""
+        if request.query_params.get("stream") == "true":
+            raise refuse("stream", "stream: a stored response cannot be streamed")
+        return await on_kept(request, name, lambda response: _json(response.response))
+
+    @app.delete("/v1/responses/{name}", **describe(response=ResponseDeleted))
+    async def remove(request: Request, name: str) -> Response:
+        """Delete a stored response."""
+        deleted = {"id": name, "object": "response", "deleted": True}
+        reply = await on_kept(request, name, lambda response: JSONResponse(deleted))
+        if store is not None and reply.status_code == 200:
+            await store.remove(caller_of(request).tenant.id, name)
+        return reply
+
+    @app.post("/v1/responses/{name}/cancel", **describe(response=ResponseObject))
+    async def cancel(request: Request, name: str) -> Response:
+        """Cancel a background response. Always fails, as there are no background responses."""
+
+        def too_late(response: KeptResponse) -> Response:
+            raise refuse(
+                "", "only background responses can be canceled, and this response is not one"
+            )
+
+        return await on_kept(request, name, too_late)
+
+    @app.get(
+        "/v1/responses/{name}/input_items",
+        **describe(response=InputItemList, query=PageQuery),
+    )
+    async def input_items(request: Request, name: str) -> Response:
+        """List the input items of a stored response."""
+        page = _page_of(request)
+        return await on_kept(request, name, lambda response: _json(to_json(page(response))))
+
+
+def _json(text: str | bytes) -> Response:
+    return Response(text, media_type="application/json")
+
+
+def _page_of(request: Request) -> Callable[[KeptResponse], dict[str, Any]]:
+    """Return the maker of a page with `limit`, `order` and `after`. Raises ServiceError."""
+    after, limit, newest_first = page_query(request, PAGE, MAX_PAGE)
+
+    def page(response: KeptResponse) -> dict[str, Any]:
+        items = from_json(response.items)
+        if newest_first:
+            items.reverse()
+        ids = [item["id"] for item in items]
+        if after and after not in ids:
+            raise refuse("after", f"after: no item has the id {quoted(after)}")
+        # Start after the last item with that id: a client may have used one twice.
+        start = len(ids) - ids[::-1].index(after) if after else 0
+        data = items[start : start + limit]
+        return list_page(data, has_more=start + len(data) < len(items))
+
+    return page

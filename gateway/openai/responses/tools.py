@@ -1,5 +1,5 @@
-"""The tools of /v1/responses: which are offered, which of them an answer may or must call, and how
-each member of its unions is handled.
+"""The tools of /v1/responses: which are offered, and which of them a response may or must call; and
+how each type of item, content part and tool is handled.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -9,19 +9,19 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from pdserve.gateway.http import (
-    DROPPED,
-    LEFT_OUT,
+    DROPPED_TYPE,
     MAX_TOOLS,
-    REFUSED,
-    SERVED,
-    Fate,
+    OMITTED_TYPE,
+    REFUSED_TYPE,
+    SERVED_TYPE,
+    EntryTypes,
+    Handling,
     StrictModel,
-    Table,
     ToolDescription,
     ToolName,
     check_served,
     check_tools,
-    kept,
+    kept_as_text,
     parsed,
 )
 from pdserve.gateway.openai.request_models import MODES, CustomBody, FunctionBody
@@ -29,54 +29,57 @@ from pdserve.gateway.sampling import refuse
 from pdserve.services.common.errors import quoted
 from pdserve.text import Tool, ToolUse
 
-ROLES: Table = dict.fromkeys(("user", "assistant", "system", "developer"), SERVED)
-# A part in no row is dropped from a message of the assistant, and refused elsewhere.
-PARTS: Table = {
+ROLES: EntryTypes = dict.fromkeys(("user", "assistant", "system", "developer"), SERVED_TYPE)
+# A part whose type is not listed is dropped from a message of the assistant, and refused elsewhere.
+PARTS: EntryTypes = {
     **dict.fromkeys(
-        ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"), SERVED
+        ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"),
+        SERVED_TYPE,
     ),
-    "encrypted_content": DROPPED,
-    **dict.fromkeys(("input_image", "input_file", "input_audio"), REFUSED),
+    "encrypted_content": DROPPED_TYPE,
+    **dict.fromkeys(("input_image", "input_file", "input_audio"), REFUSED_TYPE),
 }
-ITEMS: Table = {
+ITEMS: EntryTypes = {
     **dict.fromkeys(
         (
             "message", "function_call", "function_call_output", "custom_tool_call",
             "custom_tool_call_output", "reasoning", "item_reference", "additional_tools",
             "tool_search_output", "configuration_update",
         ),
-        SERVED,
+        SERVED_TYPE,
     ),
-    "file_search_call": kept("queries", "results"),
-    "web_search_call": kept("action"),
-    "code_interpreter_call": kept("code", "outputs"),
-    "image_generation_call": kept("revised_prompt"),
-    "tool_search_call": kept("arguments"),
-    "computer_call": kept("action", "actions"),
-    "computer_call_output": kept("output", of_client=True),
-    "local_shell_call": kept("action"),
-    "local_shell_call_output": kept("output", of_client=True),
-    "shell_call": kept("action"),
-    "shell_call_output": kept("output", of_client=True),
-    "apply_patch_call": kept("operation"),
-    "apply_patch_call_output": kept("status", "output", of_client=True),
-    "mcp_call": kept("server_label", "name", "arguments", "output", "error"),
-    "mcp_approval_request": kept("server_label", "name", "arguments"),
-    "mcp_approval_response": kept("approve", "reason", of_client=True),
-    "program": kept("code"),
-    "program_output": kept("result"),
-    "agent_message": kept("author", "content", of_client=True),  # from Codex
-    "mcp_list_tools": DROPPED,
-    "compaction": DROPPED,  # encrypted
-    "context_compaction": DROPPED,
-    "compaction_trigger": REFUSED,
+    "file_search_call": kept_as_text("queries", "results"),
+    "web_search_call": kept_as_text("action"),
+    "code_interpreter_call": kept_as_text("code", "outputs"),
+    "image_generation_call": kept_as_text("revised_prompt"),
+    "tool_search_call": kept_as_text("arguments"),
+    "computer_call": kept_as_text("action", "actions"),
+    "computer_call_output": kept_as_text("output", of_client=True),
+    "local_shell_call": kept_as_text("action"),
+    "local_shell_call_output": kept_as_text("output", of_client=True),
+    "shell_call": kept_as_text("action"),
+    "shell_call_output": kept_as_text("output", of_client=True),
+    "apply_patch_call": kept_as_text("operation"),
+    "apply_patch_call_output": kept_as_text("status", "output", of_client=True),
+    "mcp_call": kept_as_text("server_label", "name", "arguments", "output", "error"),
+    "mcp_approval_request": kept_as_text("server_label", "name", "arguments"),
+    "mcp_approval_response": kept_as_text("approve", "reason", of_client=True),
+    "program": kept_as_text("code"),
+    "program_output": kept_as_text("result"),
+    "agent_message": kept_as_text("author", "content", of_client=True),  # from Codex
+    "mcp_list_tools": DROPPED_TYPE,
+    "compaction": DROPPED_TYPE,  # encrypted
+    "context_compaction": DROPPED_TYPE,
+    "compaction_trigger": REFUSED_TYPE,
 }  # fmt: skip
-UNKNOWN_ITEM = kept("content", "text", "name", "arguments", "input", "action", "output", "result")
-# A tool in no row is the provider's, and left out.
-TOOLS: Table = {
-    "function": SERVED,
-    "custom": SERVED,
-    "namespace": SERVED,
+UNKNOWN_ITEM = kept_as_text(
+    "content", "text", "name", "arguments", "input", "action", "output", "result"
+)
+# A tool whose type is not listed belongs to the provider, and is left out.
+TOOLS: EntryTypes = {
+    "function": SERVED_TYPE,
+    "custom": SERVED_TYPE,
+    "namespace": SERVED_TYPE,
     **dict.fromkeys(
         (
             "apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search",
@@ -84,13 +87,14 @@ TOOLS: Table = {
             "tool_search", "web_search", "web_search_2025_08_26", "web_search_preview",
             "web_search_preview_2025_03_11",
         ),
-        LEFT_OUT,
+        OMITTED_TYPE,
     ),
 }  # fmt: skip
 # The modes may be objects that have only their type.
-TOOL_CHOICES: Table = {
+TOOL_CHOICES: EntryTypes = {
     **dict.fromkeys(
-        ("none", "auto", "required", "function", "custom", "namespace", "allowed_tools"), SERVED
+        ("none", "auto", "required", "function", "custom", "namespace", "allowed_tools"),
+        SERVED_TYPE,
     ),
     **dict.fromkeys(
         (
@@ -98,10 +102,10 @@ TOOL_CHOICES: Table = {
             "file_search", "image_generation", "mcp", "programmatic_tool_calling", "shell",
             "web_search_preview", "web_search_preview_2025_03_11",
         ),
-        REFUSED,
+        REFUSED_TYPE,
     ),
 }  # fmt: skip
-UNIONS: dict[str, Table] = {
+UNIONS: dict[str, EntryTypes] = {
     "roles": ROLES,
     "content parts": PARTS,
     "input items": ITEMS,
@@ -122,15 +126,16 @@ class OfferedTool:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The tools of a request by the names that the model knows, as the response shows them, and the
-    types of those that are left out."""
+    """The tools of a request by the names that the model uses, the same tools as the response shows
+    them, and the types of tools that are left out."""
 
     tools: Mapping[str, OfferedTool] = field(default_factory=dict)
     shown: Sequence[dict[str, Any]] = ()
     left_out: Sequence[str] = ()
 
     def with_more(self, lists: Sequence[Sequence[Mapping[str, Any]]]) -> "Offer":
-        """Return the offer with those tools of items whose names are new. Raises ServiceError."""
+        """Return the offer with the tools of items added whose names are new. Raises
+        ServiceError."""
         tools = dict(self.tools)
         left_out = list(self.left_out)
         for tool_list in lists:
@@ -229,7 +234,7 @@ def _add_tools(
     for index, value in enumerate(values):
         path = f"{list_path}[{index}]"
         kind = _kind(value, path)
-        if TOOLS.get(kind, LEFT_OUT).fate is Fate.LEFT_OUT:
+        if TOOLS.get(kind, OMITTED_TYPE).handling is Handling.LEFT_OUT:
             left_out.append(kind)
         elif kind == "namespace":
             if namespace is not None:
@@ -238,9 +243,9 @@ def _add_tools(
                 )
             group = parsed(Namespace, value, path)
             group_path = f"{path}.tools"
-            members = _add_tools(tools, left_out, group.tools, group_path, offered, group.name)
+            added = _add_tools(tools, left_out, group.tools, group_path, offered, group.name)
             description = {} if group.description is None else {"description": group.description}
-            shown.append({"type": "namespace", "name": group.name, **description, "tools": members})
+            shown.append({"type": "namespace", "name": group.name, **description, "tools": added})
         elif not _is_offered(value, offered, namespace):
             tool = _parsed_tool(value, kind, path)
             name = joined_name(namespace, tool.name)
@@ -275,7 +280,7 @@ def _kind(tool: Mapping[str, Any], path: str) -> str:
 
 
 def tool_use(offer: Offer, choice: Any, parallel: bool) -> ToolUse | None:
-    """Return the use of tools, None without. Raises ServiceError for a choice they do not allow."""
+    """Return the use of tools, None without tools. Raises ServiceError for an invalid choice."""
     mode, names = _choice(choice, offer)
     if not offer.tools and mode == "required":
         raise refuse("tool_choice", "tool_choice needs tools")
@@ -303,7 +308,7 @@ def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
     groups: set[str] = set()
     for index, tool in enumerate(allowed_tools.tools):
         kind = tool.get("type")
-        if isinstance(kind, str) and TOOLS.get(kind, LEFT_OUT).fate is Fate.LEFT_OUT:
+        if isinstance(kind, str) and TOOLS.get(kind, OMITTED_TYPE).handling is Handling.LEFT_OUT:
             continue  # such a tool is not offered either
         group = str(tool.get("name")) if kind == "namespace" else ""
         if group not in groups:
@@ -326,12 +331,10 @@ def _chosen(choice: Mapping[str, Any], names_by_key: Index, path: str) -> Sequen
     check_served(TOOL_CHOICES, str(kind), path)
     if not isinstance(name, str):
         raise refuse(f"{path}.name", f"{path}.name must be a string")
-    lookup_key = (name, None) if kind == "namespace" else (_text(namespace), name)
+    if not isinstance(namespace, str):
+        namespace = None
+    lookup_key = (name, None) if kind == "namespace" else (namespace, name)
     names = names_by_key.get(lookup_key, ())
     if not names:
         raise refuse("tool_choice", f"tool_choice: no tool has the name {quoted(name)}")
     return names if kind == "namespace" else names[:1]
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None

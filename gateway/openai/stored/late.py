@@ -1,5 +1,5 @@
-"""The database parts of a gateway, made while it serves: importing SQLAlchemy takes as long as all
-other imports.
+"""Makes the parts of a gateway that use the database while it already serves, since importing
+SQLAlchemy takes as long as all other imports.
 
 They are made once a model is ready, or when a client first needs them. Until then requests for them
 wait, and the usage of keys is held in memory.
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.gateway.admission import AdmissionLimits
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http import DOCUMENT, BodyReader, Dialect, HttpLimits
+from pdserve.gateway.http import DOCUMENT, BodyReader, HttpApi, HttpLimits
 from pdserve.gateway.metrics import RequestUsage
 from pdserve.gateway.openai.api import STORED
 from pdserve.gateway.settings import GatewaySettings
@@ -33,8 +33,9 @@ WAITING = (*STORED, DOCUMENT)  # the document describes all routes
 
 
 class LateParts:
-    """The MoreRoutes, ResponseStore and CountUsage of a gateway, before and after its StoredParts
-    exist. `run` is the task that makes and runs them; `drain` and `close` end them."""
+    """Stands in for a gateway's StoredParts before they exist, and passes calls on afterwards: as
+    its DatabaseRoutes, ResponseStore and CountUsage. `run` is the task that makes and runs them;
+    `drain` and `close` end them."""
 
     def __init__(
         self,
@@ -55,8 +56,8 @@ class LateParts:
         self._ready = asyncio.Event()
         self._parts: StoredParts | None = None
 
-    def want(self) -> None:
-        """Start making the parts."""
+    def request(self) -> None:
+        """Start making the parts, if that has not begun."""
         self._requested.set()
 
     async def run(self, app: ASGIApp) -> None:
@@ -78,7 +79,7 @@ class LateParts:
 
     async def parts(self) -> "StoredParts":
         """Return the parts once they exist."""
-        self.want()
+        self.request()
         await self._ready.wait()
         assert self._parts is not None
         return self._parts
@@ -112,13 +113,13 @@ class LateParts:
     def add_routes(
         self,
         app: FastAPI,
-        dialect: Dialect,
+        api: HttpApi,
         limits: HttpLimits,
         bodies: BodyReader,
         count: Callable[[Caller], Awaitable[None]],
     ) -> None:
         self._add_routes.append(
-            lambda parts: parts.routes.add_routes(app, dialect, limits, bodies, count)
+            lambda parts: parts.routes.add_routes(app, api, limits, bodies, count)
         )
         app.add_middleware(_WaitForParts, late=self)
 

@@ -1,24 +1,22 @@
-"""The parts that only a gateway with a database has: their routes, their tasks, retention and
-shutdown.
-"""
+"""The parts that only a gateway with a database has: their routes, tasks, retention and
+shutdown."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.types import ASGIApp
 
 from pdserve.gateway.admission import AdmissionLimits
-from pdserve.gateway.batches import Answer, Batches, BatchRunner, FileLimits, Files, LineSlots
+from pdserve.gateway.batches import Batches, BatchRunner, FileLimits, Files, LineResponse, LineSlots
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http import BodyReader, Dialect, HttpLimits, caller_of, post
+from pdserve.gateway.http import BodyReader, HttpApi, HttpLimits, caller_of, post
 from pdserve.gateway.metrics.usage_log import UsageLog
-from pdserve.gateway.openai.stored.batches import add_batch_routes
-from pdserve.gateway.openai.stored.files import add_file_routes
-from pdserve.gateway.openai.stored.usage_report import add_usage_routes
+from pdserve.gateway.openai.stored.routes import add_batch_routes, add_file_routes, add_usage_routes
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.gateway.storage.database import Database
 from pdserve.gateway.storage.responses import DatabaseResponses
@@ -35,7 +33,8 @@ LINE_TRANSACTIONS = 4  # of batches at once: the others are for client requests
 
 @dataclass(frozen=True, slots=True)
 class StoredRoutes:
-    """The data of the routes; `wake` is called when a batch is created or cancelled."""
+    """The routes of files, batches and usage, and their data. `wake` is called when a batch is
+    created or cancelled."""
 
     files: Files
     batches: Batches
@@ -45,7 +44,7 @@ class StoredRoutes:
     def add_routes(
         self,
         app: FastAPI,
-        dialect: Dialect,
+        api: HttpApi,
         limits: HttpLimits,
         bodies: BodyReader,
         count: Callable[[Caller], Awaitable[None]],
@@ -56,14 +55,14 @@ class StoredRoutes:
             await count(caller_of(request))
 
         routes = APIRouter(dependencies=[Depends(counted)])
-        add_file_routes(routes, dialect, self.files, limits)
-        add_batch_routes(routes, dialect, self.batches, bodies, self.wake)
-        add_usage_routes(routes, dialect, self.usage)
+        add_file_routes(routes, api, self.files, limits)
+        add_batch_routes(routes, api, self.batches, bodies, self.wake)
+        add_usage_routes(routes, api, self.usage)
         app.router.routes.extend(routes.routes)  # an included router is hidden from the document
 
 
 class Retention:
-    """Retention task; every gateway of a database may run one, and each row is removed once."""
+    """Removes data older than some days. Several gateways of a database may run it at once."""
 
     def __init__(self, batches: Batches, usage: UsageLog, days: int) -> None:
         """`days` 0: keep everything."""
@@ -126,13 +125,8 @@ class StoredParts:
                 log.error("%s", error)
                 await asyncio.sleep(OPEN_AGAIN_S)
 
-        async def answer_line(endpoint: str, body: bytes, tenant: Tenant, session: str) -> Answer:
-            reply = await post(app, endpoint, body, tenant, session)
-            retry_after = reply.headers.get("retry-after", "0")
-            return Answer(reply.request_id, reply.status, reply.body, float(retry_after))
-
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._runner.run(answer_line), name="batches")
+            group.create_task(self._runner.run(partial(_answer_line, app)), name="batches")
             group.create_task(self.usage.run(), name="usage")
             group.create_task(self._retention.run(), name="retention")
 
@@ -148,3 +142,12 @@ class StoredParts:
         except (ServiceError, TimeoutError):
             log.warning("the usage of the last few seconds was not recorded")
         await self._db.close()
+
+
+async def _answer_line(
+    app: ASGIApp, path: str, body: bytes, tenant: Tenant, session: str
+) -> LineResponse:
+    """Return the response of the application to the request in a line of a batch."""
+    reply = await post(app, path, body, tenant, session)
+    retry_after_s = float(reply.headers.get("retry-after", "0"))
+    return LineResponse(reply.request_id, reply.status, reply.body, retry_after_s)

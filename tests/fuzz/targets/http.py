@@ -13,10 +13,10 @@ from fakes.scripted_service import scripted_service
 
 from fuzz.mutate import change, mutate
 from pdserve.gateway import Readiness
-from pdserve.gateway.anthropic import AnthropicDialect
+from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.http import BodyReader, HttpLimits, create_app
-from pdserve.gateway.ollama import OllamaDialect
-from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.ollama import OllamaApi
+from pdserve.gateway.openai import OpenAiApi
 from pdserve.services.common.tenants import ApiKeys
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
@@ -96,12 +96,12 @@ class Fuzzed:
         router = FakeRouter(saying("hello world"))
         service = scripted_service(router)
         bodies = BodyReader(LIMITS)
-        dialects = [
-            AnthropicDialect(service, LIMITS, bodies),
-            OllamaDialect(service, LIMITS, bodies),
-            OpenAiDialect(service, LIMITS, bodies, MemoryStore()),
+        apis = [
+            AnthropicApi(service, LIMITS, bodies),
+            OllamaApi(service, LIMITS, bodies),
+            OpenAiApi(service, LIMITS, bodies, MemoryStore()),
         ]
-        app = create_app(dialects, service, Readiness(router, service.catalog), ApiKeys())
+        app = create_app(apis, service, Readiness(router, service.catalog), ApiKeys())
         return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
     def case(self, rng: Random) -> str:

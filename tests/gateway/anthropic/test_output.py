@@ -6,7 +6,7 @@ from typing import Any
 from builders.random_parts import random_answer, said
 from pydantic_core import from_json
 
-from pdserve.gateway.anthropic.reply import MessageContent
+from pdserve.gateway.anthropic.api import MessageContent
 from pdserve.gateway.choice import Delta
 
 KINDS = {"text": "TextPart", "thinking": "ReasoningPart"}

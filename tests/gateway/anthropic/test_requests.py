@@ -11,15 +11,15 @@ from fakes.tool_model import THINKING, ToolModel
 from oracles.http_errors import JSON, LARGE, nested
 
 from pdserve.gateway import AdmissionLimits
+from pdserve.gateway.anthropic.api import MessageContent
 from pdserve.gateway.anthropic.conversation import EDITS
-from pdserve.gateway.anthropic.reply import MessageContent
 from pdserve.gateway.anthropic.request_models import (
-    IGNORED,
-    INSTEAD,
-    LEFT_OUT_FIELDS,
-    REFUSED,
+    FIELD_ALIASES,
+    IGNORED_FIELDS,
+    OMITTED_FIELDS,
+    REFUSED_FIELDS,
     MessagesBody,
-    parse_messages,
+    parse,
 )
 from pdserve.text import ReasoningPart, TextPart, ToolUse
 
@@ -54,27 +54,27 @@ async def test_unsupported_fields_are_refused_by_name(make_http, url):
     router = FakeRouter(saying("x"))
     client = make_http(router)
     asked = BODIES[url]
-    assert not IGNORED & MessagesBody.model_fields.keys()
-    for name in REFUSED.keys() - MessagesBody.model_fields.keys():
+    assert not IGNORED_FIELDS & MessagesBody.model_fields.keys()
+    for name in REFUSED_FIELDS.keys() - MessagesBody.model_fields.keys():
         for value in WANTED:
-            if value in REFUSED[name]:
+            if value in REFUSED_FIELDS[name]:
                 continue
             message = check(await client.post(url, json={**asked, name: value}), 400)
             assert message.startswith(f"{name} is not supported")
-            assert (f"use {INSTEAD.get(name)}" in message) is (name in INSTEAD)
+            assert (f"use {FIELD_ALIASES.get(name)}" in message) is (name in FIELD_ALIASES)
     assert router.starts == []
 
 
 @pytest.mark.parametrize("url", BODIES)
 async def test_no_op_values_of_unsupported_fields_are_accepted(make_http, url):
     client = make_http(saying("x"))
-    for number in range(max(map(len, REFUSED.values()))):
+    for number in range(max(map(len, REFUSED_FIELDS.values()))):
         given = {
             name: nothing[min(number, len(nothing) - 1)]
-            for name, nothing in REFUSED.items()
+            for name, nothing in REFUSED_FIELDS.items()
             if name not in MessagesBody.model_fields
         }
-        ignored = dict.fromkeys(IGNORED, "x")
+        ignored = dict.fromkeys(IGNORED_FIELDS, "x")
         asked = {**BODIES[url], **given, **ignored, "unknown": 1}
         reply = await client.post(url, json=asked, headers={"anthropic-version": "2023-06-01"})
         assert reply.status_code == 200, reply.json()
@@ -115,7 +115,7 @@ async def test_alternative_names_for_enabling_thinking(make_http, subtests):
 
 
 def test_each_known_field_is_in_one_list() -> None:
-    assert not (IGNORED | LEFT_OUT_FIELDS) & REFUSED.keys()
+    assert not (IGNORED_FIELDS | OMITTED_FIELDS) & REFUSED_FIELDS.keys()
 
 
 def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
@@ -265,13 +265,13 @@ def test_tool_choice_none_is_accepted_without_tools() -> None:
     """Accept `none` without tools, because tools of MCP servers count as well (gateway/mcp)."""
     messages = [{"role": "user", "content": "hi"}]
     asked = {"model": "m", "max_tokens": 5, "messages": messages, "tool_choice": {"type": "none"}}
-    assert parse_messages(asked).tool_use() == ToolUse((), "none")
+    assert parse(MessagesBody, asked).tool_use() == ToolUse((), "none")
 
 
 def turns(*messages: Any, **fields: Any) -> list[Any]:
     """The turns that the template renders."""
     body = {"model": "tiny", "max_tokens": 9, "messages": list(messages), **fields}
-    return list(parse_messages(body).conversation().messages)
+    return list(parse(MessagesBody, body).conversation().messages)
 
 
 def texts(turn: Any) -> list[str]:
@@ -342,7 +342,7 @@ def test_a_system_message_may_expire_and_set_the_effort() -> None:
         (HI, high, "high"),
     ):
         body = {"max_tokens": 9, "messages": messages, **fields}
-        conversation = parse_messages(body).conversation()
+        conversation = parse(MessagesBody, body).conversation()
         assert conversation.suggested == {"reasoning_effort": effort}
 
 
@@ -369,7 +369,7 @@ def test_an_earlier_name_of_the_output_format() -> None:
         ({"output_format": form}, "output_format.schema"),
         ({"output_config": {"format": form}}, "output_config.format.schema"),
     ):
-        structure = parse_messages({**ASKED, **fields}).structure()
+        structure = parse(MessagesBody, {**ASKED, **fields}).structure()
         assert structure is not None
         assert (structure.value, structure.param) == (form["schema"], name)
 

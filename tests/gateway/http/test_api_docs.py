@@ -16,9 +16,9 @@ from oracles.sse import events
 from pydantic import BaseModel
 from systems.served_gateway import served_gateway
 
-from pdserve.gateway.http import described
+from pdserve.gateway.http import describe
 from pdserve.gateway.http.docs import PAGE, START, document
-from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.openai import OpenAiApi
 from pdserve.services.common.errors import HTTP_STATUS
 
 pytestmark = pytest.mark.anyio
@@ -265,11 +265,11 @@ def test_a_schema_name_belongs_to_one_model():
 
     Second.__name__ = First.__name__
     app = FastAPI()
-    app.get("/first", **described(answer=First))(lambda: None)
-    app.get("/second", **described(answer=Second))(lambda: None)
-    dialect = OpenAiDialect(None, None, None)  # type: ignore[arg-type]
+    app.get("/first", **describe(response=First))(lambda: None)
+    app.get("/second", **describe(response=Second))(lambda: None)
+    api = OpenAiApi(None, None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="named First"):
-        document(app, [dialect], "", keys=False)
+        document(app, [api], "", keys=False)
 
 
 async def test_the_docs_page_loads_nothing_from_other_hosts(make_http):

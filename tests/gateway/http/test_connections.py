@@ -18,7 +18,7 @@ from systems.eventually import LIMIT_S, eventually
 from pdserve.gateway.http import BodyReader, HttpLimits
 from pdserve.gateway.http.serving import protocol
 from pdserve.gateway.main import HttpServer, listen
-from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.openai import OpenAiApi
 from pdserve.protos import common_pb2 as pb
 
 HEAD = (
@@ -39,7 +39,7 @@ async def connect(make_app, make_service, anyio_backend) -> AsyncIterator[Callab
 
     async def make(router: FakeRouter, **options: object) -> Connection:
         bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 16, stall_s=0.3)
-        openai = OpenAiDialect(make_service(router), bounds, BodyReader(bounds))
+        openai = OpenAiApi(make_service(router), bounds, BodyReader(bounds))
         stall_s = options.get("bounds", bounds).stall_s
         server = HttpServer(make_app(router, **options), openai, stall_s)
         listener = listen("127.0.0.1", 0)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.gateway.http import EventStream, HttpLimits, responses
-from pdserve.gateway.http.held_responses import HeldAnswers
-from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP
+from pdserve.gateway.http.responses import DROP, HELD, KEEPS_UP, HeldResponses
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.common.errors import ServiceError
 
@@ -46,7 +45,7 @@ class Client:
         async def receive() -> Any:
             await asyncio.Event().wait()
 
-        extensions = {KEEPS_UP: self.keeps_up, DROP: self.drop, HELD: HeldAnswers(1 << 20)}
+        extensions = {KEEPS_UP: self.keeps_up, DROP: self.drop, HELD: HeldResponses(1 << 20)}
         scope = {"type": "http", "extensions": extensions}
         await EventStream(events, errors, LIMITS, ping=ping)(scope, receive, self.send)
 

@@ -11,8 +11,7 @@ from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway import Caller
 from pdserve.gateway.http import EventStream, HttpLimits, JsonPieces, Reply, json_event
-from pdserve.gateway.http.held_responses import HeldAnswer, HeldAnswers
-from pdserve.gateway.http.responses import HELD
+from pdserve.gateway.http.responses import HELD, HeldResponse, HeldResponses
 from pdserve.gateway.http.serving import HttpServer
 from pdserve.gateway.main import listen
 from pdserve.services.common.tenants import Tenant
@@ -28,16 +27,16 @@ class Holder:
     """Answers of several keys held under a limit of 100 bytes."""
 
     def __init__(self) -> None:
-        self.held = HeldAnswers(100)
+        self.held = HeldResponses(100)
         self.at_end = ExitStack()
 
-    def add(self, owner: bytes, num_bytes: int) -> HeldAnswer:
+    def add(self, owner: bytes, num_bytes: int) -> HeldResponse:
         answer = self.at_end.enter_context(self.held.answer(owner))
         self.held.hold(answer, num_bytes)
         return answer
 
 
-def lost(*answers: HeldAnswer) -> list[bool]:
+def lost(*answers: HeldResponse) -> list[bool]:
     return [answer.dropped.done() for answer in answers]
 
 
@@ -93,7 +92,7 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.fixture
 async def ask(anyio_backend: str) -> AsyncIterator[Callable[..., object]]:
     """Request a path on a separate connection; all answers together may hold four texts."""
-    held: list[HeldAnswers] = []
+    held: list[HeldResponses] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         held[:] = [scope["extensions"][HELD]]
@@ -106,7 +105,7 @@ async def ask(anyio_backend: str) -> AsyncIterator[Callable[..., object]]:
     await eventually(lambda: server.started)
     writers = []
 
-    async def get(path: str) -> tuple[Connection, HeldAnswers]:
+    async def get(path: str) -> tuple[Connection, HeldResponses]:
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
         client.setblocking(False)
@@ -159,7 +158,7 @@ async def test_data_shared_by_events_of_a_stream_is_counted_once(ask):
 
 
 async def test_a_short_answer_is_not_held(ask):
-    held = HeldAnswers(0)
+    held = HeldResponses(0)
     sent: list[bytes] = []
 
     async def send(message: dict[str, object]) -> None:

@@ -8,7 +8,7 @@ from fakes.memory_tracer import CLIENT, MemoryTracer, own_id, parent_of, trace_o
 from fakes.router import FakeRouter, failed, finished, placed, saying, tokens
 from systems.eventually import eventually
 
-from pdserve.gateway.metrics import request_log
+from pdserve.gateway.metrics import request_metrics
 from pdserve.gateway.metrics.request_metrics import timeline
 from pdserve.protos import common_pb2 as pb
 
@@ -81,7 +81,7 @@ async def test_a_key_cannot_see_traces_of_another(make_http):
 
 
 async def test_only_recent_traces_are_kept(make_http, monkeypatch):
-    monkeypatch.setattr(request_log, "MAX_ENDED", 3)
+    monkeypatch.setattr(request_metrics, "MAX_ENDED", 3)
     http = make_http(saying("x"))
     answers = [await http.post("/v1/completions", json=ASKED) for _ in range(4)]
     paths = [f"/v1/traces/{answer.json()['id']}" for answer in answers]

@@ -23,12 +23,12 @@ from systems.cluster_secret import ACCESS
 from systems.eventually import eventually
 
 from pdserve.gateway import Caller, PreparedCompletion, Readiness, Service
-from pdserve.gateway.anthropic import AnthropicDialect
+from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.grpc_api import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.gateway.http import (
     BodyReader,
-    Dialect,
     DirectWrite,
+    HttpApi,
     HttpLimits,
     JsonPieces,
     create_app,
@@ -40,7 +40,7 @@ from pdserve.gateway.mcp.config import McpServer
 from pdserve.gateway.mcp.offer import ServerTool, ToolResult, offered_tools
 from pdserve.gateway.mcp.tool_loop import MAX_CALLS
 from pdserve.gateway.metrics import GatewayMetrics
-from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.request_models import ChatBody
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest
@@ -125,7 +125,7 @@ async def gateway(
     router: FakeRouter,
     tools: Tools,
     approve: str = "*",
-    max_rounds: int = 8,
+    max_turns: int = 8,
     clock: Callable[[], float] | None = None,
     **options: Any,
 ) -> AsyncIterator[Gateway]:
@@ -133,15 +133,15 @@ async def gateway(
     metrics = GatewayMetrics()
     configured = McpServer("s", ("x",), auto_approve=frozenset(approve.split()))
     servers = McpServers([configured], metrics.mcp_calls, tools)
-    offers = McpTools(servers, max_rounds, clock)
+    offers = McpTools(servers, max_turns, clock)
     service = scripted_service(router, server_tools=offers, clock=clock, **options)
     bodies = BodyReader(LIMITS)
-    dialects: list[Dialect] = [
-        AnthropicDialect(service, LIMITS, bodies), OpenAiDialect(service, LIMITS, bodies)
+    apis: list[HttpApi] = [
+        AnthropicApi(service, LIMITS, bodies), OpenAiApi(service, LIMITS, bodies)
     ]  # fmt: skip
     readiness = Readiness(router, service.catalog)
-    routes = create_routes(dialects, service, readiness)
-    app = create_app(dialects, service, readiness, ApiKeys(), True, routes=routes)
+    routes = create_routes(apis, service, readiness)
+    app = create_app(apis, service, readiness, ApiKeys(), True, routes=routes)
     servers.start()
     await eventually(lambda: servers.offered)
     transport = httpx.ASGITransport(app)
@@ -303,7 +303,7 @@ async def test_rounds_are_bounded() -> None:
     for stream in (False, True):
         router = ToolModel("Again." + calls("s__get"))
         tools.called.clear()
-        async with gateway(router, tools, max_rounds=3) as gw:
+        async with gateway(router, tools, max_turns=3) as gw:
             response = await gw.ask(stream=stream)
         if stream:
             *_, last = events(response.text)
@@ -321,7 +321,7 @@ async def test_calls_go_to_the_client_without_rounds_or_with_several_choices() -
     tools = Tools(get=answers("x"))
     for rounds, fields in ((0, {}), (8, {"n": 2})):
         router = ToolModel(calls("s__get"))
-        async with gateway(router, tools, max_rounds=rounds) as gw:
+        async with gateway(router, tools, max_turns=rounds) as gw:
             response = (await gw.ask(**fields)).json()
         finishes = {choice["finish_reason"] for choice in response["choices"]}
         assert finishes == {"tool_calls"}
@@ -394,19 +394,19 @@ async def test_structured_answers_and_scored_prompts_are_offered_no_tools() -> N
     servers.offered = offered_tools([("s", ServerTool("get", "", {}), True)])
     offers = McpTools(servers, 8, lambda: 0.0)
 
-    async def next_round(*_: Any) -> PreparedCompletion:
+    async def next_turn(*_: Any) -> PreparedCompletion:
         raise AssertionError
 
     chat = TemplateInput([{"role": "user", "content": "a"}])
     free = ChatCompletionRequest("tiny", chat, RequestedSampling())
     structure = Structure("json_object", None, "response_format")
     bound = ChatCompletionRequest("tiny", chat, RequestedSampling(structure=structure))
-    offered, rounds = offers.offer(free, next_round)
+    offered, rounds = offers.offer(free, next_turn)
     assert offered.tool_use is not None
     assert rounds is not None
-    assert offers.offer(bound, next_round) == (bound, None)
+    assert offers.offer(bound, next_turn) == (bound, None)
     scored = ChatCompletionRequest("tiny", chat, RequestedSampling(prompt_logprobs=0))
-    assert offers.offer(scored, next_round) == (scored, None)  # unclear for which of the prompts
+    assert offers.offer(scored, next_turn) == (scored, None)  # unclear for which of the prompts
 
 
 async def test_grpc_texts_are_offered_no_tools() -> None:

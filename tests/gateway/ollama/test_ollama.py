@@ -16,7 +16,7 @@ from oracles.http_errors import LARGE
 from systems.served_gateway import every_kind
 
 from pdserve.gateway.model_texts import kept_ids
-from pdserve.gateway.ollama.conversation import OllamaMessage, conversation
+from pdserve.gateway.ollama.request_models import OllamaMessage, conversation
 from pdserve.protos import common_pb2 as pb
 from pdserve.text import TextPart, ToolCallPart
 

@@ -12,9 +12,9 @@ from ollama import _types
 from systems.served_gateway import every_kind
 
 from pdserve.gateway.ollama.request_models import (
-    IGNORED,
+    IGNORED_FIELDS,
     IGNORED_OPTIONS,
-    REFUSED,
+    REFUSED_FIELDS,
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaEmbeddingsBody,
@@ -58,8 +58,11 @@ def test_every_field_of_the_client_is_served_ignored_or_refused() -> None:
         (_types.ShowRequest, OllamaShowBody),
         (_types.Message, OllamaMessage),
     ):
-        assert sent.model_fields.keys() <= body.model_fields.keys() | IGNORED | REFUSED.keys()
-    known = OllamaOptions.model_fields.keys() | IGNORED_OPTIONS | REFUSED.keys()
+        assert (
+            sent.model_fields.keys()
+            <= body.model_fields.keys() | IGNORED_FIELDS | REFUSED_FIELDS.keys()
+        )
+    known = OllamaOptions.model_fields.keys() | IGNORED_OPTIONS | REFUSED_FIELDS.keys()
     assert ollama.Options.model_fields.keys() <= known
 
 

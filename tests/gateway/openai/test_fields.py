@@ -8,8 +8,8 @@ from fakes.router import FakeRouter, saying, served
 from oracles.http_errors import CHAT, HI, PLAIN, check
 from oracles.sse import events
 
-from pdserve.gateway.http import IGNORED
-from pdserve.gateway.http.fields import OTHER_NAMES, REFUSED
+from pdserve.gateway.http import IGNORED_FIELDS
+from pdserve.gateway.http.fields import FIELD_ALIASES, REFUSED_FIELDS
 from pdserve.gateway.openai.request_models import ChatBody, CompletionBody
 
 pytestmark = pytest.mark.anyio
@@ -25,13 +25,15 @@ async def test_unsupported_fields_are_refused_by_name(make_http, url):
     body, kind = BODIES[url]
     router = FakeRouter(saying("x"))
     client = make_http(router)
-    for name in (REFUSED.keys() | OTHER_NAMES.keys()) - kind.model_fields.keys() - body.keys():
+    for name in (
+        (REFUSED_FIELDS.keys() | FIELD_ALIASES.keys()) - kind.model_fields.keys() - body.keys()
+    ):
         for value in WANTED:
-            if value in REFUSED.get(name, ()):
+            if value in REFUSED_FIELDS.get(name, ()):
                 continue
             error = check(await client.post(url, json={**body, name: value}), 400, name)
             assert error["message"].startswith(f"{name} is not ")
-        instead = OTHER_NAMES.get(name)
+        instead = FIELD_ALIASES.get(name)
         if instead in kind.model_fields:
             assert f"use {instead}" in error["message"]
     assert router.starts == []
@@ -42,14 +44,14 @@ async def test_no_op_values_of_unsupported_fields_are_accepted(make_http, url):
     body, kind = BODIES[url]
     router = FakeRouter(saying("x"))
     client = make_http(router)
-    count = max(map(len, REFUSED.values()))
+    count = max(map(len, REFUSED_FIELDS.values()))
     for number in range(count):
         given = {
             name: nothing[min(number, len(nothing) - 1)]
-            for name, nothing in REFUSED.items()
+            for name, nothing in REFUSED_FIELDS.items()
             if name not in kind.model_fields and name not in body
         }
-        reply = await client.post(url, json={**body, **given, **dict.fromkeys(IGNORED, "x")})
+        reply = await client.post(url, json={**body, **given, **dict.fromkeys(IGNORED_FIELDS, "x")})
         assert reply.status_code == 200, reply.json()
     assert len(router.starts) == count
 
@@ -67,15 +69,15 @@ NAMED = (
 
 
 def test_every_known_field_is_listed() -> None:
-    placed = REFUSED.keys() | OTHER_NAMES.keys() | IGNORED
+    placed = REFUSED_FIELDS.keys() | FIELD_ALIASES.keys() | IGNORED_FIELDS
     assert set(NAMED) <= placed | ChatBody.model_fields.keys()
     assert set(NAMED) <= placed | CompletionBody.model_fields.keys()
 
 
 def test_each_field_is_in_one_list() -> None:
-    assert not IGNORED & REFUSED.keys()
+    assert not IGNORED_FIELDS & REFUSED_FIELDS.keys()
     for _, kind in BODIES.values():
-        assert not IGNORED & kind.model_fields.keys()
+        assert not IGNORED_FIELDS & kind.model_fields.keys()
 
 
 async def test_every_invalid_key_of_logit_bias_is_named(make_http):

@@ -15,7 +15,7 @@ from pdserve.engine.api import MAX_BAD_WORD_CHARS
 from pdserve.gateway import sampling
 from pdserve.gateway.choice import ScoredToken
 from pdserve.gateway.http import AT_ONCE
-from pdserve.gateway.openai import parts
+from pdserve.gateway.openai import objects
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -203,7 +203,7 @@ async def test_log_probabilities_of_a_long_prompt_do_not_block_the_loop():
 
     counting = asyncio.create_task(count())
     scores = [pb.TokenLogprob(logprob=-1.0)] * (8 * AT_ONCE)
-    text = await parts.prompt_json(tokenizer(), [7] * (len(scores) + 1), scores, 0)
+    text = await objects.prompt_json(tokenizer(), [7] * (len(scores) + 1), scores, 0)
     counting.cancel()
     assert len(json.loads(text.text())) == len(scores) + 1
     assert passes >= 8
@@ -232,7 +232,7 @@ async def test_log_probabilities_of_prompts_are_bounded(make_http, monkeypatch, 
     router = FakeRouter(saying("x"))
     http = make_http(router)
     tokens = len(router.encode("hello world"))
-    monkeypatch.setattr(parts, "MAX_LOGPROBS", 3 * 2 * tokens)
+    monkeypatch.setattr(objects, "MAX_LOGPROBS", 3 * 2 * tokens)
     body = {"model": "tiny", "prompt": "hello world", "echo": True, "logprobs": 1, "n": 3}
     assert (await http.post(PLAIN, json={**body, "stream": stream})).status_code == 200
     refused = await http.post(PLAIN, json={**body, "n": 4, "stream": stream})

@@ -11,7 +11,7 @@ from systems.eventually import eventually
 from systems.served_gateway import every_kind
 
 from pdserve.gateway import AdmissionLimits
-from pdserve.gateway.metrics import Siblings
+from pdserve.gateway.metrics import GatewayProcesses
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -100,16 +100,16 @@ async def test_slots_list_the_requests_of_the_key_and_load_counts_all(make_http)
 
 async def test_slots_include_other_processes_of_the_port(make_http, tmp_path):
     """List the open requests of two processes for one key."""
-    both = [Siblings(tmp_path, index, 2) for index in range(2)]
+    both = [GatewayProcesses(tmp_path, index, 2) for index in range(2)]
     routers = [Held(), Held()]
     clients = []
-    for siblings, router in zip(both, routers, strict=True):
+    for processes, router in zip(both, routers, strict=True):
 
-        def arrange(service: Any, siblings: Siblings = siblings) -> None:
-            service.siblings = siblings
+        def arrange(service: Any, processes: GatewayProcesses = processes) -> None:
+            service.processes = processes
 
         clients.append(make_http(router, arrange=arrange))
-        await siblings.start()
+        await processes.start()
     asked = [asyncio.create_task(client.post(CHAT, json=ASKED)) for client in clients]
     await eventually(lambda: all(router.starts for router in routers))
     for client in clients:
@@ -117,7 +117,7 @@ async def test_slots_include_other_processes_of_the_port(make_http, tmp_path):
         assert (await client.get("/load")).json() == {"server_load": 2}
     for router in routers:
         router.go.set()
-    await asyncio.gather(*asked, *(siblings.close() for siblings in both))
+    await asyncio.gather(*asked, *(processes.close() for processes in both))
 
 
 async def test_a_template_is_applied_without_running_a_model(make_http):

@@ -12,7 +12,7 @@ from fakes.router import FakeRouter, saying
 
 from pdserve.gateway.model_texts import ModelTexts
 from pdserve.gateway.rerank import scores
-from pdserve.gateway.rerank.request_models import MAX_TEXTS
+from pdserve.gateway.rerank.api import MAX_TEXTS
 from pdserve.gateway.rerank.scores import AFTER, BEFORE, INSTRUCTION, JudgingIds
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ from systems.eventually import eventually
 from systems.stored_gateway import CHAT, lines_of, start_batch, stored_gateway
 
 from pdserve.gateway.batches.files import now_us
-from pdserve.gateway.openai.stored import files as stored_files
+from pdserve.gateway.openai.stored import routes as stored_routes
 from pdserve.services.common.rate_limits import RateLimits, RateSettings
 
 pytestmark = pytest.mark.anyio
@@ -238,7 +238,7 @@ async def test_a_file_is_read_in_pieces(tmp_path):
 
 
 async def test_concurrent_downloads_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(stored_files, "MAX_DOWNLOADS", 1)
+    monkeypatch.setattr(stored_routes, "MAX_DOWNLOADS", 1)
     async with stored_gateway(router(), tmp_path) as gateway, gateway.http() as http:
         file = await gateway.client().files.create(file=b"x" * 30_000_000, purpose="batch")
         content = f"/v1/files/{file.id}/content"

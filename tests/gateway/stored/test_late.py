@@ -13,7 +13,7 @@ from systems.stored_gateway import BOUNDS, CHAT
 
 from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness
 from pdserve.gateway.http import BodyReader, create_app, create_routes
-from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.openai.stored import LateParts
 from pdserve.services.common.tenants import ApiKeys
 
@@ -27,10 +27,10 @@ def made(folder):
     keys, limits, router = ApiKeys(()), AdmissionLimits(64, 32), FakeRouter(saying("hello"))
     late = LateParts(settings, keys, limits)
     service = scripted_service(router, limits, count_usage=late.count)
-    dialect = OpenAiDialect(service, BOUNDS, BodyReader(BOUNDS), late, late)
+    api = OpenAiApi(service, BOUNDS, BodyReader(BOUNDS), late, late)
     readiness = Readiness(router, service.catalog)
-    routes = create_routes([dialect], service, readiness)
-    return late, routes, create_app([dialect], service, readiness, keys, routes=routes)
+    routes = create_routes([api], service, readiness)
+    return late, routes, create_app([api], service, readiness, keys, routes=routes)
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/responses/resp_x"])
@@ -58,7 +58,7 @@ async def test_the_parts_are_created_when_wanted(tmp_path):
     running = asyncio.create_task(late.run(routes))
     await asyncio.sleep(0)
     assert not list(tmp_path.iterdir())
-    late.want()
+    late.request()
     await eventually(lambda: (tmp_path / "gateway.db").exists())
     await late.parts()
     running.cancel()
@@ -75,7 +75,7 @@ async def test_pending_usage_is_bounded(tmp_path, monkeypatch, caplog, made_in_t
         for _ in range(5):
             assert (await http.post(CHAT, json=BODY)).status_code == 200
     if made_in_time:
-        late.want()
+        late.request()
         running = asyncio.create_task(late.run(routes))
         await late.parts()
         running.cancel()
@@ -90,6 +90,6 @@ async def test_pending_usage_is_bounded(tmp_path, monkeypatch, caplog, made_in_t
 async def test_an_invalid_database_file_ends_the_task(tmp_path):
     (tmp_path / "gateway.db").write_text("no database" * 100)
     late, routes, _ = made(tmp_path)
-    late.want()
+    late.request()
     with pytest.raises(OSError, match="--database-url"):
         await late.run(routes)

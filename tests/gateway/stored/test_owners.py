@@ -24,7 +24,7 @@ from systems.stored_gateway import (
 )
 
 from pdserve.gateway import GatewaySettings, run
-from pdserve.gateway.batches.leases import LEASE_S, BatchLease, LeaseWatch
+from pdserve.gateway.batches.batches import LEASE_S, BatchLease, LeaseWatch
 
 pytestmark = pytest.mark.anyio
 LINES = 60

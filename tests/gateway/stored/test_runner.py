@@ -9,16 +9,16 @@ import pytest
 from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.batches import (
-    Answer,
     Batches,
     BatchRunner,
     FileLimits,
     Files,
+    LineResponse,
     LineSlots,
     run,
     runner,
 )
-from pdserve.gateway.batches.leases import BatchLease
+from pdserve.gateway.batches.batches import BatchLease
 from pdserve.gateway.batches.runner import MAX_RUNS_OF_TENANT
 from pdserve.gateway.storage.database import Database
 from pdserve.services.common.tenants import Tenant
@@ -53,13 +53,13 @@ class World:
     async def was_used(self, tenant: str, model: str) -> bool:
         return model in self.used
 
-    async def ask(self, endpoint: str, body: bytes, tenant: Tenant, session: str) -> Answer:
+    async def ask(self, endpoint: str, body: bytes, tenant: Tenant, session: str) -> LineResponse:
         self.asked.append(tenant.name)
         await asyncio.sleep(0.01)
         await self.answers.wait()
         missing = b"missing" in body and not self.come
         self.num_missing += missing
-        return Answer("request", 404 if missing else 200, b"{}")
+        return LineResponse("request", 404 if missing else 200, b"{}")
 
     async def make(
         self, tenant: Tenant, count: int, window_s: int = 86400, models: tuple[str, ...] = ("a",)

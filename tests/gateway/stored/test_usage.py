@@ -17,7 +17,7 @@ from pdserve.gateway import Caller
 from pdserve.gateway.http import AT_ONCE
 from pdserve.gateway.metrics import RequestUsage
 from pdserve.gateway.metrics.usage_log import COUNTS, UsageLog, UsageQuery, UsageRow
-from pdserve.gateway.openai.stored.usage_report import usage_page
+from pdserve.gateway.openai.stored.routes import usage_page
 from pdserve.gateway.storage.database import Database
 from pdserve.services.common.tenants import Tenant
 

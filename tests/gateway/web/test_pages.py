@@ -8,7 +8,7 @@ import pytest
 from fakes.router import Event, FakeRouter, placed, saying, tokens
 
 from pdserve.gateway.metrics import MAX_SHOWN
-from pdserve.gateway.web import fleet, pages
+from pdserve.gateway.web import pages
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -140,7 +140,7 @@ async def test_listed_requests_are_bounded(make_http):
 
 
 async def test_many_viewers_cause_one_request_to_the_router(make_http, monkeypatch):
-    monkeypatch.setattr(fleet, "FRESH_S", 3600.0)
+    monkeypatch.setattr(pages, "FRESH_S", 3600.0)
     router = FakeRouter(saying("x"))
     asked = []
     fleet_of = router.fleet
@@ -153,7 +153,7 @@ async def test_many_viewers_cause_one_request_to_the_router(make_http, monkeypat
     client = make_http(router, pages=True)
     await asyncio.gather(*(client.get("/fleet/state") for _ in range(20)))
     assert len(asked) == 1
-    monkeypatch.setattr(fleet, "FRESH_S", -1.0)
+    monkeypatch.setattr(pages, "FRESH_S", -1.0)
     await client.get("/fleet/state")
     assert len(asked) == 2
 

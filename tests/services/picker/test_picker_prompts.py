@@ -11,12 +11,12 @@ from fakes.router import FakeRouter, saying, served
 from fakes.scripted_service import scripted_service
 
 from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness
-from pdserve.gateway.anthropic import AnthropicDialect
+from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.http import BodyReader, HttpLimits, create_routes, post
 from pdserve.gateway.metrics import GatewayMetrics
-from pdserve.gateway.ollama import OllamaDialect
-from pdserve.gateway.openai import OpenAiDialect
-from pdserve.gateway.rerank import RerankDialect
+from pdserve.gateway.ollama import OllamaApi
+from pdserve.gateway.openai import OpenAiApi
+from pdserve.gateway.rerank import RerankApi
 from pdserve.services.common.rate_limits import RateLimits, RateSettings
 from pdserve.services.common.tenants import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.picker.prompts import PromptReader, PromptService
@@ -90,13 +90,13 @@ async def asked_of_a_router(path: str, body: bytes, tenant: Tenant) -> Any:
     upstream = router()
     service = scripted_service(upstream)
     bodies = BodyReader(LIMITS)
-    dialects = [
-        AnthropicDialect(service, LIMITS, bodies),
-        RerankDialect(service, bodies),
-        OllamaDialect(service, LIMITS, bodies),
-        OpenAiDialect(service, LIMITS, bodies),
+    apis = [
+        AnthropicApi(service, LIMITS, bodies),
+        RerankApi(service, bodies),
+        OllamaApi(service, LIMITS, bodies),
+        OpenAiApi(service, LIMITS, bodies),
     ]
-    routes = create_routes(dialects, service, Readiness(upstream, service.catalog))
+    routes = create_routes(apis, service, Readiness(upstream, service.catalog))
     reply = await post(routes, path, body, tenant, "")
     assert reply.status == 200, reply.body
     return upstream.starts[0]

@@ -18,7 +18,7 @@ from systems.eventually import LIMIT_S, eventually
 from pdserve.engine.kv import KvSpec, Mixing, encode_spec
 from pdserve.gateway import Readiness
 from pdserve.gateway.http import BodyReader, HttpLimits, create_app
-from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import DECODE
@@ -62,9 +62,9 @@ async def gateway_of(address: str) -> AsyncIterator[httpx.AsyncClient]:
     await upstream.start()
     await eventually(lambda: upstream.num_connected)
     service = scripted_service(upstream)  # type: ignore[arg-type]
-    dialects = [OpenAiDialect(service, LIMITS, BodyReader(LIMITS))]
+    apis = [OpenAiApi(service, LIMITS, BodyReader(LIMITS))]
     readiness = Readiness(upstream, service.catalog)
-    app = create_app(dialects, service, readiness, ApiKeys((ONE, TWO)))
+    app = create_app(apis, service, readiness, ApiKeys((ONE, TWO)))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
         yield client

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from pdserve.gateway.http import HttpError
-from pdserve.gateway.openai import error_object
+from pdserve.gateway.openai import OpenAiErrors
 from pdserve.protos.router_pb2 import PickedWorker, PickReply, PickRequest
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.tenants import ApiKeys, Tenant
@@ -46,7 +46,7 @@ class BytePrompts:
 
 def write_error(path: str, error: ServiceError) -> tuple[HttpError, dict[str, object]]:
     told = HttpError.of(error)
-    return told, error_object(told)
+    return told, OpenAiErrors().error_object(told)
 
 
 class ScriptedPicker:

@@ -53,7 +53,7 @@ CHECKS = [
     not_a_server_error,
     status_code_conformance,  # it is documented
     content_type_conformance,
-    response_schema_conformance,  # errors have the shape of their dialect
+    response_schema_conformance,  # errors have the shape of their api
 ]
 
 

@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from pdserve.gateway.batches.leases import LEASE_S
+from pdserve.gateway.batches.batches import LEASE_S
 from systems.cluster_secret import SECRET
 
 PROGRAM = """

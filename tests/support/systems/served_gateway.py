@@ -13,13 +13,13 @@ from fakes.router import Event, FakeRouter, saying, served
 from fakes.scripted_service import scripted_service
 
 from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness
-from pdserve.gateway.anthropic import AnthropicDialect
+from pdserve.gateway.anthropic import AnthropicApi
 from pdserve.gateway.http import BodyReader, HttpLimits, create_app, create_routes
 from pdserve.gateway.http.serving import HttpServer, listen
-from pdserve.gateway.ollama import OllamaDialect
-from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.ollama import OllamaApi
+from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.openai.stored.parts import StoredParts
-from pdserve.gateway.rerank import RerankDialect
+from pdserve.gateway.rerank import RerankApi
 from pdserve.gateway.web import add_fleet, add_pages
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.tenants import ApiKeys
@@ -71,18 +71,18 @@ def served_gateway(
             await stored.start()
             service = scripted_service(router, limits, count_usage=stored.usage.count)
             bodies = BodyReader(LIMITS)
-            openai = OpenAiDialect(service, LIMITS, bodies, stored.responses, stored.routes)
-            dialects = [
-                AnthropicDialect(service, LIMITS, bodies),
-                RerankDialect(service, bodies),
-                OllamaDialect(service, LIMITS, bodies),
+            openai = OpenAiApi(service, LIMITS, bodies, stored.responses, stored.routes)
+            apis = [
+                AnthropicApi(service, LIMITS, bodies),
+                RerankApi(service, bodies),
+                OllamaApi(service, LIMITS, bodies),
                 openai,
             ]
             readiness = Readiness(router, service.catalog)
-            routes = create_routes(dialects, service, readiness)
+            routes = create_routes(apis, service, readiness)
             add_fleet(routes, service)
             app = create_app(
-                dialects,
+                apis,
                 service,
                 readiness,
                 keys,

@@ -17,7 +17,7 @@ from fakes.scripted_service import scripted_service
 from pdserve.gateway import AdmissionLimits, GatewaySettings, Readiness
 from pdserve.gateway.http import BodyReader, HttpLimits, create_app, create_routes
 from pdserve.gateway.http.serving import HttpServer, listen
-from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.openai.stored.parts import StoredParts
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.rate_limits import RateLimits
@@ -84,12 +84,12 @@ async def stored_gateway(
     stored = StoredParts(made, accepted, limits)
     service = scripted_service(router, limits, rates=rates, count_usage=stored.usage.count)
     bodies = BodyReader(BOUNDS)
-    dialect = OpenAiDialect(service, BOUNDS, bodies, stored.responses, stored.routes)
+    api = OpenAiApi(service, BOUNDS, bodies, stored.responses, stored.routes)
     readiness = Readiness(router, service.catalog)
-    routes = create_routes([dialect], service, readiness)
-    app = create_app([dialect], service, readiness, accepted, routes=routes)
+    routes = create_routes([api], service, readiness)
+    app = create_app([api], service, readiness, accepted, routes=routes)
     listener = listen("127.0.0.1", 0)
-    http = HttpServer(app, dialect, BOUNDS.stall_s)
+    http = HttpServer(app, api, BOUNDS.stall_s)
     await stored.start()
     tasks = [asyncio.create_task(http.serve([listener]))]
     if runs:

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from pdserve.engine.engine import Engine
 from pdserve.gateway import AdmissionLimits, Readiness
 from pdserve.gateway.http import BodyReader, HttpLimits, create_app, create_routes
-from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.openai import OpenAiApi
 from pdserve.gateway.router_client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import Load, WorkerHello, WorkerReport
@@ -158,7 +158,7 @@ async def watched_gateway(
 ) -> AsyncIterator[WatchedGateway]:
     """Run the gateway of a cluster, over an Upstream."""
     service = scripted_service(router, limits, clock=clock)
-    openai = OpenAiDialect(service, LIMITS, BodyReader(LIMITS))
+    openai = OpenAiApi(service, LIMITS, BodyReader(LIMITS))
     readiness = Readiness(router, service.catalog)
     routes = create_routes([openai], service, readiness, fleet_metrics=False)
     app = create_app([openai], service, readiness, ApiKeys(()), routes=routes)

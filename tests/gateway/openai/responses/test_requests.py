@@ -14,11 +14,16 @@ from fakes.scripted_parts import MemoryStore, ScriptedParts, deltas
 from fakes.tool_model import TEMPLATE, ToolModel, calls
 from oracles.http_errors import LARGE, check, nested
 
-from pdserve.gateway.http import LEFT_OUT, Fate, HttpLimits
+from pdserve.gateway.http import OMITTED_TYPE, Handling, HttpLimits
 from pdserve.gateway.http.responses import HEAD_S
-from pdserve.gateway.openai.custom_input import CustomInput
+from pdserve.gateway.openai.request_models.tools import CustomInput
 from pdserve.gateway.openai.responses.items import MAX_ITEMS, conversation, parse_input
-from pdserve.gateway.openai.responses.request_model import IGNORED, INSTEAD, REFUSED, ResponsesBody
+from pdserve.gateway.openai.responses.request_model import (
+    FIELD_ALIASES,
+    IGNORED_FIELDS,
+    REFUSED_FIELDS,
+    ResponsesBody,
+)
 from pdserve.gateway.openai.responses.tools import (
     TOOL_CHOICES,
     TOOLS,
@@ -43,18 +48,18 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 async def test_unsupported_fields_are_refused_by_name(make_http):
     router = FakeRouter(saying("x"))
     client = make_http(router)
-    for name in REFUSED.keys() - ResponsesBody.model_fields.keys():
+    for name in REFUSED_FIELDS.keys() - ResponsesBody.model_fields.keys():
         for value in WANTED:
-            if value in REFUSED[name]:
+            if value in REFUSED_FIELDS[name]:
                 continue
             error = check(await client.post(URL, json={**ASKED, name: value}), 400, name)
             assert error["message"].startswith(f"{name} is not supported")
-            assert (f"use {INSTEAD.get(name)}" in error["message"]) is (name in INSTEAD)
+            assert (f"use {FIELD_ALIASES.get(name)}" in error["message"]) is (name in FIELD_ALIASES)
     assert router.starts == []
 
 
 async def test_a_dropped_tool_is_logged_once_per_request(make_http, caplog, subtests):
-    caplog.set_level(logging.INFO, "pdserve.gateway.requests")
+    caplog.set_level(logging.INFO, "pdserve.gateway.http.fields")
     hosted = {"type": "web_search"}
     more = {
         "type": "additional_tools",
@@ -117,20 +122,20 @@ async def test_an_overflow_found_late(make_http, subtests):
 
 async def test_no_op_values_of_unsupported_fields_are_accepted(make_http):
     client = make_http(saying("x"))
-    for number in range(max(map(len, REFUSED.values()))):
+    for number in range(max(map(len, REFUSED_FIELDS.values()))):
         given = {
             name: nothing[min(number, len(nothing) - 1)]
-            for name, nothing in REFUSED.items()
+            for name, nothing in REFUSED_FIELDS.items()
             if name not in ResponsesBody.model_fields
         }
-        ignored = dict.fromkeys(IGNORED, "x")
+        ignored = dict.fromkeys(IGNORED_FIELDS, "x")
         reply = await client.post(URL, json={**ASKED, **given, **ignored, "unknown": 1})
         assert reply.status_code == 200, reply.json()
 
 
 def test_each_known_field_is_in_one_list() -> None:
     served = ResponsesBody.model_fields.keys()
-    assert not IGNORED & (served | (REFUSED.keys() - served))
+    assert not IGNORED_FIELDS & (served | (REFUSED_FIELDS.keys() - served))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -423,7 +428,7 @@ def namespace(*tools: Any) -> dict[str, Any]:
 
 CUSTOM = {"type": "custom", "name": "patch", "format": {"type": "text"}}
 SPAWN = {**TOOL, "name": "spawn"}
-HOSTED = [{"type": kind} for kind, member in TOOLS.items() if member is LEFT_OUT]
+HOSTED = [{"type": kind} for kind, member in TOOLS.items() if member is OMITTED_TYPE]
 
 
 async def test_functions_of_a_namespace_have_both_names(make_http):
@@ -463,7 +468,7 @@ async def test_built_in_tools_of_the_provider_are_dropped_and_logged(make_http, 
     assert [tool["name"] for tool in reply.json()["tools"]] == ["f"]
     assert "left out and logged: tools 'a_tool_of_tomorrow', 'apply_patch'" in caplog.text
     for choice, member in TOOL_CHOICES.items():
-        if member.fate is Fate.REFUSED:
+        if member.handling is Handling.REFUSED:
             body = {**ASKED, "tools": tools, "tool_choice": {"type": choice}}
             check(await client.post(URL, json=body), 400, "tool_choice.type")
 

@@ -1,4 +1,4 @@
-"""Each dialect shapes the errors of its paths and frames its streams."""
+"""Each API shapes the errors of its paths and frames its streams."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from pdserve.gateway import Readiness, Service
 from pdserve.gateway.http import BodyReader, EventStream, HttpError, HttpLimits, Reply, create_app
-from pdserve.gateway.openai import OpenAiDialect
+from pdserve.gateway.openai import OpenAiApi
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.common.errors import ServiceError
 from pdserve.services.common.tenants import ApiKeys
@@ -30,7 +30,7 @@ class Wrong(BaseModel):
 
 
 class Lines:
-    """A dialect with line streams and a special error shape."""
+    """An API with line streams and a special error shape."""
 
     paths = ("/lines",)
     not_offered = ()
@@ -69,8 +69,8 @@ class Lines:
 async def client(make_service: Callable[..., Service], anyio_backend: str) -> Any:
     router = FakeRouter(saying("x"))
     service = make_service(router)
-    dialects = [Lines(), OpenAiDialect(service, LIMITS, BodyReader(LIMITS))]
-    app = create_app(dialects, service, Readiness(router, service.catalog), ApiKeys(["k"]))
+    apis = [Lines(), OpenAiApi(service, LIMITS, BodyReader(LIMITS))]
+    app = create_app(apis, service, Readiness(router, service.catalog), ApiKeys(["k"]))
     headers = {"authorization": "Bearer k"}
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://gateway", headers=headers
@@ -89,7 +89,7 @@ async def test_errors_have_the_shape_of_the_dialect_of_their_path(
     client: httpx.AsyncClient,
 ) -> None:
     before_any_event = await client.post("/lines", json={"count": 0, "fails": True})
-    assert before_any_event.status_code == 529, "the dialect must map 503 to 529"
+    assert before_any_event.status_code == 529, "the API must map 503 to 529"
     assert before_any_event.json() == {"wrong": "unavailable", "because": "no more numbers"}
     later = await client.post("/lines/whole")
     assert (later.status_code, later.headers["retry-after"]) == (429, "2")

@@ -1,4 +1,6 @@
-"""Parts of completions in OpenAI's format: usage, log-probabilities, chunks that have only text."""
+"""Objects that several routes of OpenAI's API return: errors, usage, log-probabilities, and chunks
+that have only text.
+"""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -6,14 +8,98 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic_core import to_json
+from starlette.requests import Request
 
 from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken, scored
-from pdserve.gateway.http import AT_ONCE, DirectWrite, JsonList, JsonPieces, list_json, object_json
+from pdserve.gateway.http import (
+    AT_ONCE,
+    DirectWrite,
+    ErrorFormat,
+    Event,
+    HttpError,
+    JsonList,
+    JsonPieces,
+    list_json,
+    object_json,
+)
 from pdserve.gateway.openai.request_models import Sampling
 from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, Usage
 from pdserve.gateway.sampling import MAX_LOGPROBS, refuse
 from pdserve.protos.common_pb2 import TokenLogprob
 from pdserve.text.tokenizer import Vocabulary
+
+CONTEXT_CODE = "context_length_exceeded"
+# Codes that OpenAI names differently; a wrong field has no code, its name is in `param`.
+_ERROR_CODES = {
+    "invalid_argument": None,
+    "unauthenticated": "invalid_api_key",
+    "overloaded": "rate_limit_exceeded",
+}
+
+
+def error_message(error: HttpError) -> str:
+    """Return the text of an error. If a prompt is too long, the text has the code's name, by which
+    LangChain recognizes the error."""
+    if error.code != CONTEXT_CODE or CONTEXT_CODE in error.message:
+        return error.message
+    return f"{error.message} ({CONTEXT_CODE})"
+
+
+class OpenAiErrors(ErrorFormat):
+    """The error format of OpenAI's API."""
+
+    def error_object(self, error: HttpError) -> dict[str, Any]:
+        if error.status == 429:
+            kind = "rate_limit_error"
+        else:
+            kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": error_message(error),
+                "type": kind,
+                "param": error.param or None,
+                "code": _ERROR_CODES.get(error.code, error.code or None),
+            }
+        }
+
+    def error_event(self, error: HttpError) -> Event:
+        return data_event(self.error_object(error))
+
+
+def data_event(value: dict[str, Any]) -> bytes:
+    """Return a server-sent event whose data are an object."""
+    return b"data: %b\n\n" % to_json(value)
+
+
+def list_page(data: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """Return a page of objects that have ids."""
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": has_more,
+    }
+
+
+def page_query(request: Request, default_limit: int, max_limit: int) -> tuple[str, int, bool]:
+    """Return the parameters of the URL that select a page of a list: the id after which it begins
+    (or empty), its length, and whether the newest is first. Raises ServiceError that names a wrong
+    one."""
+    query = request.query_params
+    limit = whole_number(query.get("limit", str(default_limit)), "limit", 1, max_limit)
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise refuse("order", "order must be 'asc' or 'desc'")
+    return query.get("after", ""), limit, order == "desc"
+
+
+def whole_number(text: str, name: str, low: int, high: int) -> int:
+    """Parse a whole number. Raises ServiceError that names the parameter."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 16 and low <= int(text) <= high):
+        raise refuse(name, f"{name} must be a whole number from {low} to {high}")
+    return int(text)
+
 
 MAX_DIRECT_CHARS = 1024
 _TEXT = "\0text\0"  # occurs in no other field
@@ -32,7 +118,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class StreamUsage:
-    """The `usage` in chunks of a stream: none, null until the last one, or the counts so far.
+    """Makes the `usage` field of chunks: none, null before the last chunk, or the counts so far.
     Cached tokens are not known before the end."""
 
     def __init__(self, body: Sampling, completion: PreparedCompletion) -> None:
@@ -56,13 +142,13 @@ class StreamUsage:
         return self.before()
 
 
-def of_chat(tokens: Sequence[ScoredToken], as_ids: bool) -> dict[str, Any]:
-    """Return the `logprobs` of a chat's tokens; `as_ids`: write tokens by their ids."""
-    content = [with_top(token, as_ids) for token in tokens]
+def chat_logprobs(tokens: Sequence[ScoredToken], as_ids: bool) -> dict[str, Any]:
+    """Return the `logprobs` of a chat's tokens; `as_ids`: name tokens by their ids."""
+    content = [token_logprobs(token, as_ids) for token in tokens]
     return {"content": content, "refusal": None}
 
 
-def with_top(token: ScoredToken, as_ids: bool) -> dict[str, Any]:
+def token_logprobs(token: ScoredToken, as_ids: bool) -> dict[str, Any]:
     top = [_entry(entry, as_ids) for entry in token.top]
     return {**_entry(token.chosen, as_ids), "top_logprobs": top}
 
@@ -71,7 +157,7 @@ def _entry(entry: LogprobEntry, as_ids: bool) -> dict[str, Any]:
     return {"token": _name(entry, as_ids), "logprob": entry.logprob, "bytes": list(entry.raw)}
 
 
-def of_completion(tokens: Sequence[ScoredToken], as_ids: bool) -> dict[str, Any]:
+def completion_logprobs(tokens: Sequence[ScoredToken], as_ids: bool) -> dict[str, Any]:
     return {
         "tokens": [_name(token.chosen, as_ids) for token in tokens],
         "token_logprobs": [token.chosen.logprob for token in tokens],
@@ -117,28 +203,28 @@ class LogprobsText(ABC):
 
 
 class ChatLogprobsText(LogprobsText):
-    """The `logprobs` of a chat's choice."""
+    """The text of the `logprobs` of a chat's choice."""
 
     def __init__(self, as_ids: bool) -> None:
         super().__init__(as_ids)
         self._content = JsonList()
 
     def _write(self, tokens: Sequence[ScoredToken]) -> None:
-        self._content.extend(of_chat(tokens, self._as_ids)["content"])
+        self._content.extend(chat_logprobs(tokens, self._as_ids)["content"])
 
     def pieces(self) -> JsonPieces:
         return object_json({"content": self._content.pieces(), "refusal": None})
 
 
 class CompletionLogprobsText(LogprobsText):
-    """The `logprobs` of a completion's choice."""
+    """The text of the `logprobs` of a completion's choice."""
 
     def __init__(self, as_ids: bool) -> None:
         super().__init__(as_ids)
-        self._lists = {name: JsonList() for name in of_completion((), as_ids)}
+        self._lists = {name: JsonList() for name in completion_logprobs((), as_ids)}
 
     def _write(self, tokens: Sequence[ScoredToken]) -> None:
-        for name, values in of_completion(tokens, self._as_ids).items():
+        for name, values in completion_logprobs(tokens, self._as_ids).items():
             self._lists[name].extend(values)
 
     def pieces(self) -> JsonPieces:
@@ -180,7 +266,8 @@ def check_prompt_logprobs(prompts: Sequence[Prompt], n: int, num_top: int, param
 
 
 class TextChunk:
-    """Maker of the chunks of one choice, from a template: what `chunk` makes of a text."""
+    """Makes the chunks of one choice that differ only in their text. `chunk` makes the object for a
+    text."""
 
     def __init__(self, chunk: Callable[[str], dict[str, Any]]) -> None:
         self._prefix, self._suffix = to_json(chunk(_TEXT)).split(to_json(_TEXT))
@@ -189,8 +276,8 @@ class TextChunk:
         return JsonPieces((self._prefix, to_json(text), self._suffix))
 
     def write(self, text: str, direct: DirectWrite) -> bool:
-        """Send the event of a chunk at once; False if that is not possible. A long text goes the
-        usual way, since it may be held and must then be counted."""
+        """Send the event of a chunk at once, and return whether it was sent. A long text is not: it
+        may be held in memory and must then be counted."""
         if len(text) > MAX_DIRECT_CHARS:
             return False
         return direct.write(b"data: %b%b%b\n\n" % (self._prefix, to_json(text), self._suffix))
