@@ -113,13 +113,13 @@ COMMANDS = {
         Command(
             "chat",
             "talk to a server in the terminal",
-            "pdserve.cli.chat.command:run",
+            "pdserve.cli.chat:run",
             (("chat", CLI + "ChatSettings", ()),),
         ),
         Command(
             "complete",
             "run a JSONL file of requests; an interrupted run resumes",
-            "pdserve.cli.complete.command:run",
+            "pdserve.cli.complete:run",
             (("batch", CLI + "CompleteSettings", ()),),
             (
                 Positional(
@@ -136,13 +136,13 @@ COMMANDS = {
         Command(
             "bench",
             "send load to a running server and measure its performance",
-            "pdserve.cli.bench.command:run",
+            "pdserve.cli.bench:run",
             (("load", CLI + "BenchSettings", ()),),
         ),
         Command(
             "top",
             "watch the workers of a running server",
-            "pdserve.cli.top.command:run",
+            "pdserve.cli.top:run",
             (("view", CLI + "TopSettings", ()),),
         ),
         Command(
@@ -171,14 +171,14 @@ COMMANDS = {
         Command(
             "certs",
             "create a cluster's authority and the certificates of its processes",
-            "pdserve.cli.certs:run",
+            "pdserve.cli.credentials:certs",
             (("certificates", CLI + "CertsSettings", ()),),
             (Positional("folder", "output folder; an authority that it already has is reused"),),
         ),
         Command(
             "key",
             "create an API key and its line for --api-key-file",
-            "pdserve.cli.key:run",
+            "pdserve.cli.credentials:key",
             positionals=(Positional("name", "name of the key's owner, for the log"),),
         ),
         Command(
@@ -191,7 +191,7 @@ COMMANDS = {
         Command(
             "report",
             "write diagnostics of a broken system to one file, without secrets",
-            "pdserve.cli.report.command:run",
+            "pdserve.cli.report:run",
             (("report", CLI + "ReportSettings", ()),),
         ),
         Command(

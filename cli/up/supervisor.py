@@ -21,8 +21,14 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any
 
-from pdserve.cli.up.child import MAX_REPORT_BYTES, Task, child_main
-from pdserve.cli.up.fork_server import SIGNALS, ForkedProcess, ForkServer
+from pdserve.cli.up.child import (
+    MAX_REPORT_BYTES,
+    SIGNALS,
+    ForkedProcess,
+    ForkServer,
+    Task,
+    child_main,
+)
 from pdserve.services.common.options import ECHO_S
 
 log = logging.getLogger(__name__)

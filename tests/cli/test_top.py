@@ -8,8 +8,7 @@ from fakes.api_server import ApiServer, api_server
 from systems.terminal import in_terminal
 
 from pdserve.cli.main import main
-from pdserve.cli.top.command import screen
-from pdserve.cli.top.fleet import parse_snapshot, rates
+from pdserve.cli.top import parse_snapshot, rates, screen
 from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.protos import common_pb2 as common
 from pdserve.protos import fleet_pb2 as fleet

@@ -15,9 +15,9 @@ from fakes.api_server import STALL, ApiServer, api_server, ends
 from systems.eventually import wait_until
 
 from pdserve.cli.async_client import AsyncApi
-from pdserve.cli.bench.command import make_prompts, prompt_of_length
-from pdserve.cli.bench.measure import open_loop
+from pdserve.cli.bench import make_prompts, prompt_of_length
 from pdserve.cli.http_client import ApiError
+from pdserve.cli.load import open_loop
 from pdserve.cli.main import main
 from pdserve.cli.options import ClientSettings
 

@@ -9,9 +9,8 @@ import pytest
 from fakes.api_server import CONTEXT_FULL, ApiServer, api_server, ends, says
 from systems.terminal import on_screen
 
-from pdserve.cli.chat.command import COMMANDS, Repl
-from pdserve.cli.chat.conversation import Conversation
-from pdserve.cli.chat.view import MarkdownView, PlainView
+from pdserve.cli.chat import COMMANDS, Conversation, Repl
+from pdserve.cli.chat_terminal import MarkdownView, PlainView
 from pdserve.cli.http_client import ApiClient
 from pdserve.cli.main import main
 from pdserve.cli.options import ChatSettings
@@ -270,8 +269,8 @@ def test_markdown_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block is on the screen once, in order, however the text arrives and however often it
     is redrawn.
     """
-    monkeypatch.setattr("pdserve.cli.chat.view.FRAME_S", 0.0)
-    monkeypatch.setattr("pdserve.cli.chat.view.PAUSE", 0)
+    monkeypatch.setattr("pdserve.cli.chat_terminal.FRAME_S", 0.0)
+    monkeypatch.setattr("pdserve.cli.chat_terminal.PAUSE", 0)
     shown = drawn([MARKDOWN[n : n + 3] for n in range(0, len(MARKDOWN), 3)])
     assert shown.rstrip() == drawn([MARKDOWN]).rstrip()
     rows = [row.strip() for row in shown.splitlines() if row.strip()]

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.cli.async_client import AsyncApi
-from pdserve.cli.bench.measure import (
+from pdserve.cli.commands import STOPPED
+from pdserve.cli.http_client import ApiError, advice
+from pdserve.cli.load import (
     PERCENTILES,
     Sample,
     closed_loop,
@@ -20,8 +22,6 @@ from pdserve.cli.bench.measure import (
     send_request,
     summarize,
 )
-from pdserve.cli.commands import STOPPED
-from pdserve.cli.http_client import ApiError, advice
 from pdserve.cli.options import BenchSettings, OptionError, Settings
 from pdserve.cli.progress import ProgressView, progress_on
 

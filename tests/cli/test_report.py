@@ -21,13 +21,12 @@ from fakes.endpoints import FakeEndpoints
 from fakes.kubernetes import FakeKubernetes
 from systems.cluster_secret import SECRET
 
+from pdserve.cli import report as module
 from pdserve.cli.commands import COMMANDS
 from pdserve.cli.main import main
 from pdserve.cli.options import Settings
 from pdserve.cli.options.options import Option
-from pdserve.cli.report import command
-from pdserve.cli.report.command import Bundle, collect_parts
-from pdserve.cli.report.parts import Secrets
+from pdserve.cli.report import Bundle, Secrets, collect_parts
 from pdserve.cli.up import CONFIG_FILE
 from pdserve.cli.up.folders import run_dir
 from pdserve.protos import router_pb2
@@ -312,8 +311,8 @@ def test_the_report_ends_in_time_and_is_not_too_large(monkeypatch: pytest.Monkey
         "hangs": "not finished within 0.2 s",
         "works": {"a": b"x"},
     }
-    monkeypatch.setattr(command, "MAX_FILE_BYTES", 10)
-    monkeypatch.setattr(command, "MAX_BYTES", 25)
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr(module, "MAX_BYTES", 25)
     bundle = Bundle(Secrets({}, Settings({}, {})))
     bundle.add("logs", {"a.log": b"0123456789abcdef", "b.log": b"short"})
     bundle.add("rings", {"c.ring": b"x" * 11, "d.ring": b"more"})

@@ -30,7 +30,7 @@ def server() -> Iterator[ApiServer]:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.cli.complete.command.PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr("pdserve.cli.complete.PAUSES_S", (0.01, 0.01))
 
 
 def write(path: Path, *lines: Any) -> Path:

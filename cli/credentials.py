@@ -1,6 +1,9 @@
-"""`pdserve certs FOLDER` writes the certificates of a cluster as files."""
+"""`pdserve certs FOLDER` writes the certificates of a cluster as files; `pdserve key NAME` creates
+an API key and its line for a key file.
+"""
 
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +11,7 @@ from pathlib import Path
 from pdserve.cli.options import CertsSettings, OptionError, Settings
 
 
-def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+def certs(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Create an authority, unless the folder has one, and a new certificate for every role."""
     from pdserve.services.common.auth import Identity, Role, issue, make_authority
 
@@ -50,3 +53,17 @@ def _write(folder: Path, name: str, certificate: bytes, key: bytes) -> None:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
             out.write(content)
         new.replace(folder / file)
+
+
+def key(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """Print the line on standard output, and the key, which is not stored, on standard error."""
+    from pdserve.services.common.tenants import hashed
+
+    new_key = f"sk-{secrets.token_urlsafe(32)}"
+    try:
+        line = hashed(positionals["name"], new_key)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+    print(line)
+    print(f"The key, which is not stored and cannot be shown again: {new_key}", file=sys.stderr)
+    return 0

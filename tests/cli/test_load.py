@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.cli.bench.command import bar, histogram, plot, table
-from pdserve.cli.bench.measure import Sample, meets_slo, parse_slo, percentile, summarize
+from pdserve.cli.bench import bar, histogram, plot, table
+from pdserve.cli.load import Sample, meets_slo, parse_slo, percentile, summarize
 
 
 def sample(started: float, *arrivals: float, tokens: int = 0, error: str = "") -> Sample:
